@@ -1,0 +1,159 @@
+"""Causes that enter the scheduler, and effects that leave it.
+
+Whatever can change a plan is one of the `Event` classes and reaches the scheduler with its time (design, law 8), so
+a tape of events replays into the same plans. What leaves is a `TokenBatch`, one a step.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tokenyard.base.request import Int32Array, Int64Array, LogprobOptions, Request, TextOptions
+
+FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["abort", "in_place", "retract"]
+
+
+@dataclass(slots=True)
+class Submit:
+    """A request arrives."""
+
+    request: Request
+
+
+@dataclass(slots=True)
+class Cancel:
+    """The requests with these numbers are wanted no longer; `numbers` empty means all."""
+
+    numbers: list[int]
+    message: str = "the request was aborted"
+    status: int = 499
+
+
+@dataclass(slots=True)
+class Update:
+    """Change the urgency of a waiting or running request; None leaves a value as it is."""
+
+    number: int
+    priority: int | None = None
+    deadline_ns: int | None = None
+
+
+@dataclass(slots=True)
+class Pause:
+    """Stop working. With `numbers`, those requests give up their place and wait for `Resume`; without, everything
+    stops: `abort` ends all requests, `in_place` keeps their KV, `retract` sends running ones back to the queue.
+    """
+
+    mode: PauseMode = "in_place"
+    numbers: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Resume:
+    """Undo `Pause`, for the numbered requests or for everything."""
+
+    numbers: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StopFound:
+    """The detokenizer found a stop string: the answer keeps its first `keep_tokens` output tokens."""
+
+    number: int
+    keep_tokens: int
+    matched: str
+
+
+@dataclass(slots=True)
+class OpenGate:
+    """What a waiting request was held back for (one bit of `lifecycle.Gate`) is there."""
+
+    number: int
+    gate: int
+
+
+@dataclass(slots=True)
+class SetPolicy:
+    """Order the queue by another policy from now on."""
+
+    name: str
+    options: dict[str, float | int | str | bool] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Flush:
+    """Empty the prefix cache. Refused while requests run or wait."""
+
+
+Event = Submit | Cancel | Update | Pause | Resume | StopFound | OpenGate | SetPolicy | Flush
+
+
+@dataclass(slots=True)
+class Started:
+    """A request's first token is coming: what the text side must know of it."""
+
+    number: int
+    prompt_ids: Int32Array
+    text: TextOptions
+    stop: list[str]
+    stop_token_ids: list[int]
+    logprobs: LogprobOptions | None = None
+
+
+@dataclass(slots=True)
+class Finish:
+    """The end of one request. Each request ends exactly once.
+
+    `matched` is the token id or string that stopped it. `status` and `message` say why it was aborted, as an HTTP
+    status and one sentence. Times are in nanoseconds on the monotonic clock, 0 where a stage was never reached.
+    """
+
+    number: int
+    reason: FinishReason
+    matched: int | str | None = None
+    message: str = ""
+    status: int = 200
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    retractions: int = 0
+    arrival_ns: int = 0
+    admitted_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one token: its own and the `top` most likely ones, best first.
+
+    `position` counts tokens of prompt and answer from 0; `token` is the token standing there.
+    """
+
+    number: int
+    position: int
+    token: int
+    logprob: float
+    top_tokens: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """Everything that one step has to tell, in columns: output token `tokens[i]` belongs to request `numbers[i]`.
+
+    `numbers` is int64[n], `tokens` int32[n] and `hits` int32[n] (prompt tokens found in the cache at first
+    admission). A request may finish without a token in the same batch.
+    """
+
+    numbers: Int64Array
+    tokens: Int32Array
+    hits: Int32Array
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finish] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return not (len(self.numbers) or self.started or self.finished or self.logprobs)

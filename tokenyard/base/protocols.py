@@ -1,0 +1,71 @@
+"""The seams between rooms, as protocols: whoever fits one can take the place."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tokenyard.base.plan import StepPlan, StepResult, StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What the rest of the system must know of a loaded model. `num_pages` counts usable pages of `page_size` tokens;
+    page 0 is the executor's own padding page and never given out, so ids run from 1 to `num_pages`.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    page_size: int
+    num_pages: int
+    max_pool_rows: int
+    kv_bytes_per_token: int = 0
+
+
+class Executor(Protocol):
+    """Runs plans. Plans are launched in order and collected in the same order; several may be in flight."""
+
+    info: ExecutorInfo
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step and return its ticket without waiting for the device."""
+
+    def sample(self, ticket: Any) -> None:
+        """Sample a step that was launched with `delay_sampling`."""
+
+    def collect(self, ticket: Any) -> StepResult:
+        """Wait for a launched step and return its result."""
+
+    def close(self) -> None:
+        """Give back the device."""
+
+
+class CostModel(Protocol):
+    """How long work takes (design, section 5, Cost model)."""
+
+    def step(self, work: StepWork) -> float:
+        """Seconds that a step with this work takes."""
+
+    def copy(self, num_bytes: int, link: str) -> float:
+        """Seconds to move `num_bytes` over a link ("host", "disk", "network")."""
+
+    def learn(self, work: StepWork, seconds: float) -> None:
+        """Take in a measured step."""
+
+
+class PrefixListener(Protocol):
+    """Told by the radix tree what changes, so that hit lengths of waiting requests stay right without matching again.
+
+    Nodes are opaque to the listener except for their identity.
+    """
+
+    def inserted(self, parent: Any, node: Any) -> None:
+        """`node` became a new child of `parent`."""
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """`lower` was cut in two: `upper` is the new node above it and holds the front part of its tokens."""
+
+    def evicted(self, node: Any) -> None:
+        """The leaf `node` left the tree."""

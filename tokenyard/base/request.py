@@ -1,0 +1,131 @@
+"""What a client asks for, as every room sees it: token ids, how to sample, how to write text, how urgent."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.base.errors import InvalidRequestError
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+GREEDY_BELOW_TEMPERATURE = 1e-6
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Field names follow SGLang's native API.
+
+    `top_k` is -1 for "all". `logit_bias` maps token id to an added logit. `seed` and the position of a token
+    together key its random number, so a resumed request repeats itself. `stop` strings are found by the
+    detokenizer; the scheduler sees only token ids.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int = 0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, whatever the seed."""
+        return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the logits depend on the tokens seen so far."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    def validate(self) -> None:
+        """Raise InvalidRequestError naming the first field that is out of range (NaN counts as out of range)."""
+        checks: tuple[tuple[str, bool, str], ...] = (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (all) or at least 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "above 0 and at most 10"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
+            ("n", 1 <= self.n <= 128, "between 1 and 128"),
+        )
+        for name, holds, rule in checks:
+            if not holds:
+                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; it must be {rule}", param=name)
+        for token, bias in self.logit_bias.items():
+            if token < 0 or not -100.0 <= bias <= 100.0:
+                raise InvalidRequestError("logit_bias maps token ids to values from -100 to 100", param="logit_bias")
+
+
+@dataclass(slots=True)
+class TextOptions:
+    """What the detokenizer needs to turn one request's tokens into text."""
+
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stream: bool = False
+    stream_interval: int = 1
+
+
+@dataclass(slots=True)
+class LogprobOptions:
+    """Which log-probabilities are wanted. `prompt_from` is the first prompt position reported, -1 for none."""
+
+    output: bool = False
+    top: int = 0
+    prompt_from: int = -1
+
+
+@dataclass(slots=True)
+class Slo:
+    """Latency targets of one request in nanoseconds; None means that its class decides."""
+
+    ttft_ns: int | None = None
+    tpot_ns: int | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """One generation request as the engine sees it.
+
+    `number` is unique in the engine and given out by whoever submits; a request with `sampling.n > 1` owns the
+    numbers `number .. number + n - 1`, one per answer. `prompt_ids` is int32[prompt length]. `cache_salt` and
+    `lora` part the prefix cache into name spaces. `arrival_ns` is the monotonic time at which the API saw the
+    request; `deadline_ns` is counted from it. `priority` None means "none given", which ranks lowest.
+    """
+
+    number: int
+    rid: str
+    prompt_ids: Int32Array
+    sampling: SamplingParams
+    text: TextOptions = field(default_factory=TextOptions)
+    logprobs: LogprobOptions | None = None
+    arrival_ns: int = 0
+    priority: int | None = None
+    service_class: str | None = None
+    tenant: str = ""
+    deadline_ns: int | None = None
+    slo: Slo | None = None
+    cache_salt: str = ""
+    lora: str = ""
+    routing_key: str | None = None
+
+    @property
+    def namespace(self) -> str:
+        """Name space of the prefix cache; requests in different ones never share KV."""
+        return f"{self.lora}\x00{self.cache_salt}" if self.lora or self.cache_salt else ""
