@@ -1,0 +1,72 @@
+"""The policy object: who is next, how much this step, who gives way.
+
+A policy orders and judges; it never allocates (design, law 4). Most policies are one `Order` with the default budget,
+headroom and victims; one that needs more overrides more.
+"""
+
+from collections.abc import Iterator
+
+from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.policy.budget import BudgetRule, StepBudget, default_budget
+from tokenyard.policy.headroom import Headroom, RatioHeadroom
+from tokenyard.policy.victim import FewestTokens, VictimRule
+from tokenyard.policy.views import Views
+
+
+class Policy:
+    """First come, first served, and the base of every other policy.
+
+    Subclasses set `name`, say with `needs_tree` whether they need the prefix tree (without one the scheduler falls back
+    to fcfs), and state in `overtaking` how much may overtake a waiting request. `begin_step` is called once before any
+    other question about a step.
+    """
+
+    name = "fcfs"
+    needs_tree = False
+    charges_decode = False
+    overtaking = "none: requests start in the order of their arrival"
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.settings = settings
+        self.budget_rule: BudgetRule = default_budget(settings)
+        self.headroom: Headroom = RatioHeadroom(settings)
+        self.victim_rule: VictimRule = FewestTokens()
+        self.views: Views | None = None
+
+    def begin_step(self, views: Views) -> None:
+        """Look at the state before a step is planned."""
+        self.views = views
+
+    def candidates(self) -> Iterator[int]:
+        """Rows for the step's prefill, best first: unfinished prefills before newcomers, then by arrival."""
+        assert self.views is not None
+        yield from self.views.partial.tolist()
+        yield from self.order(self.views)
+
+    def order(self, views: Views) -> Iterator[int]:
+        """Waiting rows, best first. Rows that are not drawn stay unsorted, so yield lazily where that saves work."""
+        waiting = views.waiting
+        for start in range(0, len(waiting), 64):
+            yield from waiting[start : start + 64].tolist()
+
+    def budget(self) -> StepBudget:
+        """The allowance of the step that `begin_step` announced."""
+        assert self.views is not None
+        return self.budget_rule.begin(self.views)
+
+    def victims(self, views: Views) -> Iterator[int]:
+        """Running rows in the order in which they give way when pages run out."""
+        return self.victim_rule.victims(views)
+
+    def outranked(self, views: Views, asker: int) -> Iterator[int]:
+        """Running rows that rank strictly below the waiting row `asker` and may be preempted for it, worst first."""
+        return iter(())
+
+    def charge(self, row: int, prefill_tokens: int) -> None:
+        """A chunk of `prefill_tokens` was planned for `row`."""
+
+    def charge_decode(self, rows: Int32Array) -> None:
+        """Each of `rows` decodes one token; called only if `charges_decode`."""
+
+    def removed(self, row: int) -> None:
+        """`row` left the waiting rows or ended; forget what was kept for it."""

@@ -1,0 +1,118 @@
+"""How much one step may do: the mix of prefill and decode, and the size of chunks."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenyard.base import SchedulerSettings
+from tokenyard.policy.views import Views
+
+UNLIMITED = 2**31 - 1
+
+
+class StepBudget(Protocol):
+    """One step's allowance. The scheduler asks `chunk` for each prefill in order and reports what it took.
+
+    prefill: whether chunks may be planned at all. with_decode: whether decoding rows run in the same step.
+    max_requests: prefills this step, partial ones included. max_partials: prefills left unfinished after the step.
+    """
+
+    prefill: bool
+    with_decode: bool
+    max_requests: int
+    max_partials: int
+
+    def chunk(self, prefix: int, remaining: int) -> int:
+        """Tokens of the `remaining` ones after `prefix` that may be computed now; 0 ends the step's prefill."""
+
+    def spend(self, prefix: int, tokens: int) -> None:
+        """A chunk of `tokens` after `prefix` was planned."""
+
+
+class BudgetRule(Protocol):
+    """Makes one `StepBudget` at the start of each step in which someone wants prefill."""
+
+    def begin(self, views: Views) -> StepBudget:
+        """The allowance of the step about to be planned."""
+
+
+@dataclass(slots=True)
+class TokenBudget:
+    """SGLang's PrefillAdder budgets: `input_tokens` bounds whole prompts and `chunk_tokens` what a step computes.
+
+    The first prompt may exceed `input_tokens` (else it could never run); a prompt that exceeds `chunk_tokens` is cut,
+    to whole pages. Only page-ceiled sizes are counted.
+    """
+
+    prefill: bool
+    with_decode: bool
+    max_requests: int
+    max_partials: int
+    input_tokens: int
+    chunk_tokens: int
+    page_size: int
+    first: bool = True
+
+    def chunk(self, prefix: int, remaining: int) -> int:
+        """See `StepBudget.chunk`."""
+        if self.chunk_tokens <= 0 or self.input_tokens <= 0:
+            return 0
+        if not self.first and remaining > self.input_tokens:
+            return 0
+        if remaining <= self.chunk_tokens:
+            return remaining
+        # A cut must end on a page border; the tokens up to it include what `prefix` already put on its last page.
+        end = (prefix + self.chunk_tokens) // self.page_size * self.page_size
+        return max(end - prefix, 0)
+
+    def spend(self, prefix: int, tokens: int) -> None:
+        """See `StepBudget.spend`."""
+        pages = -(-tokens // self.page_size)
+        self.chunk_tokens -= pages * self.page_size
+        self.input_tokens -= pages * self.page_size
+        self.first = False
+
+
+@dataclass(slots=True)
+class PrefillFirst:
+    """SGLang's default: any prefill goes before decode, but after `interval` prefill steps in a row decode has a turn.
+
+    Without the interval sustained arrivals starve decode (SGLang issue 32549).
+    """
+
+    settings: SchedulerSettings
+
+    def begin(self, views: Views) -> TokenBudget:
+        """See `BudgetRule.begin`."""
+        interval = self.settings.prefill_decode_interval
+        decode_due = interval > 0 and len(views.running) > 0 and views.prefill_steps_in_row >= interval
+        return _token_budget(self.settings, prefill=not decode_due, with_decode=False, decode_tokens=0)
+
+
+@dataclass(slots=True)
+class MixedChunk:
+    """Decoding rows take part in every step and prefill chunks fill what they leave (Sarathi-Serve, vLLM)."""
+
+    settings: SchedulerSettings
+
+    def begin(self, views: Views) -> TokenBudget:
+        """See `BudgetRule.begin`."""
+        return _token_budget(self.settings, prefill=True, with_decode=True, decode_tokens=len(views.running))
+
+
+def _token_budget(settings: SchedulerSettings, prefill: bool, with_decode: bool, decode_tokens: int) -> TokenBudget:
+    chunk = settings.chunked_prefill_size
+    limit = settings.prefill_max_requests
+    return TokenBudget(
+        prefill=prefill,
+        with_decode=with_decode,
+        max_requests=limit if limit > 0 else UNLIMITED,
+        max_partials=settings.max_partial_prefills,
+        input_tokens=settings.max_prefill_tokens - decode_tokens,
+        chunk_tokens=(chunk if chunk > 0 else UNLIMITED) - decode_tokens,
+        page_size=settings.page_size,
+    )
+
+
+def default_budget(settings: SchedulerSettings) -> BudgetRule:
+    """The budget rule that the settings ask for."""
+    return MixedChunk(settings) if settings.enable_mixed_chunk else PrefillFirst(settings)

@@ -1,0 +1,77 @@
+"""What a policy sees: read-only columns over requests, and which rows stand where at the start of a step."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenyard.base import BoolArray, CostModel, Int32Array, Int64Array, Request
+
+NO_PRIORITY = -(2**63)
+"""In the priority column: none was given, which ranks below every given one in both directions."""
+
+NO_DEADLINE = 2**63 - 1
+"""In the deadline column: none was given."""
+
+
+class Columns(Protocol):
+    """One numpy column per fact, indexed by table row. Policies read them and never write.
+
+    seq: arrival order, kept for life. arrival_ns: when the API saw it. prompt_tokens. known: token ids on the host.
+    target: tokens to compute before the next token can be sampled. hit: prompt tokens in the tree (waiting: what it
+    would hit now; afterwards: at first admission). computed, planned: see design, law 3. limit: prompt + max_new - 1.
+    priority, deadline_ns (absolute): as given, or NO_PRIORITY, NO_DEADLINE. tenant: small integer per tenant name.
+    admitted_ns: first admission, 0 before. retractions: how often it lost its pages.
+    """
+
+    seq: Int64Array
+    arrival_ns: Int64Array
+    admitted_ns: Int64Array
+    first_token_ns: Int64Array
+    prompt_tokens: Int32Array
+    known: Int32Array
+    target: Int32Array
+    hit: Int32Array
+    computed: Int32Array
+    planned: Int32Array
+    limit: Int32Array
+    priority: Int64Array
+    deadline_ns: Int64Array
+    tenant: Int32Array
+    retractions: Int32Array
+
+    def request(self, row: int) -> Request:
+        """The request in this row."""
+
+
+@dataclass(slots=True)
+class Views:
+    """The scheduler's state at the start of a step, for a policy to read.
+
+    waiting: rows that may be admitted now, in order of arrival. partial: admitted rows whose prompt is not wholly
+    planned, oldest first. running: rows that decode, in order of admission. free_tokens: KV tokens that are free,
+    evictable or about to be released; total_tokens: the whole pool. free_rows: places for more running requests.
+    prefill_steps_in_row: prefill-only steps since the last step that decoded.
+    """
+
+    columns: Columns
+    waiting: Int32Array
+    partial: Int32Array
+    running: Int32Array
+    free_tokens: int
+    total_tokens: int
+    free_rows: int
+    page_size: int
+    now: int
+    prefill_steps_in_row: int
+    cost: CostModel | None = None
+
+
+def tokens_generated(columns: Columns, rows: Int32Array) -> Int32Array:
+    """Output tokens so far of each row, int32[len(rows)]."""
+    generated: Int32Array = columns.known[rows] - columns.prompt_tokens[rows]
+    return generated
+
+
+def is_given(priority: Int64Array) -> BoolArray:
+    """Which priorities were given at all, bool[n]."""
+    given: BoolArray = priority != NO_PRIORITY
+    return given
