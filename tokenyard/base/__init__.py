@@ -26,7 +26,7 @@ from tokenyard.base.events import (
     TokenLogprobs,
     Update,
 )
-from tokenyard.base.plan import LAST_SAMPLED, RowLogprobs, RowStart, StepPlan, StepResult, StepWork
+from tokenyard.base.plan import LAST_SAMPLED, RowLogprobs, RowStart, StepPlan, StepResult, StepWork, step_work
 from tokenyard.base.protocols import CostModel, Executor, ExecutorInfo, PrefixListener
 from tokenyard.base.request import (
     BoolArray,
@@ -83,4 +83,5 @@ __all__ = [
     "TokenLogprobs",
     "TokenyardError",
     "Update",
+    "step_work",
 ]

@@ -5,6 +5,8 @@ A `StepPlan` crosses the process or rank boundary as numpy columns; the executor
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tokenyard.base.request import BoolArray, Int32Array, LogprobOptions, SamplingParams
 
 LAST_SAMPLED = -1
@@ -114,3 +116,19 @@ class StepWork:
         self.rows += 1
         self.prefill_tokens += tokens
         self.chunk_area += tokens * (prefix + tokens / 2)
+
+
+def step_work(plan: StepPlan) -> StepWork:
+    """Sum up a plan's work for a cost model; a decode at position p reads p + 1 tokens of KV."""
+    decodes = plan.decode_rows
+    starts = plan.starts[decodes:].astype(np.float64)
+    counts = plan.counts[decodes:].astype(np.float64)
+    prefill_tokens = int(counts.sum())
+    return StepWork(
+        tokens=decodes + prefill_tokens,
+        rows=len(plan.pool_rows),
+        decode_rows=decodes,
+        decode_context=int(plan.starts[:decodes].sum(dtype=np.int64)) + decodes,
+        prefill_tokens=prefill_tokens,
+        chunk_area=float((counts * (starts + counts / 2)).sum()),
+    )
