@@ -1,0 +1,244 @@
+"""From the fields of `Settings` to flags, environment names and a config file.
+
+A value on the command line wins over one in the environment (`TOKENYARD_<FLAG>`), that over the config file, that over
+the default. Every value is parsed by the same function wherever it comes from.
+"""
+
+import argparse
+import difflib
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tokenyard.base import ConfigError
+from tokenyard.config import GROUPS, Settings
+
+ENV_PREFIX = "TOKENYARD_"
+_MULTIPLIERS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def parse_count(text: str) -> int:
+    """An integer like 8192, 8k (8000), 8K (8192), 1m or 1M. Raises ValueError for anything else."""
+    match = re.fullmatch(r"(-?\d[\d_]*(?:\.\d+)?)([kKmMgG]?)", text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is no whole number; write it like 8192, 8k (8000) or 8K (8192)")
+    value = float(match[1]) * _MULTIPLIERS[match[2]] if "." in match[1] else int(match[1]) * _MULTIPLIERS[match[2]]
+    if value != int(value):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(value)
+
+
+def parse_bool(text: str) -> bool:
+    """Yes or no, in the usual spellings. Raises ValueError for anything else."""
+    if text.lower() not in _TRUE + _FALSE:
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() in _TRUE
+
+
+def parse_float(text: str) -> float:
+    """A number. Raises ValueError for anything else, NaN included."""
+    value = float(text)
+    if value != value:
+        raise ValueError(f"{text!r} is no number")
+    return value
+
+
+def parse_list(text: str) -> list[str]:
+    """Words between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def parse_options(text: str) -> dict[str, float | int | str | bool]:
+    """Pairs like name=value,name=value; values are read as YAML scalars. Raises ValueError if a pair has no `=`."""
+    options: dict[str, float | int | str | bool] = {}
+    for pair in parse_list(text):
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{pair!r} is no name=value pair")
+        options[name.strip()] = yaml.safe_load(value)
+    return options
+
+
+def _parser_of(annotation: Any) -> Callable[[str], Any]:
+    """The function that reads a value of this annotation from text."""
+    if typing.get_origin(annotation) is types.UnionType:
+        annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))
+    kind = typing.get_origin(annotation) or annotation
+    parsers: dict[Any, Callable[[str], Any]] = {
+        bool: parse_bool, int: parse_count, float: parse_float, str: str, list: parse_list, dict: parse_options,
+    }
+    return parsers[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting as the command line sees it."""
+
+    name: str
+    group: str
+    help_text: str
+    default: Any
+    parse: Callable[[str], Any]
+    is_bool: bool
+    choices: tuple[str, ...]
+    positive: tuple[str, ...]
+    negative: tuple[str, ...]
+
+    @property
+    def env(self) -> str:
+        """Name of the environment variable."""
+        return ENV_PREFIX + self.name.upper()
+
+    def read(self, value: Any, where: str) -> Any:
+        """`value` (text, or what YAML made of it) as the setting's type. Raises ConfigError naming `where`."""
+        if value is None:
+            return self.default
+        text = ",".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else value
+        text = ",".join(str(item) for item in text) if isinstance(text, list) else str(text)
+        try:
+            parsed = self.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        for item in parsed if isinstance(parsed, list) else [parsed]:
+            if self.choices and item not in self.choices:
+                raise ConfigError(f"{where} is {item!r}; choose from {', '.join(self.choices)}")
+        return parsed
+
+    def matches(self, word: str) -> bool:
+        """Whether `--help WORD` should show this flag."""
+        return any(word.lower() in text.lower() for text in (*self.positive, *self.negative, self.help_text))
+
+    def describe(self) -> str:
+        """Help text with choices, default and environment name."""
+        choices = f" ({', '.join(self.choices)})" if self.choices else ""
+        default = "" if self.default in ("", None, [], {}, False) else f" [{self.default}]"
+        return f"{self.help_text}{choices}{default}".replace("%", "%%")
+
+
+def _flag(item: "Field[Any]", annotation: Any, default: Any) -> Flag:
+    """The flag of one field of `Settings`."""
+    dashed = item.name.replace("_", "-")
+    is_bool = annotation is bool
+    negated = tuple(item.metadata["negated"])
+    return Flag(
+        name=item.name,
+        group=item.metadata["group"],
+        help_text=item.metadata["help"],
+        default=default,
+        parse=_parser_of(annotation),
+        is_bool=is_bool,
+        choices=tuple(item.metadata["choices"]),
+        positive=("--" + dashed, *item.metadata["aliases"], *(f"--no-{flag[2:]}" for flag in negated)),
+        negative=(f"--no-{dashed}", *negated) if is_bool else (),
+    )
+
+
+def all_flags() -> list[Flag]:
+    """Every setting as a flag, in the order of the fields."""
+    hints, defaults = typing.get_type_hints(Settings), Settings()
+    return [_flag(item, hints[item.name], getattr(defaults, item.name)) for item in fields(Settings)]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose mistakes are ConfigErrors, with the nearest flag named."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Raise ConfigError instead of printing the usage."""
+        raise ConfigError(message)
+
+    def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse `argv`. Raises ConfigError for an unknown flag, with what it may have been meant to be."""
+        namespace, unknown = self.parse_known_args(list(argv))
+        if unknown:
+            word = unknown[0].split("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(word, known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "see --help, or --help WORD to search"
+            raise ConfigError(f"unknown argument {word}; {hint}")
+        return namespace
+
+
+def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> None:
+    """Add all settings to `parser`, in groups, and `--config`. With `word`, only those it matches are in the help."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags and environment win over it")
+    groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items()}
+    for flag in all_flags():
+        target, text = groups[flag.group], flag.describe() if flag.matches(word) else argparse.SUPPRESS
+        options: dict[str, Any] = {"dest": flag.name, "default": None, "help": text}
+        if flag.is_bool:
+            target.add_argument(*flag.positive, action="store_const", const="true", **options)
+            target.add_argument(*flag.negative, dest=flag.name, default=None, action="store_const", const="false",
+                                help=argparse.SUPPRESS)
+        else:
+            target.add_argument(*flag.positive, metavar=flag.name.rsplit("_", 1)[-1].upper(), **options)
+
+
+def split_help_word(argv: Sequence[str]) -> tuple[list[str], str]:
+    """`argv` without the word after `--help`, and that word ("" if none)."""
+    words = list(argv)
+    for place, word in enumerate(words):
+        if word.startswith("--help="):
+            return [*words[:place], "--help", *words[place + 1 :]], word.removeprefix("--help=")
+        if word == "--help" and place + 1 < len(words) and not words[place + 1].startswith("-"):
+            return [*words[: place + 1], *words[place + 2 :]], words[place + 1]
+    return words, ""
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Settings of a YAML file, by field name. Raises ConfigError for an unreadable file or an unknown key."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must hold `name: value` lines")
+    known = {option[2:]: flag.name for flag in all_flags() for option in flag.positive if "--no-" not in option}
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        dashed = str(key).replace("_", "-")
+        if dashed not in known:
+            near = difflib.get_close_matches(dashed, known, n=2)
+            raise ConfigError(f"--config {path}: unknown key {key!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        values[known[dashed]] = value
+    return values
+
+
+@dataclass(slots=True)
+class Resolved:
+    """Settings, and for each that is not a default where it came from."""
+
+    settings: Settings
+    sources: dict[str, str]
+
+
+def resolve(namespace: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Resolved:
+    """Settings from parsed arguments, environment, config file and defaults, in that order of precedence.
+
+    Raises ConfigError for a value that cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    path = namespace.get("config") or environ.get(ENV_PREFIX + "CONFIG")
+    from_file = read_config_file(path) if path else {}
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for flag in all_flags():
+        if namespace.get(flag.name) is not None:
+            raw, sources[flag.name] = namespace[flag.name], flag.positive[0]
+        elif flag.env in environ:
+            raw, sources[flag.name] = environ[flag.env], flag.env
+        elif flag.name in from_file:
+            raw, sources[flag.name] = from_file[flag.name], f"{path}: {flag.name}"
+        else:
+            continue
+        values[flag.name] = flag.read(raw, sources[flag.name])
+    return Resolved(Settings(**values), sources)

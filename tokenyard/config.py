@@ -1,0 +1,190 @@
+"""All settings of a server, in one dataclass.
+
+Flags, environment names and config-file keys are derived from the fields (`tokenyard.cli.flags`). Names follow SGLang, with vLLM's as aliases.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tokenyard.base import ConfigError, SchedulerSettings
+
+DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
+DEFAULT_CONTEXT_LENGTH = 2048
+
+GROUPS = {
+    "model": "what is served",
+    "device": "where the model runs and how much memory it takes",
+    "scheduler": "who runs when",
+    "server": "how clients reach it",
+    "logging": "what it says",
+}
+
+
+def about(
+    group: str,
+    help_text: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    negated: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Metadata of a field: what the command line must know of it.
+
+    `aliases` are further flags for the same value; `negated` are flags that mean the opposite of a yes-or-no value.
+    """
+    return {"group": group, "help": help_text, "aliases": aliases, "negated": negated, "choices": choices}
+
+
+def setting(default: Any, group: str, help_text: str, **more: tuple[str, ...]) -> Any:
+    """A dataclass field with an immutable default and `about(group, help_text, **more)`."""
+    return field(default=default, metadata=about(group, help_text, **more))
+
+
+@dataclass(slots=True)
+class Settings:
+    """Everything that can be set. `effective()` fills in what depends on other values and refuses contradictions."""
+
+    model_path: str = setting("", "model", "folder of the model, or its hub name; the demo model if absent",
+                              aliases=("--model",))
+    tokenizer_path: str = setting("", "model", "folder of the tokenizer; the model's own if absent",
+                                  aliases=("--tokenizer",))
+    served_model_name: str = setting("", "model", "name of the model in the API; the last part of its path if absent")
+    chat_template: str = setting("", "model", "Jinja file with a chat template to use instead of the model's own")
+    context_length: int | None = setting(None, "model", "most tokens of prompt and answer together; the model's own "
+                                         "if absent", aliases=("--max-model-len",))
+    load_format: str = setting("auto", "model", "where weights come from; dummy makes random ones",
+                               choices=("auto", "safetensors", "dummy"))
+    dtype: str = setting("auto", "model", "number format of weights and KV",
+                         choices=("auto", "float32", "bfloat16", "float16"))
+    skip_tokenizer_init: bool = setting(False, "model", "take and give token ids only; no text, no stop strings")
+    random_seed: int = setting(0, "model", "seed of random weights (load format dummy)", aliases=("--seed",))
+
+    executor: str = setting("torch", "device", "what runs the steps; mock answers made-up tokens at the speed of a "
+                            "cost model", choices=("torch", "mock"))
+    device: str = setting("auto", "device", "auto takes a CUDA device if there is one",
+                          choices=("auto", "cpu", "cuda"))
+    mem_fraction_static: float = setting(0.88, "device", "share of the device's memory for weights and KV (CUDA)",
+                                         aliases=("--gpu-memory-utilization",))
+    max_total_tokens: int | None = setting(None, "device", "tokens that the KV pool holds; sized by memory if absent")
+    page_size: int = setting(1, "device", "tokens in one KV page", aliases=("--block-size",))
+    threads: int = setting(0, "device", "CPU threads of the executor; 0 takes what the library thinks best")
+    mock_profile: str = setting("h100/llama-3-8b", "device", "cost profile of the mock executor, as device/model")
+    mock_step_ms: float | None = setting(None, "device", "let every step of the mock executor take this many "
+                                         "milliseconds")
+
+    max_running_requests: int = setting(256, "scheduler", "most requests running at once", aliases=("--max-num-seqs",))
+    max_queued_requests: int = setting(-1, "scheduler", "most requests waiting; more are refused with 503; -1 for no "
+                                       "limit")
+    chunked_prefill_size: int = setting(2048, "scheduler", "most prefill tokens in one step; -1 for no chunking",
+                                        aliases=("--max-num-batched-tokens",))
+    max_prefill_tokens: int = setting(16384, "scheduler", "most prompt tokens admitted in one step")
+    prefill_max_requests: int = setting(-1, "scheduler", "most requests in one prefill step; -1 for no limit")
+    max_partial_prefills: int = setting(1, "scheduler", "most prompts that may be half computed at once")
+    enable_mixed_chunk: bool = setting(False, "scheduler", "put prefill chunks and decodes in the same step")
+    prefill_decode_interval: int = setting(8, "scheduler", "with running decodes, most prefill steps in a row; 0 for "
+                                           "no limit")
+    schedule_policy: str = setting("fcfs", "scheduler", "order of the queue", aliases=("--scheduling-policy",))
+    policy_options: dict[str, float | int | str | bool] = field(
+        default_factory=dict, metadata=about("scheduler", "options of the policy, as name=value,name=value")
+    )
+    schedule_conservativeness: float = setting(1.0, "scheduler", "above 1 admits fewer requests and retracts less")
+    init_new_token_ratio: float = setting(0.7, "scheduler", "share of max_new_tokens first set aside for an answer")
+    min_new_token_ratio_factor: float = setting(0.14, "scheduler", "lower bound of that share, as a factor of it")
+    new_token_ratio_decay_steps: int = setting(600, "scheduler", "decode steps until the lower bound is reached")
+    clip_max_new_tokens: int = setting(4096, "scheduler", "most output tokens set aside for one answer")
+    retract_decode_steps: int = setting(20, "scheduler", "decode steps that a retraction makes room for")
+    disable_radix_cache: bool = setting(False, "scheduler", "do not reuse the KV of common prefixes",
+                                        negated=("--enable-prefix-caching",))
+    radix_eviction_policy: str = setting("lru", "scheduler", "what leaves a full prefix cache first")
+    queue_timeout_s: float = setting(-1.0, "scheduler", "seconds a request may wait; -1 for ever")
+    run_timeout_s: float = setting(-1.0, "scheduler", "seconds a request may run; -1 for ever")
+    disable_overlap_schedule: bool = setting(False, "scheduler", "do not plan the next step while the device works",
+                                             negated=("--async-scheduling", "--enable-overlap-schedule"))
+
+    host: str = setting("127.0.0.1", "server", "address to listen on; 0.0.0.0 for all")
+    port: int = setting(30000, "server", "port to listen on; 0 takes a free one")
+    api_key: str = setting("", "server", "key that clients must send as a bearer token")
+    admin_api_key: str = setting("", "server", "key for flush, abort, pause and server info; the API key if absent")
+    cors_allow_origins: list[str] = field(
+        default_factory=list, metadata=about("server", "web origins that may call, by commas; none if absent")
+    )
+    max_body_mb: float = setting(32.0, "server", "largest request body in megabytes")
+    max_prompts: int = setting(1024, "server", "most prompts in one request")
+    strict_api: bool = setting(False, "server", "refuse requests with unknown fields instead of ignoring those")
+    stream_interval: int = setting(1, "server", "tokens between two chunks of a stream")
+    metrics_compat: list[str] = field(
+        default_factory=list,
+        metadata=about("server", "also give metrics under these engines' names", choices=("sglang", "vllm")),
+    )
+    health_timeout_s: float = setting(20.0, "server", "heartbeat age in seconds at which /health says 503")
+    shutdown_timeout_s: float = setting(30.0, "server", "seconds that open requests may go on after SIGTERM",
+                                        aliases=("--shutdown-timeout",))
+
+    log_level: str = setting("info", "logging", "least level that is logged",
+                             choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "logging", "form of a log line", choices=("text", "json"))
+    log_requests: bool = setting(False, "logging", "log a line for every finished request",
+                                 aliases=("--enable-log-requests",))
+    decode_log_interval: int = setting(40, "logging", "decode steps between two log lines")
+
+    def effective(self) -> "Settings":
+        """A copy with dependent defaults filled in. Raises ConfigError for values that contradict each other."""
+        model = self.model_path or str(DEMO_MODEL)
+        name = self.served_model_name or ("tokenyard-demo" if not self.model_path else Path(model).name)
+        chosen = replace(self, model_path=model, tokenizer_path=self.tokenizer_path or model, served_model_name=name)
+        chosen.validate()
+        return chosen
+
+    def validate(self) -> None:
+        """Raise ConfigError, naming the flag and what it must be, for the first value that cannot work."""
+        for holds, message in self._rules():
+            if not holds:
+                raise ConfigError(message)
+        self.scheduler_settings(context_length=self.context_length or DEFAULT_CONTEXT_LENGTH).validate()
+
+    def _rules(self) -> tuple[tuple[bool, str], ...]:
+        """What must hold, each with the sentence that says so."""
+        context, total = self.context_length, self.max_total_tokens
+        return (
+            (0 <= self.port <= 65535, f"--port is {self.port}; it must be between 0 and 65535"),
+            (0.0 < self.mem_fraction_static <= 1.0, "--mem-fraction-static must be above 0 and at most 1"),
+            (context is None or context >= 2, f"--context-length is {context}; it must be at least 2"),
+            (total is None or total >= self.page_size, f"--max-total-tokens is {total}; it must hold a page"),
+            (self.mock_step_ms is None or self.executor == "mock", "--mock-step-ms needs --executor mock"),
+            (self.mock_step_ms is None or self.mock_step_ms >= 0.0, "--mock-step-ms must not be negative"),
+            (self.threads >= 0, f"--threads is {self.threads}; it must be 0 (automatic) or more"),
+            (self.stream_interval >= 1, f"--stream-interval is {self.stream_interval}; it must be at least 1"),
+            (self.max_body_mb > 0.0, "--max-body-mb must be above 0"),
+            (self.max_prompts >= 1, "--max-prompts must be at least 1"),
+            (self.shutdown_timeout_s >= 0.0, "--shutdown-timeout-s must not be negative"),
+            (self.health_timeout_s > 0.0, "--health-timeout-s must be above 0"),
+            (not (self.skip_tokenizer_init and self.chat_template),
+             "--chat-template and --skip-tokenizer-init contradict each other: without a tokenizer there is no chat"),
+            (not (self.disable_radix_cache and self.schedule_policy in ("lpm", "dfs-weight")),
+             f"--schedule-policy {self.schedule_policy} orders by the prefix cache, which --disable-radix-cache "
+             "switches off; drop one of the two"),
+        )
+
+    def scheduler_settings(self, *, context_length: int) -> SchedulerSettings:
+        """The scheduler's part of the settings, for a model with this context length."""
+        shared = {name.name for name in fields(SchedulerSettings)} & {name.name for name in fields(Settings)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        values["context_length"] = context_length
+        values["max_in_flight"] = 1 if self.disable_overlap_schedule else 2
+        return SchedulerSettings(**values)
+
+    def executor_options(self) -> dict[str, Any]:
+        """Keyword arguments of `executor.load_executor`, all but the model's path."""
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "page_size": self.page_size,
+            "max_pool_rows": self.max_running_requests,
+            "max_total_tokens": self.max_total_tokens,
+            "mem_fraction_static": self.mem_fraction_static,
+            "context_length": self.context_length,
+            "load_format": self.load_format,
+            "threads": self.threads,
+            "seed": self.random_seed,
+        }

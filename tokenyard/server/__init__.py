@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI and native API, streams, metrics."""
