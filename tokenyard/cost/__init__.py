@@ -1,0 +1,18 @@
+"""How long work takes: `StepWork` to seconds, in one form for simulator, deadlines, budgets and router."""
+
+from tokenyard.cost.linear import LinearCost, LinearTerms, Link, unloaded_prefill_s
+from tokenyard.cost.online import OnlineCost
+from tokenyard.cost.profiles import Profile, get_profile, load_profile, profile_names, save_profile
+
+__all__ = [
+    "LinearCost",
+    "LinearTerms",
+    "Link",
+    "OnlineCost",
+    "Profile",
+    "get_profile",
+    "load_profile",
+    "profile_names",
+    "save_profile",
+    "unloaded_prefill_s",
+]

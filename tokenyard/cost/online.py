@@ -1,0 +1,106 @@
+"""A cost model that corrects itself from measured steps."""
+
+from dataclasses import replace
+
+from tokenyard.base import ConfigError, StepWork
+from tokenyard.cost.linear import MS_PER_S, LinearCost, LinearTerms
+
+REFIT_STEPS = 32
+SWEEPS = 32
+FITTED = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
+TYPICAL_MS = (5.0, 2.0, 0.02, 5e-5, 1e-6, 0.01)
+"""Sizes of the fitted terms where the prior says zero, so that they can still be learnt."""
+
+
+class OnlineCost:
+    """Least squares with forgetting over the terms of `LinearCost`, starting from a prior.
+
+    Errors count relative to the measured time, so short decode steps weigh as much as long prefills. Old steps fade
+    by `forgetting` per step (recursive least squares with forgetting). The prior enters as a ridge of `prior_weight`,
+    in units of squared shares of a step's time, so a term that hardly matters in what was measured stays what it was.
+    Every `REFIT_STEPS` steps the normal equations are solved by coordinate descent that keeps terms above or at zero.
+    `relative_error` is the running mean of |predicted - measured| / measured, each step judged before it is learnt.
+
+    Only Python floats are used, in a fixed order, so that a tape replays alike anywhere.
+    """
+
+    def __init__(self, prior: LinearCost, forgetting: float = 0.995, prior_weight: float = 0.01) -> None:
+        """Start from `prior`. Raises ConfigError unless 0 < forgetting <= 1 and prior_weight > 0."""
+        if not 0.0 < forgetting <= 1.0 or not prior_weight > 0.0:
+            raise ConfigError("forgetting must be above 0 and at most 1, prior_weight above 0")
+        self._links = prior
+        self._forgetting = forgetting
+        self._ridge = prior_weight
+        self.terms = _folded(prior.terms)
+        self._prior = [float(getattr(self.terms, name)) for name in FITTED]
+        self._unit = [value or typical for value, typical in zip(self._prior, TYPICAL_MS, strict=True)]
+        self._gram = [[0.0] * len(FITTED) for _ in FITTED]
+        self._moment = [0.0] * len(FITTED)
+        self._since_refit = 0
+        self.steps_learned = 0
+        self.relative_error = 0.0
+
+    def step(self, work: StepWork) -> float:
+        """Seconds that a step with this work takes, as far as is known by now."""
+        return self.terms.step(work) / MS_PER_S
+
+    def copy(self, num_bytes: int, link: str) -> float:
+        """Seconds to move `num_bytes` over `link`, as the prior says."""
+        return self._links.copy(num_bytes, link)
+
+    def learn(self, work: StepWork, seconds: float) -> None:
+        """Take in a measured step. Empty steps and times that are not above 0 are ignored."""
+        if not seconds > 0.0 or work.tokens <= 0:
+            return
+        measured_ms = seconds * MS_PER_S
+        self._note_error(abs(self.terms.step(work) - measured_ms) / measured_ms)
+        self._accumulate(work, measured_ms)
+        self._since_refit += 1
+        if self._since_refit >= REFIT_STEPS:
+            self._since_refit = 0
+            self._refit()
+
+    def _note_error(self, error: float) -> None:
+        self.steps_learned += 1
+        share = max(1.0 / self.steps_learned, 1.0 - self._forgetting)
+        self.relative_error += share * (error - self.relative_error)
+
+    def _accumulate(self, work: StepWork, measured_ms: float) -> None:
+        """Add one observation to the normal equations, everything as shares of the measured time."""
+        explained = (measured_ms - self.terms.tp_token_ms * work.tokens) / measured_ms
+        features = _features(self.terms, work)
+        shares = [x * unit / measured_ms for x, unit in zip(features, self._unit, strict=True)]
+        keep = self._forgetting
+        for i, x in enumerate(shares):
+            row = self._gram[i]
+            for j, y in enumerate(shares):
+                row[j] = keep * row[j] + x * y
+            self._moment[i] = keep * self._moment[i] + x * explained
+
+    def _refit(self) -> None:
+        """Solve for the terms: non-negative least squares with a ridge towards the prior, from the present terms."""
+        unit, gram = self._unit, self._gram
+        prior = [value / one for value, one in zip(self._prior, unit, strict=True)]
+        x = [getattr(self.terms, name) / one for name, one in zip(FITTED, unit, strict=True)]
+        for _ in range(SWEEPS):
+            for i, row in enumerate(gram):
+                others = sum(row[j] * x[j] for j in range(len(x)) if j != i)
+                best = (self._moment[i] + self._ridge * prior[i] - others) / (row[i] + self._ridge)
+                x[i] = max(best, 0.0)
+        fitted = {name: value * one for name, value, one in zip(FITTED, x, unit, strict=True)}
+        self.terms = replace(self.terms, **fitted)
+
+
+def _folded(terms: LinearTerms) -> LinearTerms:
+    """The same times with the constant terms moved into floor and dense: a measurement cannot tell them apart."""
+    constant = terms.step_ms + terms.tp_step_ms
+    return replace(
+        terms, step_ms=0.0, tp_step_ms=0.0, floor_ms=terms.floor_ms + constant, dense_ms=terms.dense_ms + constant
+    )
+
+
+def _features(terms: LinearTerms, work: StepWork) -> tuple[float, ...]:
+    """What each fitted term is multiplied with; which side of the floor a step stands on is judged by present terms."""
+    above = terms.dense_ms + terms.token_ms * work.tokens > terms.floor_ms
+    line = (0.0, 1.0, float(work.tokens)) if above else (1.0, 0.0, 0.0)
+    return (*line, float(work.decode_context), work.chunk_area, float(work.rows))
