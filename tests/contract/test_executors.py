@@ -1,0 +1,93 @@
+"""What every executor must do, whatever runs underneath."""
+
+import numpy as np
+import pytest
+
+from tests.contract.plans import ALL_LOGPROBS, all_pages, chunk, decode, run
+from tokenyard.base import TokenyardError
+from tokenyard.executor.mock import load_executor
+
+PROMPT = list(range(10, 27))
+
+
+def make_mock(page_size):
+    return load_executor(vocab_size=1000, page_size=page_size, max_total_tokens=256, max_pool_rows=4, step_ms=0.0)
+
+
+@pytest.fixture(params=[1, 4], ids=["page1", "page4"])
+def executor(request):
+    executor = make_mock(request.param)
+    yield executor
+    executor.close()
+
+
+def pages_for(executor, tokens, first=1):
+    return all_pages(-(-tokens // executor.info.page_size), first)
+
+
+def answer(executor, row, chunk_sizes, tokens, first_page):
+    """Prefill PROMPT in chunks and decode: the sampled tokens."""
+    pages = pages_for(executor, len(PROMPT) + tokens, first_page)
+    start, found = 0, []
+    for i, size in enumerate(chunk_sizes):
+        plan = chunk(i, row, PROMPT, start, size, first=0, pages=pages if not start else ())
+        found = run(executor, plan).tokens.tolist()
+        start += size
+    for i in range(tokens - 1):
+        plan = decode(len(chunk_sizes) + i, [row], [len(PROMPT) + i], delay_sampling=bool(i % 2))
+        found += run(executor, plan).tokens.tolist()
+    return found
+
+
+def test_chunks_and_rows_do_not_change_the_answer(executor):
+    whole = answer(executor, 0, [17], 6, first_page=1)
+    assert len(whole) == 6
+    assert all(0 <= token < executor.info.vocab_size for token in whole)
+    assert answer(executor, 1, [5, 9, 3], 6, first_page=40) == whole
+
+
+def test_a_chunk_that_samples_nothing_answers_minus_one(executor):
+    plan = chunk(0, 0, PROMPT, 0, 8, pages=pages_for(executor, 8))
+    assert run(executor, plan).tokens.tolist() == [-1]
+
+
+def test_steps_in_flight_read_each_others_tokens(executor):
+    alone = answer(executor, 0, [17], 3, first_page=1)
+    pages = pages_for(executor, 20, first=40)
+    plans = [chunk(0, 2, PROMPT, 0, 17, pages=pages), decode(1, [2], [17]), decode(2, [2], [18])]
+    tickets = [executor.launch(plan) for plan in plans]
+    assert [executor.collect(ticket).tokens.tolist()[0] for ticket in tickets] == alone
+
+
+def test_a_row_taken_up_again_repeats_itself(executor):
+    tokens = answer(executor, 0, [17], 4, first_page=1)
+    known = PROMPT + tokens[:2]
+    plan = chunk(9, 1, known, 0, len(known), pages=pages_for(executor, 24, first=40))
+    plan.row_starts[0].prompt_tokens = len(PROMPT)
+    assert run(executor, plan).tokens.tolist() == tokens[2:3]
+
+
+def test_results_carry_step_and_seconds(executor):
+    result = run(executor, chunk(7, 0, PROMPT, 0, 17, pages=pages_for(executor, 17)))
+    assert result.step == 7
+    assert result.seconds >= 0.0
+    assert result.tokens.dtype == np.int32
+
+
+def test_logprobs_cover_the_prompt_and_the_sampled_token(executor):
+    pages = pages_for(executor, 20)
+    first = run(executor, chunk(0, 0, PROMPT, 0, 8, first=0, pages=pages, logprobs=ALL_LOGPROBS)).logprobs
+    rest = run(executor, chunk(1, 0, PROMPT, 8, 9, first=0)).logprobs
+    assert (first[0].position, first[0].tokens) == (1, PROMPT[1:9])
+    assert rest[0].position == 9
+    assert rest[0].tokens[:-1] == PROMPT[9:]
+    assert len(rest[0].logprobs) == len(rest[0].top_tokens) == 9
+    assert all(value <= 0.0 for value in rest[0].logprobs)
+    assert all(len(best) == 2 and best == sorted(best, reverse=True) for best in rest[0].top_logprobs)
+
+
+def test_collecting_an_unsampled_step_is_refused(executor):
+    run(executor, chunk(0, 0, PROMPT, 0, 17, pages=pages_for(executor, 20)))
+    ticket = executor.launch(decode(1, [0], [17], delay_sampling=True))
+    with pytest.raises(TokenyardError, match="before it was sampled"):
+        executor.collect(ticket)

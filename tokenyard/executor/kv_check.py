@@ -1,0 +1,141 @@
+"""A pretend KV pool that remembers whose history each slot holds, so that a page given to two owners is noticed."""
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.base import LAST_SAMPLED, ExecutorInfo, Int32Array, RowStart, StepPlan, TokenyardError
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+class KvMismatchError(TokenyardError):
+    """A plan reads or writes KV that is not its row's own."""
+
+    code = "kv_mismatch"
+
+
+def mix(values: UInt64Array) -> UInt64Array:
+    """Scramble 64-bit numbers (the finalizer of splitmix64, Steele et al. 2014); element-wise, any shape."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def history_marks(tokens: Int32Array, first_position: int = 0, before: int = 0) -> UInt64Array:
+    """Return uint64[n]: one mark per token that depends on it, its position and everything before it.
+
+    `before` is the mark of the position before `first_position`, 0 at the very beginning.
+    """
+    positions = np.arange(first_position, first_position + len(tokens), dtype=np.uint64)
+    return np.uint64(before) + np.cumsum(mix(tokens.astype(np.uint64) + (positions << np.uint64(32))), dtype=np.uint64)
+
+
+class _Row:
+    """Tokens and marks of one pool row, in arrays that grow by doubling."""
+
+    def __init__(self, start: RowStart) -> None:
+        self.prompt_tokens = start.prompt_tokens
+        self.length = len(start.known_ids)
+        self.tokens: Int32Array = np.array(start.known_ids, dtype=np.int32)
+        self.marks = history_marks(self.tokens)
+
+    def append(self, token: int) -> None:
+        if self.length == len(self.tokens):
+            self.tokens = np.resize(self.tokens, max(16, 2 * self.length))
+            self.marks = np.resize(self.marks, max(16, 2 * self.length))
+        before = int(self.marks[self.length - 1]) if self.length else 0
+        self.tokens[self.length] = token
+        self.marks[self.length] = history_marks(self.tokens[self.length : self.length + 1], self.length, before)[0]
+        self.length += 1
+
+
+class KvCheck:
+    """Plays the KV pool for plans: `apply` before a step, `sampled` after it.
+
+    Each slot keeps the mark of the history that was written to it last. After a step's writes, all slots of a row up
+    to its last computed position must hold the marks of that row's own history.
+    """
+
+    def __init__(self, info: ExecutorInfo) -> None:
+        self._info = info
+        pages_per_row = -(-info.context_length // info.page_size)
+        self._page_table = np.zeros((info.max_pool_rows, pages_per_row), dtype=np.int32)
+        self._slots = np.zeros((info.num_pages + 1) * info.page_size, dtype=np.uint64)
+        self._rows: dict[int, _Row] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over new rows and pages, write the step's tokens and verify every row. Raises KvMismatchError."""
+        for start in plan.row_starts:
+            self._rows[start.pool_row] = _Row(start)
+        self._write_pages(plan)
+        offset = 0
+        slots_of_rows = []
+        for pool_row, start, count in zip(
+            plan.pool_rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True
+        ):
+            self._check_tokens(plan.step, pool_row, start, plan.tokens[offset : offset + count])
+            offset += count
+            slots = self._slots_of(plan.step, pool_row, start + count)
+            self._slots[slots[start:]] = self._rows[pool_row].marks[start : start + count]
+            slots_of_rows.append((pool_row, slots))
+        for pool_row, slots in slots_of_rows:
+            self._verify(plan.step, pool_row, slots)
+
+    def sampled(self, plan: StepPlan, tokens: Int32Array) -> None:
+        """Note the tokens a step sampled: int32[n], -1 for rows that sampled none."""
+        for i in np.flatnonzero(plan.sampled).tolist():
+            row = self._rows[int(plan.pool_rows[i])]
+            position = int(plan.starts[i] + plan.counts[i])
+            if position != row.length:
+                raise KvMismatchError(
+                    f"step {plan.step}: row {plan.pool_rows[i]} samples position {position}, but {row.length} of its"
+                    " tokens are known"
+                )
+            row.append(int(tokens[i]))
+
+    def token_at(self, pool_row: int, position: int) -> int:
+        """Return the token that a row holds at a position it knows."""
+        return int(self._rows[pool_row].tokens[position])
+
+    def _write_pages(self, plan: StepPlan) -> None:
+        ids = plan.page_ids
+        if len(ids) and (ids.min() < 1 or ids.max() > self._info.num_pages):
+            raise KvMismatchError(f"step {plan.step}: page ids must lie in 1..{self._info.num_pages}")
+        self._page_table[plan.page_rows, plan.page_columns] = ids
+
+    def _check_tokens(self, step: int, pool_row: int, start: int, tokens: Int32Array) -> None:
+        row = self._rows.get(pool_row)
+        if row is None:
+            raise KvMismatchError(f"step {step}: row {pool_row} is used before any RowStart gave it an owner")
+        if start + len(tokens) > row.length:
+            raise KvMismatchError(
+                f"step {step}: row {pool_row} computes up to {start + len(tokens)}, but only {row.length} of its tokens"
+                " are known"
+            )
+        own = row.tokens[start : start + len(tokens)]
+        wrong = (tokens != own) & (tokens != LAST_SAMPLED)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise KvMismatchError(
+                f"step {step}: row {pool_row} is given token {tokens[at]} at position {start + at}; its history has"
+                f" {own[at]}"
+            )
+        if (tokens == LAST_SAMPLED).any() and (len(tokens) != 1 or start != row.length - 1):
+            raise KvMismatchError(f"step {step}: row {pool_row} asks for its last sampled token at position {start}")
+
+    def _slots_of(self, step: int, pool_row: int, length: int) -> npt.NDArray[np.int64]:
+        size = self._info.page_size
+        pages = self._page_table[pool_row, : -(-length // size)].astype(np.int64)
+        if len(pages) * size < length or not pages.all():
+            raise KvMismatchError(f"step {step}: row {pool_row} has no page for some of its {length} tokens")
+        return (pages[:, None] * size + np.arange(size)).reshape(-1)[:length]
+
+    def _verify(self, step: int, pool_row: int, slots: npt.NDArray[np.int64]) -> None:
+        wrong = self._slots[slots] != self._rows[pool_row].marks[: len(slots)]
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise KvMismatchError(
+                f"step {step}: row {pool_row} finds another history at position {at} (slot {slots[at]}):"
+                f" {int(wrong.sum())} of {len(slots)} slots are not its own"
+            )

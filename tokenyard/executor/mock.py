@@ -1,0 +1,233 @@
+"""An executor without a model: it takes the time a cost model says and answers made-up, repeatable tokens.
+
+Useful to try schedules, servers and clients on any machine, and held to the same contract as the real one.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.base import (
+    NS_PER_S,
+    ConfigError,
+    CostModel,
+    ExecutorInfo,
+    Int32Array,
+    RowLogprobs,
+    RowStart,
+    StepPlan,
+    StepResult,
+    StepWork,
+    TokenyardError,
+    step_work,
+)
+from tokenyard.executor.kv_check import KvCheck, UInt64Array, history_marks, mix
+
+NEVER_EOS = np.iinfo(np.int64).max
+
+
+class FixedStepCost:
+    """A cost model for which every step takes the same time."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+
+    def step(self, work: StepWork) -> float:
+        """Return the seconds of any step."""
+        return self.step_s
+
+    def copy(self, num_bytes: int, link: str) -> float:
+        """Return 0: copies are free here."""
+        return 0.0
+
+    def learn(self, work: StepWork, seconds: float) -> None:
+        """Learn nothing."""
+
+
+@dataclass(slots=True)
+class MockTicket:
+    """A step in flight; `done_ns` is when the pretend device will have ended it, on the monotonic clock."""
+
+    plan: StepPlan
+    seconds: float
+    done_ns: int
+    tokens: Int32Array | None = None
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+
+
+class MockExecutor:
+    """Plays a device: steps run one after another, each for as long as `cost` says.
+
+    A token is a function of the row's prompt, its seed (unless greedy) and the token's position, so that no schedule
+    can change an answer. With `answer_tokens` (low, high) the answer's token number `low .. high`, picked by the same
+    hash, is the first eos token; None never says eos. `check_kv` verifies on every step that each row reads its own
+    history only (see KvCheck). Without `sleep` nothing waits, but the reported seconds stay the same.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        cost: CostModel,
+        sleep: bool = True,
+        *,
+        answer_tokens: tuple[int, int] | None = None,
+        check_kv: bool = True,
+    ) -> None:
+        if answer_tokens is not None and not (1 <= answer_tokens[0] <= answer_tokens[1] and info.eos_token_ids):
+            raise ConfigError("answer_tokens needs 1 <= low <= high and a model with an eos token")
+        self.info = info
+        self._cost = cost
+        self._sleep = sleep
+        self._answer_tokens = answer_tokens
+        self._kv = KvCheck(info) if check_kv else None
+        self._keys: UInt64Array = np.zeros(info.max_pool_rows, dtype=np.uint64)
+        self._eos_positions = np.full(info.max_pool_rows, NEVER_EOS, dtype=np.int64)
+        self._starts: dict[int, RowStart] = {}
+        self._free_at_ns = 0
+
+    def launch(self, plan: StepPlan) -> MockTicket:
+        """Start a step. Raises KvMismatchError if the plan reads KV that is not its rows' own."""
+        for start in plan.row_starts:
+            self._take_row(start)
+        if self._kv is not None:
+            self._kv.apply(plan)
+        seconds = self._cost.step(step_work(plan))
+        self._free_at_ns = max(self._free_at_ns, time.monotonic_ns()) + round(seconds * NS_PER_S)
+        ticket = MockTicket(plan, seconds, self._free_at_ns)
+        if not plan.delay_sampling:
+            self.sample(ticket)
+        return ticket
+
+    def sample(self, ticket: MockTicket) -> None:
+        """Choose the tokens of a step that was launched."""
+        plan = ticket.plan
+        tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
+        chosen = plan.sampled
+        tokens[chosen] = self._tokens(plan.pool_rows[chosen], (plan.starts + plan.counts)[chosen])
+        if self._kv is not None:
+            self._kv.sampled(plan, tokens)
+        ticket.tokens = tokens
+        ticket.logprobs = self._logprobs(plan, tokens)
+
+    def collect(self, ticket: MockTicket) -> StepResult:
+        """Wait until the device has ended the step. Raises TokenyardError if it was never sampled."""
+        if ticket.tokens is None:
+            raise TokenyardError(f"step {ticket.plan.step} is collected before it was sampled")
+        if self._sleep:
+            time.sleep(max(0, ticket.done_ns - time.monotonic_ns()) / NS_PER_S)
+        return StepResult(ticket.plan.step, ticket.tokens, ticket.seconds, ticket.logprobs)
+
+    def close(self) -> None:
+        """Forget all rows."""
+        self._starts.clear()
+
+    def _take_row(self, start: RowStart) -> None:
+        prompt = start.known_ids[: start.prompt_tokens]
+        key = mix(history_marks(prompt)[-1:])
+        if not start.sampling.greedy:
+            key = mix(key ^ np.uint64(start.sampling.seed % 2**64))
+        self._keys[start.pool_row] = key[0]
+        self._eos_positions[start.pool_row] = self._eos_position(int(key[0]), start)
+        if start.logprobs is None:
+            self._starts.pop(start.pool_row, None)
+        else:
+            self._starts[start.pool_row] = start
+
+    def _eos_position(self, key: int, start: RowStart) -> int:
+        if self._answer_tokens is None:
+            return int(NEVER_EOS)
+        low, high = self._answer_tokens
+        length = low + key % (high - low + 1)
+        return start.prompt_tokens - 1 + max(length, start.sampling.min_new_tokens + 1)
+
+    def _tokens(self, pool_rows: Int32Array, positions: Int32Array) -> Int32Array:
+        """Return int32[n], the token of each row at each position; eos only where the row's answer ends."""
+        eos = self.info.eos_token_ids
+        draws = mix(self._keys[pool_rows] + positions.astype(np.uint64)) % np.uint64(self.info.vocab_size)
+        tokens = draws.astype(np.int32)
+        # Step over eos ids instead of drawing again: they are few and the walk ends.
+        for _ in eos:
+            tokens[np.isin(tokens, eos)] += 1
+            tokens %= self.info.vocab_size
+        if eos:
+            tokens[self._eos_positions[pool_rows] == positions] = eos[0]
+        return tokens
+
+    def _logprobs(self, plan: StepPlan, tokens: Int32Array) -> list[RowLogprobs]:
+        if not self._starts:
+            return []
+        found = []
+        for i, pool_row in enumerate(plan.pool_rows.tolist()):
+            if pool_row in self._starts:
+                entry = self._row_logprobs(plan, i, self._starts[pool_row], int(tokens[i]))
+                if entry is not None:
+                    found.append(entry)
+        return found
+
+    def _row_logprobs(self, plan: StepPlan, i: int, start: RowStart, sampled: int) -> RowLogprobs | None:
+        """Make up log-probabilities for the positions that this step predicts and the row asked for."""
+        options = start.logprobs
+        assert options is not None
+        first, end = int(plan.starts[i]) + 1, int(plan.starts[i] + plan.counts[i])
+        ids: list[int] = []
+        position = end
+        if options.prompt_from >= 0:
+            position = min(max(first, options.prompt_from), end)
+            ids = start.known_ids[position : min(end + 1 if sampled < 0 else end, start.prompt_tokens)].tolist()
+        if sampled >= 0 and options.output:
+            ids.append(sampled)
+        if not ids:
+            return None
+        entry = RowLogprobs(i, position, ids, [_fake_logprob(token, position + k) for k, token in enumerate(ids)])
+        for k, token in enumerate(ids):
+            best = [(token + rank) % self.info.vocab_size for rank in range(options.top)]
+            entry.top_tokens.append(best)
+            entry.top_logprobs.append([_fake_logprob(token, position + k) - rank for rank in range(options.top)])
+        return entry
+
+
+def _fake_logprob(token: int, position: int) -> float:
+    hashed: npt.NDArray[np.uint64] = mix(np.array([token + (position << 32)], dtype=np.uint64))
+    return -float(hashed[0] % np.uint64(1000)) / 100.0
+
+
+def load_executor(
+    model_path: str = "mock",
+    *,
+    step_ms: float | None = None,
+    cost: CostModel | None = None,
+    vocab_size: int = 32000,
+    eos_token_ids: tuple[int, ...] = (2,),
+    context_length: int = 4096,
+    page_size: int = 1,
+    max_total_tokens: int = 65536,
+    max_pool_rows: int = 256,
+    sleep: bool = True,
+    answer_tokens: tuple[int, int] | None = None,
+    check_kv: bool = True,
+) -> MockExecutor:
+    """Make a mock from plain options; `step_ms` (10 unless told) is the time of every step when `cost` is not given.
+
+    Raises ConfigError for sizes that leave no page or no token.
+    """
+    if min(vocab_size - len(eos_token_ids), context_length, page_size, max_pool_rows) < 1:
+        raise ConfigError("the mock needs a vocabulary, a context, a page size and a row count of at least 1")
+    if step_ms is not None and not step_ms >= 0.0:
+        raise ConfigError(f"step_ms is {step_ms}; it must be at least 0")
+    if max_total_tokens < page_size:
+        raise ConfigError(f"max_total_tokens {max_total_tokens} does not hold one page of {page_size} tokens")
+    info = ExecutorInfo(
+        model=model_path,
+        device="mock",
+        dtype="none",
+        vocab_size=vocab_size,
+        context_length=context_length,
+        eos_token_ids=tuple(eos_token_ids),
+        page_size=page_size,
+        num_pages=max_total_tokens // page_size,
+        max_pool_rows=max_pool_rows,
+    )
+    model = cost if cost is not None else FixedStepCost((10.0 if step_ms is None else step_ms) / 1000)
+    return MockExecutor(info, model, sleep, answer_tokens=answer_tokens, check_kv=check_kv)
