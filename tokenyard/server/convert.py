@@ -1,0 +1,170 @@
+"""From parsed request bodies to `SamplingParams` and `GenerateSpec`; refuses what is known but not supported."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenyard.base import InvalidRequestError, SamplingParams, Slo, TextOptions
+from tokenyard.server.protocol import OpenAIFields, SamplingFields, UrgencyFields
+
+NS_PER_MS = 1_000_000
+MAX_STOP_STRINGS = 64
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
+MAX_LABEL_CHARS = 256
+
+
+@dataclass(slots=True)
+class Urgency:
+    """Who asks and how urgently, from body fields and headers; the body wins."""
+
+    rid: str = ""
+    priority: int | None = None
+    service_class: str | None = None
+    tenant: str = ""
+    deadline_ms: float | None = None
+    slo: Slo | None = None
+    cache_salt: str = ""
+    routing_key: str | None = None
+
+
+def urgency_of(fields: UrgencyFields, headers: Mapping[str, str], request_id: str | None = None) -> Urgency:
+    """Read the urgency fields and the headers X-Request-Id, X-Tenant and X-Priority.
+
+    Raises InvalidRequestError for a priority that is neither a number nor a word, or a deadline that is not above 0.
+    """
+    rid = fields.rid if isinstance(fields.rid, str) else None
+    priority, service_class = _priority(fields.priority if fields.priority is not None else headers.get("x-priority"))
+    if fields.service_tier is not None:
+        if fields.service_tier not in SERVICE_TIERS:
+            raise InvalidRequestError(f"service_tier must be one of {', '.join(SERVICE_TIERS)}", param="service_tier")
+        if fields.service_tier != "auto":
+            service_class = service_class or fields.service_tier
+    if fields.deadline_ms is not None and not fields.deadline_ms > 0:
+        raise InvalidRequestError("deadline_ms must be above 0", param="deadline_ms")
+    return Urgency(
+        rid=_label(rid or request_id or headers.get("x-request-id") or "", "rid"),
+        priority=priority,
+        service_class=service_class,
+        tenant=_label(fields.tenant or headers.get("x-tenant") or "", "tenant"),
+        deadline_ms=fields.deadline_ms,
+        slo=_slo(fields),
+        cache_salt=_label(fields.cache_salt or "", "cache_salt"),
+        routing_key=fields.routing_key,
+    )
+
+
+def _label(text: str, param: str) -> str:
+    """`text` if it is short enough to be kept with a request. Raises InvalidRequestError if not."""
+    if len(text) > MAX_LABEL_CHARS:
+        raise InvalidRequestError(f"{param} is longer than {MAX_LABEL_CHARS} characters", param=param)
+    return text
+
+
+def _priority(value: int | str | None) -> tuple[int | None, str | None]:
+    """A number as (priority, None), a word such as "high" as (None, class)."""
+    if value is None or isinstance(value, int):
+        return value, None
+    text = value.strip()
+    if text.lstrip("+-").isdecimal() and len(text) < 16:
+        return int(text), None
+    if not text.isalpha() or len(text) > 32:
+        raise InvalidRequestError("priority must be a whole number or a word such as high", param="priority")
+    return None, text.lower()
+
+
+def _slo(fields: UrgencyFields) -> Slo | None:
+    """Latency targets in nanoseconds."""
+    if fields.slo is None:
+        return None
+    targets = [fields.slo.ttft_ms, fields.slo.tpot_ms]
+    for value, name in zip(targets, ("slo.ttft_ms", "slo.tpot_ms"), strict=True):
+        if value is not None and not value > 0:
+            raise InvalidRequestError(f"{name} must be above 0", param="slo")
+    ttft_ns, tpot_ns = (None if value is None else int(value * NS_PER_MS) for value in targets)
+    return Slo(ttft_ns=ttft_ns, tpot_ns=tpot_ns)
+
+
+def sampling_of(fields: SamplingFields, *, max_new_tokens: int, min_new_tokens: int | None) -> SamplingParams:
+    """Sampling parameters from a body. Raises InvalidRequestError for what is out of range or not supported."""
+    _refuse_constraints(fields)
+    given: dict[str, Any] = {
+        name: value
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "n",
+        )
+        if (value := getattr(fields, name)) is not None
+    }
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens or 0,
+        top_k=-1 if fields.top_k in (None, 0) else fields.top_k,
+        stop=_stop_strings(fields.stop),
+        stop_token_ids=fields.stop_token_ids or [],
+        ignore_eos=bool(fields.ignore_eos),
+        logit_bias=_logit_bias(fields.logit_bias),
+        **given,
+    )
+    params.validate()
+    return params
+
+
+def _refuse_constraints(fields: SamplingFields) -> None:
+    """Raise InvalidRequestError for constrained output, which there is no grammar engine for."""
+    for name in ("regex", "ebnf", "json_schema", "structural_tag", "stop_regex", "custom_params"):
+        if getattr(fields, name):
+            raise InvalidRequestError(f"{name} is not supported by this server", param=name, code="unsupported")
+
+
+def _stop_strings(stop: str | list[str] | None) -> list[str]:
+    """Stop strings as a list; empty ones would stop at once and are refused."""
+    stops = [stop] if isinstance(stop, str) else list(stop or [])
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop may hold {MAX_STOP_STRINGS} strings at most", param="stop")
+    if any(not text for text in stops):
+        raise InvalidRequestError("stop must not hold empty strings", param="stop")
+    return stops
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    """Logit bias with the token ids, which JSON only has as strings, as numbers."""
+    try:
+        return {int(token): value for token, value in (bias or {}).items()}
+    except ValueError as error:
+        raise InvalidRequestError("logit_bias must map token ids to numbers", param="logit_bias") from error
+
+
+def text_options_of(fields: SamplingFields, *, stream: bool, stream_interval: int, keep_stop: bool) -> TextOptions:
+    """Text options from a body; `keep_stop` leaves the stop string in the text."""
+    return TextOptions(
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
+        no_stop_trim=bool(fields.no_stop_trim) or keep_stop,
+        stream=stream,
+        stream_interval=stream_interval,
+    )
+
+
+def refuse_unsupported(body: OpenAIFields) -> None:
+    """Raise InvalidRequestError for fields of the OpenAI API that are known but cannot be honoured here."""
+    kind = (body.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise InvalidRequestError(
+            f"response_format {kind!r} is not supported by this server; only text is",
+            param="response_format",
+            code="unsupported",
+        )
+    for name in ("structured_outputs", "lora_path"):
+        if getattr(body, name):
+            raise InvalidRequestError(f"{name} is not supported by this server", param=name, code="unsupported")
+
+
+def check_max_tokens(value: int | None, param: str, *, least: int) -> None:
+    """Raise InvalidRequestError if a given token limit is below `least`."""
+    if value is not None and value < least:
+        raise InvalidRequestError(f"{param} is {value}; it must be at least {least}", param=param)

@@ -1,0 +1,223 @@
+"""Prometheus metrics of the API process.
+
+Fed from the deltas of answers as they pass, and from the scheduler's snapshot when somebody scrapes. Nothing is done
+per waiting request or per step. Labels are bounded: no request ids, no tenant names.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from tokenyard.base import NS_PER_S, Finish
+from tokenyard.engine.spec import OutputDelta
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+_GAUGES = {
+    "running_requests": "requests that hold KV pages",
+    "queued_requests": "requests that wait",
+    "used_tokens": "KV tokens of running requests",
+    "total_tokens": "KV tokens that the pool holds",
+    "token_usage": "share of the pool in use by running requests",
+}
+_COUNTERS = {
+    "requests": "finished requests",
+    "prompt_tokens": "prompt tokens of finished requests",
+    "generation_tokens": "output tokens",
+    "cached_tokens": "prompt tokens found in the prefix cache",
+    "retractions": "times a running request gave up its KV",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": (SECONDS, "seconds from arrival to the first token"),
+    "inter_token_latency_seconds": (SECONDS, "seconds between output tokens"),
+    "e2e_request_latency_seconds": (SECONDS, "seconds from arrival to the end"),
+    "queue_time_seconds": (SECONDS, "seconds from arrival to admission"),
+    "request_prompt_tokens": (TOKENS, "prompt length"),
+    "request_generation_tokens": (TOKENS, "output length"),
+}
+
+COMPAT: dict[str, dict[str, str]] = {
+    "sglang": {
+        "running_requests": "sglang:num_running_reqs",
+        "queued_requests": "sglang:num_queue_reqs",
+        "used_tokens": "sglang:num_used_tokens",
+        "total_tokens": "sglang:max_total_num_tokens",
+        "token_usage": "sglang:token_usage",
+        "requests": "sglang:num_requests",
+        "prompt_tokens": "sglang:prompt_tokens",
+        "generation_tokens": "sglang:generation_tokens",
+        "cached_tokens": "sglang:cached_tokens",
+        "time_to_first_token_seconds": "sglang:time_to_first_token_seconds",
+        "inter_token_latency_seconds": "sglang:inter_token_latency_seconds",
+        "e2e_request_latency_seconds": "sglang:e2e_request_latency_seconds",
+        "queue_time_seconds": "sglang:queue_time_seconds",
+    },
+    "vllm": {
+        "running_requests": "vllm:num_requests_running",
+        "queued_requests": "vllm:num_requests_waiting",
+        "token_usage": "vllm:kv_cache_usage_perc",
+        "requests": "vllm:request_success",
+        "prompt_tokens": "vllm:prompt_tokens",
+        "generation_tokens": "vllm:generation_tokens",
+        "cached_tokens": "vllm:prefix_cache_hits",
+        "retractions": "vllm:num_preemptions",
+        "time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+        "inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+        "e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+        "queue_time_seconds": "vllm:request_queue_time_seconds",
+        "request_prompt_tokens": "vllm:request_prompt_tokens",
+        "request_generation_tokens": "vllm:request_generation_tokens",
+    },
+}
+
+
+class Histogram:
+    """Counts per bucket, cheap enough to be fed with every token."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        """Count `value` `weight` times."""
+        self.counts[bisect_left(self.bounds, value)] += weight
+        self.total += value * weight
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts as Prometheus wants them."""
+        running, pairs = 0, []
+        for bound, count in zip([*map(float, self.bounds), float("inf")], self.counts, strict=True):
+            running += count
+            pairs.append(("+Inf" if bound == float("inf") else str(bound), float(running)))
+        return pairs
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Everything that is counted, and how it is written out."""
+
+    model: str
+    compat: Sequence[str] = ()
+    counters: dict[tuple[str, str], float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
+    )
+
+    def count(self, name: str, amount: float, label: str = "") -> None:
+        """Add to a counter; `label` is the finish reason for `requests` and empty for the others."""
+        key = (name, label)
+        self.counters[key] = self.counters.get(key, 0.0) + amount
+
+    def set_gauges(self, values: Mapping[str, float]) -> None:
+        """Take over what the scheduler's snapshot says, by our own gauge names."""
+        self.gauges.update(values)
+
+    def tracker(self) -> "Tracker":
+        """What follows one request from its arrival."""
+        return Tracker(self)
+
+    def finished(self, finish: Finish) -> None:
+        """Take in the end of a request."""
+        self.count("requests", 1, finish.reason)
+        for name, amount in (
+            ("prompt_tokens", finish.prompt_tokens),
+            ("cached_tokens", finish.cached_tokens),
+            ("retractions", finish.retractions),
+        ):
+            self.count(name, amount)
+        if finish.reason == "abort":
+            return
+        if finish.admitted_ns:
+            self.histograms["queue_time_seconds"].observe((finish.admitted_ns - finish.arrival_ns) / NS_PER_S)
+        self.histograms["request_prompt_tokens"].observe(finish.prompt_tokens)
+        self.histograms["request_generation_tokens"].observe(finish.completion_tokens)
+
+    def exposition(self) -> bytes:
+        """The Prometheus text."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(self))  # type: ignore[arg-type]
+        return generate_latest(registry)
+
+
+class Tracker:
+    """Follows one request, for the latency histograms. One call a delta."""
+
+    __slots__ = ("_arrival", "_last", "_metrics")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._arrival = time.monotonic()
+        self._last: dict[int, float] = {}
+
+    def delta(self, delta: OutputDelta) -> None:
+        """Take in what came for one answer."""
+        metrics, count = self._metrics, len(delta.token_ids)
+        now = time.monotonic()
+        if count:
+            last = self._last.get(delta.index)
+            if last is not None:
+                metrics.histograms["inter_token_latency_seconds"].observe((now - last) / count, count)
+            elif delta.finish is None:
+                metrics.histograms["time_to_first_token_seconds"].observe(now - self._arrival)
+            self._last[delta.index] = now
+            metrics.count("generation_tokens", count)
+        finish = delta.finish
+        if finish is not None:
+            if count and count == delta.completion_tokens and finish.first_token_ns:
+                first = (finish.first_token_ns - finish.arrival_ns) / NS_PER_S
+                metrics.histograms["time_to_first_token_seconds"].observe(first)
+            if finish.reason != "abort":
+                metrics.histograms["e2e_request_latency_seconds"].observe(now - self._arrival)
+            metrics.finished(finish)
+
+
+class _Families:
+    """Turns `Metrics` into Prometheus families when scraped."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Our own names first, then the ones asked for by `--metrics-compat`."""
+        own = {name: f"tokenyard_{name}" for name in (*_GAUGES, *_COUNTERS, *_HISTOGRAMS)}
+        yield from self._named(own, "model")
+        for engine in self._metrics.compat:
+            yield from self._named(COMPAT[engine], "model_name")
+
+    def _named(self, names: Mapping[str, str], model_label: str) -> Iterable[Metric]:
+        """All families that `names` has a name for."""
+        metrics, model = self._metrics, self._metrics.model
+        for key, text in _GAUGES.items():
+            if key in names and key in metrics.gauges:
+                gauge = GaugeMetricFamily(names[key], text, labels=[model_label])
+                gauge.add_metric([model], metrics.gauges[key])
+                yield gauge
+        for key, text in _COUNTERS.items():
+            if key in names:
+                yield self._counter(key, names[key], text, model_label)
+        for key, (_, text) in _HISTOGRAMS.items():
+            if key in names:
+                histogram = metrics.histograms[key]
+                family = HistogramMetricFamily(names[key], text, labels=[model_label])
+                family.add_metric([model], histogram.buckets(), histogram.total)
+                yield family
+
+    def _counter(self, key: str, name: str, text: str, model_label: str) -> Metric:
+        """One counter; `requests` is split by finish reason."""
+        by_reason = key == "requests"
+        family = CounterMetricFamily(name, text, labels=[model_label, *(["finished_reason"] if by_reason else [])])
+        reasons = ("stop", "length", "abort") if by_reason else ("",)
+        for reason in reasons:
+            labels: list[Any] = [self._metrics.model, *([reason] if by_reason else [])]
+            family.add_metric(labels, self._metrics.counters.get((key, reason), 0.0))
+        return family

@@ -1,0 +1,220 @@
+"""The bodies that clients send, as msgspec structs, and how bytes become one.
+
+Every field may be null, which means "not given". Unknown fields are ignored (and logged once), or refused in strict
+mode. Errors are always InvalidRequestError with the field at fault.
+"""
+
+import logging
+import re
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+
+from tokenyard.base import InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+Priority = int | str | None
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream tells beside text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SloFields(msgspec.Struct):
+    """Latency targets in milliseconds."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """How tokens are chosen; the names that the OpenAI API, SGLang and vLLM share."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    stop_regex: str | list[str] | None = None
+    custom_params: dict[str, Any] | None = None
+
+
+class UrgencyFields(msgspec.Struct, kw_only=True):
+    """Who asks, how urgent it is, and what may be shared with whom."""
+
+    rid: str | list[str] | None = None
+    priority: Priority = None
+    service_tier: str | None = None
+    tenant: str | None = None
+    deadline_ms: float | None = None
+    slo: SloFields | None = None
+    cache_salt: str | None = None
+    routing_key: str | None = None
+    lora_path: Any = None
+
+
+class OpenAIFields(SamplingFields, UrgencyFields, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    request_id: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class ChatRequest(OpenAIFields, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    store: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(OpenAIFields, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class NativeSampling(SamplingFields, kw_only=True):
+    """`sampling_params` of `POST /generate`."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+
+
+class NativeRequest(UrgencyFields, kw_only=True):
+    """`POST /generate`, one prompt or a batch."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """`POST /abort_request`."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+class PauseRequest(msgspec.Struct, kw_only=True):
+    """`POST /pause_generation`."""
+
+    mode: str | None = None
+
+
+def parse(body: bytes, kind: type[T], *, strict: bool = False) -> T:
+    """`body` (JSON) as a `kind`. Raises InvalidRequestError saying what is wrong and in which field."""
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    _look_for_unknown(content, kind, strict)
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise _readable(error) from error
+
+
+_seen_unknown: set[str] = set()
+
+
+def _look_for_unknown(content: dict[str, Any], kind: type[msgspec.Struct], strict: bool) -> None:
+    """Refuse fields that `kind` does not have, or log each name the first time it is seen."""
+    unknown = content.keys() - set(kind.__struct_fields__)
+    if unknown and strict:
+        name = min(unknown)
+        raise InvalidRequestError(f"unknown field {name!r}; known are {', '.join(kind.__struct_fields__)}", param=name)
+    new = sorted(unknown - _seen_unknown)
+    if new and len(_seen_unknown) < 1000:
+        _seen_unknown.update(new)
+        log.warning("ignored unknown request fields: %s", ", ".join(word[:64] for word in new))
+
+
+def _readable(error: msgspec.ValidationError) -> InvalidRequestError:
+    """The same error in words of the API, with the field in `param`."""
+    message, _, path = str(error).partition(" - at `$")
+    if path:
+        field = path.rstrip("`").lstrip(".")
+        return InvalidRequestError(f"{field}: {_plain(message)}", param=re.split(r"[.\[]", field)[0] or None)
+    missing = re.search(r"missing required field `(\w+)`", message)
+    if missing:
+        return InvalidRequestError(f"the field {missing[1]!r} is required", param=missing[1])
+    return InvalidRequestError(_plain(message))
+
+
+def _plain(message: str) -> str:
+    """msgspec's sentence without its backquotes and capital."""
+    message = message.replace("`", "")
+    return message[:1].lower() + message[1:]

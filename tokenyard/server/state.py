@@ -1,0 +1,135 @@
+"""What the routes share: options, the engine's front, metrics, and the phase of the server's life."""
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from tokenyard.base import InvalidRequestError, OverloadedError
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.server.logprobs import TokenNames
+from tokenyard.server.metrics import Metrics
+
+Phase = Literal["loading", "ready", "draining"]
+
+
+class Manager(Protocol):
+    """The engine as the server sees it; `engine.TokenizerManager` is the real one."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The `tokenizers.Tokenizer`, None without one."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+
+    def generate(self, spec: GenerateSpec) -> AsyncIterator[OutputDelta]:
+        """Answer one request; closing the iterator cancels it."""
+
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The prompt for a conversation."""
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End one request, or all."""
+
+    async def pause(self, mode: Any) -> None:
+        """Stop working."""
+
+    async def continue_(self) -> None:
+        """Go on."""
+
+    async def flush_cache(self) -> bool:
+        """Empty the prefix cache; False if requests are there."""
+
+    async def snapshot(self) -> Mapping[str, Any]:
+        """Counters of the scheduler."""
+
+    def health(self) -> float:
+        """Age of the last heartbeat in seconds; infinite if the engine died."""
+
+
+@dataclass(slots=True)
+class ServerOptions:
+    """What the HTTP side must know; the command line fills it from its settings."""
+
+    model_name: str = "model"
+    api_key: str = ""
+    admin_api_key: str = ""
+    cors_allow_origins: list[str] = field(default_factory=list)
+    max_body_bytes: int = 32_000_000
+    max_prompts: int = 1024
+    strict_api: bool = False
+    stream_interval: int = 1
+    metrics_compat: list[str] = field(default_factory=list)
+    health_timeout_s: float = 20.0
+    log_requests: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class ServerState:
+    """The one object that all routes share."""
+
+    def __init__(self, options: ServerOptions, manager: Manager | None = None) -> None:
+        self.options = options
+        self.metrics = Metrics(options.model_name, options.metrics_compat)
+        self.phase: Phase = "loading"
+        self.created_s = int(time.time())
+        self.open_requests = 0
+        self._manager: Manager | None = None
+        self._names: TokenNames | None = None
+        self._rids: set[str] = set()
+        if manager is not None:
+            self.set_ready(manager)
+
+    def set_ready(self, manager: Manager) -> None:
+        """The engine is warm: requests are welcome from now on."""
+        self._manager = manager
+        self._names = TokenNames(manager.tokenizer)
+        self.phase = "ready"
+
+    def start_draining(self) -> None:
+        """Refuse new requests; open ones go on."""
+        self.phase = "draining"
+
+    @property
+    def manager(self) -> Manager:
+        """The engine. Raises OverloadedError while it loads."""
+        if self._manager is None:
+            raise OverloadedError("the model is still loading; try again soon", code="loading")
+        return self._manager
+
+    @property
+    def names(self) -> TokenNames:
+        """Tokens as text."""
+        assert self._names is not None
+        return self._names
+
+    def admit(self) -> Manager:
+        """The engine, for a new request. Raises OverloadedError while loading or draining."""
+        if self.phase == "draining":
+            raise OverloadedError("the server is shutting down", code="draining")
+        return self.manager
+
+    def claim(self, rid: str) -> None:
+        """Take a request id for a while. Raises InvalidRequestError if a request in flight has it."""
+        if rid in self._rids:
+            raise InvalidRequestError(
+                f"a request with id {rid!r} is already running", param="rid", code="duplicate_rid"
+            )
+        self._rids.add(rid)
+
+    def release(self, rid: str) -> None:
+        """Give a request id back."""
+        self._rids.discard(rid)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise InvalidRequestError (404) if `name` is not what is served; no name and "default" are fine."""
+        if name and name not in (self.options.model_name, "default"):
+            error = InvalidRequestError(
+                f"the model {name!r} does not exist; this server has {self.options.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+            error.status = 404
+            raise error
