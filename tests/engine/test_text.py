@@ -1,0 +1,224 @@
+"""Tokens to text: whole characters only, exact stop strings, and the right thing at the end."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.text_helpers import Run, batch, gpt2, started
+from tokenyard.base import Finish, InvalidRequestError, TokenLogprobs
+from tokenyard.engine.stop_strings import StopHit, StopMatcher
+from tokenyard.engine.text import TextAssembler
+
+EOS = 50256
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return gpt2()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "text", ["Hello world, it's 5 o'clock.", "naïve 🤦🏽‍♂️ 日本語 \n\n done", "a", "\ufffd and more \ufffd"]
+)
+def test_text_comes_back_whole(tokenizer, text, stream):
+    run = Run(tokenizer, tokenizer.encode(text).ids, stream=stream)
+    assert run.text == text
+    assert run.tokens == tokenizer.encode(text).ids
+    assert len(run.assembler) == 0
+
+
+def test_no_piece_holds_half_a_character(tokenizer):
+    run = Run(tokenizer, tokenizer.encode("🤦🏽‍♂️日本語🎉" * 3).ids)
+    assert len(run.pieces) > 5
+    assert not any("\ufffd" in piece for piece in run.pieces)
+
+
+def test_an_answer_cut_inside_a_character_shows_it_at_the_end(tokenizer):
+    ids = tokenizer.encode("ok 🎉").ids[:-1]
+    run = Run(tokenizer, ids)
+    assert run.text == tokenizer.decode(ids)
+    assert run.pieces[-1].endswith("\ufffd")
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(0, 50256), max_size=150), stream=st.booleans())
+def test_any_tokens_decode_as_in_one_go(ids, stream):
+    tokenizer = gpt2()
+    run = Run(tokenizer, ids, stream=stream, skip_special_tokens=False)
+    want = tokenizer.decode(ids, skip_special_tokens=False)
+    assert run.text.replace("\ufffd", "") == want.replace("\ufffd", "")
+
+
+def test_long_runs_without_text_stay_whole(tokenizer):
+    ids = [EOS] * 200 + tokenizer.encode(" word").ids
+    assert Run(tokenizer, ids, prompt=tokenizer.encode("A").ids).text == " word"
+    broken = [tokenizer.token_to_id("Ł")] * 200
+    assert Run(tokenizer, broken).text.strip("\ufffd") == ""
+
+
+def test_unknown_ids_have_no_text(tokenizer):
+    assert Run(tokenizer, [60000, 31373, 70000]).text == "hello"
+
+
+def test_the_prompt_decides_the_first_space():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {"<s>": 0, "▁Hello": 1, "▁world": 2, "▁": 3}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<s>"])
+    assert Run(tokenizer, [1, 2], prompt=[0]).text == "Hello world"
+    assert Run(tokenizer, [1, 2], prompt=[0, 2]).text == " Hello world"
+
+
+def test_a_prompt_that_ends_inside_a_character_is_not_repeated(tokenizer):
+    prompt = tokenizer.encode("abc 🎉").ids[:-1]
+    assert "abc" not in Run(tokenizer, tokenizer.encode(" next").ids, prompt=prompt).text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "text", "matched"),
+    [
+        (["lazy"], "The quick brown fox jumps over the ", "lazy"),
+        (["n fox ju"], "The quick brow", "n fox ju"),
+        (["dog", "fox"], "The quick brown ", "fox"),
+        (["brown fox", "fox"], "The quick ", "brown fox"),
+        (["nope"], "The quick brown fox jumps over the lazy dog.", None),
+    ],
+)
+def test_stop_strings(tokenizer, stop, text, matched, stream):
+    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog.").ids
+    run = Run(tokenizer, ids, stop=stop, stream=stream)
+    assert run.text == text
+    if matched is None:
+        assert run.finish.reason == "length"
+        return
+    (found,) = run.stops
+    assert (run.finish.reason, run.finish.matched) == ("stop", matched)
+    kept = ids[: found.keep_tokens]
+    assert matched in tokenizer.decode(kept)
+    assert matched not in tokenizer.decode(kept[:-1])
+    assert run.finish.completion_tokens == found.keep_tokens
+    assert run.tokens == kept
+
+
+def test_no_stop_trim_keeps_the_stop_string(tokenizer):
+    ids = tokenizer.encode("one two three four").ids
+    assert Run(tokenizer, ids, stop=["three"], no_stop_trim=True).text == "one two three"
+
+
+def test_a_found_stop_wins_over_length_and_abort(tokenizer):
+    ids = tokenizer.encode("one two three").ids
+    for reason in ("length", "abort"):
+        end = Finish(1, reason, message="gone", status=499, completion_tokens=3)
+        run = Run(tokenizer, ids, stop=[" two"], end=end)
+        assert (run.finish.reason, run.finish.matched, run.finish.completion_tokens) == ("stop", " two", 2)
+        assert (run.finish.message, run.finish.status, run.text) == ("", 200, "one")
+
+
+def test_the_beginning_of_a_stop_string_is_shown_when_it_comes_to_nothing(tokenizer):
+    ids = tokenizer.encode("one two thr").ids
+    assert Run(tokenizer, ids, stop=[" three"]).text == "one two thr"
+
+
+@pytest.mark.parametrize(("no_stop_trim", "text"), [(False, "one two"), (True, "one two three")])
+def test_a_stop_token_is_trimmed(tokenizer, no_stop_trim, text):
+    ids = tokenizer.encode("one two three").ids
+    end = Finish(1, "stop", matched=ids[-1], completion_tokens=3)
+    run = Run(tokenizer, ids, end=end, no_stop_trim=no_stop_trim)
+    assert run.text == text
+    assert run.tokens == ids
+    assert run.finish.matched == ids[-1]
+
+
+def test_an_eos_token_leaves_no_text(tokenizer):
+    ids = [*tokenizer.encode("done").ids, EOS]
+    end = Finish(1, "stop", matched=EOS, completion_tokens=len(ids))
+    assert Run(tokenizer, ids, end=end, no_stop_trim=True).text == "done"
+    shown = Run(tokenizer, ids, end=end, no_stop_trim=True, skip_special_tokens=False)
+    assert shown.text == "done<|endoftext|>"
+
+
+def test_stream_interval_sends_the_first_token_at_once(tokenizer):
+    run = Run(tokenizer, tokenizer.encode("a b c d e f g h i").ids, stream_interval=4)
+    assert run.pieces == ["a", " b c d e", " f g h i"]
+
+
+def test_an_answer_that_does_not_stream_speaks_once(tokenizer):
+    run = Run(tokenizer, tokenizer.encode("a b c d e f").ids, stream=False)
+    assert run.pieces == ["a b c d e f"]
+
+
+def test_without_tokenizer_only_ids_pass():
+    run = Run(None, [5, 6, 7])
+    assert (run.text, run.tokens) == ("", [5, 6, 7])
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        Run(None, [5], stop=["x"])
+
+
+def test_a_step_with_many_answers_keeps_them_apart(tokenizer):
+    assembler = TextAssembler(tokenizer)
+    words = [" one", " two", " three", " four"]
+    ids = [tokenizer.encode(word).ids[0] for word in words]
+    assembler.step(batch(start=[started(number) for number in range(4)]))
+    out, _ = assembler.step(batch(range(4), ids, hits=[0, 1, 2, 3]))
+    assert out.numbers.tolist() == [0, 1, 2, 3]
+    assert out.texts == words
+    assert out.cached_tokens.tolist() == [0, 1, 2, 3]
+    assert out.token_counts.tolist() == [1, 1, 1, 1]
+
+
+def test_an_end_without_a_start_passes():
+    out, _ = TextAssembler(None).step(batch(finish=[Finish(9, "abort", message="queue full", status=503)]))
+    assert out.finished[0].status == 503
+    assert len(out.numbers) == 0
+
+
+def test_logprobs_go_with_their_tokens_and_end_at_a_found_stop(tokenizer):
+    ids = tokenizer.encode("one two three four").ids
+    entries = [TokenLogprobs(1, 2 + i, token, -1.0) for i, token in enumerate(ids)]
+    assembler = TextAssembler(tokenizer)
+    assembler.step(batch(start=[started(prompt=[0, 1], stop=["two"])]))
+    out, stops = assembler.step(batch([1] * 4, ids, logprobs=entries))
+    out_end, _ = assembler.step(batch(finish=[Finish(1, "stop", completion_tokens=2)]))
+    assert stops[0].keep_tokens == 2
+    assert [entry.position for entry in out.logprobs + out_end.logprobs] == [2, 3]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+)
+def test_the_matcher_equals_a_search_of_the_whole_text(text, stops, cuts):
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    matcher, shown, hit = StopMatcher(stops), "", None
+    for begin, end in itertools.pairwise(edges):
+        out = matcher.feed(text[begin:end])
+        if isinstance(out, StopHit):
+            hit = out
+            break
+        shown += out
+    ends = sorted((text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text)
+    if not ends:
+        assert hit is None
+        assert shown + matcher.rest() == text
+    else:
+        assert hit is not None
+        assert shown + hit.before + hit.matched == text[: ends[0][0]]
+        assert len(hit.matched) == -ends[0][1]
+
+
+def test_columns_have_their_types(tokenizer):
+    assembler = TextAssembler(tokenizer)
+    assembler.step(batch(start=[started()]))
+    out, _ = assembler.step(batch([1], [31373]))
+    assert out.numbers.dtype == np.int64
+    assert {out.tokens.dtype, out.token_counts.dtype, out.completion_tokens.dtype} == {np.dtype(np.int32)}

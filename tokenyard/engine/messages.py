@@ -1,0 +1,93 @@
+"""The messages between the engine's processes, one tagged union per direction.
+
+API process -> scheduler: the events of `base` and the control messages here. Scheduler -> text side: one `TokenBatch`
+a step, heartbeats and replies. Text side -> API: one `TextBatch` a step, and whatever else passes through. Text side
+-> scheduler: `StopFound`.
+"""
+
+from typing import Any
+
+import msgspec
+
+from tokenyard.base import (
+    Cancel,
+    Finish,
+    Flush,
+    Int32Array,
+    Int64Array,
+    OpenGate,
+    Pause,
+    Resume,
+    SetPolicy,
+    StopFound,
+    Submit,
+    TokenBatch,
+    TokenLogprobs,
+    Update,
+)
+
+
+class FlushCache(msgspec.Struct):
+    """Empty the prefix cache and say in a `FlushReply` with the same id whether it was done."""
+
+    reply_id: int
+
+
+class GetSnapshot(msgspec.Struct):
+    """Answer the scheduler's counters in a `SnapshotReply` with the same id."""
+
+    reply_id: int
+
+
+class FlushReply(msgspec.Struct):
+    """The cache was emptied, or was not because requests run or wait."""
+
+    reply_id: int
+    done: bool
+
+
+class SnapshotReply(msgspec.Struct):
+    """The scheduler's counters by name."""
+
+    reply_id: int
+    counters: dict[str, Any]
+
+
+class Heartbeat(msgspec.Struct):
+    """Sign of life of the scheduler process, sent about every half second by a thread of its own.
+
+    `doing` is "idle" (waiting for messages), "step" (waiting for the device) or "host" (everything else);
+    `doing_ns` is for how long already, so a loop that hangs on the host shows as a growing "host". `counters` are the
+    scheduler's as of `counters_age_ns` ago.
+    """
+
+    sent_ns: int
+    doing: str
+    doing_ns: int
+    steps: int
+    counters: dict[str, Any]
+    counters_age_ns: int = 0
+
+
+class TextBatch(msgspec.Struct, array_like=True):
+    """What one step says to the API process, in columns with one entry per answer that has news.
+
+    numbers: int64[n]; texts: n pieces; token_counts: int32[n], how many of `tokens` (int32[sum]) are each one's;
+    completion_tokens, cached_tokens: int32[n] totals so far. `finished` may name answers without an entry.
+    """
+
+    numbers: Int64Array
+    texts: list[str]
+    token_counts: Int32Array
+    tokens: Int32Array
+    completion_tokens: Int32Array
+    cached_tokens: Int32Array
+    finished: list[Finish] = []
+    logprobs: list[TokenLogprobs] = []
+
+
+ToScheduler = (
+    Submit | Cancel | Update | Pause | Resume | StopFound | OpenGate | SetPolicy | Flush | FlushCache | GetSnapshot
+)
+FromScheduler = TokenBatch | Heartbeat | FlushReply | SnapshotReply
+ToApi = TextBatch | TokenBatch | Heartbeat | FlushReply | SnapshotReply
