@@ -69,4 +69,4 @@ class Policy:
         """Each of `rows` decodes one token; called only if `charges_decode`."""
 
     def removed(self, row: int) -> None:
-        """`row` left the waiting rows or ended; forget what was kept for it."""
+        """The request in `row` has ended; forget what was kept for it."""

@@ -107,8 +107,9 @@ def _token_budget(settings: SchedulerSettings, prefill: bool, with_decode: bool,
         with_decode=with_decode,
         max_requests=limit if limit > 0 else UNLIMITED,
         max_partials=settings.max_partial_prefills,
-        input_tokens=settings.max_prefill_tokens - decode_tokens,
-        chunk_tokens=(chunk if chunk > 0 else UNLIMITED) - decode_tokens,
+        input_tokens=max(settings.max_prefill_tokens - decode_tokens, settings.page_size),
+        # At least a page, or many decoding rows would starve prefill in a mixed step.
+        chunk_tokens=max((chunk if chunk > 0 else UNLIMITED) - decode_tokens, settings.page_size),
         page_size=settings.page_size,
     )
 

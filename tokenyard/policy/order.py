@@ -36,4 +36,4 @@ class LongestPrefixMatch(Policy):
 
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""
-        return by_key(views, -views.columns.hit[views.waiting].astype(np.int64))
+        return by_key(views, -views.columns.matchable[views.waiting].astype(np.int64))

@@ -16,10 +16,11 @@ class Columns(Protocol):
     """One numpy column per fact, indexed by table row. Policies read them and never write.
 
     seq: arrival order, kept for life. arrival_ns: when the API saw it. prompt_tokens. known: token ids on the host.
-    target: tokens to compute before the next token can be sampled. hit: prompt tokens in the tree (waiting: what it
-    would hit now; afterwards: at first admission). computed, planned: see design, law 3. limit: prompt + max_new - 1.
-    priority, deadline_ns (absolute): as given, or NO_PRIORITY, NO_DEADLINE. tenant: small integer per tenant name.
-    admitted_ns: first admission, 0 before. retractions: how often it lost its pages.
+    target: tokens to compute before the next token can be sampled. hit: prompt tokens found in the tree at first
+    admission. matchable: what a waiting row would hit now, kept only for policies that need the tree. computed,
+    planned: see design, law 3. limit: prompt + max_new - 1. priority, deadline_ns (absolute): as given, or
+    NO_PRIORITY, NO_DEADLINE. tenant: small integer per tenant name. admitted_ns: first admission, 0 before.
+    first_token_ns: when the prompt was computed, 0 before. retractions: how often it lost its pages.
     """
 
     seq: Int64Array
@@ -30,6 +31,7 @@ class Columns(Protocol):
     known: Int32Array
     target: Int32Array
     hit: Int32Array
+    matchable: Int32Array
     computed: Int32Array
     planned: Int32Array
     limit: Int32Array

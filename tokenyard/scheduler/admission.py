@@ -1,0 +1,189 @@
+"""Fills one step with prefill: unfinished prefills and newcomers, in the policy's order, until a budget is used up.
+
+SGLang calls this the PrefillAdder. Admission of one row is: match and lock (tentative), check room, take pages, take a
+seat; any failure unlocks and ends the step's prefill, so nobody is passed over because he is big.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import Int32Array, LogprobOptions, RowStart
+from tokenyard.policy import Views
+from tokenyard.policy.budget import StepBudget
+from tokenyard.scheduler.draft import Chunk, PlanDraft
+from tokenyard.scheduler.lifecycle import State
+from tokenyard.scheduler.roster import Roster
+
+
+class PrefillAdder:
+    """One step's prefill.
+
+    Tokens spoken for but not yet taken are counted in three sums: `_reserved_running` (the growth that headroom
+    foresees for rows that ran before), `_reserved_newcomers` (the same for rows admitted in this step) and
+    `_reserved_prompts` (the unplanned rest of prompts that have started).
+    """
+
+    def __init__(self, roster: Roster, views: Views, budget: StepBudget, draft: PlanDraft) -> None:
+        self._roster = roster
+        self._table = roster.table
+        self._memory = roster.memory
+        self._policy = roster.policy
+        self._views = views
+        self._budget = budget
+        self._draft = draft
+        self._requests_left = budget.max_requests
+        self._unfinished = len(views.partial)
+        self._free_rows = views.free_rows
+        self._reserved_running = self._policy.headroom.running_tokens(views)
+        self._reserved_newcomers = 0
+        self._reserved_prompts = int((self._table.target[views.partial] - self._table.planned[views.partial]).sum())
+        self.refused: int | None = None
+
+    def fill(self) -> None:
+        """Draw candidates until one does not fit. `refused` is then the newcomer that memory had no room for."""
+        for row in self._policy.candidates():
+            if self._requests_left <= 0:
+                return
+            started = self._table.state[row] == State.PREFILL
+            if not (self._continue(row) if started else self._admit(row)):
+                return
+
+    def _continue(self, row: int) -> bool:
+        """Plan the next chunk of a prefill that has started."""
+        table = self._table
+        start = int(table.planned[row])
+        rest = int(table.target[row]) - start
+        count = self._budget.chunk(start, rest)
+        if count <= 0 or not self._plan_chunk(row, start, count):
+            return False
+        self._reserved_prompts -= count
+        self._unfinished -= count == rest
+        return True
+
+    def _admit(self, row: int) -> bool:
+        """Match, lock, check, take; on any failure unlock and say False."""
+        if self._free_rows <= 0 and not self._preempt(row, 0):
+            return False
+        node, hit = self._match(row)
+        if self._fits(row, hit) and self._seat(row, node, hit):
+            return True
+        self._memory.tree.unlock(node)
+        return False
+
+    def _match(self, row: int) -> tuple[Any, int]:
+        """The longest usable prefix in the tree, locked. At least the last known token is always computed anew."""
+        cold = self._table.cold(row)
+        usable = int(self._table.known[row]) - 1
+        prompt_from = _prompt_logprobs_from(cold.request.logprobs)
+        if prompt_from >= 0:
+            usable = min(usable, max(prompt_from - 1, 0))
+        match = self._memory.tree.match(cold.known_ids.tobytes(), cold.request.namespace, max_tokens=usable)
+        self._memory.tree.lock(match.node)
+        return match.node, match.tokens
+
+    def _fits(self, row: int, hit: int) -> bool:
+        """Whether the prompt and the foreseen answer fit beside all that is reserved; if not, try to preempt.
+
+        With nothing running and nothing planned a row may always try: `submit` refused what can never fit.
+        """
+        alone = self._draft.empty and not len(self._views.running) and not len(self._views.partial)
+        if alone:
+            return True
+        extend = self._memory.pages_for(int(self._table.target[row]) - hit) * self._memory.page_size
+        need = extend + self._policy.headroom.newcomer_tokens(self._table, row)
+        reserved = self._reserved_running + self._reserved_newcomers + self._reserved_prompts
+        missing = need - (self._memory.free_tokens - reserved)
+        if missing > 0 and not self._preempt(row, missing):
+            self.refused = row
+            return False
+        return True
+
+    def _seat(self, row: int, node: Any, hit: int) -> bool:
+        """Take a pool row and the pages of the first chunk."""
+        table, memory = self._table, self._memory
+        extend = int(table.target[row]) - hit
+        count = self._budget.chunk(hit, extend)
+        partial = 0 < count < extend
+        if count <= 0 or (partial and self._unfinished >= self._budget.max_partials):
+            return False
+        if not memory.pool.available_rows or not self._can_take(hit, count):
+            self.refused = row
+            return False
+        cold = table.cold(row)
+        pool_row, pages = memory.seat(cold.known_ids, node, hit)
+        cold.node = node
+        table.pool_row[row] = pool_row
+        table.cached[row] = table.computed[row] = table.planned[row] = hit
+        self._draft.write_page_run(pool_row, 0, pages)
+        self._draft.row_starts.append(self._row_start(row, pool_row))
+        self._roster.admit(row, hit, self._views.now)
+        self._plan_chunk(row, hit, count)
+        self._reserved_prompts += extend - count
+        self._reserved_newcomers += self._policy.headroom.newcomer_tokens(table, row)
+        self._unfinished += partial
+        self._free_rows -= 1
+        return True
+
+    def _can_take(self, start: int, count: int) -> bool:
+        pages = self._memory.pages_for(start + count) - self._memory.pages_for(start)
+        return bool(pages <= self._memory.allocator.available + self._memory.tree.evictable_pages)
+
+    def _plan_chunk(self, row: int, start: int, count: int) -> bool:
+        """Take the chunk's pages and put it into the draft; False if the pages are not to be had now."""
+        table, memory = self._table, self._memory
+        first = memory.pages_for(start)
+        pages = memory.take_pages(memory.pages_for(start + count) - first)
+        if pages is None:
+            return False
+        pool_row = int(table.pool_row[row])
+        memory.pool.page_table[pool_row, first : first + len(pages)] = pages
+        self._draft.write_page_run(pool_row, first, pages)
+        last = start + count == table.target[row]
+        sampled = bool(last and table.request(row).sampling.max_new_tokens > 0)
+        if last:
+            self._roster.prompt_planned(row)
+        self._draft.chunks.append(Chunk(row, start, count, sampled))
+        table.planned[row] = start + count
+        self._budget.spend(start, count)
+        self._policy.charge(row, count)
+        self._requests_left -= 1
+        return True
+
+    def _row_start(self, row: int, pool_row: int) -> RowStart:
+        table = self._table
+        cold = table.cold(row)
+        request = cold.request
+        sampling, answer = request.sampling, int(table.number[row]) - request.number
+        if answer:
+            sampling = replace(sampling, seed=sampling.seed + answer)
+        return RowStart(pool_row, sampling, cold.known_ids, int(table.prompt_tokens[row]), request.logprobs)
+
+    def _preempt(self, row: int, missing_tokens: int) -> bool:
+        """Let running rows that rank strictly below `row` give way, all that are needed or none.
+
+        The pages of rows in flight come back when their plans commit; until then the newcomer waits at the front.
+        """
+        table, victims, gained = self._table, [], 0
+        for victim in self._policy.outranked(self._views, row):
+            victims.append(victim)
+            gained += int(table.planned[victim] - table.cached[victim])
+            if gained >= missing_tokens:
+                break
+        if not victims or gained < missing_tokens:
+            return False
+        for victim in victims:
+            self._roster.retract(victim, "preempted")
+        self._views.running = self._without(victims)
+        self._free_rows += len(victims)
+        self._reserved_running = self._policy.headroom.running_tokens(self._views)
+        return True
+
+    def _without(self, victims: list[int]) -> Int32Array:
+        running = self._views.running
+        return running[~np.isin(running, np.array(victims, np.int32))]
+
+
+def _prompt_logprobs_from(options: LogprobOptions | None) -> int:
+    return options.prompt_from if options is not None else -1

@@ -1,0 +1,35 @@
+"""The states a request goes through and the gates that hold it back.
+
+    WAITING -> PREFILL -> RUNNING -> gone
+       ^          |          |
+       +----------+----------+   retracted, preempted or paused: back in line at its old place
+
+There is no state for a request that has left: its table row is free at once, and `memory.Release` keeps what the last
+plan in flight still reads.
+"""
+
+from enum import IntEnum, IntFlag
+
+
+class State(IntEnum):
+    """Where a row stands."""
+
+    FREE = 0
+    WAITING = 1
+    PREFILL = 2
+    RUNNING = 3
+
+
+class Gate(IntFlag):
+    """Why a waiting row may not start yet; a row with any bit set is no candidate."""
+
+    GROUP = 1
+    """Its group's first answer has not put the common prompt into the tree yet."""
+    PAUSED = 2
+    """Someone paused it."""
+    GRAMMAR = 4
+    """Its grammar is being compiled."""
+    ADAPTER = 8
+    """Its LoRA adapter is being loaded."""
+    KV = 16
+    """Its KV is being transferred or swapped in."""

@@ -1,0 +1,190 @@
+"""Who holds which KV page: the one place that takes pages, gives them back and hands them to the tree.
+
+Three parties own pages: the allocator (free), the tree (`tree.evictable_pages`, `tree.protected_pages`) and rows
+(private). A row's first `cached` tokens lie on pages of the tree which the row has locked; the rest of its pages are
+private. Plans in flight may still read pages that their row has lost, so nothing goes back before the last plan that
+contains the row has committed (`Release`, `free_after`).
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.cache.allocator import PageAllocator
+from tokenyard.cache.no_cache import NoCache
+from tokenyard.cache.radix import RadixCache
+from tokenyard.cache.req_to_token import ReqToTokenPool
+
+NO_PAGES = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class Release:
+    """Pages and pool row of a request that left, to be given back once plan `last_step` has committed.
+
+    `computed` tokens have their KV; those beyond `cached` go into the tree, to whole pages. `planned` says how far
+    the row had taken pages.
+    """
+
+    last_step: int
+    pool_row: int
+    node: Any
+    cached: int
+    computed: int
+    planned: int
+    priority: int
+
+
+class KvMemory:
+    """Allocator, tree and ReqToTokenPool together."""
+
+    def __init__(self, settings: SchedulerSettings, num_pages: int, pool_rows: int) -> None:
+        self.page_size = settings.page_size
+        self.num_pages = num_pages
+        self.allocator = PageAllocator(num_pages)
+        self.tree: Any = (
+            NoCache(settings.page_size)
+            if settings.disable_radix_cache
+            else RadixCache(settings.page_size, settings.radix_eviction_policy)
+        )
+        self.pool = ReqToTokenPool(pool_rows, settings.context_length, settings.page_size)
+        self.evicted_tokens = 0
+        self._releases: deque[Release] = deque()
+        self._releasing_pages = 0
+        self._deferred: deque[tuple[int, Int32Array]] = deque()
+        self._committed = -1
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that are free, can be evicted, or come back when the plans in flight have committed."""
+        pages: int = self.allocator.available + self.tree.evictable_pages + self._releasing_pages
+        return self.page_size * pages
+
+    @property
+    def releasing_pages(self) -> int:
+        """Private pages of rows that have left, held back by plans in flight."""
+        return self._releasing_pages
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that `tokens` tokens fill."""
+        return -(-tokens // self.page_size)
+
+    def take_pages(self, count: int) -> Int32Array | None:
+        """`count` free pages, evicting just the shortfall; None, and nothing changed, if they cannot be had now."""
+        shortfall = count - self.allocator.available
+        if shortfall > 0:
+            if shortfall > self.tree.evictable_pages:
+                return None
+            evicted = self.tree.evict(shortfall)
+            self.evicted_tokens += len(evicted) * self.page_size
+            self.allocator.free(evicted)
+        pages: Int32Array = self.allocator.alloc(count)
+        return pages
+
+    def seat(self, known_ids: Int32Array, node: Any, cached: int) -> tuple[int, Int32Array]:
+        """Take a pool row, write the tokens and the pages of the locked prefix into it; return (pool row, pages)."""
+        pool_row = self.pool.alloc_row()
+        self.pool.token_ids[pool_row, : len(known_ids)] = known_ids
+        pages: Int32Array = self.tree.pages(node) if cached else NO_PAGES
+        self.pool.page_table[pool_row, : len(pages)] = pages
+        return pool_row, pages
+
+    def publish(
+        self, pool_row: int, node: Any, cached: int, computed: int, priority: int, last_step: int
+    ) -> tuple[Any, int, Int32Array]:
+        """Give the tree the whole pages among tokens `cached .. computed` of a row that goes on.
+
+        Returns the node that the row has locked instead of `node`, its new `cached`, and the pages (int32, maybe empty)
+        that stand from page `cached / page_size` on in the page table now: where someone else was faster, the tree's
+        pages replace the row's own, which are freed once `last_step` has committed.
+        """
+        end = computed - computed % self.page_size
+        if end <= cached or not self.tree.keeps:
+            return node, cached, NO_PAGES
+        first, last = cached // self.page_size, end // self.page_size
+        table = self.pool.page_table[pool_row]
+        inserted = self.tree.extend(node, self._key(pool_row, cached, end), table[first:last].copy(), priority)
+        present = inserted.present_tokens // self.page_size
+        self.tree.lock(inserted.node)
+        self.tree.unlock(node)
+        if not present:
+            return inserted.node, end, NO_PAGES
+        self.free_after(last_step, table[first : first + present].copy())
+        swapped: Int32Array = self.tree.pages(inserted.node)[first : first + present]
+        table[first : first + present] = swapped
+        return inserted.node, end, swapped
+
+    def release(self, release: Release) -> None:
+        """Give back what a row held, as soon as no plan in flight reads it."""
+        if release.last_step <= self._committed:
+            self._give_back(release)
+            return
+        self._releases.append(release)
+        self._releasing_pages += self._private_pages(release)
+
+    def free_after(self, last_step: int, pages: Int32Array) -> None:
+        """Free `pages` once plan `last_step` has committed."""
+        if last_step <= self._committed:
+            self.allocator.free(pages)
+            return
+        self._deferred.append((last_step, pages))
+        self._releasing_pages += len(pages)
+
+    def committed(self, step: int) -> None:
+        """Plan `step` has committed: give back what waited for it."""
+        self._committed = step
+        for _ in range(len(self._releases)):
+            release = self._releases.popleft()
+            if release.last_step <= step:
+                self._releasing_pages -= self._private_pages(release)
+                self._give_back(release)
+            else:
+                self._releases.append(release)
+        for _ in range(len(self._deferred)):
+            last_step, pages = self._deferred.popleft()
+            if last_step <= step:
+                self._releasing_pages -= len(pages)
+                self.allocator.free(pages)
+            else:
+                self._deferred.append((last_step, pages))
+
+    def flush(self) -> None:
+        """Empty the tree. Legal only while no row holds pages."""
+        self.allocator.free(self.tree.clear())
+
+    def idle_mismatch(self) -> str | None:
+        """With no request left: what does not add up, or None."""
+        found = []
+        held = self.allocator.available + self.tree.evictable_pages
+        if held != self.num_pages:
+            found.append(f"{held} of {self.num_pages} pages accounted for")
+        if self.tree.protected_pages:
+            found.append(f"{self.tree.protected_pages} pages locked by nobody")
+        if self.pool.available_rows != self.pool.rows:
+            found.append(f"{self.pool.available_rows} of {self.pool.rows} pool rows free")
+        return "; ".join(found) or None
+
+    def _key(self, pool_row: int, start: int, end: int) -> bytes:
+        key: bytes = self.pool.token_ids[pool_row, start:end].tobytes()
+        return key
+
+    def _private_pages(self, release: Release) -> int:
+        return self.pages_for(release.planned) - release.cached // self.page_size
+
+    def _give_back(self, release: Release) -> None:
+        size = self.page_size
+        first, held = release.cached // size, self.pages_for(release.planned)
+        end = release.computed // size
+        table = self.pool.page_table[release.pool_row]
+        if self.tree.keeps and end > first:
+            key = self._key(release.pool_row, release.cached, end * size)
+            inserted = self.tree.extend(release.node, key, table[first:end].copy(), release.priority)
+            duplicates = first + inserted.present_tokens // size
+            self.allocator.free(np.concatenate((table[first:duplicates], table[end:held])))
+        else:
+            self.allocator.free(table[first:held].copy())
+        self.tree.unlock(release.node)
+        self.pool.free_row(release.pool_row)

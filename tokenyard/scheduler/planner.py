@@ -1,0 +1,132 @@
+"""Makes the next plan: prefill in the policy's order, decode for whoever runs, and way given when pages run out."""
+
+import numpy as np
+
+from tokenyard.base import Int32Array
+from tokenyard.scheduler.admission import PrefillAdder
+from tokenyard.scheduler.draft import PlanDraft
+from tokenyard.scheduler.memory import NO_PAGES
+from tokenyard.scheduler.roster import Roster
+
+NO_ROWS = NO_PAGES
+
+
+class Planner:
+    """Turns the roster's state into plans. Holds nothing but pages that the tree swapped in since the last plan."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._swapped: list[tuple[int, int, int, Int32Array]] = []
+
+    def plan(self, now: int, in_flight: int) -> PlanDraft | None:
+        """What the next step does, or None if there is nothing to do before the next event or commit.
+
+        `in_flight` plans wait for their commit; only with none of them can nothing to do mean a deadlock.
+        """
+        while True:
+            draft = self._new_draft()
+            retracted = self._roster.counters.retracted
+            refused = self._fill(draft, now)
+            if not draft.empty:
+                self._swapped.clear()
+                return draft
+            if in_flight:
+                return None
+            if self._roster.counters.retracted == retracted and not self._break_deadlock(refused, now):
+                return None
+
+    def _fill(self, draft: PlanDraft, now: int) -> int | None:
+        """Fill the draft; returns the newcomer, if any, that memory had no room for."""
+        roster = self._roster
+        decoding, refused = roster.running.rows.copy(), None
+        if len(roster.waiting) or len(roster.partial):
+            views = roster.views(now)
+            roster.policy.begin_step(views)
+            budget = roster.policy.budget()
+            if budget.prefill:
+                adder = PrefillAdder(roster, views, budget, draft)
+                adder.fill()
+                refused = adder.refused
+                roster.sweep()
+            decoding = views.running if budget.with_decode or draft.empty else NO_ROWS
+        if len(decoding):
+            self._decode(draft, decoding, now)
+        return refused
+
+    def swapped(self, row: int, first_page: int, pages: Int32Array) -> None:
+        """The tree's `pages` stand in the row's page table from `first_page` on; the executor hears of it next."""
+        self._swapped.append((row, int(self._roster.table.epoch[row]), first_page, pages))
+
+    def _new_draft(self) -> PlanDraft:
+        """An empty draft, but for pages that the tree swapped in rows since the last plan."""
+        table = self._roster.table
+        draft = PlanDraft(table, self._roster.memory)
+        for row, epoch, first, pages in self._swapped:
+            if table.epoch[row] == epoch:
+                draft.write_page_run(int(table.pool_row[row]), first, pages)
+        return draft
+
+    def _decode(self, draft: PlanDraft, rows: Int32Array, now: int) -> None:
+        """Let every row that may still grow compute one token, if the pages for all of them can be had."""
+        table, memory = self._roster.table, self._roster.memory
+        starts = table.planned[rows]
+        ready = starts < table.limit[rows]
+        if not ready.all():
+            rows, starts = rows[ready], starts[ready]
+            if not len(rows):
+                return
+        crossing = starts % memory.page_size == 0
+        pages = memory.take_pages(int(np.count_nonzero(crossing)))
+        if pages is None:
+            survivors = self._make_room(rows, now)
+            if len(survivors):
+                self._decode(draft, survivors, now)
+            return
+        if len(pages):
+            owners, columns = table.pool_row[rows[crossing]], starts[crossing] // memory.page_size
+            memory.pool.page_table[owners, columns] = pages
+            draft.write_pages(owners, columns, pages)
+        table.planned[rows] = starts + 1
+        draft.decode(rows, starts)
+        self._roster.policy.headroom.decoded()
+        if self._roster.policy.charges_decode:
+            self._roster.policy.charge_decode(rows)
+
+    def _make_room(self, rows: Int32Array, now: int) -> Int32Array:
+        """Retract victims until the others of `rows` can take one more token each; return those that can do so now.
+
+        Pages that come back with a commit in flight count as free: then nobody may go on now, and nobody is retracted.
+        """
+        roster, memory = self._roster, self._roster.memory
+        views = roster.views(now)
+        views.running = rows
+        before = len(rows)
+        for victim in list(roster.policy.victims(views)):
+            if memory.page_size * self._pages_to_decode(rows) <= memory.free_tokens:
+                break
+            roster.retract(victim, "out of pages")
+            rows = rows[rows != victim]
+        if len(rows) < before:
+            roster.policy.headroom.retracted(roster.table, rows)
+        fits = self._pages_to_decode(rows) <= memory.allocator.available + memory.tree.evictable_pages
+        return rows if fits else NO_ROWS
+
+    def _pages_to_decode(self, rows: Int32Array) -> int:
+        return int(np.count_nonzero(self._roster.table.planned[rows] % self._roster.memory.page_size == 0))
+
+    def _break_deadlock(self, refused: int | None, now: int) -> bool:
+        """With nothing planned and nothing in flight, let someone give way; False if all is well or idle.
+
+        Prefills that together hold all pages let the newest start over; a request that does not fit alone is ended.
+        """
+        roster = self._roster
+        if len(roster.partial) > 1:
+            roster.retract(int(roster.partial.rows[-1]), "out of pages")
+            return True
+        if len(roster.partial):
+            refused = int(roster.partial.rows[0])
+        if refused is None or len(roster.running):
+            return False
+        roster.end(refused, "abort", now, message="the request needs more KV than the pool has", status=400)
+        roster.sweep()
+        return True

@@ -1,0 +1,221 @@
+"""Who waits, who is being prefilled, who runs, and every move between these.
+
+The planner, the committer and the verbs of the scheduler share one `Roster`; each move is one method here, so that the
+lists, the table and the memory never disagree.
+"""
+
+from typing import Literal
+
+from tokenyard.base import CostModel, ExecutorInfo, Finish, FinishReason, SchedulerSettings, Started
+from tokenyard.policy import Policy, Views, create_policy
+from tokenyard.scheduler.lifecycle import Gate, State
+from tokenyard.scheduler.memory import KvMemory, Release
+from tokenyard.scheduler.outbox import Outbox
+from tokenyard.scheduler.row_list import RowList
+from tokenyard.scheduler.snapshot import Counters
+from tokenyard.scheduler.stop_tokens import StopTokens
+from tokenyard.scheduler.table import RequestTable
+from tokenyard.scheduler.timeouts import Timeouts
+from tokenyard.scheduler.waiting_index import WaitingIndex
+
+RetractReason = Literal["out of pages", "preempted", "paused"]
+
+
+class Roster:
+    """All state of the scheduler but the plans in flight."""
+
+    def __init__(self, settings: SchedulerSettings, info: ExecutorInfo, cost: CostModel | None) -> None:
+        """Raises ConfigError for settings that contradict each other or an unknown policy."""
+        settings.validate()
+        self.settings = settings
+        self.info = info
+        self.cost = cost
+        self.table = RequestTable()
+        self.counters = Counters()
+        self.outbox = Outbox()
+        self.waiting = RowList()
+        self.partial = RowList()
+        self.running = RowList()
+        self.longest = min(settings.context_length, info.num_pages * settings.page_size + 1)
+        self.stop_tokens = StopTokens(info.max_pool_rows)
+        self.queue_timeouts = Timeouts(settings.queue_timeout_s)
+        self.run_timeouts = Timeouts(settings.run_timeout_s)
+        self.prefill_steps_in_row = 0
+        self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
+        self.reset_memory()
+        self.set_policy(settings)
+
+    # ---- moves -------------------------------------------------------------------------------------------------
+
+    def admit(self, row: int, hit: int, now: int) -> None:
+        """Waiting to prefill: `row` has taken a pool row with `hit` tokens from the tree."""
+        table = self.table
+        cold = table.cold(row)
+        table.state[row] = State.PREFILL
+        self.partial.append(row)
+        sampling = cold.request.sampling
+        eos = () if sampling.ignore_eos else self.info.eos_token_ids
+        self.stop_tokens.write(int(table.pool_row[row]), {*eos, *sampling.stop_token_ids})
+        if table.admitted_ns[row]:
+            self.counters.recomputed_tokens += int(table.target[row]) - hit
+            return
+        table.admitted_ns[row] = now
+        table.hit[row] = hit
+        self.counters.hit_tokens += hit
+        number, request = int(table.number[row]), cold.request
+        self.run_timeouts.start(number, now)
+        self.outbox.started.append(
+            Started(number, request.prompt_ids, request.text, sampling.stop, sampling.stop_token_ids, request.logprobs)
+        )
+
+    def prompt_planned(self, row: int) -> None:
+        """Prefill to running: the last chunk of `row` is planned; from the next step on it decodes."""
+        self.table.state[row] = State.RUNNING
+        self.running.append(row)
+
+    def retract(self, row: int, why: RetractReason) -> None:
+        """Send a row that holds pages back to its place in line. What it has computed stays in the tree."""
+        table = self.table
+        cold = table.cold(row)
+        cold.known_ids = self.memory.pool.token_ids[table.pool_row[row], : table.known[row]].copy()
+        self._give_up_pages(row)
+        table.epoch[row] += 1
+        table.retractions[row] += 1
+        table.target[row] = table.known[row]
+        table.pool_row[row] = -1
+        table.cached[row] = table.computed[row] = table.planned[row] = 0
+        table.state[row] = State.WAITING
+        self.waiting.insert_by(row, table.seq)
+        self.sweep()
+        if why == "preempted":
+            self.counters.preempted += 1
+        elif why == "out of pages":
+            self.counters.retracted += 1
+
+    def end(
+        self,
+        row: int,
+        reason: FinishReason,
+        now: int,
+        matched: int | str | None = None,
+        message: str = "",
+        status: int = 200,
+    ) -> None:
+        """End a request in any state, exactly once. The caller sweeps the lists afterwards."""
+        table = self.table
+        output = int(table.known[row] - table.prompt_tokens[row])
+        finish = Finish(
+            number=int(table.number[row]),
+            reason=reason,
+            matched=matched,
+            message=message,
+            status=status,
+            prompt_tokens=int(table.prompt_tokens[row]),
+            completion_tokens=output,
+            cached_tokens=int(table.hit[row]) if table.admitted_ns[row] else 0,
+            retractions=int(table.retractions[row]),
+            arrival_ns=int(table.arrival_ns[row]),
+            admitted_ns=int(table.admitted_ns[row]),
+            first_token_ns=int(table.first_token_ns[row]),
+            finished_ns=now,
+        )
+        self.outbox.finished.append(finish)
+        self.open_group(row)
+        if table.pool_row[row] >= 0:
+            self._give_up_pages(row)
+        self.policy.removed(row)
+        if reason == "abort":
+            self.counters.aborted += 1
+        else:
+            self.counters.finished += 1
+            self.policy.headroom.finished(output)
+        table.remove(row)
+
+    def _give_up_pages(self, row: int) -> None:
+        table, cold = self.table, self.table.cold(row)
+        release = Release(
+            last_step=int(table.last_step[row]),
+            pool_row=int(table.pool_row[row]),
+            node=cold.node,
+            cached=int(table.cached[row]),
+            computed=int(table.computed[row]),
+            planned=int(table.planned[row]),
+            priority=cold.request.priority or 0,
+        )
+        cold.node = None
+        self.memory.release(release)
+
+    def open_group(self, row: int) -> None:
+        """The group's prompt is in the tree, or its first answer has ended: the others may start."""
+        cold = self.table.cold(row)
+        for follower in self.known_rows(cold.followers):
+            self.table.gates[follower] &= ~Gate.GROUP
+        cold.followers = []
+
+    def sweep(self) -> None:
+        """Drop rows from the lists of states that they have left; to be called before the next `table.add`."""
+        state = self.table.state
+        for rows, wanted in (
+            (self.waiting, State.WAITING),
+            (self.partial, State.PREFILL),
+            (self.running, State.RUNNING),
+        ):
+            if len(rows):
+                rows.keep(state[rows.rows] == wanted)
+
+    def expire(self, now: int) -> None:
+        """End requests that waited or ran for too long."""
+        overdue = []
+        for number in self.queue_timeouts.expired(now):
+            row = self.table.row_of(number)
+            if row is not None and not self.table.admitted_ns[row]:
+                overdue.append((row, f"the request waited {self.settings.queue_timeout_s} s without a place", 503))
+        for number in self.run_timeouts.expired(now):
+            row = self.table.row_of(number)
+            if row is not None:
+                overdue.append((row, f"the request ran longer than {self.settings.run_timeout_s} s", 504))
+        for row, message, status in overdue:
+            self.end(row, "abort", now, message=message, status=status)
+        if overdue:
+            self.sweep()
+
+    # ---- views ---------------------------------------------------------------------------------------------
+
+    def views(self, now: int) -> Views:
+        """What policies may see; the row arrays are copies, so they stay as they were at the start of the step."""
+        waiting = self.waiting.rows
+        waiting = waiting[self.table.gates[waiting] == 0]
+        if self.policy.needs_tree:
+            self._index.refresh(waiting)
+        return Views(
+            columns=self.table,
+            waiting=waiting,
+            partial=self.partial.rows.copy(),
+            running=self.running.rows.copy(),
+            free_tokens=self.memory.free_tokens,
+            total_tokens=self.memory.num_pages * self.memory.page_size,
+            free_rows=self._rows_limit - len(self.running) - len(self.partial),
+            page_size=self.memory.page_size,
+            now=now,
+            prefill_steps_in_row=self.prefill_steps_in_row,
+            cost=self.cost,
+        )
+
+    def set_policy(self, settings: SchedulerSettings) -> None:
+        """Order the queue as `settings` say from now on. Raises ConfigError for an unknown policy."""
+        policy = create_policy(settings.schedule_policy, settings)
+        self.policy_note = ""
+        if policy.needs_tree and not self.memory.tree.keeps:
+            self.policy_note = f"{policy.name} needs the prefix cache, which is disabled: using fcfs"
+            policy = create_policy("fcfs", settings)
+        self.policy: Policy = policy
+
+    def reset_memory(self) -> None:
+        """Start over with every page free and an empty tree. Legal only while no request holds pages."""
+        self.memory = KvMemory(self.settings, self.info.num_pages, self.info.max_pool_rows)
+        self._index = WaitingIndex(self.table, self.memory)
+
+    def known_rows(self, numbers: list[int]) -> list[int]:
+        """Rows of those requests that have not ended."""
+        rows = (self.table.row_of(number) for number in numbers)
+        return [row for row in rows if row is not None]

@@ -1,0 +1,268 @@
+"""The scheduler: a function from events to plans.
+
+Causes come in through verbs, each with its time `now` in integer nanoseconds; `plan` says what the executor does next
+and `commit` takes in what it did. There are no phases: a row is worked on while fewer tokens are computed than known.
+
+Order of effects. `plan` advances `planned`, takes pages and pool rows. `commit` advances `computed`, appends tokens,
+gives finished prompt chunks to the tree, ends rows. A row that stops leaves the table at once; its pages go back when
+the last plan that contains it has committed (memory.Release). Up to `max_in_flight` plans may wait for their commit.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import (
+    Cancel,
+    CostModel,
+    Event,
+    ExecutorInfo,
+    Flush,
+    Int32Array,
+    OpenGate,
+    Pause,
+    Request,
+    Resume,
+    SchedulerSettings,
+    SetPolicy,
+    StepPlan,
+    StepResult,
+    StopFound,
+    Submit,
+    TokenBatch,
+    Update,
+)
+from tokenyard.scheduler.committer import Committer
+from tokenyard.scheduler.draft import PlanDraft
+from tokenyard.scheduler.lifecycle import Gate, State
+from tokenyard.scheduler.planner import Planner
+from tokenyard.scheduler.roster import Roster
+from tokenyard.scheduler.snapshot import Snapshot
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan that waits for its commit, with the table rows behind its columns."""
+
+    plan: StepPlan
+    rows: Int32Array
+
+
+class Scheduler:
+    """Requests in, plans out. See the module's text for the order of effects."""
+
+    def __init__(self, settings: SchedulerSettings, info: ExecutorInfo, cost: CostModel | None = None) -> None:
+        """Raises ConfigError for settings that contradict each other or an unknown policy."""
+        self.roster = Roster(settings, info, cost)
+        self._planner = Planner(self.roster)
+        self._committer = Committer(self.roster, self._planner)
+        self._flights: deque[Flight] = deque()
+        self._paused = False
+        self._verbs: dict[type, Callable[[Any, int], object]] = {
+            Submit: self.submit,
+            Cancel: self.cancel,
+            Update: self.update,
+            Pause: self.pause,
+            Resume: self.resume,
+            StopFound: self.stop_found,
+            OpenGate: self.open_gate,
+            SetPolicy: self.set_policy,
+            Flush: lambda event, now: self.flush(now),
+        }
+
+    # ---- causes ------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event, now: int) -> None:
+        """Take in any event at time `now` (ns)."""
+        self._verbs[type(event)](event, now)
+
+    def submit(self, event: Submit, now: int) -> None:
+        """A request joins the queue, one row per answer; one that can never run or finds no place ends at once."""
+        request = event.request
+        refusal = self._refusal(request)
+        rows = [self.roster.table.add(request, request.number + answer, now) for answer in range(request.sampling.n)]
+        self.roster.table.limit[rows] = np.minimum(self.roster.table.limit[rows], self.roster.longest - 1)
+        self.roster.counters.submitted += len(rows)
+        self.roster.counters.prompt_tokens += len(request.prompt_ids) * len(rows)
+        if refusal is not None:
+            self.roster.counters.rejected += len(rows)
+            for row in rows:
+                self.roster.end(row, "abort", now, message=refusal[1], status=refusal[0])
+            return
+        if len(rows) > 1 and self.roster.memory.tree.keeps:
+            self.roster.table.cold(rows[0]).followers = [request.number + answer for answer in range(1, len(rows))]
+            self.roster.table.gates[rows[1:]] |= Gate.GROUP
+        for row in rows:
+            self.roster.waiting.append(row)
+            self.roster.queue_timeouts.start(int(self.roster.table.number[row]), now)
+
+    def _refusal(self, request: Request) -> tuple[int, str] | None:
+        """Why a request cannot be taken, as (HTTP status, sentence), or None."""
+        if self.roster.table.row_of(request.number) is not None:
+            raise ValueError(f"request number {request.number} is in use")
+        prompt, full = len(request.prompt_ids), self.roster.settings.max_queued_requests
+        if prompt == 0:
+            return 400, "the prompt is empty"
+        if prompt >= self.roster.longest:
+            return 400, f"the prompt has {prompt} tokens; at most {self.roster.longest - 1} fit here"
+        if full >= 0 and len(self.roster.waiting) + request.sampling.n > full:
+            return 503, f"the queue is full ({full} requests wait); try again later"
+        return None
+
+    def cancel(self, event: Cancel, now: int) -> None:
+        """End the given requests, or all; numbers that are gone already are ignored."""
+        numbers = event.numbers or self.roster.table.numbers()
+        for number in numbers:
+            row = self.roster.table.row_of(number)
+            if row is not None:
+                self.roster.end(row, "abort", now, message=event.message, status=event.status)
+        self.roster.sweep()
+
+    def update(self, event: Update, now: int) -> None:
+        """Change a request's priority or deadline; a request that is gone is ignored."""
+        row = self.roster.table.row_of(event.number)
+        if row is None:
+            return
+        if event.priority is not None:
+            self.roster.table.priority[row] = event.priority
+        if event.deadline_ns is not None:
+            self.roster.table.deadline_ns[row] = self.roster.table.arrival_ns[row] + event.deadline_ns
+
+    def pause(self, event: Pause, now: int) -> None:
+        """Hold back single requests, or stop planning altogether in one of three modes (see `Pause`)."""
+        if event.numbers:
+            for row in self.roster.known_rows(event.numbers):
+                if self.roster.table.state[row] != State.WAITING:
+                    self.roster.retract(row, "paused")
+                self.roster.table.gates[row] |= Gate.PAUSED
+            return
+        self._paused = True
+        if event.mode == "abort":
+            self.cancel(Cancel([], "the server was paused and all requests aborted", 503), now)
+        elif event.mode == "retract":
+            for row in np.concatenate((self.roster.running.rows, self.roster.partial.rows)).tolist():
+                self.roster.retract(row, "paused")
+
+    def resume(self, event: Resume, now: int) -> None:
+        """Let paused requests, or everything, go on."""
+        if event.numbers:
+            for row in self.roster.known_rows(event.numbers):
+                self.roster.table.gates[row] &= ~Gate.PAUSED
+        else:
+            self._paused = False
+
+    def stop_found(self, event: StopFound, now: int) -> None:
+        """The answer holds a stop string after `keep_tokens` tokens: later ones are dropped, the request finishes."""
+        row = self.roster.table.row_of(event.number)
+        if row is None:
+            return
+        table = self.roster.table
+        table.known[row] = min(int(table.known[row]), int(table.prompt_tokens[row]) + event.keep_tokens)
+        table.computed[row] = min(int(table.computed[row]), int(table.known[row]))
+        self.roster.end(row, "stop", now, matched=event.matched)
+        self.roster.sweep()
+
+    def open_gate(self, event: OpenGate, now: int) -> None:
+        """What a waiting request lacked is there."""
+        row = self.roster.table.row_of(event.number)
+        if row is not None:
+            self.roster.table.gates[row] &= ~event.gate
+
+    def set_policy(self, event: SetPolicy, now: int) -> None:
+        """Order the queue by another policy. Raises ConfigError for an unknown name; the old one then stays."""
+        settings = replace(self.roster.settings, schedule_policy=event.name, policy_options=event.options)
+        self.roster.set_policy(settings)
+
+    def flush(self, now: int) -> bool:
+        """Empty the prefix cache; False, and nothing done, while any request waits, runs or is in flight."""
+        if self.has_work:
+            return False
+        self.roster.memory.flush()
+        return True
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def plan(self, now: int) -> StepPlan | None:
+        """The next step, or None if there is nothing to do before the next event or commit."""
+        self.roster.expire(now)
+        if self._paused or len(self._flights) >= self.roster.settings.max_in_flight:
+            return None
+        draft = self._planner.plan(now, len(self._flights))
+        return None if draft is None else self._launch(draft)
+
+    def commit(self, result: StepResult, now: int) -> None:
+        """Take in what the executor did. Results come in the order of their plans; ValueError otherwise."""
+        flight = self._flights[0]
+        if result.step != flight.plan.step:
+            raise ValueError(f"step {flight.plan.step} was to be committed, not {result.step}")
+        self._flights.popleft()
+        self._committer.commit(flight.plan, flight.rows, result, now)
+
+    def _launch(self, draft: PlanDraft) -> StepPlan:
+        roster, counters = self.roster, self.roster.counters
+        plan, rows = draft.finish(counters.steps), draft.rows()
+        roster.table.last_step[rows] = plan.step
+        self._flights.append(Flight(plan, rows))
+        counters.steps += 1
+        if draft.chunks:
+            counters.prefill_steps += 1
+            counters.prefill_tokens += sum(chunk.count for chunk in draft.chunks)
+        if len(draft.decode_rows):
+            counters.decode_steps += 1
+            roster.prefill_steps_in_row = 0
+        elif len(roster.running):
+            roster.prefill_steps_in_row += 1
+        return plan
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def drain(self) -> TokenBatch:
+        """Everything to tell since the last call."""
+        return self.roster.outbox.drain()
+
+    @property
+    def in_flight(self) -> int:
+        """Plans that wait for their commit."""
+        return len(self._flights)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs, or a plan is in flight."""
+        return bool(len(self.roster.table) or self._flights)
+
+    def wakeup_ns(self) -> int | None:
+        """When to call `plan` next even if nothing happens."""
+        times = (self.roster.queue_timeouts.next_ns, self.roster.run_timeouts.next_ns)
+        return min((time for time in times if time is not None), default=None)
+
+    def idle(self) -> str | None:
+        """Called when nothing is left to do. Reports pages that do not add up, after setting everything right."""
+        self.roster.policy.headroom.idle()
+        mismatch = self.roster.memory.idle_mismatch()
+        if mismatch is not None:
+            self.roster.reset_memory()
+        return mismatch
+
+    def snapshot(self, now: int) -> Snapshot:
+        """Counters and gauges at `now`."""
+        size, tree = self.roster.memory.page_size, self.roster.memory.tree
+        total = self.roster.memory.num_pages * size
+        cached = tree.evictable_pages * size
+        return Snapshot(
+            now=now,
+            waiting=len(self.roster.waiting),
+            partial=len(self.roster.partial),
+            running=len(self.roster.running),
+            in_flight=len(self._flights),
+            used_tokens=total - cached - self.roster.memory.allocator.available * size,
+            cached_tokens=cached,
+            total_tokens=total,
+            evicted_tokens=self.roster.memory.evicted_tokens,
+            new_token_ratio=getattr(self.roster.policy.headroom, "ratio", 0.0),
+            policy=self.roster.policy.name,
+            paused=self._paused,
+            counters=replace(self.roster.counters),
+        )

@@ -1,0 +1,44 @@
+"""Counters and gauges of the scheduler, for metrics, logs and load reports."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start. Tokens: prompt (submitted), hit (found in the tree at first admission), prefill (computed
+    in chunks), recomputed (computed again after a retraction), generated (sampled and kept).
+    """
+
+    steps: int = 0
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    submitted: int = 0
+    rejected: int = 0
+    finished: int = 0
+    aborted: int = 0
+    retracted: int = 0
+    preempted: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state at one moment. used_tokens: KV held by rows and locked prefixes; cached_tokens: evictable KV."""
+
+    now: int
+    waiting: int
+    partial: int
+    running: int
+    in_flight: int
+    used_tokens: int
+    cached_tokens: int
+    total_tokens: int
+    evicted_tokens: int
+    new_token_ratio: float
+    policy: str
+    paused: bool
+    counters: Counters

@@ -1,0 +1,185 @@
+"""All requests that wait or run, as numpy columns, one row each.
+
+Hot facts are columns, so that a decode step over any number of rows is a handful of numpy calls; what is touched only
+when a row starts, stops or moves is a `Cold` object. Rows are reused; a row's epoch never goes back, so that the result
+of a plan for an earlier owner is recognised.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import Int32Array, Request
+from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
+from tokenyard.scheduler.lifecycle import State
+
+INT32_COLUMNS = (
+    "prompt_tokens",
+    "limit",
+    "target",
+    "hit",
+    "matchable",
+    "cached",
+    "computed",
+    "planned",
+    "known",
+    "tenant",
+    "epoch",
+    "gates",
+    "state",
+    "pool_row",
+    "retractions",
+)
+INT64_COLUMNS = (
+    "seq",
+    "number",
+    "arrival_ns",
+    "admitted_ns",
+    "first_token_ns",
+    "priority",
+    "deadline_ns",
+    "last_step",
+)
+
+
+@dataclass(slots=True)
+class Cold:
+    """What is rarely touched of one request.
+
+    known_ids: int32[known], valid while the row has no pool row (afterwards the pool holds the tokens). node: the
+    deepest tree node the row has locked. followers: numbers of the group's other answers, which wait for this one.
+    """
+
+    request: Request
+    known_ids: Int32Array
+    node: Any = None
+    followers: list[int] = field(default_factory=list)
+
+
+class RequestTable:
+    """Columns by row. See `policy.Columns` for the meaning of those that policies read; the others are:
+
+    number: the request's number. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row
+    of ReqToTokenPool, -1 while waiting. last_step: the latest plan that contains the row. gates, state: lifecycle.
+    """
+
+    def __init__(self, capacity: int = 256) -> None:
+        self._capacity = 0
+        self._free: list[int] = []
+        self._cold: list[Cold | None] = []
+        self._row_of_number: dict[int, int] = {}
+        self._tenants: dict[str, int] = {}
+        self._next_seq = 0
+        for name in INT32_COLUMNS:
+            setattr(self, name, np.zeros(0, np.int32))
+        for name in INT64_COLUMNS:
+            setattr(self, name, np.zeros(0, np.int64))
+        self._grow(capacity)
+
+    # The columns, declared for readers and type checkers; `__init__` makes them.
+    prompt_tokens: Int32Array
+    limit: Int32Array
+    target: Int32Array
+    hit: Int32Array
+    matchable: Int32Array
+    cached: Int32Array
+    computed: Int32Array
+    planned: Int32Array
+    known: Int32Array
+    tenant: Int32Array
+    epoch: Int32Array
+    gates: Int32Array
+    state: Int32Array
+    pool_row: Int32Array
+    retractions: Int32Array
+    seq: np.ndarray[Any, np.dtype[np.int64]]
+    number: np.ndarray[Any, np.dtype[np.int64]]
+    arrival_ns: np.ndarray[Any, np.dtype[np.int64]]
+    admitted_ns: np.ndarray[Any, np.dtype[np.int64]]
+    first_token_ns: np.ndarray[Any, np.dtype[np.int64]]
+    priority: np.ndarray[Any, np.dtype[np.int64]]
+    deadline_ns: np.ndarray[Any, np.dtype[np.int64]]
+    last_step: np.ndarray[Any, np.dtype[np.int64]]
+
+    def __len__(self) -> int:
+        return len(self._row_of_number)
+
+    def add(self, request: Request, number: int, now: int) -> int:
+        """Take a row for one answer of `request`, in state WAITING, and return it."""
+        if not self._free:
+            self._grow(2 * self._capacity)
+        row = self._free.pop()
+        prompt = len(request.prompt_ids)
+        self._cold[row] = Cold(request, request.prompt_ids)
+        self._row_of_number[number] = row
+        self.number[row] = number
+        self.seq[row] = self._next_seq
+        self._next_seq += 1
+        self.arrival_ns[row] = request.arrival_ns or now
+        self.prompt_tokens[row] = self.known[row] = self.target[row] = prompt
+        self.limit[row] = prompt + max(request.sampling.max_new_tokens, 1) - 1
+        self.priority[row] = NO_PRIORITY if request.priority is None else request.priority
+        has_deadline = request.deadline_ns is not None
+        self.deadline_ns[row] = int(self.arrival_ns[row]) + (request.deadline_ns or 0) if has_deadline else NO_DEADLINE
+        self.tenant[row] = self._tenants.setdefault(request.tenant, len(self._tenants))
+        self.state[row] = State.WAITING
+        self.pool_row[row] = self.last_step[row] = -1
+        for column in (
+            self.hit,
+            self.matchable,
+            self.cached,
+            self.computed,
+            self.planned,
+            self.gates,
+            self.retractions,
+        ):
+            column[row] = 0
+        self.admitted_ns[row] = self.first_token_ns[row] = 0
+        return row
+
+    def remove(self, row: int) -> None:
+        """Forget a request that has ended."""
+        del self._row_of_number[int(self.number[row])]
+        self._cold[row] = None
+        self.epoch[row] += 1
+        self.state[row] = State.FREE
+        self._free.append(row)
+
+    def row_of(self, number: int) -> int | None:
+        """The row of a request, None if it is unknown or has ended."""
+        return self._row_of_number.get(number)
+
+    def cold(self, row: int) -> Cold:
+        """The rarely touched part of a row that is in use."""
+        cold = self._cold[row]
+        assert cold is not None, f"row {row} is free"
+        return cold
+
+    def request(self, row: int) -> Request:
+        """The request in a row that is in use."""
+        return self.cold(row).request
+
+    def tenant_name(self, tenant: int) -> str:
+        """The name behind a value of the tenant column."""
+        return list(self._tenants)[tenant]
+
+    def numbers(self) -> list[int]:
+        """The numbers of all requests, in order of arrival."""
+        return sorted(self._row_of_number, key=lambda number: int(self.seq[self._row_of_number[number]]))
+
+    def check(self, rows: Int32Array) -> None:
+        """Assert the order of the lengths (design, law 3) for rows in use."""
+        assert (self.cached[rows] <= self.computed[rows]).all()
+        assert (self.computed[rows] <= self.planned[rows]).all()
+        assert (self.planned[rows] <= self.limit[rows]).all()
+        assert (self.computed[rows] <= self.known[rows]).all()
+
+    def _grow(self, capacity: int) -> None:
+        extra = capacity - self._capacity
+        for name in INT32_COLUMNS + INT64_COLUMNS:
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros(extra, column.dtype))))
+        self._free.extend(range(capacity - 1, self._capacity - 1, -1))
+        self._cold.extend([None] * extra)
+        self._capacity = capacity
