@@ -1,0 +1,343 @@
+"""The prefix cache: a compressed radix tree over whole pages of tokens.
+
+The idea is RadixAttention's (Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024).
+Keys are bytes, so that one `bytes.startswith` compares a whole run of tokens at memory speed, and evictable leaves
+stand in a queue, so that nothing ever walks the whole tree.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenyard.base import Int32Array, PrefixListener
+from tokenyard.cache.eviction import EvictionQueue, get_eviction_policy
+from tokenyard.cache.kv_events import KvEvent, KvEventLog
+from tokenyard.cache.node import NO_PAGES, TOKEN_BYTES, TOKEN_DTYPE, Node
+
+_ROOTS_BEFORE_SWEEP = 1024
+
+
+def make_key(tokens: Int32Array) -> bytes:
+    """The key of int32[n] token ids: 4 bytes each, little-endian."""
+    return tokens.astype(TOKEN_DTYPE, copy=False).tobytes()
+
+
+@dataclass(slots=True)
+class Match:
+    """The deepest node whose whole path agrees with a key, and the tokens from the root to its end."""
+
+    node: Node
+    tokens: int
+
+
+@dataclass(slots=True)
+class Insert:
+    """The node at the end of an inserted key, and how many of the key's tokens the tree held before.
+
+    The caller keeps the pages that it gave for those tokens; the tree owns only those beyond.
+    """
+
+    node: Node
+    present_tokens: int
+
+
+class RadixCache:
+    """Who may reuse which KV page.
+
+    Every page of the tree is either evictable or protected by a lock; both are counted in `evictable_pages` and
+    `protected_pages`. A node that `match` or `insert` returns stays valid only until the next call that changes the
+    tree, unless it is locked. Use counts: `match`, `insert` and the end of a lock refresh a node's last access;
+    a hit for lfu and slru is what `record_hit` says (a request was admitted), since a blocked request may match in
+    every step. Priorities: a larger number stays longer.
+    """
+
+    keeps = True
+
+    def __init__(self, page_size: int = 1, eviction_policy: str = "lru", enable_kv_events: bool = False) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size is {page_size}; it must be at least 1")
+        self.page_size = page_size
+        self.evictable_pages = 0
+        self.protected_pages = 0
+        self.listeners: list[PrefixListener] = []
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._queue = EvictionQueue(get_eviction_policy(eviction_policy))
+        self._roots: dict[str, Node] = {}
+        self._sweep_at = _ROOTS_BEFORE_SWEEP
+        self._tick = 0
+        self._events = KvEventLog(page_size) if enable_kv_events else None
+        if self._events is not None:
+            self.listeners.append(self._events)
+
+    @property
+    def total_pages(self) -> int:
+        """Pages that the tree owns."""
+        return self.evictable_pages + self.protected_pages
+
+    def match(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> Match:
+        """The longest prefix of `key` in the tree, at most `max_tokens`, in whole pages; the root if there is none.
+
+        A node that agrees only in part is split there. Refreshes the last access of the path, locks nothing.
+        """
+        end = len(key) if max_tokens is None else min(len(key), max_tokens * TOKEN_BYTES)
+        self._tick += 1
+        node = self._descend(self._root(namespace), key, end - end % self._page_bytes)
+        if node.entry is not None:
+            self._queue.push(node)
+        return Match(node, node.depth_tokens)
+
+    def peek(self, key: bytes, namespace: str = "") -> int:
+        """The tokens that `match` would find, without any change to the tree."""
+        node = self._roots.get(namespace)
+        size = self._page_bytes
+        start, end = 0, len(key) - len(key) % size
+        while node is not None and start < end:
+            node = node.children.get(key[start : start + size])
+            if node is None:
+                break
+            if not key.startswith(node.key, start, end):
+                start += self._common_bytes(node.key, key, start, end)
+                break
+            start += len(node.key)
+        return start // TOKEN_BYTES
+
+    def pages(self, node: Node) -> Int32Array:
+        """Page ids from the root to the end of `node`, int32[node.depth_tokens / page_size], a copy."""
+        runs = []
+        step: Node | None = node
+        while step is not None:
+            runs.append(step.pages)
+            step = step.parent
+        runs.reverse()
+        return np.concatenate(runs)
+
+    def insert(self, key: bytes, pages: Int32Array, namespace: str = "", priority: int = 0) -> Insert:
+        """Put `key` with its `pages` (int32[n], n * page_size tokens) into the tree.
+
+        Raises ValueError, before any change, if key and pages differ in length.
+        """
+        return self._insert(self._root(namespace), key, pages, priority)
+
+    def extend(self, node: Node, key_suffix: bytes, pages_suffix: Int32Array, priority: int = 0) -> Insert:
+        """`insert` for a key that goes on below `node`, which the caller has locked; counts tokens of the suffix only.
+
+        Costs time in the suffix alone, so a long prompt that arrives chunk after chunk is never compared twice.
+        Raises ValueError if `node` is not locked.
+        """
+        if not node.locked:
+            raise ValueError("extend needs a locked node; call lock(node) first")
+        return self._insert(node, key_suffix, pages_suffix, priority)
+
+    def lock(self, node: Node) -> None:
+        """Keep the pages from the root to `node` in the tree until as many calls of `unlock`.
+
+        A node tells its parent only when it becomes locked, so the cost is the length of the path that was not yet.
+        """
+        newly = not node.locked
+        node.locks += 1
+        while newly:
+            self.evictable_pages -= len(node.pages)
+            self.protected_pages += len(node.pages)
+            if node.entry is not None:
+                self._queue.discard(node)
+            if node.parent is None:
+                return
+            node = node.parent
+            newly = not node.locked
+            node.locked_children += 1
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`. Raises ValueError if `node` itself has no lock (a lock further down does not count)."""
+        if node.locks < 1:
+            raise ValueError("unlock of a node that is not locked")
+        node.locks -= 1
+        self._tick += 1
+        while not node.locked:
+            self.protected_pages -= len(node.pages)
+            self.evictable_pages += len(node.pages)
+            node.access = self._tick
+            if node.parent is None:
+                return
+            if not node.children:
+                self._queue.push(node)
+            node = node.parent
+            node.locked_children -= 1
+
+    def record_hit(self, node: Node) -> None:
+        """Count one use of everything from the root to `node`: a request that matched it was admitted."""
+        step: Node | None = node
+        while step is not None:
+            step.hits += 1
+            step = step.parent
+        if node.entry is not None:
+            self._queue.push(node)
+
+    def evict(self, num_pages: int) -> Int32Array:
+        """Take exactly min(num_pages, evictable_pages) pages out of the tree and return their ids.
+
+        Leaves go in the order of the eviction policy; of the last one only the tail that is needed.
+        """
+        missing = min(num_pages, self.evictable_pages)
+        taken = [NO_PAGES]
+        while missing > 0:
+            leaf = self._queue.first()
+            if len(leaf.pages) > missing:
+                self._split(leaf, len(leaf.key) - missing * self._page_bytes)
+            self._remove_leaf(leaf)
+            taken.append(leaf.pages)
+            missing -= len(leaf.pages)
+        return np.concatenate(taken)
+
+    def clear(self) -> Int32Array:
+        """Empty the tree and return its pages. Raises RuntimeError, before any change, if anything is locked."""
+        if any(root.locked for root in self._roots.values()):
+            raise RuntimeError("the prefix cache cannot be emptied while requests use it")
+        taken = self.evict(self.evictable_pages)
+        self._sweep_roots()
+        if self._events is not None:
+            self._events.cleared()
+        return taken
+
+    def drain_events(self) -> list[KvEvent]:
+        """What happened to blocks since the last call, oldest first; nothing unless KV events are enabled."""
+        return [] if self._events is None else self._events.drain()
+
+    def check(self) -> None:
+        """Raise AssertionError if the tree contradicts itself. Walks the whole tree; for tests."""
+        evictable = protected = leaves = 0
+        seen: list[Int32Array] = [NO_PAGES]
+        for node in self._nodes():
+            self._check_node(node)
+            seen.append(node.pages)
+            evictable += 0 if node.locked else len(node.pages)
+            protected += len(node.pages) if node.locked else 0
+            leaves += node.entry is not None
+        pages = np.concatenate(seen)
+        assert len(np.unique(pages)) == len(pages), "a page stands in the tree twice"
+        assert (evictable, protected) == (self.evictable_pages, self.protected_pages), "page counts are off"
+        assert leaves == len(self._queue), "the queue's count of leaves is off"
+
+    def _check_node(self, node: Node) -> None:
+        size = self._page_bytes
+        for first, child in node.children.items():
+            assert child.parent is node, "a child does not know its parent"
+            assert child.key[:size] == first, "a child stands under another page"
+            assert child.priority <= node.priority or node.parent is None, "a child outranks its parent"
+        locked = sum(child.locked for child in node.children.values())
+        assert node.locked_children == locked, "locked children are miscounted"
+        evictable = node.parent is not None and not node.children and not node.locked
+        assert (node.entry is not None) == evictable, "the eviction queue is wrong about a node"
+        if node.parent is not None:
+            assert len(node.key) == len(node.pages) * size > 0, "key and pages differ in length"
+            assert node.depth_tokens == node.parent.depth_tokens + len(node.pages) * self.page_size, "depth is off"
+
+    def _nodes(self) -> Iterator[Node]:
+        """Every node, parents first; with a stack of its own, since chains get deeper than Python's."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _root(self, namespace: str) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            if len(self._roots) >= self._sweep_at:
+                self._sweep_roots()
+            root = self._roots[namespace] = Node(None, namespace=namespace)
+        return root
+
+    def _sweep_roots(self) -> None:
+        """Drop roots that nobody needs; salts that are never seen again would fill the memory otherwise."""
+        self._roots = {name: r for name, r in self._roots.items() if r.children or r.locked or r.tag is not None}
+        self._sweep_at = max(_ROOTS_BEFORE_SWEEP, 2 * len(self._roots))
+
+    def _descend(self, node: Node, key: bytes, end: int) -> Node:
+        """Follow `key[:end]` below `node`, splitting where it leaves a run halfway, and stamp the way."""
+        size, tick, start = self._page_bytes, self._tick, 0
+        while start < end:
+            child = node.children.get(key[start : start + size])
+            if child is None:
+                break
+            if not key.startswith(child.key, start, end):
+                node = self._split(child, self._common_bytes(child.key, key, start, end))
+                node.access = tick
+                break
+            node = child
+            node.access = tick
+            start += len(child.key)
+        return node
+
+    def _common_bytes(self, run: bytes, key: bytes, start: int, end: int) -> int:
+        """Length of the common prefix of `run` and `key[start:end]`, in bytes of whole pages."""
+        count = min(len(run), end - start) // TOKEN_BYTES
+        ours = np.frombuffer(run, TOKEN_DTYPE, count)
+        differ = ours != np.frombuffer(key, TOKEN_DTYPE, count, start)
+        first = int(differ.argmax())
+        common = first if differ[first] else count
+        return (common - common % self.page_size) * TOKEN_BYTES
+
+    def _insert(self, node: Node, key: bytes, pages: Int32Array, priority: int) -> Insert:
+        if len(key) != len(pages) * self._page_bytes:
+            raise ValueError(
+                f"the key has {len(key) / TOKEN_BYTES:g} tokens and there are {len(pages)} pages of {self.page_size};"
+                " cut both to the same number of whole pages"
+            )
+        self._tick += 1
+        top = node
+        node = self._descend(node, key, len(key))
+        present = (node.depth_tokens - top.depth_tokens) * TOKEN_BYTES
+        if present < len(key):
+            node = self._add_leaf(node, key[present:], pages[present // self._page_bytes :].copy(), priority)
+        else:
+            self._raise_priority(node, priority)
+            if node.entry is not None:
+                self._queue.push(node)
+        return Insert(node, present // TOKEN_BYTES)
+
+    def _raise_priority(self, node: Node, priority: int) -> None:
+        """Parents rank at least as high as their children, so the first one that does ends the way up."""
+        while node.parent is not None and node.priority < priority:
+            node.priority = priority
+            node = node.parent
+
+    def _add_leaf(self, parent: Node, key: bytes, pages: Int32Array, priority: int) -> Node:
+        depth = parent.depth_tokens + len(pages) * self.page_size
+        node = Node(parent, key, pages, depth, self._tick, priority)
+        if parent.entry is not None:
+            self._queue.discard(parent)
+        parent.children[key[: self._page_bytes]] = node
+        self._raise_priority(parent, priority)
+        self.evictable_pages += len(pages)
+        self._queue.push(node)
+        for listener in self.listeners:
+            listener.inserted(parent, node)
+        return node
+
+    def _split(self, lower: Node, cut: int) -> Node:
+        """Cut a run after `cut` bytes. `lower` keeps its identity, and whoever locked it; the new upper half is
+        as old, as popular and as important as what it was cut from.
+        """
+        parent, size = lower.parent, self._page_bytes
+        assert parent is not None
+        depth = lower.depth_tokens - (len(lower.key) - cut) // TOKEN_BYTES
+        upper = Node(parent, lower.key[:cut], lower.pages[: cut // size].copy(), depth, lower.created, lower.priority)
+        upper.access, upper.hits, upper.locked_children = lower.access, lower.hits, int(lower.locked)
+        parent.children[lower.key[:size]] = upper
+        lower.key, lower.pages, lower.parent = lower.key[cut:], lower.pages[cut // size :].copy(), upper
+        upper.children[lower.key[:size]] = lower
+        for listener in self.listeners:
+            listener.split(upper, lower)
+        return upper
+
+    def _remove_leaf(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        self._queue.discard(leaf)
+        del parent.children[leaf.key[: self._page_bytes]]
+        self.evictable_pages -= len(leaf.pages)
+        if not parent.children and not parent.locked and parent.parent is not None:
+            self._queue.push(parent)
+        for listener in self.listeners:
+            listener.evicted(leaf)

@@ -1,0 +1,59 @@
+"""Where each running request keeps its tokens and its pages."""
+
+import numpy as np
+
+from tokenyard.base import Int32Array
+
+
+class OutOfRows(RuntimeError):
+    """Every row of the pool is taken."""
+
+
+class ReqToTokenPool:
+    """One row per running request.
+
+    page_table: int32[rows, ceil((context_length + 1) / page_size)], page ids in order of position.
+    token_ids:  int32[rows, context_length + 1], prompt and answer.
+    The extra position is for the token that is sampled last, whose KV is never computed. A row that is taken again
+    still holds what its last owner wrote.
+    """
+
+    def __init__(self, rows: int, context_length: int, page_size: int) -> None:
+        if rows < 1 or context_length < 1 or page_size < 1:
+            raise ValueError(
+                f"rows ({rows}), context_length ({context_length}) and page_size ({page_size}) must be at least 1"
+            )
+        self.rows = rows
+        self.context_length = context_length
+        self.page_size = page_size
+        # Zeros, not empty: the system then commits memory only for the parts that are written.
+        self.page_table: Int32Array = np.zeros((rows, -(-(context_length + 1) // page_size)), np.int32)
+        self.token_ids: Int32Array = np.zeros((rows, context_length + 1), np.int32)
+        self._free: list[int] = []
+        self._taken = bytearray(rows)
+        self.clear()
+
+    @property
+    def available_rows(self) -> int:
+        """Rows that nobody holds."""
+        return len(self._free)
+
+    def alloc_row(self) -> int:
+        """Take a row. Raises OutOfRows if none is free."""
+        if not self._free:
+            raise OutOfRows(f"all {self.rows} rows are taken; free one first")
+        row = self._free.pop()
+        self._taken[row] = True
+        return row
+
+    def free_row(self, row: int) -> None:
+        """Give a row back. Raises ValueError if nobody holds it."""
+        if not (0 <= row < self.rows and self._taken[row]):
+            raise ValueError(f"row {row} is not taken")
+        self._taken[row] = False
+        self._free.append(row)
+
+    def clear(self) -> None:
+        """Make every row free, whoever held it."""
+        self._free = list(range(self.rows - 1, -1, -1))
+        self._taken = bytearray(self.rows)
