@@ -1,0 +1,1 @@
+"""In front of several engines: who serves which request."""

@@ -1,0 +1,1 @@
+"""The simulator: the scheduler that serves, driven by a cost model's clock instead of a device."""

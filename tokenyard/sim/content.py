@@ -1,0 +1,94 @@
+"""Token ids of simulated prompts and answers, made when they are needed and the same every time.
+
+A stream is an endless sequence of token ids named by a number. A prompt is a chain of segments, each the beginning of
+one stream, so two prompts share a prefix exactly as far as their chains agree. The answer to request `i` is the stream
+`ANSWER_STREAM + i`, which a later turn of the same conversation can name.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.base import Int32Array, Int64Array
+
+VOCAB_SIZE = 2**31 - 1
+EOS_TOKEN = 0
+UNIQUE_STREAM = 1 << 40
+ANSWER_STREAM = 1 << 41
+
+_POSITION_BITS = np.uint64(20)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+def stream_tokens(stream: npt.ArrayLike, position: npt.ArrayLike) -> Int32Array:
+    """Token ids at `position` of `stream`, elementwise: a counter-based hash (the finaliser of SplitMix64).
+
+    Ids run from 1 to `VOCAB_SIZE - 1`; the end-of-sequence token is never one of them. Streams are below 2**43,
+    positions below 2**20.
+    """
+    x = (np.asarray(stream, np.uint64) << _POSITION_BITS) + np.asarray(position, np.uint64)
+    x = (x ^ (x >> _SHIFT_1)) * _MIX_1
+    x = (x ^ (x >> _SHIFT_2)) * _MIX_2
+    x ^= x >> _SHIFT_3
+    ids: Int32Array = (x % np.uint64(VOCAB_SIZE - 1)).astype(np.int32) + np.int32(1)
+    return ids
+
+
+class Content(Protocol):
+    """Where the token ids of prompts come from."""
+
+    def prompt_ids(self, index: int, tokens: int) -> Int32Array:
+        """The `tokens` ids of request `index`'s prompt, int32[tokens]."""
+
+
+class BlankContent:
+    """All prompts are zeros: for runs in which nobody looks at ids (no prefix cache). Costs no memory per request."""
+
+    def __init__(self) -> None:
+        self._zeros: Int32Array = np.zeros(1 << 16, np.int32)
+
+    def prompt_ids(self, index: int, tokens: int) -> Int32Array:
+        """See `Content.prompt_ids`."""
+        if tokens > len(self._zeros):
+            self._zeros = np.zeros(2 * tokens, np.int32)
+        return self._zeros[:tokens]
+
+
+class UniqueContent:
+    """No two prompts share a prefix."""
+
+    def prompt_ids(self, index: int, tokens: int) -> Int32Array:
+        """See `Content.prompt_ids`."""
+        return stream_tokens(UNIQUE_STREAM + index, np.arange(tokens, dtype=np.uint64))
+
+
+class SegmentContent:
+    """Prompts as chains of segments: request `i` owns the entries `offsets[i] : offsets[i + 1]` of both columns.
+
+    streams: int64[m]. lengths: int32[m], tokens of each segment; what the last one has too much is cut off.
+    """
+
+    def __init__(self, streams: Int64Array, lengths: Int32Array, offsets: Int64Array) -> None:
+        self._streams, self._lengths, self._offsets = streams, lengths, offsets
+
+    def prompt_ids(self, index: int, tokens: int) -> Int32Array:
+        """See `Content.prompt_ids`."""
+        here = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+        lengths = self._lengths[here]
+        streams = np.repeat(self._streams[here], lengths)[:tokens]
+        begins = np.repeat(np.cumsum(lengths) - lengths, lengths)[:tokens]
+        return stream_tokens(streams, np.arange(len(streams)) - begins)
+
+
+class TokenContent:
+    """Prompts whose ids are known: int32 arrays, one per request."""
+
+    def __init__(self, prompts: Sequence[Int32Array]) -> None:
+        self._prompts = prompts
+
+    def prompt_ids(self, index: int, tokens: int) -> Int32Array:
+        """See `Content.prompt_ids`."""
+        return self._prompts[index][:tokens]

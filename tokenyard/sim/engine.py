@@ -1,0 +1,284 @@
+"""Running a workload through one engine, or through several behind a router, in virtual time."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenyard.base import (
+    NS_PER_S,
+    BoolArray,
+    ConfigError,
+    CostModel,
+    ExecutorInfo,
+    Finish,
+    Int32Array,
+    Int64Array,
+    Request,
+    SchedulerSettings,
+    Slo,
+)
+from tokenyard.cost import LinearCost, Profile, unloaded_prefill_s
+from tokenyard.router.choice import Chooser, WorkerLoad, make_chooser
+from tokenyard.scheduler import Scheduler
+from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE, BlankContent, Content
+from tokenyard.sim.replica import NEVER_NS, Replica, SimExecutor, StepObserver
+from tokenyard.sim.workload import Float64Array, Workload, to_ns
+
+UNFINISHED, FINISHED, REJECTED = 0, 1, 2
+PROGRESS_REQUESTS = 256
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SloTargets:
+    """When a request counts as served well: TTFT at most max(`ttft_s`, `ttft_scale` x its unloaded prefill), and the
+    mean time per output token at most `tpot_s`.
+    """
+
+    ttft_s: float = 1.0
+    ttft_scale: float = 5.0
+    tpot_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a target that nobody can meet."""
+        if not (self.ttft_s >= 0.0 and self.ttft_scale >= 0.0 and self.tpot_s > 0.0):
+            raise ConfigError("SLO targets must not be negative, and the time per output token above 0")
+        if max(self.ttft_s, self.ttft_scale) == 0.0:
+            raise ConfigError("--slo-ttft-ms and --slo-ttft-scale are both 0; no request could meet that")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated: the engine's settings, the device's true costs, and around it the router and its replicas.
+
+    `belief` makes the cost model that the scheduler plans with (None: the truth itself). `host_s` is CPU time per
+    step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes the profile's pool.
+    """
+
+    profile: Profile
+    settings: SchedulerSettings
+    slo: SloTargets = SloTargets()
+    replicas: int = 1
+    router: str = "round_robin"
+    seed: int = 0
+    host_s: float = 0.0
+    kv_pool_tokens: int | None = None
+    belief: Callable[[], CostModel] | None = None
+
+
+@dataclass
+class Outcome:
+    """What became of each request, as columns by request number, and of the whole run.
+
+    status: int8[n], UNFINISHED, FINISHED or REJECTED. Times in ns from the start of the trace, 0 where a stage was never
+    reached. unloaded_s: float64[n], see `unloaded_prefill_s`. replica: int32[n], who served it.
+    """
+
+    workload: Workload
+    setup: Setup
+    status: Int32Array
+    admitted_ns: Int64Array
+    first_token_ns: Int64Array
+    finished_ns: Int64Array
+    completion_tokens: Int32Array
+    cached_tokens: Int32Array
+    retractions: Int32Array
+    replica: Int32Array
+    unloaded_s: Float64Array
+    counters: dict[str, int] = field(default_factory=dict)
+    sim_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    decision_hash: str = ""
+
+    @property
+    def arrival_ns(self) -> Int64Array:
+        """int64[n], when each request arrived."""
+        arrivals: Int64Array = np.round(self.workload.arrival_s * NS_PER_S).astype(np.int64)
+        return arrivals
+
+    @property
+    def served(self) -> BoolArray:
+        """bool[n], who ran to its end."""
+        served: BoolArray = self.status == FINISHED
+        return served
+
+    @property
+    def ttft_s(self) -> Float64Array:
+        """float64[n], arrival to first token; NaN where there was none."""
+        return self._seconds(self.first_token_ns - self.arrival_ns)
+
+    @property
+    def e2e_s(self) -> Float64Array:
+        """float64[n], arrival to end; NaN for requests that did not finish."""
+        return self._seconds(self.finished_ns - self.arrival_ns)
+
+    @property
+    def tpot_s(self) -> Float64Array:
+        """float64[n], mean time per output token after the first; 0 for answers of one token, NaN if unfinished."""
+        gaps = np.maximum(self.completion_tokens - 1, 1)
+        return self._seconds(self.finished_ns - self.first_token_ns) / gaps
+
+    @property
+    def ttft_slo_s(self) -> Float64Array:
+        """float64[n], the first-token target of each request."""
+        target: Float64Array = np.maximum(self.setup.slo.ttft_s, self.setup.slo.ttft_scale * self.unloaded_s)
+        return target
+
+    @property
+    def met(self) -> BoolArray:
+        """bool[n], whether each request met its SLO; rejected and unfinished requests did not."""
+        with np.errstate(invalid="ignore"):
+            met: BoolArray = self.served & (self.ttft_s <= self.ttft_slo_s) & (self.tpot_s <= self.setup.slo.tpot_s)
+        return met
+
+    def _seconds(self, spans: Int64Array) -> Float64Array:
+        seconds: Float64Array = np.where(self.served, spans / NS_PER_S, np.nan)
+        return seconds
+
+
+def simulate(
+    workload: Workload, setup: Setup, observer: StepObserver | None = None, progress: Progress | None = None
+) -> Outcome:
+    """Serve `workload` with `setup` and tell what became of it.
+
+    `observer` sees every step of the first replica, `progress` is called with (submitted, all) now and then. Raises
+    ConfigError for settings that cannot work.
+    """
+    begin = time.perf_counter()
+    run = _Run(workload, setup, observer)
+    for index in range(len(workload)):
+        run.submit(index)
+        if progress is not None and index % PROGRESS_REQUESTS == 0:
+            progress(index, len(workload))
+    outcome = run.finish()
+    outcome.wall_seconds = time.perf_counter() - begin
+    if progress is not None:
+        progress(len(workload), len(workload))
+    return outcome
+
+
+def executor_info(workload: Workload, setup: Setup) -> ExecutorInfo:
+    """The pretend device: a context that holds the workload's longest request, the profile's KV pool."""
+    page = setup.settings.page_size
+    pool_tokens = setup.kv_pool_tokens if setup.kv_pool_tokens is not None else setup.profile.kv_pool_tokens
+    if pool_tokens < page:
+        raise ConfigError(f"a KV pool of {pool_tokens} tokens does not hold one page of {page}")
+    return ExecutorInfo(
+        model=setup.profile.model,
+        device=setup.profile.device,
+        dtype="none",
+        vocab_size=VOCAB_SIZE,
+        context_length=setup.settings.context_length,
+        eos_token_ids=(EOS_TOKEN,),
+        page_size=page,
+        num_pages=pool_tokens // page,
+        max_pool_rows=setup.settings.max_running_requests,
+        kv_bytes_per_token=setup.profile.kv_bytes_per_token,
+    )
+
+
+class _Run:
+    """The state of one simulation."""
+
+    def __init__(self, workload: Workload, setup: Setup, observer: StepObserver | None) -> None:
+        if setup.replicas < 1:
+            raise ConfigError(f"--replicas is {setup.replicas}; it must be at least 1")
+        self._workload, self._setup = workload, setup
+        self._truth: LinearCost = setup.profile.cost()
+        self._content: Content = BlankContent() if setup.settings.disable_radix_cache else workload.content
+        self._slos: dict[int, tuple[float, Slo]] = {}
+        self._outcome = _blank_outcome(workload, setup)
+        self._replicas = [self._replica(observer if number == 0 else None) for number in range(setup.replicas)]
+        self._loads = [WorkerLoad() for _ in self._replicas]
+        self._chooser: Chooser = make_chooser(setup.router, setup.replicas, setup.seed)
+
+    def _replica(self, observer: StepObserver | None) -> Replica:
+        setup, info = self._setup, executor_info(self._workload, self._setup)
+        belief = setup.belief() if setup.belief is not None else self._truth
+        distinct = not setup.settings.disable_radix_cache
+        executor = SimExecutor(info, self._truth, self._workload.output_tokens, distinct)
+        scheduler = Scheduler(setup.settings, info, belief)
+        return Replica(scheduler, executor, self._note_finish, setup.host_s, observer)
+
+    def submit(self, index: int) -> None:
+        """Bring all replicas to the arrival of request `index` and give it to one of them."""
+        arrival_ns = to_ns(float(self._workload.arrival_s[index]))
+        for replica in self._replicas:
+            replica.advance(arrival_ns)
+        unloaded_s, slo = self._targets(int(self._workload.prompt_tokens[index]))
+        request = self._workload.request(index, slo, self._content)
+        chosen = self._choose(request) if len(self._replicas) > 1 else 0
+        self._outcome.replica[index] = chosen
+        self._outcome.unloaded_s[index] = unloaded_s
+        self._loads[chosen].add(unloaded_s)
+        self._replicas[chosen].submit(request, arrival_ns)
+
+    def _choose(self, request: Request) -> int:
+        key = request.prompt_ids.tobytes() if self._chooser.needs_prompt else b""
+        return self._chooser.choose(self._loads, key)
+
+    def _targets(self, prompt_tokens: int) -> tuple[float, Slo]:
+        known = self._slos.get(prompt_tokens)
+        if known is None:
+            slo, unloaded_s = self._setup.slo, unloaded_prefill_s(self._truth, prompt_tokens)
+            ttft_ns = to_ns(max(slo.ttft_s, slo.ttft_scale * unloaded_s))
+            known = self._slos[prompt_tokens] = unloaded_s, Slo(ttft_ns=ttft_ns, tpot_ns=to_ns(slo.tpot_s))
+        return known
+
+    def _note_finish(self, finish: Finish) -> None:
+        outcome, number = self._outcome, finish.number
+        outcome.status[number] = REJECTED if finish.reason == "abort" else FINISHED
+        outcome.admitted_ns[number] = finish.admitted_ns
+        outcome.first_token_ns[number] = finish.first_token_ns
+        outcome.finished_ns[number] = finish.finished_ns
+        outcome.completion_tokens[number] = finish.completion_tokens
+        outcome.cached_tokens[number] = finish.cached_tokens
+        outcome.retractions[number] = finish.retractions
+        self._loads[int(outcome.replica[number])].remove(float(outcome.unloaded_s[number]))
+
+    def finish(self) -> Outcome:
+        """Let everything run to its end and sum up."""
+        outcome = self._outcome
+        for replica in self._replicas:
+            replica.advance(NEVER_NS)
+        outcome.sim_seconds = max(replica.now for replica in self._replicas) / NS_PER_S
+        outcome.busy_seconds = sum(replica.busy_ns for replica in self._replicas) / NS_PER_S
+        outcome.decision_hash = b"".join(replica.decision_hash() for replica in self._replicas).hex()[:64]
+        outcome.counters = _sum_counters(self._replicas)
+        return outcome
+
+
+def _sum_counters(replicas: list[Replica]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for replica in replicas:
+        counters = replica.scheduler.counters
+        for name in counters.__slots__:
+            totals[name] = totals.get(name, 0) + getattr(counters, name)
+    return totals
+
+
+def _blank_outcome(workload: Workload, setup: Setup) -> Outcome:
+    count = len(workload)
+    return Outcome(
+        workload=workload,
+        setup=setup,
+        status=np.full(count, UNFINISHED, np.int32),
+        admitted_ns=np.zeros(count, np.int64),
+        first_token_ns=np.zeros(count, np.int64),
+        finished_ns=np.zeros(count, np.int64),
+        completion_tokens=np.zeros(count, np.int32),
+        cached_tokens=np.zeros(count, np.int32),
+        retractions=np.zeros(count, np.int32),
+        replica=np.zeros(count, np.int32),
+        unloaded_s=np.zeros(count, np.float64),
+    )
+
+
+def evenly(items: int, most: int) -> Iterator[int]:
+    """At most `most` indices below `items`, evenly apart, for charts."""
+    step = max(1, -(-items // most))
+    return iter(range(0, items, step))

@@ -1,0 +1,95 @@
+"""Reading trace files: plain, gzip or zstd, with one clear line when something is wrong with them."""
+
+import gzip
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenyard.base import ConfigError
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole file, unpacked by its ending `.gz` or `.zst`. Raises ConfigError if it cannot be read or is cut off."""
+    try:
+        raw = path.read_bytes()
+        if path.suffix == ".gz":
+            return gzip.decompress(raw)
+        if path.suffix == ".zst":
+            return _unpack_zstd(raw, path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except (EOFError, zlib.error):
+        raise ConfigError(f"{path} is cut off or no gzip file") from None
+    return raw
+
+
+def _unpack_zstd(raw: bytes, path: Path) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"{path}: reading .zst needs the package zstandard; install it or unpack the file") from None
+    try:
+        return zstandard.ZstdDecompressor().decompressobj().decompress(raw)
+    except zstandard.ZstdError:
+        raise ConfigError(f"{path} is cut off or no zstd file") from None
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """The lines that are not blank, each with `file, line N` for complaints."""
+    try:
+        text = read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no text file in UTF-8; is it another format?") from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield f"{path.name}, line {number}", line
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One JSON object a line. Raises ConfigError naming the line that is cut off or no object."""
+    for where, line in read_lines(path):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            raise ConfigError(f"{where}: cut off or not JSON: {line[:60]!r}") from None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: a JSON object is needed, not {line[:60]!r}")
+        yield where, value
+
+
+def read_members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
+    """Files ending with `suffix` in a folder or a tar archive (plain, .gz or .zst), by name."""
+    if path.is_dir():
+        for entry in sorted(path.rglob(f"*{suffix}")):
+            yield entry.name, read_bytes(entry)
+        return
+    try:
+        with tarfile.open(fileobj=io.BytesIO(read_bytes(path))) as archive:
+            members = [member for member in archive.getmembers() if member.isfile() and member.name.endswith(suffix)]
+            for member in sorted(members, key=lambda member: member.name):
+                file = archive.extractfile(member)
+                assert file is not None  # only regular files were kept
+                yield Path(member.name).name, file.read()
+    except (tarfile.TarError, EOFError):
+        raise ConfigError(f"{path} is cut off or no tar archive") from None
+
+
+def number(record: dict[str, Any], key: str, where: str) -> float:
+    """`record[key]` as a number. Raises ConfigError if it is missing or something else."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        what = "is missing" if key not in record else f"is {str(value)[:40]!r}, not a number"
+        raise ConfigError(f"{where}: {key} {what}; is this the right --trace-format?")
+    return value
+
+
+def whole(record: dict[str, Any], key: str, where: str) -> int:
+    """`record[key]` as a whole number. Raises ConfigError if it is missing or something else."""
+    value = number(record, key, where)
+    if value != int(value):
+        raise ConfigError(f"{where}: {key} is {value}, not a whole number")
+    return int(value)

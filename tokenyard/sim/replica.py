@@ -1,0 +1,169 @@
+"""One engine in virtual time: the real scheduler, and an executor that only knows how long things take."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from tokenyard.base import (
+    NS_PER_S,
+    CostModel,
+    ExecutorInfo,
+    Finish,
+    Int32Array,
+    Request,
+    StepPlan,
+    StepResult,
+    StepWork,
+    Submit,
+    step_work,
+)
+from tokenyard.scheduler import Scheduler
+from tokenyard.sim.content import ANSWER_STREAM, EOS_TOKEN, stream_tokens
+from tokenyard.sim.workload import to_ns
+
+NEVER_NS = 2**63 - 1
+FILLER_TOKEN = 1
+STEPS_PER_DRAIN = 8
+
+StepObserver = Callable[[int, int, StepPlan, StepWork, Scheduler], None]
+"""Told of each step when it is committed: (launch ns, end ns, plan, work, scheduler)."""
+
+
+class SimExecutor:
+    """Answers plans: a row whose true output length is reached says end-of-sequence, any other goes on.
+
+    It knows a request by its sampling seed, which the workload sets to the request's number. With `distinct_tokens`
+    answers hold the ids of their own stream, so that a later turn can hit them in the prefix cache.
+    """
+
+    def __init__(self, info: ExecutorInfo, truth: CostModel, output_tokens: Int32Array, distinct_tokens: bool) -> None:
+        self._truth = truth
+        self._output_tokens = output_tokens
+        self._distinct = distinct_tokens
+        self._last_position = np.full(info.max_pool_rows, -1, np.int64)
+        self._prompt_tokens = np.zeros(info.max_pool_rows, np.int64)
+        self._number = np.zeros(info.max_pool_rows, np.int64)
+
+    def run(self, plan: StepPlan) -> tuple[StepWork, StepResult]:
+        """The work of a plan and what comes out of it."""
+        for start in plan.row_starts:
+            number = start.sampling.seed
+            self._number[start.pool_row] = number
+            self._prompt_tokens[start.pool_row] = start.prompt_tokens
+            self._last_position[start.pool_row] = start.prompt_tokens + int(self._output_tokens[number]) - 2
+        work = step_work(plan)
+        positions = plan.starts + plan.counts - 1
+        ended = positions == self._last_position[plan.pool_rows]
+        tokens = self._tokens(plan, positions)
+        tokens[ended] = EOS_TOKEN
+        if plan.decode_rows < len(tokens):
+            tokens[~plan.sampled] = -1
+        return work, StepResult(plan.step, tokens, self._truth.step(work))
+
+    def _tokens(self, plan: StepPlan, positions: Int32Array) -> Int32Array:
+        if not self._distinct:
+            return np.full(len(positions), FILLER_TOKEN, np.int32)
+        rows = plan.pool_rows
+        # A chunk in the middle of a prompt samples nothing; its negative output index is masked by the caller.
+        index = np.maximum(positions + 1 - self._prompt_tokens[rows], 0)
+        return stream_tokens(ANSWER_STREAM + self._number[rows], index)
+
+
+@dataclass(slots=True)
+class _Flight:
+    plan: StepPlan
+    work: StepWork
+    result: StepResult
+    begin_ns: int
+    end_ns: int
+
+
+class Replica:
+    """A scheduler with its pretend device.
+
+    Turns go as in the engine's loops: plan, launch, then commit the oldest step once as many are in flight as the
+    scheduler's `max_in_flight` allows (2 is overlap: a plan is made one step before the last one is known).
+    `host_s` is the CPU time of a turn: with overlap it hides behind the device's work, without it adds up.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: SimExecutor,
+        finished: Callable[[Finish], None],
+        host_s: float = 0.0,
+        observer: StepObserver | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.now = 0
+        self.busy_ns = 0
+        self.steps = 0
+        self._executor = executor
+        self._finished = finished
+        self._host_ns = to_ns(host_s)
+        self._observer = observer
+        self._depth = scheduler.settings.max_in_flight
+        self._flights: deque[_Flight] = deque()
+        self._must_commit = False
+        self._device_free_ns = 0
+        self._hash = blake2b(digest_size=16)
+
+    def submit(self, request: Request, now: int) -> None:
+        """A request arrives at `now`, which must not be before what was advanced to."""
+        if not self._flights:
+            self.now = max(self.now, now)
+        self.scheduler.apply(Submit(request), now)
+
+    def advance(self, until: int) -> None:
+        """Do everything that is due before `until` (ns)."""
+        while self.now < until:
+            if self._must_commit:
+                if self._flights[0].end_ns >= until:
+                    return
+                self._commit()
+            elif not self._plan():
+                wakeup = self.scheduler.wakeup_ns()
+                if wakeup is None or wakeup >= until or wakeup <= self.now:
+                    break
+                self.now = wakeup
+        self._drain()
+
+    def decision_hash(self) -> bytes:
+        """Digest of all plans so far with their times: equal runs have equal hashes."""
+        return self._hash.digest()
+
+    def _plan(self) -> bool:
+        """One turn of planning; False if there is nothing to do before the next event."""
+        plan = self.scheduler.plan(self.now)
+        if plan is not None:
+            self._launch(plan)
+        self._must_commit = bool(self._flights) and (plan is None or len(self._flights) == self._depth)
+        return bool(self._flights)
+
+    def _launch(self, plan: StepPlan) -> None:
+        work, result = self._executor.run(plan)
+        begin = max(self.now + self._host_ns, self._device_free_ns)
+        duration = round(result.seconds * NS_PER_S)
+        self._device_free_ns = begin + duration
+        self.busy_ns += duration
+        self.steps += 1
+        self._flights.append(_Flight(plan, work, result, begin, begin + duration))
+        for part in (np.int64(self.now), plan.pool_rows, plan.starts, plan.counts):
+            self._hash.update(part.data)
+
+    def _commit(self) -> None:
+        flight = self._flights.popleft()
+        self.now = max(self.now, flight.end_ns)
+        self.scheduler.commit(flight.result, self.now)
+        self._must_commit = False
+        if self.steps % STEPS_PER_DRAIN == 0:
+            self._drain()
+        if self._observer is not None:
+            self._observer(flight.begin_ns, flight.end_ns, flight.plan, flight.work, self.scheduler)
+
+    def _drain(self) -> None:
+        for finish in self.scheduler.drain().finished:
+            self._finished(finish)

@@ -1,0 +1,215 @@
+"""A workload: requests as columns, each with the output length that only the executor's side knows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.base import NS_PER_S, ConfigError, Int32Array, Int64Array, Request, SamplingParams, Slo
+from tokenyard.sim.content import Content, SegmentContent, TokenContent, UniqueContent
+
+Float64Array = npt.NDArray[np.float64]
+
+NO_PRIORITY = -(2**31)
+MAX_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in order of arrival, as columns of equal length.
+
+    arrival_s: float64[n], from 0, ascending. prompt_tokens, output_tokens: int32[n], at least 1. tenants, classes:
+    names; tenant and service_class (int32[n]) index them. priority: int32[n] or NO_PRIORITY. deadline_s: float64[n]
+    after arrival, NaN for none.
+    """
+
+    name: str
+    arrival_s: Float64Array
+    prompt_tokens: Int32Array
+    output_tokens: Int32Array
+    content: Content
+    tenants: tuple[str, ...] = ("",)
+    tenant: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    classes: tuple[str, ...] = ("",)
+    service_class: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    priority: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    deadline_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def max_output_tokens(self) -> int:
+        """The largest answer: what a request asks for as max_new_tokens."""
+        return int(self.output_tokens.max())
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The largest prompt."""
+        return int(self.prompt_tokens.max())
+
+    def scaled(self, rate_scale: float) -> "Workload":
+        """The same requests arriving `rate_scale` times as fast. Raises ConfigError unless it is above 0."""
+        if not rate_scale > 0.0:
+            raise ConfigError(f"--rate-scale is {rate_scale}; it must be above 0")
+        return replace(self, arrival_s=self.arrival_s / rate_scale)
+
+    def limited(self, requests: int | None) -> "Workload":
+        """The first `requests` ones (None: all). Raises ConfigError if that is not at least 1."""
+        if requests is None or requests >= len(self):
+            return self
+        if requests < 1:
+            raise ConfigError(f"--limit is {requests}; it must be at least 1")
+        columns = ("arrival_s", "prompt_tokens", "output_tokens", "tenant", "service_class", "priority", "deadline_s")
+        return replace(self, **{name: getattr(self, name)[:requests] for name in columns})
+
+    def request(self, index: int, slo: Slo | None = None, content: Content | None = None) -> Request:
+        """Request `index` as the engine sees it: max_new_tokens is the largest answer of the workload.
+
+        The seed is the request's number; the simulated executor finds the true output length by it.
+        """
+        priority, deadline_s = int(self.priority[index]), float(self.deadline_s[index])
+        tokens = int(self.prompt_tokens[index])
+        return Request(
+            number=index,
+            rid=str(index),
+            prompt_ids=(content or self.content).prompt_ids(index, tokens),
+            sampling=SamplingParams(max_new_tokens=self.max_output_tokens, temperature=0.0, seed=index),
+            arrival_ns=to_ns(float(self.arrival_s[index])),
+            priority=None if priority == NO_PRIORITY else priority,
+            service_class=self.classes[self.service_class[index]] or None,
+            tenant=self.tenants[self.tenant[index]],
+            deadline_ns=None if np.isnan(deadline_s) else to_ns(deadline_s),
+            slo=slo,
+        )
+
+
+def to_ns(seconds: float) -> int:
+    """Whole nanoseconds."""
+    return round(seconds * NS_PER_S)
+
+
+class WorkloadBuilder:
+    """Collects requests line by line and checks each; `where` in complaints is the file and line.
+
+    `spread_s` is the tick of the trace's clock: arrivals are moved by a seeded uniform draw from [0, spread_s) and
+    sorted, else everybody seems to arrive in bursts on the tick. With `sort` any order of arrivals is taken; otherwise
+    a clock that goes backwards is refused.
+    """
+
+    def __init__(self, name: str, seed: int = 0, spread_s: float = 0.0, sort: bool = False) -> None:
+        self._name, self._seed, self._spread_s, self._sort = name, seed, spread_s, sort
+        self._arrivals: list[float] = []
+        self._prompts: list[int] = []
+        self._outputs: list[int] = []
+        self._tenants: dict[str, int] = {"": 0}
+        self._tenant: list[int] = []
+        self._classes: dict[str, int] = {"": 0}
+        self._class: list[int] = []
+        self._priority: list[int] = []
+        self._deadline: list[float] = []
+        self._ids: list[Int32Array] = []
+        self._streams: list[Int64Array] = []
+        self._lengths: list[Int32Array] = []
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    def add(
+        self,
+        where: str,
+        arrival_s: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        ids: Int32Array | None = None,
+        segments: Sequence[tuple[int, int]] | None = None,
+        tenant: str = "",
+        service_class: str = "",
+        priority: int | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Take in one request. `segments` are (stream, tokens) pairs (see `SegmentContent`).
+
+        Raises ConfigError, in one line, for a bad number or a clock going backwards.
+        """
+        self._check(where, arrival_s, prompt_tokens, output_tokens)
+        self._arrivals.append(arrival_s)
+        self._prompts.append(prompt_tokens)
+        self._outputs.append(max(output_tokens, 1))
+        self._tenant.append(self._tenants.setdefault(tenant, len(self._tenants)))
+        self._class.append(self._classes.setdefault(service_class, len(self._classes)))
+        self._priority.append(NO_PRIORITY if priority is None else priority)
+        self._deadline.append(float("nan") if deadline_s is None else deadline_s)
+        if ids is not None:
+            self._ids.append(ids)
+        if segments is not None:
+            self._streams.append(np.array([stream for stream, _ in segments], np.int64))
+            self._lengths.append(np.array([tokens for _, tokens in segments], np.int32))
+
+    def _check(self, where: str, arrival_s: float, prompt_tokens: int, output_tokens: int) -> None:
+        if not 0 < prompt_tokens < MAX_TOKENS:
+            raise ConfigError(f"{where}: a prompt of {prompt_tokens} tokens; it must be from 1 to {MAX_TOKENS - 1}")
+        if not 0 <= output_tokens < MAX_TOKENS:
+            raise ConfigError(f"{where}: an answer of {output_tokens} tokens; it must be from 0 to {MAX_TOKENS - 1}")
+        if not np.isfinite(arrival_s):
+            raise ConfigError(f"{where}: the arrival time {arrival_s} is no finite number")
+        if not self._sort and self._arrivals and arrival_s < self._arrivals[-1]:
+            before = self._arrivals[-1]
+            raise ConfigError(
+                f"{where}: the clock goes backwards, from {before:g} s to {arrival_s:g} s; sort the trace"
+            )
+
+    def build(self) -> Workload:
+        """The workload, arrivals counted from the first. Raises ConfigError if there is no request."""
+        if not self._arrivals:
+            raise ConfigError(f"{self._name}: the trace holds no request")
+        if len({len(self), len(self._ids) or len(self), len(self._streams) or len(self)}) > 1:
+            raise ConfigError(
+                f"{self._name}: some requests say what their prompt holds and others do not; use one form"
+            )
+        arrivals = np.array(self._arrivals)
+        if self._spread_s > 0.0:
+            arrivals += np.random.default_rng(self._seed).uniform(0.0, self._spread_s, len(arrivals))
+        order = np.argsort(arrivals, kind="stable")
+        return Workload(
+            name=self._name,
+            arrival_s=arrivals[order] - (0.0 if self._spread_s else arrivals[order[0]]),
+            prompt_tokens=np.array(self._prompts, np.int32)[order],
+            output_tokens=np.array(self._outputs, np.int32)[order],
+            content=self._content(order),
+            tenants=tuple(self._tenants),
+            tenant=np.array(self._tenant, np.int32)[order],
+            classes=tuple(self._classes),
+            service_class=np.array(self._class, np.int32)[order],
+            priority=np.array(self._priority, np.int32)[order],
+            deadline_s=np.array(self._deadline)[order],
+        )
+
+    def _content(self, order: Int64Array) -> Content:
+        if self._ids:
+            return TokenContent([self._ids[i] for i in order])
+        if not self._streams:
+            return UniqueContent()
+        lengths = [self._lengths[i] for i in order]
+        offsets = np.concatenate(([0], np.cumsum([len(part) for part in lengths]))).astype(np.int64)
+        return SegmentContent(np.concatenate([self._streams[i] for i in order]), np.concatenate(lengths), offsets)
+
+
+def uniform_columns(
+    name: str, arrival_s: Float64Array, prompt_tokens: Int32Array, output_tokens: Int32Array, content: Content
+) -> Workload:
+    """A workload of one tenant and one class, without priorities and deadlines. `arrival_s` must ascend."""
+    count = len(arrival_s)
+    return Workload(
+        name=name,
+        arrival_s=arrival_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=np.maximum(output_tokens, 1).astype(np.int32),
+        content=content,
+        tenant=np.zeros(count, np.int32),
+        service_class=np.zeros(count, np.int32),
+        priority=np.full(count, NO_PRIORITY, np.int32),
+        deadline_s=np.full(count, np.nan),
+    )
