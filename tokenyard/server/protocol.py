@@ -1,4 +1,4 @@
-"""The bodies that clients send, as msgspec structs, and how bytes become one.
+"""The bodies that clients send, as dataclasses that msgspec fills, and how bytes become one.
 
 Every field may be null, which means "not given". Unknown fields are ignored (and logged once), or refused in strict
 mode. Errors are always InvalidRequestError with the field at fault.
@@ -6,6 +6,7 @@ mode. Errors are always InvalidRequestError with the field at fault.
 
 import logging
 import re
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,24 +17,27 @@ from tokenyard.base import InvalidRequestError
 log = logging.getLogger(__name__)
 
 Priority = int | str | None
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
-class StreamOptions(msgspec.Struct):
+@dataclass(kw_only=True)
+class StreamOptions:
     """What a stream tells beside text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class SloFields(msgspec.Struct):
+@dataclass(kw_only=True)
+class SloFields:
     """Latency targets in milliseconds."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+@dataclass(kw_only=True)
+class SamplingFields:
     """How tokens are chosen; the names that the OpenAI API, SGLang and vLLM share."""
 
     temperature: float | None = None
@@ -60,7 +64,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     custom_params: dict[str, Any] | None = None
 
 
-class UrgencyFields(msgspec.Struct, kw_only=True):
+@dataclass(kw_only=True)
+class UrgencyFields:
     """Who asks, how urgent it is, and what may be shared with whom."""
 
     rid: str | list[str] | None = None
@@ -74,7 +79,8 @@ class UrgencyFields(msgspec.Struct, kw_only=True):
     lora_path: Any = None
 
 
-class OpenAIFields(SamplingFields, UrgencyFields, kw_only=True):
+@dataclass(kw_only=True)
+class OpenAIFields(SamplingFields, UrgencyFields):
     """What chat and text completions have in common."""
 
     model: str | None = None
@@ -84,6 +90,7 @@ class OpenAIFields(SamplingFields, UrgencyFields, kw_only=True):
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    return_x_sched: bool | None = None
     request_id: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -91,7 +98,8 @@ class OpenAIFields(SamplingFields, UrgencyFields, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-class ChatRequest(OpenAIFields, kw_only=True):
+@dataclass(kw_only=True)
+class ChatRequest(OpenAIFields):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
@@ -108,7 +116,8 @@ class ChatRequest(OpenAIFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(OpenAIFields, kw_only=True):
+@dataclass(kw_only=True)
+class CompletionRequest(OpenAIFields):
     """`POST /v1/completions`."""
 
     prompt: str | list[Any]
@@ -119,14 +128,16 @@ class CompletionRequest(OpenAIFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class NativeSampling(SamplingFields, kw_only=True):
+@dataclass(kw_only=True)
+class NativeSampling(SamplingFields):
     """`sampling_params` of `POST /generate`."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
 
 
-class NativeRequest(UrgencyFields, kw_only=True):
+@dataclass(kw_only=True)
+class NativeRequest(UrgencyFields):
     """`POST /generate`, one prompt or a batch."""
 
     text: str | list[str] | None = None
@@ -139,7 +150,8 @@ class NativeRequest(UrgencyFields, kw_only=True):
     return_text_in_logprobs: bool | None = None
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+@dataclass(kw_only=True)
+class TokenizeRequest:
     """`POST /tokenize`: a prompt, or messages."""
 
     model: str | None = None
@@ -151,7 +163,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+@dataclass(kw_only=True)
+class DetokenizeRequest:
     """`POST /detokenize`."""
 
     tokens: list[int]
@@ -159,14 +172,16 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-class AbortRequest(msgspec.Struct, kw_only=True):
+@dataclass(kw_only=True)
+class AbortRequest:
     """`POST /abort_request`."""
 
     rid: str | None = None
     abort_all: bool | None = None
 
 
-class PauseRequest(msgspec.Struct, kw_only=True):
+@dataclass(kw_only=True)
+class PauseRequest:
     """`POST /pause_generation`."""
 
     mode: str | None = None
@@ -190,12 +205,13 @@ def parse(body: bytes, kind: type[T], *, strict: bool = False) -> T:
 _seen_unknown: set[str] = set()
 
 
-def _look_for_unknown(content: dict[str, Any], kind: type[msgspec.Struct], strict: bool) -> None:
+def _look_for_unknown(content: dict[str, Any], kind: type[Any], strict: bool) -> None:
     """Refuse fields that `kind` does not have, or log each name the first time it is seen."""
-    unknown = content.keys() - set(kind.__struct_fields__)
+    known = [field.name for field in fields(kind)]
+    unknown = content.keys() - set(known)
     if unknown and strict:
         name = min(unknown)
-        raise InvalidRequestError(f"unknown field {name!r}; known are {', '.join(kind.__struct_fields__)}", param=name)
+        raise InvalidRequestError(f"unknown field {name!r}; known are {', '.join(known)}", param=name)
     new = sorted(unknown - _seen_unknown)
     if new and len(_seen_unknown) < 1000:
         _seen_unknown.update(new)

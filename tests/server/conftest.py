@@ -1,0 +1,58 @@
+"""A real HTTP server over the fake engine, one per test."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx2
+import pytest
+import uvicorn
+
+from tests.server.fake import FakeManager
+from tokenyard.server.app import create_app
+from tokenyard.server.state import ServerOptions, ServerState
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, options: ServerOptions, manager: FakeManager | None) -> None:
+        self.manager = manager
+        self.state = ServerState(options, manager)
+        self._server = uvicorn.Server(
+            uvicorn.Config(create_app(self.state), port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        )
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive(), "the server did not start"
+            time.sleep(0.005)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx2.Client(base_url=self.url, timeout=20)
+
+    def close(self) -> None:
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(10)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Running]]:
+    """Start servers with options; they stop with the test."""
+    running: list[Running] = []
+
+    def begin(manager: FakeManager | None = None, *, loading: bool = False, **options: object) -> Running:
+        manager = None if loading else manager or FakeManager()
+        running.append(Running(ServerOptions(model_name="fake", **options), manager))  # type: ignore[arg-type]
+        return running[-1]
+
+    yield begin
+    for server in running:
+        server.close()
+
+
+@pytest.fixture
+def server(start: Callable[..., Running]) -> Running:
+    """A server with default options."""
+    return start()

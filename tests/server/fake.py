@@ -1,0 +1,136 @@
+"""A front of an engine without an engine: echoes prompt tokens, for tests of the HTTP layer alone."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import WordPiece
+
+from tokenyard.base import ContextLengthError, Finish, FinishReason, InvalidRequestError, TokenLogprobs
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
+
+WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()
+
+
+def word_tokenizer() -> Tokenizer:
+    """One token a word, split at spaces; id 0 is for unknown words."""
+    vocabulary = {"[UNK]": 0} | {word: place + 1 for place, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = WordPiece(prefix="##", cleanup=False)
+    return tokenizer
+
+
+class FakeManager:
+    """Answers with the words of WORDS in turn, one a delta; remembers what it was asked and what was closed."""
+
+    context_length = 64
+
+    def __init__(self) -> None:
+        self.tokenizer: Any = word_tokenizer()
+        self.specs: list[GenerateSpec] = []
+        self.closed: list[str] = []
+        self.calls: list[Any] = []
+        self.delay_s = 0.0
+        self.age_s = 0.1
+        self.flushable = True
+        self.reject: Finish | None = None
+        self.fail_after: int | None = None
+        self.failure: Exception = RuntimeError("a fault")
+
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        self.calls.append(("render", messages, options))
+        return " ".join(message["content"] for message in messages)
+
+    async def generate(self, spec: GenerateSpec) -> AsyncIterator[OutputDelta]:
+        self.specs.append(spec)
+        prompt = list(spec.input_ids) if spec.input_ids is not None else self.tokenizer.encode(spec.text).ids
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        count = spec.sampling.max_new_tokens
+        if len(prompt) + count > self.context_length:
+            if not spec.clamp_max_new_tokens:
+                raise ContextLengthError(f"{len(prompt)} + {count} tokens do not fit", param="max_tokens")
+            count = self.context_length - len(prompt)
+        if self.reject is not None:
+            yield OutputDelta(0, "", np.empty(0, np.int32), len(prompt), 0, 0, self.reject)
+            return
+        ended = 0
+        try:
+            for place in range(count):
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                if place == self.fail_after:
+                    raise self.failure
+                for index in range(spec.sampling.n):
+                    yield self._delta(spec, prompt, index, place, count)
+                    ended += place + 1 == count
+        finally:
+            if ended < spec.sampling.n:
+                self.closed.append(spec.rid)
+
+    def _delta(self, spec: GenerateSpec, prompt: list[int], index: int, place: int, count: int) -> OutputDelta:
+        token = place % len(WORDS) + 1
+        text = ("" if place == 0 else " ") + WORDS[token - 1]
+        last = place + 1 == count
+        return OutputDelta(
+            index=index,
+            text=text,
+            token_ids=np.array([token], np.int32),
+            prompt_tokens=len(prompt),
+            completion_tokens=place + 1,
+            cached_tokens=2,
+            finish=finish("length", prompt=len(prompt), output=count) if last else None,
+            logprobs=self._logprobs(spec, prompt, place, token),
+        )
+
+    def _logprobs(self, spec: GenerateSpec, prompt: list[int], place: int, token: int) -> list[TokenLogprobs]:
+        if spec.logprobs is None:
+            return []
+        entries = []
+        if place == 0 and spec.logprobs.prompt_from >= 0:
+            entries = [(position, prompt[position]) for position in range(1, len(prompt))]
+        entries.append((len(prompt) + place, token))
+        top = spec.logprobs.top
+        return [
+            TokenLogprobs(0, position, token, -0.5, [token, token + 1][:top], [-0.5, -1.5][:top])
+            for position, token in entries
+        ]
+
+    async def abort(self, rid: str | None = None) -> None:
+        self.calls.append(("abort", rid))
+
+    async def pause(self, mode: str) -> None:
+        self.calls.append(("pause", mode))
+
+    async def continue_(self) -> None:
+        self.calls.append(("continue",))
+
+    async def flush_cache(self) -> bool:
+        return self.flushable
+
+    async def snapshot(self) -> dict[str, Any]:
+        return {"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100}
+
+    def health(self) -> float:
+        return self.age_s
+
+
+def finish(reason: FinishReason, *, prompt: int = 0, output: int = 0, **more: Any) -> Finish:
+    """A finish with plausible times."""
+    now = time.monotonic_ns()
+    return Finish(
+        number=1,
+        reason=reason,
+        prompt_tokens=prompt,
+        completion_tokens=output,
+        cached_tokens=2,
+        arrival_ns=now - 3_000_000,
+        admitted_ns=now - 2_000_000,
+        first_token_ns=now - 1_000_000,
+        finished_ns=now,
+        **more,
+    )

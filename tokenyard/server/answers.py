@@ -1,0 +1,184 @@
+"""Running the generations of one HTTP request, and collecting what they give."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenyard.base import Finish, InvalidRequestError, OverloadedError, TokenLogprobs, TokenyardError
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.server.errors import HttpError
+from tokenyard.server.state import Manager, ServerState
+from tokenyard.server.stream import Reply
+
+log = logging.getLogger("tokenyard.requests")
+
+CLIENT_ABORT_STATUS = 499
+NS_PER_MS = 1_000_000
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request on its way: body, headers, engine and the reply to write."""
+
+    state: ServerState
+    manager: Manager
+    body: bytes
+    headers: Mapping[str, str]
+    reply: Reply
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has come of one answer so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish: Finish | None = None
+
+    def add(self, delta: OutputDelta, *, keep: bool) -> None:
+        """Take in a delta; `keep` says whether text and tokens are collected or only counted."""
+        self.prompt_tokens = delta.prompt_tokens
+        self.completion_tokens = delta.completion_tokens
+        self.cached_tokens = delta.cached_tokens
+        self.finish = delta.finish
+        if keep:
+            self.text += delta.text
+            self.token_ids += delta.token_ids.tolist()
+            self.logprobs += delta.logprobs
+
+
+def usage_of(answers: Sequence[Answer], n: int) -> dict[str, Any]:
+    """The usage object; the n answers to one prompt share its tokens."""
+    prompts = answers[::n]
+    prompt_tokens = sum(answer.prompt_tokens for answer in prompts)
+    completion_tokens = sum(answer.completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in prompts)},
+    }
+
+
+def stage_times(finish: Finish) -> dict[str, Any]:
+    """The `x_sched` block: how long each stage took and what got in the way."""
+
+    def between_ms(start_ns: int, end_ns: int) -> float | None:
+        return (end_ns - start_ns) / NS_PER_MS if start_ns and end_ns else None
+
+    return {
+        "queue_ms": between_ms(finish.arrival_ns, finish.admitted_ns),
+        "prefill_ms": between_ms(finish.admitted_ns, finish.first_token_ns),
+        "decode_ms": between_ms(finish.first_token_ns, finish.finished_ns),
+        "cached_tokens": finish.cached_tokens,
+        "preemptions": finish.retractions,
+    }
+
+
+def failure(finish: Finish) -> TokenyardError | None:
+    """The error that an aborted request ends with; None if it finished, or if somebody aborted it on purpose."""
+    if finish.reason != "abort" or finish.status in (200, CLIENT_ABORT_STATUS):
+        return None
+    if finish.status == 503:
+        return OverloadedError(finish.message)
+    if finish.status == 400:
+        return InvalidRequestError(finish.message)
+    return HttpError(finish.status, finish.message or "the request was aborted", code="aborted")
+
+
+async def run(call: Call, specs: Sequence[GenerateSpec]) -> AsyncIterator[tuple[int, OutputDelta]]:
+    """Run all `specs` at once and yield (place of the spec, delta) as news comes.
+
+    Raises what the engine raises, and the error of a request that was refused or failed on the way.
+    """
+    claimed: list[str] = []
+    try:
+        for spec in specs:
+            spec.rid = spec.rid or uuid.uuid4().hex
+            call.state.claim(spec.rid)
+            claimed.append(spec.rid)
+        call.state.open_requests += 1
+        try:
+            news = _one(call, specs[0], 0) if len(specs) == 1 else _many(call, specs)
+            async with aclosing(news):
+                async for item in news:
+                    yield item
+        finally:
+            call.state.open_requests -= 1
+    finally:
+        for rid in claimed:
+            call.state.release(rid)
+
+
+async def _one(call: Call, spec: GenerateSpec, place: int) -> AsyncIterator[tuple[int, OutputDelta]]:
+    """Run one spec, with metrics and the log line at its end."""
+    tracker = call.state.metrics.tracker()
+    async with aclosing(call.manager.generate(spec)) as deltas:  # type: ignore[type-var]
+        async for delta in deltas:
+            tracker.delta(delta)
+            if delta.finish is not None:
+                _log_end(call, spec, delta.finish)
+                error = failure(delta.finish)
+                if error is not None:
+                    raise error
+            yield place, delta
+
+
+async def _many(call: Call, specs: Sequence[GenerateSpec]) -> AsyncIterator[tuple[int, OutputDelta]]:
+    """Run several specs side by side; the first error ends them all."""
+    queue: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue(maxsize=256)
+
+    async def feed(place: int, spec: GenerateSpec) -> None:
+        try:
+            async for item in _one(call, spec, place):
+                await queue.put(item)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.ensure_future(feed(place, spec)) for place, spec in enumerate(specs)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _log_end(call: Call, spec: GenerateSpec, finish: Finish) -> None:
+    """One line about a finished request, if asked for."""
+    if call.state.options.log_requests:
+        log.info(
+            "Finish: rid=%s reason=%s prompt=%d output=%d cached=%d e2e_ms=%.1f",
+            spec.rid,
+            finish.reason,
+            finish.prompt_tokens,
+            finish.completion_tokens,
+            finish.cached_tokens,
+            (finish.finished_ns - finish.arrival_ns) / NS_PER_MS,
+        )
+
+
+async def collect(call: Call, specs: Sequence[GenerateSpec], n: int) -> list[Answer]:
+    """All answers in full: the n of the first spec, then the n of the second, and so on."""
+    answers = [Answer() for _ in range(len(specs) * n)]
+    async with aclosing(run(call, specs)) as news:  # type: ignore[type-var]
+        async for place, delta in news:
+            answers[place * n + delta.index].add(delta, keep=True)
+    return answers

@@ -1,0 +1,146 @@
+"""The ASGI application: routes, error handlers and the OpenAPI page."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from tokenyard import __version__
+from tokenyard.base import InvalidRequestError, TokenyardError
+from tokenyard.server import control, native, openai
+from tokenyard.server.answers import Call
+from tokenyard.server.errors import HttpError, error_body, error_headers, internal_error
+from tokenyard.server.middleware import Authentication
+from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
+from tokenyard.server.state import ServerState
+from tokenyard.server.stream import ClientGoneError, Receive, Reply, Scope, Send, read_body, while_connected
+
+log = logging.getLogger(__name__)
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+Handler = Callable[[Call], Awaitable[None]]
+
+HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
+    "/v1/chat/completions": (openai.chat_completions, ChatRequest),
+    "/v1/completions": (openai.completions, CompletionRequest),
+    "/generate": (native.generate, NativeRequest),
+}
+
+
+class GenerationRoute:
+    """An ASGI endpoint that generates: reads the body, runs the handler, and cancels it when the client hangs up."""
+
+    def __init__(self, state: ServerState, handler: Handler) -> None:
+        self._state = state
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        request_id = headers.get("x-request-id")
+        reply = Reply(send, {"x-request-id": request_id} if request_id else None)
+        try:
+            body = await read_body(receive, self._state.options.max_body_bytes)
+            manager = self._state.admit()
+        except ClientGoneError:
+            return
+        except TokenyardError as error:
+            await reply.fail(error)
+            return
+        await while_connected(receive, self._run(Call(self._state, manager, body, headers, reply)))
+
+    async def _run(self, call: Call) -> None:
+        """Run the handler; whatever goes wrong becomes an error answer."""
+        try:
+            await self._handler(call)
+        except TokenyardError as error:
+            await call.reply.fail(error)
+        except Exception:
+            log.exception("a request failed by a fault of the server")
+            await call.reply.fail(internal_error())
+
+
+def create_app(state: ServerState, lifespan: Lifespan | None = None) -> FastAPI:
+    """The application over `state`. `lifespan` starts and stops the engine; without one `state` must be ready."""
+    app = FastAPI(title="Tokenyard", version=__version__, lifespan=lifespan or _no_lifespan)
+    app.state.server = state
+    for path, (handler, _) in HOT_ROUTES.items():
+        app.router.routes.append(Route(path, GenerationRoute(state, handler), methods=["POST"]))
+    app.include_router(control.router)
+    app.add_exception_handler(TokenyardError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(Exception, _on_fault)
+    options = state.options
+    if options.api_key or options.admin_api_key:
+        app.add_middleware(Authentication, api_key=options.api_key, admin_api_key=options.admin_api_key)
+    if options.cors_allow_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=options.cors_allow_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+@asynccontextmanager
+async def _no_lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Nothing to start."""
+    yield
+
+
+def _error_response(error: TokenyardError) -> Response:
+    """An error as a whole response."""
+    return Response(error_body(error), error.status, error_headers(error.status), "application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Our own errors."""
+    assert isinstance(error, TokenyardError)
+    return _error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods."""
+    assert isinstance(error, HTTPException)
+    what = {404: "there is nothing at this path", 405: "this path does not take that method"}
+    message = f"{what.get(error.status_code, error.detail)}: {request.method} {request.url.path}"
+    return _error_response(HttpError(error.status_code, message, code="not_found"))
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    """Arguments that FastAPI refused; always 400, never 422."""
+    return _error_response(InvalidRequestError(f"the request is not valid: {error}"))
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    """A fault of ours; the log gets the trace from the server."""
+    return _error_response(internal_error())
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The schema, with the hot routes added from the classes that parse them."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    kinds = [kind for _, kind in HOT_ROUTES.values()]
+    refs, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
+    for (path, (handler, _)), ref in zip(HOT_ROUTES.items(), refs, strict=True):
+        content = {"application/json": {"schema": ref}}
+        schema["paths"][path] = {
+            "post": {
+                "summary": (handler.__doc__ or "").strip(),
+                "requestBody": {"required": True, "content": content},
+                "responses": {"200": {"description": "The answer, or a stream of events"}},
+            }
+        }
+    app.openapi_schema = schema
+    return schema

@@ -1,0 +1,234 @@
+"""Everything but generation: probes, models, tokenizing, metrics, server state and its levers."""
+
+import dataclasses
+import math
+from typing import Annotated, Any, get_args
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from tokenyard import __version__
+from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
+from tokenyard.engine.spec import GenerateSpec
+from tokenyard.server.errors import HttpError
+from tokenyard.server.prompts import encode, plain_messages, token_ids
+from tokenyard.server.protocol import AbortRequest, DetokenizeRequest, PauseRequest, TokenizeRequest, parse
+from tokenyard.server.state import ServerState
+
+router = APIRouter()
+
+
+def _state(request: Request) -> ServerState:
+    """The shared state."""
+    return request.app.state.server  # type: ignore[no-any-return]
+
+
+async def _body(request: Request) -> bytes:
+    """The request's body, within the limit. Raises HttpError (413) beyond it."""
+    limit, parts, size = _state(request).options.max_body_bytes, [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise HttpError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+        parts.append(part)
+    return b"".join(parts)
+
+
+State = Annotated[ServerState, Depends(_state)]
+Body = Annotated[bytes, Depends(_body)]
+
+
+@router.get("/health")
+@router.get("/ping", include_in_schema=False)
+async def health(state: State) -> Response:
+    """200 while the engine's heartbeat is young, and while it still loads; 503 if it is stuck or dead."""
+    if state.phase == "loading":
+        return Response(status_code=200)
+    alive = state.manager.health() <= state.options.health_timeout_s
+    return Response(status_code=200 if alive else 503)
+
+
+@router.get("/ready")
+async def ready(state: State) -> Response:
+    """200 when requests are welcome; 503 while loading, draining or stuck."""
+    good = state.phase == "ready" and state.manager.health() <= state.options.health_timeout_s
+    return Response(status_code=200) if good else Response(state.phase, 503, {"retry-after": "1"})
+
+
+@router.get("/health_generate")
+async def health_generate(state: State) -> Response:
+    """200 once a token was generated through the whole engine."""
+    spec = GenerateSpec(input_ids=[0], sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
+    async for _ in state.admit().generate(spec):
+        pass
+    return Response(status_code=200)
+
+
+@router.get("/v1/models")
+async def models(state: State) -> dict[str, Any]:
+    """The one model that is served."""
+    return {"object": "list", "data": [_model(state)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(state: State, name: str) -> dict[str, Any]:
+    """What is known of a model; 404 for another one."""
+    state.check_model(name)
+    return _model(state)
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    """The model card."""
+    name = state.options.model_name
+    length = state.manager.context_length if state.phase != "loading" else None
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created_s,
+        "owned_by": "tokenyard",
+        "root": name,
+        "max_model_len": length,
+    }
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize", include_in_schema=False)
+async def tokenize(state: State, body: Body) -> dict[str, Any]:
+    """Token ids of a prompt, or of messages through the chat template."""
+    fields = parse(body, TokenizeRequest, strict=state.options.strict_api)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise InvalidRequestError("give exactly one of prompt and messages", param="prompt")
+    special = fields.add_special_tokens is not False and fields.messages is None
+    text = fields.prompt
+    if text is None:
+        text = await state.manager.render_chat(
+            plain_messages(fields.messages or []),
+            add_generation_prompt=fields.add_generation_prompt is not False,
+            continue_final_message=False,
+            tools=fields.tools,
+            chat_template_kwargs=fields.chat_template_kwargs or {},
+        )
+    ids = (await encode(state.manager.tokenizer, text, special)).tolist()
+    return {"tokens": ids, "count": len(ids), "max_model_len": state.manager.context_length}
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize", include_in_schema=False)
+async def detokenize(state: State, body: Body) -> dict[str, Any]:
+    """The text of token ids."""
+    fields = parse(body, DetokenizeRequest, strict=state.options.strict_api)
+    if state.manager.tokenizer is None:
+        raise InvalidRequestError("this server has no tokenizer", param="tokens")
+    ids = token_ids(fields.tokens, "tokens").tolist()
+    return {"prompt": state.manager.tokenizer.decode(ids, skip_special_tokens=bool(fields.skip_special_tokens))}
+
+
+@router.get("/metrics")
+async def metrics(state: State) -> Response:
+    """Prometheus text."""
+    if state.phase != "loading":
+        state.metrics.set_gauges(load_of(await _snapshot(state)))
+    return Response(state.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _snapshot(state: ServerState) -> dict[str, Any]:
+    """The scheduler's counters as a plain mapping."""
+    snapshot: Any = await state.manager.snapshot()
+    return dataclasses.asdict(snapshot) if dataclasses.is_dataclass(snapshot) else dict(snapshot)
+
+
+def load_of(snapshot: dict[str, Any]) -> dict[str, float]:
+    """Our gauge names from the scheduler's counters."""
+    used, total = snapshot.get("used_tokens", 0), snapshot.get("total_tokens", 0)
+    return {
+        "running_requests": snapshot.get("running", 0),
+        "queued_requests": snapshot.get("waiting", 0),
+        "used_tokens": used,
+        "total_tokens": total,
+        "token_usage": used / total if total else 0.0,
+    }
+
+
+@router.get("/v1/loads")
+async def loads(state: State) -> dict[str, Any]:
+    """How loaded the engine is, for routers and planners."""
+    snapshot = await _snapshot(state)
+    return {"object": "list", "data": [{"dp_rank": 0, **load_of(snapshot), "queues": snapshot}]}
+
+
+@router.get("/get_load")
+async def get_load(state: State) -> list[dict[str, Any]]:
+    """The older form of /v1/loads."""
+    load = load_of(await _snapshot(state))
+    return [
+        {
+            "dp_rank": 0,
+            "num_reqs": load["running_requests"] + load["queued_requests"],
+            "num_waiting_reqs": load["queued_requests"],
+            "num_tokens": load["used_tokens"],
+        }
+    ]
+
+
+@router.get("/server_info")
+@router.get("/get_server_info", include_in_schema=False)
+async def server_info(state: State) -> dict[str, Any]:
+    """Settings (no keys) and state."""
+    age_s = state.manager.health() if state.phase != "loading" else math.inf
+    return {
+        **state.options.info,
+        "version": __version__,
+        "status": state.phase,
+        "dp_size": 1,
+        "heartbeat_age_s": age_s if math.isfinite(age_s) else None,
+        "internal_states": [await _snapshot(state)] if state.phase != "loading" else [],
+    }
+
+
+@router.get("/model_info")
+@router.get("/get_model_info", include_in_schema=False)
+async def model_info(state: State) -> dict[str, Any]:
+    """What is served."""
+    return {
+        "model_path": state.options.info.get("model_path"),
+        "tokenizer_path": state.options.info.get("tokenizer_path"),
+        "served_model_name": state.options.model_name,
+        "is_generation": True,
+        "max_model_len": state.manager.context_length,
+    }
+
+
+@router.post("/flush_cache")
+@router.get("/flush_cache", include_in_schema=False)
+async def flush_cache(state: State) -> dict[str, Any]:
+    """Empty the prefix cache; 400 while requests are there."""
+    if not await state.manager.flush_cache():
+        raise InvalidRequestError("the cache is not flushed: requests are waiting or running", code="busy")
+    return {"success": True}
+
+
+@router.post("/abort_request")
+async def abort_request(state: State, body: Body) -> dict[str, Any]:
+    """End one request by its id, or all."""
+    fields = parse(body or b"{}", AbortRequest, strict=state.options.strict_api)
+    if not fields.abort_all and not fields.rid:
+        raise InvalidRequestError("give rid, or abort_all: true", param="rid")
+    await state.manager.abort(None if fields.abort_all else fields.rid)
+    return {"success": True}
+
+
+@router.post("/pause_generation")
+async def pause_generation(state: State, body: Body) -> dict[str, Any]:
+    """Stop working until /continue_generation; the mode says what happens to running requests."""
+    fields = parse(body or b"{}", PauseRequest, strict=state.options.strict_api)
+    mode = fields.mode or "in_place"
+    if mode not in get_args(PauseMode):
+        raise InvalidRequestError(f"mode must be one of {', '.join(get_args(PauseMode))}", param="mode")
+    await state.manager.pause(mode)
+    return {"success": True, "mode": mode}
+
+
+@router.post("/continue_generation")
+async def continue_generation(state: State) -> dict[str, Any]:
+    """Undo /pause_generation."""
+    await state.manager.continue_()
+    return {"success": True}

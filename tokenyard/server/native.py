@@ -1,0 +1,185 @@
+"""`POST /generate` in SGLang's shape: one prompt or a batch, text or token ids, cumulative text in streams."""
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from tokenyard.base import NS_PER_S, Finish, Int32Array, InvalidRequestError, LogprobOptions
+from tokenyard.engine.spec import GenerateSpec
+from tokenyard.server.answers import Answer, Call, collect, run
+from tokenyard.server.convert import check_max_tokens, sampling_of, text_options_of, urgency_of
+from tokenyard.server.logprobs import native_logprobs
+from tokenyard.server.prompts import check_count, split_prompts
+from tokenyard.server.protocol import NativeRequest, NativeSampling, parse
+from tokenyard.server.stream import DONE
+
+NATIVE_MAX_NEW_TOKENS = 128
+
+
+@dataclass(slots=True)
+class NativeJob:
+    """A parsed request. `batch` says whether the client sent a list and expects one."""
+
+    specs: list[GenerateSpec]
+    n: int
+    batch: bool
+    with_text: bool
+    logprob_from: int
+
+
+async def generate(call: Call) -> None:
+    """Answer a native request."""
+    body = parse(call.body, NativeRequest, strict=call.state.options.strict_api)
+    job = _job(call, body)
+    if body.stream:
+        await _stream(call, job)
+        return
+    answers = await collect(call, job.specs, job.n)
+    results = [_result(call, job, index, answer) for index, answer in enumerate(answers)]
+    await call.reply.whole(orjson.dumps(results if job.batch or job.n > 1 else results[0]))
+
+
+def _job(call: Call, body: NativeRequest) -> NativeJob:
+    """Read a body. Raises InvalidRequestError for anything wrong or unsupported in it."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequestError("give exactly one of text and input_ids", param="text")
+    if body.lora_path:
+        raise InvalidRequestError("lora_path is not supported by this server", param="lora_path", code="unsupported")
+    value: Any = body.text if body.text is not None else body.input_ids
+    param = "text" if body.text is not None else "input_ids"
+    batch = isinstance(value, list) and bool(value) and isinstance(value[0], (list, str))
+    prompts = split_prompts(value, param)
+    check_count(len(prompts), call.state.options.max_prompts, param)
+    samplings = _per_prompt(body.sampling_params, len(prompts), "sampling_params")
+    rids = _rids(call, body, len(prompts))
+    specs = [
+        _spec(call, body, prompt, sampling or NativeSampling(), rid)
+        for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True)
+    ]
+    n = specs[0].sampling.n
+    if any(spec.sampling.n != n for spec in specs):
+        raise InvalidRequestError("all prompts of a batch must have the same n", param="sampling_params")
+    start = -1 if body.logprob_start_len is None else body.logprob_start_len
+    return NativeJob(specs, n, batch, bool(body.return_text_in_logprobs), start)
+
+
+def _per_prompt(value: Any, count: int, param: str) -> Sequence[Any]:
+    """A value for each prompt: the same for all, or one of a list. Raises InvalidRequestError for a wrong length."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequestError(f"{param} has {len(value)} entries for {count} prompts", param=param)
+    return value
+
+
+def _rids(call: Call, body: NativeRequest, count: int) -> Sequence[str]:
+    """A request id for each prompt; "" where the engine should make one up."""
+    if isinstance(body.rid, list):
+        return list(_per_prompt(body.rid, count, "rid"))
+    rid = body.rid or call.headers.get("x-request-id", "")
+    return [rid] if count == 1 else [f"{rid}-{place}" if rid else "" for place in range(count)]
+
+
+def _spec(
+    call: Call, body: NativeRequest, prompt: str | Int32Array, sampling: NativeSampling, rid: str
+) -> GenerateSpec:
+    """The engine's view of one prompt."""
+    check_max_tokens(sampling.max_new_tokens, "max_new_tokens", least=1)
+    most = NATIVE_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
+    urgency = replace(urgency_of(body, call.headers), rid=rid)
+    logprobs = None
+    if body.return_logprob:
+        start = -1 if body.logprob_start_len is None else body.logprob_start_len
+        logprobs = LogprobOptions(output=True, top=_top(body.top_logprobs_num), prompt_from=start)
+    text = isinstance(prompt, str)
+    return GenerateSpec(
+        text=prompt if isinstance(prompt, str) else None,
+        input_ids=None if text else prompt,
+        sampling=sampling_of(sampling, max_new_tokens=most, min_new_tokens=sampling.min_new_tokens),
+        text_options=text_options_of(
+            sampling,
+            stream=bool(body.stream),
+            stream_interval=call.state.options.stream_interval,
+            keep_stop=False,
+        ),
+        logprobs=logprobs,
+        seed=sampling.seed,
+        clamp_max_new_tokens=sampling.max_new_tokens is None,
+        rid=urgency.rid,
+        priority=urgency.priority,
+        service_class=urgency.service_class,
+        tenant=urgency.tenant,
+        deadline_ms=urgency.deadline_ms,
+        slo=urgency.slo,
+        cache_salt=urgency.cache_salt,
+        routing_key=urgency.routing_key,
+    )
+
+
+def _top(value: int | None) -> int:
+    """How many alternatives to each token. Raises InvalidRequestError if that is too many."""
+    if value is not None and not 0 <= value <= 20:
+        raise InvalidRequestError("top_logprobs_num must be between 0 and 20", param="top_logprobs_num")
+    return value or 0
+
+
+async def _stream(call: Call, job: NativeJob) -> None:
+    """Write the answers as events; each repeats all text and tokens so far, as SGLang's clients expect."""
+    answers = [Answer() for _ in range(len(job.specs) * job.n)]
+    several = job.batch or job.n > 1
+    async with aclosing(run(call, job.specs)) as news:  # type: ignore[type-var]
+        async for place, delta in news:
+            index = place * job.n + delta.index
+            answers[index].add(delta, keep=True)
+            result = _result(call, job, index, answers[index])
+            if several:
+                result["index"] = index
+            await call.reply.event(b"data: " + orjson.dumps(result) + b"\n\n")
+    await call.reply.event(DONE)
+    await call.reply.end()
+
+
+def _result(call: Call, job: NativeJob, index: int, answer: Answer) -> dict[str, Any]:
+    """One answer with its meta_info."""
+    spec = job.specs[index // job.n]
+    meta: dict[str, Any] = {
+        "id": spec.rid,
+        "finish_reason": _finish_reason(answer.finish),
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "cached_tokens": answer.cached_tokens,
+    }
+    if answer.finish is not None:
+        meta["e2e_latency"] = (answer.finish.finished_ns - answer.finish.arrival_ns) / NS_PER_S
+        meta["retractions"] = answer.finish.retractions
+    if spec.logprobs is not None:
+        meta |= _logprob_meta(call, job, answer)
+    return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
+
+
+def _finish_reason(finish: Finish | None) -> dict[str, Any] | None:
+    """SGLang's finish_reason object."""
+    if finish is None:
+        return None
+    if finish.reason == "length":
+        return {"type": "length", "length": finish.completion_tokens}
+    if finish.reason == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    return {"type": "abort", "message": finish.message}
+
+
+def _logprob_meta(call: Call, job: NativeJob, answer: Answer) -> dict[str, Any]:
+    """Log-probabilities of prompt and output tokens; the first prompt token has none."""
+    inputs = [entry for entry in answer.logprobs if entry.position < answer.prompt_tokens]
+    outputs = answer.logprobs[len(inputs) :]
+    names = call.state.names
+    meta: dict[str, Any] = {}
+    own, top = native_logprobs(outputs, names, with_text=job.with_text)
+    meta["output_token_logprobs"], meta["output_top_logprobs"] = own, top
+    if job.logprob_from >= 0:
+        own, top = native_logprobs(inputs, names, with_text=job.with_text)
+        meta["input_token_logprobs"], meta["input_top_logprobs"] = own, top
+    return meta

@@ -1,0 +1,307 @@
+"""`/v1/chat/completions` and `/v1/completions`."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from tokenyard.base import Finish, InvalidRequestError, LogprobOptions
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.server.answers import Answer, Call, collect, run, stage_times, usage_of
+from tokenyard.server.convert import (
+    check_max_tokens,
+    refuse_unsupported,
+    sampling_of,
+    text_options_of,
+    urgency_of,
+)
+from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
+from tokenyard.server.prompts import CompletionPrompt, chat_prompt, completion_prompts
+from tokenyard.server.protocol import ChatRequest, CompletionRequest, OpenAIFields, parse
+from tokenyard.server.stream import DONE, ChunkWriter, usage_event
+
+COMPLETION_MAX_TOKENS = 16
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(slots=True)
+class Job:
+    """One HTTP request made ready: what to run, and how its answers are to be written."""
+
+    specs: list[GenerateSpec]
+    prompts: list[CompletionPrompt]
+    n: int
+    chat: bool
+    head: dict[str, Any]
+    body: ChatRequest | CompletionRequest
+    want_logprobs: bool
+    want_usage: bool
+    want_usage_always: bool
+    drop_output: bool = False
+
+    @property
+    def want_token_ids(self) -> bool:
+        """Whether choices carry the ids of their tokens."""
+        return bool(self.body.return_token_ids)
+
+
+async def chat_completions(call: Call) -> None:
+    """Answer a chat request."""
+    body = parse(call.body, ChatRequest, strict=call.state.options.strict_api)
+    await _answer(call, await _chat_job(call, body))
+
+
+async def completions(call: Call) -> None:
+    """Answer a text completion request."""
+    body = parse(call.body, CompletionRequest, strict=call.state.options.strict_api)
+    await _answer(call, await _completion_job(call, body))
+
+
+async def _chat_job(call: Call, body: ChatRequest) -> Job:
+    """Read a chat body. Raises InvalidRequestError for anything wrong or unsupported in it."""
+    if body.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequestError(
+            "tool_choice may only be none or auto: this server cannot force a tool call",
+            param="tool_choice",
+            code="unsupported",
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    logprobs = _logprob_options(body.top_logprobs or 0, "top_logprobs", -1) if body.logprobs else None
+    given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    check_max_tokens(given, "max_tokens", least=1)
+    text = await chat_prompt(call.manager, body)
+    spec = _spec(call, body, given, default=call.manager.context_length, logprobs=logprobs)
+    spec.text, spec.add_special_tokens = text, False
+    return _job(call, body, [spec], [])
+
+
+async def _completion_job(call: Call, body: CompletionRequest) -> Job:
+    """Read a completion body. Raises InvalidRequestError for anything wrong or unsupported in it."""
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        raise InvalidRequestError("best_of must equal n", param="best_of", code="unsupported")
+    if body.suffix:
+        raise InvalidRequestError("suffix is not supported by this server", param="suffix", code="unsupported")
+    if body.echo and body.stream and body.logprobs is not None:
+        raise InvalidRequestError("echo with logprobs cannot be streamed", param="echo", code="unsupported")
+    check_max_tokens(body.max_tokens, "max_tokens", least=0 if body.echo else 1)
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs = _logprob_options(body.logprobs, "logprobs", 0 if body.echo else -1)
+    prompts = await completion_prompts(call, body)
+    specs = []
+    for prompt in prompts:
+        # The engine always samples a token; an echo alone asks for one and leaves it out.
+        spec = _spec(
+            call,
+            body,
+            body.max_tokens or (None if body.max_tokens is None else 1),
+            default=COMPLETION_MAX_TOKENS,
+            logprobs=logprobs,
+        )
+        spec.text, spec.input_ids = prompt.text, prompt.ids
+        spec.add_special_tokens = body.add_special_tokens is not False
+        if prompt.ids is not None:
+            spec.text = None
+        specs.append(spec)
+    job = _job(call, body, specs, prompts)
+    job.drop_output = body.max_tokens == 0
+    return job
+
+
+def _logprob_options(top: int, param: str, prompt_from: int) -> LogprobOptions:
+    """Logprob options with `top` alternatives. Raises InvalidRequestError if that is too many."""
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"{param} must be between 0 and {MAX_TOP_LOGPROBS}", param=param)
+    return LogprobOptions(output=True, top=top, prompt_from=prompt_from)
+
+
+def _spec(
+    call: Call, body: OpenAIFields, max_tokens: int | None, *, default: int, logprobs: LogprobOptions | None
+) -> GenerateSpec:
+    """The engine's view of a body, all but the prompt. A limit that was given must fit; a default is cut to fit."""
+    urgency = urgency_of(body, call.headers, body.request_id)
+    sampling = sampling_of(
+        body, max_new_tokens=default if max_tokens is None else max_tokens, min_new_tokens=body.min_tokens
+    )
+    return GenerateSpec(
+        sampling=sampling,
+        text_options=text_options_of(
+            body,
+            stream=bool(body.stream),
+            stream_interval=call.state.options.stream_interval,
+            keep_stop=bool(body.include_stop_str_in_output),
+        ),
+        logprobs=logprobs,
+        seed=body.seed,
+        clamp_max_new_tokens=max_tokens is None,
+        rid=urgency.rid,
+        priority=urgency.priority,
+        service_class=urgency.service_class,
+        tenant=urgency.tenant,
+        deadline_ms=urgency.deadline_ms,
+        slo=urgency.slo,
+        cache_salt=urgency.cache_salt,
+        routing_key=urgency.routing_key,
+    )
+
+
+def _job(
+    call: Call, body: ChatRequest | CompletionRequest, specs: list[GenerateSpec], prompts: list[CompletionPrompt]
+) -> Job:
+    """Put together how the answers to `specs` are written."""
+    call.state.check_model(body.model)
+    refuse_unsupported(body)
+    chat = isinstance(body, ChatRequest)
+    rid = specs[0].rid or uuid.uuid4().hex
+    for place, spec in enumerate(specs):
+        spec.rid = rid if len(specs) == 1 else f"{rid}-{place}"
+    kind = "chat.completion" if chat else "text_completion"
+    head: dict[str, Any] = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{rid}",
+        "object": f"{kind}.chunk" if chat and body.stream else kind,
+        "created": int(time.time()),
+        "model": call.state.options.model_name,
+    }
+    if body.service_tier is not None:
+        head["service_tier"] = body.service_tier
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+    always = bool(options and options.continuous_usage_stats)
+    return Job(
+        specs=specs,
+        prompts=prompts,
+        n=specs[0].sampling.n,
+        chat=chat,
+        head=head,
+        body=body,
+        want_logprobs=specs[0].logprobs is not None,
+        want_usage=bool(options and options.include_usage),
+        want_usage_always=always,
+    )
+
+
+async def _answer(call: Call, job: Job) -> None:
+    """Run a job and write its answers, as a stream or whole."""
+    if not job.body.stream:
+        answers = await collect(call, job.specs, job.n)
+        await call.reply.whole(orjson.dumps(_whole(call, job, answers)))
+        return
+    async with aclosing(_chunks(call, job)) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            await call.reply.event(chunk)
+    await call.reply.end()
+
+
+def _whole(call: Call, job: Job, answers: list[Answer]) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    if job.drop_output:
+        for answer in answers:
+            _without_output(answer)
+    choices = [_choice(call, job, index, answer) for index, answer in enumerate(answers)]
+    content = {**job.head, "choices": choices, "usage": usage_of(answers, job.n)}
+    if job.body.return_x_sched and answers[0].finish is not None:
+        content["x_sched"] = stage_times(answers[0].finish)
+    return content
+
+
+def _without_output(answer: Answer) -> None:
+    """Take the one sampled token away again."""
+    answer.logprobs = [entry for entry in answer.logprobs if entry.position < answer.prompt_tokens]
+    answer.text, answer.token_ids, answer.completion_tokens = "", [], 0
+
+
+def _choice(call: Call, job: Job, index: int, answer: Answer) -> dict[str, Any]:
+    """One entry of `choices`."""
+    names, logprobs = call.state.names, None
+    choice: dict[str, Any] = {"index": index}
+    if job.chat:
+        choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if job.want_logprobs:
+            logprobs = chat_logprobs(answer.logprobs, names)
+    else:
+        prompt = job.prompts[index // job.n]
+        echo = bool(isinstance(job.body, CompletionRequest) and job.body.echo)
+        choice["text"] = prompt.echo + answer.text if echo else answer.text
+        if job.want_logprobs:
+            first = int(prompt.ids[0]) if echo and prompt.ids is not None else None
+            logprobs = completion_logprobs(answer.logprobs, names, first_token=first)
+    choice["logprobs"] = logprobs
+    choice["finish_reason"] = _reason(answer.finish)
+    choice["matched_stop"] = answer.finish.matched if answer.finish else None
+    if job.want_token_ids:
+        choice["token_ids"] = answer.token_ids
+    return choice
+
+
+def _reason(finish: Finish | None) -> str | None:
+    """The finish_reason word."""
+    return None if finish is None else finish.reason
+
+
+async def _chunks(call: Call, job: Job) -> AsyncIterator[bytes]:
+    """The events of a stream. The last content chunk, usage and [DONE] go out together."""
+    answers = [Answer() for _ in range(len(job.specs) * job.n)]
+    writers: list[ChunkWriter | None] = [None] * len(answers)
+    offsets = [0] * len(answers)
+    special = job.want_logprobs or job.want_token_ids or job.want_usage_always
+    left = len(answers)
+    async with aclosing(run(call, job.specs)) as news:  # type: ignore[type-var]
+        async for place, delta in news:
+            index = place * job.n + delta.index
+            answers[index].add(delta, keep=False)
+            writer, opening = writers[index], b""
+            if writer is None:
+                writer = ChunkWriter(job.head, index, chat=job.chat, null_usage=job.want_usage)
+                writers[index], opening = writer, _opening(job, index, writer)
+            if delta.finish is None and not special:
+                if opening or delta.text:
+                    yield opening + writer.plain(delta.text) if delta.text else opening
+                continue
+            chunk = opening + _full_chunk(call, job, writer, delta, answers[index], offsets, index)
+            left -= delta.finish is not None
+            yield chunk if left else chunk + _closing(job, answers)
+
+
+def _opening(job: Job, index: int, writer: ChunkWriter) -> bytes:
+    """What stands before an answer's first content: the role, or the echoed prompt."""
+    if job.chat:
+        return writer.role()
+    if isinstance(job.body, CompletionRequest) and job.body.echo:
+        return writer.plain(job.prompts[index // job.n].echo)
+    return b""
+
+
+def _full_chunk(
+    call: Call, job: Job, writer: ChunkWriter, delta: OutputDelta, answer: Answer, offsets: list[int], index: int
+) -> bytes:
+    """A chunk that carries more than text."""
+    logprobs, names = None, call.state.names
+    if job.want_logprobs and delta.logprobs:
+        if job.chat:
+            logprobs = chat_logprobs(delta.logprobs, names)
+        else:
+            logprobs = completion_logprobs(delta.logprobs, names, offset=offsets[index])
+            offsets[index] += sum(map(len, logprobs["tokens"]))
+    return writer.full(
+        "" if job.drop_output else delta.text,
+        finish_reason=_reason(delta.finish),
+        matched=delta.finish.matched if delta.finish else None,
+        logprobs=logprobs,
+        token_ids=delta.token_ids.tolist() if job.want_token_ids else None,
+        usage=usage_of([answer], 1) if job.want_usage_always else None,
+    )
+
+
+def _closing(job: Job, answers: list[Answer]) -> bytes:
+    """What ends a stream: the usage chunk if asked for, and [DONE]."""
+    if job.drop_output:
+        for answer in answers:
+            _without_output(answer)
+    return (usage_event(job.head, usage_of(answers, job.n)) if job.want_usage else b"") + DONE
