@@ -3,7 +3,6 @@
 Sockets are ZeroMQ PUSH/PULL over ipc:// files in a private directory.
 """
 
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -133,18 +132,3 @@ def _socket(context: Any, kind: int, endpoint: str, *, bind: bool) -> Any:
     socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
     (socket.bind if bind else socket.connect)(endpoint)
     return socket
-
-
-def receive_all(socket: Any) -> list[bytes]:
-    """Return every frame that is there, without waiting."""
-    frames: list[bytes] = []
-    while True:
-        try:
-            frames.append(socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return frames
-
-
-def parent_is_gone(parent_pid: int) -> bool:
-    """Whether the process that started this one has ended."""
-    return os.getppid() != parent_pid

@@ -85,6 +85,11 @@ class TextBatch(msgspec.Struct, array_like=True):
     finished: list[Finish] = []
     logprobs: list[TokenLogprobs] = []
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return not (len(self.numbers) or self.finished)
+
 
 ToScheduler = (
     Submit | Cancel | Update | Pause | Resume | StopFound | OpenGate | SetPolicy | Flush | FlushCache | GetSnapshot

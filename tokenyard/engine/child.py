@@ -1,0 +1,130 @@
+"""What the engine's child processes have in common: title, logs, signals, and never outliving their parent."""
+
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+import setproctitle
+import zmq
+
+from tokenyard.base import TokenyardError
+from tokenyard.engine.config import ChildReport, ChildTask, decode_task, encode_line
+
+PR_SET_PDEATHSIG = 1
+STDIN = 0
+logger = logging.getLogger(__name__)
+
+
+ReportReady = Callable[[ChildReport], None]
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as JSON: time, level, logger, process and message."""
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": setproctitle.getproctitle(),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def set_up_logging(level: str, form: str) -> None:
+    """Log to standard error as `[date time] message`, or as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoReturn:
+    """Read the task from standard input, run `work(task, report)` and exit: 0, or 1 with the reason told and logged.
+
+    `work` calls `report` once, when it is ready. The process ends when its standard input closes (`Inbox` sees that)
+    and, on Linux, at once when its parent is gone.
+    """
+    setproctitle.setproctitle(f"tokenyard: {title}")
+    report_fd = int(sys.argv[1])
+    # Ending is the parent's business: it drains open requests after a signal that reaches the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    task = decode_task(_read_line(STDIN))
+    _die_with(task.parent_pid)
+    set_up_logging(task.config.log_level, task.config.log_format)
+    reported = False
+
+    def report(message: ChildReport) -> None:
+        nonlocal reported
+        reported = True
+        os.write(report_fd, encode_line(message))
+        os.close(report_fd)
+
+    try:
+        work(task, report)
+    except Exception as error:
+        reason = str(error) if isinstance(error, TokenyardError) else f"{type(error).__name__}: {error}"
+        logger.error("the %s ends: %s", title, reason, exc_info=not isinstance(error, TokenyardError))
+        if not reported:
+            report(ChildReport(failure=reason))
+        sys.exit(1)
+    if os.getppid() != task.parent_pid:
+        shutil.rmtree(task.socket_directory, ignore_errors=True)
+    sys.exit(0)
+
+
+def _read_line(fd: int) -> bytes:
+    """Read up to a newline without buffering, so that the end of the input can be polled for afterwards."""
+    parts: list[bytes] = []
+    while not parts or not parts[-1].endswith(b"\n"):
+        part = os.read(fd, 65536)
+        if not part:
+            break
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _die_with(parent_pid: int) -> None:
+    """Ask the kernel to end this process with its parent; elsewhere the closed standard input does it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+class Inbox:
+    """Waits for frames on a socket, and for the end of standard input, which means stop."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(STDIN, zmq.POLLIN)
+
+    def wait(self, timeout_ms: int) -> list[bytes] | None:
+        """Return the frames that are there, waiting up to `timeout_ms` for a first one; None means stop."""
+        for source, _ in self._poller.poll(timeout_ms):
+            if source == STDIN:
+                return None
+        return receive_all(self._socket)
+
+
+def receive_all(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """Return every frame that is there, without waiting."""
+    frames: list[bytes] = []
+    while True:
+        try:
+            frames.append(socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return frames

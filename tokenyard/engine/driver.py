@@ -1,0 +1,210 @@
+"""The steps of the event loop: between the scheduler, which only thinks, and the executor and sockets, which do."""
+
+import logging
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from tokenyard.base import (
+    NS_PER_S,
+    Cancel,
+    Event,
+    Executor,
+    Finish,
+    StepPlan,
+    StepResult,
+    Submit,
+    TokenyardError,
+)
+from tokenyard.engine.liveness import LoopState
+from tokenyard.engine.messages import FlushCache, FlushReply, FromScheduler, GetSnapshot, SnapshotReply, ToScheduler
+from tokenyard.engine.step_log import StepLog
+from tokenyard.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+COUNTERS_EVERY_NS = NS_PER_S // 4
+LONGEST_WAIT_NS = 60 * NS_PER_S
+
+
+class Port(Protocol):
+    """Where messages come from and go to."""
+
+    def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
+        """Return what has come, waiting up to `timeout_ns` for a first message; None means stop."""
+
+    def send(self, message: FromScheduler) -> None:
+        """Send one message on, without waiting."""
+
+
+class DeviceBrokenError(TokenyardError):
+    """The executor fails again and again; the process should end and say why."""
+
+    code = "device_broken"
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A plan that was launched; `lost` once its result is of no use any more."""
+
+    plan: StepPlan
+    ticket: Any = None
+    lost: bool = False
+
+
+class Driver:
+    """One scheduler, one executor and a port, with the verbs that an event loop is made of.
+
+    A step that fails ends all open requests with an error; two failures in a row, or one that the device cannot
+    recover from, raise DeviceBrokenError.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, port: Port, *, log: StepLog, state: LoopState) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._port = port
+        self._log = log
+        self._state = state
+        self._flights: deque[Flight] = deque()
+        self._refused: list[Finish] = []
+        self._failures = 0
+        self._counters_at_ns = 0
+
+    def receive(self, *, wait: bool) -> bool:
+        """Take in all messages; with `wait`, block until one comes or the scheduler has a time-out. False: stop."""
+        timeout_ns = 0
+        if wait:
+            timeout_ns = self._wait_ns()
+            self._check_idle()
+        self._refresh_counters()
+        self._state.enter("idle" if timeout_ns else "host")
+        messages = self._port.receive(timeout_ns)
+        self._state.enter("host")
+        for message in messages or ():
+            self._handle(message)
+        return messages is not None
+
+    def plan(self) -> StepPlan | None:
+        """Return the next step, if there is anything to do."""
+        return self._scheduler.plan(time.monotonic_ns())
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start a step on the device."""
+        flight = Flight(plan)
+        self._flights.append(flight)
+        self._state.enter("step")
+        try:
+            flight.ticket = self._executor.launch(plan)
+        except Exception as error:
+            self._fail(error, plan)
+        self._state.enter("host")
+        self._state.steps += 1
+        self._log.launched(plan, self._scheduler)
+        self._refresh_counters()
+        return flight
+
+    def sample(self, flight: Flight) -> None:
+        """Choose the tokens of a step whose sampling was delayed; nothing to do for others."""
+        if not flight.plan.delay_sampling or flight.lost:
+            return
+        self._state.enter("step")
+        try:
+            self._executor.sample(flight.ticket)
+        except Exception as error:
+            self._fail(error, flight.plan)
+        self._state.enter("host")
+
+    def process(self, flight: Flight) -> None:
+        """Wait for a launched step and let the scheduler take in its result."""
+        if flight.lost:
+            return
+        self._state.enter("step")
+        try:
+            result = self._executor.collect(flight.ticket)
+        except Exception as error:
+            self._fail(error, flight.plan)
+            return
+        finally:
+            self._state.enter("host")
+        self._failures = 0
+        self._flights.popleft()
+        self._scheduler.commit(result, time.monotonic_ns())
+        self._log.committed(result, self._scheduler)
+
+    def send(self) -> None:
+        """Tell everything that happened since the last time."""
+        batch = self._scheduler.drain()
+        if self._refused:
+            batch.finished += self._refused
+            self._refused = []
+        if not batch.empty:
+            self._port.send(batch)
+
+    def end_all(self, message: str) -> None:
+        """End every request with an error and tell so; for a process that is about to end."""
+        self._scheduler.apply(Cancel([], message, 500), time.monotonic_ns())
+        self.send()
+
+    def _wait_ns(self) -> int:
+        wakeup = self._scheduler.wakeup_ns()
+        if wakeup is None:
+            return LONGEST_WAIT_NS
+        return min(max(0, wakeup - time.monotonic_ns()), LONGEST_WAIT_NS)
+
+    def _check_idle(self) -> None:
+        """Let the scheduler check its books when nothing is left to do."""
+        if not self._scheduler.has_work and (mismatch := self._scheduler.idle()) is not None:
+            logger.error("the KV pool was set right: %s", mismatch)
+
+    def _handle(self, message: ToScheduler) -> None:
+        now = time.monotonic_ns()
+        if isinstance(message, FlushCache):
+            self._port.send(FlushReply(message.reply_id, self._scheduler.flush(now)))
+        elif isinstance(message, GetSnapshot):
+            self._port.send(SnapshotReply(message.reply_id, asdict(self._scheduler.snapshot(now))))
+        else:
+            self._apply(message, now)
+
+    def _apply(self, event: Event, now: int) -> None:
+        """Hand an event on; one that the scheduler refuses costs its own request only."""
+        try:
+            self._scheduler.apply(event, now)
+        except Exception as error:
+            refused = isinstance(error, TokenyardError)
+            logger.log(logging.WARNING if refused else logging.ERROR, "%s: %s", type(event).__name__, error)
+            if not refused:
+                logger.exception("the scheduler failed on an event")
+            if isinstance(event, Submit):
+                status = error.status if isinstance(error, TokenyardError) else 500
+                request = event.request
+                numbers = range(request.number, request.number + request.sampling.n)
+                self._refused += [Finish(number, "abort", message=str(error), status=status) for number in numbers]
+
+    def _fail(self, error: Exception, plan: StepPlan) -> None:
+        """End all requests because a step failed; plans in flight commit empty, so that their pages come back."""
+        logger.error("step %d failed: %s: %s", plan.step, type(error).__name__, error, exc_info=error)
+        self._failures += 1
+        message = f"the model step failed: {error}"
+        now = time.monotonic_ns()
+        self._scheduler.apply(Cancel([], message, 500), now)
+        while self._flights:
+            flight = self._flights.popleft()
+            flight.lost = True
+            self._scheduler.commit(empty_result(flight.plan), now)
+        if self._failures > 1 or "CUDA error" in str(error):
+            self.send()
+            raise DeviceBrokenError(message) from error
+
+    def _refresh_counters(self) -> None:
+        now = time.monotonic_ns()
+        if now - self._counters_at_ns >= COUNTERS_EVERY_NS:
+            self._counters_at_ns = now
+            self._state.set_counters(asdict(self._scheduler.snapshot(now)), now)
+
+
+def empty_result(plan: StepPlan) -> StepResult:
+    """Return the result of a step that was lost: no token for any row."""
+    tokens = plan.pool_rows.copy()
+    tokens[:] = -1
+    return StepResult(plan.step, tokens, 0.0)

@@ -1,0 +1,121 @@
+"""The scheduler process: one scheduler, one executor, one loop (`python -m tokenyard.engine.scheduler_process`)."""
+
+import importlib
+import logging
+import os
+from typing import cast
+
+import zmq
+
+from tokenyard.base import ConfigError, CostModel, Executor
+from tokenyard.cost import OnlineCost, get_profile
+from tokenyard.engine.child import Inbox, ReportReady, run_child
+from tokenyard.engine.config import ChildReport, ChildTask, EngineConfig
+from tokenyard.engine.driver import DeviceBrokenError, Driver
+from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.ipc import FROM_SCHEDULER, TO_SCHEDULER, ProtocolError, pull_socket, push_socket
+from tokenyard.engine.liveness import HeartbeatThread, LoopState
+from tokenyard.engine.messages import FromScheduler, Heartbeat, ToScheduler
+from tokenyard.engine.step_log import StepLog
+from tokenyard.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+EXECUTORS = {"torch": "tokenyard.executor.load", "mock": "tokenyard.executor.mock"}
+"""Module of each executor; it has a function `load_executor(model_path, **options)`."""
+
+NS_PER_MS = 1_000_000
+
+
+def load_executor(config: EngineConfig) -> Executor:
+    """Load the model. Raises ConfigError for an unknown executor or option, and what its loader raises."""
+    module = EXECUTORS.get(config.executor)
+    if module is None:
+        raise ConfigError(f"no executor {config.executor!r}; there are: {', '.join(EXECUTORS)}")
+    try:
+        loader = importlib.import_module(module).load_executor
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the executor {config.executor!r} needs the package {error.name}; install it") from error
+    return cast(Executor, loader(config.model_path, **config.executor_options))
+
+
+def load_cost(profile: str) -> CostModel | None:
+    """Return what policies believe of step times, corrected as steps are measured; None for no profile."""
+    if not profile:
+        return None
+    device, _, model = profile.partition("/")
+    return OnlineCost(get_profile(device, model).cost())
+
+
+class SocketPort:
+    """The scheduler's messages over ZeroMQ."""
+
+    def __init__(self, inbox: Inbox, out: "zmq.Socket[bytes]") -> None:
+        self._inbox = inbox
+        self._out = out
+
+    def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
+        """Return what has come, waiting up to `timeout_ns` for a first message; None means stop."""
+        frames = self._inbox.wait(-(-timeout_ns // NS_PER_MS))
+        if frames is None:
+            return None
+        messages = []
+        for frame in frames:
+            try:
+                messages.append(TO_SCHEDULER.decode(frame))
+            except ProtocolError as error:
+                logger.error("dropped a message: %s", error)
+        return messages
+
+    def send(self, message: FromScheduler) -> None:
+        """Send one message to the text side."""
+        self._out.send(FROM_SCHEDULER.encode(message))
+
+
+def run_scheduler(task: ChildTask, report: ReportReady) -> None:
+    """Load the model, say that all is ready, and run the event loop until told to stop."""
+    config = task.config
+    executor = load_executor(config)
+    scheduler = Scheduler(config.scheduler_settings(executor.info), executor.info, load_cost(config.cost_profile))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    out_address = task.api if config.skip_tokenizer_init else task.detokenizer
+    port = SocketPort(Inbox(pull_socket(context, task.scheduler)), push_socket(context, out_address))
+    state = LoopState()
+    driver = Driver(scheduler, executor, port, log=StepLog(config.decode_log_interval), state=state)
+    # Sockets belong to one thread, so the heartbeat has its own.
+    beats = push_socket(context, out_address)
+    heartbeat = HeartbeatThread(state, lambda beat: _send_beat(beats, beat), lambda: _end_with_parent(task.parent_pid))
+    report(ChildReport(info=executor.info))
+    heartbeat.start()
+    try:
+        (event_loop_overlap if config.overlap else event_loop_normal)(driver)
+    except DeviceBrokenError:
+        raise
+    except Exception as error:
+        _end_all(driver, f"the scheduler failed: {error}")
+        raise
+    finally:
+        heartbeat.close()
+        executor.close()
+        context.destroy(linger=200)
+
+
+def _end_all(driver: Driver, message: str) -> None:
+    """Tell every open request why; a scheduler too broken even for that leaves it to the supervisor."""
+    try:
+        driver.end_all(message)
+    except Exception:
+        logger.exception("could not end the open requests")
+
+
+def _send_beat(socket: "zmq.Socket[bytes]", beat: Heartbeat) -> None:
+    socket.send(FROM_SCHEDULER.encode(beat))
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    run_child("scheduler", run_scheduler)
