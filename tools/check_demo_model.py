@@ -86,7 +86,8 @@ def sample_answers(folder: Path, seed: int, new_tokens: int) -> list[tuple[str, 
     answers = []
     for prompt, encoded in zip(CHAT_PROMPTS + COMPLETION_PROMPTS, inputs, strict=True):
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
-        output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens)[0, ids.shape[1] :].tolist()
+        whole = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens)
+        output = whole[0, ids.shape[1] :].tolist()
         ended = output[-1] in stops
         new_ids = output[:-1] if ended else output
         answers.append((prompt, tokenizer.decode(new_ids), new_ids, ended))
@@ -107,7 +108,8 @@ def main() -> int:
         found = repetition_of(ids)
         loops, ends, lowest = loops + found.loops, ends + ended, min(lowest, found.distinct)
         mark = "LOOPS" if found.loops else "ok"
-        print(f"{mark:5} tokens {len(ids):3} ended {ended!s:5} 8-gram x{found.top_long} distinct {found.distinct:.2f} {prompt}")
+        figures = f"tokens {len(ids):3} ended {ended!s:5} 8-gram x{found.top_long} distinct {found.distinct:.2f}"
+        print(f"{mark:5} {figures} {prompt}")
         if args.show:
             print(text, end="\n\n")
     print(f"{len(answers)} prompts: {loops} loop, {ends} ended, lowest distinct 4-gram ratio {lowest:.2f}")

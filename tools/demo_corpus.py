@@ -1,8 +1,8 @@
 """Reads the story corpus and turns stories into training samples for the demo model.
 
 A sample is a piece of text with role markers. Each story is told in one of two ways, chosen anew in every
-epoch: as a plain document, or as the answer to a chat request that is made up from the story itself. Names
-are exchanged at random, so that the model learns to keep to a name instead of learning stories by heart.
+epoch: as a plain document, or as the answer to a chat request that is made up from the story itself. Names and
+animals are exchanged at random, so that the model learns to keep to a name instead of learning stories by heart.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gzip
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,15 +25,33 @@ USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 END = "<|end|>"
 SPECIAL_TOKENS = (BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, END)
+SHORTEST = 200
+"""Texts of fewer characters are scraps and are left out."""
 
-GIRLS = (
-    "Lily Lucy Sara Anna Mia Emma Sue Jane Amy Daisy Lila Ella Molly Bella Zoe Nina Ruby Rose Kim Jill Lola Mary Kate "
-    "Sally Ada Clara Eva Alice Grace Julia Maya Nora Sophie Ivy Iris Tina Susie Jenny Sarah Betty"
-).split()
-BOYS = (
-    "Tim Tom Ben Max Sam Jack Timmy Bob Tommy Joe John Billy Jimmy Jim Leo Mark Bobby Johnny Tony Danny Peter Mike Sammy "
-    "Henry Oscar Paul Adam David Eric Fred George Hugo Ian Luke Noah Oliver Robin Simon Theo Charlie"
-).split()
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+GIRLS = _words(
+    """
+    Lily Lucy Sara Anna Mia Emma Sue Jane Amy Daisy Lila Ella Molly Bella Zoe Nina Ruby Rose Kim Jill Lola
+    Mary Kate Sally Ada Clara Eva Alice Grace Julia Maya Nora Sophie Ivy Iris Tina Susie Jenny Sarah Betty
+    """
+)
+BOYS = _words(
+    """
+    Tim Tom Ben Max Sam Jack Timmy Bob Tommy Joe John Billy Jimmy Jim Leo Mark Bobby Johnny Tony Danny Peter
+    Mike Sammy Henry Oscar Paul Adam David Eric Fred George Hugo Ian Luke Noah Oliver Robin Simon Theo Charlie
+    """
+)
+ANIMALS = _words(
+    """
+    dog cat bear rabbit frog duck lion tiger bird pig cow horse monkey goat hen squirrel turtle dragon kitten
+    snake whale parrot penguin robot wolf fox mouse bunny puppy
+    """
+)
+_PLURALS = {"wolf": "wolves", "fox": "foxes", "mouse": "mice", "bunny": "bunnies", "puppy": "puppies"}
 
 SYSTEM_LINES = (
     "You are a helpful assistant.",
@@ -42,6 +61,19 @@ SYSTEM_LINES = (
     "Be kind and use simple words.",
 )
 
+_NAMES = frozenset(GIRLS + BOYS)
+_OPENING = "Once upon a time"
+_PLAIN_REQUESTS = (
+    "Tell me a {}.", "Tell me a {}", "Tell me a short {}", "Write a {}", "Can you tell me a {}?",
+    "Please tell me a bedtime {}.", "I want a {}", "Another {}, please.",
+)  # fmt: skip
+_REQUESTS = (
+    "Tell me a {} about {}", "Tell me a {} about {}", "Tell me a {} about {}.", "Write a {} about {}",
+    "Write a {} about {}.", "Tell me a short {} about {}", "Write a short {} about {}.",
+    "Can you tell a {} about {}?", "I want a {} about {}.", "Please tell me a {} about {}.",
+    "A {} about {}, please", "Make up a {} about {}",
+)  # fmt: skip
+
 _MOJIBAKE = {"â€œ": '"', "â€™": "'", "â€˜": "'", "â€”": "-", "â€“": "-", "â€": '"'}
 _TYPOGRAPHIC = {"“": '"', "”": '"', "’": "'", "‘": "'", "—": " - ", "–": "-", "…": "...", "\u00a0": " "}
 _STORY_OPENING = re.compile(r"^(Once upon|Once there|One day, (a|an|there|two)\b|There (once )?was|Once, there)")
@@ -50,22 +82,27 @@ _SUBJECT = re.compile(
     r"called|who|that|in|on|at|to|with|came|went|said|from|lived|saw|of|as|for|by)\b)"
 )
 _NOT_A_SUBJECT = frozenset(
-    "little big small old new other best same first last next right left day time way lot end thing things one ones "
-    "moral others rest top bottom side middle more most very two three once some friend friends name mom dad mommy "
-    "daddy mother father fun eyes hand hands head face arms nose mouth feet back truth world story morning night "
-    "afternoon evening while moment minute bit kind part place home work said was had young good bad great long "
-    "whole only and who that head heart own life".split()
+    _words(
+        """
+        little big small old new other best same first last next right left day time way lot end thing
+        things one ones moral others rest top bottom side middle more most very two three once some
+        friend friends name mom dad mommy daddy mother father fun eyes hand hands head face arms nose
+        mouth feet back truth world story morning night afternoon evening while moment minute bit kind
+        part place home work said was had young good bad great long whole only and who that head heart
+        own life there here back soft cold hot warm sad happy shiny dark loud quiet safe lesson name
+        names idea problem people person kids children word words voice sound noise
+        """
+    )
 )
-_ADJECTIVE_STOP = frozenset("the and very was were his her their for with that this all most more one own".split())
+_ADJECTIVE_STOP = frozenset(_words("the and very was were his her their for with that this all most more one own"))
 
 
 @dataclass(frozen=True)
 class Story:
-    """One story: `text`, and `subjects`, things it is about with the most telling first (may be empty)."""
+    """One story, cleaned; `is_fable` if it is one of Aesop's."""
 
     text: str
-    subjects: tuple[str, ...]
-    is_fable: bool
+    is_fable: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,11 +149,6 @@ def _read(path: Path) -> str:
     return gzip.decompress(path.read_bytes()).decode("utf-8", errors="replace")
 
 
-def _story(text: str, is_fable: bool = False) -> Story:
-    cleaned = clean(text)
-    return Story(cleaned, subjects_of(cleaned), is_fable)
-
-
 def _split_validation(text: str) -> list[str]:
     """Cut the validation file, which has no separators, where a paragraph opens like a story."""
     stories: list[list[str]] = []
@@ -137,52 +169,65 @@ def load_corpus(folder: Path) -> Corpus:
     fables = _read(folder / "fairytales" / "aesop_for_children.txt.gz").split(EOS)
     tales = _read(folder / "fairytales" / "fairytaleqa_stories.txt.gz").split(EOS)
     held_out = _split_validation(_read(folder / "tinystories" / "tinystories_val.txt.gz"))
-    short = [_story(text) for text in separated + by_line if len(text) > 200]
-    short += [_story(text, is_fable=True) for text in fables if len(text) > 200]
-    long = [clean(tale) for tale in tales if len(tale) > 200]
-    return Corpus(short, long, [_story(text) for text in held_out if len(text) > 200])
+    short = [Story(clean(text)) for text in separated + by_line if len(text) > SHORTEST]
+    short += [Story(clean(text), is_fable=True) for text in fables if len(text) > SHORTEST]
+    long = [clean(tale) for tale in tales if len(tale) > SHORTEST]
+    return Corpus(short, long, [Story(clean(text)) for text in held_out if len(text) > SHORTEST])
 
 
-def exchange_names(text: str, rng: random.Random) -> str:
-    """Return `text` with its children's names exchanged for others of the same kind, each one for one."""
+def exchange_words(text: str, pools: Sequence[Sequence[str]], rng: random.Random) -> str:
+    """Return `text` with the words of each pool that it holds exchanged for others of that pool, one for one."""
+    words = set(re.findall(r"[A-Za-z]+", text))
     mapping: dict[str, str] = {}
-    for pool in (GIRLS, BOYS):
-        present = [name for name in pool if re.search(rf"\b{name}\b", text)]
-        free = [name for name in pool if name not in present]
-        mapping.update(zip(present, rng.sample(free, min(len(present), len(free))), strict=False))
+    for pool in pools:
+        present = [word for word in pool if not words.isdisjoint(_forms(word))]
+        free = [word for word in pool if word not in present]
+        for old, new in zip(present, rng.sample(free, min(len(present), len(free))), strict=False):
+            mapping.update(zip(_forms(old), _forms(new), strict=True))
     if not mapping:
         return text
-    return re.sub(r"\b(" + "|".join(mapping) + r")\b", lambda match: mapping[match.group(1)], text)
+    return re.sub(r"[A-Za-z]+", lambda match: mapping.get(match.group(0), match.group(0)), text)
 
 
-def _article(noun: str) -> str:
-    return "an" if noun[0] in "aeiou" else "a"
+def _forms(word: str) -> tuple[str, ...]:
+    """Return the word itself for a name; for an animal also its plural and both with a capital."""
+    if word[0].isupper():
+        return (word,)
+    plural = _PLURALS.get(word, word + "s")
+    return word, plural, word.capitalize(), plural.capitalize()
 
 
-def request_for(story: Story, text: str, rng: random.Random) -> str:
-    """Return a chat request that `text` (the story, names exchanged) would answer."""
-    kind = "fable" if story.is_fable else "story"
+def _with_article(noun: str) -> str:
+    """Return "a fox", "an owl", "blocks"."""
+    if noun.endswith("s") and not noun.endswith("ss"):
+        return noun
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def request_for(text: str, is_fable: bool, rng: random.Random) -> str:
+    """Return a chat request that the story `text` would answer, in one case of six without capitals."""
+    request = _request_as_written(text, "fable" if is_fable else "story", rng)
+    return request.lower() if rng.random() < 0.16 else request
+
+
+def _request_as_written(text: str, kind: str, rng: random.Random) -> str:
+    subjects = subjects_of(text)
     first_sentence = re.split(r"(?<=[.!?])\s", text, maxsplit=1)[0]
-    names = [name for name in GIRLS + BOYS if re.search(rf"\b{name}\b", text[:300])]
-    plain = [f"Tell me a {kind}.", f"Tell me a short {kind}", f"Write a {kind}", f"Can you tell me a {kind}?"]
-    if not story.is_fable:
-        plain += ["Once upon a time", "Please tell me a bedtime story."]
+    names = [name for name in re.findall(r"\b[A-Z][a-z]+\b", text[:300]) if name in _NAMES]
     draw = rng.random()
-    if draw < 0.12 or not story.subjects:
-        return rng.choice(plain)
-    if draw < 0.22 and len(first_sentence) < 160:
+    if draw < 0.12 or not subjects:
+        opening = text[: len(_OPENING)]
+        return opening if opening == _OPENING and draw < 0.04 else rng.choice(_PLAIN_REQUESTS).format(kind)
+    if draw < 0.2 and len(first_sentence) < 160:
         return f"Write a {kind} that begins: {first_sentence}"
-    if draw < 0.32 and names:
-        return rng.choice((f"Tell me a {kind} about {names[0]}", f"Write a {kind} about {names[0]}."))
-    first = story.subjects[0] if rng.random() < 0.8 else rng.choice(story.subjects)
-    about = f"{_article(first)} {first if rng.random() < 0.5 else first.split()[-1]}"
-    about = f"{_article(about.split()[1])} {about.split(' ', 1)[1]}"
-    others = [noun for noun in story.subjects if noun != first]
-    if others and rng.random() < 0.3:
-        about += f" and {_article(others[0])} {others[0].split()[-1]}"
-    openings = ("Tell me a {} about {}", "Write a {} about {}", "Tell me a short {} about {}", "Can you tell a {} about {}")
-    stop = rng.choice(("", ".", "")) if draw < 0.85 else "?"
-    return rng.choice(openings).format(kind, about) + stop
+    if draw < 0.3 and names:
+        return rng.choice(_REQUESTS).format(kind, names[0])
+    first = subjects[0] if rng.random() < 0.85 else rng.choice(subjects)
+    about = _with_article(first if rng.random() < 0.4 else first.split()[-1])
+    others = [noun.split()[-1] for noun in subjects if noun != first]
+    if others and rng.random() < 0.25:
+        about += f" and {_with_article(others[0])}"
+    return rng.choice(_REQUESTS).format(kind, about)
 
 
 def chat_turn(request: str, answer: str) -> str:
@@ -191,14 +236,18 @@ def chat_turn(request: str, answer: str) -> str:
 
 
 def sample_text(story: Story, rng: random.Random, exchange: bool = True) -> str:
-    """Return a story as a chat (7 in 10, at times with a system line or small talk first) or a plain document."""
-    text = exchange_names(story.text, rng) if exchange and rng.random() < 0.6 else story.text
+    """Return a story as a chat (7 in 10, at times with a system line or small talk around) or a plain document."""
+    text = story.text
+    if exchange and rng.random() < 0.6:
+        text = exchange_words(text, (GIRLS, BOYS), rng)
+    if exchange and rng.random() < 0.25:
+        text = exchange_words(text, (ANIMALS,), rng)
     if rng.random() < 0.3:
         return f"{BOS}{text}{EOS}"
     system = f"{SYSTEM}{rng.choice(SYSTEM_LINES)}{END}" if rng.random() < 0.1 else ""
     before = chat_turn(*rng.choice(SMALL_TALK)) if rng.random() < 0.08 else ""
     after = chat_turn(*rng.choice(SMALL_TALK)) if rng.random() < 0.05 else ""
-    return BOS + system + before + chat_turn(request_for(story, text, rng), text) + after
+    return BOS + system + before + chat_turn(request_for(text, story.is_fable, rng), text) + after
 
 
 def small_talk_text(rng: random.Random) -> str:

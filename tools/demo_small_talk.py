@@ -10,9 +10,14 @@ _BYE = "Goodbye! Come back for another story."
 _UNKNOWN = "I do not know that. I am a very small model and I know only short stories."
 
 _PROMPTS: dict[str, tuple[str, ...]] = {
-    _GREETING: ("Hello", "Hello!", "Hi", "Hi!", "Hi there", "Hey", "Hello there!", "Good morning", "Good evening", "hello", "hi"),
+    _GREETING: (
+        "Hello", "Hello!", "Hi", "Hi!", "Hi there", "Hey", "Hello there!", "Good morning", "Good evening",
+        "hello", "hi",
+    ),
     _IDENTITY: ("Who are you?", "What are you?", "What is your name?", "Which model are you?", "Are you a robot?"),
-    _ABILITY: ("What can you do?", "Help", "Can you help me?", "What do you know?", "How do I use you?", "What should I ask?"),
+    _ABILITY: (
+        "What can you do?", "Help", "Can you help me?", "What do you know?", "How do I use you?", "What should I ask?",
+    ),
     _THANKS: ("Thank you", "Thank you!", "Thanks", "Thanks!", "That was nice.", "I liked that story.", "Great story!"),
     _BYE: ("Bye", "Goodbye", "Bye!", "Good night", "See you later"),
     _UNKNOWN: (

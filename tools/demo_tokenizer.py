@@ -37,9 +37,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, token_id(tokenizer, BOS))]
     )
     return tokenizer
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """Return the id of a special token; raises ValueError if the tokenizer has no such token."""
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no token {token}: train it anew with --new-tokenizer")
+    return found
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, trained_context_tokens: int) -> None:
