@@ -123,13 +123,6 @@ class EvictionQueue:
             heappop(heap)
         return heap[0][2]
 
-    def clear(self) -> None:
-        """Forget every leaf."""
-        for _, _, node in self._heap:
-            node.entry = None
-        self._heap.clear()
-        self._leaves = 0
-
     def _rebuild(self) -> None:
         self._heap = [entry for entry in self._heap if entry[2].entry is entry]
         heapify(self._heap)

@@ -23,6 +23,7 @@ class Node:
     access, created: ticks of the tree's counter, not times.
     hits:         admissions that used this run.
     priority:     the highest priority of all who inserted it or something below it.
+    namespace:    the name space of a root; empty elsewhere.
     tag:          free for a listener; an empty root stays while it is tagged.
     entry:        this node's valid entry in the eviction queue, None while it cannot be evicted.
     """
