@@ -12,7 +12,23 @@ from tokenizers.decoders import WordPiece
 from tokenyard.base import ContextLengthError, Finish, FinishReason, InvalidRequestError, TokenLogprobs
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 
-WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()
+WORDS = [
+    "hello",
+    "world",
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "answer",
+    ";",
+    "é",
+    "你好",
+]
 
 
 def word_tokenizer() -> Tokenizer:
@@ -47,7 +63,11 @@ class FakeManager:
 
     async def generate(self, spec: GenerateSpec) -> AsyncIterator[OutputDelta]:
         self.specs.append(spec)
-        prompt = list(spec.input_ids) if spec.input_ids is not None else self.tokenizer.encode(spec.text).ids
+        prompt = (
+            [int(token) for token in spec.input_ids]
+            if spec.input_ids is not None
+            else self.tokenizer.encode(spec.text).ids
+        )
         if not prompt:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         count = spec.sampling.max_new_tokens

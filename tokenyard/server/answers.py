@@ -83,10 +83,12 @@ def stage_times(finish: Finish) -> dict[str, Any]:
     }
 
 
-def failure(finish: Finish) -> TokenyardError | None:
+def failure(finish: Finish, *, shutting_down: bool) -> TokenyardError | None:
     """The error that an aborted request ends with; None if it finished, or if somebody aborted it on purpose."""
-    if finish.reason != "abort" or finish.status in (200, CLIENT_ABORT_STATUS):
+    if finish.reason != "abort":
         return None
+    if finish.status in (200, CLIENT_ABORT_STATUS):
+        return OverloadedError("the server is shutting down", code="draining") if shutting_down else None
     if finish.status == 503:
         return OverloadedError(finish.message)
     if finish.status == 400:
@@ -126,7 +128,7 @@ async def _one(call: Call, spec: GenerateSpec, place: int) -> AsyncIterator[tupl
             tracker.delta(delta)
             if delta.finish is not None:
                 _log_end(call, spec, delta.finish)
-                error = failure(delta.finish)
+                error = failure(delta.finish, shutting_down=call.state.shutting_down)
                 if error is not None:
                     raise error
             yield place, delta

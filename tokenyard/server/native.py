@@ -12,7 +12,7 @@ from tokenyard.engine.spec import GenerateSpec
 from tokenyard.server.answers import Answer, Call, collect, run
 from tokenyard.server.convert import check_max_tokens, sampling_of, text_options_of, urgency_of
 from tokenyard.server.logprobs import native_logprobs
-from tokenyard.server.prompts import check_count, split_prompts
+from tokenyard.server.prompts import check_count, encode, split_prompts
 from tokenyard.server.protocol import NativeRequest, NativeSampling, parse
 from tokenyard.server.stream import DONE
 
@@ -33,7 +33,7 @@ class NativeJob:
 async def generate(call: Call) -> None:
     """Answer a native request."""
     body = parse(call.body, NativeRequest, strict=call.state.options.strict_api)
-    job = _job(call, body)
+    job = await _job(call, body)
     if body.stream:
         await _stream(call, job)
         return
@@ -42,7 +42,7 @@ async def generate(call: Call) -> None:
     await call.reply.whole(orjson.dumps(results if job.batch or job.n > 1 else results[0]))
 
 
-def _job(call: Call, body: NativeRequest) -> NativeJob:
+async def _job(call: Call, body: NativeRequest) -> NativeJob:
     """Read a body. Raises InvalidRequestError for anything wrong or unsupported in it."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequestError("give exactly one of text and input_ids", param="text")
@@ -53,16 +53,19 @@ def _job(call: Call, body: NativeRequest) -> NativeJob:
     batch = isinstance(value, list) and bool(value) and isinstance(value[0], (list, str))
     prompts = split_prompts(value, param)
     check_count(len(prompts), call.state.options.max_prompts, param)
+    start = -1 if body.logprob_start_len is None or not body.return_logprob else body.logprob_start_len
+    if start == 0:
+        # The first token has no log-probability to be reported with, so its id must be known here.
+        prompts = [await encode(call.manager.tokenizer, p, True) if isinstance(p, str) else p for p in prompts]
     samplings = _per_prompt(body.sampling_params, len(prompts), "sampling_params")
     rids = _rids(call, body, len(prompts))
     specs = [
-        _spec(call, body, prompt, sampling or NativeSampling(), rid)
+        _spec(call, body, prompt, sampling or NativeSampling(), rid, start)
         for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True)
     ]
     n = specs[0].sampling.n
     if any(spec.sampling.n != n for spec in specs):
         raise InvalidRequestError("all prompts of a batch must have the same n", param="sampling_params")
-    start = -1 if body.logprob_start_len is None else body.logprob_start_len
     return NativeJob(specs, n, batch, bool(body.return_text_in_logprobs), start)
 
 
@@ -84,7 +87,7 @@ def _rids(call: Call, body: NativeRequest, count: int) -> Sequence[str]:
 
 
 def _spec(
-    call: Call, body: NativeRequest, prompt: str | Int32Array, sampling: NativeSampling, rid: str
+    call: Call, body: NativeRequest, prompt: str | Int32Array, sampling: NativeSampling, rid: str, logprob_from: int
 ) -> GenerateSpec:
     """The engine's view of one prompt."""
     check_max_tokens(sampling.max_new_tokens, "max_new_tokens", least=1)
@@ -92,8 +95,7 @@ def _spec(
     urgency = replace(urgency_of(body, call.headers), rid=rid)
     logprobs = None
     if body.return_logprob:
-        start = -1 if body.logprob_start_len is None else body.logprob_start_len
-        logprobs = LogprobOptions(output=True, top=_top(body.top_logprobs_num), prompt_from=start)
+        logprobs = LogprobOptions(output=True, top=_top(body.top_logprobs_num), prompt_from=logprob_from)
     text = isinstance(prompt, str)
     return GenerateSpec(
         text=prompt if isinstance(prompt, str) else None,
@@ -156,7 +158,7 @@ def _result(call: Call, job: NativeJob, index: int, answer: Answer) -> dict[str,
         meta["e2e_latency"] = (answer.finish.finished_ns - answer.finish.arrival_ns) / NS_PER_S
         meta["retractions"] = answer.finish.retractions
     if spec.logprobs is not None:
-        meta |= _logprob_meta(call, job, answer)
+        meta |= _logprob_meta(call, job, answer, spec.input_ids)
     return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
 
 
@@ -171,8 +173,8 @@ def _finish_reason(finish: Finish | None) -> dict[str, Any] | None:
     return {"type": "abort", "message": finish.message}
 
 
-def _logprob_meta(call: Call, job: NativeJob, answer: Answer) -> dict[str, Any]:
-    """Log-probabilities of prompt and output tokens; the first prompt token has none."""
+def _logprob_meta(call: Call, job: NativeJob, answer: Answer, prompt: Int32Array | list[int] | None) -> dict[str, Any]:
+    """Log-probabilities of prompt and output tokens; the first prompt token has none and gets null."""
     inputs = [entry for entry in answer.logprobs if entry.position < answer.prompt_tokens]
     outputs = answer.logprobs[len(inputs) :]
     names = call.state.names
@@ -181,5 +183,8 @@ def _logprob_meta(call: Call, job: NativeJob, answer: Answer) -> dict[str, Any]:
     meta["output_token_logprobs"], meta["output_top_logprobs"] = own, top
     if job.logprob_from >= 0:
         own, top = native_logprobs(inputs, names, with_text=job.with_text)
+        if job.logprob_from == 0 and prompt is not None:
+            first = int(prompt[0])
+            own, top = [[None, first, names.text(first) if job.with_text else None], *own], [None, *top]
         meta["input_token_logprobs"], meta["input_top_logprobs"] = own, top
     return meta

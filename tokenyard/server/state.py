@@ -76,6 +76,7 @@ class ServerState:
         self.phase: Phase = "loading"
         self.created_s = int(time.time())
         self.open_requests = 0
+        self.shutting_down = False
         self._manager: Manager | None = None
         self._names: TokenNames | None = None
         self._rids: set[str] = set()
@@ -91,6 +92,10 @@ class ServerState:
     def start_draining(self) -> None:
         """Refuse new requests; open ones go on."""
         self.phase = "draining"
+
+    def cut_off(self) -> None:
+        """From now on an abort means that the server goes, not that somebody asked for it."""
+        self.shutting_down = True
 
     @property
     def manager(self) -> Manager:

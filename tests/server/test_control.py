@@ -1,0 +1,171 @@
+"""Probes, models, tokenizing, metrics, authentication and the other routes without generation."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.fake import FakeManager
+from tokenyard.server.middleware import ADMIN_PATHS, OPEN_PATHS
+
+
+def test_probes_of_a_healthy_server(server):
+    for path in ("/health", "/ready", "/ping", "/health_generate"):
+        assert server.client.get(path).status_code == 200
+
+
+def test_old_heartbeat_makes_the_probes_fail(server):
+    server.manager.age_s = 1000.0
+    assert server.client.get("/health").status_code == 503
+    assert server.client.get("/ready").status_code == 503
+
+
+def test_while_loading_alive_but_not_ready(start):
+    server = start(loading=True)
+    assert server.client.get("/health").status_code == 200
+    answer = server.client.get("/ready")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    refused = server.client.post("/v1/completions", json={"prompt": "x"})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.json()["error"]["code"] == "loading"
+    assert server.client.get("/v1/loads").status_code == 503
+    assert server.client.get("/metrics").status_code == 200
+
+
+def test_while_draining_new_requests_are_refused(server):
+    server.state.start_draining()
+    assert server.client.get("/ready").status_code == 503
+    assert server.client.get("/health").status_code == 200
+    refused = server.client.post("/generate", json={"text": "x"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+
+
+def test_models(server):
+    listed = server.client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    card = listed["data"][0]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 64)
+    assert server.client.get("/v1/models/fake").json() == card
+    assert server.client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_tokenize_and_back(server, prefix):
+    answer = server.client.post(f"{prefix}/tokenize", json={"prompt": "hello dog"}).json()
+    assert answer == {"tokens": [1, 11], "count": 2, "max_model_len": 64}
+    text = server.client.post(f"{prefix}/detokenize", json={"tokens": answer["tokens"]}).json()
+    assert text == {"prompt": "hello dog"}
+
+
+def test_tokenize_messages(server):
+    messages = [{"role": "user", "content": "lazy dog"}]
+    assert server.client.post("/tokenize", json={"messages": messages}).json()["count"] == 2
+    assert server.client.post("/tokenize", json={}).status_code == 400
+
+
+def test_without_tokenizer_text_is_refused(start):
+    manager = FakeManager()
+    manager.tokenizer = None
+    server = start(manager)
+    assert server.client.post("/tokenize", json={"prompt": "x"}).status_code == 400
+    assert server.client.post("/detokenize", json={"tokens": [1]}).status_code == 400
+
+
+def test_flush_cache(server):
+    assert server.client.get("/flush_cache").status_code == 200
+    assert server.client.post("/flush_cache").status_code == 200
+    server.manager.flushable = False
+    assert server.client.post("/flush_cache").status_code == 400
+
+
+def test_abort_pause_continue_reach_the_engine(server):
+    assert server.client.post("/abort_request", json={"rid": "a"}).status_code == 200
+    assert server.client.post("/abort_request", json={"abort_all": True}).status_code == 200
+    assert server.client.post("/abort_request").status_code == 400
+    assert server.client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
+    assert server.client.post("/pause_generation", json={"mode": "nap"}).status_code == 400
+    assert server.client.post("/continue_generation").status_code == 200
+    assert server.manager.calls == [("abort", "a"), ("abort", None), ("pause", "retract"), ("continue",)]
+
+
+def test_load_reports(server):
+    load = server.client.get("/v1/loads").json()["data"][0]
+    assert (load["running_requests"], load["queued_requests"], load["token_usage"]) == (3, 2, 0.25)
+    assert server.client.get("/get_load").json()[0]["num_reqs"] == 5
+
+
+def test_server_info_hides_keys(start):
+    server = start(info={"model_path": "m"}, api_key="secret")
+    text = server.client.get("/server_info", headers={"Authorization": "Bearer secret"}).text
+    assert '"model_path":"m"' in text
+    assert "secret" not in text
+
+
+def test_metrics_count_what_was_answered(start):
+    server = start(metrics_compat=["sglang", "vllm"])
+    server.client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5, "stream": True})
+    families = {family.name: family for family in text_string_to_metric_families(server.client.get("/metrics").text)}
+    samples = {
+        (sample.name, *sorted(sample.labels.items())): sample.value for f in families.values() for sample in f.samples
+    }
+    assert samples["tokenyard_generation_tokens_total", ("model", "fake")] == 5
+    assert samples["tokenyard_requests_total", ("finished_reason", "length"), ("model", "fake")] == 1
+    assert samples["tokenyard_inter_token_latency_seconds_count", ("model", "fake")] == 4
+    assert samples["tokenyard_time_to_first_token_seconds_count", ("model", "fake")] == 1
+    assert samples["sglang:num_running_reqs", ("model_name", "fake")] == 3
+    assert samples["vllm:num_requests_waiting", ("model_name", "fake")] == 2
+
+
+def test_errors_of_the_framework_wear_our_envelope(server):
+    missing = server.client.get("/nothing")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+    wrong = server.client.get("/v1/chat/completions")
+    assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
+
+
+def test_body_limit(start):
+    server = start(max_body_bytes=100)
+    for path in ("/v1/completions", "/tokenize"):
+        answer = server.client.post(path, json={"prompt": "x" * 200})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_openapi_knows_every_route(server):
+    paths = server.client.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/health", "/metrics"} <= set(paths)
+    assert "requestBody" in paths["/v1/chat/completions"]["post"]
+
+
+def status(server, path, key=None, method="GET"):
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return server.client.request(method, path, headers=headers).status_code
+
+
+def test_api_key_guards_everything_but_probes_and_metrics(start):
+    server = start(api_key="k1", admin_api_key="k2")
+    for path in OPEN_PATHS:
+        assert status(server, path) == 200
+    for path in ("/v1/models", "/openapi.json", "/v1/loads", "/nothing", *ADMIN_PATHS):
+        assert status(server, path) == 401
+        assert status(server, path, "wrong") == 401
+    assert status(server, "/v1/models", "k1") == 200
+    assert status(server, "/v1/models", "k2") == 401
+    assert status(server, "/server_info", "k1") == 401
+    assert status(server, "/server_info", "k2") == 200
+
+
+def test_admin_key_alone_leaves_the_rest_open(start):
+    server = start(admin_api_key="k2")
+    assert status(server, "/v1/models") == 200
+    assert status(server, "/flush_cache") == 401
+    assert status(server, "/flush_cache", "k2") == 200
+
+
+def test_api_key_alone_opens_admin_paths(start):
+    server = start(api_key="k1")
+    assert status(server, "/flush_cache", "k1", "POST") == 200
+
+
+def test_cors_is_off_by_default(start):
+    origin = {"Origin": "http://page.example"}
+    assert "access-control-allow-origin" not in start().client.get("/health", headers=origin).headers
+    allowed = start(cors_allow_origins=["http://page.example"]).client.get("/health", headers=origin)
+    assert allowed.headers["access-control-allow-origin"] == "http://page.example"

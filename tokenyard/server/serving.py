@@ -1,0 +1,78 @@
+"""The life of the HTTP server: it listens early, drains on the first signal and stops at once on the second."""
+
+import logging
+import time
+from types import FrameType
+
+import uvicorn
+
+from tokenyard.server.app import create_app
+from tokenyard.server.state import ServerState
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 2.0
+"""How long aborted requests have to send their last event."""
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that, told to stop, first lets open requests finish for `shutdown_timeout_s` seconds.
+
+    While it drains, /ready and new requests get 503. What is open after that is aborted with an error event. A second
+    signal ends it at once. `reason` is set if something other than a signal ended it.
+    """
+
+    def __init__(self, state: ServerState, *, host: str, port: int, shutdown_timeout_s: float) -> None:
+        config = uvicorn.Config(
+            create_app(state),
+            host=host,
+            port=port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            backlog=2048,
+            timeout_keep_alive=65,
+            timeout_graceful_shutdown=2,
+        )
+        super().__init__(config)
+        self.state = state
+        self.reason = ""
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._drain_until: float | None = None
+        self._cut_off = False
+
+    @property
+    def port(self) -> int:
+        """The port it listens on, once started."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
+    def stop(self, reason: str) -> None:
+        """End the server because of a failure."""
+        self.reason = self.reason or reason
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal: the first one drains, the second one ends everything."""
+        if self._drain_until is not None:
+            self.should_exit = self.force_exit = True
+            return
+        self._drain_until = time.monotonic() + self._shutdown_timeout_s
+        self.state.start_draining()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: see how far the draining has come."""
+        if self._drain_until is not None and not self.should_exit:
+            await self._drain(self._drain_until)
+        return await super().on_tick(counter)
+
+    async def _drain(self, until: float) -> None:
+        """Exit when no request is open; abort them when the time is over."""
+        late_s = time.monotonic() - until
+        if self.state.open_requests == 0 or late_s > LAST_WORDS_S:
+            self.should_exit = True
+        elif late_s > 0 and not self._cut_off:
+            self._cut_off = True
+            log.warning("shutdown timeout: aborting %d open requests", self.state.open_requests)
+            self.state.cut_off()
+            await self.state.manager.abort(None)
