@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from tokenyard.base import ConfigError
 CACHE_THRESHOLD = 0.3
 BALANCE_ABS_THRESHOLD = 64
 BALANCE_REL_THRESHOLD = 1.5
-MATCH_BLOCK_BYTES = 256
+MATCH_BLOCK_BYTES = 512
 MAX_BLOCKS_PER_WORKER = 1 << 18
 
 
@@ -94,13 +95,13 @@ class CacheAware:
     `BALANCE_REL_THRESHOLD` times as many, as the least loaded one; then that one is taken. In balance the best match is
     taken if it covers more than `CACHE_THRESHOLD` of the prompt, else the least loaded worker.
 
-    What a worker has seen is remembered as chained hashes of blocks, the oldest forgotten first.
+    What a worker has seen is remembered as chained digests of blocks, the oldest forgotten first.
     """
 
     needs_prompt = True
 
     def __init__(self, workers: int, seed: int) -> None:
-        self._seen: list[dict[int, None]] = [{} for _ in range(workers)]
+        self._seen: list[dict[bytes, None]] = [{} for _ in range(workers)]
 
     def choose(self, loads: Sequence[WorkerLoad], prompt: bytes) -> int:
         """See `Chooser.choose`."""
@@ -114,7 +115,7 @@ class CacheAware:
             del seen[next(iter(seen))]
         return chosen
 
-    def _pick(self, loads: Sequence[WorkerLoad], chain: list[int]) -> int:
+    def _pick(self, loads: Sequence[WorkerLoad], chain: list[bytes]) -> int:
         counts = [load.requests for load in loads]
         least, most = min(counts), max(counts)
         idlest = counts.index(least)
@@ -125,18 +126,16 @@ class CacheAware:
         return best if chain and matches[best] > CACHE_THRESHOLD * len(chain) else idlest
 
 
-def _chain(prompt: bytes) -> list[int]:
-    """One number per whole block; equal numbers mean an equal prompt up to there (hashes of bytes are salted per
-    process, which only numbers the blocks differently and never changes a choice).
-    """
-    chain, link = [], 0
+def _chain(prompt: bytes) -> list[bytes]:
+    """One digest per whole block; equal digests mean an equal prompt up to there."""
+    chain, link = [], b""
     for start in range(0, len(prompt) - MATCH_BLOCK_BYTES + 1, MATCH_BLOCK_BYTES):
-        link = hash((link, prompt[start : start + MATCH_BLOCK_BYTES]))
+        link = blake2b(link + prompt[start : start + MATCH_BLOCK_BYTES], digest_size=8).digest()
         chain.append(link)
     return chain
 
 
-def _covered(chain: list[int], seen: dict[int, None]) -> int:
+def _covered(chain: list[bytes], seen: dict[bytes, None]) -> int:
     """How many links from the front are known."""
     for count, link in enumerate(chain):
         if link not in seen:

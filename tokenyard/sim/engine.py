@@ -1,8 +1,8 @@
 """Running a workload through one engine, or through several behind a router, in virtual time."""
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -73,8 +73,8 @@ class Setup:
 class Outcome:
     """What became of each request, as columns by request number, and of the whole run.
 
-    status: int8[n], UNFINISHED, FINISHED or REJECTED. Times in ns from the start of the trace, 0 where a stage was never
-    reached. unloaded_s: float64[n], see `unloaded_prefill_s`. replica: int32[n], who served it.
+    status: int32[n], UNFINISHED, FINISHED or REJECTED. Times in ns from the start of the trace, 0 where a stage was
+    never reached. unloaded_s: float64[n], see `unloaded_prefill_s`. replica: int32[n], who served it.
     """
 
     workload: Workload
@@ -202,7 +202,7 @@ class _Run:
         distinct = not setup.settings.disable_radix_cache
         executor = SimExecutor(info, self._truth, self._workload.output_tokens, distinct)
         scheduler = Scheduler(setup.settings, info, belief)
-        return Replica(scheduler, executor, self._note_finish, setup.host_s, observer)
+        return Replica(scheduler, executor, self._note_finish, setup.settings.max_in_flight, setup.host_s, observer)
 
     def submit(self, index: int) -> None:
         """Bring all replicas to the arrival of request `index` and give it to one of them."""
@@ -255,9 +255,8 @@ class _Run:
 def _sum_counters(replicas: list[Replica]) -> dict[str, int]:
     totals: dict[str, int] = {}
     for replica in replicas:
-        counters = replica.scheduler.counters
-        for name in counters.__slots__:
-            totals[name] = totals.get(name, 0) + getattr(counters, name)
+        for name, count in asdict(replica.scheduler.snapshot(replica.now).counters).items():
+            totals[name] = totals.get(name, 0) + count
     return totals
 
 
@@ -276,9 +275,3 @@ def _blank_outcome(workload: Workload, setup: Setup) -> Outcome:
         replica=np.zeros(count, np.int32),
         unloaded_s=np.zeros(count, np.float64),
     )
-
-
-def evenly(items: int, most: int) -> Iterator[int]:
-    """At most `most` indices below `items`, evenly apart, for charts."""
-    step = max(1, -(-items // most))
-    return iter(range(0, items, step))

@@ -84,8 +84,8 @@ class _Flight:
 class Replica:
     """A scheduler with its pretend device.
 
-    Turns go as in the engine's loops: plan, launch, then commit the oldest step once as many are in flight as the
-    scheduler's `max_in_flight` allows (2 is overlap: a plan is made one step before the last one is known).
+    Turns go as in the engine's loops: plan, launch, then commit the oldest step once `depth` of them are in flight
+    (2 is overlap: a plan is made one step before the last one is known). `depth` is the scheduler's `max_in_flight`,
     `host_s` is the CPU time of a turn: with overlap it hides behind the device's work, without it adds up.
     """
 
@@ -94,6 +94,7 @@ class Replica:
         scheduler: Scheduler,
         executor: SimExecutor,
         finished: Callable[[Finish], None],
+        depth: int = 1,
         host_s: float = 0.0,
         observer: StepObserver | None = None,
     ) -> None:
@@ -105,7 +106,7 @@ class Replica:
         self._finished = finished
         self._host_ns = to_ns(host_s)
         self._observer = observer
-        self._depth = scheduler.settings.max_in_flight
+        self._depth = depth
         self._flights: deque[_Flight] = deque()
         self._must_commit = False
         self._device_free_ns = 0
@@ -124,11 +125,8 @@ class Replica:
                 if self._flights[0].end_ns >= until:
                     return
                 self._commit()
-            elif not self._plan():
-                wakeup = self.scheduler.wakeup_ns()
-                if wakeup is None or wakeup >= until or wakeup <= self.now:
-                    break
-                self.now = wakeup
+            elif not self._plan() and not self._sleep(until):
+                break
         self._drain()
 
     def decision_hash(self) -> bytes:
@@ -142,6 +140,18 @@ class Replica:
             self._launch(plan)
         self._must_commit = bool(self._flights) and (plan is None or len(self._flights) == self._depth)
         return bool(self._flights)
+
+    def _sleep(self, until: int) -> bool:
+        """Nothing can be planned: move on to the next time-out before `until`, if there is one."""
+        if not self.scheduler.has_work:
+            mismatch = self.scheduler.idle()
+            if mismatch is not None:
+                raise RuntimeError(f"the scheduler's books do not balance: {mismatch}")
+        wakeup = self.scheduler.wakeup_ns()
+        if wakeup is None or not self.now < wakeup < until:
+            return False
+        self.now = wakeup
+        return True
 
     def _launch(self, plan: StepPlan) -> None:
         work, result = self._executor.run(plan)

@@ -240,7 +240,7 @@ def read_vllm_measured(path: Path, options: ReadOptions) -> Workload:
 
 
 def read_lmcache_agent(path: Path, options: ReadOptions) -> Workload:
-    """LMCache's agent sessions: a file per session, each line the whole prompt and the answer. The file is the tenant."""
+    """LMCache's agent sessions: a file per session, a line per call. The file's name is the tenant."""
     tokenize = options.tokenizer(path)
     builder = WorkloadBuilder(path.name, sort=True)
     for name, raw in read_members(path, ".jsonl"):

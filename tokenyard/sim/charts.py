@@ -1,0 +1,216 @@
+"""Charts as inline SVG, so that a report is one file and needs no plotting library."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+import numpy as np
+import numpy.typing as npt
+
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+WIDTH, HEIGHT = 620, 340
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 46
+LEGEND_ROW = 16
+LEGEND_PER_ROW = 3
+
+
+@dataclass
+class _Series:
+    label: str
+    kind: str
+    x: npt.NDArray[np.float64]
+    y: npt.NDArray[np.float64]
+    colour: str
+
+
+@dataclass
+class Chart:
+    """One chart: add series, then take `svg()`. On a log axis values that are not above 0 are left out."""
+
+    title: str
+    x_label: str
+    y_label: str
+    x_log: bool = False
+    y_log: bool = False
+    y_from_zero: bool = False
+    series: list[_Series] = field(default_factory=list)
+    categories: tuple[str, ...] = ()
+
+    def line(self, x: npt.ArrayLike, y: npt.ArrayLike, label: str = "", dashed: bool = False) -> None:
+        """A line through the points; a dashed one is grey and stands for a bound or a target."""
+        self._add("dashed" if dashed else "line", x, y, label)
+
+    def area(self, x: npt.ArrayLike, y: npt.ArrayLike, label: str = "") -> None:
+        """A line filled down to zero."""
+        self._add("area", x, y, label)
+
+    def dots(self, x: npt.ArrayLike, y: npt.ArrayLike, label: str = "") -> None:
+        """Single points."""
+        self._add("dots", x, y, label)
+
+    def bars(self, categories: Sequence[str], y: npt.ArrayLike, label: str = "") -> None:
+        """One bar per category; several calls stand side by side."""
+        self.categories = tuple(categories)
+        self._add("bars", np.arange(len(self.categories)), y, label)
+
+    def _add(self, kind: str, x: npt.ArrayLike, y: npt.ArrayLike, label: str) -> None:
+        xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        keep = np.isfinite(xs) & np.isfinite(ys)
+        if self.x_log:
+            keep &= xs > 0.0
+        if self.y_log:
+            keep &= ys > 0.0
+        coloured = sum(series.kind != "dashed" for series in self.series)
+        colour = "#6b7280" if kind == "dashed" else COLOURS[coloured % len(COLOURS)]
+        self.series.append(_Series(label, kind, xs[keep], ys[keep], colour))
+
+    def svg(self) -> str:
+        """The chart as an `<svg>` element."""
+        legend = [series for series in self.series if series.label]
+        top = TOP + LEGEND_ROW * (-(-len(legend) // LEGEND_PER_ROW))
+        x_axis = self._x_axis()
+        y_axis = _Axis.over([series.y for series in self.series], self.y_log, HEIGHT - BOTTOM, top, self._zero_based())
+        parts = [
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">',
+            f'<text class="title" x="{LEFT}" y="18">{escape(self.title)}</text>',
+            *_legend(legend),
+            *self._grid(x_axis, y_axis, top),
+            *(mark for index, series in enumerate(self.series) for mark in self._marks(series, index, x_axis, y_axis)),
+            "</svg>",
+        ]
+        return "\n".join(parts)
+
+    def _zero_based(self) -> bool:
+        return self.y_from_zero or any(series.kind in ("area", "bars") for series in self.series)
+
+    def _x_axis(self) -> "_Axis":
+        if self.categories:
+            return _Axis(-0.5, len(self.categories) - 0.5, False, LEFT, WIDTH - RIGHT)
+        return _Axis.over([series.x for series in self.series], self.x_log, LEFT, WIDTH - RIGHT, False)
+
+    def _grid(self, x_axis: "_Axis", y_axis: "_Axis", top: int) -> list[str]:
+        base = HEIGHT - BOTTOM
+        parts = []
+        for value in y_axis.ticks():
+            y = y_axis.at(value)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(value)}</text>')
+        ticks = [(value, _number(value)) for value in x_axis.ticks()]
+        named = [(float(place), name) for place, name in enumerate(self.categories)] or ticks
+        for value, name in named:
+            x = x_axis.at(value)
+            if not self.categories:
+                parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{base}"/>')
+            parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 16}" text-anchor="middle">{escape(name)}</text>')
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(self.x_label)}</text>')
+        turn = (top + base) / 2
+        parts.append(
+            f'<text transform="translate(14 {turn:.0f}) rotate(-90)" text-anchor="middle">{escape(self.y_label)}</text>'
+        )
+        return parts
+
+    def _marks(self, series: _Series, index: int, x_axis: "_Axis", y_axis: "_Axis") -> list[str]:
+        xs, ys = x_axis.positions(series.x), y_axis.positions(series.y)
+        points = list(zip(xs.tolist(), ys.tolist(), strict=True))
+        if not points:
+            return []
+        if series.kind == "dots":
+            return [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.6" fill="{series.colour}" opacity=".45"/>' for x, y in points
+            ]
+        if series.kind == "bars":
+            return self._bars(series, index, points, x_axis, y_axis)
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="5 4"' if series.kind == "dashed" else ""
+        marks = [f'<path d="{path}" fill="none" stroke="{series.colour}" stroke-width="1.6"{dash}/>']
+        if series.kind == "area":
+            base = HEIGHT - BOTTOM
+            closed = f"{path}L{points[-1][0]:.1f} {base}L{points[0][0]:.1f} {base}Z"
+            marks.append(f'<path d="{closed}" fill="{series.colour}" opacity=".18"/>')
+        return marks
+
+    def _bars(
+        self, series: _Series, index: int, points: list[tuple[float, float]], x_axis: "_Axis", y_axis: "_Axis"
+    ) -> list[str]:
+        groups = sum(other.kind == "bars" for other in self.series)
+        width = 0.8 * (x_axis.at(1.0) - x_axis.at(0.0)) / groups
+        base = y_axis.at(0.0)
+        return [
+            f'<rect x="{x + (index - groups / 2) * width:.1f}" y="{y:.1f}" width="{width * 0.92:.1f}" '
+            f'height="{max(base - y, 0.0):.1f}" fill="{series.colour}"/>'
+            for x, y in points
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Maps values from `low` to `high` to pixels from `begin` to `end`."""
+
+    low: float
+    high: float
+    log: bool
+    begin: float
+    end: float
+
+    @classmethod
+    def over(
+        cls, columns: Sequence[npt.NDArray[np.float64]], log: bool, begin: float, end: float, zero: bool
+    ) -> "_Axis":
+        """An axis that shows all values, with a little air; from 0 if `zero`."""
+        values = np.concatenate(columns) if columns else np.empty(0)
+        if not len(values):
+            return cls(1.0 if log else 0.0, 10.0 if log else 1.0, log, begin, end)
+        low, high = float(values.min()), float(values.max())
+        if log:
+            return cls(low / 1.1, max(high * 1.1, low * 1.3), True, begin, end)
+        low = min(low, 0.0) if zero else low
+        high = high if high > low else low + 1.0
+        air = 0.04 * (high - low)
+        return cls(low if low == 0.0 else low - air, high + air, False, begin, end)
+
+    def positions(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Pixels of many values."""
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        scaled = np.log(values) if self.log else values
+        pixels: npt.NDArray[np.float64] = self.begin + (scaled - low) / (high - low) * (self.end - self.begin)
+        return pixels
+
+    def at(self, value: float) -> float:
+        """Pixels of one value."""
+        return float(self.positions(np.array([value]))[0])
+
+    def ticks(self) -> list[float]:
+        """Round values along the axis."""
+        if self.log:
+            exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            wide = self.high / self.low > 1e3
+            steps = (1.0,) if wide else (1.0, 2.0, 5.0)
+            return [m * 10.0**e for e in exponents for m in steps if self.low <= m * 10.0**e <= self.high]
+        rough = (self.high - self.low) / 5
+        size = 10.0 ** math.floor(math.log10(rough))
+        step = next(size * m for m in (1, 2, 5, 10) if size * m >= rough)
+        first = math.ceil(self.low / step)
+        return [step * i for i in range(first, math.floor(self.high / step) + 1)]
+
+
+def _legend(series: Sequence[_Series]) -> list[str]:
+    parts = []
+    for place, one in enumerate(series):
+        x = LEFT + (place % LEGEND_PER_ROW) * (WIDTH - LEFT - RIGHT) / LEGEND_PER_ROW
+        y = TOP + LEGEND_ROW * (place // LEGEND_PER_ROW)
+        parts.append(f'<rect x="{x:.0f}" y="{y - 8}" width="12" height="8" fill="{one.colour}"/>')
+        parts.append(f'<text class="tick" x="{x + 17:.0f}" y="{y}">{escape(one.label)}</text>')
+    return parts
+
+
+def _number(value: float) -> str:
+    if value == 0.0:
+        return "0"
+    size = abs(value)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):g}{unit}"
+    return f"{value:.3g}"

@@ -1,0 +1,91 @@
+"""What a run was like, in numbers: the fields of `OUT.json`."""
+
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import BoolArray
+from tokenyard.sim.engine import REJECTED, UNFINISHED, Outcome
+from tokenyard.sim.workload import Float64Array
+
+QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999), ("max", 1.0))
+
+
+def quantiles(values: Float64Array) -> dict[str, float | None]:
+    """p50, p90, p99, p999 and max of the values that are numbers; None where there is none."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return {name: None for name, _ in QUANTILES}
+    found = np.quantile(known, [share for _, share in QUANTILES])
+    return {name: round(float(value), 6) for (name, _), value in zip(QUANTILES, found, strict=True)}
+
+
+def share(mask: BoolArray) -> float | None:
+    """How much of `mask` holds, None if it is empty."""
+    return round(float(mask.mean()), 6) if len(mask) else None
+
+
+def wait_s(outcome: Outcome) -> Float64Array:
+    """float64[n], time to first token beyond the unloaded prefill; NaN for requests that did not finish."""
+    return outcome.ttft_s - outcome.unloaded_s
+
+
+def late_s(outcome: Outcome) -> Float64Array:
+    """float64[n], time to first token beyond its target, 0 where the target was met; NaN if unfinished."""
+    late: Float64Array = np.maximum(outcome.ttft_s - outcome.ttft_slo_s, 0.0)
+    return late
+
+
+def length_classes(outcome: Outcome) -> dict[str, BoolArray]:
+    """Masks over the requests by prompt length: the quartiles, shortest first, and the longest 5 %."""
+    lengths = outcome.workload.prompt_tokens
+    low, middle, high, top = np.quantile(lengths, (0.25, 0.5, 0.75, 0.95))
+    return {
+        "shortest_quarter": lengths <= low,
+        "second_quarter": (lengths > low) & (lengths <= middle),
+        "third_quarter": (lengths > middle) & (lengths <= high),
+        "longest_quarter": lengths > high,
+        "longest_5_percent": lengths > top,
+    }
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """The run as one JSON object. Times are in seconds, shares from 0 to 1, lengths in tokens."""
+    workload, counters = outcome.workload, outcome.counters
+    seconds = max(outcome.sim_seconds, 1e-9)
+    computed = int(outcome.completion_tokens.sum()) + counters["prefill_tokens"]
+    return {
+        "trace": workload.name,
+        "profile": outcome.setup.profile.name,
+        "policy": outcome.setup.settings.schedule_policy,
+        "replicas": outcome.setup.replicas,
+        "requests": len(workload),
+        "finished": int(outcome.served.sum()),
+        "rejected": int((outcome.status == REJECTED).sum()),
+        "unfinished": int((outcome.status == UNFINISHED).sum()),
+        "slo_attainment": share(outcome.met),
+        "slo_attainment_by_length": {name: share(outcome.met[mask]) for name, mask in length_classes(outcome).items()},
+        "slo_attainment_by_class": _by_name(outcome, workload.classes, workload.service_class),
+        "slo_attainment_by_tenant": _by_name(outcome, workload.tenants, workload.tenant),
+        "ttft_s": quantiles(outcome.ttft_s),
+        "tpot_s": quantiles(outcome.tpot_s),
+        "e2e_s": quantiles(outcome.e2e_s),
+        "wait_s": quantiles(wait_s(outcome)),
+        "late_s": quantiles(late_s(outcome)),
+        "throughput_tokens_per_s": round(float(outcome.completion_tokens.sum()) / seconds, 3),
+        "computed_tokens_per_s": round(computed / seconds, 3),
+        "prefix_hit_rate": round(counters["hit_tokens"] / max(counters["prompt_tokens"], 1), 6),
+        "preemptions": counters["preempted"] + counters["retracted"],
+        "recomputed_tokens": counters["recomputed_tokens"],
+        "utilisation": round(outcome.busy_seconds / seconds / outcome.setup.replicas, 6),
+        "steps": counters["steps"],
+        "sim_seconds": round(outcome.sim_seconds, 6),
+        "wall_seconds": round(outcome.wall_seconds, 3),
+        "decision_hash": outcome.decision_hash,
+    }
+
+
+def _by_name(outcome: Outcome, names: tuple[str, ...], column: Any) -> dict[str, float | None]:
+    """Attainment by class or tenant, for those that have requests and a name; at most the 50 first."""
+    found = {name: column == index for index, name in enumerate(names[:51]) if name}
+    return {name: share(outcome.met[mask]) for name, mask in found.items() if mask.any()}

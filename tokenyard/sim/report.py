@@ -1,0 +1,233 @@
+"""A run, or several beside each other, as one HTML page with charts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenyard.sim.charts import Chart
+from tokenyard.sim.engine import Outcome
+from tokenyard.sim.metrics import late_s, length_classes, summary, wait_s
+from tokenyard.sim.timeline import Timeline
+from tokenyard.sim.workload import Float64Array
+
+CDF_POINTS = 300
+SCATTER_POINTS = 1500
+GAP_POINTS = 300
+MOST_TENANTS = 64
+VTC_PREFILL_WEIGHT, VTC_DECODE_WEIGHT = 1.0, 2.0
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #111827; max-width: 1320px; margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em } p { max-width: 60em }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+td, th { padding: .25em .9em; text-align: right }
+th { border-bottom: 2px solid #111827 } td { border-bottom: 1px solid #e5e7eb } td:first-child { text-align: left }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(540px, 1fr)); gap: 1em }
+svg { width: 100%; background: #fff; border: 1px solid #e5e7eb; border-radius: 6px } svg text { font-size: 12px }
+svg .title { font-size: 14px; font-weight: 600 } svg .tick { font-size: 11px; fill: #4b5563 }
+svg .grid { stroke: #e5e7eb } svg .axis { stroke: #111827 }
+"""
+
+_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("SLO met", lambda s: _percent(s["slo_attainment"])),
+    ("longest quarter", lambda s: _percent(s["slo_attainment_by_length"]["longest_quarter"])),
+    ("longest 5 %", lambda s: _percent(s["slo_attainment_by_length"]["longest_5_percent"])),
+    ("rejected", lambda s: f"{s['rejected']}"),
+    ("TTFT p50 / p99 (s)", lambda s: _pair(s["ttft_s"], "p50", "p99")),
+    ("TPOT p50 / p99 (ms)", lambda s: _pair(s["tpot_s"], "p50", "p99", 1000.0)),
+    ("wait p99.9 / max (s)", lambda s: _pair(s["wait_s"], "p999", "max")),
+    ("late p99.9 / max (s)", lambda s: _pair(s["late_s"], "p999", "max")),
+    ("tokens/s out", lambda s: f"{s['throughput_tokens_per_s']:.0f}"),
+    ("hit rate", lambda s: _percent(s["prefix_hit_rate"])),
+    ("preemptions", lambda s: f"{s['preemptions']}"),
+    ("busy", lambda s: _percent(s["utilisation"])),
+)
+
+
+def write_report(
+    path: Path, outcomes: Mapping[str, Outcome], timelines: Mapping[str, Timeline] | None = None, title: str = ""
+) -> None:
+    """Write the page for `outcomes` (name of the setting -> outcome of the same workload)."""
+    sections = [
+        _section("Who is served well, and who pays", _quality_charts(outcomes)),
+        _section("Latencies", _latency_charts(outcomes)),
+    ]
+    gaps = _gap_charts(outcomes)
+    if gaps:
+        sections.append(_section("Fairness between tenants", gaps))
+    for name, timeline in (timelines or {}).items():
+        sections.append(_section(f"Over time: {name}", timeline_charts(timeline)))
+    first = next(iter(outcomes.values()))
+    heading = title or f"{first.workload.name} on {first.setup.profile.name}"
+    page = _page(heading, _facts(first) + _table({name: summary(one) for name, one in outcomes.items()}), sections)
+    path.write_text(page, encoding="utf-8")
+
+
+def write_curves(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]], title: str) -> None:
+    """Write a page with goodput curves: per policy the (rate scale, SLO attainment) points that were run."""
+    chart = Chart("Goodput: SLO attainment against load", "rate scale of the trace", "requests that met their SLO (%)")
+    for name, points in curves.items():
+        ordered = sorted(points)
+        chart.line([scale for scale, _ in ordered], [100.0 * share for _, share in ordered], name)
+    scales = [scale for points in curves.values() for scale, _ in points]
+    for target in (90.0, 99.0):
+        chart.line([min(scales), max(scales)], [target, target], f"{target:.0f} %", dashed=True)
+    path.write_text(_page(title, "", [_section("Goodput", [chart])]), encoding="utf-8")
+
+
+def _quality_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
+    by_length = Chart("SLO attainment by prompt length", "", "met (%)", y_from_zero=True)
+    scatter = Chart("Who pays: time to first token", "prompt tokens", "TTFT (s)", x_log=True, y_log=True)
+    waits = Chart("Wait: TTFT beyond the unloaded prefill", "wait (s)", "requests waiting longer (%)", True, True)
+    late = Chart("Late: TTFT beyond its target", "late (s)", "requests later than this (%)", True, True)
+    for name, outcome in outcomes.items():
+        classes = length_classes(outcome)
+        shares = [100.0 * float(outcome.met[mask].mean()) if mask.any() else 0.0 for mask in classes.values()]
+        by_length.bars([key.replace("_percent", " %").replace("_", " ") for key in classes], shares, name)
+        shown = _some(len(outcome.workload), SCATTER_POINTS)
+        scatter.dots(outcome.workload.prompt_tokens[shown], outcome.ttft_s[shown], name)
+        waits.line(*_beyond(wait_s(outcome)), name)
+        late.line(*_beyond(late_s(outcome)), name)
+    first = next(iter(outcomes.values()))
+    order = np.argsort(first.workload.prompt_tokens)[_some(len(first.workload), CDF_POINTS)]
+    scatter.line(first.workload.prompt_tokens[order], first.ttft_slo_s[order], "target", dashed=True)
+    return [by_length, scatter, waits, late]
+
+
+def _latency_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
+    charts = []
+    for title, column in (("TTFT", "ttft_s"), ("Time per output token", "tpot_s"), ("End to end", "e2e_s")):
+        chart = Chart(f"{title}: distribution", "seconds", "requests (%)", x_log=True)
+        for name, outcome in outcomes.items():
+            for label, values in _by_class(outcome, getattr(outcome, column), name):
+                chart.line(*_cdf(values), label)
+        charts.append(chart)
+    return charts
+
+
+def _by_class(outcome: Outcome, values: Float64Array, name: str) -> list[tuple[str, Float64Array]]:
+    """The values of each service class that occurs, or all together where there is only one."""
+    column, names = outcome.workload.service_class, outcome.workload.classes
+    present = np.unique(column)
+    if len(present) < 2:
+        return [(name, values)]
+    return [(f"{name}: {names[index] or 'no class'}", values[column == index]) for index in present]
+
+
+def _gap_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
+    """Largest difference between tenants' service over time, with the bound of virtual token counters (Sheng 2024)."""
+    tenants = np.unique(next(iter(outcomes.values())).workload.tenant)
+    if not 2 <= len(tenants) <= MOST_TENANTS:
+        return []
+    chart = Chart("Largest service gap between two tenants", "time (s)", "weighted tokens", y_from_zero=True)
+    for name, outcome in outcomes.items():
+        chart.line(*service_gap_over_time(outcome), name)
+    first = next(iter(outcomes.values()))
+    pool = first.setup.kv_pool_tokens or first.setup.profile.kv_pool_tokens
+    bound = 2.0 * max(VTC_PREFILL_WEIGHT * first.workload.max_prompt_tokens, VTC_DECODE_WEIGHT * pool)
+    chart.line([0.0, first.sim_seconds], [bound, bound], "bound while both are backlogged", dashed=True)
+    return [chart]
+
+
+def service_gap_over_time(outcome: Outcome) -> tuple[Float64Array, Float64Array]:
+    """Times and the gap between the most and the least served tenant then, both float64[GAP_POINTS].
+
+    A prompt counts when its first token is out, an answer evenly between its first token and its end.
+    """
+    times = np.linspace(0.0, outcome.sim_seconds, GAP_POINTS)
+    totals = []
+    for tenant in np.unique(outcome.workload.tenant):
+        mine = np.flatnonzero((outcome.workload.tenant == tenant) & outcome.served)
+        first, last = outcome.first_token_ns[mine] / 1e9, outcome.finished_ns[mine] / 1e9
+        prompts = VTC_PREFILL_WEIGHT * (outcome.workload.prompt_tokens[mine] - outcome.cached_tokens[mine])
+        answers = VTC_DECODE_WEIGHT * outcome.completion_tokens[mine]
+        span = np.maximum(last - first, 1e-9)
+        done = [float((prompts * (first <= t) + answers * np.clip((t - first) / span, 0.0, 1.0)).sum()) for t in times]
+        totals.append(done)
+    table = np.array(totals)
+    return times, table.max(axis=0) - table.min(axis=0)
+
+
+def timeline_charts(timeline: Timeline) -> list[Chart]:
+    """Queue, KV, batch and step time over time."""
+    samples = timeline.samples
+    at = [sample.at_s for sample in samples]
+    queue = Chart("Queue and running requests", "time (s)", "requests")
+    queue.area(at, [sample.waiting for sample in samples], "waiting")
+    queue.line(at, [sample.running for sample in samples], "running")
+    kv = Chart("KV pool", "time (s)", "tokens held by requests")
+    kv.area(at, [sample.kv_tokens for sample in samples], "held")
+    if samples:
+        kv.line([at[0], at[-1]], [timeline.total_kv_tokens] * 2, "pool", dashed=True)
+    batch = Chart("Batch: what a step computes", "time (s)", "tokens in the step", y_from_zero=True)
+    batch.dots(at, [sample.prefill_tokens or np.nan for sample in samples], "prefill")
+    batch.dots(at, [sample.decode_rows or np.nan for sample in samples], "decode")
+    step = Chart("Step time", "time (s)", "milliseconds", y_from_zero=True)
+    step.dots(at, [1000.0 * sample.step_s for sample in samples], "step")
+    return [queue, kv, batch, step]
+
+
+def _cdf(values: Float64Array) -> tuple[Float64Array, Float64Array]:
+    known = np.sort(values[~np.isnan(values)])
+    if not len(known):
+        return known, known
+    shares = np.linspace(0.0, 1.0, CDF_POINTS)
+    return np.quantile(known, shares), 100.0 * shares
+
+
+def _beyond(values: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Value against the share of all requests above it; requests that did not finish are above everything."""
+    known = np.sort(values[~np.isnan(values)])
+    if not len(known):
+        return known, known
+    above = 100.0 * (len(values) - np.arange(1, len(known) + 1)) / len(values)
+    shown = np.unique(np.concatenate((_some(len(known), CDF_POINTS), np.arange(max(len(known) - 200, 0), len(known)))))
+    return known[shown], above[shown]
+
+
+def _some(count: int, most: int) -> Any:
+    """At most `most` indices below `count`, evenly apart."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+
+
+def _facts(outcome: Outcome) -> str:
+    slo, workload = outcome.setup.slo, outcome.workload
+    return (
+        f"<p>{len(workload)} requests over {workload.arrival_s[-1]:.0f} s, {outcome.setup.replicas} replica(s) of "
+        f"{escape(outcome.setup.profile.name)} (numbers: {escape(outcome.setup.profile.source)}). A request meets its "
+        f"SLO if its first token comes within max({slo.ttft_s:g} s, {slo.ttft_scale:g} x the unloaded prefill of its "
+        f"whole prompt) and its mean time per output token is at most {1000 * slo.tpot_s:g} ms; rejected and "
+        "unfinished requests are misses.</p>"
+    )
+
+
+def _table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name, _ in _COLUMNS)
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell(one)}</td>" for _, cell in _COLUMNS) + "</tr>"
+        for name, one in summaries.items()
+    )
+    return f"<table><tr><th></th>{head}</tr>{rows}</table>"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100.0 * value:.1f} %"
+
+
+def _pair(values: Mapping[str, float | None], low: str, high: str, scale: float = 1.0) -> str:
+    cells = [values[low], values[high]]
+    return " / ".join("-" if cell is None else f"{scale * cell:.3g}" for cell in cells)
+
+
+def _section(title: str, charts: Sequence[Chart]) -> str:
+    return f'<h2>{escape(title)}</h2><div class="charts">{"".join(chart.svg() for chart in charts)}</div>'
+
+
+def _page(title: str, lead: str, sections: Sequence[str]) -> str:
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+        f"<h1>{escape(title)}</h1>{lead}{''.join(sections)}</html>\n"
+    )
