@@ -86,6 +86,7 @@ class KvMemory:
 
     def seat(self, known_ids: Int32Array, node: Any, cached: int) -> tuple[int, Int32Array]:
         """Take a pool row, write the tokens and the pages of the locked prefix into it; return (pool row, pages)."""
+        self.tree.record_hit(node)
         pool_row = self.pool.alloc_row()
         self.pool.token_ids[pool_row, : len(known_ids)] = known_ids
         pages: Int32Array = self.tree.pages(node) if cached else NO_PAGES

@@ -1,0 +1,161 @@
+"""Random events at random moments, one to three plans in flight: nothing is lost, nothing comes twice."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.scheduler.harness import Yard, make_info
+
+from tokenyard.base import Cancel, Flush, Pause, Resume, SamplingParams, SchedulerSettings, StopFound, Update
+
+PREFIXES = ([], [5] * 4, [5] * 16, [5, 6, 7, 8] * 5)
+CONTEXT = 48
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The real scheduler and cache, the mock device, and a model that only knows what each token must be."""
+
+    @initialize(
+        depth=st.integers(1, 3),
+        page_size=st.sampled_from([1, 4]),
+        chunk=st.sampled_from([-1, 4, 8]),
+        mixed=st.booleans(),
+        no_cache=st.booleans(),
+        policy=st.sampled_from(["fcfs", "lpm"]),
+        tokens=st.sampled_from([48, 64, 160]),
+        eviction=st.sampled_from(["lru", "lfu", "slru", "priority"]),
+    )
+    def start(self, depth, page_size, chunk, mixed, no_cache, policy, tokens, eviction):
+        rows = 4
+        self.depth = depth
+        self.settings = SchedulerSettings(
+            page_size=page_size,
+            max_running_requests=rows,
+            max_queued_requests=12,
+            context_length=CONTEXT,
+            chunked_prefill_size=chunk,
+            enable_mixed_chunk=mixed,
+            disable_radix_cache=no_cache,
+            radix_eviction_policy=eviction,
+            schedule_policy=policy,
+            prefill_decode_interval=2,
+            max_in_flight=depth,
+            schedule_conservativeness=0.1,
+        )
+        info = make_info(tokens // page_size, page_size, rows + depth, CONTEXT)
+        self.yard = Yard(self.settings, info, answer_tokens=(3, 20))
+        self.requests: dict[int, tuple[tuple[int, ...], int]] = {}
+        self.known: dict[tuple[tuple[int, ...], int], int] = {}
+        self.cut: dict[int, int] = {}
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        tail=st.lists(st.integers(3, 9), min_size=1, max_size=20),
+        max_new=st.integers(0, 24),
+        n=st.sampled_from([1, 1, 1, 3]),
+        salt=st.sampled_from(["", "", "x"]),
+    )
+    def submit(self, prefix, tail, max_new, n, salt):
+        prompt = prefix + tail
+        sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, n=n)
+        number = self.yard.submit(prompt, sampling=sampling, cache_salt=salt)
+        for answer in range(n):
+            self.requests[number + answer] = (tuple(prompt), max_new)
+
+    @rule()
+    def launch(self):
+        if len(self.yard.tickets) < self.depth:
+            self.yard.launch()
+
+    @rule()
+    def commit(self):
+        self.yard.commit()
+
+    @rule(steps=st.integers(1, 12))
+    def turn(self, steps):
+        for _ in range(steps):
+            while len(self.yard.tickets) < self.depth and self.yard.launch():
+                pass
+            self.yard.commit()
+            self.yard.check()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.yard.apply(Cancel([self._pick(data)]))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def pause_one(self, data):
+        self.yard.apply(Pause(numbers=[self._pick(data)]))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def resume_one(self, data):
+        self.yard.apply(Resume([self._pick(data)]))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), priority=st.integers(-5, 5))
+    def update(self, data, priority):
+        self.yard.apply(Update(self._pick(data), priority=priority))
+
+    @precondition(lambda self: any(n not in self.yard.finished for n in self.yard.tokens))
+    @rule(data=st.data())
+    def stop_found(self, data):
+        open_numbers = [n for n in self.yard.tokens if n not in self.yard.finished]
+        number = data.draw(st.sampled_from(open_numbers))
+        keep = data.draw(st.integers(1, len(self.yard.tokens[number])))
+        self.yard.apply(StopFound(number, keep, "x"))
+        assert self.yard.finished[number].completion_tokens == keep
+
+    @rule(mode=st.sampled_from(["in_place", "retract", "abort"]), resume=st.booleans())
+    def pause_all(self, mode, resume):
+        self.yard.apply(Pause(mode))
+        self.yard.launch()
+        self.yard.commit()
+        if resume:
+            self.yard.apply(Resume())
+
+    @rule()
+    def flush(self):
+        self.yard.apply(Flush())
+
+    @rule()
+    def resume_all(self):
+        self.yard.apply(Resume())
+
+    @invariant()
+    def pages_have_one_owner(self):
+        if hasattr(self, "yard"):
+            self.yard.check()
+
+    @invariant()
+    def tokens_do_not_depend_on_the_schedule(self):
+        if not hasattr(self, "yard"):
+            return
+        for number, tokens in self.yard.tokens.items():
+            prompt, max_new = self.requests[number]
+            assert len(tokens) <= max_new
+            for position, token in enumerate(tokens):
+                assert self.known.setdefault((prompt, position), token) == token
+
+    def teardown(self):
+        if not hasattr(self, "yard"):
+            return
+        self.yard.apply(Resume())
+        self.yard.apply(Resume(sorted(self.requests)))
+        self.yard.run(self.depth)
+        assert sorted(self.yard.finished) == sorted(self.requests)
+        assert self.yard.scheduler.idle() is None
+        for number, finish in self.yard.finished.items():
+            if finish.reason == "length":
+                expected = min(self.requests[number][1], CONTEXT - len(self.requests[number][0]))
+                assert len(self.yard.tokens.get(number, [])) == finish.completion_tokens <= expected
+
+    def _pick(self, data):
+        return data.draw(st.sampled_from(sorted(self.requests)))
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSchedulerMachine = SchedulerMachine.TestCase

@@ -1,0 +1,136 @@
+"""Drives the scheduler with the mock executor, without processes or clocks, and watches over every step."""
+
+from collections import deque
+
+import numpy as np
+
+from tokenyard.base import (
+    ExecutorInfo,
+    Finish,
+    Request,
+    SamplingParams,
+    SchedulerSettings,
+    StepPlan,
+    Submit,
+)
+from tokenyard.executor.mock import FixedStepCost, MockExecutor
+from tokenyard.scheduler import Scheduler
+
+STEP_NS = 1_000_000
+
+
+def make_info(pages: int = 64, page_size: int = 1, rows: int = 8, context: int = 64) -> ExecutorInfo:
+    return ExecutorInfo(
+        model="mock",
+        device="none",
+        dtype="none",
+        vocab_size=97,
+        context_length=context,
+        eos_token_ids=(2,),
+        page_size=page_size,
+        num_pages=pages,
+        max_pool_rows=rows,
+    )
+
+
+class Yard:
+    """One scheduler, one mock device, and what came out so far."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        info: ExecutorInfo,
+        answer_tokens: tuple[int, int] | None = None,
+        cost: object | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(settings, info, cost)
+        self.executor = MockExecutor(info, FixedStepCost(0.001), sleep=False, answer_tokens=answer_tokens)
+        self.now = 1
+        self.tickets: deque = deque()
+        self.reads: deque[dict[int, tuple[int, int]]] = deque()
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, Finish] = {}
+        self.plans: list[StepPlan] = []
+        self._next_number = 1
+
+    def submit(self, prompt: list[int], max_new: int = 4, **fields) -> int:
+        sampling = fields.pop("sampling", None) or SamplingParams(max_new_tokens=max_new, temperature=0.0)
+        number = self._next_number
+        self._next_number += sampling.n
+        request = Request(number, f"r{number}", np.array(prompt, np.int32), sampling, **fields)
+        self.apply(Submit(request))
+        return number
+
+    def apply(self, event) -> None:
+        self.now += 1
+        self.scheduler.apply(event, self.now)
+        self._collect()
+
+    def launch(self) -> bool:
+        """Plan and launch one step; False if there was nothing to do."""
+        self.now += 1
+        plan = self.scheduler.plan(self.now)
+        self._collect()
+        if plan is None:
+            return False
+        self.plans.append(plan)
+        self._check_pages(plan)
+        self.tickets.append(self.executor.launch(plan))
+        return True
+
+    def commit(self) -> bool:
+        """Commit the oldest step in flight; False if there is none."""
+        if not self.tickets:
+            return False
+        self.now += STEP_NS
+        result = self.executor.collect(self.tickets.popleft())
+        self.reads.popleft()
+        self.scheduler.commit(result, self.now)
+        self._collect()
+        return True
+
+    def run(self, depth: int = 1, limit: int = 10_000) -> None:
+        """Run until nothing is left to do."""
+        for _ in range(limit):
+            while len(self.tickets) < depth and self.launch():
+                pass
+            if not self.commit():
+                return
+        raise AssertionError("the scheduler does not come to rest")
+
+    def check(self) -> None:
+        """Every page has exactly one owner, every length is in order."""
+        roster = self.scheduler.roster
+        memory, table = roster.memory, roster.table
+        seated = np.concatenate((roster.partial.rows, roster.running.rows))
+        table.check(seated)
+        private = sum(memory.pages_for(int(table.planned[r])) - int(table.cached[r]) // memory.page_size for r in seated)
+        owned = memory.allocator.available + memory.tree.total_pages + private + memory.releasing_pages
+        assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"
+        assert len(roster.waiting) + len(seated) == len(table)
+
+    def _collect(self) -> None:
+        batch = self.scheduler.drain()
+        for number, token in zip(batch.numbers.tolist(), batch.tokens.tolist(), strict=True):
+            assert number not in self.finished, "a token after the end"
+            self.tokens.setdefault(number, []).append(token)
+        for finish in batch.finished:
+            assert finish.number not in self.finished, "a request ended twice"
+            self.finished[finish.number] = finish
+
+    def _check_pages(self, plan: StepPlan) -> None:
+        """No page is written while a plan in flight reads it for another row; remember what this plan reads."""
+        size = self.scheduler.roster.memory.page_size
+        table = self.scheduler.roster.memory.pool.page_table
+        reads: dict[int, tuple[int, int]] = {}
+        for index, pool_row in enumerate(plan.pool_rows.tolist()):
+            owner = (pool_row, int(plan.epochs[index]))
+            start, end = int(plan.starts[index]), int(plan.starts[index] + plan.counts[index])
+            pages = table[pool_row, : -(-end // size)].tolist()
+            for column, page in enumerate(pages):
+                written = (column + 1) * size > start
+                for earlier in self.reads:
+                    clash = written and earlier.get(page, owner) != owner
+                    assert not clash, f"page {page} is written while a plan in flight reads it"
+                reads[page] = owner
+        self.reads.append(reads)
