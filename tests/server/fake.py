@@ -12,23 +12,7 @@ from tokenizers.decoders import WordPiece
 from tokenyard.base import ContextLengthError, Finish, FinishReason, InvalidRequestError, TokenLogprobs
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 
-WORDS = [
-    "hello",
-    "world",
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "answer",
-    ";",
-    "é",
-    "你好",
-]
+WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()  # noqa: SIM905
 
 
 def word_tokenizer() -> Tokenizer:

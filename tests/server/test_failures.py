@@ -76,7 +76,8 @@ def test_a_request_id_in_flight_cannot_be_used_twice(start):
     server = start(manager)
     body = {"text": "hello", "rid": "same", "sampling_params": {"max_new_tokens": 20}, "stream": True}
     with server.client.stream("POST", "/generate", json=body) as first:
-        next(first.iter_bytes())
+        chunks = first.iter_bytes()  # kept: the response closes when this is collected
+        next(chunks)
         second = server.client.post("/generate", json=body)
         assert second.status_code == 400
         assert second.json()["error"]["code"] == "duplicate_rid"
