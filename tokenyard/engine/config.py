@@ -14,7 +14,7 @@ class EngineConfig:
 
     executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
-    tokenizer_path: a folder with tokenizer.json, or that file; unused with `skip_tokenizer_init`.
+    tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
     chat_template: a template file used instead of the model's own, "" for that.
     cost_profile: "device/model" of the cost model that policies believe in, "" for none.
     """

@@ -33,7 +33,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 def run_detokenizer(task: ChildTask, report: ReportReady) -> None:
     """Turn the scheduler's messages into the API's until told to stop."""
-    assembler = TextAssembler(load_tokenizer(task.config.tokenizer_path))
+    assembler = TextAssembler(load_tokenizer(task.config.tokenizer_path or task.config.model_path))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox = Inbox(pull_socket(context, task.detokenizer))
     to_api, to_scheduler = push_socket(context, task.api), push_socket(context, task.scheduler)

@@ -3,8 +3,10 @@
 Useful to try schedules, servers and clients on any machine, and held to the same contract as the real one.
 """
 
+import json
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +25,11 @@ from tokenyard.base import (
     TokenyardError,
     step_work,
 )
+from tokenyard.cost import get_profile
 from tokenyard.executor.kv_check import KvCheck, UInt64Array, history_marks, mix
 
-NEVER_EOS = np.iinfo(np.int64).max
+NEVER_EOS = int(np.iinfo(np.int64).max)
+DEFAULT_POOL_TOKENS = 65536
 
 
 class FixedStepCost:
@@ -137,7 +141,7 @@ class MockExecutor:
 
     def _eos_position(self, key: int, start: RowStart) -> int:
         if self._answer_tokens is None:
-            return int(NEVER_EOS)
+            return NEVER_EOS
         low, high = self._answer_tokens
         length = low + key % (high - low + 1)
         return start.prompt_tokens - 1 + max(length, start.sampling.min_new_tokens + 1)
@@ -196,38 +200,74 @@ def _fake_logprob(token: int, position: int) -> float:
 def load_executor(
     model_path: str = "mock",
     *,
+    profile: str = "",
     step_ms: float | None = None,
-    cost: CostModel | None = None,
-    vocab_size: int = 32000,
-    eos_token_ids: tuple[int, ...] = (2,),
-    context_length: int = 4096,
+    vocab_size: int | None = None,
+    eos_token_ids: tuple[int, ...] | None = None,
+    context_length: int | None = None,
     page_size: int = 1,
-    max_total_tokens: int = 65536,
+    max_total_tokens: int | None = None,
     max_pool_rows: int = 256,
     sleep: bool = True,
     answer_tokens: tuple[int, int] | None = None,
     check_kv: bool = True,
 ) -> MockExecutor:
-    """Make a mock from plain options; `step_ms` (10 unless told) is the time of every step when `cost` is not given.
+    """Make a mock from plain options.
 
-    Raises ConfigError for sizes that leave no page or no token.
+    Step times come from the cost profile "device/model", or are `step_ms` each (10 unless told). What is not given is
+    read from config.json in the folder `model_path` if there is one, else 32000 tokens of vocabulary with eos 2 and a
+    context of 4096. Raises ConfigError for sizes that leave no page or no token.
     """
-    if min(vocab_size - len(eos_token_ids), context_length, page_size, max_pool_rows) < 1:
-        raise ConfigError("the mock needs a vocabulary, a context, a page size and a row count of at least 1")
-    if step_ms is not None and not step_ms >= 0.0:
-        raise ConfigError(f"step_ms is {step_ms}; it must be at least 0")
-    if max_total_tokens < page_size:
-        raise ConfigError(f"max_total_tokens {max_total_tokens} does not hold one page of {page_size} tokens")
+    config = _model_config(Path(model_path))
+    cost, pool_tokens = _cost(profile, step_ms)
     info = ExecutorInfo(
         model=model_path,
         device="mock",
         dtype="none",
-        vocab_size=vocab_size,
-        context_length=context_length,
-        eos_token_ids=tuple(eos_token_ids),
+        vocab_size=vocab_size or config.vocab_size,
+        context_length=context_length or config.context_length,
+        eos_token_ids=tuple(config.eos_token_ids if eos_token_ids is None else eos_token_ids),
         page_size=page_size,
-        num_pages=max_total_tokens // page_size,
+        num_pages=(max_total_tokens or pool_tokens) // max(1, page_size),
         max_pool_rows=max_pool_rows,
     )
-    model = cost if cost is not None else FixedStepCost((10.0 if step_ms is None else step_ms) / 1000)
-    return MockExecutor(info, model, sleep, answer_tokens=answer_tokens, check_kv=check_kv)
+    if min(info.vocab_size - len(info.eos_token_ids), info.context_length, page_size, max_pool_rows) < 1:
+        raise ConfigError("the mock needs a vocabulary, a context, a page size and a row count of at least 1")
+    if info.num_pages < 1:
+        raise ConfigError(f"max_total_tokens {max_total_tokens} does not hold one page of {page_size} tokens")
+    return MockExecutor(info, cost, sleep, answer_tokens=answer_tokens, check_kv=check_kv)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelConfig:
+    vocab_size: int = 32000
+    context_length: int = 4096
+    eos_token_ids: tuple[int, ...] = (2,)
+
+
+def _model_config(folder: Path) -> _ModelConfig:
+    """Read what a mock needs of a model's config.json; the defaults where there is none."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return _ModelConfig()
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        eos = values.get("eos_token_id", [])
+        return _ModelConfig(
+            int(values["vocab_size"]),
+            int(values["max_position_embeddings"]),
+            tuple(eos) if isinstance(eos, list) else (int(eos),),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} does not say vocab_size and max_position_embeddings: {error}") from error
+
+
+def _cost(profile: str, step_ms: float | None) -> tuple[CostModel, int]:
+    """Return the cost model and how many tokens the pool holds unless told."""
+    if step_ms is not None and not step_ms >= 0.0:
+        raise ConfigError(f"step_ms is {step_ms}; it must be at least 0")
+    if not profile or step_ms is not None:
+        return FixedStepCost((10.0 if step_ms is None else step_ms) / 1000), DEFAULT_POOL_TOKENS
+    device, _, model = profile.partition("/")
+    known = get_profile(device, model)
+    return known.cost(), known.kv_pool_tokens

@@ -1,0 +1,129 @@
+"""From what a front end states to the request that the scheduler sees, with everything checked on the way."""
+
+import asyncio
+import math
+import os
+from dataclasses import replace
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tokenyard.base import (
+    ContextLengthError,
+    ExecutorInfo,
+    Int32Array,
+    InvalidRequestError,
+    Request,
+    SamplingParams,
+)
+from tokenyard.engine.spec import GenerateSpec
+
+INLINE_CHARS = 2000
+"""Longer texts are tokenized off the event loop."""
+
+MOST_STOPS = 128
+LONGEST_STOP_CHARS = 1024
+NS_PER_MS = 1_000_000
+SEED_BITS = 62
+
+
+class RequestMaker:
+    """Knows the limits of one engine. `longest` is the most tokens of prompt and answer together."""
+
+    def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer | None) -> None:
+        self._vocab_size = info.vocab_size
+        self._tokenizer = tokenizer
+        # The last token of an answer is never fed back, so it needs no place in the pool.
+        self.longest = min(info.context_length, info.num_pages * info.page_size + 1)
+
+    async def prompt_ids(self, spec: GenerateSpec) -> Int32Array:
+        """Return the prompt's token ids, int32[n]. Raises InvalidRequestError for no prompt or ids out of range."""
+        if (spec.text is None) == (spec.input_ids is None):
+            raise InvalidRequestError("give exactly one of text and token ids", param="prompt")
+        if spec.text is not None:
+            ids = await self._tokenize(spec.text, spec.add_special_tokens)
+        else:
+            ids = self._check_ids(np.asarray(spec.input_ids))
+        if not len(ids):
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if len(ids) >= self.longest:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens; with at least one token of answer, this server takes at most"
+                f" {self.longest - 1}",
+                param="prompt",
+            )
+        return ids
+
+    def make(self, spec: GenerateSpec, ids: Int32Array, *, number: int, rid: str, arrival_ns: int) -> Request:
+        """Return the request for these prompt ids. Raises InvalidRequestError or ContextLengthError."""
+        sampling = self._sampling(spec, len(ids))
+        if spec.deadline_ms is not None and not (math.isfinite(spec.deadline_ms) and spec.deadline_ms > 0):
+            raise InvalidRequestError("deadline_ms must be a number above 0", param="deadline_ms")
+        return Request(
+            number=number,
+            rid=rid,
+            prompt_ids=ids,
+            sampling=sampling,
+            text=spec.text_options,
+            logprobs=spec.logprobs,
+            arrival_ns=arrival_ns,
+            priority=spec.priority,
+            service_class=spec.service_class,
+            tenant=spec.tenant,
+            deadline_ns=None if spec.deadline_ms is None else round(spec.deadline_ms * NS_PER_MS),
+            slo=spec.slo,
+            cache_salt=spec.cache_salt,
+            lora=spec.lora,
+            routing_key=spec.routing_key,
+        )
+
+    async def _tokenize(self, text: str, add_special_tokens: bool) -> Int32Array:
+        if self._tokenizer is None:
+            raise InvalidRequestError("this server has no tokenizer: send token ids instead of text", param="prompt")
+        if len(text) <= INLINE_CHARS:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            encoding = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def _check_ids(self, ids: np.ndarray) -> Int32Array:
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise InvalidRequestError("token ids must be one flat list of whole numbers", param="prompt")
+        wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if len(wrong):
+            raise InvalidRequestError(
+                f"token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens", param="prompt"
+            )
+        return ids.astype(np.int32, copy=False)
+
+    def _sampling(self, spec: GenerateSpec, prompt_tokens: int) -> SamplingParams:
+        sampling = spec.sampling
+        sampling.validate()
+        self._check_stops(sampling)
+        for param, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+            if any(not 0 <= token < self._vocab_size for token in ids):
+                raise InvalidRequestError(f"{param} names a token outside of the vocabulary", param=param)
+        room = self.longest - prompt_tokens
+        if sampling.max_new_tokens > room and not spec.clamp_max_new_tokens:
+            raise ContextLengthError(
+                f"the prompt has {prompt_tokens} tokens and {sampling.max_new_tokens} more are asked for; together at"
+                f" most {self.longest} fit",
+                param="max_tokens",
+            )
+        limit = min(sampling.max_new_tokens, room)
+        seed = spec.seed if spec.seed is not None else int.from_bytes(os.urandom(8)) >> (64 - SEED_BITS)
+        return replace(
+            sampling,
+            max_new_tokens=limit,
+            min_new_tokens=min(sampling.min_new_tokens, limit),
+            seed=seed % 2**SEED_BITS,
+        )
+
+    def _check_stops(self, sampling: SamplingParams) -> None:
+        stops = sampling.stop
+        if stops and self._tokenizer is None:
+            raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
+        if len(stops) > MOST_STOPS or any(not 1 <= len(stop) <= LONGEST_STOP_CHARS for stop in stops):
+            raise InvalidRequestError(
+                f"stop takes at most {MOST_STOPS} strings of 1 to {LONGEST_STOP_CHARS} characters", param="stop"
+            )

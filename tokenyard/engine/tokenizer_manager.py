@@ -1,0 +1,247 @@
+"""The engine's front in the API process: text to token ids on the way in, deltas of text on the way out."""
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from tokenizers import Tokenizer
+
+from tokenyard.base import (
+    Cancel,
+    EngineDeadError,
+    ExecutorInfo,
+    OverloadedError,
+    Pause,
+    PauseMode,
+    Resume,
+    Submit,
+    TokenBatch,
+    Update,
+)
+from tokenyard.engine.chat_template import ChatTemplate, Message, render_within
+from tokenyard.engine.ipc import TO_API, TO_SCHEDULER, Endpoints, ProtocolError, pull_socket, push_socket
+from tokenyard.engine.liveness import heartbeat_age_s
+from tokenyard.engine.messages import (
+    FlushCache,
+    FlushReply,
+    GetSnapshot,
+    Heartbeat,
+    SnapshotReply,
+    TextBatch,
+    ToApi,
+    ToScheduler,
+)
+from tokenyard.engine.requests import RequestMaker
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.engine.streams import Stream, StreamTable
+from tokenyard.engine.text import TextAssembler
+
+logger = logging.getLogger(__name__)
+
+REPLY_TIMEOUT_S = 30.0
+SNAPSHOT_TIMEOUT_S = 2.0
+NS_PER_MS = 1_000_000
+
+
+class TokenizerManager:
+    """Sends requests to the scheduler and hands out what comes back. One per engine, used from one event loop.
+
+    `tokenizer` is None where the engine takes and gives token ids only.
+    """
+
+    def __init__(
+        self, info: ExecutorInfo, tokenizer: Tokenizer | None, template: ChatTemplate, endpoints: Endpoints
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self._template = template
+        self._requests = RequestMaker(info, tokenizer)
+        # Without a detokenizer process the scheduler's own messages arrive here.
+        self._assembler = TextAssembler(None)
+        self._streams = StreamTable()
+        self._next_number = 1
+        self._reply_ids = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._heartbeat: Heartbeat | None = None
+        self._death: str | None = None
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._inbox = pull_socket(zmq.asyncio.Context.shadow(self._context), endpoints.api)
+        self._outbox = push_socket(self._context, endpoints.scheduler)
+        self._receiver = asyncio.get_running_loop().create_task(self._receive())
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._requests.longest
+
+    @property
+    def open_requests(self) -> int:
+        """Requests whose answers have not all ended."""
+        return len(self._streams)
+
+    async def generate(self, spec: GenerateSpec) -> AsyncIterator[OutputDelta]:
+        """Answer one request. Closing the iterator before its end cancels the request.
+
+        Yields deltas until each of the n answers has had one with `finish`; a request that the scheduler refuses ends
+        with a finish of reason "abort" that carries an HTTP status. Raises InvalidRequestError or ContextLengthError
+        for a wrong spec, OverloadedError for a reader that is too slow and EngineDeadError if the engine goes.
+        """
+        stream = await self._submit(spec)
+        try:
+            while (delta := await stream.get()) is not None:
+                yield delta
+        finally:
+            self._close_stream(stream)
+
+    async def render_chat(self, messages: list[Message], **options: Any) -> str:
+        """Return the prompt of a conversation; `options` are those of `ChatTemplate.render`.
+
+        Raises InvalidRequestError if the template refuses, takes too long, or is not there.
+        """
+        return await render_within(self._template, messages, **options)
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End the requests with this id, or all for None; each ends with a finish of reason "abort"."""
+        for stream in self._streams.with_rid(rid):
+            self._send(Cancel(stream.numbers))
+
+    async def update(self, rid: str, *, priority: int | None = None, deadline_ms: float | None = None) -> bool:
+        """Change how urgent a request is; False if there is none with this id."""
+        deadline_ns = None if deadline_ms is None else round(deadline_ms * NS_PER_MS)
+        streams = self._streams.with_rid(rid)
+        for stream in streams:
+            for number in stream.numbers:
+                self._send(Update(number, priority, deadline_ns))
+        return bool(streams)
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """Stop all work until `continue_`; new requests wait."""
+        self._send(Pause(mode))
+
+    async def continue_(self) -> None:
+        """Go on after `pause`."""
+        self._send(Resume())
+
+    async def flush_cache(self) -> bool:
+        """Empty the prefix cache; False, and nothing done, while requests run or wait."""
+        reply_id, reply = self._expect_reply()
+        self._send(FlushCache(reply_id))
+        return bool(await self._reply(reply_id, reply, REPLY_TIMEOUT_S))
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Return the scheduler's counters; those of the last heartbeat while it is busy in a long step."""
+        reply_id, reply = self._expect_reply()
+        self._send(GetSnapshot(reply_id))
+        try:
+            return dict(await self._reply(reply_id, reply, SNAPSHOT_TIMEOUT_S))
+        except OverloadedError:
+            return self.load
+
+    @property
+    def load(self) -> dict[str, Any]:
+        """The scheduler's counters of the last heartbeat, without asking; empty before the first."""
+        return dict(self._heartbeat.counters) if self._heartbeat is not None else {}
+
+    def health(self) -> float:
+        """Return the seconds since the scheduler was known to be well; infinite if it never was or is dead.
+
+        A scheduler that waits for a long step of the device counts as well.
+        """
+        if self._death is not None or self._heartbeat is None:
+            return math.inf
+        return heartbeat_age_s(self._heartbeat, time.monotonic_ns())
+
+    def engine_died(self, reason: str) -> None:
+        """End everything that is open with EngineDeadError, and refuse everything from now on."""
+        self._death = self._death or reason
+        error = EngineDeadError(f"the engine stopped: {self._death}")
+        self._streams.fail_all(error)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+    async def close(self) -> None:
+        """Cancel what is open and close the sockets."""
+        self.engine_died("the server is shutting down")
+        self._receiver.cancel()
+        await asyncio.gather(self._receiver, return_exceptions=True)
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=0)
+        self._context.term()
+
+    async def _submit(self, spec: GenerateSpec) -> Stream:
+        self._check_alive()
+        arrival_ns = time.monotonic_ns()
+        rid = spec.rid or uuid.uuid4().hex
+        prompt_ids = await self._requests.prompt_ids(spec)
+        self._check_alive()
+        number = self._next_number
+        request = self._requests.make(spec, prompt_ids, number=number, rid=rid, arrival_ns=arrival_ns)
+        self._next_number += request.sampling.n
+        stream = Stream(number, rid, request.sampling.n, len(prompt_ids))
+        self._streams.add(stream)
+        self._send(Submit(request))
+        return stream
+
+    def _close_stream(self, stream: Stream) -> None:
+        """Forget a stream; if its request may still run, cancel it."""
+        self._streams.remove(stream)
+        if (stream.open_answers or stream.failed) and self._death is None:
+            self._send(Cancel(stream.numbers, "the client went away"))
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(f"the engine stopped: {self._death}")
+
+    def _send(self, message: ToScheduler) -> None:
+        self._check_alive()
+        self._outbox.send(TO_SCHEDULER.encode(message))
+
+    def _expect_reply(self) -> tuple[int, asyncio.Future[Any]]:
+        self._check_alive()
+        reply_id = next(self._reply_ids)
+        self._replies[reply_id] = asyncio.get_running_loop().create_future()
+        return reply_id, self._replies[reply_id]
+
+    async def _reply(self, reply_id: int, reply: asyncio.Future[Any], timeout_s: float) -> Any:
+        try:
+            return await asyncio.wait_for(reply, timeout_s)
+        except TimeoutError as error:
+            raise OverloadedError(f"the scheduler did not answer within {timeout_s:g} s") from error
+        finally:
+            del self._replies[reply_id]
+
+    async def _receive(self) -> None:
+        """Take in messages until closed; whatever goes wrong with one costs that one only."""
+        while True:
+            frame = await self._inbox.recv()
+            try:
+                self._take(TO_API.decode(frame))
+            except ProtocolError as error:
+                logger.error("dropped a message: %s", error)
+            except Exception:
+                logger.exception("a message from the engine could not be taken in")
+
+    def _take(self, message: ToApi) -> None:
+        match message:
+            case TextBatch():
+                self._deliver(message)
+            case TokenBatch():
+                self._deliver(self._assembler.step(message)[0])
+            case Heartbeat():
+                self._heartbeat = message
+            case FlushReply(reply_id=reply_id, done=value) | SnapshotReply(reply_id=reply_id, counters=value):
+                reply = self._replies.get(reply_id)
+                if reply is not None and not reply.done():
+                    reply.set_result(value)
+
+    def _deliver(self, batch: TextBatch) -> None:
+        for stream in self._streams.deliver(batch):
+            self._send(Cancel(stream.numbers, "the client reads too slowly"))
