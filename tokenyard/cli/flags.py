@@ -73,7 +73,12 @@ def _parser_of(annotation: Any) -> Callable[[str], Any]:
         annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))
     kind = typing.get_origin(annotation) or annotation
     parsers: dict[Any, Callable[[str], Any]] = {
-        bool: parse_bool, int: parse_count, float: parse_float, str: str, list: parse_list, dict: parse_options,
+        bool: parse_bool,
+        int: parse_count,
+        float: parse_float,
+        str: str,
+        list: parse_list,
+        dict: parse_options,
     }
     return parsers[kind]
 
@@ -175,8 +180,14 @@ def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> Non
         options: dict[str, Any] = {"dest": flag.name, "default": None, "help": text}
         if flag.is_bool:
             target.add_argument(*flag.positive, action="store_const", const="true", **options)
-            target.add_argument(*flag.negative, dest=flag.name, default=None, action="store_const", const="false",
-                                help=argparse.SUPPRESS)
+            target.add_argument(
+                *flag.negative,
+                dest=flag.name,
+                default=None,
+                action="store_const",
+                const="false",
+                help=argparse.SUPPRESS,
+            )
         else:
             target.add_argument(*flag.positive, metavar=flag.name.rsplit("_", 1)[-1].upper(), **options)
 

@@ -1,0 +1,103 @@
+"""The command `tokenyard`. Modules of a subcommand are imported only when it runs, so that help comes at once."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tokenyard import __version__
+from tokenyard.base import TokenyardError
+from tokenyard.cli.flags import Parser, add_setting_flags, split_help_word
+
+USAGE_ERROR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: `run` is `module:function`, called with the parsed arguments; it returns the exit status."""
+
+    name: str
+    help_text: str
+    run: str
+    takes_settings: bool
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=None, help="folder of the model; the demo model if absent")
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
+    parser.add_argument("--input", metavar="FILE", help="prompts: one a line, or .jsonl with prompt or messages")
+    parser.add_argument("--output", metavar="FILE", help="write answers there as .jsonl instead of printing them")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens of an answer [128]")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token [0]")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling [1]")
+    parser.add_argument("--sampling-seed", type=int, default=0, metavar="N", help="seed of the sampling [0]")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
+    parser.add_argument("--raw", action="store_true", help="do not put the prompt through the chat template")
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+COMMANDS = (
+    Command("serve", "serve a model over HTTP", "tokenyard.cli.serve:serve", True, _serve_arguments),
+    Command(
+        "generate", "answer prompts without a server", "tokenyard.cli.generate:generate", True, _generate_arguments
+    ),
+    Command(
+        "doctor",
+        "look at this machine and say what would be chosen",
+        "tokenyard.cli.doctor:doctor",
+        True,
+        _doctor_arguments,
+    ),
+)
+
+
+def build_parser(word: str = "") -> Parser:
+    """The whole command line; with `word`, help shows only the flags it matches."""
+    parser = Parser(prog="tokenyard", description="An LLM serving engine.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"tokenyard {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in COMMANDS:
+        sub = subparsers.add_parser(
+            command.name,
+            help=command.help_text,
+            description=command.help_text[:1].upper() + command.help_text[1:] + ".",
+            epilog="--help WORD shows the flags about WORD. Every flag is also an environment variable, such as "
+            "TOKENYARD_MAX_RUNNING_REQUESTS, and a line in the file given by --config.",
+            allow_abbrev=False,
+            usage=f"tokenyard {command.name} [FLAGS] ..." if command.takes_settings else None,
+        )
+        command.add_arguments(sub)
+        if command.takes_settings:
+            add_setting_flags(sub, word=word)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status: 2 for a mistake in the arguments or the model."""
+    words, word = split_help_word(sys.argv[1:] if argv is None else argv)
+    parser = build_parser(word)
+    try:
+        namespace = parser.parse_strictly(words)
+        if namespace.command is None:
+            parser.print_help()
+            return USAGE_ERROR
+        if getattr(namespace, "model", None):
+            if namespace.model_path:
+                parser.error("the model is given twice: as an argument and by --model-path")
+            namespace.model_path = namespace.model
+        module, _, function = namespace.run.partition(":")
+        return int(getattr(importlib.import_module(module), function)(namespace))
+    except TokenyardError as error:
+        print(f"tokenyard: {error.message}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,118 @@
+"""`tokenyard serve`: an engine and an HTTP server in front of it."""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import math
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from tokenyard.base import ExecutorInfo, TokenyardError
+from tokenyard.cli.flags import resolve
+from tokenyard.config import Settings
+from tokenyard.engine.child import set_up_logging
+from tokenyard.engine.launch import running_engine
+from tokenyard.offline import engine_config
+from tokenyard.server.serving import DrainingServer
+from tokenyard.server.state import ServerOptions, ServerState
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_POLL_S = 0.05
+SECRETS = ("api_key", "admin_api_key")
+
+
+def serve(namespace: argparse.Namespace) -> int:
+    """Serve until told to stop. Returns the exit status: 0 after a signal, 1 if the engine failed."""
+    settings = resolve(vars(namespace)).settings.effective()
+    set_up_logging(settings.log_level, settings.log_format)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(settings))
+
+
+def _loop_factory() -> Any:
+    """uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def server_options(settings: Settings) -> ServerOptions:
+    """The HTTP side's part of the settings."""
+    shared = {item.name for item in dataclasses.fields(ServerOptions)}
+    values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings) if item.name in shared}
+    public = {name: value for name, value in dataclasses.asdict(settings).items() if name not in SECRETS}
+    return ServerOptions(
+        model_name=settings.served_model_name,
+        max_body_bytes=int(settings.max_body_mb * 1_000_000),
+        info=public,
+        **values,
+    )
+
+
+async def _serve(settings: Settings) -> int:
+    """Listen, load the model beside it, and run until the server ends."""
+    state = ServerState(server_options(settings))
+    server = DrainingServer(
+        state, host=settings.host, port=settings.port, shutdown_timeout_s=settings.shutdown_timeout_s
+    )
+    loading = asyncio.create_task(_run_engine(settings, state, server))
+    try:
+        await server.serve()
+    finally:
+        loading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await loading
+    if server.reason:
+        print(f"tokenyard: {server.reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _run_engine(settings: Settings, state: ServerState, server: DrainingServer) -> None:
+    """Start the engine, open the doors, and take the server down should the engine end."""
+    dead = asyncio.Event()
+
+    def died(reason: str) -> None:
+        server.stop(reason)
+        dead.set()
+
+    try:
+        async with running_engine(engine_config(settings), died) as manager:
+            while math.isinf(manager.health()) and not dead.is_set():
+                await asyncio.sleep(HEARTBEAT_POLL_S)
+            if not dead.is_set():
+                state.set_ready(manager)
+                _print_box(settings, manager.info, server)
+            await dead.wait()
+    except TokenyardError as error:
+        server.stop(error.message)
+    except Exception as error:
+        log.exception("the engine failed")
+        server.stop(f"the engine failed: {error}")
+
+
+def _print_box(settings: Settings, info: ExecutorInfo, server: DrainingServer) -> None:
+    """Say on the terminal where the server is and what it serves; one stable line for scripts follows."""
+    url = f"http://{settings.host}:{server.port}"
+    table = Table.grid(padding=(0, 2))
+    rows = (
+        ("URL", f"{url}/v1"),
+        ("Model", f"{settings.served_model_name} ({info.model})"),
+        ("Device", f"{info.device}, {info.dtype}"),
+        ("KV tokens", f"{info.num_pages * info.page_size:,} in pages of {info.page_size}"),
+        ("Context", f"{info.context_length:,} tokens"),
+        ("Policy", settings.schedule_policy),
+    )
+    for name, value in rows:
+        table.add_row(f"[bold]{name}[/bold]", value)
+    Console(stderr=True).print(Panel.fit(table, title="Tokenyard"))
+    print(f"Tokenyard is ready at {url}", file=sys.stderr, flush=True)

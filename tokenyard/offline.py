@@ -1,0 +1,337 @@
+"""Generation without a server: scheduler, executor and detokenizer in this process, no sockets."""
+
+import asyncio
+import itertools
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import (
+    NS_PER_S,
+    Cancel,
+    ConfigError,
+    EngineDeadError,
+    FinishReason,
+    Int32Array,
+    InvalidRequestError,
+    Request,
+    SamplingParams,
+    StopFound,
+    Submit,
+    TextOptions,
+    TokenBatch,
+)
+from tokenyard.config import Settings
+from tokenyard.engine.config import EngineConfig
+from tokenyard.engine.detokenizer import load_tokenizer
+from tokenyard.engine.driver import Driver
+from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.liveness import LoopState
+from tokenyard.engine.messages import FromScheduler, ToScheduler
+from tokenyard.engine.scheduler_process import load_executor
+from tokenyard.engine.step_log import StepLog
+from tokenyard.engine.text import TextAssembler
+from tokenyard.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+
+
+def engine_config(settings: Settings) -> EngineConfig:
+    """What the engine must know, from effective settings."""
+    options = settings.executor_options()
+    if settings.executor == "mock":
+        options = _mock_options(settings)
+    return EngineConfig(
+        model_path=settings.model_path,
+        executor=settings.executor,
+        executor_options=options,
+        scheduler=settings.scheduler_settings(context_length=settings.context_length or 1 << 20),
+        overlap=not settings.disable_overlap_schedule,
+        tokenizer_path=settings.tokenizer_path,
+        skip_tokenizer_init=settings.skip_tokenizer_init,
+        chat_template=settings.chat_template,
+        decode_log_interval=settings.decode_log_interval,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+    )
+
+
+def _mock_options(settings: Settings) -> dict[str, Any]:
+    """Options of the mock executor; vocabulary and context are the model's, so that its tokenizer fits."""
+    options: dict[str, Any] = {"page_size": settings.page_size, "max_pool_rows": settings.max_running_requests}
+    if settings.mock_step_ms is not None:
+        options["step_ms"] = settings.mock_step_ms
+    if settings.max_total_tokens is not None:
+        options["max_total_tokens"] = settings.max_total_tokens
+    config = _model_config(settings.model_path)
+    context = settings.context_length or config.get("max_position_embeddings")
+    if context is not None:
+        options["context_length"] = context
+    if "vocab_size" in config:
+        options["vocab_size"] = config["vocab_size"]
+        eos = config.get("eos_token_id", [])
+        options["eos_token_ids"] = eos if isinstance(eos, list) else [eos]
+    return options
+
+
+def _model_config(model_path: str) -> dict[str, Any]:
+    """The model's config.json, empty if it has none. Raises ConfigError if that is no JSON object."""
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer. `finish_reason` is stop, length or abort; `matched` is the token or string that stopped it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    matched: int | str | None = None
+
+
+@dataclass(slots=True)
+class Generation:
+    """All answers to one prompt. `latency_s` counts from submission to the end of the last answer."""
+
+    prompt: Prompt
+    completions: list[Completion]
+    prompt_tokens: int
+    cached_tokens: int
+    latency_s: float
+
+    @property
+    def text(self) -> str:
+        """Text of the first answer."""
+        return self.completions[0].text
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request on its way."""
+
+    prompt: Prompt
+    future: "Future[Generation]"
+    numbers: list[int]
+    texts: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    done: dict[int, Completion] = field(default_factory=dict)
+
+
+class _LocalPort:
+    """The event loop's messages, as plain queues within the process."""
+
+    def __init__(self, assembler: TextAssembler) -> None:
+        self.inbox: queue.SimpleQueue[ToScheduler | None] = queue.SimpleQueue()
+        self._assembler = assembler
+        self._open: dict[int, _Open] = {}
+        self._lock = threading.Lock()
+
+    def add(self, request: _Open) -> None:
+        """Wait for the answers of a request."""
+        with self._lock:
+            self._open |= dict.fromkeys(request.numbers, request)
+
+    def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
+        """Messages that have come, waiting up to `timeout_ns` for the first; None means stop."""
+        messages: list[ToScheduler] = []
+        try:
+            while True:
+                wait = timeout_ns > 0 and not messages
+                message = self.inbox.get(timeout=timeout_ns / NS_PER_S) if wait else self.inbox.get_nowait()
+                if message is None:
+                    return None
+                messages.append(message)
+        except queue.Empty:
+            return messages
+
+    def send(self, message: FromScheduler) -> None:
+        """Take in what a step gave, and answer whoever waits for it."""
+        if not isinstance(message, TokenBatch):
+            return
+        batch, stops = self._assembler.step(message)
+        for stop in stops:
+            self.inbox.put(StopFound(stop.number, stop.keep_tokens, stop.matched))
+        start = 0
+        for number, text, count in zip(batch.numbers.tolist(), batch.texts, batch.token_counts.tolist(), strict=True):
+            request = self._open.get(number)
+            if request is not None:
+                request.texts[number] = request.texts.get(number, "") + text
+                request.tokens.setdefault(number, []).extend(batch.tokens[start : start + count].tolist())
+            start += count
+        for finish in batch.finished:
+            with self._lock:
+                request = self._open.pop(finish.number, None)
+            if request is None:
+                continue
+            if finish.reason == "abort" and finish.status not in (200, 499) and not request.future.done():
+                request.future.set_exception(InvalidRequestError(finish.message))
+            tokens = request.tokens.get(finish.number, [])
+            request.done[finish.number] = Completion(
+                request.texts.get(finish.number, ""), tokens, finish.reason, finish.matched
+            )
+            if len(request.done) == len(request.numbers) and not request.future.done():
+                latency_s = (finish.finished_ns - finish.arrival_ns) / NS_PER_S
+                answers = [request.done[number] for number in request.numbers]
+                request.future.set_result(
+                    Generation(request.prompt, answers, finish.prompt_tokens, finish.cached_tokens, latency_s)
+                )
+
+    def fail_all(self, error: Exception) -> None:
+        """Answer everything that is open with an error."""
+        with self._lock:
+            requests, self._open = list(self._open.values()), {}
+        for request in requests:
+            if not request.future.done():
+                request.future.set_exception(error)
+
+
+class LLM:
+    """A model in this process. Use it as a context manager, or call `close`.
+
+    `model` is a folder (the demo model if absent); `settings` are fields of `tokenyard.config.Settings`, such as
+    device="cpu" or schedule_policy="lpm". Raises ConfigError for settings or a model that cannot work.
+    """
+
+    def __init__(self, model: str = "", **settings: Any) -> None:
+        try:
+            self.settings = Settings(model_path=model, **settings).effective()
+        except TypeError as error:
+            raise ConfigError(f"unknown setting: {error}") from error
+        config = engine_config(self.settings)
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
+        self._executor = load_executor(config)
+        self.info = self._executor.info
+        scheduler = Scheduler(config.scheduler_settings(self.info), self.info)
+        self._port = _LocalPort(TextAssembler(self.tokenizer))
+        self._numbers = itertools.count(1)
+        self._failure: Exception | None = None
+        driver = Driver(
+            scheduler, self._executor, self._port, log=StepLog(config.decode_log_interval), state=LoopState()
+        )
+        loop = event_loop_overlap if config.overlap else event_loop_normal
+        self._thread = threading.Thread(target=self._run, args=(loop, driver), name="tokenyard", daemon=True)
+        self._thread.start()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Generation]:
+        """Answer all prompts (texts or token ids), in their order. They run side by side.
+
+        `sampling_params` is one for all or one for each. Raises InvalidRequestError for a prompt that cannot run.
+        """
+        return [future.result() for future in self.submit(prompts, sampling_params)]
+
+    async def generate_async(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generation:
+        """Answer one prompt from an asyncio program. Cancelling the await cancels the request."""
+        (future,) = self.submit(prompt, sampling_params)
+        return await asyncio.wrap_future(future)
+
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> "list[Future[Generation]]":
+        """Start all prompts and return a future for each; cancelling one before its end cancels its request."""
+        many = _as_prompts(prompts)
+        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(many)
+        if len(params) != len(many):
+            raise InvalidRequestError(f"{len(params)} sampling params for {len(many)} prompts")
+        requests = [self._request(prompt, each or SamplingParams()) for prompt, each in zip(many, params, strict=True)]
+        return [self._start(prompt, request) for prompt, request in zip(many, requests, strict=True)]
+
+    def close(self) -> None:
+        """Stop, end open requests with an error and give back the device."""
+        if self._thread.is_alive():
+            self._port.inbox.put(None)
+            self._thread.join()
+            self._executor.close()
+        self._failure = self._failure or EngineDeadError("the LLM was closed")
+        self._port.fail_all(self._failure)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, loop: Any, driver: Driver) -> None:
+        """The thread's work: the event loop, until told to stop or broken."""
+        try:
+            loop(driver)
+        except Exception as error:
+            log.exception("the engine failed")
+            self._failure = EngineDeadError(f"the engine failed: {error}")
+            self._port.fail_all(self._failure)
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+        """A request, checked. Its answers take the next n numbers."""
+        sampling.validate()
+        if sampling.stop and self.tokenizer is None:
+            raise InvalidRequestError("stop strings need a tokenizer", param="stop")
+        ids = self._ids(prompt)
+        room = min(self.info.context_length, self.info.num_pages * self.info.page_size) - len(ids)
+        if room < 1 or not len(ids):
+            raise InvalidRequestError(f"the prompt has {len(ids)} tokens; it must leave room for an answer")
+        number = next(self._numbers)
+        for _ in range(sampling.n - 1):
+            next(self._numbers)
+        most = min(sampling.max_new_tokens, room)
+        return Request(
+            number=number,
+            rid=str(number),
+            prompt_ids=ids,
+            sampling=replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most)),
+            text=TextOptions(),
+            arrival_ns=time.monotonic_ns(),
+        )
+
+    def _ids(self, prompt: Prompt) -> Int32Array:
+        """A prompt as token ids, int32[n]. Raises InvalidRequestError for ids outside of the vocabulary."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError("there is no tokenizer: give token ids")
+            return np.array(self.tokenizer.encode(prompt).ids, dtype=np.int32)
+        ids = np.asarray(prompt, dtype=np.int64)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.info.vocab_size):
+            raise InvalidRequestError(f"token ids must be between 0 and {self.info.vocab_size - 1}")
+        return ids.astype(np.int32)
+
+    def _start(self, prompt: Prompt, request: Request) -> "Future[Generation]":
+        """Send a request to the event loop."""
+        if self._failure is not None:
+            raise self._failure
+        future: Future[Generation] = Future()
+        numbers = list(range(request.number, request.number + request.sampling.n))
+        self._port.add(_Open(prompt, future, numbers))
+        self._port.inbox.put(Submit(request))
+        future.add_done_callback(lambda done: self._port.inbox.put(Cancel(numbers)) if done.cancelled() else None)
+        return future
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
