@@ -37,3 +37,6 @@ class LongestPrefixMatch(Policy):
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""
         return by_key(views, -views.columns.matchable[views.waiting].astype(np.int64))
+
+
+POLICIES: list[type[Policy]] = [LongestPrefixMatch]

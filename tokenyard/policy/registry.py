@@ -3,10 +3,17 @@
 import difflib
 
 from tokenyard.base import ConfigError, SchedulerSettings
+from tokenyard.policy import order
 from tokenyard.policy.base import Policy
-from tokenyard.policy.order import LongestPrefixMatch
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Policy, LongestPrefixMatch)}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        Policy,
+        *order.POLICIES,
+    )
+}
+"""Each module of policies lists its own in `POLICIES`."""
 
 
 def create_policy(name: str, settings: SchedulerSettings) -> Policy:
