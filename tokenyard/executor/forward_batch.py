@@ -1,0 +1,80 @@
+"""A StepPlan as tensors on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenyard.base import StepPlan
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """What one run of the model needs. T tokens of n rows, row after row; the first `decode_rows` rows have one each.
+
+    token_ids, positions, slots: int64[T]. pool_rows: int64[T], the row of each token. last_tokens: int64[n], index of
+    each row's last token in T. starts, counts: int64[n] on the host. attention: what the attention prepared for the
+    step, by window.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    pool_rows: torch.Tensor
+    last_tokens: torch.Tensor
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    decode_rows: int
+    attention: dict[int, Any] = field(default_factory=dict)
+
+
+class PageTable:
+    """int32[pool row, column] on the device: which page holds the row's tokens column * page_size and on."""
+
+    def __init__(self, max_pool_rows: int, context_length: int, page_size: int, device: torch.device) -> None:
+        self.page_size = page_size
+        self.tensor = torch.zeros(max_pool_rows, -(-context_length // page_size), dtype=torch.int32, device=device)
+
+    def write(self, plan: StepPlan) -> None:
+        """Apply the page writes of a plan."""
+        if len(plan.page_ids):
+            columns = upload((plan.page_rows, plan.page_columns, plan.page_ids), self.tensor.device)
+            self.tensor[columns[0], columns[1]] = columns[2].to(torch.int32)
+
+    def slots(self, pool_rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the slots (int32) of positions of rows; both int64 and of shapes that broadcast."""
+        if self.page_size == 1:
+            return self.tensor[pool_rows, positions]
+        pages = self.tensor[pool_rows, positions // self.page_size]
+        return pages * self.page_size + positions % self.page_size
+
+
+def upload(columns: Sequence[npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
+    """Send equally long number columns to the device in one copy: int64[columns, length]."""
+    host = torch.from_numpy(np.stack(columns).astype(np.int64, copy=False))
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def build_batch(plan: StepPlan, pages: PageTable) -> ForwardBatch:
+    """Lay out a plan's tokens; token ids may still hold LAST_SAMPLED. The plan's page writes must be applied."""
+    device = pages.tensor.device
+    starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
+    ends = np.cumsum(counts)
+    # Positions of a row run on from its start: index in T plus a constant per row.
+    positions = np.arange(len(plan.tokens)) + np.repeat(starts - ends + counts, counts)
+    columns = upload((plan.tokens, positions, np.repeat(plan.pool_rows, counts)), device)
+    return ForwardBatch(
+        token_ids=columns[0],
+        positions=columns[1],
+        slots=pages.slots(columns[2], columns[1]).to(torch.int64),
+        pool_rows=columns[2],
+        last_tokens=upload((ends - 1,), device)[0],
+        starts=starts,
+        counts=counts,
+        decode_rows=plan.decode_rows,
+    )

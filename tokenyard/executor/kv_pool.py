@@ -1,0 +1,82 @@
+"""The tensors that hold keys and values, indexed by slot."""
+
+import logging
+
+import torch
+
+from tokenyard.base import ConfigError
+from tokenyard.executor.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+CPU_DEFAULT_TOKENS = 32768
+CPU_DEFAULT_BYTES = 1 << 30
+
+
+class KvPool:
+    """Keys and values of all tokens in the cache: [layer, 2, slot, kv head, head_dim].
+
+    slot = page * page_size + offset. Page 0 is padding: padded positions read and write it, requests never own it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_pages: int, page_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        slots = (num_pages + 1) * page_size
+        shape = (config.num_layers, 2, slots, config.num_kv_heads, config.head_dim)
+        # Zeros, not empty: a masked slot counts as 0 * value, and that must never be 0 * NaN.
+        self.tensor = torch.zeros(shape, device=device, dtype=dtype)
+        self._layers = [(layer[0], layer[1]) for layer in self.tensor]
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of one layer, each [slot, kv head, head_dim]."""
+        return self._layers[index]
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in the pool, over all layers."""
+    return config.kv_values_per_token * dtype.itemsize
+
+
+def choose_num_pages(
+    config: ModelConfig,
+    *,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_total_tokens: int | None,
+    mem_fraction_static: float,
+) -> int:
+    """Return how many usable pages the pool gets.
+
+    `max_total_tokens` decides where given. Else a CUDA device gives `mem_fraction_static` of the memory that is free
+    now (call it after the weights are loaded), and a CPU a modest fixed amount. Raises ConfigError if not even one
+    page fits.
+    """
+    per_token = kv_bytes_per_token(config, dtype)
+    if max_total_tokens is None:
+        max_total_tokens = _default_tokens(per_token, device, mem_fraction_static)
+    num_pages = max_total_tokens // page_size
+    if num_pages < 1:
+        raise ConfigError(
+            f"the KV pool would hold {max_total_tokens} tokens, less than one page of {page_size};"
+            " raise max_total_tokens or mem_fraction_static"
+        )
+    return num_pages
+
+
+def _default_tokens(per_token: int, device: torch.device, mem_fraction_static: float) -> int:
+    if device.type == "cuda":
+        if not 0.0 < mem_fraction_static < 1.0:
+            raise ConfigError(f"mem_fraction_static is {mem_fraction_static}; it must lie between 0 and 1")
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return int(free_bytes * mem_fraction_static) // per_token
+    tokens = min(CPU_DEFAULT_TOKENS, CPU_DEFAULT_BYTES // per_token)
+    logger.info(
+        "KV pool: %d tokens (%.0f MiB), the default on a CPU; set max_total_tokens to change it",
+        tokens,
+        tokens * per_token / 2**20,
+    )
+    return tokens

@@ -1,0 +1,1 @@
+"""The small parts that a decoder is built of."""

@@ -1,0 +1,80 @@
+"""Rotary position embedding, half-split layout (Su et al. 2021, arXiv 2104.09864), and its stretched kinds."""
+
+import math
+
+import torch
+
+from tokenyard.executor.models.config import RopeConfig
+
+
+class Rotary:
+    """Tables of cosines and sines, float32[positions, head_dim / 2], for positions up to the context's length."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> None:
+        frequencies, scale = rope_frequencies(rope, head_dim)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+        # One table of [cos, sin] so that a step looks up once.
+        self._table = (torch.stack((angles.cos(), angles.sin()), dim=1) * scale).to(device)
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return float32[tokens, 2, 1, head_dim / 2], cosines and sines for int64[tokens]."""
+        return self._table[positions].unsqueeze(2)
+
+
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [tokens, heads, head_dim] by what Rotary.at returned; computed in float32, returned in x's dtype."""
+    cos, sin = cos_sin[:, 0], cos_sin[:, 1]
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Return float32[head_dim / 2], radians per position, and the factor on cosines and sines.
+
+    linear: positions divided by `factor` (kaiokendev 2023). llama3: only long waves are stretched, with a smooth
+    passage (Llama 3.1 release). yarn: Peng et al. 2023, arXiv 2309.00071.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return frequencies / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, frequencies), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, frequencies, head_dim), _yarn_attention_factor(rope)
+    return frequencies, 1.0
+
+
+def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    turns = rope.original_context * frequencies / (2 * math.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return frequencies * keep + frequencies / rope.factor * (1.0 - keep)
+
+
+def _yarn(rope: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
+    low = _dimension_of(rope, head_dim, rope.beta_fast)
+    high = _dimension_of(rope, head_dim, rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    stretched = ramp.clamp(0.0, 1.0)
+    return frequencies / rope.factor * stretched + frequencies * (1.0 - stretched)
+
+
+def _dimension_of(rope: RopeConfig, head_dim: int, turns: float) -> float:
+    """Return the (fractional) dimension whose wave makes `turns` turns over the original context."""
+    return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
+    return _yarn_scale(rope.factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

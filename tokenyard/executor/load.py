@@ -1,0 +1,146 @@
+"""From the name of a model to an executor that runs it."""
+
+from pathlib import Path
+
+import torch
+
+from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
+from tokenyard.executor.models.config import ModelConfig, read_model_config
+from tokenyard.executor.models.decoder import Decoder
+from tokenyard.executor.runner import ModelExecutor
+from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, find_model, read_json
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+def load_executor(
+    model_path: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    page_size: int = 1,
+    max_pool_rows: int = 256,
+    max_total_tokens: int | None = None,
+    mem_fraction_static: float = 0.9,
+    context_length: int | None = None,
+    load_format: str = "auto",
+    threads: int | None = None,
+    seed: int = 0,
+) -> ModelExecutor:
+    """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
+
+    device: auto (CUDA where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16, float16 or float32.
+    max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
+    model's, None for the model's. load_format: auto, or dummy for random weights from `seed` and a config alone.
+    threads: of torch on a CPU, None to leave it alone. Raises ConfigError, in one line, for whatever does not fit.
+    """
+    target = choose_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if min(page_size, max_pool_rows) < 1:
+        raise ConfigError(f"page_size {page_size} and max_pool_rows {max_pool_rows} must be at least 1")
+    folder = find_model(model_path)
+    config = read_folder_config(folder)
+    kind = choose_dtype(dtype, target, config)
+    length = _context_length(context_length, config)
+    model = _load_model(config, folder, load_format, target, kind, length, seed)
+    num_pages = choose_num_pages(
+        config,
+        page_size=page_size,
+        dtype=kind,
+        device=target,
+        max_total_tokens=max_total_tokens,
+        mem_fraction_static=mem_fraction_static,
+    )
+    info = ExecutorInfo(
+        model=model_path,
+        device=str(target),
+        dtype=str(kind).removeprefix("torch."),
+        vocab_size=config.vocab_size,
+        context_length=length,
+        eos_token_ids=config.eos_token_ids,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_pool_rows=max_pool_rows,
+        kv_bytes_per_token=kv_bytes_per_token(config, kind),
+    )
+    return ModelExecutor(model, KvPool(config, num_pages, page_size, target, kind), info, target)
+
+
+def read_folder_config(folder: Path) -> ModelConfig:
+    """Read config.json and, where there is one, generation_config.json. Raises ConfigError."""
+    generation = folder / "generation_config.json"
+    return read_model_config(read_json(folder / "config.json"), read_json(generation) if generation.exists() else None)
+
+
+def choose_device(name: str) -> torch.device:
+    """Turn "auto", "cpu", "cuda" or "cuda:N" into a device that is there. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
+        raise ConfigError(f"device {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:
+    """Turn a dtype's name into a dtype; "auto" is the fastest one that serves the device.
+
+    On CUDA that is the checkpoint's if it is a half one, else bfloat16; on a CPU bfloat16 if it has instructions for
+    it, else float32. Raises ConfigError for an unknown name.
+    """
+    if name == "auto" and device.type == "cuda":
+        name = config.dtype if config.dtype == "float16" else "bfloat16"
+    elif name == "auto":
+        name = "bfloat16" if cpu_has_bfloat16() else "float32"
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown; use auto, bfloat16, float16 or float32")
+    return DTYPES[name]
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512_BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _context_length(wanted: int | None, config: ModelConfig) -> int:
+    if wanted is None:
+        return config.context_length
+    if not 1 <= wanted <= config.context_length:
+        raise ConfigError(f"context_length is {wanted}; this model's is {config.context_length}, choose at most that")
+    return wanted
+
+
+@torch.inference_mode()
+def _load_model(
+    config: ModelConfig,
+    folder: Path,
+    load_format: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    context_length: int,
+    seed: int,
+) -> Decoder:
+    if load_format == "dummy":
+        return Decoder(config, DummyWeights(device, dtype, seed), device, context_length)
+    if load_format != "auto":
+        raise ConfigError(f"load_format {load_format!r} is unknown; use auto or dummy")
+    weights = SafetensorsWeights(folder, device, dtype)
+    model = Decoder(config, weights, device, context_length)
+    weights.warn_unused()
+    return model

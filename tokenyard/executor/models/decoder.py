@@ -1,0 +1,103 @@
+"""The one decoder that all supported architectures are settings of."""
+
+import torch
+
+from tokenyard.executor.attention.paged import PagedAttention
+from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.layers.linear import Linear
+from tokenyard.executor.layers.norm import RMSNorm
+from tokenyard.executor.layers.rotary import Rotary, rotate
+from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.weights import Weights
+
+
+class Decoder:
+    """A decoder-only transformer that runs batches of tokens of many rows at once.
+
+    Weights are taken by their Hugging Face names as the model is built; q, k and v are fused into one product, and so
+    are gate and up. Raises ConfigError if a weight is missing or misshapen.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device, context_length: int) -> None:
+        self.config = config
+        embedding_shape = (config.vocab_size, config.hidden_size)
+        self._embedding = weights.get("model.embed_tokens.weight", embedding_shape)
+        self._rotary = Rotary(config.rope, config.head_dim, context_length, device)
+        self._layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
+        self._norm = _norm(config, weights, "model.norm")
+        tied = config.tied_embeddings
+        self._head = Linear(self._embedding if tied else weights.get("lm_head.weight", embedding_shape))
+
+    def forward(self, batch: ForwardBatch, attention: PagedAttention) -> torch.Tensor:
+        """Run the layers: [T, hidden]. Keys and values of the batch's tokens are in the pool afterwards."""
+        x = self._embedding[batch.token_ids]
+        cos_sin = self._rotary.at(batch.positions)
+        for layer in self._layers:
+            x = layer(x, cos_sin, batch, attention)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Turn [rows, hidden] out of `forward` into float32[rows, vocabulary]."""
+        return self._head(self._norm(hidden)).float()
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
+        prefix = f"model.layers.{index}"
+        self._index = index
+        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
+        self._head_dim = config.head_dim
+        self._attention_norm = _norm(config, weights, f"{prefix}.input_layernorm")
+        self._mlp_norm = _norm(config, weights, f"{prefix}.post_attention_layernorm")
+        self._qk_norm = _qk_norm(config, weights, f"{prefix}.self_attn") if config.qk_norm else None
+        hidden, inter = config.hidden_size, config.intermediate_size
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._qkv = _fused(
+            weights,
+            {f"{prefix}.self_attn.{name}_proj": size for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size))},
+            hidden,
+            config.qkv_bias,
+        )
+        self._output = _fused(weights, {f"{prefix}.self_attn.o_proj": hidden}, q_size, config.output_bias)
+        gate_up = {f"{prefix}.mlp.gate_proj": inter, f"{prefix}.mlp.up_proj": inter}
+        self._gate_up = _fused(weights, gate_up, hidden, config.mlp_bias)
+        self._down = _fused(weights, {f"{prefix}.mlp.down_proj": hidden}, inter, config.mlp_bias)
+
+    def __call__(
+        self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: PagedAttention
+    ) -> torch.Tensor:
+        x = x + self._attend(self._attention_norm(x), cos_sin, batch, attention)
+        gate, up = self._gate_up(self._mlp_norm(x)).chunk(2, dim=-1)
+        return x + self._down(torch.nn.functional.silu(gate).mul_(up))
+
+    def _attend(
+        self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: PagedAttention
+    ) -> torch.Tensor:
+        qkv = self._qkv(x).view(len(x), -1, self._head_dim)
+        rotated = self._heads + self._kv_heads
+        qk = qkv[:, :rotated]
+        if self._qk_norm is not None:
+            qk = self._qk_norm(qk)
+        qk = rotate(qk, cos_sin)
+        found = attention.forward(self._index, qk[:, : self._heads], qk[:, self._heads :], qkv[:, rotated:], batch)
+        return self._output(found)
+
+
+def _norm(config: ModelConfig, weights: Weights, name: str) -> RMSNorm:
+    return RMSNorm(weights.get(f"{name}.weight", (config.hidden_size,)), config.norm_eps)
+
+
+def _qk_norm(config: ModelConfig, weights: Weights, prefix: str) -> RMSNorm:
+    """Norm of query and key heads together: a weight per head, the same one for all of a kind."""
+    q = weights.get(f"{prefix}.q_norm.weight", (config.head_dim,)).expand(config.num_heads, -1)
+    k = weights.get(f"{prefix}.k_norm.weight", (config.head_dim,)).expand(config.num_kv_heads, -1)
+    return RMSNorm(torch.cat((q, k)), config.norm_eps)
+
+
+def _fused(weights: Weights, outputs: dict[str, int], inputs: int, bias: bool) -> Linear:
+    """One product in the place of several over the same input; `outputs` maps their names to their sizes."""
+    parts = [weights.get(f"{name}.weight", (size, inputs)) for name, size in outputs.items()]
+    biases = [weights.get(f"{name}.bias", (size,)) for name, size in outputs.items()] if bias else []
+    if len(parts) == 1:
+        return Linear(parts[0], biases[0] if biases else None)
+    return Linear(torch.cat(parts), torch.cat(biases) if biases else None)

@@ -1,0 +1,168 @@
+"""Runs plans on a model: the executor that computes."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tokenyard.base import ExecutorInfo, StepPlan, StepResult, TokenyardError
+from tokenyard.executor.attention.paged import PagedAttention
+from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, upload
+from tokenyard.executor.future_map import FutureMap
+from tokenyard.executor.kv_pool import KvPool
+from tokenyard.executor.models.decoder import Decoder
+from tokenyard.executor.sampling.logprobs import (
+    LogprobPiece,
+    join_pieces,
+    keep_output,
+    output_pieces,
+    prompt_pieces,
+)
+from tokenyard.executor.sampling.sampler import Sampler
+
+
+class StepClock:
+    """Measures how long the device works on a step, and tells when what the step sends to the host has arrived."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        if self._on_cuda:
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._end = torch.cuda.Event(enable_timing=True)
+        self._begin_s = 0.0
+
+    def start(self) -> None:
+        """Note the begin of the step's work."""
+        if self._on_cuda:
+            self._begin.record()
+        else:
+            self._begin_s = time.perf_counter()
+
+    def stop(self) -> None:
+        """Note its end; a CPU may start and stop several times, and the times add up."""
+        if self._on_cuda:
+            self._end.record()
+        else:
+            self._seconds += time.perf_counter() - self._begin_s
+
+    def wait(self) -> float:
+        """Wait for the end; returns the seconds the device worked."""
+        if self._on_cuda:
+            self._end.synchronize()
+            return self._begin.elapsed_time(self._end) / 1000.0
+        return self._seconds
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A step in flight. `tokens` is int64[sampled rows], on its way to the host; None until the step is sampled.
+    `logits` waits for a delayed sampling. `clock` tells when all that the step sends to the host has arrived.
+    """
+
+    plan: StepPlan
+    clock: StepClock
+    logits: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    pieces: list[LogprobPiece] = field(default_factory=list)
+
+
+class ModelExecutor:
+    """Executor over a model in torch, on a CPU or a CUDA device, by the same code.
+
+    On CUDA `launch` only queues work on the current stream and `collect` waits for it, so that several steps can be
+    in flight; on a CPU `launch` does the work.
+    """
+
+    def __init__(self, model: Decoder, pool: KvPool, info: ExecutorInfo, device: torch.device) -> None:
+        self.info = info
+        self._model = model
+        self._device = device
+        self._pages = PageTable(info.max_pool_rows, info.context_length, info.page_size, device)
+        self._attention = PagedAttention(pool, self._pages, model.config.windows)
+        self._future = FutureMap(info.max_pool_rows, device)
+        self._sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Start a step; see Executor."""
+        ticket = Ticket(plan, StepClock(self._device))
+        ticket.clock.start()
+        self._sampler.take(plan.row_starts)
+        self._pages.write(plan)
+        if len(plan.pool_rows):
+            self._forward(ticket)
+        ticket.clock.stop()
+        if not plan.delay_sampling:
+            self.sample(ticket)
+        return ticket
+
+    @torch.inference_mode()
+    def sample(self, ticket: Ticket) -> None:
+        """Sample a launched step; see Executor."""
+        plan, logits = ticket.plan, ticket.logits
+        if self._device.type != "cuda":
+            ticket.clock.start()
+        tokens = torch.empty(0, dtype=torch.int64, device=self._device)
+        if logits is not None:
+            kept = keep_output(plan, self._sampler.rows, logits)
+            tokens = self._choose(plan, logits)
+            ticket.pieces += output_pieces(kept, plan, tokens)
+        ticket.logits = None
+        self._send(ticket, tokens)
+        ticket.clock.stop()
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a step and return what it sampled; see Executor. Raises TokenyardError if it was never sampled."""
+        plan = ticket.plan
+        if ticket.tokens is None:
+            raise TokenyardError(f"step {plan.step} is collected before it was sampled")
+        seconds = ticket.clock.wait()
+        tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
+        tokens[plan.sampled] = ticket.tokens.numpy()
+        return StepResult(plan.step, tokens, seconds, join_pieces(ticket.pieces))
+
+    def close(self) -> None:
+        """Give back the device's memory."""
+        del self._model, self._attention, self._pages, self._future, self._sampler
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forward(self, ticket: Ticket) -> None:
+        """Run the model; logits are computed for the last position of sampled rows only."""
+        plan = ticket.plan
+        batch = build_batch(plan, self._pages)
+        batch.token_ids = self._future.resolve(batch.token_ids, batch.pool_rows)
+        self._attention.prepare(batch)
+        hidden = self._model.forward(batch, self._attention)
+        if plan.sampled.any():
+            ticket.logits = self._model.logits(hidden[self._sampled_tokens(plan, batch)])
+        ticket.pieces = prompt_pieces(
+            plan, self._sampler.rows, lambda first, last: self._model.logits(hidden[first:last])
+        )
+
+    def _sampled_tokens(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
+        if plan.sampled.all():
+            return batch.last_tokens
+        return batch.last_tokens[upload((np.flatnonzero(plan.sampled),), self._device)[0]]
+
+    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
+        pool_rows = plan.pool_rows[plan.sampled]
+        positions = (plan.starts + plan.counts)[plan.sampled].astype(np.int64)
+        tokens = self._sampler.sample(logits, pool_rows, positions)
+        self._future.store(upload((pool_rows,), self._device)[0], tokens)
+        return tokens
+
+    def _send(self, ticket: Ticket, tokens: torch.Tensor) -> None:
+        """Start the way of tokens and log-probabilities to the host."""
+        ticket.tokens = _to_host(tokens)
+        for piece in ticket.pieces:
+            piece.tokens, piece.logprobs, piece.top_tokens, piece.top_logprobs = map(_to_host, piece.tensors())
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,62 @@
+"""Choosing a token from logits: which tokens stay in, and the draw among them."""
+
+import torch
+
+NUCLEUS_FRONT = 1024
+"""On a CPU a nucleus is first looked for among this many most likely tokens, because sorting all is slow there."""
+
+
+def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw one token per row by the inverse of the cumulative distribution, in the order of token ids.
+
+    logits: float32[n, vocabulary], -inf for tokens that are out. uniforms: float64[n] in [0, 1). Returns int64[n].
+    """
+    weights = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    targets = uniforms[:, None] * cumulative[:, -1:]
+    # The clamp only matters for rows of NaN, which must not end in an index outside the vocabulary.
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_max(logits.shape[-1] - 1)
+
+
+def drop_by_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Set to -inf what is less likely than `min_p` times the likeliest token (Nguyen et al. 2024, arXiv 2407.01082)."""
+    threshold = logits.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
+    return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+def drop_by_rank(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, largest_k: int) -> torch.Tensor:
+    """Set to -inf what is not among the `top_k` likeliest tokens or not in their nucleus of mass `top_p`.
+
+    top_k: int64[n], the vocabulary's size for "all". top_p: float32[n]; the nucleus is taken of what top_k left,
+    normalised anew, and always holds the likeliest token (Holtzman et al. 2019, arXiv 1904.09751). Tokens as likely as
+    the last one that stays in stay in too. largest_k: the host's copy of top_k.max().
+    """
+    vocabulary = logits.shape[-1]
+    if largest_k < vocabulary:
+        ranked = torch.topk(logits, largest_k).values
+    elif logits.device.type == "cpu" and vocabulary > 2 * NUCLEUS_FRONT:
+        ranked = _front_or_all(logits, top_k, top_p)
+    else:
+        ranked = torch.sort(logits, descending=True).values
+    return logits.masked_fill(logits < _threshold(logits, ranked, top_k, top_p), float("-inf"))
+
+
+def _front_or_all(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest logits, best first: only as many as surely hold all that stays in, or all of them."""
+    ranked = torch.topk(logits, NUCLEUS_FRONT).values
+    mass = torch.exp(ranked.logsumexp(-1) - logits.logsumexp(-1))
+    # A margin, because the mass is rounded. A row with a top_k needs all of its k tokens to normalise them.
+    held = torch.where(top_k < logits.shape[-1], top_k <= NUCLEUS_FRONT, mass > top_p + 1e-4)
+    return ranked if bool(held.all()) else torch.sort(logits, descending=True).values
+
+
+def _threshold(logits: torch.Tensor, ranked: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return float32[n, 1], the smallest logit that stays in."""
+    in_k = torch.arange(ranked.shape[-1], device=ranked.device) < top_k[:, None]
+    probabilities = torch.exp(ranked - logits.logsumexp(-1, keepdim=True)).double().masked_fill_(~in_k, 0.0)
+    cumulative = probabilities.cumsum(-1)
+    limited = top_k < logits.shape[-1]
+    total = torch.where(limited, cumulative[:, -1], 1.0)
+    mass = torch.where(top_p < 1.0, top_p.double() * total, float("inf"))
+    kept = (in_k & (cumulative - probabilities < mass[:, None])).sum(-1, keepdim=True)
+    return ranked.gather(1, (kept - 1).clamp_min(0))

@@ -1,0 +1,74 @@
+"""Penalties on tokens a row has seen, with the counts kept on the device."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenyard.base import Int32Array, RowStart
+from tokenyard.executor.sampling.rows import SamplingRows
+
+FIRST_CAPACITY = 8
+
+
+class Penalties:
+    """Token counts of the rows that asked for a penalty, and the penalties themselves.
+
+    Counts grow on the device as tokens are sampled, so they hold those of steps still in flight. A row's place in the
+    counts is taken when it starts and given up when its pool row starts anew.
+    """
+
+    def __init__(self, max_pool_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._places = np.full(max_pool_rows, -1, dtype=np.int64)
+        self._free: list[int] = []
+        self._vocab_size = vocab_size
+        self._sampled = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+
+    def take(self, start: RowStart) -> None:
+        """Begin to count for a row, from the tokens it already has, or stop counting if it asks for no penalty."""
+        row = start.pool_row
+        if self._places[row] >= 0 and not start.sampling.penalised:
+            self._free.append(int(self._places[row]))
+            self._places[row] = -1
+        if not start.sampling.penalised:
+            return
+        if self._places[row] < 0:
+            self._places[row] = self._new_place()
+        place = int(self._places[row])
+        known = torch.from_numpy(start.known_ids.astype(np.int64)).to(self._sampled.device)
+        self._sampled[place] = torch.bincount(known[start.prompt_tokens :], minlength=self._vocab_size)
+        self._in_prompt[place] = torch.bincount(known[: start.prompt_tokens], minlength=self._vocab_size) > 0
+
+    def apply(
+        self, logits: torch.Tensor, pool_rows: Int32Array, device_rows: torch.Tensor, rows: SamplingRows
+    ) -> torch.Tensor:
+        """Return float32[n, vocabulary] with the penalties of the rows taken off.
+
+        repetition: logits of tokens in prompt or answer are divided by it if positive, else multiplied (CTRL, Keskar
+        et al. 2019, arXiv 1909.05858). frequency: taken off once per time a token is in the answer; presence: once if
+        it is in the answer at all (OpenAI's API).
+        """
+        repetition, frequency, presence = rows.penalties(device_rows)
+        places = self._device_places(pool_rows)
+        counts = self._sampled[places]
+        answered = counts > 0
+        seen = answered | self._in_prompt[places]
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        return torch.where(seen, repeated, logits) - frequency * counts - presence * answered
+
+    def count(self, pool_rows: Int32Array, tokens: torch.Tensor) -> None:
+        """Count the sampled int64[n] tokens of int32[n] rows, each row once."""
+        self._sampled[self._device_places(pool_rows), tokens] += 1
+
+    def _device_places(self, pool_rows: Int32Array) -> torch.Tensor:
+        places: npt.NDArray[np.int64] = self._places[pool_rows]
+        return torch.from_numpy(places).to(self._sampled.device, non_blocking=True)
+
+    def _new_place(self) -> int:
+        if not self._free:
+            old = len(self._sampled)
+            more = max(FIRST_CAPACITY, old)
+            self._sampled = torch.cat((self._sampled, self._sampled.new_zeros(more, self._vocab_size)))
+            self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros(more, self._vocab_size)))
+            self._free = list(range(old + more - 1, old - 1, -1))
+        return self._free.pop()

@@ -1,0 +1,95 @@
+"""Samples one token for each row of a step, as its request's parameters say."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenyard.base import Int32Array, RowStart
+from tokenyard.executor.forward_batch import upload
+from tokenyard.executor.sampling import draw
+from tokenyard.executor.sampling.noise import uniform
+from tokenyard.executor.sampling.penalties import Penalties
+from tokenyard.executor.sampling.rows import EDITED, MIN_P, PENALISED, RANDOM, RANKED, SamplingRows
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Sampler:
+    """Turns logits into tokens on the device, with the parameters kept by pool row.
+
+    The order is: logit_bias and the ban on early ends, penalties, then for rows that are not greedy temperature,
+    top_k, top_p, min_p and the draw. A draw depends on the row's logits, its seed and the position of the token
+    alone. A step whose rows are all greedy and plain costs one argmax.
+    """
+
+    def __init__(
+        self, max_pool_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+    ) -> None:
+        self.rows = SamplingRows(max_pool_rows, vocab_size, eos_token_ids, device)
+        self._penalties = Penalties(max_pool_rows, vocab_size, device)
+        self._device = device
+
+    def take(self, starts: list[RowStart]) -> None:
+        """Take over rows that start."""
+        self.rows.take(starts)
+        for start in starts:
+            self._penalties.take(start)
+
+    def sample(self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array) -> torch.Tensor:
+        """Choose tokens: int64[n] on the device.
+
+        logits: float32[n, vocabulary], which this changes. pool_rows: int32[n] and positions: int64[n], on the host;
+        a position is that of the token being sampled.
+        """
+        kinds = self.rows.kinds[pool_rows]
+        needed = int(np.bitwise_or.reduce(kinds, initial=0))
+        if needed & EDITED:
+            self._edit(logits, pool_rows, positions, np.flatnonzero(kinds & EDITED))
+        if needed & PENALISED:
+            self._penalise(logits, pool_rows, np.flatnonzero(kinds & PENALISED))
+        tokens = logits.argmax(dim=-1)
+        if needed & RANDOM:
+            self._draw(logits, tokens, pool_rows, positions, np.flatnonzero(kinds & RANDOM))
+        if needed & PENALISED:
+            penalised = np.flatnonzero(kinds & PENALISED)
+            self._penalties.count(pool_rows[penalised], tokens[upload((penalised,), self._device)[0]])
+        return tokens
+
+    def _edit(self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array, places: Int64Array) -> None:
+        rows, ids, values = self.rows.edits_of(pool_rows, positions, places)
+        index = upload((rows, ids), self._device)
+        logits[index[0], index[1]] += torch.from_numpy(values.astype(np.float32)).to(self._device, non_blocking=True)
+
+    def _penalise(self, logits: torch.Tensor, pool_rows: Int32Array, places: Int64Array) -> None:
+        own = pool_rows[places]
+        index = upload((places, own), self._device)
+        logits[index[0]] = self._penalties.apply(logits[index[0]], own, index[1], self.rows)
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        pool_rows: Int32Array,
+        positions: Int64Array,
+        places: Int64Array,
+    ) -> None:
+        """Replace the tokens of the rows at `places` by drawn ones."""
+        own = pool_rows[places]
+        index = upload((places, own, positions[places]), self._device)
+        scaled = logits[index[0]] / self.rows.temperature(index[1])[:, None]
+        self._drop_by_rank(scaled, own)
+        if (self.rows.kinds[own] & MIN_P).any():
+            scaled = draw.drop_by_min_p(scaled, self.rows.min_p(index[1]))
+        tokens[index[0]] = draw.draw(scaled, uniform(self.rows.seeds(index[1]), index[2]))
+
+    def _drop_by_rank(self, scaled: torch.Tensor, pool_rows: Int32Array) -> None:
+        """Apply top_k and top_p, in place, to the rows that have one; ranking the others would be for nothing."""
+        places = np.flatnonzero(self.rows.kinds[pool_rows] & RANKED)
+        if not len(places):
+            return
+        own = pool_rows[places]
+        index = upload((places, own), self._device)
+        largest_k = int(self.rows.top_k[own].max())
+        scaled[index[0]] = draw.drop_by_rank(
+            scaled[index[0]], self.rows.device_top_k(index[1]), self.rows.top_p(index[1]), largest_k
+        )

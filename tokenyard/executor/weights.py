@@ -1,0 +1,150 @@
+"""Finds a checkpoint and hands out its tensors by name, checked and converted."""
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tokenyard.base import ConfigError
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "model.safetensors.index.json"
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+class Weights(Protocol):
+    """Where a model takes its tensors from."""
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor on the model's device and in its dtype. Raises ConfigError if missing or misshapen."""
+
+
+def find_model(path: str) -> Path:
+    """Return the folder of a model: `path` itself, or a download of the Hugging Face repository of that name.
+
+    Raises ConfigError if there is neither.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"model {path!r} is a file; give the folder that holds its config.json")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ConfigError(f"model folder {path!r} does not exist")
+    return _download(path)
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(f"model {name!r} is no local folder, and huggingface_hub is not installed") from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except Exception as error:  # the hub client raises errors of several libraries; all mean the same to the user
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"model {name!r} is no local folder and could not be downloaded: {reason}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises ConfigError if the file is missing or no JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist; the model folder needs it") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+class SafetensorsWeights:
+    """The `*.safetensors` files of a folder, with or without an index; tensors are read one at a time.
+
+    Raises ConfigError for a folder without such files and for files that are damaged.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._files = {}
+        self._file_of: dict[str, Path] = {}
+        for path in _shards(folder):
+            try:
+                # One handle a shard for the whole load: opening parses the header anew each time.
+                handle = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} is damaged or no safetensors file: {error}") from error
+            self._files[path] = handle
+            self._file_of.update(dict.fromkeys(handle.keys(), path))
+        self._unused = set(self._file_of)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor `name`; see Weights."""
+        path = self._file_of.get(name)
+        if path is None:
+            raise ConfigError(
+                f"the checkpoint has no tensor {name!r}; config.json and the weights do not belong together"
+            )
+        try:
+            tensor = self._files[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: tensor {name!r} cannot be read: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(f"{path}: tensor {name!r} has shape {tuple(tensor.shape)}, but config.json means {shape}")
+        if not tensor.is_floating_point():
+            raise ConfigError(f"{path}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
+        self._unused.discard(name)
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def warn_unused(self, harmless: Iterable[str] = ("lm_head.weight",)) -> None:
+        """Log the tensors nobody asked for, apart from tables that any loader computes itself."""
+        left = sorted(name for name in self._unused if name not in harmless and not name.endswith("inv_freq"))
+        if left:
+            logger.warning("%d tensors of the checkpoint are not used, for example %s", len(left), left[0])
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / INDEX_NAME
+    if index.exists():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise ConfigError(f"{index} has no weight_map")
+        paths = [folder / name for name in sorted(set(names.values()))]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ConfigError(
+            f"{folder} holds no *.safetensors file (use load_format dummy to try a config without weights)"
+        )
+    for path in paths:
+        if path.parent != folder or not path.is_file():
+            raise ConfigError(f"{path} is named in {INDEX_NAME} but is not in the model folder")
+    return paths
+
+
+class DummyWeights:
+    """Seeded random tensors of any name and shape, scaled so that activations and logits stay in a usual range.
+
+    A tensor depends on the seed and its place in the order of calls, so that the same model gets the same weights.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return ones for a norm, zeros for a bias, else normal numbers of variance 1 / (inputs)."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, device=self._device, dtype=self._dtype)
+        if name.endswith(".bias"):
+            return torch.zeros(shape, device=self._device, dtype=self._dtype)
+        values = torch.empty(shape, device=self._device, dtype=self._dtype)
+        return values.normal_(0.0, shape[-1] ** -0.5, generator=self._generator)
