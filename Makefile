@@ -1,0 +1,36 @@
+# Everything happens in .venv; nothing is installed elsewhere.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# The default torch for Linux brings gigabytes of CUDA libraries. Where PyTorch's own index of CPU builds can be reached
+# and no GPU is there, take torch from it; set TORCH_INDEX to nothing to keep pip's default.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PROBE := import sys, urllib.request as u; sys.exit(not u.urlopen(sys.argv[1] + "/torch/", timeout=2))
+TORCH_FLAGS = $(shell command -v nvidia-smi >/dev/null 2>&1 || $(PYTHON) -c '$(PROBE)' $(TORCH_INDEX) 2>/dev/null && \
+	! command -v nvidia-smi >/dev/null 2>&1 && echo --extra-index-url $(TORCH_INDEX))
+
+.PHONY: serve test lint clean
+
+serve: .venv/serve  ## serve the embedded demo model on 127.0.0.1:30000
+	$(BIN)/tokenyard serve $(ARGS)
+
+test: .venv/dev  ## run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/dev  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy tokenyard
+
+.venv/serve: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP_INSTALL) $(TORCH_FLAGS) -e '.[torch]'
+	touch $@
+
+.venv/dev: .venv/serve
+	$(PIP_INSTALL) $(TORCH_FLAGS) -e '.[torch,dev]'
+	touch $@
+
+clean:  ## remove the environment
+	rm -rf .venv
