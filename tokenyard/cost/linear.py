@@ -63,6 +63,10 @@ class LinearTerms:
         except ConfigError as error:
             raise ConfigError(f"{source}: {error.message}") from None
 
+    def scaled(self, factor: float) -> "LinearTerms":
+        """The terms of a device that takes `factor` times as long for everything."""
+        return LinearTerms(*(getattr(self, term.name) * factor for term in fields(self)))
+
     def step(self, work: StepWork) -> float:
         """Milliseconds that a step with this work takes."""
         tokens = work.tokens

@@ -13,6 +13,7 @@ WIDTH, HEIGHT = 620, 340
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 46
 LEGEND_ROW = 16
 LEGEND_PER_ROW = 3
+_EMPTY = f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">nothing to show: no request has one</text>'
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Chart:
             f'<text class="title" x="{LEFT}" y="18">{escape(self.title)}</text>',
             *_legend(legend),
             *self._grid(x_axis, y_axis, top),
+            *([] if any(len(series.x) for series in self.series) else [_EMPTY]),
             *(mark for index, series in enumerate(self.series) for mark in self._marks(series, index, x_axis, y_axis)),
             "</svg>",
         ]
@@ -213,4 +215,4 @@ def _number(value: float) -> str:
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):g}{unit}"
-    return f"{value:.3g}"
+    return f"{value:.6g}" if size >= 1.0 else f"{value:.3g}"

@@ -19,7 +19,7 @@ from tokenyard.base import (
     SchedulerSettings,
     Slo,
 )
-from tokenyard.cost import LinearCost, Profile, unloaded_prefill_s
+from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
 from tokenyard.router.choice import Chooser, WorkerLoad, make_chooser
 from tokenyard.scheduler import Scheduler
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE, BlankContent, Content
@@ -54,8 +54,9 @@ class SloTargets:
 class Setup:
     """What is simulated: the engine's settings, the device's true costs, and around it the router and its replicas.
 
-    `belief` makes the cost model that the scheduler plans with (None: the truth itself). `host_s` is CPU time per
-    step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes the profile's pool.
+    `belief_scale` is how many times too long the scheduler believes steps to take, `learn` whether it corrects that
+    from what it sees. `host_s` is CPU time per step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes
+    the profile's pool.
     """
 
     profile: Profile
@@ -66,7 +67,14 @@ class Setup:
     seed: int = 0
     host_s: float = 0.0
     kv_pool_tokens: int | None = None
-    belief: Callable[[], CostModel] | None = None
+    belief_scale: float = 1.0
+    learn: bool = False
+
+    def belief(self) -> CostModel:
+        """A fresh cost model for one scheduler to plan with."""
+        truth = self.profile.cost()
+        fixed = truth if self.belief_scale == 1.0 else LinearCost(truth.terms.scaled(self.belief_scale), truth.links)
+        return OnlineCost(fixed) if self.learn else fixed
 
 
 @dataclass
@@ -198,10 +206,9 @@ class _Run:
 
     def _replica(self, observer: StepObserver | None) -> Replica:
         setup, info = self._setup, executor_info(self._workload, self._setup)
-        belief = setup.belief() if setup.belief is not None else self._truth
         distinct = not setup.settings.disable_radix_cache
         executor = SimExecutor(info, self._truth, self._workload.output_tokens, distinct)
-        scheduler = Scheduler(setup.settings, info, belief)
+        scheduler = Scheduler(setup.settings, info, setup.belief())
         return Replica(scheduler, executor, self._note_finish, setup.settings.max_in_flight, setup.host_s, observer)
 
     def submit(self, index: int) -> None:
