@@ -1,7 +1,7 @@
 """A whole engine of real processes over the mock executor."""
 
-from tokenyard.engine.config import EngineConfig
 from tests.engine.text_helpers import DEMO_TOKENIZER
+from tokenyard.engine.config import EngineConfig
 
 DEMO_FOLDER = DEMO_TOKENIZER.parent
 

@@ -52,8 +52,8 @@ def set_up_logging(level: str, form: str) -> None:
 def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoReturn:
     """Read the task from standard input, run `work(task, report)` and exit: 0, or 1 with the reason told and logged.
 
-    `work` calls `report` once, when it is ready. The process ends when its standard input closes (`Inbox` sees that)
-    and, on Linux, at once when its parent is gone.
+    `work` calls `report` once, when it is ready, and returns when there is something to read on standard input, which
+    `Inbox` sees: a word if the parent wants it to end, or nothing if the parent is gone and left its socket files.
     """
     setproctitle.setproctitle(f"tokenyard: {title}")
     report_fd = int(sys.argv[1])
@@ -61,7 +61,6 @@ def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoR
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     task = decode_task(_read_line(STDIN))
-    _die_with(task.parent_pid)
     set_up_logging(task.config.log_level, task.config.log_format)
     reported = False
 
@@ -79,7 +78,7 @@ def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoR
         if not reported:
             report(ChildReport(failure=reason))
         sys.exit(1)
-    if os.getppid() != task.parent_pid:
+    if not os.read(STDIN, 1):
         shutil.rmtree(task.socket_directory, ignore_errors=True)
     sys.exit(0)
 
@@ -95,16 +94,21 @@ def _read_line(fd: int) -> bytes:
     return b"".join(parts)
 
 
-def _die_with(parent_pid: int) -> None:
-    """Ask the kernel to end this process with its parent; elsewhere the closed standard input does it."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, even if it hangs; does nothing but on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit(1)
+
+
+def end_with_parent(task: ChildTask) -> None:
+    """End this process at once if its parent is gone, and remove the socket files that the parent left."""
+    if os.getppid() != task.parent_pid:
+        shutil.rmtree(task.socket_directory, ignore_errors=True)
+        os._exit(1)
 
 
 class Inbox:
-    """Waits for frames on a socket, and for the end of standard input, which means stop."""
+    """Waits for frames on a socket, and for anything on standard input, which means stop."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket

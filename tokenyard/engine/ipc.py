@@ -48,14 +48,20 @@ def _item_type(array_type: Any) -> Any:
     return get_args(get_args(array_type)[1])[0]
 
 
+_TAGS: dict[type, int] = {
+    cls: tag for tag, cls in enumerate(dict.fromkeys(get_args(ToScheduler) + get_args(FromScheduler) + get_args(ToApi)))
+}
+"""One tag for each class in all directions, as the scheduler's messages may also go straight to the API process."""
+
+
 class Codec(Generic[Message]):
     """Encodes and decodes the messages of one direction, a union of classes; decoded arrays are read-only views."""
 
     def __init__(self, union: Any) -> None:
         types = get_args(union)
-        self._tags = {cls: bytes([tag]) for tag, cls in enumerate(types)}
+        self._tags = {cls: bytes([_TAGS[cls]]) for cls in types}
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-        self._decoders = [msgspec.msgpack.Decoder(cls, dec_hook=_decode_array) for cls in types]
+        self._decoders = {_TAGS[cls]: msgspec.msgpack.Decoder(cls, dec_hook=_decode_array) for cls in types}
 
     def encode(self, message: Message) -> bytes:
         """Return the frame of a message. Raises ProtocolError for one that does not go this way."""
@@ -67,10 +73,11 @@ class Codec(Generic[Message]):
     def decode(self, frame: bytes) -> Message:
         """Return the message of a frame. Raises ProtocolError for anything that is not one."""
         view = memoryview(frame)
-        if not len(view) or view[0] >= len(self._decoders):
-            raise ProtocolError("a frame without a known tag")
+        decoder = self._decoders.get(view[0]) if len(view) else None
+        if decoder is None:
+            raise ProtocolError("a frame without a tag of this direction")
         try:
-            return self._decoders[view[0]].decode(view[1:])  # type: ignore[no-any-return]
+            return decoder.decode(view[1:])  # type: ignore[no-any-return]
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise ProtocolError(f"a frame that does not decode: {error}") from error
 

@@ -2,14 +2,13 @@
 
 import importlib
 import logging
-import os
 from typing import cast
 
 import zmq
 
 from tokenyard.base import ConfigError, CostModel, Executor
 from tokenyard.cost import OnlineCost, get_profile
-from tokenyard.engine.child import Inbox, ReportReady, run_child
+from tokenyard.engine.child import Inbox, ReportReady, die_with_parent, end_with_parent, run_child
 from tokenyard.engine.config import ChildReport, ChildTask, EngineConfig
 from tokenyard.engine.driver import DeviceBrokenError, Driver
 from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
@@ -75,6 +74,9 @@ class SocketPort:
 def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     """Load the model, say that all is ready, and run the event loop until told to stop."""
     config = task.config
+    if not config.skip_tokenizer_init:
+        # The device must come free even if a step hangs; the detokenizer is left to remove the sockets.
+        die_with_parent()
     executor = load_executor(config)
     scheduler = Scheduler(config.scheduler_settings(executor.info), executor.info, load_cost(config.cost_profile))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -84,7 +86,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     driver = Driver(scheduler, executor, port, log=StepLog(config.decode_log_interval), state=state)
     # Sockets belong to one thread, so the heartbeat has its own.
     beats = push_socket(context, out_address)
-    heartbeat = HeartbeatThread(state, lambda beat: _send_beat(beats, beat), lambda: _end_with_parent(task.parent_pid))
+    heartbeat = HeartbeatThread(state, lambda beat: _send_beat(beats, beat), lambda: end_with_parent(task))
     report(ChildReport(info=executor.info))
     heartbeat.start()
     try:
@@ -110,11 +112,6 @@ def _end_all(driver: Driver, message: str) -> None:
 
 def _send_beat(socket: "zmq.Socket[bytes]", beat: Heartbeat) -> None:
     socket.send(FROM_SCHEDULER.encode(beat))
-
-
-def _end_with_parent(parent_pid: int) -> None:
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from tokenyard.engine.ipc import SocketDirectory
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+STOP_WORD = b"stop\n"
 LONGEST_REPORT_BYTES = 1 << 20
 
 
@@ -30,8 +31,8 @@ class Child:
 class Supervisor:
     """The scheduler and detokenizer processes of one engine.
 
-    Each child's standard input stays open as long as it shall live; closing it asks the child to end. `on_death` is
-    called once, with the reason, when a child ends unasked.
+    Each child's standard input stays open; a word on it asks the child to end, and its end tells that we are gone.
+    `on_death` is called with the reason when a child ends unasked.
     """
 
     def __init__(self, config: EngineConfig, sockets: SocketDirectory, on_death: Callable[[str], None]) -> None:
@@ -74,6 +75,7 @@ class Supervisor:
             watcher.cancel()
         for child in self._children:
             if child.process.stdin is not None:
+                child.process.stdin.write(STOP_WORD)
                 child.process.stdin.close()
         for child in self._children:
             try:

@@ -1,0 +1,290 @@
+"""A whole engine of real processes answers, cancels, pauses, and ends well or badly."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.engine.engines import mock_config
+from tokenyard.base import EngineDeadError, InvalidRequestError, LogprobOptions, SamplingParams, TextOptions
+from tokenyard.engine.launch import running_engine
+from tokenyard.engine.spec import GenerateSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+FOR_EVER = 900
+
+
+def spec(text="Once upon a time", *, tokens=12, stream=True, **options):
+    sampling = {name: options.pop(name) for name in ("n", "stop", "temperature") if name in options}
+    return GenerateSpec(
+        text=text,
+        sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True, **sampling),
+        text_options=TextOptions(stream=stream),
+        seed=7,
+        **options,
+    )
+
+
+async def collect(manager, wanted):
+    return [delta async for delta in manager.generate(wanted)]
+
+
+async def text_of(manager, wanted):
+    return "".join(delta.text for delta in await collect(manager, wanted))
+
+
+async def read_on(stream):
+    async for _ in stream:
+        pass
+
+
+async def until(condition, timeout_s=5.0):
+    end = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        await asyncio.sleep(0.02)
+
+
+def with_engine(work, **options):
+    async def main():
+        async with running_engine(mock_config(**options)) as manager:
+            return await asyncio.wait_for(work(manager), 60)
+
+    return asyncio.run(main())
+
+
+def test_answers_are_the_same_streamed_or_not_and_count_right():
+    async def work(manager):
+        streamed = await collect(manager, spec())
+        (whole,) = await collect(manager, spec(stream=False))
+        tokens = np.concatenate([delta.token_ids for delta in streamed])
+        assert tokens.tolist() == whole.token_ids.tolist()
+        assert "".join(delta.text for delta in streamed) == whole.text == manager.tokenizer.decode(tokens.tolist())
+        assert [delta.finish is not None for delta in streamed] == [False] * (len(streamed) - 1) + [True]
+        last = streamed[-1]
+        assert (last.finish.reason, last.completion_tokens, last.finish.completion_tokens) == ("length", 12, 12)
+        assert last.prompt_tokens == last.finish.prompt_tokens == len(manager.tokenizer.encode("Once upon a time").ids)
+        assert whole.cached_tokens == whole.finish.cached_tokens > 0
+        return tokens.tolist()
+
+    assert with_engine(work, overlap=True) == with_engine(work, overlap=False)
+
+
+def test_many_requests_at_once_each_get_their_own():
+    async def work(manager):
+        texts = [f"Story number {i}, with more words" for i in range(40)]
+        alone = [await text_of(manager, spec(text)) for text in texts[:5]]
+        together = await asyncio.gather(*(text_of(manager, spec(text)) for text in texts))
+        assert together[:5] == alone
+        assert len(set(together)) == len(texts)
+
+    with_engine(work, page_size=4)
+
+
+def test_n_answers_have_their_own_numbers_and_ends():
+    async def work(manager):
+        deltas = await collect(manager, spec(n=3, temperature=1.0))
+        ends = sorted(delta.index for delta in deltas if delta.finish)
+        texts = {index: "".join(d.text for d in deltas if d.index == index) for index in range(3)}
+        assert ends == [0, 1, 2]
+        assert len(set(texts.values())) == 3
+        assert len(await collect(manager, spec())) > 0
+
+    with_engine(work)
+
+
+def test_stop_strings_end_the_request_everywhere():
+    async def work(manager):
+        text = await text_of(manager, spec(tokens=40))
+        stop = text[len(text) // 2 :][:6]
+        deltas = await collect(manager, spec(tokens=FOR_EVER, stop=[stop]))
+        shown = "".join(delta.text for delta in deltas)
+        finish = deltas[-1].finish
+        assert shown == text[: text.index(stop)]
+        assert (finish.reason, finish.matched) == ("stop", stop)
+        kept = np.concatenate([delta.token_ids for delta in deltas])
+        assert finish.completion_tokens == len(kept) < 40
+        assert manager.open_requests == 0
+
+        async def idle():
+            return (await manager.snapshot())["running"] == 0
+
+        await until(idle)
+
+    with_engine(work)
+
+
+def test_logprobs_come_with_their_tokens():
+    async def work(manager):
+        deltas = await collect(manager, spec(tokens=4, logprobs=LogprobOptions(output=True, top=2, prompt_from=0)))
+        entries = [entry for delta in deltas for entry in delta.logprobs]
+        prompt = manager.tokenizer.encode("Once upon a time").ids
+        tokens = [token for delta in deltas for token in delta.token_ids.tolist()]
+        assert [entry.token for entry in entries] == prompt[1:] + tokens
+        assert [entry.position for entry in entries] == list(range(1, len(prompt) + 4))
+        assert all(len(entry.top_tokens) == 2 for entry in entries)
+
+    with_engine(work)
+
+
+def test_a_client_that_goes_away_frees_its_place():
+    async def work(manager):
+        async with aclosing(manager.generate(spec(tokens=FOR_EVER))) as deltas:
+            async for _ in deltas:
+                break
+
+        async def idle():
+            state = await manager.snapshot()
+            return state["running"] == 0 and state["used_tokens"] == 0
+
+        await until(idle, timeout_s=1.0)
+        assert manager.open_requests == 0
+        assert await manager.flush_cache()
+
+    with_engine(work)
+
+
+def test_abort_pause_continue_and_flush():
+    async def work(manager):
+        open_one = asyncio.create_task(collect(manager, spec(tokens=FOR_EVER, rid="a")))
+        other = asyncio.create_task(collect(manager, spec(tokens=FOR_EVER, rid="b")))
+
+        async def running():
+            return (await manager.snapshot())["running"] == 2
+
+        await until(running)
+        assert not await manager.flush_cache()
+        await manager.abort("a")
+        end = (await open_one)[-1].finish
+        assert (end.reason, end.status) == ("abort", 499)
+        assert not other.done()
+        assert await manager.update("b", priority=3)
+        assert not await manager.update("gone", priority=3)
+        await manager.abort()
+        assert (await other)[-1].finish.reason == "abort"
+        await manager.pause()
+        assert (await manager.snapshot())["paused"]
+        waiting = asyncio.create_task(collect(manager, spec()))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await manager.continue_()
+        assert (await waiting)[-1].finish.reason == "length"
+        assert await manager.flush_cache()
+
+    with_engine(work, step_ms=3.0)
+
+
+def test_wrong_requests_cost_nobody_else():
+    async def work(manager):
+        for wrong in (GenerateSpec(input_ids=[]), GenerateSpec(input_ids=[10**6]), spec("word " * 2000)):
+            with pytest.raises(InvalidRequestError):
+                await collect(manager, wrong)
+        assert await text_of(manager, spec())
+
+    with_engine(work)
+
+
+def test_token_ids_alone_need_no_detokenizer():
+    async def work(manager):
+        assert manager.tokenizer is None
+        wanted = GenerateSpec(input_ids=[5, 6, 7], sampling=SamplingParams(max_new_tokens=6, ignore_eos=True))
+        wanted.text_options.stream = True
+        deltas = await collect(manager, wanted)
+        assert sum(len(delta.token_ids) for delta in deltas) == 6
+        assert {delta.text for delta in deltas} == {""}
+        with pytest.raises(InvalidRequestError, match="no tokenizer"):
+            await collect(manager, spec())
+        with pytest.raises(InvalidRequestError, match="no chat template"):
+            await manager.render_chat([{"role": "user", "content": "Hi"}])
+        assert len(children_of(os.getpid())) == 1
+
+    with_engine(work, skip_tokenizer=True)
+
+
+def children_of(pid):
+    return [
+        child
+        for child in psutil.Process(pid).children()
+        if child.cmdline()[1:2] == ["-m"] or "tokenyard:" in child.name()
+    ]
+
+
+def titled(pid, title):
+    for child in psutil.Process(pid).children():
+        if title in " ".join(child.cmdline()):
+            return child
+    raise AssertionError(f"no child {title!r}")
+
+
+@pytest.mark.parametrize("title", ["tokenyard: scheduler", "tokenyard: detokenizer"])
+def test_a_dead_child_ends_every_stream(title):
+    async def main():
+        reasons = []
+        async with running_engine(mock_config(), reasons.append) as manager:
+            streams = [manager.generate(spec(tokens=FOR_EVER)) for _ in range(2)]
+            for stream in streams:
+                await anext(stream)
+            titled(os.getpid(), title).send_signal(signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(EngineDeadError, match="killed by signal 9"):
+                    await asyncio.wait_for(read_on(stream), 2)
+            assert manager.health() == float("inf")
+            with pytest.raises(EngineDeadError):
+                await anext(manager.generate(spec()))
+        assert len(reasons) == 1
+
+    asyncio.run(main())
+    assert children_of(os.getpid()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"max_total_tokens": 1, "page_size": 2}, "does not hold one page"), ({"colour": "red"}, "colour")],
+)
+def test_an_engine_that_cannot_start_says_why(options, reason, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def main():
+        with pytest.raises(EngineDeadError, match=reason):
+            async with running_engine(mock_config(**options)):
+                pass
+
+    asyncio.run(main())
+    assert children_of(os.getpid()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+PARENT = """
+import asyncio, sys
+from tests.engine.engines import mock_config
+from tokenyard.engine.launch import running_engine
+async def main():
+    async with running_engine(mock_config(skip_tokenizer=sys.argv[1] == "ids")):
+        print("up", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("mode", ["text", "ids"])
+def test_children_and_sockets_go_with_a_killed_parent(mode, tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, mode], stdout=subprocess.PIPE, env=environment, cwd=ROOT)
+    assert parent.stdout.readline() == b"up\n"
+    children = psutil.Process(parent.pid).children()
+    assert len(children) == (2 if mode == "text" else 1)
+    assert len(list(tmp_path.iterdir())) == 1
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+    assert list(tmp_path.iterdir()) == []
