@@ -196,7 +196,7 @@ def _attend_decode(
 
 
 def _attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attend with [queries, heads, head_dim] over [keys, kv heads, head_dim]; no mask means causal, keys beside queries."""
+    """Attend with [queries, heads, head_dim] over [keys, kv heads, head_dim]; no mask means causal, over own keys."""
     queries, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads

@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from tests.executor.driver import Driver
+from tests.executor.tiny_models import CASES, judge
+from tokenyard.executor.load import load_executor
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Folder of a tiny model, saved once."""
+    made = {}
+
+    def get(case):
+        if case not in made:
+            made[case] = tmp_path_factory.mktemp(case)
+            judge(case).save_pretrained(made[case])
+        return str(made[case])
+
+    assert CASES
+    return get
+
+
+@pytest.fixture
+def make_driver(folder):
+    """Make a driver over a tiny model in float32 on the CPU."""
+
+    def make(case="llama", *, page_size=1, max_total_tokens=1024, max_pool_rows=8, **options):
+        executor = load_executor(
+            folder(case),
+            device="cpu",
+            dtype="float32",
+            page_size=page_size,
+            max_total_tokens=max_total_tokens,
+            max_pool_rows=max_pool_rows,
+            **options,
+        )
+        return Driver(executor)
+
+    return make

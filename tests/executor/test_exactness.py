@@ -1,0 +1,128 @@
+"""Greedy output is that of transformers, whatever the plan."""
+
+import pytest
+import torch
+
+from tests.executor.tiny_models import CASES, greedy, logits, prompt_of
+
+TOKENS = 10
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_of_transformers(make_driver, case, page_size):
+    driver = make_driver(case, page_size=page_size)
+    prompt = prompt_of(37, seed=1)
+    expected = greedy(case, prompt, TOKENS)
+    assert driver.generate(driver.start(prompt), TOKENS) == expected
+    assert driver.generate(driver.start(prompt), TOKENS, chunk=16) == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_close_to_those_of_transformers(make_driver, case):
+    driver = make_driver(case, page_size=4)
+    prompt = prompt_of(41, seed=2)
+    plan, _, ticket = driver.launch((driver.start(prompt), 23), delay=True)
+    assert ticket.logits is None
+    assert not plan.sampled.any()
+    sequence = driver.start(prompt)
+    driver.step((sequence, 23))
+    _, _, ticket = driver.launch((sequence, None), delay=True)
+    torch.testing.assert_close(ticket.logits[0], logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["llama-odd", "mistral-window", "qwen3-layers"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, case, page_size):
+    driver = make_driver(case, page_size=page_size)
+    prompts = [prompt_of(length, seed=length) for length in (3, 120, 45, 46)]
+    late = prompt_of(33, seed=9)
+    sequences = [driver.start(prompt) for prompt in prompts]
+    driver.step(*[(sequence, None) for sequence in sequences])
+    sequences.append(driver.start(late))
+    for count in (16, 16, 1):
+        driver.step((sequences[-1], count), *[(sequence, 1) for sequence in sequences[:-1]])
+    while len(sequences[-1].output) < 4:
+        driver.step(*[(sequence, 1) for sequence in sequences])
+    for prompt, sequence in zip([*prompts, late], sequences, strict=True):
+        assert sequence.output == greedy(case, prompt, len(sequence.output))
+
+
+def test_long_chunks_attend_in_blocks(make_driver, monkeypatch):
+    monkeypatch.setattr("tokenyard.executor.attention.paged.MASK_ELEMENTS", 500)
+    for case in ("llama", "mistral-window"):
+        driver = make_driver(case, page_size=4)
+        prompt = prompt_of(90, seed=3)
+        assert driver.generate(driver.start(prompt), 3, chunk=64) == greedy(case, prompt, 3)
+
+
+def test_a_retracted_row_is_taken_up_again(make_driver):
+    driver = make_driver("qwen2", page_size=4)
+    prompt, other = prompt_of(30, seed=4), prompt_of(50, seed=5)
+    expected = greedy("qwen2", prompt, 12)
+    sequence = driver.start(prompt)
+    driver.generate(sequence, 5)
+    again = driver.retract(sequence)
+    assert driver.generate(driver.start(other), 6) == greedy("qwen2", other, 6)
+    resumed = driver.start(**again)
+    assert driver.generate(resumed, 12, chunk=16) == expected
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_rows_share_pages(make_driver, page_size):
+    driver = make_driver("mistral-window", page_size=page_size)
+    prefix = prompt_of(24, seed=6)
+    first, second = prefix + prompt_of(9, seed=7), prefix + prompt_of(13, seed=8)
+    owner = driver.start(first)
+    driver.prefill(owner)
+    guest = driver.start(second, shared_with=owner, shared_tokens=24)
+    driver.prefill(guest)
+    for _ in range(5):
+        driver.step((owner, 1), (guest, 1))
+    assert owner.output == greedy("mistral-window", first, 6)
+    assert guest.output == greedy("mistral-window", second, 6)
+
+
+def test_steps_in_flight_read_each_others_tokens(make_driver):
+    driver = make_driver("qwen3", page_size=4)
+    prompts = [prompt_of(20, seed=10), prompt_of(31, seed=11)]
+    sequences = [driver.start(prompt) for prompt in prompts]
+    flying = [driver.launch(*[(sequence, None) for sequence in sequences])]
+    for _ in range(6):
+        flying.append(driver.launch(*[(sequence, 1) for sequence in sequences]))
+        driver.collect(flying.pop(0))
+    driver.collect(flying.pop())
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.output == greedy("qwen3", prompt, 7)
+
+
+def test_a_delayed_sampling_gives_the_same_tokens(make_driver):
+    driver = make_driver()
+    prompt = prompt_of(20, seed=12)
+    sequence = driver.start(prompt)
+    while len(sequence.output) < 4:
+        launched = driver.launch((sequence, None), delay=True)
+        driver.executor.sample(launched[2])
+        driver.collect(launched)
+    assert sequence.output == greedy("llama", prompt, 4)
+
+
+def test_an_idle_plan_does_nothing(make_driver):
+    driver = make_driver()
+    result = driver.step()
+    assert result.tokens.tolist() == []
+    assert result.logprobs == []
+
+
+def test_bfloat16_stays_near_float32(folder, make_driver):
+    from tokenyard.executor.load import load_executor
+
+    prompt = prompt_of(40, seed=13)
+    driver = make_driver("qwen3")
+    driver.executor = load_executor(
+        folder("qwen3"), device="cpu", dtype="bfloat16", max_total_tokens=1024, max_pool_rows=8
+    )
+    _, _, ticket = driver.launch((driver.start(prompt), None), delay=True)
+    assert ticket.logits.dtype == torch.float32
+    expected = logits("qwen3", prompt)[-1]
+    assert torch.cosine_similarity(ticket.logits[0], expected, dim=0) > 0.99

@@ -1,0 +1,98 @@
+"""Small random models of every supported kind, made by transformers, which is the judge of what is right."""
+
+import functools
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+VOCAB = 199
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ODD = {"hidden_size": 120, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 40}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def rope(**fields):
+    return {"rope_parameters": {"rope_theta": 10000.0, **fields}}
+
+
+CASES = {
+    "llama": (LlamaConfig, {}),
+    "llama-odd": (LlamaConfig, ODD),
+    "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-linear": (LlamaConfig, rope(rope_type="linear", factor=2.0)),
+    "llama-llama3": (LlamaConfig, {"rope_parameters": LLAMA3}),
+    "llama-yarn": (LlamaConfig, {"rope_parameters": YARN}),
+    "llama-yarn-mscale": (LlamaConfig, {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}}),
+    "mistral-window": (MistralConfig, {"sliding_window": 8}),
+    "mistral-full": (MistralConfig, {"sliding_window": None, **ODD}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-window": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
+    "qwen3": (Qwen3Config, {"head_dim": 20}),
+    "qwen3-layers": (
+        Qwen3Config,
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+@functools.cache
+def judge(case):
+    """Return a float32 transformers model with random weights; biases and norms are random too."""
+    config_type, fields = CASES[case]
+    torch.manual_seed(len(case))
+    model = AutoModelForCausalLM.from_config(config_type(**{**SMALL, **fields})).eval().float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    return model
+
+
+def greedy(case, prompt, tokens):
+    """Greedy continuation by transformers, without cache, so that nothing but the model itself decides."""
+    ids = list(prompt)
+    for _ in range(tokens):
+        ids.append(int(logits(case, ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+@functools.cache
+def _logits(case, ids):
+    with torch.inference_mode():
+        return judge(case)(torch.tensor([ids])).logits[0]
+
+
+def logits(case, ids):
+    """float32[len(ids), vocabulary]."""
+    return _logits(case, tuple(ids))
+
+
+def prompt_of(length, seed):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
