@@ -45,7 +45,7 @@ def load_executor(
     threads: of torch on a CPU, None to leave it alone. Raises ConfigError, in one line, for whatever does not fit.
     """
     target = choose_device(device)
-    if threads is not None:
+    if threads:
         torch.set_num_threads(threads)
     if min(page_size, max_pool_rows) < 1:
         raise ConfigError(f"page_size {page_size} and max_pool_rows {max_pool_rows} must be at least 1")
