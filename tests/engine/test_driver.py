@@ -1,0 +1,190 @@
+"""The event loops and their driver, in one process: failures, liveness, log lines."""
+
+import logging
+import time
+
+import numpy as np
+import pytest
+
+from tokenyard.base import Cancel, Pause, Request, Resume, SamplingParams, SchedulerSettings, SetPolicy, Submit
+from tokenyard.engine.driver import DeviceBrokenError, Driver
+from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.liveness import HeartbeatThread, LoopState, heartbeat_age_s
+from tokenyard.engine.messages import FlushCache, FlushReply, GetSnapshot, SnapshotReply
+from tokenyard.engine.step_log import StepLog
+from tokenyard.executor.mock import load_executor
+from tokenyard.scheduler import Scheduler
+
+LOOPS = [(event_loop_normal, 1), (event_loop_overlap, 2)]
+both_loops = pytest.mark.parametrize(("loop", "depth"), LOOPS, ids=["normal", "overlap"])
+
+
+def submit(number, prompt=(5, 6, 7), tokens=4, **options):
+    sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True, **options)
+    return Submit(Request(number, f"r{number}", np.array(prompt, np.int32), sampling))
+
+
+class ScriptedPort:
+    """Gives out the next group of messages each time the loop has nothing to do, and stops after the last."""
+
+    def __init__(self, *groups):
+        self.groups = list(groups)
+        self.sent = []
+
+    def receive(self, timeout_ns):
+        if not timeout_ns:
+            return []
+        return self.groups.pop(0) if self.groups else None
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def tokens(self):
+        found = {}
+        for message in self.sent:
+            for number, token in zip(getattr(message, "numbers", ()), getattr(message, "tokens", ()), strict=True):
+                found.setdefault(int(number), []).append(int(token))
+        return found
+
+    def finished(self):
+        return {finish.number: finish for message in self.sent for finish in getattr(message, "finished", ())}
+
+
+class FailingExecutor:
+    """A mock that fails at the given launches or collects."""
+
+    def __init__(self, inner, *, launches=(), collects=(), error=None):
+        self.inner, self.info = inner, inner.info
+        self.launches, self.collects = set(launches), set(collects)
+        self.error = error or RuntimeError("out of luck")
+        self.launched = self.collected = 0
+
+    def launch(self, plan):
+        self.launched += 1
+        if self.launched in self.launches:
+            raise self.error
+        return self.inner.launch(plan)
+
+    def sample(self, ticket):
+        self.inner.sample(ticket)
+
+    def collect(self, ticket):
+        self.collected += 1
+        if self.collected in self.collects:
+            raise self.error
+        return self.inner.collect(ticket)
+
+    def close(self):
+        self.inner.close()
+
+
+def run(loop, depth, port, *, executor=None, log=None, state=None, **settings):
+    executor = executor or load_executor(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
+    scheduler = Scheduler(SchedulerSettings(max_in_flight=depth, **settings), executor.info)
+    driver = Driver(scheduler, executor, port, log=log or StepLog(0), state=state or LoopState())
+    loop(driver)
+    return scheduler
+
+
+@both_loops
+def test_the_loops_answer_and_stop(loop, depth):
+    port = ScriptedPort([submit(1), submit(2, (9, 9))], [submit(3)])
+    scheduler = run(loop, depth, port)
+    assert {number: len(tokens) for number, tokens in port.tokens().items()} == {1: 4, 2: 4, 3: 4}
+    assert port.tokens()[1] == port.tokens()[3]
+    assert {finish.reason for finish in port.finished().values()} == {"length"}
+    assert not scheduler.has_work
+
+
+@both_loops
+def test_control_messages_are_answered(loop, depth):
+    port = ScriptedPort([submit(1)], [FlushCache(5), GetSnapshot(6)])
+    run(loop, depth, port)
+    replies = [message for message in port.sent if isinstance(message, FlushReply | SnapshotReply)]
+    assert replies[0] == FlushReply(5, True)
+    assert (replies[1].reply_id, replies[1].counters["running"]) == (6, 0)
+
+
+@both_loops
+def test_a_pause_holds_everything_until_resume(loop, depth):
+    port = ScriptedPort([Pause()], [submit(1)], [Resume()])
+    run(loop, depth, port)
+    assert len(port.tokens()[1]) == 4
+
+
+@both_loops
+@pytest.mark.parametrize("where", ["launches", "collects"])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_failed_step_ends_its_requests_and_no_more(loop, depth, where, step):
+    inner = load_executor(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
+    executor = FailingExecutor(inner, **{where: [step]})
+    port = ScriptedPort([submit(1), submit(2, (9, 9))], [submit(3)], [GetSnapshot(1)])
+    run(loop, depth, port, executor=executor)
+    ends = port.finished()
+    assert (ends[1].reason, ends[1].status) == ("abort", 500)
+    assert "out of luck" in ends[2].message
+    assert ends[3].reason == "length"
+    assert len(port.tokens()[3]) == 4
+    state = port.sent[-1].counters
+    assert (state["running"], state["used_tokens"]) == (0, 0)
+
+
+@both_loops
+def test_a_device_that_keeps_failing_ends_the_loop(loop, depth):
+    executor = FailingExecutor(load_executor(step_ms=0.0, max_total_tokens=128), launches=range(1, 9))
+    port = ScriptedPort([submit(1)], [submit(2)])
+    with pytest.raises(DeviceBrokenError, match="out of luck"):
+        run(loop, depth, port, executor=executor)
+    assert port.finished()[2].status == 500
+
+
+def test_a_lost_device_ends_the_loop_at_once():
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    executor = FailingExecutor(load_executor(step_ms=0.0, max_total_tokens=128), collects=[1], error=error)
+    port = ScriptedPort([submit(1)])
+    with pytest.raises(DeviceBrokenError, match="illegal memory access"):
+        run(event_loop_normal, 1, port, executor=executor)
+    assert port.finished()[1].status == 500
+
+
+def test_events_that_the_scheduler_refuses_do_not_end_the_loop(caplog):
+    port = ScriptedPort([SetPolicy("no-such-policy"), submit(1), submit(1, (8,)), Cancel([77])], [submit(2)])
+    run(event_loop_normal, 1, port)
+    assert len(port.tokens()[2]) == 4
+    assert "no-such-policy" in caplog.text
+
+
+def test_a_long_device_step_is_alive_and_a_hung_loop_is_not():
+    state = LoopState()
+    state.enter("step")
+    time.sleep(0.05)
+    beat = state.beat(time.monotonic_ns())
+    assert heartbeat_age_s(beat, beat.sent_ns) == 0.0
+    state.enter("host")
+    time.sleep(0.05)
+    beat = state.beat(time.monotonic_ns())
+    assert heartbeat_age_s(beat, beat.sent_ns + 1_000_000_000) >= 1.05
+
+
+def test_heartbeats_go_on_during_a_step(monkeypatch):
+    monkeypatch.setattr("tokenyard.engine.liveness.BEAT_EVERY_S", 0.02)
+    state, beats = LoopState(), []
+    thread = HeartbeatThread(state, beats.append, lambda: None)
+    thread.start()
+    executor = load_executor(step_ms=150.0, max_total_tokens=128)
+    run(event_loop_normal, 1, ScriptedPort([submit(1, tokens=2)]), executor=executor, state=state)
+    thread.close()
+    assert "step" in {beat.doing for beat in beats}
+    assert beats[-1].steps >= 1
+    assert beats[-1].counters["total_tokens"] == 128
+
+
+def test_log_lines_keep_the_order_that_people_grep(caplog):
+    caplog.set_level(logging.INFO)
+    run(event_loop_normal, 1, ScriptedPort([submit(1, tokens=6)], [submit(2, tokens=1)]), log=StepLog(2))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].startswith("Prefill batch, #new-seq: 1, #new-token: 3, #cached-token: 0, token usage: ")
+    assert ", #running-req: " in lines[0]
+    assert lines[1].startswith("Decode batch, #running-req: 1, #token: ")
+    assert "gen throughput (token/s): " in lines[1]
+    assert "#cached-token: 2" in lines[-1]

@@ -1,0 +1,168 @@
+"""From spec to request: limits, defaults and refusals; and the streams that carry the answers back."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.engine.text_helpers import DEMO_TOKENIZER
+from tokenyard.base import (
+    ContextLengthError,
+    EngineDeadError,
+    ExecutorInfo,
+    Finish,
+    InvalidRequestError,
+    OverloadedError,
+    SamplingParams,
+)
+from tokenyard.engine import streams
+from tokenyard.engine.messages import TextBatch
+from tokenyard.engine.requests import RequestMaker
+from tokenyard.engine.spec import GenerateSpec
+from tokenyard.engine.streams import Stream, StreamTable
+
+INFO = ExecutorInfo("m", "cpu", "float32", 2048, 20, (1,), 1, 100, 8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(DEMO_TOKENIZER))
+
+
+def make(spec, tokenizer=None, info=INFO):
+    maker = RequestMaker(info, tokenizer)
+    ids = asyncio.run(maker.prompt_ids(spec))
+    return maker.make(spec, ids, number=1, rid="r", arrival_ns=5)
+
+
+def of_ids(count, **sampling):
+    return GenerateSpec(input_ids=list(range(2, 2 + count)), sampling=SamplingParams(**sampling))
+
+
+def test_everything_reaches_the_request():
+    spec = of_ids(3, temperature=0.5)
+    spec.tenant, spec.priority, spec.deadline_ms, spec.seed, spec.cache_salt = "t", 4, 1.5, 9, "salt"
+    request = make(spec)
+    assert request.prompt_ids.tolist() == [2, 3, 4]
+    assert request.prompt_ids.dtype == np.int32
+    assert (request.tenant, request.priority, request.deadline_ns, request.arrival_ns) == ("t", 4, 1_500_000, 5)
+    assert (request.sampling.seed, request.sampling.temperature, request.cache_salt) == (9, 0.5, "salt")
+
+
+@pytest.mark.parametrize("length", [10, 5000])
+def test_texts_of_any_length_are_tokenized(tokenizer, length):
+    text = "word " * length
+    info = ExecutorInfo("m", "cpu", "float32", 2048, 10**5, (1,), 1, 10**5, 8)
+    spec = GenerateSpec(text=text, add_special_tokens=False)
+    assert make(spec, tokenizer, info).prompt_ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_max_new_tokens_is_cut_or_refused():
+    assert make(of_ids(12, max_new_tokens=128, min_new_tokens=50)).sampling.max_new_tokens == 8
+    assert make(of_ids(12, max_new_tokens=128, min_new_tokens=50)).sampling.min_new_tokens == 8
+    spec = of_ids(12, max_new_tokens=9)
+    spec.clamp_max_new_tokens = False
+    with pytest.raises(ContextLengthError, match=r"12 tokens and 9 more .* at most 20"):
+        make(spec)
+
+
+def test_a_small_pool_limits_as_the_context_does():
+    small = ExecutorInfo("m", "cpu", "float32", 2048, 1000, (1,), 1, 9, 8)
+    assert make(of_ids(4), info=small).sampling.max_new_tokens == 6
+    with pytest.raises(ContextLengthError, match="at most 9"):
+        make(of_ids(10), info=small)
+
+
+def test_seeds_are_drawn_when_not_given():
+    seeds = {make(of_ids(3)).sampling.seed for _ in range(4)}
+    assert len(seeds) == 4
+    assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (GenerateSpec(), "exactly one"),
+        (GenerateSpec(text="a", input_ids=[1]), "exactly one"),
+        (GenerateSpec(text="a"), "no tokenizer"),
+        (GenerateSpec(input_ids=[]), "empty"),
+        (GenerateSpec(input_ids=[2048]), "token id 2048 is not in the vocabulary of 2048"),
+        (GenerateSpec(input_ids=[-1]), "token id -1"),
+        (GenerateSpec(input_ids=[1.5]), "whole numbers"),
+        (GenerateSpec(input_ids=[[1]]), "flat list"),
+        (of_ids(20), "20 tokens"),
+        (of_ids(3, temperature=-1.0), "temperature"),
+        (of_ids(3, stop=["x"]), "stop_token_ids"),
+        (of_ids(3, stop_token_ids=[9999]), "stop_token_ids names a token"),
+        (of_ids(3, logit_bias={9999: 1.0}), "logit_bias names a token"),
+        (GenerateSpec(input_ids=[1], deadline_ms=-1.0), "deadline_ms"),
+        (GenerateSpec(input_ids=[1], deadline_ms=float("nan")), "deadline_ms"),
+    ],
+)
+def test_wrong_specs_are_refused_with_the_reason(spec, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        make(spec)
+
+
+@pytest.mark.parametrize("stop", [[""], ["x"] * 200, ["y" * 2000]])
+def test_stop_strings_have_limits(tokenizer, stop):
+    with pytest.raises(InvalidRequestError, match="stop takes at most"):
+        make(of_ids(3, stop=stop), tokenizer)
+
+
+def news(numbers, finished=()):
+    count = len(numbers)
+    ones = np.ones(count, np.int32)
+    return TextBatch(np.array(numbers, np.int64), ["x"] * count, ones, ones, ones, ones, list(finished))
+
+
+def test_news_reach_their_own_stream_and_end_it():
+    async def main():
+        table, one, two = StreamTable(), Stream(1, "a", 2, 5), Stream(3, "b", 1, 6)
+        table.add(one)
+        table.add(two)
+        assert len(table) == 2
+        table.deliver(news([3, 2, 99], [Finish(3, "length"), Finish(1, "abort", status=503), Finish(98, "stop")]))
+        last = await two.get()
+        assert (last.text, last.index, last.prompt_tokens, last.finish.reason) == ("x", 0, 6, "length")
+        assert await two.get() is None
+        deltas = [await one.get(), await one.get()]
+        assert [(delta.index, delta.finish and delta.finish.status) for delta in deltas] == [(1, None), (0, 503)]
+        assert one.open_answers == 1
+        table.remove(two)
+        assert [stream.rid for stream in table.with_rid(None)] == ["a"]
+        assert table.with_rid("b") == []
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_is_too_slow_loses_its_stream(monkeypatch):
+    monkeypatch.setattr(streams, "MOST_PENDING_DELTAS", 3)
+
+    async def main():
+        table, slow, other = StreamTable(), Stream(1, "a", 1, 5), Stream(2, "b", 1, 5)
+        table.add(slow)
+        table.add(other)
+        for _ in range(3):
+            assert table.deliver(news([1])) == []
+        assert table.deliver(news([1, 2])) == [slow]
+        assert table.deliver(news([1, 2])) == []
+        with pytest.raises(OverloadedError, match="too slowly"):
+            await slow.get()
+        assert (await other.get()).text == "x"
+
+    asyncio.run(main())
+
+
+def test_a_waiting_reader_hears_of_the_end_of_the_engine():
+    async def main():
+        table, stream = StreamTable(), Stream(1, "a", 1, 5)
+        table.add(stream)
+        reader = asyncio.create_task(stream.get())
+        await asyncio.sleep(0)
+        table.fail_all(EngineDeadError("gone"))
+        with pytest.raises(EngineDeadError, match="gone"):
+            await reader
+
+    asyncio.run(main())
