@@ -1,6 +1,7 @@
 """All settings of a server, in one dataclass.
 
-Flags, environment names and config-file keys are derived from the fields (`tokenyard.cli.flags`). Names follow SGLang, with vLLM's as aliases.
+Flags, environment names and config-file keys are derived from the fields (`tokenyard.cli.flags`). Names follow
+SGLang, with vLLM's as aliases.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -45,45 +46,61 @@ def setting(default: Any, group: str, help_text: str, **more: tuple[str, ...]) -
 class Settings:
     """Everything that can be set. `effective()` fills in what depends on other values and refuses contradictions."""
 
-    model_path: str = setting("", "model", "folder of the model, or its hub name; the demo model if absent",
-                              aliases=("--model",))
-    tokenizer_path: str = setting("", "model", "folder of the tokenizer; the model's own if absent",
-                                  aliases=("--tokenizer",))
+    model_path: str = setting(
+        "", "model", "folder of the model, or its hub name; the demo model if absent", aliases=("--model",)
+    )
+    tokenizer_path: str = setting(
+        "", "model", "folder of the tokenizer; the model's own if absent", aliases=("--tokenizer",)
+    )
     served_model_name: str = setting("", "model", "name of the model in the API; the last part of its path if absent")
     chat_template: str = setting("", "model", "Jinja file with a chat template to use instead of the model's own")
-    context_length: int | None = setting(None, "model", "most tokens of prompt and answer together; the model's own "
-                                         "if absent", aliases=("--max-model-len",))
-    load_format: str = setting("auto", "model", "where weights come from; dummy makes random ones",
-                               choices=("auto", "safetensors", "dummy"))
-    dtype: str = setting("auto", "model", "number format of weights and KV",
-                         choices=("auto", "float32", "bfloat16", "float16"))
+    context_length: int | None = setting(
+        None,
+        "model",
+        "most tokens of prompt and answer together; the model's own if absent",
+        aliases=("--max-model-len",),
+    )
+    load_format: str = setting(
+        "auto", "model", "where weights come from; dummy makes random ones", choices=("auto", "safetensors", "dummy")
+    )
+    dtype: str = setting(
+        "auto", "model", "number format of weights and KV", choices=("auto", "float32", "bfloat16", "float16")
+    )
     skip_tokenizer_init: bool = setting(False, "model", "take and give token ids only; no text, no stop strings")
     random_seed: int = setting(0, "model", "seed of random weights (load format dummy)", aliases=("--seed",))
 
-    executor: str = setting("torch", "device", "what runs the steps; mock answers made-up tokens at the speed of a "
-                            "cost model", choices=("torch", "mock"))
-    device: str = setting("auto", "device", "auto takes a CUDA device if there is one",
-                          choices=("auto", "cpu", "cuda"))
-    mem_fraction_static: float = setting(0.88, "device", "share of the device's memory for weights and KV (CUDA)",
-                                         aliases=("--gpu-memory-utilization",))
+    executor: str = setting(
+        "torch",
+        "device",
+        "what runs the steps; mock answers made-up tokens at the speed of a cost model",
+        choices=("torch", "mock"),
+    )
+    device: str = setting("auto", "device", "auto takes a CUDA device if there is one", choices=("auto", "cpu", "cuda"))
+    mem_fraction_static: float = setting(
+        0.88, "device", "share of the device's memory for weights and KV (CUDA)", aliases=("--gpu-memory-utilization",)
+    )
     max_total_tokens: int | None = setting(None, "device", "tokens that the KV pool holds; sized by memory if absent")
     page_size: int = setting(1, "device", "tokens in one KV page", aliases=("--block-size",))
     threads: int = setting(0, "device", "CPU threads of the executor; 0 takes what the library thinks best")
     mock_profile: str = setting("h100/llama-3-8b", "device", "cost profile of the mock executor, as device/model")
-    mock_step_ms: float | None = setting(None, "device", "let every step of the mock executor take this many "
-                                         "milliseconds")
+    mock_step_ms: float | None = setting(
+        None, "device", "let every step of the mock executor take this many milliseconds"
+    )
 
     max_running_requests: int = setting(256, "scheduler", "most requests running at once", aliases=("--max-num-seqs",))
-    max_queued_requests: int = setting(-1, "scheduler", "most requests waiting; more are refused with 503; -1 for no "
-                                       "limit")
-    chunked_prefill_size: int = setting(2048, "scheduler", "most prefill tokens in one step; -1 for no chunking",
-                                        aliases=("--max-num-batched-tokens",))
+    max_queued_requests: int = setting(
+        -1, "scheduler", "most requests waiting; more are refused with 503; -1 for no limit"
+    )
+    chunked_prefill_size: int = setting(
+        2048, "scheduler", "most prefill tokens in one step; -1 for no chunking", aliases=("--max-num-batched-tokens",)
+    )
     max_prefill_tokens: int = setting(16384, "scheduler", "most prompt tokens admitted in one step")
     prefill_max_requests: int = setting(-1, "scheduler", "most requests in one prefill step; -1 for no limit")
     max_partial_prefills: int = setting(1, "scheduler", "most prompts that may be half computed at once")
     enable_mixed_chunk: bool = setting(False, "scheduler", "put prefill chunks and decodes in the same step")
-    prefill_decode_interval: int = setting(8, "scheduler", "with running decodes, most prefill steps in a row; 0 for "
-                                           "no limit")
+    prefill_decode_interval: int = setting(
+        8, "scheduler", "with running decodes, most prefill steps in a row; 0 for no limit"
+    )
     schedule_policy: str = setting("fcfs", "scheduler", "order of the queue", aliases=("--scheduling-policy",))
     policy_options: dict[str, float | int | str | bool] = field(
         default_factory=dict, metadata=about("scheduler", "options of the policy, as name=value,name=value")
@@ -94,13 +111,18 @@ class Settings:
     new_token_ratio_decay_steps: int = setting(600, "scheduler", "decode steps until the lower bound is reached")
     clip_max_new_tokens: int = setting(4096, "scheduler", "most output tokens set aside for one answer")
     retract_decode_steps: int = setting(20, "scheduler", "decode steps that a retraction makes room for")
-    disable_radix_cache: bool = setting(False, "scheduler", "do not reuse the KV of common prefixes",
-                                        negated=("--enable-prefix-caching",))
+    disable_radix_cache: bool = setting(
+        False, "scheduler", "do not reuse the KV of common prefixes", negated=("--enable-prefix-caching",)
+    )
     radix_eviction_policy: str = setting("lru", "scheduler", "what leaves a full prefix cache first")
     queue_timeout_s: float = setting(-1.0, "scheduler", "seconds a request may wait; -1 for ever")
     run_timeout_s: float = setting(-1.0, "scheduler", "seconds a request may run; -1 for ever")
-    disable_overlap_schedule: bool = setting(False, "scheduler", "do not plan the next step while the device works",
-                                             negated=("--async-scheduling", "--enable-overlap-schedule"))
+    disable_overlap_schedule: bool = setting(
+        False,
+        "scheduler",
+        "do not plan the next step while the device works",
+        negated=("--async-scheduling", "--enable-overlap-schedule"),
+    )
 
     host: str = setting("127.0.0.1", "server", "address to listen on; 0.0.0.0 for all")
     port: int = setting(30000, "server", "port to listen on; 0 takes a free one")
@@ -118,14 +140,17 @@ class Settings:
         metadata=about("server", "also give metrics under these engines' names", choices=("sglang", "vllm")),
     )
     health_timeout_s: float = setting(20.0, "server", "heartbeat age in seconds at which /health says 503")
-    shutdown_timeout_s: float = setting(30.0, "server", "seconds that open requests may go on after SIGTERM",
-                                        aliases=("--shutdown-timeout",))
+    shutdown_timeout_s: float = setting(
+        30.0, "server", "seconds that open requests may go on after SIGTERM", aliases=("--shutdown-timeout",)
+    )
 
-    log_level: str = setting("info", "logging", "least level that is logged",
-                             choices=("debug", "info", "warning", "error"))
+    log_level: str = setting(
+        "info", "logging", "least level that is logged", choices=("debug", "info", "warning", "error")
+    )
     log_format: str = setting("text", "logging", "form of a log line", choices=("text", "json"))
-    log_requests: bool = setting(False, "logging", "log a line for every finished request",
-                                 aliases=("--enable-log-requests",))
+    log_requests: bool = setting(
+        False, "logging", "log a line for every finished request", aliases=("--enable-log-requests",)
+    )
     decode_log_interval: int = setting(40, "logging", "decode steps between two log lines")
 
     def effective(self) -> "Settings":
@@ -159,11 +184,15 @@ class Settings:
             (self.max_prompts >= 1, "--max-prompts must be at least 1"),
             (self.shutdown_timeout_s >= 0.0, "--shutdown-timeout-s must not be negative"),
             (self.health_timeout_s > 0.0, "--health-timeout-s must be above 0"),
-            (not (self.skip_tokenizer_init and self.chat_template),
-             "--chat-template and --skip-tokenizer-init contradict each other: without a tokenizer there is no chat"),
-            (not (self.disable_radix_cache and self.schedule_policy in ("lpm", "dfs-weight")),
-             f"--schedule-policy {self.schedule_policy} orders by the prefix cache, which --disable-radix-cache "
-             "switches off; drop one of the two"),
+            (
+                not (self.skip_tokenizer_init and self.chat_template),
+                "--chat-template and --skip-tokenizer-init contradict each other: without a tokenizer there is no chat",
+            ),
+            (
+                not (self.disable_radix_cache and self.schedule_policy in ("lpm", "dfs-weight")),
+                f"--schedule-policy {self.schedule_policy} orders by the prefix cache, which --disable-radix-cache "
+                "switches off; drop one of the two",
+            ),
         )
 
     def scheduler_settings(self, *, context_length: int) -> SchedulerSettings:
@@ -175,15 +204,24 @@ class Settings:
         return SchedulerSettings(**values)
 
     def executor_options(self) -> dict[str, Any]:
-        """Keyword arguments of `executor.load_executor`, all but the model's path."""
-        return {
-            "device": self.device,
-            "dtype": self.dtype,
+        """Keyword arguments of the executor's `load_executor`, all but the model's path."""
+        common = {
             "page_size": self.page_size,
             "max_pool_rows": self.max_running_requests,
             "max_total_tokens": self.max_total_tokens,
-            "mem_fraction_static": self.mem_fraction_static,
             "context_length": self.context_length,
+        }
+        if self.executor == "mock":
+            return {
+                **common,
+                "profile": self.mock_profile if self.mock_step_ms is None else "",
+                "step_ms": self.mock_step_ms,
+            }
+        return {
+            **common,
+            "device": self.device,
+            "dtype": self.dtype,
+            "mem_fraction_static": self.mem_fraction_static,
             "load_format": self.load_format,
             "threads": self.threads,
             "seed": self.random_seed,

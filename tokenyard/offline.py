@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import logging
 import queue
 import threading
@@ -10,7 +9,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,54 +47,20 @@ Prompt = str | Sequence[int]
 
 def engine_config(settings: Settings) -> EngineConfig:
     """What the engine must know, from effective settings."""
-    options = settings.executor_options()
-    if settings.executor == "mock":
-        options = _mock_options(settings)
     return EngineConfig(
         model_path=settings.model_path,
         executor=settings.executor,
-        executor_options=options,
+        executor_options=settings.executor_options(),
         scheduler=settings.scheduler_settings(context_length=settings.context_length or 1 << 20),
         overlap=not settings.disable_overlap_schedule,
         tokenizer_path=settings.tokenizer_path,
         skip_tokenizer_init=settings.skip_tokenizer_init,
         chat_template=settings.chat_template,
+        cost_profile=settings.mock_profile if settings.executor == "mock" and settings.mock_step_ms is None else "",
         decode_log_interval=settings.decode_log_interval,
         log_level=settings.log_level,
         log_format=settings.log_format,
     )
-
-
-def _mock_options(settings: Settings) -> dict[str, Any]:
-    """Options of the mock executor; vocabulary and context are the model's, so that its tokenizer fits."""
-    options: dict[str, Any] = {"page_size": settings.page_size, "max_pool_rows": settings.max_running_requests}
-    if settings.mock_step_ms is not None:
-        options["step_ms"] = settings.mock_step_ms
-    if settings.max_total_tokens is not None:
-        options["max_total_tokens"] = settings.max_total_tokens
-    config = _model_config(settings.model_path)
-    context = settings.context_length or config.get("max_position_embeddings")
-    if context is not None:
-        options["context_length"] = context
-    if "vocab_size" in config:
-        options["vocab_size"] = config["vocab_size"]
-        eos = config.get("eos_token_id", [])
-        options["eos_token_ids"] = eos if isinstance(eos, list) else [eos]
-    return options
-
-
-def _model_config(model_path: str) -> dict[str, Any]:
-    """The model's config.json, empty if it has none. Raises ConfigError if that is no JSON object."""
-    path = Path(model_path) / "config.json"
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content
 
 
 @dataclass(slots=True)
@@ -214,9 +178,21 @@ class LLM:
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         try:
-            self.settings = Settings(model_path=model, **settings).effective()
+            chosen = Settings(model_path=model, **settings)
         except TypeError as error:
             raise ConfigError(f"unknown setting: {error}") from error
+        self._start_engine(chosen)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> "LLM":
+        """An LLM with settings that are made already."""
+        llm = cls.__new__(cls)
+        llm._start_engine(settings)
+        return llm
+
+    def _start_engine(self, settings: Settings) -> None:
+        """Load the model and start the thread that runs the event loop."""
+        self.settings = settings.effective()
         config = engine_config(self.settings)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self._executor = load_executor(config)

@@ -164,19 +164,29 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
             word = unknown[0].split("=")[0]
-            known = [option for action in self._actions for option in action.option_strings]
+            known = self._known_options(getattr(namespace, "command", None))
             near = difflib.get_close_matches(word, known, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else "see --help, or --help WORD to search"
             raise ConfigError(f"unknown argument {word}; {hint}")
         return namespace
 
+    def _known_options(self, command: str | None) -> list[str]:
+        """All flags of this parser and of the subcommand that was chosen."""
+        actions = list(self._actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and command in action.choices:
+                actions += action.choices[command]._actions
+        return [option for action in actions for option in action.option_strings]
+
 
 def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> None:
     """Add all settings to `parser`, in groups, and `--config`. With `word`, only those it matches are in the help."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags and environment win over it")
-    groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items()}
-    for flag in all_flags():
-        target, text = groups[flag.group], flag.describe() if flag.matches(word) else argparse.SUPPRESS
+    flags = all_flags()
+    shown = {flag.group for flag in flags if flag.matches(word)}
+    groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items() if name in shown}
+    for flag in flags:
+        target, text = groups.get(flag.group, parser), flag.describe() if flag.matches(word) else argparse.SUPPRESS
         options: dict[str, Any] = {"dest": flag.name, "default": None, "help": text}
         if flag.is_bool:
             target.add_argument(*flag.positive, action="store_const", const="true", **options)

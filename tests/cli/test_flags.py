@@ -1,0 +1,196 @@
+"""Settings from flags, environment and file."""
+
+import dataclasses
+
+import pytest
+
+from tokenyard.base import ConfigError, SchedulerSettings
+from tokenyard.cli.flags import Parser, add_setting_flags, all_flags, parse_count, resolve, split_help_word
+from tokenyard.cli.main import build_parser, main
+from tokenyard.config import DEMO_MODEL, Settings
+
+
+def settings(*argv, env=None, word=""):
+    parser = Parser(allow_abbrev=False)
+    add_setting_flags(parser, word=word)
+    return resolve(vars(parser.parse_strictly(argv)), env or {})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("8192", 8192), ("8k", 8000), ("8K", 8192), ("1m", 10**6), ("1M", 2**20), ("-1", -1), ("1.5k", 1500)],
+)
+def test_counts(text, value):
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "8kk", "1.5", "0x10", "1e3"])
+def test_what_is_no_count(text):
+    with pytest.raises(ValueError, match="whole number"):
+        parse_count(text)
+
+
+def test_defaults_agree_with_the_scheduler():
+    """One default is written in two places; they must be the same."""
+    own = {item.name: getattr(Settings(), item.name) for item in dataclasses.fields(Settings)}
+    for item in dataclasses.fields(SchedulerSettings):
+        if item.name in own and item.name not in ("context_length", "policy_options"):
+            assert own[item.name] == item.default, item.name
+
+
+def test_every_setting_of_the_scheduler_can_be_set():
+    derived = {"max_in_flight"}
+    missing = {item.name for item in dataclasses.fields(SchedulerSettings)} - derived
+    assert missing <= {item.name for item in dataclasses.fields(Settings)}
+
+
+def test_precedence_flag_then_environment_then_file(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("port: 1\nhost: file\nmax-running-requests: 3\n")
+    env = {"TOKENYARD_PORT": "2", "TOKENYARD_HOST": "env"}
+    resolved = settings("--config", str(file), "--port", "3", env=env)
+    chosen = resolved.settings
+    assert (chosen.port, chosen.host, chosen.max_running_requests) == (3, "env", 3)
+    assert resolved.sources["host"] == "TOKENYARD_HOST"
+    assert resolved.sources["port"] == "--port"
+    assert "c.yaml" in resolved.sources["max_running_requests"]
+
+
+def test_config_file_can_come_from_the_environment(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("port: 5\n")
+    assert settings(env={"TOKENYARD_CONFIG": str(file)}).settings.port == 5
+
+
+def test_values_in_a_file_may_be_yaml_values(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("strict_api: true\npolicy-options: {a: 1, b: x}\nmetrics-compat: [sglang, vllm]\ntokenizer: /t\n")
+    chosen = settings("--config", str(file)).settings
+    assert chosen.strict_api
+    assert chosen.policy_options == {"a": 1, "b": "x"}
+    assert chosen.metrics_compat == ["sglang", "vllm"]
+    assert chosen.tokenizer_path == "/t"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("prot: 1", "did you mean port"), ("port: x", "whole number"), ("- a", "name: value"), ("a: [", "cannot be read")],
+)
+def test_wrong_files_are_refused(tmp_path, content, words):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        settings("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--model", "m"], "model_path", "m"),
+        (["--max-model-len", "4k"], "context_length", 4000),
+        (["--gpu-memory-utilization", "0.5"], "mem_fraction_static", 0.5),
+        (["--block-size=16"], "page_size", 16),
+        (["--max-num-seqs", "7"], "max_running_requests", 7),
+        (["--no-enable-prefix-caching"], "disable_radix_cache", True),
+        (["--disable-radix-cache", "--enable-prefix-caching"], "disable_radix_cache", False),
+        (["--no-async-scheduling"], "disable_overlap_schedule", True),
+        (["--enable-mixed-chunk"], "enable_mixed_chunk", True),
+        (["--no-enable-mixed-chunk"], "enable_mixed_chunk", False),
+        (["--policy-options", "x=1,y=0.5,z=true"], "policy_options", {"x": 1, "y": 0.5, "z": True}),
+        (["--cors-allow-origins", "a, b"], "cors_allow_origins", ["a", "b"]),
+    ],
+)
+def test_flags_and_their_aliases(argv, name, value):
+    assert getattr(settings(*argv).settings, name) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--port", "x"], "--port: 'x' is no whole number"),
+        (["--dtype", "int3"], "choose from auto, float32"),
+        (["--policy-options", "x"], "name=value"),
+        (["--metrics-compat", "sglang,x"], "choose from sglang, vllm"),
+        (["--max-runing-requests", "1"], "did you mean --max-running-requests"),
+        (["--schedule-conservativeness", "nan"], "no number"),
+    ],
+)
+def test_mistakes_say_what_to_do(argv, words):
+    with pytest.raises(ConfigError, match=words):
+        settings(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--mock-step-ms", "1"], "needs --executor mock"),
+        (["--schedule-policy", "lpm", "--disable-radix-cache"], "drop one of the two"),
+        (["--chunked-prefill-size", "100", "--page-size", "16"], "multiple of --page-size"),
+        (["--skip-tokenizer-init", "--chat-template", "x"], "contradict"),
+        (["--port", "70000"], "--port"),
+        (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
+    ],
+)
+def test_contradictions_are_refused_with_the_reason(argv, words):
+    with pytest.raises(ConfigError, match=words):
+        settings(*argv).settings.effective()
+
+
+def test_without_a_model_the_demo_model_is_served():
+    chosen = Settings().effective()
+    assert chosen.model_path == str(DEMO_MODEL)
+    assert chosen.tokenizer_path == str(DEMO_MODEL)
+    assert chosen.served_model_name == "tokenyard-demo"
+    assert Settings(model_path="/a/b-7b").effective().served_model_name == "b-7b"
+
+
+def test_overlap_is_two_steps_in_flight():
+    assert Settings().scheduler_settings(context_length=8).max_in_flight == 2
+    assert Settings(disable_overlap_schedule=True).scheduler_settings(context_length=8).max_in_flight == 1
+
+
+def test_there_are_not_too_many_flags():
+    flags = all_flags()
+    assert len(flags) <= 80
+    options = [option for flag in flags for option in (*flag.positive, *flag.negative)]
+    assert len(options) == len(set(options))
+    assert all(flag.help_text for flag in flags)
+
+
+def test_help_word_shows_only_what_it_matches():
+    parser = Parser(prog="x")
+    add_setting_flags(parser, word="prefix")
+    text = parser.format_help()
+    assert "--disable-radix-cache" in text
+    assert "--port" not in text
+    assert "how clients reach it" not in text
+
+
+def test_help_word_is_split_off():
+    assert split_help_word(["serve", "--help", "radix"]) == (["serve", "--help"], "radix")
+    assert split_help_word(["serve", "--help=radix"]) == (["serve", "--help"], "radix")
+    assert split_help_word(["serve", "--help"]) == (["serve", "--help"], "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "--prot", "1"], "did you mean --port"),
+        (["srve"], "invalid choice"),
+        (["serve", "m", "--model", "n"], "given twice"),
+        (["serve", "--page-size", "0"], "--page-size"),
+        (["generate"], "give a prompt"),
+        (["generate", "x", "--temperature", "-1"], "temperature"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_status_two(argv, words, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tokenyard: ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_every_command_has_help():
+    parser = build_parser()
+    assert {"serve", "generate", "doctor"} <= set(parser.format_help().split())

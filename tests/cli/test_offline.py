@@ -1,0 +1,94 @@
+"""The offline LLM over the mock executor."""
+
+import asyncio
+
+import pytest
+
+from tokenyard import LLM, SamplingParams
+from tokenyard.base import ConfigError, EngineDeadError, InvalidRequestError
+from tokenyard.config import DEMO_MODEL
+
+pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(executor="mock", mock_step_ms=0.0) as llm:
+        yield llm
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm):
+    params = SamplingParams(max_new_tokens=5, temperature=0.0)
+    prompts = [f"prompt number {number}" for number in range(20)]
+    together = [answer.text for answer in llm.generate(prompts, params)]
+    alone = [llm.generate(prompt, params)[0].text for prompt in prompts]
+    assert together == alone
+    assert len(set(together)) > 1
+
+
+def test_token_ids_in_and_out(llm):
+    answer = llm.generate([5, 6, 7], SamplingParams(max_new_tokens=4))[0]
+    assert answer.prompt_tokens == 3
+    completion = answer.completions[0]
+    assert len(completion.token_ids) == 4
+    assert completion.finish_reason == "length"
+    assert completion.text == llm.tokenizer.decode(completion.token_ids)
+
+
+def test_several_answers_and_own_params(llm):
+    many, one = llm.generate(["a", "b"], [SamplingParams(n=3, max_new_tokens=2), SamplingParams(max_new_tokens=1)])
+    assert [len(completion.token_ids) for completion in many.completions] == [2, 2, 2]
+    assert len(one.completions) == 1
+
+
+def test_stop_string_ends_the_answer_and_is_cut_off(llm):
+    params = SamplingParams(max_new_tokens=12, temperature=0.0)
+    text = llm.generate("Hello there", params)[0].text
+    stop = text[8:11]
+    first = text.index(stop)
+    params = SamplingParams(max_new_tokens=12, temperature=0.0, stop=[stop])
+    completion = llm.generate("Hello there", params)[0].completions[0]
+    assert completion.text == text[:first]
+    assert (completion.finish_reason, completion.matched) == ("stop", stop)
+
+
+def test_async_answers(llm):
+    async def both():
+        params = SamplingParams(max_new_tokens=3)
+        return await asyncio.gather(llm.generate_async("a", params), llm.generate_async("b", params))
+
+    assert [len(answer.completions[0].token_ids) for answer in asyncio.run(both())] == [3, 3]
+
+
+def test_wrong_requests_are_refused(llm):
+    with pytest.raises(InvalidRequestError, match="token ids"):
+        llm.generate([10**6])
+    with pytest.raises(InvalidRequestError, match="room"):
+        llm.generate([1] * 5000)
+    with pytest.raises(InvalidRequestError, match="sampling params"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        llm.generate("a", SamplingParams(temperature=-1.0))
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(ConfigError, match="unknown setting"):
+        LLM(colour="red")
+
+
+def test_a_cancelled_future_frees_its_place():
+    with LLM(executor="mock", mock_step_ms=20.0, max_running_requests=1) as llm:
+        (long,) = llm.submit("a", SamplingParams(max_new_tokens=1000))
+        (short,) = llm.submit("b", SamplingParams(max_new_tokens=1))
+        assert long.cancel()
+        assert short.result(timeout=10).completions[0].token_ids
+
+
+def test_closing_ends_what_is_open():
+    llm = LLM(executor="mock", mock_step_ms=50.0)
+    (future,) = llm.submit("a", SamplingParams(max_new_tokens=1000))
+    llm.close()
+    with pytest.raises(EngineDeadError):
+        future.result(timeout=5)
+    with pytest.raises(EngineDeadError):
+        llm.generate("b")

@@ -1,0 +1,174 @@
+"""`tokenyard doctor`: what this machine has, what is installed, and what a server with these flags would choose."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from tokenyard import __version__
+from tokenyard.base import TokenyardError
+from tokenyard.cli.flags import Resolved, resolve
+from tokenyard.config import Settings
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "transformers",
+    "fastapi",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "msgspec",
+    "orjson",
+    "pyzmq",
+)
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16")
+GIB = 1 << 30
+SECRETS = ("api_key", "admin_api_key")
+
+
+def doctor(namespace: argparse.Namespace) -> int:
+    """Print the report. Returns 0, or 1 if a server would not start with these flags."""
+    resolved = resolve(vars(namespace))
+    report = {
+        "machine": machine(),
+        "device": device(),
+        "packages": packages(),
+        "settings": settings_report(resolved),
+    }
+    problems = find_problems(resolved.settings, report)
+    report["problems"] = problems
+    if namespace.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_report(report)
+    return 1 if problems else 0
+
+
+def machine() -> dict[str, Any]:
+    """Processor, memory and system."""
+    shm = Path("/dev/shm")
+    return {
+        "tokenyard": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_features": sorted(set(CPU_FEATURES) & _cpu_flags()),
+        "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
+        "memory_free_gib": round(psutil.virtual_memory().available / GIB, 1),
+        "shared_memory_gib": round(shutil.disk_usage(shm).total / GIB, 1) if shm.is_dir() else None,
+    }
+
+
+def _cpu_info() -> str:
+    """What Linux says of the processor; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _cpu_name() -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
+    return match[1] if match else platform.processor() or "unknown"
+
+
+def _cpu_flags() -> set[str]:
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
+    return set(match[1].split()) if match else set()
+
+
+def device() -> dict[str, Any]:
+    """What torch sees, if it is installed."""
+    if importlib.util.find_spec("torch") is None:
+        return {"torch": None, "would_choose": "mock executor only: torch is not installed"}
+    import torch
+
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append({"name": properties.name, "memory_gib": round(properties.total_memory / GIB, 1)})
+    return {
+        "torch": torch.__version__,
+        "cuda_devices": devices,
+        "threads": torch.get_num_threads(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "would_choose": "cuda" if devices else "cpu",
+    }
+
+
+def packages() -> dict[str, str | None]:
+    """Versions of what matters; null for what is not installed."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def settings_report(resolved: Resolved) -> dict[str, dict[str, Any]]:
+    """Every setting that is not a default: its value and where it came from. Keys are not shown."""
+    return {
+        name: {"value": "***" if name in SECRETS else getattr(resolved.settings, name), "from": source}
+        for name, source in resolved.sources.items()
+    }
+
+
+def find_problems(settings: Settings, report: dict[str, Any]) -> list[str]:
+    """Why a server would not start, in sentences."""
+    problems = []
+    try:
+        chosen = settings.effective()
+    except TokenyardError as error:
+        return [error.message]
+    if chosen.executor == "torch" and report["device"]["torch"] is None:
+        problems.append("the executor torch needs the package torch: pip install 'tokenyard[torch]'")
+    if chosen.device == "cuda" and not report["device"].get("cuda_devices"):
+        problems.append("--device cuda, but torch sees no CUDA device")
+    folder = Path(chosen.model_path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        problems.append(f"there is no config.json in {folder}")
+    own_tokenizer = not chosen.skip_tokenizer_init and chosen.tokenizer_path == chosen.model_path
+    if own_tokenizer and folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        problems.append(f"there is no tokenizer.json in {folder}; give --tokenizer-path or --skip-tokenizer-init")
+    return problems
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    """The report as tables."""
+    console = Console()
+    for title in ("machine", "device", "packages"):
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for name, value in report[title].items():
+            table.add_row(name.replace("_", " "), _shown(value))
+        console.print(table)
+    table = Table("setting", "value", "from", title="settings that are not defaults", title_justify="left", box=None)
+    for name, entry in report["settings"].items():
+        table.add_row(name, _shown(entry["value"]), entry["from"])
+    console.print(table if report["settings"] else f"all {len(fields(Settings))} settings are defaults")
+    for problem in report["problems"]:
+        console.print(f"[red]problem:[/red] {problem}")
+    if not report["problems"]:
+        console.print("[green]a server would start with these flags[/green]")
+
+
+def _shown(value: Any) -> str:
+    """A value for people."""
+    if value is None:
+        return "-"
+    return ", ".join(str(item) for item in value) or "-" if isinstance(value, list) else str(value)

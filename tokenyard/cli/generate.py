@@ -1,0 +1,144 @@
+"""`tokenyard generate`: answer prompts in this process, without a server."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tokenyard.base import ConfigError, SamplingParams
+from tokenyard.cli.flags import resolve
+from tokenyard.config import Settings
+from tokenyard.engine.chat_template import ChatTemplate, load_chat_template
+from tokenyard.engine.child import set_up_logging
+from tokenyard.offline import LLM, Generation
+
+Conversation = list[dict[str, Any]]
+
+
+def generate(namespace: argparse.Namespace) -> int:
+    """Answer the prompt, or every prompt of `--input`, and print the answers or write them to `--output`."""
+    settings = resolve(vars(namespace)).settings
+    set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
+    inputs = list(read_inputs(namespace.prompt, namespace.input))
+    sampling = SamplingParams(
+        max_new_tokens=namespace.max_tokens,
+        temperature=namespace.temperature,
+        top_p=namespace.top_p,
+        seed=namespace.sampling_seed,
+        stop=namespace.stop,
+    )
+    sampling.validate()
+    with ExitStack() as stack:
+        # The file is opened first: a path that cannot be written must not cost a whole run.
+        output = stack.enter_context(_open_output(namespace.output)) if namespace.output else None
+        llm = stack.enter_context(LLM.from_settings(settings))
+        prompts = [_token_ids(llm, item, raw=namespace.raw) for item in inputs]
+        answers = _run(llm, prompts, sampling)
+        _write(inputs, answers, output)
+    return 0
+
+
+def read_inputs(prompt: str | None, path: str | None) -> Iterator[str | Conversation]:
+    """Prompts from the command line, standard input (-) or a file, as text or as messages.
+
+    Raises ConfigError for both or neither, and for a file that cannot be read.
+    """
+    if (prompt is None) == (path is None):
+        raise ConfigError("give a prompt, or a file of prompts by --input")
+    if prompt is not None:
+        yield sys.stdin.read() if prompt == "-" else prompt
+        return
+    assert path is not None
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--input {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield _from_json(line, f"{path}, line {number}") if path.endswith(".jsonl") else line
+
+
+def _from_json(line: str, where: str) -> str | Conversation:
+    """The prompt of one JSON line: a string, or an object with prompt, text or messages."""
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    if isinstance(content, str):
+        return content
+    fields = content if isinstance(content, dict) else {}
+    messages = fields.get("messages")
+    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        return messages
+    text = fields.get("prompt", fields.get("text"))
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: there is no prompt, text or messages in it")
+    return text
+
+
+def _token_ids(llm: LLM, item: str | Conversation, *, raw: bool) -> Sequence[int]:
+    """An input as token ids: through the chat template if the model has one, unless `raw`."""
+    if llm.tokenizer is None:
+        raise ConfigError("tokenyard generate needs a tokenizer; drop --skip-tokenizer-init")
+    template = _template(llm.settings)
+    if isinstance(item, str) and (raw or not template):
+        return list(llm.tokenizer.encode(item).ids)
+    messages = [{"role": "user", "content": item}] if isinstance(item, str) else item
+    return list(llm.tokenizer.encode(template.render(messages), add_special_tokens=False).ids)
+
+
+def _template(settings: Settings) -> ChatTemplate:
+    """The model's chat template."""
+    path = Path(settings.tokenizer_path)
+    return load_chat_template(path if path.is_dir() else path.parent, settings.chat_template)
+
+
+def _run(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Generation]:
+    """Answer all prompts, with a progress bar on the terminal if there are several."""
+    futures = llm.submit(list(prompts), sampling)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=len(prompts) < 2, transient=True) as progress:
+        task = progress.add_task("answering", total=len(prompts), rate=0.0)
+        tokens = 0
+        for done in as_completed(futures):
+            tokens += sum(len(completion.token_ids) for completion in done.result().completions)
+            elapsed_s = progress.tasks[0].elapsed or 0.0
+            progress.update(task, advance=1, rate=tokens / elapsed_s if elapsed_s else 0.0)
+    return [future.result() for future in futures]
+
+
+def _open_output(path: str) -> TextIO:
+    """The file to write to. Raises ConfigError if it cannot be opened."""
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from error
+
+
+def _write(inputs: Sequence[str | Conversation], answers: Sequence[Generation], output: TextIO | None) -> None:
+    """Answers as JSON lines in a file, or as text on standard output."""
+    for item, answer in zip(inputs, answers, strict=True):
+        if output is None:
+            print(answer.text)
+            continue
+        record = {
+            "prompt" if isinstance(item, str) else "messages": item,
+            "text": answer.text,
+            "finish_reason": answer.completions[0].finish_reason,
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": len(answer.completions[0].token_ids),
+        }
+        output.write(json.dumps(record, ensure_ascii=False) + "\n")
