@@ -1,0 +1,147 @@
+"""Start, drain, death and hang-ups of a real server with the mock executor."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import httpx2
+import pytest
+
+from tests.e2e.servers import Server, alive
+from tests.server.sse import events
+from tokenyard.config import DEMO_MODEL
+
+pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
+SLOW = ["--executor", "mock", "--mock-step-ms", "50"]
+
+
+@pytest.fixture
+def slow_server():
+    server = Server(*SLOW, "--shutdown-timeout", "20")
+    yield server
+    if server.process.poll() is None:
+        server.process.kill()
+        server.wait()
+
+
+def wait_until(condition, timeout_s=10.0):
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def running(server):
+    load = httpx2.get(f"{server.url}/v1/loads").json()["data"][0]
+    return load["running_requests"] + load["queued_requests"]
+
+
+class Stream(threading.Thread):
+    """Reads one streamed completion in the background."""
+
+    def __init__(self, server, tokens):
+        super().__init__(daemon=True)
+        self._body = {"prompt": "Hello there", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        self._url = server.url
+        self.text = ""
+        self.begun = threading.Event()
+        self.start()
+
+    def run(self):
+        with httpx2.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=60) as answer:
+            for piece in answer.iter_text():
+                self.text += piece
+                self.begun.set()
+
+
+def test_probes_and_the_box(slow_server):
+    assert httpx2.get(f"{slow_server.url}/health").status_code == 200
+    assert httpx2.get(f"{slow_server.url}/ready").status_code == 200
+    assert httpx2.get(f"{slow_server.url}/health_generate").status_code == 200
+    for word in ("URL", "Model", "KV tokens", "Policy", "Device"):
+        assert word in slow_server.log
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_frees_its_place(slow_server, stream):
+    body = json.dumps({"prompt": "Hello there", "max_tokens": 900, "stream": stream, "ignore_eos": True}).encode()
+    host, port = slow_server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        assert wait_until(lambda: running(slow_server) == 1)
+    assert wait_until(lambda: running(slow_server) == 0, timeout_s=3.0)
+
+
+def test_first_signal_drains(slow_server):
+    stream = Stream(slow_server, 40)
+    assert stream.begun.wait(20)
+    children = slow_server.children()
+    slow_server.signal(signal.SIGTERM)
+    assert wait_until(lambda: httpx2.get(f"{slow_server.url}/ready").status_code == 503)
+    refused = httpx2.post(f"{slow_server.url}/v1/completions", json={"prompt": "x"})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert slow_server.wait() == 0
+    stream.join(10)
+    *chunks, done = events(stream.text)
+    assert done == "[DONE]"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert len(children) == 2
+    assert wait_until(lambda: not any(alive(pid) for pid in children))
+
+
+def test_when_the_time_is_over_streams_end_with_an_error():
+    server = Server(*SLOW, "--shutdown-timeout", "0.2")
+    stream = Stream(server, 900)
+    assert stream.begun.wait(20)
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+    stream.join(10)
+    assert events(stream.text)[-1]["error"]["code"] == "draining"
+
+
+def test_second_signal_stops_at_once(slow_server):
+    stream = Stream(slow_server, 900)
+    assert stream.begun.wait(20)
+    children = slow_server.children()
+    slow_server.signal(signal.SIGTERM)
+    assert wait_until(lambda: httpx2.get(f"{slow_server.url}/ready").status_code == 503)
+    slow_server.signal(signal.SIGTERM)
+    slow_server.wait(15)
+    assert wait_until(lambda: not any(alive(pid) for pid in children))
+
+
+def test_a_dead_engine_ends_requests_and_the_server(slow_server):
+    stream = Stream(slow_server, 900)
+    assert stream.begun.wait(20)
+    for pid in slow_server.children():
+        os.kill(pid, signal.SIGKILL)
+    assert slow_server.wait() == 1
+    stream.join(10)
+    assert events(stream.text)[-1]["error"]["code"] == "engine_dead"
+    assert "tokenyard: " in slow_server.log
+
+
+def test_a_model_that_cannot_load_ends_with_a_reason(tmp_path):
+    server = Server("--executor", "mock", "--model", str(tmp_path), ready=False)
+    assert server.wait(60) != 0
+    assert "there is no tokenizer" in server.log
+
+
+def test_token_ids_only():
+    server = Server("--executor", "mock", "--mock-step-ms", "1", "--skip-tokenizer-init")
+    try:
+        assert len(server.children()) == 1
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
+        answer = httpx2.post(f"{server.url}/generate", json=body).json()
+        assert len(answer["output_ids"]) == 4
+        assert httpx2.post(f"{server.url}/generate", json={"text": "x"}).status_code == 400
+        body["sampling_params"]["stop"] = "x"
+        assert httpx2.post(f"{server.url}/generate", json=body).status_code == 400
+    finally:
+        assert server.close() == 0
