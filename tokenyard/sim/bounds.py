@@ -30,20 +30,21 @@ def least_work_s(workload: Workload, profile: Profile) -> Float64Array:
     return work
 
 
-def attainment_bound(workload: Workload, profile: Profile, slo: SloTargets) -> float:
+def attainment_bound(workload: Workload, profile: Profile, slo: SloTargets, replicas: int = 1) -> float:
     """An upper bound on the share of requests that can meet `slo`, for any scheduler that knows everything.
 
     Requests that arrive after t1 and must end before t2 (first token on time, then every token on time) need their
     work done within t2 - t1. Whatever does not fit is missed, largest first, as that costs the fewest requests. The
     worst set of windows without overlap is found by dynamic programming. Steps that serve decodes in time last at most
-    the token target, so their constant part takes its share of the device.
+    the token target, so their constant part takes its share of the device. Several replicas count as one device that
+    is as much faster.
     """
     work, arrival = least_work_s(workload, profile), workload.arrival_s
     unloaded = np.array([unloaded_prefill_s(profile.cost(), int(tokens)) for tokens in workload.prompt_tokens])
     deadline = arrival + np.maximum(slo.ttft_s, slo.ttft_scale * unloaded)
     deadline += slo.tpot_s * (workload.output_tokens - 1)
     constant_s = (profile.terms.step_ms + profile.terms.dense_ms + profile.terms.tp_step_ms) / MS_PER_S
-    speed = max(1.0 - constant_s / slo.tpot_s, 1e-9)
+    speed = replicas * max(1.0 - constant_s / slo.tpot_s, 1e-9)
     edges = np.linspace(0.0, float(deadline.max()) + 1e-6, WINDOW_EDGES)
     # missed[j]: the most misses that windows ending at or before edge j can prove.
     missed = np.zeros(WINDOW_EDGES, np.int64)

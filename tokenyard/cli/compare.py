@@ -1,0 +1,115 @@
+"""`tokenyard compare`: several settings on one trace, in parallel, into one report."""
+
+import argparse
+import json
+import multiprocessing
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from ctypes import c_int64
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tokenyard.base import ConfigError
+from tokenyard.cli.simulation import (
+    add_device_arguments,
+    add_scheduler_arguments,
+    add_workload_arguments,
+    load_workload,
+    make_setup,
+    outcome_table,
+    progress_bar,
+)
+from tokenyard.sim.engine import Outcome, Setup, simulate
+from tokenyard.sim.metrics import summary
+from tokenyard.sim.presets import preset_names
+from tokenyard.sim.report import write_report
+from tokenyard.sim.timeline import Timeline
+from tokenyard.sim.workload import Workload
+
+REFRESH_S = 0.2
+
+_done: Any = None
+"""In a worker process: requests submitted so far, one shared counter per setting."""
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """All arguments of `tokenyard compare`."""
+    parser.add_argument(
+        "names",
+        nargs="+",
+        metavar="NAME",
+        help=f"presets ({', '.join(preset_names())}) or policies of --schedule-policy",
+    )
+    add_workload_arguments(parser)
+    add_device_arguments(parser)
+    add_scheduler_arguments(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers of all settings")
+    group.add_argument("--report", type=Path, metavar="OUT", help="write one page with all settings")
+    group.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes at once [all cores]")
+    group.add_argument("--quiet", action="store_true", help="no progress bar and no table")
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Simulate every setting and write what was asked for. Returns the exit status."""
+    if args.preset is not None or args.schedule_policy is not None:
+        raise ConfigError("compare takes presets and policies as names, not as --preset or --schedule-policy")
+    workload = load_workload(args)
+    setups = {name: named_setup(args, workload, name) for name in args.names}
+    results = simulate_all(workload, setups, args.jobs, args.quiet)
+    numbers = {name: summary(outcome) for name, (outcome, _) in results.items()}
+    if args.json is not None:
+        args.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    if args.report is not None:
+        outcomes = {name: outcome for name, (outcome, _) in results.items()}
+        write_report(args.report, outcomes, {name: timeline for name, (_, timeline) in results.items()})
+    if not args.quiet:
+        Console().print(outcome_table(numbers))
+    return 0
+
+
+def named_setup(args: argparse.Namespace, workload: Workload, name: str) -> Setup:
+    """The setup called `name`: a preset, or the server's own settings with that policy."""
+    if name in preset_names():
+        return make_setup(args, workload, name)
+    return make_setup(argparse.Namespace(**{**vars(args), "schedule_policy": name}), workload, None)
+
+
+def simulate_all(
+    workload: Workload, setups: dict[str, Setup], jobs: int, quiet: bool
+) -> dict[str, tuple[Outcome, Timeline]]:
+    """Simulate every setup, at most `jobs` at once, with a progress bar. Raises what the first failing one raised."""
+    context = multiprocessing.get_context("spawn")
+    done = context.Array(c_int64, len(setups), lock=False)
+    with (
+        ProcessPoolExecutor(max(1, min(jobs, len(setups))), context, _share_counters, (done,)) as pool,
+        progress_bar(quiet) as bar,
+    ):
+        tasks = [bar.add_task(name, total=len(workload)) for name in setups]
+        futures = [pool.submit(_simulate_one, place, workload, setup) for place, setup in enumerate(setups.values())]
+        while not all(future.done() for future in futures) and not _failed(futures):
+            time.sleep(REFRESH_S)
+            for place, task in enumerate(tasks):
+                bar.update(task, completed=done[place])
+        if _failed(futures):
+            pool.shutdown(cancel_futures=True)
+        return {name: future.result() for name, future in zip(setups, futures, strict=True)}
+
+
+def _failed(futures: list[Future[tuple[Outcome, Timeline]]]) -> bool:
+    return any(future.done() and not future.cancelled() and future.exception() is not None for future in futures)
+
+
+def _share_counters(done: Any) -> None:
+    global _done
+    _done = done
+
+
+def _simulate_one(place: int, workload: Workload, setup: Setup) -> tuple[Outcome, Timeline]:
+    def progress(done: int, _: int) -> None:
+        _done[place] = done
+
+    timeline = Timeline()
+    return simulate(workload, setup, timeline, progress), timeline

@@ -1,0 +1,132 @@
+"""`tokenyard goodput`: the largest load at which enough requests still meet their SLO."""
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tokenyard.base import ConfigError
+from tokenyard.cli.compare import named_setup
+from tokenyard.cli.simulation import (
+    add_device_arguments,
+    add_scheduler_arguments,
+    add_workload_arguments,
+    load_workload,
+    progress_bar,
+)
+from tokenyard.sim.engine import simulate
+from tokenyard.sim.metrics import summary
+from tokenyard.sim.presets import preset_names
+from tokenyard.sim.report import write_curves
+from tokenyard.sim.search import largest_scale
+from tokenyard.sim.workload import Workload
+
+
+def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
+    """All arguments of `tokenyard goodput`. `--rate-scale` is where the search begins."""
+    parser.add_argument(
+        "names",
+        nargs="+",
+        metavar="NAME",
+        help=f"presets ({', '.join(preset_names())}) or policies of --schedule-policy",
+    )
+    add_workload_arguments(parser)
+    add_device_arguments(parser)
+    add_scheduler_arguments(parser)
+    group = parser.add_argument_group("search")
+    group.add_argument("--targets", default="0.9,0.99", metavar="A,B", help="attainment to hold [0.9,0.99]")
+    group.add_argument("--max-wait-s", type=float, metavar="S", help="also hold the p99.9 wait of the served below S")
+    group.add_argument(
+        "--max-rejected", type=float, default=1.0, metavar="F", help="also reject at most this share [1]"
+    )
+    group.add_argument("--tolerance", type=float, default=0.01, metavar="F", help="relative, of the scale found [0.01]")
+    group.add_argument("--json", type=Path, metavar="OUT", help="write the scales and every point that was run")
+    group.add_argument("--report", type=Path, metavar="OUT", help="write a page with the curves")
+    group.add_argument("--quiet", action="store_true", help="no progress bar and no table")
+
+
+@dataclass
+class Curve:
+    """One setting's runs: rate scale -> summary. Runs are kept, so a second target costs only what is new."""
+
+    args: argparse.Namespace
+    workload: Workload
+    name: str
+    bar: Progress
+    points: dict[float, dict[str, Any]] = field(default_factory=dict)
+
+    def at(self, scale: float) -> dict[str, Any]:
+        """The numbers of a run at `scale`."""
+        if scale not in self.points:
+            workload = self.workload.scaled(scale)
+            task = self.bar.add_task(f"{self.name} x{scale:.3f}", total=len(workload))
+            setup = named_setup(self.args, workload, self.name)
+            outcome = simulate(workload, setup, None, lambda done, _: self.bar.update(task, completed=done))
+            self.bar.remove_task(task)
+            self.points[scale] = summary(outcome)
+        return self.points[scale]
+
+    def meets(self, scale: float, target: float) -> bool:
+        """Whether attainment, wait and rejections hold at `scale`."""
+        numbers = self.at(scale)
+        wait = numbers["wait_s"]["p999"]
+        limit = self.args.max_wait_s
+        waits = limit is None or (wait is not None and wait <= limit)
+        kept = numbers["rejected"] <= self.args.max_rejected * numbers["requests"]
+        return bool(numbers["slo_attainment"] >= target and waits and kept)
+
+
+def run_goodput(args: argparse.Namespace) -> int:
+    """Search for every setting and target and write what was asked for. Returns the exit status."""
+    targets = _targets(args.targets)
+    start = args.rate_scale
+    workload = load_workload(argparse.Namespace(**{**vars(args), "rate_scale": 1.0}))
+    found: dict[str, dict[str, float]] = {}
+    curves: dict[str, Curve] = {}
+    with progress_bar(args.quiet) as bar:
+        for name in args.names:
+            curve = curves[name] = Curve(args, workload, name, bar)
+            found[name] = {
+                f"{target:g}": largest_scale(lambda s, c=curve, t=target: c.meets(s, t), start, args.tolerance)  # type: ignore[misc]
+                for target in targets
+            }
+    _write(args, found, curves)
+    if not args.quiet:
+        Console().print(_table(found, len(workload) / max(float(workload.arrival_s[-1]), 1e-9)))
+    return 0
+
+
+def _targets(text: str) -> list[float]:
+    try:
+        targets = [float(word) for word in text.split(",")]
+    except ValueError:
+        targets = []
+    if not targets or not all(0.0 < target <= 1.0 for target in targets):
+        raise ConfigError(f"--targets is {text!r}; it must be shares above 0 and at most 1, like 0.9,0.99")
+    return targets
+
+
+def _write(args: argparse.Namespace, found: dict[str, dict[str, float]], curves: dict[str, Curve]) -> None:
+    points = {name: sorted(curve.points.items()) for name, curve in curves.items()}
+    if args.json is not None:
+        document = {"largest_scale": found, "points": points}
+        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if args.report is not None:
+        lines = {name: [(scale, run["slo_attainment"]) for scale, run in runs] for name, runs in points.items()}
+        write_curves(args.report, lines, f"Goodput on {next(iter(curves.values())).workload.name}")
+
+
+def _table(found: dict[str, dict[str, float]], rate: float) -> Table:
+    table = Table(title="largest rate scale (requests/s)")
+    table.add_column("")
+    targets = next(iter(found.values()))
+    for target in targets:
+        table.add_column(f"{100 * float(target):g} %", justify="right")
+    for name, scales in found.items():
+        table.add_row(name, *(f"{scale:.2f} ({scale * rate:.1f})" for scale in scales.values()))
+    return table

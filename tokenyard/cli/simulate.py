@@ -1,0 +1,85 @@
+"""`tokenyard simulate`: a trace through the scheduler in virtual time."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from tokenyard.base import StepPlan, StepWork
+from tokenyard.cli.simulation import (
+    add_device_arguments,
+    add_scheduler_arguments,
+    add_workload_arguments,
+    load_workload,
+    make_setup,
+    outcome_table,
+    progress_bar,
+)
+from tokenyard.scheduler import Scheduler
+from tokenyard.sim.bounds import attainment_bound, infinite_cache_hit_rate
+from tokenyard.sim.engine import Setup, simulate
+from tokenyard.sim.metrics import summary
+from tokenyard.sim.replica import StepObserver
+from tokenyard.sim.report import write_report
+from tokenyard.sim.timeline import PerfettoTrace, Timeline
+from tokenyard.sim.workload import Workload
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """All arguments of `tokenyard simulate`."""
+    add_workload_arguments(parser)
+    add_device_arguments(parser)
+    add_scheduler_arguments(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers")
+    group.add_argument("--report", type=Path, metavar="OUT", help="write a page with charts")
+    group.add_argument("--perfetto", type=Path, metavar="OUT", help="write the steps for ui.perfetto.dev")
+    group.add_argument("--bound", action="store_true", help="also say what no scheduler could beat")
+    group.add_argument("--quiet", action="store_true", help="no progress bar and no table")
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Simulate and write what was asked for. Returns the exit status."""
+    workload = load_workload(args)
+    setup = make_setup(args, workload, args.preset)
+    name = args.preset or setup.settings.schedule_policy
+    timeline = Timeline() if args.report is not None else None
+    perfetto = PerfettoTrace() if args.perfetto is not None else None
+    observers: list[StepObserver] = [one for one in (timeline, perfetto) if one is not None]
+    with progress_bar(args.quiet) as bar:
+        task = bar.add_task(name, total=len(workload))
+        observer = Observers(observers) if observers else None
+        outcome = simulate(workload, setup, observer, lambda done, _: bar.update(task, completed=done))
+    numbers = {**summary(outcome), **(oracle_bounds(workload, setup) if args.bound else {})}
+    if args.json is not None:
+        args.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    if timeline is not None:
+        write_report(args.report, {name: outcome}, {name: timeline})
+    if perfetto is not None:
+        perfetto.write(args.perfetto)
+    if not args.quiet:
+        Console().print(outcome_table({name: numbers}))
+    return 0
+
+
+@dataclass(slots=True)
+class Observers:
+    """Several step observers as one."""
+
+    all: list[StepObserver]
+
+    def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Scheduler) -> None:
+        """Tell each of them."""
+        for observer in self.all:
+            observer(begin_ns, end_ns, plan, work, scheduler)
+
+
+def oracle_bounds(workload: Workload, setup: Setup) -> dict[str, float]:
+    """What no scheduler could beat on this workload, as further fields of the numbers."""
+    pooled = attainment_bound(workload, setup.profile, setup.slo, setup.replicas)
+    return {
+        "bound_slo_attainment": round(pooled, 6),
+        "bound_prefix_hit_rate": round(infinite_cache_hit_rate(workload), 6),
+    }

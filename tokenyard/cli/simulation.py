@@ -1,0 +1,208 @@
+"""What `simulate`, `compare` and `goodput` share: their arguments, and the workload and setup those ask for."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
+from tokenyard.cli.flags import Flag, all_flags
+from tokenyard.config import Settings
+from tokenyard.cost import Profile, get_profile, load_profile
+from tokenyard.router.choice import CHOOSERS
+from tokenyard.sim.engine import Setup, SloTargets
+from tokenyard.sim.presets import preset, preset_names
+from tokenyard.sim.synthetic import SYNTHETIC, synthetic
+from tokenyard.sim.traces import TRACE_FORMATS, ReadOptions, Tokenize, read_trace
+from tokenyard.sim.workload import Workload
+
+MODEL_FLAGS = ("page_size", "max_total_tokens", "context_length")
+REPLACED_FLAGS = ("disable_overlap_schedule",)
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is served: a trace or made-up traffic, and when a request counts as served well."""
+    group = parser.add_argument_group("workload")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="recorded traffic")
+    group.add_argument("--trace-format", choices=list(TRACE_FORMATS), default="tokenyard", help="form of the trace")
+    group.add_argument("--synthetic", choices=list(SYNTHETIC), help="made-up traffic instead of a trace")
+    group.add_argument(
+        "--request-rate", type=float, default=5.0, metavar="R", help="of made-up traffic, per second [5]"
+    )
+    group.add_argument("--limit", type=int, metavar="N", help="only the first N requests (made-up traffic: N in all)")
+    group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="let requests come X times as fast")
+    group.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    group.add_argument("--tokenizer", type=Path, metavar="PATH", help="folder or tokenizer.json, for traces of text")
+    group.add_argument("--slo-ttft-ms", type=float, default=1000.0, metavar="MS", help="target of the first token")
+    group.add_argument(
+        "--slo-ttft-scale",
+        type=float,
+        default=5.0,
+        metavar="X",
+        help="or X times the unloaded prefill, if that is more",
+    )
+    group.add_argument("--slo-tpot-ms", type=float, default=50.0, metavar="MS", help="target of the time per token")
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """What serves: the device's costs and the engines around it."""
+    group = parser.add_argument_group("device")
+    group.add_argument("--device", default="h100", help="of the built-in cost profile [h100]")
+    group.add_argument("--model", default="llama-3-8b", help="of the built-in cost profile [llama-3-8b]")
+    group.add_argument("--profile", type=Path, metavar="FILE", help="cost profile written by tokenyard calibrate")
+    group.add_argument("--replicas", type=int, default=1, metavar="R", help="engines behind a router")
+    group.add_argument("--router", choices=list(CHOOSERS), default="round_robin", help="how requests are spread")
+    group.add_argument("--host-us", type=float, default=0.0, metavar="US", help="CPU time of one step")
+    group.add_argument("--overlap", action="store_true", help="plan a step while the last one runs (one step of lag)")
+    group.add_argument(
+        "--cost-error", type=float, default=0.0, metavar="E", help="scheduler's belief is off by E (0.2: 20 %%)"
+    )
+    group.add_argument("--learn-cost", action="store_true", help="let the scheduler correct its belief as it goes")
+
+
+def scheduler_flags() -> list[Flag]:
+    """The server's flags that mean something to a simulated scheduler."""
+    hidden = ("disable_overlap_schedule",)
+    return [
+        flag
+        for flag in all_flags()
+        if (flag.group == "scheduler" or flag.name in MODEL_FLAGS) and flag.name not in hidden
+    ]
+
+
+def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
+    """How it is scheduled: a preset and any of the server's scheduler flags, which win over the preset."""
+    group = parser.add_argument_group("scheduler")
+    group.add_argument(
+        "--preset", choices=preset_names(), help="settings of another engine; without it the server's own"
+    )
+    for flag in scheduler_flags():
+        options: dict[str, Any] = {"dest": flag.name, "default": None, "help": flag.describe()}
+        if flag.is_bool:
+            group.add_argument(*flag.positive, action="store_const", const="true", **options)
+            group.add_argument(
+                *flag.negative, action="store_const", const="false", **{**options, "help": argparse.SUPPRESS}
+            )
+        else:
+            group.add_argument(*flag.positive, metavar=flag.name.rsplit("_", 1)[-1].upper(), **options)
+
+
+def load_workload(args: argparse.Namespace) -> Workload:
+    """The workload that the arguments ask for. Raises ConfigError if they name none, or two."""
+    if (args.trace is None) == (args.synthetic is None):
+        raise ConfigError("give either --trace FILE or --synthetic KIND")
+    if args.synthetic is not None:
+        made = synthetic(args.synthetic, 1000 if args.limit is None else args.limit, args.request_rate, args.seed)
+        return made.scaled(args.rate_scale)
+    tokenize = load_tokenizer(args.tokenizer) if args.tokenizer is not None else None
+    options = ReadOptions(seed=args.seed, tokenize=tokenize, limit=args.limit)
+    return read_trace(args.trace, args.trace_format, options).scaled(args.rate_scale)
+
+
+def load_tokenizer(path: Path) -> Tokenize:
+    """A function from text to token ids. Raises ConfigError if `path` holds no tokenizer."""
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"--tokenizer {file} cannot be read: {error}") from None
+
+    def tokenize(text: str) -> Int32Array:
+        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    return tokenize
+
+
+def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | None) -> Setup:
+    """What is simulated, from the arguments; `preset_name` None takes the server's own settings."""
+    profile = load_profile(args.profile) if args.profile is not None else get_profile(args.device, args.model)
+    given = _given_flags(args)
+    pool_tokens = given.pop("max_total_tokens", None)
+    context = given.pop("context_length", None) or workload.max_prompt_tokens + workload.max_output_tokens + 1
+    settings = replace(_base_settings(preset_name, context, profile), **given, max_in_flight=2 if args.overlap else 1)
+    return Setup(
+        profile=profile,
+        settings=settings,
+        slo=SloTargets(args.slo_ttft_ms / 1000, args.slo_ttft_scale, args.slo_tpot_ms / 1000),
+        replicas=args.replicas,
+        router=args.router,
+        seed=args.seed,
+        host_s=args.host_us / 1e6,
+        kv_pool_tokens=pool_tokens,
+        belief_scale=1.0 + args.cost_error,
+        learn=args.learn_cost,
+    )
+
+
+def _given_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The scheduler flags on the command line, by field name."""
+    words = [(flag, getattr(args, flag.name, None)) for flag in scheduler_flags()]
+    return {flag.name: flag.read(word, flag.positive[0]) for flag, word in words if word is not None}
+
+
+def _base_settings(preset_name: str | None, context_length: int, profile: Profile) -> SchedulerSettings:
+    if preset_name is not None:
+        return preset(preset_name, context_length)
+    return Settings(page_size=profile.page_size).scheduler_settings(context_length=context_length)
+
+
+def progress_bar(quiet: bool) -> Progress:
+    """A progress bar on stderr; silent if `quiet` or not on a terminal."""
+    console = Console(stderr=True, quiet=quiet)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+
+
+_ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("requests", lambda s: f"{s['requests']}"),
+    ("rejected", lambda s: f"{s['rejected']}"),
+    ("unfinished", lambda s: f"{s['unfinished']}"),
+    ("SLO attainment", lambda s: _share(s["slo_attainment"])),
+    ("  longest quarter", lambda s: _share(s["slo_attainment_by_length"]["longest_quarter"])),
+    ("  longest 5 %", lambda s: _share(s["slo_attainment_by_length"]["longest_5_percent"])),
+    ("  bound", lambda s: _share(s.get("bound_slo_attainment"))),
+    ("TTFT p50 / p99", lambda s: _seconds(s["ttft_s"], "p50", "p99")),
+    ("TPOT p50 / p99", lambda s: _seconds(s["tpot_s"], "p50", "p99")),
+    ("wait p99.9 / max", lambda s: _seconds(s["wait_s"], "p999", "max")),
+    ("late p99.9 / max", lambda s: _seconds(s["late_s"], "p999", "max")),
+    ("output tokens/s", lambda s: f"{s['throughput_tokens_per_s']:.0f}"),
+    ("prefix hit rate", lambda s: _share(s["prefix_hit_rate"])),
+    ("preemptions", lambda s: f"{s['preemptions']}"),
+    ("device busy", lambda s: _share(s["utilisation"])),
+    ("simulated / wall", lambda s: f"{s['sim_seconds']:.0f} s / {s['wall_seconds']:.1f} s"),
+    ("decision hash", lambda s: s["decision_hash"][:12]),
+)
+
+
+def outcome_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The main numbers of each setting, side by side."""
+    table = Table()
+    table.add_column("")
+    for name in results:
+        table.add_column(name, justify="right")
+    for label, cell in _ROWS:
+        cells = [cell(numbers) for numbers in results.values()]
+        if any(text != "-" for text in cells):
+            table.add_row(label, *cells)
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _seconds(values: Mapping[str, float | None], low: str, high: str) -> str:
+    return " / ".join("-" if values[key] is None else f"{values[key]:.3g}" for key in (low, high)) + " s"
