@@ -1,22 +1,41 @@
 """What every executor must do, whatever runs underneath."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from tests.contract.plans import ALL_LOGPROBS, all_pages, chunk, decode, run
 from tokenyard.base import TokenyardError
-from tokenyard.executor.mock import load_executor
+from tokenyard.executor.mock import load_executor as load_mock
 
 PROMPT = list(range(10, 27))
 
 
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "tokenyard" / "demo_model"
+
+
 def make_mock(page_size):
-    return load_executor(vocab_size=1000, page_size=page_size, max_total_tokens=256, max_pool_rows=4, step_ms=0.0)
+    return load_mock(vocab_size=1000, page_size=page_size, max_total_tokens=256, max_pool_rows=4, step_ms=0.0)
+
+
+def make_torch(page_size):
+    pytest.importorskip("torch", reason="the package torch is not installed")
+    from tokenyard.executor.load import load_executor
+
+    return load_executor(
+        str(DEMO_MODEL), device="cpu", dtype="float32", page_size=page_size, max_total_tokens=256, max_pool_rows=4
+    )
 
 
 @pytest.fixture(params=[1, 4], ids=["page1", "page4"])
-def executor(request):
-    executor = make_mock(request.param)
+def page_size(request):
+    return request.param
+
+
+@pytest.fixture(params=[make_mock, make_torch], ids=["mock", "torch"])
+def executor(request, page_size):
+    executor = request.param(page_size)
     yield executor
     executor.close()
 
