@@ -132,16 +132,20 @@ def test_a_duplicate_insert_raises_the_priority():
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
-def test_touches_do_not_make_the_queue_grow(policy):
-    tree, pages = RadixCache(eviction_policy=policy), Pages()
-    keys = [key_of(token) for token in range(50)]
-    for key in keys:
-        tree.insert(key, pages.take(1))
-    for step in range(20_000):
-        node = tree.match(keys[step * 7 % 50]).node
-        tree.record_hit(node)
+def test_the_order_survives_thousands_of_leaves_that_come_are_used_and_go(policy):
+    tree, pages, rng = RadixCache(eviction_policy=policy), Pages(), np.random.default_rng(7)
+    rank = EVICTION_POLICIES[policy]
+    for step in range(4000):
+        tree.insert(key_of(step), pages.take(1), priority=int(rng.integers(3)))
+        node = tree.match(key_of(int(rng.integers(step + 1)))).node
+        if rng.random() < 0.5:
+            tree.record_hit(node)
         tree.lock(node)
         tree.unlock(node)
-    assert len(tree._queue) == 50
-    assert tree._queue.entries <= 2 * 50 + 64
-    assert sorted(tree.evict(50)) == list(range(1, 51))
+        if step % 3 == 0:
+            tree.evict(1)
+    tree.check()
+    (root,) = tree._roots.values()
+    expected = [int(node.pages[0]) for node in sorted(root.children.values(), key=rank)]
+    assert [int(tree.evict(1)[0]) for _ in expected] == expected
+    tree.check()

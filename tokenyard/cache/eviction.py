@@ -1,57 +1,62 @@
 """Which leaf leaves the tree first."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 from tokenyard.base import ConfigError
 from tokenyard.cache.node import Node
 
-EvictionPolicy = Callable[[Node], tuple[int, ...]]
-"""A node's rank: the leaf with the smallest tuple is evicted first."""
+EvictionPolicy = Callable[[Node], int]
+"""A node's rank: the leaf with the smallest one is evicted first. No two leaves may share a rank; those made of
+`access` or `created` never do, because a tick of the tree stamps one path, and one path ends in one leaf.
+"""
 
 SLRU_PROTECTED_HITS = 1
 """Admissions after which slru moves a node from probation to the protected segment."""
 
-_SPARE_ENTRIES = 64
+_TICK_BITS = 48
+_BUCKET = 512
+_FEW = 64
 
 
-def lru(node: Node) -> tuple[int, ...]:
+def lru(node: Node) -> int:
     """Least recently used first."""
-    return (node.access,)
+    return node.access
 
 
-def lfu(node: Node) -> tuple[int, ...]:
+def lfu(node: Node) -> int:
     """Fewest hits first, then least recently used."""
-    return (node.hits, node.access)
+    return (node.hits << _TICK_BITS) + node.access
 
 
-def fifo(node: Node) -> tuple[int, ...]:
+def fifo(node: Node) -> int:
     """Oldest first, however often used."""
-    return (node.created,)
+    return node.created
 
 
-def mru(node: Node) -> tuple[int, ...]:
+def mru(node: Node) -> int:
     """Most recently used first, for scans longer than the cache."""
-    return (-node.access,)
+    return -node.access
 
 
-def filo(node: Node) -> tuple[int, ...]:
+def filo(node: Node) -> int:
     """Youngest first."""
-    return (-node.created,)
+    return -node.created
 
 
-def slru(node: Node) -> tuple[int, ...]:
+def slru(node: Node) -> int:
     """Segmented LRU: what was never hit again is on probation and goes before the protected rest.
 
     After Karedla, Love and Wherry, "Caching strategies to improve disk system performance" (1994), without their
     bound on the protected segment: when probation is empty, the protected leaves go in LRU order.
     """
-    return (int(node.hits >= SLRU_PROTECTED_HITS), node.access)
+    return (int(node.hits >= SLRU_PROTECTED_HITS) << _TICK_BITS) + node.access
 
 
-def priority(node: Node) -> tuple[int, ...]:
+def priority(node: Node) -> int:
     """Lowest priority first, then least recently used."""
-    return (node.priority, node.access)
+    return (node.priority << _TICK_BITS) + node.access
 
 
 EVICTION_POLICIES: dict[str, EvictionPolicy] = {
@@ -75,54 +80,71 @@ def get_eviction_policy(name: str) -> EvictionPolicy:
 
 
 class EvictionQueue:
-    """The evictable leaves, smallest rank first: a heap that forgives outdated entries.
+    """The evictable leaves in order of rank: sorted lists of at most `_BUCKET` leaves each.
 
-    A leaf's entry is valid while `node.entry` is that very tuple; a changed rank gets a new entry and the old one is
-    dropped when it surfaces. Each push drops up to two outdated entries from the top, and where that is not enough
-    (they may hide at the bottom) the heap is rebuilt once more than half of it is outdated. So it holds at most
-    twice the leaves plus a constant, and every operation costs O(log leaves), amortised.
+    Putting in and taking out are a bisection and a short move of memory. There is nothing outdated to skip or to sweep
+    up, as there would be in a heap whose ranks change, so no single call is ever slow.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._heap: list[tuple[tuple[int, ...], int, Node]] = []
-        self._pushes = 0
-        self._leaves = 0
+        self._ranks: list[list[int]] = [[]]
+        self._leaves: list[list[Node]] = [[]]
+        # Ranks in bucket b are at least bounds[b - 1] and below bounds[b].
+        self._bounds: list[int] = []
 
     def __len__(self) -> int:
-        return self._leaves
-
-    @property
-    def entries(self) -> int:
-        """Size of the heap, outdated entries included."""
-        return len(self._heap)
+        return sum(map(len, self._ranks))
 
     def push(self, node: Node) -> None:
         """Let `node` be evicted from now on; if it was in already, rank it anew."""
-        heap = self._heap
-        if node.entry is None:
-            self._leaves += 1
-        self._pushes += 1
-        node.entry = entry = (self._policy(node), self._pushes, node)
-        heappush(heap, entry)
-        for _ in range(2):
-            if heap[0][2].entry is not heap[0]:
-                heappop(heap)
-        if len(heap) > 2 * self._leaves + _SPARE_ENTRIES:
-            self._rebuild()
+        if node.rank is not None:
+            self.discard(node)
+        node.rank = rank = self._policy(node)
+        bucket = bisect_right(self._bounds, rank)
+        ranks = self._ranks[bucket]
+        position = bisect_left(ranks, rank)
+        ranks.insert(position, rank)
+        self._leaves[bucket].insert(position, node)
+        if len(ranks) > _BUCKET:
+            self._divide(bucket)
 
     def discard(self, node: Node) -> None:
         """Keep `node` from being evicted. It must be in the queue."""
-        node.entry = None
-        self._leaves -= 1
+        assert node.rank is not None
+        bucket = bisect_right(self._bounds, node.rank)
+        ranks = self._ranks[bucket]
+        position = bisect_left(ranks, node.rank)
+        del ranks[position], self._leaves[bucket][position]
+        node.rank = None
+        if len(ranks) < _FEW and self._bounds:
+            self._merge(max(bucket - 1, 0))
 
     def first(self) -> Node:
         """The leaf to evict next. Raises IndexError if there is none."""
-        heap = self._heap
-        while heap[0][2].entry is not heap[0]:
-            heappop(heap)
-        return heap[0][2]
+        return self._leaves[0][0]
 
-    def _rebuild(self) -> None:
-        self._heap = [entry for entry in self._heap if entry[2].entry is entry]
-        heapify(self._heap)
+    def check(self) -> None:
+        """Raise AssertionError if a leaf is out of place or a bucket out of size. Walks all leaves; for tests."""
+        ranks = [rank for bucket in self._ranks for rank in bucket]
+        leaves = [leaf for bucket in self._leaves for leaf in bucket]
+        assert [leaf.rank for leaf in leaves] == ranks, "a leaf stands under another rank"
+        assert [self._policy(leaf) for leaf in leaves] == ranks, "a leaf was not ranked anew"
+        assert all(low < high for low, high in pairwise(ranks)), "ranks are not in order"
+        assert all(len(bucket) <= _BUCKET for bucket in self._ranks), "a bucket is too long"
+        assert len(self._ranks) <= 1 or min(map(len, self._ranks)) >= _FEW, "a bucket is too short"
+
+    def _divide(self, bucket: int) -> None:
+        half = len(self._ranks[bucket]) // 2
+        ranks, leaves = self._ranks[bucket], self._leaves[bucket]
+        self._ranks[bucket : bucket + 1] = [ranks[:half], ranks[half:]]
+        self._leaves[bucket : bucket + 1] = [leaves[:half], leaves[half:]]
+        self._bounds.insert(bucket, self._ranks[bucket + 1][0])
+
+    def _merge(self, bucket: int) -> None:
+        """Join a bucket with the next one, so that buckets never become many and tiny."""
+        self._ranks[bucket] += self._ranks.pop(bucket + 1)
+        self._leaves[bucket] += self._leaves.pop(bucket + 1)
+        del self._bounds[bucket]
+        if len(self._ranks[bucket]) > _BUCKET:
+            self._divide(bucket)

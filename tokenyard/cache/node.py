@@ -25,7 +25,7 @@ class Node:
     priority:     the highest priority of all who inserted it or something below it.
     namespace:    the name space of a root; empty elsewhere.
     tag:          free for a listener; an empty root stays while it is tagged.
-    entry:        this node's valid entry in the eviction queue, None while it cannot be evicted.
+    rank:         its place in the order of eviction, None while it cannot be evicted.
     """
 
     __slots__ = (
@@ -33,7 +33,6 @@ class Node:
         "children",
         "created",
         "depth_tokens",
-        "entry",
         "hits",
         "key",
         "locked_children",
@@ -42,6 +41,7 @@ class Node:
         "pages",
         "parent",
         "priority",
+        "rank",
         "tag",
     )
 
@@ -68,7 +68,7 @@ class Node:
         self.priority = priority
         self.namespace = namespace
         self.tag: Any = None
-        self.entry: tuple[tuple[int, ...], int, Node] | None = None
+        self.rank: int | None = None
 
     @property
     def locked(self) -> bool:

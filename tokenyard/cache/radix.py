@@ -83,7 +83,7 @@ class RadixCache:
         end = len(key) if max_tokens is None else min(len(key), max_tokens * TOKEN_BYTES)
         self._tick += 1
         node = self._descend(self._root(namespace), key, end - end % self._page_bytes)
-        if node.entry is not None:
+        if node.rank is not None:
             self._queue.push(node)
         return Match(node, node.depth_tokens)
 
@@ -139,7 +139,7 @@ class RadixCache:
         while newly:
             self.evictable_pages -= len(node.pages)
             self.protected_pages += len(node.pages)
-            if node.entry is not None:
+            if node.rank is not None:
                 self._queue.discard(node)
             if node.parent is None:
                 return
@@ -170,7 +170,7 @@ class RadixCache:
         while step is not None:
             step.hits += 1
             step = step.parent
-        if node.entry is not None:
+        if node.rank is not None:
             self._queue.push(node)
 
     def evict(self, num_pages: int) -> Int32Array:
@@ -212,11 +212,12 @@ class RadixCache:
             seen.append(node.pages)
             evictable += 0 if node.locked else len(node.pages)
             protected += len(node.pages) if node.locked else 0
-            leaves += node.entry is not None
+            leaves += node.rank is not None
         pages = np.concatenate(seen)
         assert len(np.unique(pages)) == len(pages), "a page stands in the tree twice"
         assert (evictable, protected) == (self.evictable_pages, self.protected_pages), "page counts are off"
-        assert leaves == len(self._queue), "the queue's count of leaves is off"
+        assert leaves == len(self._queue), "the queue holds leaves that are not in the tree"
+        self._queue.check()
 
     def _check_node(self, node: Node) -> None:
         size = self._page_bytes
@@ -227,7 +228,7 @@ class RadixCache:
         locked = sum(child.locked for child in node.children.values())
         assert node.locked_children == locked, "locked children are miscounted"
         evictable = node.parent is not None and not node.children and not node.locked
-        assert (node.entry is not None) == evictable, "the eviction queue is wrong about a node"
+        assert (node.rank is not None) == evictable, "the eviction queue is wrong about a node"
         if node.parent is not None:
             assert len(node.key) == len(node.pages) * size > 0, "key and pages differ in length"
             assert node.depth_tokens == node.parent.depth_tokens + len(node.pages) * self.page_size, "depth is off"
@@ -292,7 +293,7 @@ class RadixCache:
             node = self._add_leaf(node, key[present:], pages[present // self._page_bytes :].copy(), priority)
         else:
             self._raise_priority(node, priority)
-            if node.entry is not None:
+            if node.rank is not None:
                 self._queue.push(node)
         return Insert(node, present // TOKEN_BYTES)
 
@@ -305,7 +306,7 @@ class RadixCache:
     def _add_leaf(self, parent: Node, key: bytes, pages: Int32Array, priority: int) -> Node:
         depth = parent.depth_tokens + len(pages) * self.page_size
         node = Node(parent, key, pages, depth, self._tick, priority)
-        if parent.entry is not None:
+        if parent.rank is not None:
             self._queue.discard(parent)
         parent.children[key[: self._page_bytes]] = node
         self._raise_priority(parent, priority)
