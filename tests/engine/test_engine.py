@@ -17,6 +17,7 @@ from tests.engine.engines import mock_config
 from tokenyard.base import EngineDeadError, InvalidRequestError, LogprobOptions, SamplingParams, TextOptions
 from tokenyard.engine.launch import running_engine
 from tokenyard.engine.spec import GenerateSpec
+from tokenyard.engine.supervisor import CHILD_MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 FOR_EVER = 900
@@ -260,6 +261,19 @@ def test_an_engine_that_cannot_start_says_why(options, reason, monkeypatch, tmp_
     asyncio.run(main())
     assert children_of(os.getpid()) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reason_of_a_broken_device_reaches_the_clients(monkeypatch):
+    monkeypatch.setitem(CHILD_MODULES, "scheduler", "tests.engine.broken_child")
+    reasons = []
+
+    async def main():
+        async with running_engine(mock_config(), reasons.append) as manager:
+            with pytest.raises(EngineDeadError, match="the scheduler failed: the device is on fire"):
+                await asyncio.wait_for(collect(manager, spec()), 5)
+
+    asyncio.run(main())
+    assert reasons == ["the scheduler failed: the device is on fire"]
 
 
 PARENT = """

@@ -52,7 +52,7 @@ def set_up_logging(level: str, form: str) -> None:
 def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoReturn:
     """Read the task from standard input, run `work(task, report)` and exit: 0, or 1 with the reason told and logged.
 
-    `work` calls `report` once, when it is ready, and returns when there is something to read on standard input, which
+    `work` calls `report` when it is ready, and returns when there is something to read on standard input, which
     `Inbox` sees: a word if the parent wants it to end, or nothing if the parent is gone and left its socket files.
     """
     setproctitle.setproctitle(f"tokenyard: {title}")
@@ -62,25 +62,20 @@ def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoR
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     task = decode_task(_read_line(STDIN))
     set_up_logging(task.config.log_level, task.config.log_format)
-    reported = False
-
-    def report(message: ChildReport) -> None:
-        nonlocal reported
-        reported = True
-        os.write(report_fd, encode_line(message))
-        os.close(report_fd)
-
     try:
-        work(task, report)
+        work(task, lambda message: _report(report_fd, message))
     except Exception as error:
         reason = str(error) if isinstance(error, TokenyardError) else f"{type(error).__name__}: {error}"
         logger.error("the %s ends: %s", title, reason, exc_info=not isinstance(error, TokenyardError))
-        if not reported:
-            report(ChildReport(failure=reason))
+        _report(report_fd, ChildReport(failure=reason))
         sys.exit(1)
     if not os.read(STDIN, 1):
         shutil.rmtree(task.socket_directory, ignore_errors=True)
     sys.exit(0)
+
+
+def _report(fd: int, message: ChildReport) -> None:
+    os.write(fd, encode_line(message))
 
 
 def _read_line(fd: int) -> bytes:

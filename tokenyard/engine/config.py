@@ -54,7 +54,7 @@ class ChildTask(msgspec.Struct):
 
 
 class ChildReport(msgspec.Struct):
-    """What a child process answers once, as one line of JSON: it is ready, or why it is not."""
+    """What a child process answers, as lines of JSON: that it is ready, or why it cannot be or go on."""
 
     failure: str = ""
     info: ExecutorInfo | None = None

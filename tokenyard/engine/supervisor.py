@@ -17,22 +17,27 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 STOP_WORD = b"stop\n"
 LONGEST_REPORT_BYTES = 1 << 20
+CHILD_MODULES = {
+    "scheduler": "tokenyard.engine.scheduler_process",
+    "detokenizer": "tokenyard.engine.detokenizer",
+}
 
 
 @dataclass(slots=True)
 class Child:
-    """A child process and the pipe on which it reports once."""
+    """A child process and the pipe on which it reports that it is ready or why it ends."""
 
     name: str
     process: Process
-    report_fd: int
+    reports: asyncio.StreamReader
+    pipe: asyncio.ReadTransport
 
 
 class Supervisor:
     """The scheduler and detokenizer processes of one engine.
 
     Each child's standard input stays open; a word on it asks the child to end, and its end tells that we are gone.
-    `on_death` is called with the reason when a child ends unasked.
+    `on_death` is called with the reason when the first child ends unasked.
     """
 
     def __init__(self, config: EngineConfig, sockets: SocketDirectory, on_death: Callable[[str], None]) -> None:
@@ -48,13 +53,11 @@ class Supervisor:
 
         Raises EngineDeadError with the reason of the first child that fails; all others are stopped then.
         """
-        modules = {"scheduler": "tokenyard.engine.scheduler_process"}
-        if not self._config.skip_tokenizer_init:
-            modules["detokenizer"] = "tokenyard.engine.detokenizer"
+        names = ["scheduler"] if self._config.skip_tokenizer_init else ["scheduler", "detokenizer"]
         try:
-            for name, module in modules.items():
-                self._children.append(await self._spawn(name, module))
-            reports = await asyncio.gather(*(self._report(child) for child in self._children))
+            for name in names:
+                self._children.append(await self._spawn(name))
+            reports = await asyncio.gather(*(_ready(child) for child in self._children))
         except BaseException:
             await self.stop()
             raise
@@ -84,13 +87,14 @@ class Supervisor:
                 logger.warning("the %s did not end by itself", child.name)
                 child.process.kill()
                 await child.process.wait()
+            child.pipe.close()
         self._children = []
 
-    async def _spawn(self, name: str, module: str) -> Child:
+    async def _spawn(self, name: str) -> Child:
         read_fd, write_fd = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, str(write_fd)),
+                *(sys.executable, "-m", CHILD_MODULES[name], str(write_fd)),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(write_fd,),
             )
@@ -100,24 +104,27 @@ class Supervisor:
         task = ChildTask(self._config, ends.scheduler, ends.detokenizer, ends.api, os.getpid(), str(self._sockets.path))
         assert process.stdin is not None
         process.stdin.write(encode_line(task))
-        return Child(name, process, read_fd)
-
-    async def _report(self, child: Child) -> ChildReport:
-        """Wait for a child's report. Raises EngineDeadError if it is a failure or never comes."""
         reader = asyncio.StreamReader(limit=LONGEST_REPORT_BYTES)
-        pipe = os.fdopen(child.report_fd, "rb")
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        try:
-            report = decode_report(await reader.readline())
-        finally:
-            transport.close()
-        if report.failure:
-            raise EngineDeadError(f"the {child.name} did not start: {report.failure}")
-        return report
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
+        )
+        return Child(name, process, reader, pipe)
 
     async def _watch(self, child: Child) -> None:
         code = await child.process.wait()
-        if not self._stopping:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            self._on_death(f"the {child.name} {how}")
+        last_words = await child.reports.readline()
+        if self._stopping:
+            return
+        self._stopping = True
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        if last_words:
+            how = f"failed: {decode_report(last_words).failure}"
+        self._on_death(f"the {child.name} {how}")
+
+
+async def _ready(child: Child) -> ChildReport:
+    """Wait for a child's report. Raises EngineDeadError if it is a failure or never comes."""
+    report = decode_report(await child.reports.readline())
+    if report.failure:
+        raise EngineDeadError(f"the {child.name} did not start: {report.failure}")
+    return report
