@@ -1,0 +1,113 @@
+import json
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from tests.sim.small import setup
+from tokenyard.base import ConfigError
+from tokenyard.sim.charts import Chart
+from tokenyard.sim.engine import simulate
+from tokenyard.sim.presets import preset, preset_names
+from tokenyard.sim.report import service_gap_over_time, write_curves, write_report
+from tokenyard.sim.synthetic import synthetic
+from tokenyard.sim.timeline import MOST_SAMPLES, PerfettoTrace, Timeline
+
+
+def marks(chart: Chart, tag: str) -> list[ElementTree.Element]:
+    return [element for element in ElementTree.fromstring(chart.svg()).iter() if element.tag == tag]
+
+
+def test_a_chart_is_valid_and_has_a_mark_per_point():
+    chart = Chart("a <title>", "x", "y", x_log=True)
+    chart.dots([1, 10, 100], [1, 2, 3], "dots & more")
+    chart.line([1, 100], [3, 1], "line")
+    chart.line([1, 100], [2, 2], "bound", dashed=True)
+    assert len(marks(chart, "circle")) == 3
+    assert len(marks(chart, "path")) == 2
+
+
+def test_values_that_a_log_axis_cannot_show_are_left_out():
+    chart = Chart("t", "x", "y", x_log=True, y_log=True)
+    chart.dots([0.0, 1.0, 2.0, np.nan], [1.0, 0.0, 5.0, 1.0])
+    assert len(marks(chart, "circle")) == 1
+
+
+def test_an_empty_chart_says_so():
+    assert "nothing to show" in Chart("t", "x", "y").svg()
+
+
+def test_bars_stand_side_by_side_on_zero():
+    chart = Chart("t", "", "y")
+    chart.bars(["a", "b"], [1.0, 2.0], "one")
+    chart.bars(["a", "b"], [2.0, 0.0], "two")
+    bars = [element for element in marks(chart, "rect") if element.get("height") != "8"]
+    assert len(bars) == 4
+    assert float(bars[3].get("height")) == 0.0
+    assert len({bar.get("x") for bar in bars}) == 4
+
+
+def test_points_lie_where_the_axes_say():
+    chart = Chart("t", "x", "y", y_from_zero=True)
+    chart.dots([0.0, 5.0, 10.0], [0.0, 5.0, 10.0])
+    xs = [float(circle.get("cx")) for circle in marks(chart, "circle")]
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+
+
+def test_a_report_compares_settings_and_shows_the_gap_between_tenants(tmp_path):
+    traffic = synthetic("tenants", 120, 20.0)
+    timeline = Timeline()
+    outcomes = {
+        "one": simulate(traffic, setup(), timeline),
+        "two": simulate(traffic, setup("vllm-default")),
+    }
+    write_report(tmp_path / "report.html", outcomes, {"one": timeline})
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == page.count("</svg>") == 12
+    assert "service gap" in page
+    assert "SLO met" in page
+
+
+def test_the_service_gap_ends_at_the_difference_of_all_service():
+    traffic = synthetic("tenants", 120, 20.0)
+    outcome = simulate(traffic, setup())
+    _, gap = service_gap_over_time(outcome)
+    service = traffic.prompt_tokens + 2 * traffic.output_tokens
+    totals = [service[traffic.tenant == tenant].sum() for tenant in range(4)]
+    assert gap[0] == 0.0
+    assert gap[-1] == pytest.approx(max(totals) - min(totals))
+
+
+def test_goodput_curves_have_a_line_per_setting(tmp_path):
+    write_curves(tmp_path / "curves.html", {"a": [(1.0, 1.0), (2.0, 0.5)], "b": [(1.0, 0.9)]}, "Goodput")
+    assert (tmp_path / "curves.html").read_text().count("<path") == 4
+
+
+def test_a_long_timeline_is_thinned_out_evenly():
+    timeline = Timeline()
+    simulate(synthetic("plain", 300, 2.0), setup(), timeline)
+    assert MOST_SAMPLES / 2 <= len(timeline.samples) < MOST_SAMPLES
+    gaps = np.diff([sample.at_s for sample in timeline.samples])
+    assert (gaps > 0).all()
+
+
+def test_perfetto_slices_follow_each_other(tmp_path):
+    trace = PerfettoTrace()
+    outcome = simulate(synthetic("plain", 20, 5.0), setup(), trace)
+    trace.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == outcome.counters["steps"]
+    ends = [event["ts"] + event["dur"] for event in slices]
+    assert all(begin["ts"] >= end - 1e-6 for begin, end in zip(slices[1:], ends, strict=False))
+    assert {event["name"] for event in slices} == {"EXTEND", "DECODE"}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_valid(name):
+    preset(name, 4096).validate()
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="sglang-default"):
+        preset("sglang", 4096)

@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+
+from tests.sim.small import setup, workload
+from tokenyard.base import ConfigError
+from tokenyard.cost import get_profile
+from tokenyard.sim.bounds import attainment_bound, infinite_cache_hit_rate, least_work_s
+from tokenyard.sim.engine import SloTargets, simulate
+from tokenyard.sim.search import largest_scale
+from tokenyard.sim.synthetic import SYNTHETIC, synthetic
+
+PROFILE = get_profile("h100", "llama-3-8b")
+
+
+@pytest.mark.parametrize("answer", [0.013, 0.7, 1.0, 3.3, 900.0])
+def test_the_largest_scale_is_found(answer):
+    found = largest_scale(lambda scale: scale <= answer, tolerance=0.01)
+    assert answer / 1.01 <= found <= answer
+
+
+def test_no_scale_meets_the_target():
+    assert largest_scale(lambda scale: False) == 0.0
+
+
+def test_a_target_that_is_always_met_is_told():
+    with pytest.raises(ConfigError, match="long enough"):
+        largest_scale(lambda scale: True)
+
+
+def test_no_simulated_policy_beats_the_bound():
+    for rate in (15.0, 25.0, 60.0):
+        traffic = synthetic("plain", 300, rate, seed=7)
+        bound = attainment_bound(traffic, PROFILE, SloTargets())
+        for name in ("sglang-default", "vllm-default", "sarathi"):
+            assert simulate(traffic, setup(name)).met.mean() <= bound + 1e-9
+
+
+def test_the_bound_bites_under_overload_and_grows_with_replicas():
+    traffic = synthetic("plain", 2000, 60.0, seed=7)
+    one = attainment_bound(traffic, PROFILE, SloTargets())
+    two = attainment_bound(traffic, PROFILE, SloTargets(), replicas=2)
+    assert one < 0.95
+    assert one < two
+    assert attainment_bound(traffic.scaled(0.01), PROFILE, SloTargets()) == 1.0
+
+
+def test_least_work_is_less_than_any_real_run_takes():
+    traffic = workload((0.0, 5000, 50))
+    assert least_work_s(traffic, PROFILE)[0] < simulate(traffic, setup()).e2e_s[0]
+
+
+def test_infinite_cache_counts_whole_blocks_from_the_left():
+    traffic = synthetic("shared-prefix", 200, 5.0)
+    prompts = [traffic.content.prompt_ids(i, int(traffic.prompt_tokens[i])) for i in range(200)]
+    seen, hits = set(), 0
+    for prompt in prompts:
+        blocks = [prompt[:end].tobytes() for end in range(512, len(prompt) + 1, 512)]
+        hits += 512 * next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
+        seen.update(blocks)
+    assert infinite_cache_hit_rate(traffic) == pytest.approx(hits / sum(map(len, prompts)))
+    assert infinite_cache_hit_rate(synthetic("plain", 20, 5.0)) == 0.0
+
+
+@pytest.mark.parametrize("kind", sorted(SYNTHETIC))
+def test_synthetic_traffic_has_its_rate_and_repeats_by_seed(kind):
+    traffic = synthetic(kind, 3000, 10.0, seed=1)
+    assert len(traffic) == 3000
+    assert (np.diff(traffic.arrival_s) >= 0).all()
+    middle = traffic.arrival_s[2250] - traffic.arrival_s[750]
+    assert 1500 / middle == pytest.approx(10.0, rel=0.2)
+    again, other = synthetic(kind, 3000, 10.0, seed=1), synthetic(kind, 3000, 10.0, seed=2)
+    assert (traffic.prompt_tokens == again.prompt_tokens).all()
+    assert (traffic.arrival_s == again.arrival_s).all()
+    assert (traffic.arrival_s != other.arrival_s).any()
+    for index in (0, 2999):
+        request = traffic.request(index)
+        assert len(request.prompt_ids) == traffic.prompt_tokens[index]
+
+
+def test_a_turn_begins_with_the_turn_before_it():
+    traffic = synthetic("multi-turn", 600, 5.0, seed=1)
+    prompts = [traffic.request(i).prompt_ids for i in range(600)]
+    firsts = {prompt[:20].tobytes(): i for i, prompt in reversed(list(enumerate(prompts)))}
+    later = [i for i, prompt in enumerate(prompts) if firsts[prompt[:20].tobytes()] != i]
+    assert len(later) > 300
+    for i in later[:50]:
+        begin = prompts[firsts[prompts[i][:20].tobytes()]]
+        assert (prompts[i][: len(begin)] == begin).all()
+
+
+def test_bursts_are_burstier_than_poisson():
+    gaps = np.diff(synthetic("bursts", 5000, 10.0).arrival_s)
+    assert gaps.std() / gaps.mean() > 1.15
+
+
+def test_the_flooding_tenant_sends_ten_times_as_much():
+    traffic = synthetic("tenants", 13_000, 10.0)
+    counts = np.bincount(traffic.tenant)
+    assert counts[0] / counts[1] == pytest.approx(10.0, rel=0.15)
+
+
+def test_unknown_kinds_and_rates_are_refused():
+    with pytest.raises(ConfigError, match="did you mean bursts"):
+        synthetic("burst", 10, 1.0)
+    with pytest.raises(ConfigError, match="above 0"):
+        synthetic("plain", 10, 0.0)

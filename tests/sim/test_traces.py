@@ -1,0 +1,229 @@
+import gzip
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tokenyard.base import ConfigError
+from tokenyard.sim.content import TokenContent, UniqueContent
+from tokenyard.sim.traces import TRACE_FORMATS, ReadOptions, read_trace
+from tokenyard.sim.workload import NO_PRIORITY
+
+TRACES = Path(__file__).resolve().parents[2] / "../shared/traces"
+
+
+def shared(name: str) -> Path:
+    path = TRACES / name
+    if not path.exists():
+        pytest.skip(f"the recorded traces are not beside the checkout ({name})")
+    return path
+
+
+def words(text: str) -> np.ndarray:
+    return np.array([len(word) for word in text.split()], np.int32)
+
+
+def write_lines(path: Path, *records) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+    return path
+
+
+def test_mooncake_as_published():
+    path = shared("mooncake/conversation_trace.jsonl.gz")
+    workload = read_trace(path, "mooncake", ReadOptions(seed=1))
+    assert len(workload) == 12_031
+    assert workload.max_prompt_tokens == 126_195
+    assert round(workload.prompt_tokens.mean()) == 12_035
+    assert len(np.unique(workload.arrival_s)) == 12_031, "time stamps must be spread over their tick"
+    one, other = workload.content.prompt_ids(5, 2000), workload.content.prompt_ids(9, 2000)
+    assert (one[:512] == other[:512]).all(), "every conversation begins with block 0"
+    assert (one[512:1024] != other[512:1024]).any()
+
+
+def test_spreading_depends_on_the_seed_alone():
+    path = shared("mooncake/conversation_trace.jsonl.gz")
+    once, again, other = (read_trace(path, "mooncake", ReadOptions(seed=seed)).arrival_s for seed in (1, 1, 2))
+    assert (once == again).all()
+    assert (once != other).any()
+
+
+def test_azure_as_published():
+    workload = read_trace(shared("azure2023/AzureLLMInferenceTrace_conv.csv.gz"), "azure")
+    assert (len(workload), workload.max_prompt_tokens, workload.max_output_tokens) == (19_366, 14_050, 1000)
+    assert workload.arrival_s[0] == 0.0
+    assert workload.arrival_s[1] == pytest.approx(4.314579, abs=1e-6)
+    assert isinstance(workload.content, UniqueContent)
+
+
+def test_vidur_lengths_get_drawn_arrivals():
+    workload = read_trace(
+        shared("vidur/arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv.gz"), "vidur", ReadOptions(seed=3)
+    )
+    assert len(workload) == 28_257
+    assert workload.arrival_s[-1] == pytest.approx(28_257, rel=0.05)
+
+
+def test_vllm_measured_keeps_its_token_ids():
+    workload = read_trace(shared("vllm-measured/sharegpt-llama-3.1-8b-300-sps10.jsonl.gz"), "vllm-measured")
+    assert len(workload) == 300
+    assert isinstance(workload.content, TokenContent)
+    assert workload.content.prompt_ids(0, 3).tolist() == [5971, 2927, 220]
+
+
+def test_servegen_draws_the_published_rate():
+    pytest.importorskip("zstandard")
+    path = shared("servegen-deepseek-r1/servegen-deepseek-r1.tar.zst")
+    workload = read_trace(path, "servegen", ReadOptions(seed=0, limit=20_000))
+    assert len(workload) == 20_000
+    assert 10.0 < 20_000 / workload.arrival_s[-1] < 45.0
+
+
+def test_agent_sessions_go_through_the_tokenizer():
+    pytest.importorskip("zstandard")
+    path = shared("lmcache-agent/miniswe.tar.zst")
+    workload = read_trace(path, "lmcache-agent", ReadOptions(tokenize=words))
+    assert len(workload) == 402
+    assert len(workload.tenants) == 21
+    assert (np.diff(workload.arrival_s) >= 0).all()
+
+
+def test_tokenyard_form_with_every_field(tmp_path):
+    path = write_lines(
+        tmp_path / "t.jsonl",
+        {"arrival_s": 1.5, "prompt_tokens": 700, "output_tokens": 3, "hash_ids": [1, 2], "tenant": "a", "class": "x"},
+        {"arrival_s": 2, "prompt_tokens": 600, "output_tokens": 4, "hash_ids": [1, 9], "priority": 3, "deadline_s": 9},
+    )
+    workload = read_trace(path, "tokenyard")
+    assert workload.arrival_s.tolist() == [0.0, 0.5]
+    first, second = workload.request(0), workload.request(1)
+    assert (first.tenant, first.service_class, first.priority, first.deadline_ns) == ("a", "x", None, None)
+    assert (second.tenant, second.priority, second.deadline_ns) == ("", 3, 9_000_000_000)
+    assert workload.priority.tolist() == [NO_PRIORITY, 3]
+    assert (first.prompt_ids[:512] == second.prompt_ids[:512]).all()
+    assert first.sampling.max_new_tokens == 4, "the true length of an answer is not told"
+
+
+def test_tokenyard_form_with_token_ids(tmp_path):
+    path = write_lines(tmp_path / "t.jsonl", {"arrival_s": 0, "token_ids": [7, 8, 9], "output_tokens": 0})
+    workload = read_trace(path, "tokenyard")
+    assert workload.request(0).prompt_ids.tolist() == [7, 8, 9]
+    assert workload.output_tokens.tolist() == [1]
+
+
+def test_openai_bodies_with_unix_and_iso_stamps(tmp_path):
+    message = [{"role": "user", "content": [{"type": "text", "text": "one two"}]}]
+    path = write_lines(
+        tmp_path / "t.jsonl",
+        {"timestamp": "2026-01-01T00:00:00Z", "body": {"prompt": "a bb"}, "output_tokens": 5},
+        {"timestamp": 1767225602.5, "messages": message, "user": "u", "usage": {"completion_tokens": 6}},
+    )
+    workload = read_trace(path, "openai-jsonl", ReadOptions(tokenize=words))
+    assert workload.arrival_s.tolist() == [0.0, 2.5]
+    assert workload.prompt_tokens.tolist() == [2, 3]
+    assert workload.output_tokens.tolist() == [5, 6]
+    assert workload.request(1).tenant == "u"
+
+
+GOOD = {"arrival_s": 1.0, "prompt_tokens": 5, "output_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("records", "complaint"),
+    [
+        ([], "holds no request"),
+        ([GOOD, {**GOOD, "arrival_s": 0.5}], "line 2: the clock goes backwards"),
+        ([{**GOOD, "prompt_tokens": 0}], "a prompt of 0 tokens"),
+        ([{**GOOD, "prompt_tokens": 2.5}], "not a whole number"),
+        ([{**GOOD, "output_tokens": -1}], "an answer of -1 tokens"),
+        ([{"timestamp": 1, "input_length": 5}], "prompt_tokens is missing"),
+        ([{**GOOD, "arrival_s": "soon"}], "arrival_s is 'soon', not a number"),
+        ([{**GOOD, "hash_ids": []}], "hash_ids must hold 1 ids"),
+        ([{**GOOD, "hash_ids": ["x"]}], "must be whole numbers"),
+        ([{**GOOD, "token_ids": [-1]}], "not negative"),
+        ([GOOD, {**GOOD, "hash_ids": [1]}], "use one form"),
+        ([[1, 2]], "a JSON object is needed"),
+    ],
+)
+def test_a_bad_tokenyard_trace_is_one_clear_line(tmp_path, records, complaint):
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_trace(write_lines(tmp_path / "t.jsonl", *records), "tokenyard")
+    assert "\n" not in caught.value.message
+
+
+def test_files_cut_off_are_refused(tmp_path):
+    path = write_lines(tmp_path / "t.jsonl", GOOD, GOOD)
+    text = path.read_text()
+    path.write_text(text[:-20])
+    with pytest.raises(ConfigError, match="line 2: cut off"):
+        read_trace(path, "tokenyard")
+    packed = tmp_path / "t.jsonl.gz"
+    packed.write_bytes(gzip.compress(text.encode() * 50)[:-40])
+    with pytest.raises(ConfigError, match="cut off or no gzip"):
+        read_trace(packed, "tokenyard")
+
+
+def test_a_csv_line_cut_off_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:47.1,3")
+    with pytest.raises(ConfigError, match="line 3: 2 columns instead of 3"):
+        read_trace(path, "azure")
+
+
+@pytest.mark.parametrize("trace_format", sorted(TRACE_FORMATS))
+def test_foreign_files_are_refused_by_every_reader(tmp_path, trace_format):
+    path = tmp_path / "foreign"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n\xff\xfe\x00")
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path, trace_format, ReadOptions(tokenize=words))
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("trace_format", sorted(TRACE_FORMATS))
+def test_missing_files_are_refused_by_every_reader(tmp_path, trace_format):
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_trace(tmp_path / "absent.jsonl", trace_format, ReadOptions(tokenize=words))
+
+
+def test_text_traces_ask_for_a_tokenizer(tmp_path):
+    path = write_lines(tmp_path / "t.jsonl", {"timestamp": 1, "prompt": "x", "output_tokens": 1})
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        read_trace(path, "openai-jsonl")
+
+
+def test_an_answer_without_length_is_not_guessed(tmp_path):
+    path = write_lines(tmp_path / "t.jsonl", {"timestamp": 1, "prompt": "x"})
+    with pytest.raises(ConfigError, match="answer's length is missing"):
+        read_trace(path, "openai-jsonl", ReadOptions(tokenize=words))
+
+
+def test_client_models_from_a_folder_and_a_tar(tmp_path):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "chunk-0-trace.csv").write_text("0,0,0,,0,0\n600,2,1,Gamma,1.0,0.5\n")
+    steps = {"0": {"input_tokens": "{10: 0.5, 20: 0.5}", "output_tokens": "{3: 1.0}"}}
+    (folder / "chunk-0-dataset.json").write_text(json.dumps(steps))
+    workload = read_trace(folder, "servegen")
+    assert set(workload.prompt_tokens.tolist()) == {10, 20}
+    assert 1000 < len(workload) < 1400
+    with tarfile.open(tmp_path / "models.tar", "w") as archive:
+        archive.add(folder, "models")
+    assert (read_trace(tmp_path / "models.tar", "servegen").arrival_s == workload.arrival_s).all()
+
+
+def test_an_unknown_format_lists_the_known_ones(tmp_path):
+    with pytest.raises(ConfigError, match="mooncake"):
+        read_trace(tmp_path / "t", "moonbake")
+
+
+def test_scaling_and_limiting(tmp_path):
+    records = [{**GOOD, "arrival_s": float(i)} for i in range(4)]
+    workload = read_trace(write_lines(tmp_path / "t.jsonl", *records), "tokenyard")
+    assert workload.scaled(2.0).arrival_s.tolist() == [0.0, 0.5, 1.0, 1.5]
+    assert len(workload.limited(3)) == 3
+    assert len(workload.limited(None)) == 4
+    with pytest.raises(ConfigError, match="--rate-scale"):
+        workload.scaled(0.0)
+    with pytest.raises(ConfigError, match="--limit"):
+        workload.limited(0)
