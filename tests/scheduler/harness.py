@@ -1,10 +1,11 @@
-"""Drives the scheduler with the mock executor, without processes or clocks, and watches over every step."""
+"""Drives the scheduler with an executor (the mock one if not told), without processes or clocks, and watches over every step."""
 
 from collections import deque
 
 import numpy as np
 
 from tokenyard.base import (
+    Executor,
     ExecutorInfo,
     Finish,
     Request,
@@ -34,7 +35,7 @@ def make_info(pages: int = 64, page_size: int = 1, rows: int = 8, context: int =
 
 
 class Yard:
-    """One scheduler, one mock device, and what came out so far."""
+    """One scheduler, one device, and what came out so far."""
 
     def __init__(
         self,
@@ -42,9 +43,10 @@ class Yard:
         info: ExecutorInfo,
         answer_tokens: tuple[int, int] | None = None,
         cost: object | None = None,
+        executor: Executor | None = None,
     ) -> None:
         self.scheduler = Scheduler(settings, info, cost)
-        self.executor = MockExecutor(info, FixedStepCost(0.001), sleep=False, answer_tokens=answer_tokens)
+        self.executor = executor or MockExecutor(info, FixedStepCost(0.001), sleep=False, answer_tokens=answer_tokens)
         self.now = 1
         self.tickets: deque = deque()
         self.reads: deque[dict[int, tuple[int, int]]] = deque()
