@@ -21,7 +21,12 @@ class Running:
         self.state = ServerState(options, manager)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                create_app(self.state), port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1
+                create_app(self.state),
+                port=0,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
             )
         )
         self._thread = threading.Thread(target=self._server.run, daemon=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class FakeManager:
         self.calls.append(("render", messages, options))
         return " ".join(message["content"] for message in messages)
 
-    async def generate(self, spec: GenerateSpec) -> AsyncIterator[OutputDelta]:
+    async def generate(self, spec: GenerateSpec) -> AsyncGenerator[OutputDelta, None]:
         self.specs.append(spec)
         prompt = (
             [int(token) for token in spec.input_ids]

@@ -44,7 +44,7 @@ SECRETS = ("api_key", "admin_api_key")
 def doctor(namespace: argparse.Namespace) -> int:
     """Print the report. Returns 0, or 1 if a server would not start with these flags."""
     resolved = resolve(vars(namespace))
-    report = {
+    report: dict[str, Any] = {
         "machine": machine(),
         "device": device(),
         "packages": packages(),
@@ -105,7 +105,6 @@ def device() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda_devices": devices,
         "threads": torch.get_num_threads(),
-        "mkldnn": torch.backends.mkldnn.is_available(),
         "would_choose": "cuda" if devices else "cpu",
     }
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import zmq
@@ -86,7 +86,7 @@ class TokenizerManager:
         """Requests whose answers have not all ended."""
         return len(self._streams)
 
-    async def generate(self, spec: GenerateSpec) -> AsyncIterator[OutputDelta]:
+    async def generate(self, spec: GenerateSpec) -> AsyncGenerator[OutputDelta, None]:
         """Answer one request. Closing the iterator before its end cancels the request.
 
         Yields deltas until each of the n answers has had one with `finish`; a request that the scheduler refuses ends

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,45 +96,32 @@ def failure(finish: Finish, *, shutting_down: bool) -> TokenyardError | None:
     return HttpError(finish.status, finish.message or "the request was aborted", code="aborted")
 
 
-async def run(call: Call, specs: Sequence[GenerateSpec]) -> AsyncIterator[tuple[int, OutputDelta]]:
+def run(call: Call, specs: Sequence[GenerateSpec]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Run all `specs` at once and yield (place of the spec, delta) as news comes.
 
     Raises what the engine raises, and the error of a request that was refused or failed on the way.
     """
-    claimed: list[str] = []
-    try:
-        for spec in specs:
-            spec.rid = spec.rid or uuid.uuid4().hex
-            call.state.claim(spec.rid)
-            claimed.append(spec.rid)
-        call.state.open_requests += 1
-        try:
-            news = _one(call, specs[0], 0) if len(specs) == 1 else _many(call, specs)
-            async with aclosing(news):
-                async for item in news:
-                    yield item
-        finally:
-            call.state.open_requests -= 1
-    finally:
-        for rid in claimed:
-            call.state.release(rid)
+    return _one(call, specs[0], 0) if len(specs) == 1 else _many(call, specs)
 
 
-async def _one(call: Call, spec: GenerateSpec, place: int) -> AsyncIterator[tuple[int, OutputDelta]]:
+async def _one(call: Call, spec: GenerateSpec, place: int) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Run one spec, with metrics and the log line at its end."""
-    tracker = call.state.metrics.tracker()
-    async with aclosing(call.manager.generate(spec)) as deltas:  # type: ignore[type-var]
-        async for delta in deltas:
-            tracker.delta(delta)
-            if delta.finish is not None:
-                _log_end(call, spec, delta.finish)
-                error = failure(delta.finish, shutting_down=call.state.shutting_down)
-                if error is not None:
-                    raise error
-            yield place, delta
+    state = call.state
+    spec.rid = spec.rid or uuid.uuid4().hex
+    with state.open_request(spec.rid):
+        tracker = state.metrics.tracker()
+        async with aclosing(call.manager.generate(spec)) as deltas:
+            async for delta in deltas:
+                tracker.delta(delta)
+                if delta.finish is not None:
+                    _log_end(call, spec, delta.finish)
+                    error = failure(delta.finish, shutting_down=state.shutting_down)
+                    if error is not None:
+                        raise error
+                yield place, delta
 
 
-async def _many(call: Call, specs: Sequence[GenerateSpec]) -> AsyncIterator[tuple[int, OutputDelta]]:
+async def _many(call: Call, specs: Sequence[GenerateSpec]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Run several specs side by side; the first error ends them all."""
     queue: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue(maxsize=256)
 
@@ -180,7 +167,7 @@ def _log_end(call: Call, spec: GenerateSpec, finish: Finish) -> None:
 async def collect(call: Call, specs: Sequence[GenerateSpec], n: int) -> list[Answer]:
     """All answers in full: the n of the first spec, then the n of the second, and so on."""
     answers = [Answer() for _ in range(len(specs) * n)]
-    async with aclosing(run(call, specs)) as news:  # type: ignore[type-var]
+    async with aclosing(run(call, specs)) as news:
         async for place, delta in news:
             answers[place * n + delta.index].add(delta, keep=True)
     return answers

@@ -1,8 +1,7 @@
 """The ASGI application: routes, error handlers and the OpenAPI page."""
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from tokenyard import __version__
 from tokenyard.base import InvalidRequestError, TokenyardError
@@ -25,7 +25,6 @@ from tokenyard.server.stream import ClientGoneError, Receive, Reply, Scope, Send
 
 log = logging.getLogger(__name__)
 
-Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 Handler = Callable[[Call], Awaitable[None]]
 
 HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
@@ -68,32 +67,40 @@ class GenerationRoute:
             await call.reply.fail(internal_error())
 
 
-def create_app(state: ServerState, lifespan: Lifespan | None = None) -> FastAPI:
-    """The application over `state`. `lifespan` starts and stops the engine; without one `state` must be ready."""
-    app = FastAPI(title="Tokenyard", version=__version__, lifespan=lifespan or _no_lifespan)
-    app.state.server = state
-    for path, (handler, _) in HOT_ROUTES.items():
-        app.router.routes.append(Route(path, GenerationRoute(state, handler), methods=["POST"]))
-    app.include_router(control.router)
-    app.add_exception_handler(TokenyardError, _on_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(Exception, _on_fault)
+class Front:
+    """Sends the hot paths straight to their routes, past the framework's layers, and the rest to the framework."""
+
+    def __init__(self, app: FastAPI, routes: dict[str, GenerationRoute]) -> None:
+        self._app = app
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (route or self._app)(scope, receive, send)
+
+
+def create_app(state: ServerState) -> ASGIApp:
+    """The application over `state`."""
+    api = FastAPI(title="Tokenyard", version=__version__)
+    api.state.server = state
+    api.include_router(control.router)
+    api.add_exception_handler(TokenyardError, _on_error)
+    api.add_exception_handler(HTTPException, _on_http_exception)
+    api.add_exception_handler(RequestValidationError, _on_validation_error)
+    api.add_exception_handler(Exception, _on_fault)
+    routes = {path: GenerationRoute(state, handler) for path, (handler, _) in HOT_ROUTES.items()}
+    for path, route in routes.items():
+        # Known to the framework as well, which answers other methods with 405.
+        api.router.routes.append(Route(path, route, methods=["POST"]))
+    api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
+    app: ASGIApp = Front(api, routes)
     options = state.options
     if options.api_key or options.admin_api_key:
-        app.add_middleware(Authentication, api_key=options.api_key, admin_api_key=options.admin_api_key)
+        app = Authentication(app, api_key=options.api_key, admin_api_key=options.admin_api_key)
     if options.cors_allow_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=options.cors_allow_origins, allow_methods=["*"], allow_headers=["*"]
-        )
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+        app = CORSMiddleware(app, options.cors_allow_origins, allow_methods=["*"], allow_headers=["*"])
     return app
-
-
-@asynccontextmanager
-async def _no_lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Nothing to start."""
-    yield
 
 
 def _error_response(error: TokenyardError) -> Response:

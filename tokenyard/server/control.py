@@ -1,7 +1,7 @@
 """Everything but generation: probes, models, tokenizing, metrics, server state and its levers."""
 
-import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -126,17 +126,11 @@ async def detokenize(state: State, body: Body) -> dict[str, Any]:
 async def metrics(state: State) -> Response:
     """Prometheus text."""
     if state.phase != "loading":
-        state.metrics.set_gauges(load_of(await _snapshot(state)))
+        state.metrics.set_gauges(load_of(await state.manager.snapshot()))
     return Response(state.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _snapshot(state: ServerState) -> dict[str, Any]:
-    """The scheduler's counters as a plain mapping."""
-    snapshot: Any = await state.manager.snapshot()
-    return dataclasses.asdict(snapshot) if dataclasses.is_dataclass(snapshot) else dict(snapshot)
-
-
-def load_of(snapshot: dict[str, Any]) -> dict[str, float]:
+def load_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
     """Our gauge names from the scheduler's counters."""
     used, total = snapshot.get("used_tokens", 0), snapshot.get("total_tokens", 0)
     return {
@@ -151,14 +145,14 @@ def load_of(snapshot: dict[str, Any]) -> dict[str, float]:
 @router.get("/v1/loads")
 async def loads(state: State) -> dict[str, Any]:
     """How loaded the engine is, for routers and planners."""
-    snapshot = await _snapshot(state)
+    snapshot = await state.manager.snapshot()
     return {"object": "list", "data": [{"dp_rank": 0, **load_of(snapshot), "queues": snapshot}]}
 
 
 @router.get("/get_load")
 async def get_load(state: State) -> list[dict[str, Any]]:
     """The older form of /v1/loads."""
-    load = load_of(await _snapshot(state))
+    load = load_of(await state.manager.snapshot())
     return [
         {
             "dp_rank": 0,
@@ -180,7 +174,7 @@ async def server_info(state: State) -> dict[str, Any]:
         "status": state.phase,
         "dp_size": 1,
         "heartbeat_age_s": age_s if math.isfinite(age_s) else None,
-        "internal_states": [await _snapshot(state)] if state.phase != "loading" else [],
+        "internal_states": [await state.manager.snapshot()] if state.phase != "loading" else [],
     }
 
 

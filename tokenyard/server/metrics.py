@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from tokenyard.base import NS_PER_S, Finish
 from tokenyard.engine.spec import OutputDelta
@@ -145,7 +146,7 @@ class Metrics:
     def exposition(self) -> bytes:
         """The Prometheus text."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(self))  # type: ignore[arg-type]
+        registry.register(_Families(self))
         return generate_latest(registry)
 
 
@@ -181,7 +182,7 @@ class Tracker:
             metrics.finished(finish)
 
 
-class _Families:
+class _Families(Collector):
     """Turns `Metrics` into Prometheus families when scraped."""
 
     def __init__(self, metrics: Metrics) -> None:

@@ -81,6 +81,8 @@ def _per_prompt(value: Any, count: int, param: str) -> Sequence[Any]:
 def _rids(call: Call, body: NativeRequest, count: int) -> Sequence[str]:
     """A request id for each prompt; "" where the engine should make one up."""
     if isinstance(body.rid, list):
+        if len(set(body.rid)) < len(body.rid):
+            raise InvalidRequestError("rid holds an id twice", param="rid", code="duplicate_rid")
         return list(_per_prompt(body.rid, count, "rid"))
     rid = body.rid or call.headers.get("x-request-id", "")
     return [rid] if count == 1 else [f"{rid}-{place}" if rid else "" for place in range(count)]
@@ -96,10 +98,9 @@ def _spec(
     logprobs = None
     if body.return_logprob:
         logprobs = LogprobOptions(output=True, top=_top(body.top_logprobs_num), prompt_from=logprob_from)
-    text = isinstance(prompt, str)
     return GenerateSpec(
         text=prompt if isinstance(prompt, str) else None,
-        input_ids=None if text else prompt,
+        input_ids=None if isinstance(prompt, str) else prompt,
         sampling=sampling_of(sampling, max_new_tokens=most, min_new_tokens=sampling.min_new_tokens),
         text_options=text_options_of(
             sampling,
@@ -132,7 +133,7 @@ async def _stream(call: Call, job: NativeJob) -> None:
     """Write the answers as events; each repeats all text and tokens so far, as SGLang's clients expect."""
     answers = [Answer() for _ in range(len(job.specs) * job.n)]
     several = job.batch or job.n > 1
-    async with aclosing(run(call, job.specs)) as news:  # type: ignore[type-var]
+    async with aclosing(run(call, job.specs)) as news:
         async for place, delta in news:
             index = place * job.n + delta.index
             answers[index].add(delta, keep=True)

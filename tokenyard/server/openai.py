@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -193,7 +193,7 @@ async def _answer(call: Call, job: Job) -> None:
         answers = await collect(call, job.specs, job.n)
         await call.reply.whole(orjson.dumps(_whole(call, job, answers)))
         return
-    async with aclosing(_chunks(call, job)) as chunks:  # type: ignore[type-var]
+    async with aclosing(_chunks(call, job)) as chunks:
         async for chunk in chunks:
             await call.reply.event(chunk)
     await call.reply.end()
@@ -245,14 +245,14 @@ def _reason(finish: Finish | None) -> str | None:
     return None if finish is None else finish.reason
 
 
-async def _chunks(call: Call, job: Job) -> AsyncIterator[bytes]:
+async def _chunks(call: Call, job: Job) -> AsyncGenerator[bytes, None]:
     """The events of a stream. The last content chunk, usage and [DONE] go out together."""
     answers = [Answer() for _ in range(len(job.specs) * job.n)]
     writers: list[ChunkWriter | None] = [None] * len(answers)
     offsets = [0] * len(answers)
     special = job.want_logprobs or job.want_token_ids or job.want_usage_always
     left = len(answers)
-    async with aclosing(run(call, job.specs)) as news:  # type: ignore[type-var]
+    async with aclosing(run(call, job.specs)) as news:
         async for place, delta in news:
             index = place * job.n + delta.index
             answers[index].add(delta, keep=False)

@@ -1,7 +1,8 @@
 """What the routes share: options, the engine's front, metrics, and the phase of the server's life."""
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -24,7 +25,7 @@ class Manager(Protocol):
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
 
-    def generate(self, spec: GenerateSpec) -> AsyncIterator[OutputDelta]:
+    def generate(self, spec: GenerateSpec) -> AsyncGenerator[OutputDelta, None]:
         """Answer one request; closing the iterator cancels it."""
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -75,7 +76,6 @@ class ServerState:
         self.metrics = Metrics(options.model_name, options.metrics_compat)
         self.phase: Phase = "loading"
         self.created_s = int(time.time())
-        self.open_requests = 0
         self.shutting_down = False
         self._manager: Manager | None = None
         self._names: TokenNames | None = None
@@ -116,17 +116,23 @@ class ServerState:
             raise OverloadedError("the server is shutting down", code="draining")
         return self.manager
 
-    def claim(self, rid: str) -> None:
-        """Take a request id for a while. Raises InvalidRequestError if a request in flight has it."""
+    @contextmanager
+    def open_request(self, rid: str) -> Iterator[None]:
+        """Count a request as open. Raises InvalidRequestError if one with this id is open already."""
         if rid in self._rids:
             raise InvalidRequestError(
                 f"a request with id {rid!r} is already running", param="rid", code="duplicate_rid"
             )
         self._rids.add(rid)
+        try:
+            yield
+        finally:
+            self._rids.discard(rid)
 
-    def release(self, rid: str) -> None:
-        """Give a request id back."""
-        self._rids.discard(rid)
+    @property
+    def open_requests(self) -> int:
+        """How many requests are open."""
+        return len(self._rids)
 
     def check_model(self, name: str | None) -> None:
         """Raise InvalidRequestError (404) if `name` is not what is served; no name and "default" are fine."""
