@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
+from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
 from tokenyard.executor.load import choose_dtype, load_executor, read_folder_config
 from tokenyard.executor.models.config import read_model_config
 
@@ -110,6 +111,18 @@ def test_the_cpu_default_pool_is_modest_and_says_so(copy, caplog):
     info = load(copy, max_total_tokens=None).info
     assert info.num_pages == 32768
     assert "max_total_tokens" in caplog.text
+
+
+def test_the_cuda_pool_leaves_its_share_free(copy, monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (60_000, 100_000))
+    config = read_folder_config(copy)
+    sizes = {"page_size": 4, "dtype": torch.float16, "device": torch.device("cuda"), "max_total_tokens": None}
+    per_token = kv_bytes_per_token(config, torch.float16)
+    pages = choose_num_pages(config, mem_fraction_static=0.75, **sizes)
+    assert pages == 35_000 // per_token // 4
+    for share, match in ((0.3, "less than one page"), (0.0, "above 0"), (1.2, "at most 1")):
+        with pytest.raises(ConfigError, match=match):
+            choose_num_pages(config, mem_fraction_static=share, **sizes)
 
 
 def test_unused_tensors_are_named(copy, caplog):

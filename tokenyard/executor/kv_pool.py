@@ -51,9 +51,9 @@ def choose_num_pages(
 ) -> int:
     """Return how many usable pages the pool gets.
 
-    `max_total_tokens` decides where given. Else a CUDA device gives `mem_fraction_static` of the memory that is free
-    now (call it after the weights are loaded), and a CPU a modest fixed amount. Raises ConfigError if not even one
-    page fits.
+    `max_total_tokens` decides where given. Else a CUDA device gives what is free now, with the weights loaded, less
+    the share `1 - mem_fraction_static` of all its memory, which is left to activations (SGLang's rule); a CPU gives a
+    modest fixed amount. Raises ConfigError if not even one page fits.
     """
     per_token = kv_bytes_per_token(config, dtype)
     if max_total_tokens is None:
@@ -69,10 +69,10 @@ def choose_num_pages(
 
 def _default_tokens(per_token: int, device: torch.device, mem_fraction_static: float) -> int:
     if device.type == "cuda":
-        if not 0.0 < mem_fraction_static < 1.0:
-            raise ConfigError(f"mem_fraction_static is {mem_fraction_static}; it must lie between 0 and 1")
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return int(free_bytes * mem_fraction_static) // per_token
+        if not 0.0 < mem_fraction_static <= 1.0:
+            raise ConfigError(f"mem_fraction_static is {mem_fraction_static}; it must be above 0 and at most 1")
+        free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+        return max(0, int(free_bytes - all_bytes * (1.0 - mem_fraction_static))) // per_token
     tokens = min(CPU_DEFAULT_TOKENS, CPU_DEFAULT_BYTES // per_token)
     logger.info(
         "KV pool: %d tokens (%.0f MiB), the default on a CPU; set max_total_tokens to change it",

@@ -31,18 +31,18 @@ def load_executor(
     page_size: int = 1,
     max_pool_rows: int = 256,
     max_total_tokens: int | None = None,
-    mem_fraction_static: float = 0.9,
+    mem_fraction_static: float = 0.88,
     context_length: int | None = None,
     load_format: str = "auto",
-    threads: int | None = None,
+    threads: int = 0,
     seed: int = 0,
 ) -> ModelExecutor:
     """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
 
     device: auto (CUDA where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16, float16 or float32.
     max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
-    model's, None for the model's. load_format: auto, or dummy for random weights from `seed` and a config alone.
-    threads: of torch on a CPU, None to leave it alone. Raises ConfigError, in one line, for whatever does not fit.
+    model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from
+    `seed` and a config alone. threads: of torch on a CPU, 0 to leave them alone. Raises ConfigError, in one line, for whatever does not fit.
     """
     target = choose_device(device)
     if threads:
@@ -138,8 +138,8 @@ def _load_model(
 ) -> Decoder:
     if load_format == "dummy":
         return Decoder(config, DummyWeights(device, dtype, seed), device, context_length)
-    if load_format != "auto":
-        raise ConfigError(f"load_format {load_format!r} is unknown; use auto or dummy")
+    if load_format not in ("auto", "safetensors"):
+        raise ConfigError(f"load_format {load_format!r} is unknown; use auto, safetensors or dummy")
     weights = SafetensorsWeights(folder, device, dtype)
     model = Decoder(config, weights, device, context_length)
     weights.warn_unused()

@@ -29,8 +29,7 @@ class StepClock:
         self._on_cuda = device.type == "cuda"
         self._seconds = 0.0
         if self._on_cuda:
-            self._begin = torch.cuda.Event(enable_timing=True)
-            self._end = torch.cuda.Event(enable_timing=True)
+            self._begin, self._end = (_timing_event() for _ in range(2))
         self._begin_s = 0.0
 
     def start(self) -> None:
@@ -51,7 +50,7 @@ class StepClock:
         """Wait for the end; returns the seconds the device worked."""
         if self._on_cuda:
             self._end.synchronize()
-            return self._begin.elapsed_time(self._end) / 1000.0
+            return float(self._begin.elapsed_time(self._end)) / 1000.0
         return self._seconds
 
 
@@ -66,6 +65,10 @@ class Ticket:
     logits: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
     pieces: list[LogprobPiece] = field(default_factory=list)
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class ModelExecutor:

@@ -73,12 +73,12 @@ class SafetensorsWeights:
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
         self._dtype = dtype
-        self._files = {}
+        self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
         for path in _shards(folder):
             try:
                 # One handle a shard for the whole load: opening parses the header anew each time.
-                handle = safe_open(path, framework="pt")
+                handle: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} is damaged or no safetensors file: {error}") from error
             self._files[path] = handle
@@ -93,7 +93,7 @@ class SafetensorsWeights:
                 f"the checkpoint has no tensor {name!r}; config.json and the weights do not belong together"
             )
         try:
-            tensor = self._files[path].get_tensor(name)
+            tensor: torch.Tensor = self._files[path].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: tensor {name!r} cannot be read: {error}") from error
         if tuple(tensor.shape) != shape:

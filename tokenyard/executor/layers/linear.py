@@ -20,7 +20,8 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply: [rows, inputs] -> [rows, outputs], in the dtype of `x`."""
         if self._packed and len(x):
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return found
         if self._packed:
             return x.new_empty(0, self.out_features)
         return F.linear(x, self._weight, self._bias)
@@ -28,7 +29,7 @@ class Linear:
 
 def can_prepack(weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies by this weight in a layout of its own."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -152,7 +152,7 @@ def read_model_config(raw: RawConfig, generation: RawConfig | None = None) -> Mo
 
 def _architecture(raw: RawConfig) -> str:
     names = raw.get("architectures") or []
-    found = next((name for name in names if name in ARCHITECTURES), None)
+    found: str | None = next((name for name in names if name in ARCHITECTURES), None)
     if found is None:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"config.json: architecture {names or 'missing'} is not supported; supported are {known}")

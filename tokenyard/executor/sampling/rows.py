@@ -104,8 +104,8 @@ class SamplingRows:
 
     def penalties(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return repetition, frequency and presence penalty, each float32[n, 1], of int64[n] pool rows."""
-        repetition, frequency, presence = self._floats[rows, 3:].split(1, dim=1)
-        return repetition, frequency, presence
+        chosen = self._floats[rows]
+        return chosen[:, 3:4], chosen[:, 4:5], chosen[:, 5:6]
 
     def device_top_k(self, rows: torch.Tensor) -> torch.Tensor:
         """Return int64[n] of int64[n] pool rows."""
