@@ -38,7 +38,7 @@ from tokenyard.base.request import (
     Slo,
     TextOptions,
 )
-from tokenyard.base.settings import NS_PER_S, SchedulerSettings
+from tokenyard.base.settings import NS_PER_S, SchedulerSettings, TenantSettings
 
 __all__ = [
     "LAST_SAMPLED",
@@ -78,6 +78,7 @@ __all__ = [
     "StepWork",
     "StopFound",
     "Submit",
+    "TenantSettings",
     "TextOptions",
     "TokenBatch",
     "TokenLogprobs",

@@ -31,11 +31,15 @@ class Cancel:
 
 @dataclass(slots=True)
 class Update:
-    """Change the urgency of a waiting or running request; None leaves a value as it is."""
+    """Change the urgency of a waiting or running request; None leaves a value as it is.
+
+    `boost` is what a priority function adds: levels of urgency, whichever way priorities are read.
+    """
 
     number: int
     priority: int | None = None
     deadline_ns: int | None = None
+    boost: int | None = None
 
 
 @dataclass(slots=True)

@@ -5,6 +5,41 @@ from dataclasses import dataclass, field
 from tokenyard.base.errors import ConfigError
 
 NS_PER_S = 1_000_000_000
+HEADROOMS = ("ratio", "history", "past-future", "none")
+RETRACTION_POLICIES = ("length", "newest", "priority", "slack", "fewest-lost")
+STEP_BUDGETS = ("auto", "tokens", "time")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSettings:
+    """What one tenant is promised and where its limits are; the tenant "*" stands for all that are not named.
+
+    weight: share of the service under vtc and dlpm, relative to other tenants. tokens_per_s: rate at which prompt and
+    output tokens may be used, 0 for no limit; burst_tokens: how many may be saved up. max_running, max_queued: requests
+    at a time, -1 for no limit. kv_share: share of the KV pool that is the tenant's own; it may borrow more while others
+    leave it free, and what is borrowed is taken back when an owner needs it.
+    """
+
+    weight: float = 1.0
+    tokens_per_s: float = 0.0
+    burst_tokens: int = 16384
+    max_running: int = -1
+    max_queued: int = -1
+    kv_share: float = 0.0
+
+    def validate(self, name: str) -> None:
+        """Raise ConfigError naming the tenant for a value that makes no sense."""
+        checks = (
+            (self.weight > 0.0, "weight must be above 0"),
+            (self.tokens_per_s >= 0.0, "tokens_per_s must be 0 (no limit) or above"),
+            (self.burst_tokens >= 1, "burst_tokens must be at least 1"),
+            (self.max_running == -1 or self.max_running >= 1, "max_running must be -1 (no limit) or at least 1"),
+            (self.max_queued == -1 or self.max_queued >= 1, "max_queued must be -1 (no limit) or at least 1"),
+            (0.0 <= self.kv_share <= 1.0, "kv_share must be between 0 and 1"),
+        )
+        for holds, rule in checks:
+            if not holds:
+                raise ConfigError(f"tenant {name!r}: {rule}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +49,22 @@ class SchedulerSettings:
     chunked_prefill_size: tokens of prefill a step computes at most, -1 for no chunking.
     prefill_decode_interval: with running decodes, at most this many prefill steps in a row; 0 for no limit.
     max_queued_requests: -1 for no limit. queue_timeout_s, run_timeout_s: -1 for none.
-    num_reserved_retract_tokens: tokens a retraction frees for each row that stays.
+    lpm_degrade_threshold: with more requests waiting, lpm falls back to fcfs; 0 for never.
+    in_batch_prefix_caching_*_threshold: lpm puts a waiting request last whose hit is at most `check` tokens (-1 for
+    none) and that shares `deprioritize` tokens with an earlier one, which will bring them into the cache.
+    default_priority_value: priority of requests that bring none; None ranks them below all others.
+    priority_aging_s: waiting so long is worth one level of priority; 0 for no aging.
+    enable_service_levels: part the queue by service class (policy/levels.py). service_level_weights: shares of the
+    levels high, normal and low. strict_level_share: part of the prefill tokens that the strict level may take.
+    max_overtaken_tokens: prompt tokens of later arrivals that may be started before a waiting request, -1 for no limit.
+    enable_priority_scheduling: let the requests' priorities come before the policy's order; by default high values are
+    urgent, with schedule_low_priority_values_first low ones. headroom: what admission holds back for answers
+    (policy/headroom.py). retraction_policy: who gives way when pages run out (policy/victim.py). step_budget: whether a step is bounded in tokens or in time; auto leaves it to the policy.
+    slo_ttft_ms, slo_ttft_scale, slo_tpot_ms: targets of requests that bring none: the first token within the larger of
+    a time and a multiple of the prompt's unloaded prefill, every further one within slo_tpot_ms on average.
+    slo_max_wait_s: longest wait that policy slo aims at for requests it has put last, -1 for none. slo_reject: refuse
+    those at their deadline instead. slo_idle_step_ms: length of a step while nobody decodes. slo_chunk_tokens: chunks
+    that do not complete a prompt are multiples of it. tenants: by name, see TenantSettings.
     """
 
     page_size: int = 1
@@ -28,6 +78,21 @@ class SchedulerSettings:
     prefill_decode_interval: int = 8
     schedule_policy: str = "fcfs"
     policy_options: dict[str, float | int | str | bool] = field(default_factory=dict)
+    lpm_degrade_threshold: int = 0
+    in_batch_prefix_caching_check_threshold: int = 32
+    in_batch_prefix_caching_deprioritize_threshold: int = 32
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    priority_scheduling_preemption_threshold: int = 10
+    disable_priority_preemption: bool = False
+    default_priority_value: int | None = None
+    abort_on_priority_when_disabled: bool = False
+    priority_aging_s: float = 5.0
+    enable_service_levels: bool = False
+    service_level_weights: tuple[int, ...] = (8, 4, 1)
+    service_level_quantum_tokens: int = 1024
+    strict_level_share: float = 0.5
+    max_overtaken_tokens: int = -1
     schedule_conservativeness: float = 1.0
     init_new_token_ratio: float = 0.7
     min_new_token_ratio_factor: float = 0.14
@@ -39,7 +104,26 @@ class SchedulerSettings:
     queue_timeout_s: float = -1.0
     run_timeout_s: float = -1.0
     max_partial_prefills: int = 1
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    enable_dynamic_chunking: bool = False
+    headroom: str = "ratio"
+    retraction_policy: str = "length"
+    step_budget: str = "auto"
+    slo_ttft_ms: float = 1000.0
+    slo_ttft_scale: float = 5.0
+    slo_tpot_ms: float = 50.0
+    slo_max_wait_s: float = -1.0
+    slo_reject: bool = False
+    slo_idle_step_ms: float = 200.0
+    slo_chunk_tokens: int = 64
+    tenants: dict[str, TenantSettings] = field(default_factory=dict)
     max_in_flight: int = 1
+
+    @property
+    def uses_priorities(self) -> bool:
+        """Whether the priority of requests counts."""
+        return self.enable_priority_scheduling or self.schedule_policy == "priority"
 
     def validate(self) -> None:
         """Raise ConfigError for values that contradict each other, saying which flag to change."""
@@ -58,3 +142,57 @@ class SchedulerSettings:
             raise ConfigError("the number of steps in flight must be at least 1")
         if not self.schedule_conservativeness > 0.0:
             raise ConfigError("--schedule-conservativeness must be above 0")
+        self._validate_targets()
+        self._validate_order()
+        for name, tenant in self.tenants.items():
+            tenant.validate(name)
+        if sum(tenant.kv_share for tenant in self.tenants.values()) > 1.0:
+            raise ConfigError("the kv_share of all tenants together must not exceed 1")
+
+    def _validate_order(self) -> None:
+        weights = self.service_level_weights
+        checks = (
+            (self.lpm_degrade_threshold >= 0, "--lpm-degrade-threshold must be 0 (never) or above"),
+            (self.in_batch_prefix_caching_check_threshold >= -1, "--in-batch-prefix-caching-check-threshold: at least -1"),
+            (
+                self.in_batch_prefix_caching_deprioritize_threshold >= 1,
+                "--in-batch-prefix-caching-deprioritize-threshold must be at least 1",
+            ),
+            (self.priority_scheduling_preemption_threshold >= 0, "--priority-scheduling-preemption-threshold: at least 0"),
+            (0.0 <= self.priority_aging_s <= 1e5, "--priority-aging-s must be between 0 (off) and 100000"),
+            (len(weights) == 3 and min(weights) >= 1, "--service-level-weights must be three whole numbers above 0"),
+            (self.service_level_quantum_tokens >= 1, "--service-level-quantum-tokens must be at least 1"),
+            (0.0 <= self.strict_level_share < 1.0, "--strict-level-share must be at least 0 and below 1"),
+            (self.max_overtaken_tokens >= -1, "--max-overtaken-tokens must be -1 (no limit) or at least 0"),
+            (
+                self.uses_priorities or not self.schedule_low_priority_values_first,
+                "--schedule-low-priority-values-first needs --enable-priority-scheduling",
+            ),
+            (
+                not (self.uses_priorities and self.abort_on_priority_when_disabled),
+                "--abort-on-priority-when-disabled contradicts --enable-priority-scheduling; drop one of the two",
+            ),
+        )
+        for holds, rule in checks:
+            if not holds:
+                raise ConfigError(rule)
+
+    def _validate_targets(self) -> None:
+        for flag, value, choices in (
+            ("--headroom", self.headroom, HEADROOMS),
+            ("--retraction-policy", self.retraction_policy, RETRACTION_POLICIES),
+            ("--step-budget", self.step_budget, STEP_BUDGETS),
+        ):
+            if value not in choices:
+                raise ConfigError(f"{flag} is {value!r}; choose one of {', '.join(choices)}")
+        checks = (
+            (self.slo_ttft_ms >= 0.0 and self.slo_ttft_scale >= 0.0, "--slo-ttft-ms, --slo-ttft-scale: at least 0"),
+            (self.slo_ttft_ms + self.slo_ttft_scale > 0.0, "--slo-ttft-ms and --slo-ttft-scale must not both be 0"),
+            (self.slo_tpot_ms > 0.0, "--slo-tpot-ms must be above 0"),
+            (self.slo_idle_step_ms > 0.0, "--slo-idle-step-ms must be above 0"),
+            (self.slo_chunk_tokens >= 1, "--slo-chunk-tokens must be at least 1"),
+            (self.slo_max_wait_s == -1.0 or self.slo_max_wait_s > 0.0, "--slo-max-wait-s: -1 (none) or above 0"),
+        )
+        for holds, rule in checks:
+            if not holds:
+                raise ConfigError(rule)
