@@ -58,8 +58,9 @@ class SchedulerSettings:
     levels high, normal and low. strict_level_share: part of the prefill tokens that the strict level may take.
     max_overtaken_tokens: prompt tokens of later arrivals that may be started before a waiting request, -1 for no limit.
     enable_priority_scheduling: let the requests' priorities come before the policy's order; by default high values are
-    urgent, with schedule_low_priority_values_first low ones. headroom: what admission holds back for answers
-    (policy/headroom.py). retraction_policy: who gives way when pages run out (policy/victim.py). step_budget: whether a step is bounded in tokens or in time; auto leaves it to the policy.
+    urgent, with schedule_low_priority_values_first low ones.
+    headroom: what admission holds back for answers (policy/headroom.py). retraction_policy: who gives way when pages
+    run out (policy/victim.py). step_budget: whether a step is bounded in tokens or in time; auto leaves it to the policy.
     slo_ttft_ms, slo_ttft_scale, slo_tpot_ms: targets of requests that bring none: the first token within the larger of
     a time and a multiple of the prompt's unloaded prefill, every further one within slo_tpot_ms on average.
     slo_max_wait_s: longest wait that policy slo aims at for requests it has put last, -1 for none. slo_reject: refuse
@@ -104,8 +105,6 @@ class SchedulerSettings:
     queue_timeout_s: float = -1.0
     run_timeout_s: float = -1.0
     max_partial_prefills: int = 1
-    enable_priority_scheduling: bool = False
-    schedule_low_priority_values_first: bool = False
     enable_dynamic_chunking: bool = False
     headroom: str = "ratio"
     retraction_policy: str = "length"
@@ -153,12 +152,18 @@ class SchedulerSettings:
         weights = self.service_level_weights
         checks = (
             (self.lpm_degrade_threshold >= 0, "--lpm-degrade-threshold must be 0 (never) or above"),
-            (self.in_batch_prefix_caching_check_threshold >= -1, "--in-batch-prefix-caching-check-threshold: at least -1"),
+            (
+                self.in_batch_prefix_caching_check_threshold >= -1,
+                "--in-batch-prefix-caching-check-threshold must be -1 (off) or at least 0",
+            ),
             (
                 self.in_batch_prefix_caching_deprioritize_threshold >= 1,
                 "--in-batch-prefix-caching-deprioritize-threshold must be at least 1",
             ),
-            (self.priority_scheduling_preemption_threshold >= 0, "--priority-scheduling-preemption-threshold: at least 0"),
+            (
+                self.priority_scheduling_preemption_threshold >= 0,
+                "--priority-scheduling-preemption-threshold must be at least 0",
+            ),
             (0.0 <= self.priority_aging_s <= 1e5, "--priority-aging-s must be between 0 (off) and 100000"),
             (len(weights) == 3 and min(weights) >= 1, "--service-level-weights must be three whole numbers above 0"),
             (self.service_level_quantum_tokens >= 1, "--service-level-quantum-tokens must be at least 1"),
