@@ -47,9 +47,13 @@ class RadixCache:
 
     Every page of the tree is either evictable or protected by a lock; both are counted in `evictable_pages` and
     `protected_pages`. A node that `match` or `insert` returns stays valid only until the next call that changes the
-    tree, unless it is locked. Use counts: `match`, `insert` and the end of a lock refresh a node's last access;
-    a hit for lfu and slru is what `record_hit` says (a request was admitted), since a blocked request may match in
-    every step. Priorities: a larger number stays longer.
+    tree, unless it is locked.
+
+    eviction_policy: a name of `EVICTION_POLICIES`; ConfigError otherwise. `match`, `insert` and the end of a lock
+    refresh a node's last access. A hit, for lfu and slru, is what `record_hit` says (a request was admitted), since a
+    blocked request may match in every step. Under priority, a larger number stays longer.
+    enable_kv_events: keep a log of blocks stored and removed, which grows until `drain_events` is called.
+    listeners: told of every change (see PrefixListener); clearing the tree evicts node by node, children first.
     """
 
     keeps = True
