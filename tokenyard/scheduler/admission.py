@@ -36,10 +36,20 @@ class PrefillAdder:
         self._requests_left = budget.max_requests
         self._unfinished = len(views.partial)
         self._free_rows = views.free_rows
-        self._reserved_running = self._policy.headroom.running_tokens(views)
+        self._reserved_running = self._reserve()
         self._reserved_newcomers = 0
         self._reserved_prompts = int((self._table.target[views.partial] - self._table.planned[views.partial]).sum())
         self.refused: int | None = None
+
+    def _reserve(self) -> int:
+        """Tokens held back for running rows: the headroom, and never less than what they take in this very step.
+
+        Without the latter a newcomer would get their pages and be retracted at once.
+        """
+        page_size = self._memory.page_size
+        growing = np.count_nonzero(self._table.planned[self._views.running] % page_size == 0)
+        now = page_size * int(growing) if self._budget.with_decode else 0
+        return max(self._policy.headroom.running_tokens(self._views), now)
 
     def fill(self) -> None:
         """Draw candidates until one does not fit. `refused` is then the newcomer that memory had no room for."""
@@ -177,7 +187,7 @@ class PrefillAdder:
             self._roster.retract(victim, "preempted")
         self._views.running = self._without(victims)
         self._free_rows += len(victims)
-        self._reserved_running = self._policy.headroom.running_tokens(self._views)
+        self._reserved_running = self._reserve()
         return True
 
     def _without(self, victims: list[int]) -> Int32Array:
