@@ -96,6 +96,21 @@ def test_steps_in_flight_read_each_others_tokens(make_driver):
         assert sequence.output == greedy("qwen3", prompt, 7)
 
 
+def test_what_a_broken_request_left_behind_reaches_nobody(make_driver):
+    driver = make_driver("llama", page_size=4, max_pool_rows=2)
+    long, short = prompt_of(60, seed=14), prompt_of(9, seed=15)
+    broken = driver.start(prompt_of(60, seed=16))
+    driver.prefill(broken)
+    for page in broken.pages:
+        driver.executor.kv_pool.tensor[:, :, page * 4 : page * 4 + 4] = float("nan")
+    driver.rows.append(broken.row)
+    sequences = [driver.start(short), driver.start(long)]
+    assert sequences[0].row == broken.row
+    for _ in range(4):
+        driver.step(*[(sequence, None) for sequence in sequences])
+    assert [sequence.output for sequence in sequences] == [greedy("llama", p, 4) for p in (short, long)]
+
+
 def test_a_delayed_sampling_gives_the_same_tokens(make_driver):
     driver = make_driver()
     prompt = prompt_of(20, seed=12)

@@ -95,6 +95,15 @@ def test_filters_keep_what_the_naive_version_keeps(vocab):
         assert torch.equal(alone[0], together[row])
 
 
+def test_a_long_top_k_beside_a_short_nucleus():
+    logits = random_logits(2, 5000, seed=6)
+    params = [SamplingParams(top_k=2000, top_p=0.97), SamplingParams(top_p=0.3)]
+    found = draw.drop_by_rank(logits, torch.tensor([2000, 5000]), torch.tensor([0.97, 0.3]), 5000)
+    for row, case in enumerate(params):
+        kept = set(torch.isfinite(found[row]).nonzero().flatten().tolist())
+        assert kept == set(naive_probabilities(logits[row], case))
+
+
 def test_tokens_as_likely_as_the_last_stay_in():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
     kept = draw.drop_by_rank(logits, torch.tensor([2]), torch.tensor([1.0]), 2)

@@ -41,8 +41,9 @@ def load_executor(
 
     device: auto (CUDA where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16, float16 or float32.
     max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
-    model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from
-    `seed` and a config alone. threads: of torch on a CPU, 0 to leave them alone. Raises ConfigError, in one line, for whatever does not fit.
+    model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
+    and a config alone. threads: of torch on a CPU, 0 to leave them alone. Raises ConfigError, in one line, for
+    whatever does not fit.
     """
     target = choose_device(device)
     if threads:

@@ -80,6 +80,7 @@ class ModelExecutor:
 
     def __init__(self, model: Decoder, pool: KvPool, info: ExecutorInfo, device: torch.device) -> None:
         self.info = info
+        self.kv_pool = pool
         self._model = model
         self._device = device
         self._pages = PageTable(info.max_pool_rows, info.context_length, info.page_size, device)
@@ -128,7 +129,7 @@ class ModelExecutor:
 
     def close(self) -> None:
         """Give back the device's memory."""
-        del self._model, self._attention, self._pages, self._future, self._sampler
+        del self.kv_pool, self._model, self._attention, self._pages, self._future, self._sampler
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
