@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError, SchedulerSettings
+from tokenyard.base.settings import HEADROOMS, RETRACTION_POLICIES, STEP_BUDGETS, TenantSettings
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 DEFAULT_CONTEXT_LENGTH = 2048
@@ -16,7 +17,8 @@ DEFAULT_CONTEXT_LENGTH = 2048
 GROUPS = {
     "model": "what is served",
     "device": "where the model runs and how much memory it takes",
-    "scheduler": "who runs when",
+    "scheduler": "who runs when, and how much in one step",
+    "urgency": "whose requests come first",
     "server": "how clients reach it",
     "logging": "what it says",
 }
@@ -105,6 +107,23 @@ class Settings:
     policy_options: dict[str, float | int | str | bool] = field(
         default_factory=dict, metadata=about("scheduler", "options of the policy, as name=value,name=value")
     )
+    lpm_degrade_threshold: int = setting(
+        0, "scheduler", "with more requests waiting, lpm falls back to fcfs; 0 for never"
+    )
+    in_batch_prefix_caching_check_threshold: int = setting(
+        32, "scheduler", "lpm: longest cached prefix of a request that may wait for another one with its prefix; -1 off"
+    )
+    in_batch_prefix_caching_deprioritize_threshold: int = setting(
+        32, "scheduler", "lpm: shortest prefix shared with another waiting request to wait for it"
+    )
+    enable_dynamic_chunking: bool = setting(False, "scheduler", "size prefill chunks by the time they take")
+    step_budget: str = setting(
+        "auto", "scheduler", "whether a step is bounded in tokens or in time", choices=STEP_BUDGETS
+    )
+    headroom: str = setting("ratio", "scheduler", "how room for answers is set aside at admission", choices=HEADROOMS)
+    retraction_policy: str = setting(
+        "length", "scheduler", "who gives way when pages run out", choices=RETRACTION_POLICIES
+    )
     schedule_conservativeness: float = setting(1.0, "scheduler", "above 1 admits fewer requests and retracts less")
     init_new_token_ratio: float = setting(0.7, "scheduler", "share of max_new_tokens first set aside for an answer")
     min_new_token_ratio_factor: float = setting(0.14, "scheduler", "lower bound of that share, as a factor of it")
@@ -122,6 +141,37 @@ class Settings:
         "scheduler",
         "do not plan the next step while the device works",
         negated=("--async-scheduling", "--enable-overlap-schedule"),
+    )
+
+    enable_priority_scheduling: bool = setting(False, "urgency", "let the priority of requests come before the policy")
+    schedule_low_priority_values_first: bool = setting(False, "urgency", "small priority values are the urgent ones")
+    priority_scheduling_preemption_threshold: int = setting(
+        10, "urgency", "least difference in priority for which a running request gives way"
+    )
+    disable_priority_preemption: bool = setting(False, "urgency", "running requests never give way to urgent ones")
+    default_priority_value: int | None = setting(
+        None, "urgency", "priority of requests that bring none; they rank lowest if absent"
+    )
+    abort_on_priority_when_disabled: bool = setting(
+        False, "urgency", "refuse requests with a priority where priorities do not count"
+    )
+    priority_aging_s: float = setting(5.0, "urgency", "seconds of waiting worth one level of priority; 0 for no aging")
+    enable_service_levels: bool = setting(False, "urgency", "part the queue by service class (high, normal, low)")
+    service_level_weights: tuple[int, ...] = setting((8, 4, 1), "urgency", "shares of the levels high, normal and low")
+    service_level_quantum_tokens: int = setting(1024, "urgency", "prompt tokens of one turn per unit of weight")
+    strict_level_share: float = setting(0.5, "urgency", "share of prefill tokens that the strict level may take")
+    max_overtaken_tokens: int = setting(
+        -1, "urgency", "prompt tokens of later arrivals that may start before a waiting request; -1 for no limit"
+    )
+    slo_ttft_ms: float = setting(1000.0, "urgency", "target for the first token of requests that bring none")
+    slo_ttft_scale: float = setting(5.0, "urgency", "the same as a multiple of the prompt's unloaded prefill time")
+    slo_tpot_ms: float = setting(50.0, "urgency", "target for every further token, on average")
+    slo_max_wait_s: float = setting(-1.0, "urgency", "longest wait of requests that missed their target; -1 for none")
+    slo_reject: bool = setting(False, "urgency", "refuse requests that cannot meet their target any more")
+    slo_idle_step_ms: float = setting(200.0, "urgency", "length of a step while nobody decodes, under policy slo")
+    slo_chunk_tokens: int = setting(64, "urgency", "prefill chunks under policy slo are multiples of this")
+    tenants: dict[str, TenantSettings] = field(
+        default_factory=dict, metadata=about("urgency", "YAML file with weight and limits of each tenant")
     )
 
     host: str = setting("127.0.0.1", "server", "address to listen on; 0.0.0.0 for all")

@@ -34,7 +34,7 @@ def test_defaults_agree_with_the_scheduler():
     """One default is written in two places; they must be the same."""
     own = {item.name: getattr(Settings(), item.name) for item in dataclasses.fields(Settings)}
     for item in dataclasses.fields(SchedulerSettings):
-        if item.name in own and item.name not in ("context_length", "policy_options"):
+        if item.name in own and item.name not in ("context_length", "policy_options", "tenants"):
             assert own[item.name] == item.default, item.name
 
 
@@ -72,6 +72,18 @@ def test_values_in_a_file_may_be_yaml_values(tmp_path):
     assert chosen.tokenizer_path == "/t"
 
 
+def test_tenants_from_a_file_of_their_own_or_the_config_file(tmp_path):
+    tenants, config = tmp_path / "t.yaml", tmp_path / "c.yaml"
+    tenants.write_text("acme: {weight: 2}\n'*': {max_queued: 5}\n")
+    config.write_text("tenants: {acme: {weight: 3}}\n")
+    chosen = settings("--tenants", str(tenants)).settings.tenants
+    assert (chosen["acme"].weight, chosen["*"].max_queued) == (2.0, 5)
+    assert settings("--config", str(config)).settings.tenants["acme"].weight == 3.0
+    tenants.write_text("acme: {weight: heavy}\n")
+    with pytest.raises(ConfigError, match="weight"):
+        settings("--tenants", str(tenants))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [("prot: 1", "did you mean port"), ("port: x", "whole number"), ("- a", "name: value"), ("a: [", "cannot be read")],
@@ -97,6 +109,8 @@ def test_wrong_files_are_refused(tmp_path, content, words):
         (["--enable-mixed-chunk"], "enable_mixed_chunk", True),
         (["--no-enable-mixed-chunk"], "enable_mixed_chunk", False),
         (["--policy-options", "x=1,y=0.5,z=true"], "policy_options", {"x": 1, "y": 0.5, "z": True}),
+        (["--service-level-weights", "5,3,1"], "service_level_weights", (5, 3, 1)),
+        (["--default-priority-value", "-3"], "default_priority_value", -3),
         (["--cors-allow-origins", "a, b"], "cors_allow_origins", ["a", "b"]),
     ],
 )
@@ -151,7 +165,7 @@ def test_overlap_is_two_steps_in_flight():
 
 def test_there_are_not_too_many_flags():
     flags = all_flags()
-    assert len(flags) <= 80
+    assert len(flags) <= 85
     options = [option for flag in flags for option in (*flag.positive, *flag.negative)]
     assert len(options) == len(set(options))
     assert all(flag.help_text for flag in flags)

@@ -15,9 +15,11 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from tokenyard.base import ConfigError
+from tokenyard.base.settings import TenantSettings
 from tokenyard.config import GROUPS, Settings
 
 ENV_PREFIX = "TOKENYARD_"
@@ -56,23 +58,46 @@ def parse_list(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def parse_options(text: str) -> dict[str, float | int | str | bool]:
-    """Pairs like name=value,name=value; values are read as YAML scalars. Raises ValueError if a pair has no `=`."""
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Whole numbers between commas."""
+    return tuple(parse_count(word) for word in parse_list(text))
+
+
+def parse_options(value: str | dict[str, Any]) -> dict[str, float | int | str | bool]:
+    """A mapping, or pairs like name=value,name=value with YAML scalars. Raises ValueError if a pair has no `=`."""
+    if isinstance(value, dict):
+        return value
     options: dict[str, float | int | str | bool] = {}
-    for pair in parse_list(text):
-        name, equals, value = pair.partition("=")
+    for pair in parse_list(value):
+        name, equals, text = pair.partition("=")
         if not equals:
             raise ValueError(f"{pair!r} is no name=value pair")
-        options[name.strip()] = yaml.safe_load(value)
+        options[name.strip()] = yaml.safe_load(text)
     return options
 
 
-def _parser_of(annotation: Any) -> Callable[[str], Any]:
+def parse_tenants(value: str | dict[str, Any]) -> dict[str, TenantSettings]:
+    """A mapping of tenant names to their settings, or the path of a YAML file with one. Raises ValueError."""
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"{value} cannot be read: {error}") from error
+    try:
+        return msgspec.convert(value, dict[str, TenantSettings])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"tenants: {error}") from error
+
+
+def _parser_of(annotation: Any) -> Callable[[Any], Any]:
     """The function that reads a value of this annotation from text."""
     if typing.get_origin(annotation) is types.UnionType:
         annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))
+    if annotation == dict[str, TenantSettings]:
+        return parse_tenants
     kind = typing.get_origin(annotation) or annotation
-    parsers: dict[Any, Callable[[str], Any]] = {
+    parsers: dict[Any, Callable[[Any], Any]] = {
+        tuple: parse_counts,
         bool: parse_bool,
         int: parse_count,
         float: parse_float,
@@ -91,7 +116,7 @@ class Flag:
     group: str
     help_text: str
     default: Any
-    parse: Callable[[str], Any]
+    parse: Callable[[Any], Any]
     is_bool: bool
     choices: tuple[str, ...]
     positive: tuple[str, ...]
@@ -106,10 +131,11 @@ class Flag:
         """`value` (text, or what YAML made of it) as the setting's type. Raises ConfigError naming `where`."""
         if value is None:
             return self.default
-        text = ",".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else value
-        text = ",".join(str(item) for item in text) if isinstance(text, list) else str(text)
+        if isinstance(value, dict) and not isinstance(self.default, dict):
+            raise ConfigError(f"{where} takes a single value")
+        raw = ",".join(map(str, value)) if isinstance(value, list) else value if isinstance(value, dict) else str(value)
         try:
-            parsed = self.parse(text)
+            parsed = self.parse(raw)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
         for item in parsed if isinstance(parsed, list) else [parsed]:
@@ -124,7 +150,8 @@ class Flag:
     def describe(self) -> str:
         """Help text with choices, default and environment name."""
         choices = f" ({', '.join(self.choices)})" if self.choices else ""
-        default = "" if self.default in ("", None, [], {}, False) else f" [{self.default}]"
+        value = ",".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
+        default = "" if value in ("", None, [], {}, False) else f" [{value}]"
         return f"{self.help_text}{choices}{default}".replace("%", "%%")
 
 
