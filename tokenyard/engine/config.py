@@ -78,4 +78,4 @@ def decode_report(line: bytes) -> ChildReport:
     try:
         return msgspec.json.decode(line, type=ChildReport)
     except msgspec.MsgspecError:
-        return ChildReport(failure="it ended without saying why")
+        return ChildReport(failure="it ended without saying why; its log may tell")

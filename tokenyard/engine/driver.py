@@ -172,9 +172,7 @@ class Driver:
             self._scheduler.apply(event, now)
         except Exception as error:
             refused = isinstance(error, TokenyardError)
-            logger.log(logging.WARNING if refused else logging.ERROR, "%s: %s", type(event).__name__, error)
-            if not refused:
-                logger.exception("the scheduler failed on an event")
+            logger.warning("%s was not taken: %s", type(event).__name__, error, exc_info=not refused)
             if isinstance(event, Submit):
                 status = error.status if isinstance(error, TokenyardError) else 500
                 request = event.request

@@ -35,7 +35,7 @@ class LoopState:
 
 
 class HeartbeatThread:
-    """Calls `send` with a heartbeat every half second until closed, and `check` before each.
+    """Calls `send` with a heartbeat at once and every half second until closed, and `check` before each.
 
     It never touches the scheduler, so that it goes on while a step takes long.
     """
@@ -57,9 +57,11 @@ class HeartbeatThread:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(BEAT_EVERY_S):
+        stopped = False
+        while not stopped:
             self._check()
             self._send(self._state.beat(time.monotonic_ns()))
+            stopped = self._stop.wait(BEAT_EVERY_S)
 
 
 def heartbeat_age_s(beat: Heartbeat, now_ns: int) -> float:
