@@ -117,7 +117,8 @@ class FakeManager:
         return self.flushable
 
     async def snapshot(self) -> dict[str, Any]:
-        return {"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100}
+        counters = {"retracted": 4, "steps": 9}
+        return {"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100, "counters": counters}
 
     def health(self) -> float:
         return self.age_s

@@ -101,7 +101,8 @@ def test_server_info_hides_keys(start):
 
 def test_metrics_count_what_was_answered(start):
     server = start(metrics_compat=["sglang", "vllm"])
-    server.client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5, "stream": True})
+    body = {"prompt": "hello", "max_tokens": 5, "stream": True, "slo": {"ttft_ms": 1e6, "tpot_ms": 1e-6}}
+    server.client.post("/v1/completions", json=body)
     families = {family.name: family for family in text_string_to_metric_families(server.client.get("/metrics").text)}
     samples = {
         (sample.name, *sorted(sample.labels.items())): sample.value for f in families.values() for sample in f.samples
@@ -110,6 +111,10 @@ def test_metrics_count_what_was_answered(start):
     assert samples["tokenyard_requests_total", ("finished_reason", "length"), ("model", "fake")] == 1
     assert samples["tokenyard_inter_token_latency_seconds_count", ("model", "fake")] == 4
     assert samples["tokenyard_time_to_first_token_seconds_count", ("model", "fake")] == 1
+    assert samples["tokenyard_targets_total", ("met", "yes"), ("model", "fake"), ("target", "ttft")] == 1
+    assert samples["tokenyard_targets_total", ("met", "no"), ("model", "fake"), ("target", "tpot")] == 1
+    assert samples["tokenyard_retractions_total", ("model", "fake")] == 4
+    assert samples["vllm:num_preemptions_total", ("model_name", "fake")] == 4
     assert samples["sglang:num_running_reqs", ("model_name", "fake")] == 3
     assert samples["vllm:num_requests_waiting", ("model_name", "fake")] == 2
 

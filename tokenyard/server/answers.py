@@ -109,7 +109,7 @@ async def _one(call: Call, spec: GenerateSpec, place: int) -> AsyncGenerator[tup
     state = call.state
     spec.rid = spec.rid or uuid.uuid4().hex
     with state.open_request(spec.rid):
-        tracker = state.metrics.tracker()
+        tracker = state.metrics.tracker(spec)
         async with aclosing(call.manager.generate(spec)) as deltas:
             async for delta in deltas:
                 tracker.delta(delta)

@@ -126,7 +126,8 @@ async def detokenize(state: State, body: Body) -> dict[str, Any]:
 async def metrics(state: State) -> Response:
     """Prometheus text."""
     if state.phase != "loading":
-        state.metrics.set_gauges(load_of(await state.manager.snapshot()))
+        snapshot = await state.manager.snapshot()
+        state.metrics.set_load(load_of(snapshot), totals_of(snapshot))
     return Response(state.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -139,6 +140,19 @@ def load_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
         "used_tokens": used,
         "total_tokens": total,
         "token_usage": used / total if total else 0.0,
+    }
+
+
+def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
+    """Our counter names from the scheduler's totals."""
+    counters = snapshot.get("counters", {})
+    return {
+        "rejected_requests": counters.get("rejected", 0),
+        "retractions": counters.get("retracted", 0),
+        "preemptions": counters.get("preempted", 0),
+        "recomputed_tokens": counters.get("recomputed_tokens", 0),
+        "evicted_tokens": snapshot.get("evicted_tokens", 0),
+        "scheduler_steps": counters.get("steps", 0),
     }
 
 

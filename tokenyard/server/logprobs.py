@@ -70,7 +70,8 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """The `logprobs` object of a text completion, as four parallel lists.
 
-    `offset` is where the first token's text begins. `first_token` is the prompt's first token, which has no
+    `offset` is where the first token's text begins; below 0 for a mark such as BOS that is not part of the text, whose
+    offset is given as 0. `first_token` is the prompt's first token, which has no
     log-probability: it gets null, as in the OpenAI API.
     """
     tokens: list[str] = []
@@ -81,13 +82,13 @@ def completion_logprobs(
         tokens.append(names.text(first_token))
         logprobs.append(None)
         tops.append(None)
-        offsets.append(offset)
+        offsets.append(max(0, offset))
         offset += len(tokens[0])
     for entry in entries:
         tokens.append(names.text(entry.token))
         logprobs.append(entry.logprob)
         tops.append(_top_by_text(entry, names))
-        offsets.append(offset)
+        offsets.append(max(0, offset))
         offset += len(tokens[-1])
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 

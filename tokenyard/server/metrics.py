@@ -8,15 +8,16 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tokenyard.base import NS_PER_S, Finish
-from tokenyard.engine.spec import OutputDelta
+from tokenyard.base import NS_PER_S, Finish, FinishReason
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
 
+NS_PER_MS = 1_000_000
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
@@ -27,13 +28,21 @@ _GAUGES = {
     "total_tokens": "KV tokens that the pool holds",
     "token_usage": "share of the pool in use by running requests",
 }
-_COUNTERS = {
-    "requests": "finished requests",
-    "prompt_tokens": "prompt tokens of finished requests",
-    "generation_tokens": "output tokens",
-    "cached_tokens": "prompt tokens found in the prefix cache",
-    "retractions": "times a running request gave up its KV",
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "requests": ("finished requests", ("finished_reason",)),
+    "prompt_tokens": ("prompt tokens of finished requests", ()),
+    "generation_tokens": ("output tokens", ()),
+    "cached_tokens": ("prompt tokens found in the prefix cache", ()),
+    "targets": ("finished requests that brought a latency target (ttft, tpot, deadline)", ("target", "met")),
+    "rejected_requests": ("requests that the scheduler refused", ()),
+    "retractions": ("times a running request gave up its KV because pages ran out", ()),
+    "preemptions": ("times a running request gave way to a more urgent one", ()),
+    "recomputed_tokens": ("tokens computed again after a retraction", ()),
+    "evicted_tokens": ("tokens that left the prefix cache", ()),
+    "scheduler_steps": ("steps planned", ()),
 }
+"""Help text and labels of each counter."""
+
 _HISTOGRAMS = {
     "time_to_first_token_seconds": (SECONDS, "seconds from arrival to the first token"),
     "inter_token_latency_seconds": (SECONDS, "seconds between output tokens"),
@@ -108,40 +117,45 @@ class Metrics:
 
     model: str
     compat: Sequence[str] = ()
-    counters: dict[tuple[str, str], float] = field(default_factory=dict)
+    counters: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
     )
 
-    def count(self, name: str, amount: float, label: str = "") -> None:
-        """Add to a counter; `label` is the finish reason for `requests` and empty for the others."""
-        key = (name, label)
-        self.counters[key] = self.counters.get(key, 0.0) + amount
+    def __post_init__(self) -> None:
+        for name, (_, labels) in _COUNTERS.items():
+            if not labels:
+                self.counters[name, ()] = 0.0
+        for reason in get_args(FinishReason):
+            self.counters["requests", (reason,)] = 0.0
 
-    def set_gauges(self, values: Mapping[str, float]) -> None:
-        """Take over what the scheduler's snapshot says, by our own gauge names."""
-        self.gauges.update(values)
+    def count(self, name: str, amount: float, *labels: str) -> None:
+        """Add to a counter."""
+        self.counters[name, labels] = self.counters.get((name, labels), 0.0) + amount
 
-    def tracker(self) -> "Tracker":
+    def set_load(self, gauges: Mapping[str, float], totals: Mapping[str, float]) -> None:
+        """Take over what the scheduler's snapshot says, under our own names."""
+        self.gauges.update(gauges)
+        self.counters.update({(name, ()): total for name, total in totals.items()})
+
+    def tracker(self, spec: GenerateSpec) -> "Tracker":
         """What follows one request from its arrival."""
-        return Tracker(self)
+        return Tracker(self, spec)
 
-    def finished(self, finish: Finish) -> None:
-        """Take in the end of a request."""
+    def finished(self, finish: Finish, spec: GenerateSpec) -> None:
+        """Take in the end of an answer."""
         self.count("requests", 1, finish.reason)
-        for name, amount in (
-            ("prompt_tokens", finish.prompt_tokens),
-            ("cached_tokens", finish.cached_tokens),
-            ("retractions", finish.retractions),
-        ):
-            self.count(name, amount)
+        self.count("prompt_tokens", finish.prompt_tokens)
+        self.count("cached_tokens", finish.cached_tokens)
         if finish.reason == "abort":
             return
         if finish.admitted_ns:
             self.histograms["queue_time_seconds"].observe((finish.admitted_ns - finish.arrival_ns) / NS_PER_S)
         self.histograms["request_prompt_tokens"].observe(finish.prompt_tokens)
         self.histograms["request_generation_tokens"].observe(finish.completion_tokens)
+        for target, met in targets_met(finish, spec):
+            self.count("targets", 1, target, "yes" if met else "no")
 
     def exposition(self) -> bytes:
         """The Prometheus text."""
@@ -150,13 +164,27 @@ class Metrics:
         return generate_latest(registry)
 
 
+def targets_met(finish: Finish, spec: GenerateSpec) -> list[tuple[str, bool]]:
+    """The latency targets that a finished request brought, each with whether it was met."""
+    met = []
+    if spec.slo is not None and spec.slo.ttft_ns is not None:
+        met.append(("ttft", finish.first_token_ns - finish.arrival_ns <= spec.slo.ttft_ns))
+    if spec.slo is not None and spec.slo.tpot_ns is not None and finish.completion_tokens > 1:
+        decode_ns = finish.finished_ns - finish.first_token_ns
+        met.append(("tpot", decode_ns <= spec.slo.tpot_ns * (finish.completion_tokens - 1)))
+    if spec.deadline_ms is not None:
+        met.append(("deadline", finish.finished_ns - finish.arrival_ns <= spec.deadline_ms * NS_PER_MS))
+    return met
+
+
 class Tracker:
     """Follows one request, for the latency histograms. One call a delta."""
 
-    __slots__ = ("_arrival", "_last", "_metrics")
+    __slots__ = ("_arrival", "_last", "_metrics", "_spec")
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, spec: GenerateSpec) -> None:
         self._metrics = metrics
+        self._spec = spec
         self._arrival = time.monotonic()
         self._last: dict[int, float] = {}
 
@@ -179,7 +207,7 @@ class Tracker:
                 metrics.histograms["time_to_first_token_seconds"].observe(first)
             if finish.reason != "abort":
                 metrics.histograms["e2e_request_latency_seconds"].observe(now - self._arrival)
-            metrics.finished(finish)
+            metrics.finished(finish, self._spec)
 
 
 class _Families(Collector):
@@ -203,9 +231,8 @@ class _Families(Collector):
                 gauge = GaugeMetricFamily(names[key], text, labels=[model_label])
                 gauge.add_metric([model], metrics.gauges[key])
                 yield gauge
-        for key, text in _COUNTERS.items():
-            if key in names:
-                yield self._counter(key, names[key], text, model_label)
+        for key in (key for key in _COUNTERS if key in names):
+            yield self._counter(key, names[key], model_label)
         for key, (_, text) in _HISTOGRAMS.items():
             if key in names:
                 histogram = metrics.histograms[key]
@@ -213,12 +240,11 @@ class _Families(Collector):
                 family.add_metric([model], histogram.buckets(), histogram.total)
                 yield family
 
-    def _counter(self, key: str, name: str, text: str, model_label: str) -> Metric:
-        """One counter; `requests` is split by finish reason."""
-        by_reason = key == "requests"
-        family = CounterMetricFamily(name, text, labels=[model_label, *(["finished_reason"] if by_reason else [])])
-        reasons = ("stop", "length", "abort") if by_reason else ("",)
-        for reason in reasons:
-            labels: list[Any] = [self._metrics.model, *([reason] if by_reason else [])]
-            family.add_metric(labels, self._metrics.counters.get((key, reason), 0.0))
+    def _counter(self, key: str, name: str, model_label: str) -> Metric:
+        """One counter with a sample for each combination of labels seen."""
+        text, labels = _COUNTERS[key]
+        family = CounterMetricFamily(name, text, labels=[model_label, *labels])
+        for (counter, values), amount in self._metrics.counters.items():
+            if counter == key:
+                family.add_metric([self._metrics.model, *values], amount)
         return family

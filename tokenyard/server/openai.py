@@ -230,8 +230,11 @@ def _choice(call: Call, job: Job, index: int, answer: Answer) -> dict[str, Any]:
         echo = bool(isinstance(job.body, CompletionRequest) and job.body.echo)
         choice["text"] = prompt.echo + answer.text if echo else answer.text
         if job.want_logprobs:
-            first = int(prompt.ids[0]) if echo and prompt.ids is not None else None
-            logprobs = completion_logprobs(answer.logprobs, names, first_token=first)
+            first, offset = None, 0
+            if echo and prompt.ids is not None:
+                first = int(prompt.ids[0])
+                offset = min(0, len(prompt.echo) - sum(len(names.text(token)) for token in prompt.ids.tolist()))
+            logprobs = completion_logprobs(answer.logprobs, names, offset=offset, first_token=first)
     choice["logprobs"] = logprobs
     choice["finish_reason"] = _reason(answer.finish)
     choice["matched_stop"] = answer.finish.matched if answer.finish else None

@@ -28,6 +28,7 @@ class DrainingServer(uvicorn.Server):
             host=host,
             port=port,
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             lifespan="off",
