@@ -13,6 +13,10 @@ SHARED = Path(__file__).resolve().parents[2] / "../shared"
 DEMO_TOKENIZER = Path(__file__).resolve().parents[2] / "tokenyard" / "demo_model" / "tokenizer.json"
 
 
+def demo():
+    return Tokenizer.from_file(str(DEMO_TOKENIZER))
+
+
 def gpt2():
     path = SHARED / "tokenizers" / "gpt2" / "tokenizer.json"
     if not path.exists():
