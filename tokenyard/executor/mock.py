@@ -210,13 +210,13 @@ def load_executor(
     max_pool_rows: int = 256,
     sleep: bool = True,
     answer_tokens: tuple[int, int] | None = None,
-    check_kv: bool = True,
+    check_kv: bool = False,
 ) -> MockExecutor:
     """Make a mock from plain options.
 
     Step times come from the cost profile "device/model", or are `step_ms` each (10 unless told). What is not given is
     read from config.json in the folder `model_path` if there is one, else 32000 tokens of vocabulary with eos 2 and a
-    context of 4096. Raises ConfigError for sizes that leave no page or no token.
+    context of 4096. `check_kv` costs milliseconds a step with many rows, so it is for tests. Raises ConfigError for sizes that leave no page or no token.
     """
     config = _model_config(Path(model_path))
     cost, pool_tokens = _cost(profile, step_ms)
