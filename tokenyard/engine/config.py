@@ -32,13 +32,17 @@ class EngineConfig:
     log_level: str = "info"
     log_format: str = "text"
 
+    def overlaps(self, info: ExecutorInfo) -> bool:
+        """Whether to plan a step while the one before runs. On a CPU a launch returns when its step is done: never."""
+        return self.overlap and info.device != "cpu"
+
     def scheduler_settings(self, info: ExecutorInfo) -> SchedulerSettings:
         """Return the scheduler's settings for a loaded model."""
         return replace(
             self.scheduler,
             page_size=info.page_size,
             context_length=info.context_length,
-            max_in_flight=2 if self.overlap else 1,
+            max_in_flight=2 if self.overlaps(info) else 1,
         )
 
 

@@ -90,7 +90,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     report(ChildReport(info=executor.info))
     heartbeat.start()
     try:
-        (event_loop_overlap if config.overlap else event_loop_normal)(driver)
+        (event_loop_overlap if config.overlaps(executor.info) else event_loop_normal)(driver)
     except DeviceBrokenError:
         raise
     except Exception as error:
