@@ -216,7 +216,8 @@ def load_executor(
 
     Step times come from the cost profile "device/model", or are `step_ms` each (10 unless told). What is not given is
     read from config.json in the folder `model_path` if there is one, else 32000 tokens of vocabulary with eos 2 and a
-    context of 4096. `check_kv` costs milliseconds a step with many rows, so it is for tests. Raises ConfigError for sizes that leave no page or no token.
+    context of 4096. `check_kv` costs milliseconds a step with many rows: it is for tests. Raises ConfigError for sizes
+    that leave no page or no token.
     """
     config = _model_config(Path(model_path))
     cost, pool_tokens = _cost(profile, step_ms)
