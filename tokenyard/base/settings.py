@@ -60,7 +60,7 @@ class SchedulerSettings:
     enable_priority_scheduling: let the requests' priorities come before the policy's order; by default high values are
     urgent, with schedule_low_priority_values_first low ones.
     headroom: what admission holds back for answers (policy/headroom.py). retraction_policy: who gives way when pages
-    run out (policy/victim.py). step_budget: whether a step is bounded in tokens or in time; auto leaves it to the policy.
+    run out (policy/victim.py). step_budget: what bounds a step, tokens or time; auto lets the policy choose.
     slo_ttft_ms, slo_ttft_scale, slo_tpot_ms: targets of requests that bring none: the first token within the larger of
     a time and a multiple of the prompt's unloaded prefill, every further one within slo_tpot_ms on average.
     slo_max_wait_s: longest wait that policy slo aims at for requests it has put last, -1 for none. slo_reject: refuse

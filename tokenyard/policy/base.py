@@ -7,9 +7,10 @@ headroom and victims; one that needs more overrides more.
 from collections.abc import Iterator
 
 from tokenyard.base import Int32Array, SchedulerSettings
-from tokenyard.policy.budget import BudgetRule, StepBudget, default_budget
-from tokenyard.policy.headroom import Headroom, RatioHeadroom
-from tokenyard.policy.victim import FewestTokens, VictimRule
+from tokenyard.policy.budget import BudgetRule, StepBudget
+from tokenyard.policy.headroom import Headroom, create_headroom
+from tokenyard.policy.time_budget import create_budget_rule
+from tokenyard.policy.victim import VictimRule, create_victim_rule
 from tokenyard.policy.views import Views
 
 
@@ -23,14 +24,15 @@ class Policy:
 
     name = "fcfs"
     needs_tree = False
+    needs_cost = False
     charges_decode = False
     overtaking = "none: requests start in the order of their arrival"
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
-        self.budget_rule: BudgetRule = default_budget(settings)
-        self.headroom: Headroom = RatioHeadroom(settings)
-        self.victim_rule: VictimRule = FewestTokens()
+        self.budget_rule: BudgetRule = create_budget_rule(settings)
+        self.headroom: Headroom = create_headroom(settings)
+        self.victim_rule: VictimRule = create_victim_rule(settings)
         self.views: Views | None = None
 
     def begin_step(self, views: Views) -> None:
@@ -42,6 +44,15 @@ class Policy:
         assert self.views is not None
         yield from self.views.partial.tolist()
         yield from self.order(self.views)
+
+    def unfinished(self) -> Iterator[int]:
+        """Started prefills, best first. Those not drawn yet go on after a newcomer found no place."""
+        assert self.views is not None
+        return iter(self.views.partial.tolist())
+
+    def overdue(self) -> list[int]:
+        """Waiting or started rows that are to be refused now, as they cannot be served in time."""
+        return []
 
     def order(self, views: Views) -> Iterator[int]:
         """Waiting rows, best first. Rows that are not drawn stay unsorted, so yield lazily where that saves work."""

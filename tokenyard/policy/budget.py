@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tokenyard.base import SchedulerSettings
+from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.views import Views
 
 UNLIMITED = 2**31 - 1
+LEAST_PACED_TOKENS = 64
 
 
 class StepBudget(Protocol):
@@ -31,6 +33,10 @@ class StepBudget(Protocol):
 class BudgetRule(Protocol):
     """Makes one `StepBudget` at the start of each step in which someone wants prefill."""
 
+    @property
+    def needs_cost(self) -> bool:
+        """Whether the views must come with a cost model."""
+
     def begin(self, views: Views) -> StepBudget:
         """The allowance of the step about to be planned."""
 
@@ -40,7 +46,7 @@ class TokenBudget:
     """SGLang's PrefillAdder budgets: `input_tokens` bounds whole prompts and `chunk_tokens` what a step computes.
 
     The first prompt may exceed `input_tokens` (else it could never run); a prompt that exceeds `chunk_tokens` is cut,
-    to whole pages. Only page-ceiled sizes are counted.
+    to whole pages. Only page-ceiled sizes are counted. With a `pace`, chunks further into a prompt are smaller.
     """
 
     prefill: bool
@@ -50,6 +56,7 @@ class TokenBudget:
     input_tokens: int
     chunk_tokens: int
     page_size: int
+    pace: "Pace | None" = None
     first: bool = True
 
     def chunk(self, prefix: int, remaining: int) -> int:
@@ -58,10 +65,13 @@ class TokenBudget:
             return 0
         if not self.first and remaining > self.input_tokens:
             return 0
-        if remaining <= self.chunk_tokens:
+        most = self.chunk_tokens
+        if self.pace is not None:
+            most = min(most, max(self.pace.tokens(prefix), self.page_size))
+        if remaining <= most:
             return remaining
         # A cut must end on a page border; the tokens up to it include what `prefix` already put on its last page.
-        end = (prefix + self.chunk_tokens) // self.page_size * self.page_size
+        end = (prefix + most) // self.page_size * self.page_size
         return max(end - prefix, 0)
 
     def spend(self, prefix: int, tokens: int) -> None:
@@ -70,6 +80,22 @@ class TokenBudget:
         self.chunk_tokens -= pages * self.page_size
         self.input_tokens -= pages * self.page_size
         self.first = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Chunks of equal time: after a prefix, as many tokens as take `chunk_s`, but at least `LEAST_PACED_TOKENS`.
+
+    A fixed number of tokens takes longer and longer along a prompt, as attention reads what is there already (SGLang's
+    dynamic chunking, made for pipelines; see reference notes, 1.8).
+    """
+
+    time: PrefillTime
+    chunk_s: float
+
+    def tokens(self, prefix: int) -> int:
+        """Tokens of the chunk after `prefix`."""
+        return max(self.time.tokens(prefix, self.chunk_s), LEAST_PACED_TOKENS)
 
 
 @dataclass(slots=True)
@@ -81,11 +107,16 @@ class PrefillFirst:
 
     settings: SchedulerSettings
 
+    @property
+    def needs_cost(self) -> bool:
+        """See `BudgetRule.needs_cost`."""
+        return self.settings.enable_dynamic_chunking
+
     def begin(self, views: Views) -> TokenBudget:
         """See `BudgetRule.begin`."""
         interval = self.settings.prefill_decode_interval
         decode_due = interval > 0 and len(views.running) > 0 and views.prefill_steps_in_row >= interval
-        return _token_budget(self.settings, prefill=not decode_due, with_decode=False, decode_tokens=0)
+        return _token_budget(views, self.settings, prefill=not decode_due, with_decode=False, decode_tokens=0)
 
 
 @dataclass(slots=True)
@@ -94,12 +125,19 @@ class MixedChunk:
 
     settings: SchedulerSettings
 
+    @property
+    def needs_cost(self) -> bool:
+        """See `BudgetRule.needs_cost`."""
+        return self.settings.enable_dynamic_chunking
+
     def begin(self, views: Views) -> TokenBudget:
         """See `BudgetRule.begin`."""
-        return _token_budget(self.settings, prefill=True, with_decode=True, decode_tokens=len(views.running))
+        return _token_budget(views, self.settings, prefill=True, with_decode=True, decode_tokens=len(views.running))
 
 
-def _token_budget(settings: SchedulerSettings, prefill: bool, with_decode: bool, decode_tokens: int) -> TokenBudget:
+def _token_budget(
+    views: Views, settings: SchedulerSettings, prefill: bool, with_decode: bool, decode_tokens: int
+) -> TokenBudget:
     chunk = settings.chunked_prefill_size
     limit = settings.prefill_max_requests
     return TokenBudget(
@@ -111,9 +149,18 @@ def _token_budget(settings: SchedulerSettings, prefill: bool, with_decode: bool,
         # At least a page, or many decoding rows would starve prefill in a mixed step.
         chunk_tokens=max((chunk if chunk > 0 else UNLIMITED) - decode_tokens, settings.page_size),
         page_size=settings.page_size,
+        pace=_pace(views, settings),
     )
 
 
+def _pace(views: Views, settings: SchedulerSettings) -> Pace | None:
+    if not settings.enable_dynamic_chunking or settings.chunked_prefill_size <= 0:
+        return None
+    assert views.cost is not None
+    time = PrefillTime.of(views.cost)
+    return Pace(time, time.chunk_s(0, settings.chunked_prefill_size))
+
+
 def default_budget(settings: SchedulerSettings) -> BudgetRule:
-    """The budget rule that the settings ask for."""
+    """The rule that bounds steps in tokens as the settings ask for."""
     return MixedChunk(settings) if settings.enable_mixed_chunk else PrefillFirst(settings)

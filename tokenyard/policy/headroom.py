@@ -1,21 +1,33 @@
 """How many tokens to hold back at admission, so that running requests can grow to their end."""
 
+from collections import deque
 from typing import Protocol
 
 import numpy as np
 
-from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.base import ConfigError, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.policy.views import Columns, Views, tokens_generated
+
+REMEMBERED_OUTPUTS = 1000
+FIRST_GUESS_TOKENS = 200
+POOL_SHARE = 0.97
+"""Past-Future admission fills the pool no further than this, as its forecast is a sample."""
+
+GOLDEN_STEP = 0.6180339887498949
+"""Fractional part of the golden ratio: its multiples fill the unit interval evenly in whatever order they are used."""
 
 
 class Headroom(Protocol):
     """Foresees the growth of requests. Told what happens, asked at admission."""
 
     def running_tokens(self, views: Views) -> int:
-        """Tokens to hold back for the rows that run already."""
+        """Tokens to hold back for the rows that run already. Asked at the start of a step's admission."""
 
     def newcomer_tokens(self, columns: Columns, row: int) -> int:
         """Tokens to hold back for the answer of a row about to be admitted."""
+
+    def admitted(self, columns: Columns, row: int) -> None:
+        """The row was admitted; later newcomers of this step come on top of it."""
 
     def decoded(self) -> None:
         """A decode step was planned without a retraction."""
@@ -30,7 +42,34 @@ class Headroom(Protocol):
         """Nothing is left to do."""
 
 
-class RatioHeadroom:
+class NoHeadroom:
+    """Hold nothing back, as vLLM does: what does not fit later is retracted and computed anew."""
+
+    def running_tokens(self, views: Views) -> int:
+        """See `Headroom.running_tokens`."""
+        return 0
+
+    def newcomer_tokens(self, columns: Columns, row: int) -> int:
+        """See `Headroom.newcomer_tokens`."""
+        return 0
+
+    def admitted(self, columns: Columns, row: int) -> None:
+        """See `Headroom.admitted`."""
+
+    def decoded(self) -> None:
+        """See `Headroom.decoded`."""
+
+    def retracted(self, columns: Columns, survivors: Int32Array) -> None:
+        """See `Headroom.retracted`."""
+
+    def finished(self, output_tokens: int) -> None:
+        """See `Headroom.finished`."""
+
+    def idle(self) -> None:
+        """See `Headroom.idle`."""
+
+
+class RatioHeadroom(NoHeadroom):
     """SGLang's new_token_ratio: hold back a share of the output that running requests may still write.
 
     The share starts at `init_new_token_ratio * schedule_conservativeness`, falls linearly over
@@ -67,9 +106,120 @@ class RatioHeadroom:
         reserve = self._settings.retract_decode_steps * len(survivors)
         self.ratio = min(1.0, (generated + reserve) / (allowed + 1))
 
-    def finished(self, output_tokens: int) -> None:
-        """See `Headroom.finished`; the ratio learns nothing from it."""
-
     def idle(self) -> None:
         """See `Headroom.idle`."""
         self.ratio = self._initial
+
+
+class HistoryHeadroom(NoHeadroom):
+    """Hold back the mean residual length E[o^2] / (2 E[o]) of past outputs for every decoding row and newcomer.
+
+    A request met in the middle of its answer has that much to come on average (renewal theory), whatever the lengths
+    are distributed like. The last `REMEMBERED_OUTPUTS` outputs count; before any, `FIRST_GUESS_TOKENS` are assumed. No
+    row is foreseen to grow beyond its own limit.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: deque[int] = deque()
+        self._sum = 0
+        self._sum_of_squares = 0
+
+    @property
+    def residual_tokens(self) -> int:
+        """Tokens that an answer has to come on average."""
+        return self._sum_of_squares // (2 * self._sum) if self._sum else FIRST_GUESS_TOKENS
+
+    def running_tokens(self, views: Views) -> int:
+        """See `Headroom.running_tokens`."""
+        rest = views.columns.limit[views.running] + 1 - views.columns.known[views.running]
+        return int(np.minimum(rest, self.residual_tokens).sum())
+
+    def newcomer_tokens(self, columns: Columns, row: int) -> int:
+        """See `Headroom.newcomer_tokens`."""
+        return min(int(columns.limit[row]) + 1 - int(columns.known[row]), self.residual_tokens)
+
+    def finished(self, output_tokens: int) -> None:
+        """See `Headroom.finished`."""
+        self._outputs.append(output_tokens)
+        self._sum += output_tokens
+        self._sum_of_squares += output_tokens**2
+        if len(self._outputs) > REMEMBERED_OUTPUTS:
+            oldest = self._outputs.popleft()
+            self._sum -= oldest
+            self._sum_of_squares -= oldest**2
+
+
+class PastFuture(NoHeadroom):
+    """Admit by the peak of the memory that is foreseen (Past-Future scheduler, Gong et al. 2025).
+
+    Each row's output length is a draw from past outputs longer than what it has written; the draw is a fixed quantile
+    for each request, so that its forecast does not flicker from step to step. With rows sorted by what remains, longest
+    first, memory when the i-th ends is what the first i hold plus i times its remainder; the largest of these is the
+    peak. Held back is the peak minus what is held now, and the share of the pool that no forecast may touch.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: deque[int] = deque(maxlen=REMEMBERED_OUTPUTS)
+        self._sorted: Int64Array | None = None
+        self._held = np.empty(0, np.int64)
+        self._rest = np.empty(0, np.int64)
+        self._growth = 0
+
+    def running_tokens(self, views: Views) -> int:
+        """See `Headroom.running_tokens`."""
+        rows = np.concatenate((views.running, views.partial))
+        self._held = np.maximum(views.columns.target[rows], views.columns.known[rows]).astype(np.int64)
+        self._rest = self._remaining(views.columns, rows)
+        self._growth = _growth_to_peak(self._held, self._rest)
+        return self._growth + int((1.0 - POOL_SHARE) * views.total_tokens)
+
+    def newcomer_tokens(self, columns: Columns, row: int) -> int:
+        """See `Headroom.newcomer_tokens`. Below 0 where the newcomer ends before the peak of the others."""
+        return _growth_to_peak(*self._with(columns, row)) - self._growth
+
+    def admitted(self, columns: Columns, row: int) -> None:
+        """See `Headroom.admitted`."""
+        self._held, self._rest = self._with(columns, row)
+        self._growth = _growth_to_peak(self._held, self._rest)
+
+    def finished(self, output_tokens: int) -> None:
+        """See `Headroom.finished`."""
+        self._outputs.append(output_tokens)
+        self._sorted = None
+
+    def _with(self, columns: Columns, row: int) -> tuple[Int64Array, Int64Array]:
+        rest = self._remaining(columns, np.array([row], np.int32))
+        return np.append(self._held, int(columns.target[row])), np.concatenate((self._rest, rest))
+
+    def _remaining(self, columns: Columns, rows: Int32Array) -> Int64Array:
+        """Output tokens that each row is foreseen to write still, int64[len(rows)]."""
+        written = tokens_generated(columns, rows).astype(np.int64)
+        limit = (columns.limit[rows] + 1 - columns.known[rows]).astype(np.int64)
+        if self._sorted is None:
+            self._sorted = np.array(sorted(self._outputs) or [FIRST_GUESS_TOKENS], np.int64)
+        longer = np.searchsorted(self._sorted, written, side="right")
+        candidates = len(self._sorted) - longer
+        quantile = columns.seq[rows] * GOLDEN_STEP % 1.0
+        drawn = self._sorted[np.minimum(longer + (quantile * candidates).astype(np.int64), len(self._sorted) - 1)]
+        # Who has outgrown all that was seen is taken to have as much to come as it has written.
+        rest: Int64Array = np.minimum(np.where(candidates > 0, drawn - written, written), limit)
+        return rest
+
+
+def _growth_to_peak(held: Int64Array, rest: Int64Array) -> int:
+    """How far memory rises above what is held now until the last row ends; both arrays by row."""
+    if not len(held):
+        return 0
+    order = np.argsort(-rest, kind="stable")
+    at_each_end = np.cumsum(held[order]) + rest[order] * np.arange(1, len(order) + 1)
+    return max(int(at_each_end.max()) - int(held.sum()), 0)
+
+
+def create_headroom(settings: SchedulerSettings) -> Headroom:
+    """What `settings.headroom` asks for. Raises ConfigError for an unknown name."""
+    if settings.headroom == "ratio":
+        return RatioHeadroom(settings)
+    made: dict[str, type[NoHeadroom]] = {"history": HistoryHeadroom, "past-future": PastFuture, "none": NoHeadroom}
+    if settings.headroom not in made:
+        raise ConfigError(f"--headroom is {settings.headroom!r}; choose one of ratio, {', '.join(made)}")
+    return made[settings.headroom]()

@@ -3,16 +3,15 @@
 import difflib
 
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.policy import order
+from tokenyard.policy import deadline, order
 from tokenyard.policy.base import Policy
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (
-        Policy,
-        *order.POLICIES,
-    )
-}
+_ALL: list[type[Policy]] = [
+    Policy,
+    *order.POLICIES,
+    *deadline.POLICIES,
+]
+POLICIES = {policy.name: policy for policy in _ALL}
 """Each module of policies lists its own in `POLICIES`."""
 
 

@@ -1,11 +1,16 @@
 """Who gives way when pages run out: orders of running rows, first to go first."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from tokenyard.policy.views import Views, tokens_generated
+from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
+from tokenyard.policy.targets import ahead_ns
+from tokenyard.policy.views import Views, tokens_generated, urgency
+
+IndexArray = npt.NDArray[np.intp]
 
 
 class VictimRule(Protocol):
@@ -22,7 +27,7 @@ class FewestTokens:
         """See `VictimRule.victims`."""
         columns, rows = views.columns, views.running
         keys = (columns.seq[rows], -columns.prompt_tokens[rows], tokens_generated(columns, rows))
-        return iter(rows[np.lexsort(keys)].tolist())
+        return _in_order(rows, np.lexsort(keys))
 
 
 class Newest:
@@ -31,4 +36,57 @@ class Newest:
     def victims(self, views: Views) -> Iterator[int]:
         """See `VictimRule.victims`."""
         rows = views.running
-        return iter(rows[np.argsort(-views.columns.seq[rows], kind="stable")].tolist())
+        return _in_order(rows, np.argsort(-views.columns.seq[rows], kind="stable"))
+
+
+class LowestPriority:
+    """The lowest priority goes first, among equals the latest arrival. Which way priorities count is a setting."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._low_first = settings.schedule_low_priority_values_first
+
+    def victims(self, views: Views) -> Iterator[int]:
+        """See `VictimRule.victims`."""
+        columns, rows = views.columns, views.running
+        urgent = urgency(columns.priority[rows], self._low_first)
+        return _in_order(rows, np.lexsort((-columns.seq[rows], urgent)))
+
+
+class MostSlack:
+    """The row that is furthest ahead of its time per output token goes first: it can best afford to wait."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+
+    def victims(self, views: Views) -> Iterator[int]:
+        """See `VictimRule.victims`."""
+        rows = views.running
+        slack = ahead_ns(views.columns, rows, self._settings, views.now)
+        return _in_order(rows, np.lexsort((-views.columns.seq[rows], -slack)))
+
+
+class FewestLost:
+    """The row whose eviction costs the least work goes first: the fewest tokens computed beyond its first cache hit."""
+
+    def victims(self, views: Views) -> Iterator[int]:
+        """See `VictimRule.victims`."""
+        columns, rows = views.columns, views.running
+        return _in_order(rows, np.lexsort((-columns.seq[rows], columns.planned[rows] - columns.hit[rows])))
+
+
+def create_victim_rule(settings: SchedulerSettings) -> VictimRule:
+    """What `settings.retraction_policy` asks for. Raises ConfigError for an unknown name."""
+    rules: dict[str, Callable[[], VictimRule]] = {
+        "length": FewestTokens,
+        "newest": Newest,
+        "priority": lambda: LowestPriority(settings),
+        "slack": lambda: MostSlack(settings),
+        "fewest-lost": FewestLost,
+    }
+    if settings.retraction_policy not in rules:
+        raise ConfigError(f"--retraction-policy is {settings.retraction_policy!r}; choose one of {', '.join(rules)}")
+    return rules[settings.retraction_policy]()
+
+
+def _in_order(rows: Int32Array, order: IndexArray) -> Iterator[int]:
+    return iter(rows[order].tolist())

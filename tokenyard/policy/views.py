@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from tokenyard.base import BoolArray, CostModel, Int32Array, Int64Array, Request
 
 NO_PRIORITY = -(2**63)
@@ -19,8 +21,9 @@ class Columns(Protocol):
     target: tokens to compute before the next token can be sampled. hit: prompt tokens found in the tree at first
     admission. matchable: what a waiting row would hit now, kept only for policies that need the tree. computed,
     planned: see design, law 3. limit: prompt + max_new - 1. priority, deadline_ns (absolute): as given, or
-    NO_PRIORITY, NO_DEADLINE. tenant: small integer per tenant name. admitted_ns: first admission, 0 before.
-    first_token_ns: when the prompt was computed, 0 before. retractions: how often it lost its pages.
+    NO_PRIORITY, NO_DEADLINE. ttft_ns, tpot_ns: the targets a request brought, 0 where it brought none. tenant: small
+    integer per tenant name. admitted_ns: first admission, 0 before. first_token_ns: when the prompt was computed, 0
+    before. retractions: how often it lost its pages.
     """
 
     seq: Int64Array
@@ -37,6 +40,8 @@ class Columns(Protocol):
     limit: Int32Array
     priority: Int64Array
     deadline_ns: Int64Array
+    ttft_ns: Int64Array
+    tpot_ns: Int64Array
     tenant: Int32Array
     retractions: Int32Array
 
@@ -71,6 +76,14 @@ def tokens_generated(columns: Columns, rows: Int32Array) -> Int32Array:
     """Output tokens so far of each row, int32[len(rows)]."""
     generated: Int32Array = columns.known[rows] - columns.prompt_tokens[rows]
     return generated
+
+
+def urgency(priority: Int64Array, low_values_first: bool) -> Int64Array:
+    """Priorities turned so that larger is more urgent and "none given" is below all, int64[n]."""
+    if not low_values_first:
+        return priority
+    turned: Int64Array = np.where(is_given(priority), -np.maximum(priority, NO_PRIORITY + 1), NO_PRIORITY)
+    return turned
 
 
 def is_given(priority: Int64Array) -> BoolArray:

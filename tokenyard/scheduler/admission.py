@@ -39,6 +39,7 @@ class PrefillAdder:
         self._reserved_running = self._reserve()
         self._reserved_newcomers = 0
         self._reserved_prompts = int((self._table.target[views.partial] - self._table.planned[views.partial]).sum())
+        self._continued: set[int] = set()
         self.refused: int | None = None
 
     def _reserve(self) -> int:
@@ -52,16 +53,25 @@ class PrefillAdder:
         return max(self._policy.headroom.running_tokens(self._views), now)
 
     def fill(self) -> None:
-        """Draw candidates until one does not fit. `refused` is then the newcomer that memory had no room for."""
+        """Draw candidates until the budget is used up or a newcomer does not fit; then only started prefills go on.
+
+        `refused` is the newcomer that memory had no room for.
+        """
         for row in self._policy.candidates():
             if self._requests_left <= 0:
                 return
             started = self._table.state[row] == State.PREFILL
-            if not (self._continue(row) if started else self._admit(row)):
+            if started and not self._continue(row):
+                return
+            if not started and not self._admit(row):
+                break
+        for row in self._policy.unfinished():
+            if row not in self._continued and (self._requests_left <= 0 or not self._continue(row)):
                 return
 
     def _continue(self, row: int) -> bool:
         """Plan the next chunk of a prefill that has started."""
+        self._continued.add(row)
         table = self._table
         start = int(table.planned[row])
         rest = int(table.target[row]) - start
@@ -132,6 +142,7 @@ class PrefillAdder:
         self._plan_chunk(row, hit, count)
         self._reserved_prompts += extend - count
         self._reserved_newcomers += self._policy.headroom.newcomer_tokens(table, row)
+        self._policy.headroom.admitted(table, row)
         self._unfinished += partial
         self._free_rows -= 1
         return True

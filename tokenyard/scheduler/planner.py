@@ -3,6 +3,7 @@
 import numpy as np
 
 from tokenyard.base import Int32Array
+from tokenyard.policy import Views
 from tokenyard.scheduler.admission import PrefillAdder
 from tokenyard.scheduler.draft import PlanDraft
 from tokenyard.scheduler.memory import NO_PAGES
@@ -40,8 +41,7 @@ class Planner:
         roster = self._roster
         decoding, refused = roster.running.rows.copy(), None
         if len(roster.waiting) or len(roster.partial):
-            views = roster.views(now)
-            roster.policy.begin_step(views)
+            views = self._begin_step(now)
             budget = roster.policy.budget()
             if budget.prefill:
                 adder = PrefillAdder(roster, views, budget, draft)
@@ -52,6 +52,21 @@ class Planner:
         if len(decoding):
             self._decode(draft, decoding, now)
         return refused
+
+    def _begin_step(self, now: int) -> Views:
+        """Let the policy look at the state, after ending the requests that it gives up."""
+        roster = self._roster
+        views = roster.views(now)
+        roster.policy.begin_step(views)
+        overdue = roster.policy.overdue()
+        if overdue:
+            for row in overdue:
+                message = "the request cannot be served by its deadline; try again later"
+                roster.end(row, "abort", now, message=message, status=503)
+            roster.sweep()
+            views = roster.views(now)
+            roster.policy.begin_step(views)
+        return views
 
     def swapped(self, row: int, first_page: int, pages: Int32Array) -> None:
         """The tree's `pages` stand in the row's page table from `first_page` on; the executor hears of it next."""

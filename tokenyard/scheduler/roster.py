@@ -7,6 +7,7 @@ lists, the table and the memory never disagree.
 from typing import Literal
 
 from tokenyard.base import CostModel, ExecutorInfo, Finish, FinishReason, SchedulerSettings, Started
+from tokenyard.cost import LinearCost, LinearTerms, OnlineCost
 from tokenyard.policy import Policy, Views, create_policy
 from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.memory import KvMemory, Release
@@ -19,6 +20,12 @@ from tokenyard.scheduler.timeouts import Timeouts
 from tokenyard.scheduler.waiting_index import WaitingIndex
 
 RetractReason = Literal["out of pages", "preempted", "paused"]
+
+
+UNKNOWN_DEVICE = LinearCost(
+    LinearTerms(step_ms=1.0, floor_ms=25.0, dense_ms=12.0, token_ms=2.5, context_ms=0.0025, area_ms=6e-5)
+)
+"""First belief about a device nobody has measured: a small CPU, so that the first steps are short. Steps correct it."""
 
 
 class Roster:
@@ -208,6 +215,8 @@ class Roster:
         if policy.needs_tree and not self.memory.tree.keeps:
             self.policy_note = f"{policy.name} needs the prefix cache, which is disabled: using fcfs"
             policy = create_policy("fcfs", settings)
+        if self.cost is None and (policy.needs_cost or policy.budget_rule.needs_cost):
+            self.cost = OnlineCost(UNKNOWN_DEVICE)
         self.policy: Policy = policy
 
     def reset_memory(self) -> None:

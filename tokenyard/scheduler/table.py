@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import Int32Array, Request
+from tokenyard.base import Int32Array, Request, Slo
 from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
 from tokenyard.scheduler.lifecycle import State
 
@@ -39,6 +39,8 @@ INT64_COLUMNS = (
     "first_token_ns",
     "priority",
     "deadline_ns",
+    "ttft_ns",
+    "tpot_ns",
     "last_step",
 )
 
@@ -100,6 +102,8 @@ class RequestTable:
     first_token_ns: np.ndarray[Any, np.dtype[np.int64]]
     priority: np.ndarray[Any, np.dtype[np.int64]]
     deadline_ns: np.ndarray[Any, np.dtype[np.int64]]
+    ttft_ns: np.ndarray[Any, np.dtype[np.int64]]
+    tpot_ns: np.ndarray[Any, np.dtype[np.int64]]
     last_step: np.ndarray[Any, np.dtype[np.int64]]
 
     def __len__(self) -> int:
@@ -122,6 +126,8 @@ class RequestTable:
         self.priority[row] = NO_PRIORITY if request.priority is None else request.priority
         has_deadline = request.deadline_ns is not None
         self.deadline_ns[row] = int(self.arrival_ns[row]) + (request.deadline_ns or 0) if has_deadline else NO_DEADLINE
+        slo = request.slo or Slo()
+        self.ttft_ns[row], self.tpot_ns[row] = slo.ttft_ns or 0, slo.tpot_ns or 0
         self.tenant[row] = self._tenants.setdefault(request.tenant, len(self._tenants))
         self.state[row] = State.WAITING
         self.pool_row[row] = self.last_step[row] = -1

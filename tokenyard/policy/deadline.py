@@ -1,0 +1,144 @@
+"""Deadlines: `edf` serves who is due first, `slo` also gives up in time on what cannot be met.
+
+Four mechanisms make `slo`; none replaces another (reference notes on goodput, leave one out): a step bounded in time,
+deadline order, prefills that give way at the edge of a chunk, and putting last the largest request wherever the
+deadlines up to some point cannot all be met.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.policy.base import Policy
+from tokenyard.policy.deadline_queue import NS_PER_S, DeadlineQueue
+from tokenyard.policy.prefill_time import Float64Array, PrefillTime
+from tokenyard.policy.time_budget import TimeBudgetRule
+from tokenyard.policy.views import Columns, Views
+
+WALK_INTERVAL_NS = 100_000_000
+MOST_PUT_LAST = 16
+"""Requests put last in one walk over a lane; if more have to be, the next step goes on."""
+
+
+class EarliestDeadline(Policy):
+    """The earliest deadline first, started or not, so that a long prefill gives way at the edge of a chunk.
+
+    The first token of a request is due at its own deadline, or else its time to first token after arrival (its own, or
+    the class's: the larger of `slo_ttft_ms` and `slo_ttft_scale` times its unloaded prefill). With priorities enabled
+    they come first. Best of all if every deadline can be met, and worse than fcfs if not (Dertouzos 1974).
+    """
+
+    name = "edf"
+    needs_cost = True
+    ranks_priorities = True
+    overtaking = "only by requests that arrive before its own deadline"
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        super().__init__(settings)
+        self.time_rule = TimeBudgetRule(settings, use_slack=self.name != "edf")
+        if settings.step_budget != "tokens":
+            self.budget_rule = self.time_rule
+        self.queue = DeadlineQueue(settings)
+
+    def begin_step(self, views: Views) -> None:
+        """See `Policy.begin_step`."""
+        super().begin_step(views)
+        self.queue.update(views)
+
+    def candidates(self) -> Iterator[int]:
+        """See `Policy.candidates`; here started prefills have no precedence."""
+        return self.queue.rows()
+
+    def unfinished(self) -> Iterator[int]:
+        """See `Policy.unfinished`."""
+        assert self.views is not None
+        return self.queue.only(self.views.partial)
+
+    def order(self, views: Views) -> Iterator[int]:
+        """See `Policy.order`."""
+        return self.queue.only(views.waiting)
+
+
+class ServiceLevel(EarliestDeadline):
+    """Deadline order that meets as many deadlines as it can, by putting the largest request last where not all can be.
+
+    On arrivals and at least every `WALK_INTERVAL_NS` the prefills are walked through in deadline order; where the work
+    up to one of them cannot be done by its deadline, the largest so far is put last for good, which leaves the fewest
+    requests late (Moore and Hodgson 1968; the same idea as relegation in Niyama). Those put last are served when nobody
+    else wants to be. With `slo_max_wait_s` W, they compete again with the deadline arrival + unloaded prefill + W; with
+    `slo_reject` they are refused when their deadline comes.
+    """
+
+    name = "slo"
+    overtaking = (
+        "until its deadline by requests that are due earlier; after it without bound, or with slo_max_wait_s only by "
+        "requests that are due before arrival + unloaded prefill + that wait"
+    )
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        super().__init__(settings)
+        self._next_walk_ns = 0
+
+    def begin_step(self, views: Views) -> None:
+        """See `Policy.begin_step`."""
+        self.views = views
+        if self.queue.update(views) or views.now >= self._next_walk_ns:
+            self._next_walk_ns = views.now + WALK_INTERVAL_NS
+            self._walk(views)
+
+    def overdue(self) -> list[int]:
+        """See `Policy.overdue`."""
+        if not self.settings.slo_reject:
+            return []
+        assert self.views is not None
+        now, queue = self.views.now, self.queue
+        return [row for lane in queue.lanes() for row in lane[queue.last[lane] & (queue.due_ns[lane] <= now)].tolist()]
+
+    def _walk(self, views: Views) -> None:
+        """Put last whoever has to be, most urgent lane first; the work of more urgent lanes comes before all others."""
+        assert views.cost is not None
+        time = PrefillTime.of(views.cost)
+        times = self.time_rule.step_times(views, time)
+        start_ns = views.now + times.target_s * NS_PER_S
+        for lane in self.queue.lanes():
+            work_ns = self._work_ns(views.columns, lane, time, times.stretch)
+            never = self.queue.last[lane] | (views.columns.first_token_ns[lane] > 0)
+            due_ns = np.where(never, np.inf, self.queue.due_ns[lane])
+            chosen = _largest_of_late(start_ns, work_ns, due_ns)
+            start_ns += float(work_ns.sum())
+            if chosen:
+                self.queue.put_last(lane[chosen])
+            if len(chosen) == MOST_PUT_LAST:
+                self._next_walk_ns = views.now
+
+    def _work_ns(self, columns: Columns, rows: Int32Array, time: PrefillTime, stretch: float) -> Float64Array:
+        """How long the steps take that finish each prefill, float64[len(rows)]."""
+        done = np.maximum(columns.planned[rows], columns.matchable[rows])
+        seconds: Float64Array = time.rest_s(done, columns.target[rows] - done)
+        return seconds * (stretch * NS_PER_S)
+
+
+def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Array) -> list[int]:
+    """Places to leave out so that the others, done one after the other from `start_ns`, are in time.
+
+    Both arrays are in the order of work; a place with an infinite deadline is never chosen. Who would be late even
+    alone is chosen first, since nobody else could help it.
+    """
+    work, due = work_ns.copy(), due_ns.copy()
+    chosen: list[int] = np.flatnonzero(start_ns + work > due)[:MOST_PUT_LAST].tolist()
+    due[chosen] = np.inf
+    work[chosen] = 0.0
+    end = start_ns + np.cumsum(work)
+    while len(chosen) < MOST_PUT_LAST:
+        late = int(np.argmax(end > due)) if len(end) else 0
+        if not len(end) or end[late] <= due[late]:
+            break
+        largest = int(np.argmax(np.where(np.isfinite(due[: late + 1]), work[: late + 1], -1.0)))
+        end[largest:] -= work[largest]
+        work[largest], due[largest] = 0.0, np.inf
+        chosen.append(largest)
+    return chosen
+
+
+POLICIES: list[type[Policy]] = [EarliestDeadline, ServiceLevel]

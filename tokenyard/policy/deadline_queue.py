@@ -1,0 +1,136 @@
+"""Prefills by deadline, kept sorted from step to step, so that a long queue costs little."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tokenyard.base import BoolArray, CostModel, Int32Array, Int64Array, SchedulerSettings
+from tokenyard.cost import unloaded_prefill_s
+from tokenyard.policy.targets import NS_PER_MS
+from tokenyard.policy.views import NO_DEADLINE, Columns, Views, urgency
+
+NS_PER_S = 1_000_000_000
+FAR_NS = 1 << 61
+"""Added to a deadline, puts a request behind all that have one and keeps the order among themselves."""
+
+BLOCK_ROWS = 64
+NOT_PLACED = -1
+
+
+class DeadlineQueue:
+    """Waiting and started prefills by (urgency, key, arrival); the key is the deadline until someone is put last.
+
+    It finds out by itself who is new, who left, and whose deadline or priority changed, in a handful of array
+    operations a step. Columns by table row: `due_ns` when the first token is due, `own_ns` the key of a row that is put
+    last, `last` who is.
+    """
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._lanes: dict[int, Int32Array] = {}
+        self.due_ns = self.own_ns = self._key = self._seen = self._given = self._urgent = np.empty(0, np.int64)
+        self._mark = np.empty(0, np.int64)
+        self.last: BoolArray = np.empty(0, np.bool_)
+        self._tick = 0
+
+    def update(self, views: Views) -> bool:
+        """Take in the state at the start of a step; returns whether a row is new. `views` must have a cost model."""
+        columns, rows = views.columns, np.concatenate((views.partial, views.waiting))
+        self._grow(len(columns.seq))
+        changed = (self._seen[rows] != columns.seq[rows]) | (self._given[rows] != columns.deadline_ns[rows])
+        if self._settings.enable_priority_scheduling:
+            changed |= self._urgent[rows] != self._urgency(columns, rows)
+        fresh = rows[changed]
+        self._tick += 1
+        self._mark[rows] = self._tick
+        self._mark[fresh] = 0
+        self._drop_unmarked()
+        if len(fresh):
+            assert views.cost is not None
+            self._place(columns, fresh, views.cost)
+        return bool(len(fresh))
+
+    def lanes(self) -> list[Int32Array]:
+        """Rows of each urgency, the most urgent first; in each by key."""
+        return [self._lanes[urgent] for urgent in sorted(self._lanes, reverse=True)]
+
+    def rows(self) -> Iterator[int]:
+        """All rows, best first, made into Python numbers only as far as they are drawn."""
+        for lane in self.lanes():
+            for start in range(0, len(lane), BLOCK_ROWS):
+                yield from lane[start : start + BLOCK_ROWS].tolist()
+
+    def only(self, rows: Int32Array) -> Iterator[int]:
+        """Those of `rows` that are queued, best first."""
+        wanted = np.zeros(len(self._mark), np.bool_)
+        wanted[rows] = True
+        for lane in self.lanes():
+            yield from lane[wanted[lane]].tolist()
+
+    def put_last(self, rows: Int32Array) -> None:
+        """From now on these rows stand where their own key belongs."""
+        self.last[rows] = True
+        self._key[rows] = self.own_ns[rows]
+        seen = self._seen[rows]
+        self._mark[rows] = 0
+        self._drop_unmarked()
+        self._insert(rows)
+        self._seen[rows] = seen
+
+    def _place(self, columns: Columns, fresh: Int32Array, cost: CostModel) -> None:
+        self._given[fresh] = columns.deadline_ns[fresh]
+        self._urgent[fresh] = self._urgency(columns, fresh)
+        for row in fresh.tolist():
+            self._promise(columns, row, cost)
+        self.last[fresh] = False
+        self._key[fresh] = self.due_ns[fresh]
+        self._insert(fresh[np.argsort(columns.seq[fresh], kind="stable")])
+        self._seen[fresh] = columns.seq[fresh]
+
+    def _promise(self, columns: Columns, row: int, cost: CostModel) -> None:
+        """Work out when the row's first token is due, and the key that it has if it is put last."""
+        settings, arrival, ttft = self._settings, int(columns.arrival_ns[row]), int(columns.ttft_ns[row])
+        unloaded = round(unloaded_prefill_s(cost, int(columns.prompt_tokens[row])) * NS_PER_S)
+        if ttft <= 0:
+            ttft = max(round(settings.slo_ttft_ms * NS_PER_MS), round(settings.slo_ttft_scale * unloaded))
+        given = int(columns.deadline_ns[row])
+        due = min(given if given != NO_DEADLINE else arrival + ttft, FAR_NS)
+        self.due_ns[row] = due
+        wait_s = settings.slo_max_wait_s
+        self.own_ns[row] = arrival + unloaded + round(wait_s * NS_PER_S) if wait_s > 0.0 else due + FAR_NS
+
+    def _insert(self, rows: Int32Array) -> None:
+        """Put rows into their lanes; among equal keys behind who is there, and as they come."""
+        for urgent in np.unique(self._urgent[rows]).tolist():
+            new = rows[self._urgent[rows] == urgent]
+            new = new[np.argsort(self._key[new], kind="stable")]
+            lane = self._lanes.get(urgent)
+            if lane is not None:
+                new = np.insert(lane, np.searchsorted(self._key[lane], self._key[new], side="right"), new)
+            self._lanes[urgent] = new
+        self._mark[rows] = self._tick
+
+    def _drop_unmarked(self) -> None:
+        for urgent, lane in list(self._lanes.items()):
+            stays = self._mark[lane] == self._tick
+            if stays.all():
+                continue
+            self._seen[lane[~stays]] = NOT_PLACED
+            if stays.any():
+                self._lanes[urgent] = lane[stays]
+            else:
+                del self._lanes[urgent]
+
+    def _urgency(self, columns: Columns, rows: Int32Array) -> Int64Array:
+        if not self._settings.enable_priority_scheduling:
+            return np.zeros(len(rows), np.int64)
+        return urgency(columns.priority[rows], self._settings.schedule_low_priority_values_first)
+
+    def _grow(self, capacity: int) -> None:
+        extra = capacity - len(self._mark)
+        if extra <= 0:
+            return
+        for name in ("due_ns", "own_ns", "_key", "_given", "_urgent", "_mark"):
+            setattr(self, name, np.concatenate((getattr(self, name), np.zeros(extra, np.int64))))
+        self._seen = np.concatenate((self._seen, np.full(extra, NOT_PLACED, np.int64)))
+        self.last = np.concatenate((self.last, np.zeros(extra, np.bool_)))

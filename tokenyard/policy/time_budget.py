@@ -1,0 +1,145 @@
+"""Steps bounded in time instead of tokens: chunks as large as the decoding requests can afford.
+
+The four mechanisms of the deadline policies rest on it; its effect alone is small (Sarathi-Serve and Niyama have the
+idea, the reference notes on goodput the figures).
+"""
+
+from dataclasses import dataclass
+
+from tokenyard.base import SchedulerSettings, StepWork
+from tokenyard.policy.budget import UNLIMITED, BudgetRule, default_budget
+from tokenyard.policy.prefill_time import PrefillTime
+from tokenyard.policy.targets import ahead_ns, tpot_ns
+from tokenyard.policy.views import Views
+
+STEP_SHARE = 0.92
+"""A step takes at most this share of the tightest target per token, which leaves room for errors of the cost model."""
+
+LEAST_PREFILL_SHARE = 0.1
+SAFETY_S = 0.001
+LEAST_PARTIALS = 4
+PATIENCE_STEPS = 8
+NS_PER_S = 1e9
+S_PER_MS = 1e-3
+
+
+@dataclass(slots=True)
+class TimeBudget:
+    """A step's allowance in seconds (see `budget.StepBudget`).
+
+    Chunks that do not complete a prompt are multiples of `multiple`. `granted_tokens` may be had once even if the time
+    is not there, so that prefill moves on whatever the targets are.
+    """
+
+    max_requests: int
+    max_partials: int
+    time: PrefillTime
+    left_s: float
+    left_tokens: int
+    multiple: int
+    granted_tokens: int
+    prefill: bool = True
+    with_decode: bool = True
+    denied: bool = False
+
+    def chunk(self, prefix: int, remaining: int) -> int:
+        """See `StepBudget.chunk`."""
+        most = min(self.time.tokens(prefix, self.left_s), self.left_tokens)
+        if remaining <= most:
+            return remaining
+        whole = most - most % self.multiple
+        if whole > 0:
+            return whole
+        self.denied = not self.granted_tokens
+        return min(remaining, self.granted_tokens)
+
+    def spend(self, prefix: int, tokens: int) -> None:
+        """See `StepBudget.spend`."""
+        self.left_s -= self.time.chunk_s(prefix, tokens)
+        self.left_tokens -= tokens
+        self.granted_tokens = 0
+        self.denied = False
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """How long the next step may take. limit_s: the whole step. target_s: what it would be without slack. base_s: what
+    its decodes take by themselves.
+    """
+
+    limit_s: float
+    target_s: float
+    base_s: float
+    decoding: bool
+
+    @property
+    def stretch(self) -> float:
+        """Seconds of steps that a second of prefill work takes while things stay as they are."""
+        if not self.decoding:
+            return 1.05
+        return self.target_s / max(self.target_s - self.base_s, LEAST_PREFILL_SHARE * self.target_s)
+
+
+class TimeBudgetRule:
+    """Bounds steps by the cost model, so that the tightest decoding request keeps its time per token.
+
+    While anything decodes, a step takes at most `STEP_SHARE` of the tightest target. With `use_slack` it may take
+    longer, up to `slo_idle_step_ms`, as long as every decoding request stays ahead of its mean target. While nothing
+    decodes it takes `slo_idle_step_ms`. Where decodes alone take longer than their target allows, that target is lost
+    in any case, and prefill gets as much time as they take; a chunk comes at least every `PATIENCE_STEPS` steps.
+    """
+
+    needs_cost = True
+
+    def __init__(self, settings: SchedulerSettings, use_slack: bool) -> None:
+        self._settings = settings
+        self._use_slack = use_slack
+        page = settings.page_size
+        self._multiple = -(-settings.slo_chunk_tokens // page) * page
+        self._last: TimeBudget | None = None
+        self._denied_steps = 0
+
+    def begin(self, views: Views) -> TimeBudget:
+        """See `BudgetRule.begin`. The views must come with a cost model."""
+        assert views.cost is not None
+        self._denied_steps = self._denied_steps + 1 if self._last is not None and self._last.denied else 0
+        time = PrefillTime.of(views.cost)
+        times = self.step_times(views, time)
+        must = not times.decoding or self._denied_steps >= PATIENCE_STEPS
+        requests = self._settings.prefill_max_requests
+        self._last = TimeBudget(
+            max_requests=requests if requests > 0 else UNLIMITED,
+            max_partials=max(self._settings.max_partial_prefills, LEAST_PARTIALS),
+            time=time,
+            left_s=times.limit_s - times.base_s,
+            left_tokens=max(self._settings.max_prefill_tokens, self._multiple),
+            multiple=self._multiple,
+            granted_tokens=self._multiple if must else 0,
+        )
+        return self._last
+
+    def step_times(self, views: Views, time: PrefillTime) -> StepTimes:
+        """How long the step about to be planned may take, and what is taken already."""
+        assert views.cost is not None
+        settings, columns, running = self._settings, views.columns, views.running
+        idle_s = settings.slo_idle_step_ms * S_PER_MS
+        context = int(columns.planned[running].sum()) + len(running)
+        decodes = StepWork(tokens=len(running), rows=len(running), decode_rows=len(running), decode_context=context)
+        base_s = time.base_s(views.cost, decodes)
+        if not len(running):
+            return StepTimes(idle_s, STEP_SHARE * settings.slo_tpot_ms * S_PER_MS, base_s, decoding=False)
+        target_s = STEP_SHARE * int(tpot_ns(columns, running, settings).min()) / NS_PER_S
+        limit_s = target_s
+        if self._use_slack:
+            ahead_s = int(ahead_ns(columns, running, settings, views.now).min()) / NS_PER_S
+            limit_s = max(target_s, min(idle_s, ahead_s - SAFETY_S))
+        if base_s >= limit_s:
+            limit_s = 2.0 * base_s
+        return StepTimes(limit_s, target_s, base_s, decoding=True)
+
+
+def create_budget_rule(settings: SchedulerSettings) -> BudgetRule:
+    """The budget rule that `settings.step_budget` asks for; "auto" means tokens."""
+    if settings.step_budget == "time":
+        return TimeBudgetRule(settings, use_slack=False)
+    return default_budget(settings)
