@@ -113,11 +113,10 @@ class PagedAttention:
         first = (last - (window - 1)).clamp_min_(0) if window else torch.zeros_like(last)
         positions = first[:, None] + torch.arange(longest, device=last.device)
         seen = positions <= last[:, None]
+        # Padding reads the row's first token: masked, but finite, whatever other requests left behind in the pool.
         slots = self._pages.slots(rows[:, None], torch.where(seen, positions, 0))
         mask = None
         if int(lengths.min()) < longest:
-            # Padding reads the padding page, never what some other request left behind.
-            slots = torch.where(seen, slots, 0)
             mask = _additive(seen, self._pool.tensor.dtype)[:, None, None, :]
         return _DecodeGroup(index, len(lengths), longest, slots.flatten(), mask)
 
