@@ -1,0 +1,146 @@
+"""Does the simulator foretell a real engine? vLLM on an RTX PRO 6000, as LLMServingSim recorded it.
+
+    python benchmarks/vllm_fidelity.py [--runs FOLDER] [--json OUT]
+
+The cost terms are fitted to the times of half of the requests and judged on the other half, which the fit has not seen:
+once with every other request, once with the earlier ones foretelling the later ones (which end in small batches that
+the earlier ones never saw). The record holds times per request, no steps, so the fit runs the simulator: coordinate
+search over the terms, from values that the device's data sheet suggests. Errors are those of the distribution: the
+simulated p50 against the recorded p50, and so on; `tpot` is the mean relative error over requests. vLLM 0.19 plans a
+step ahead, and so does the simulated engine.
+"""
+
+import argparse
+import gzip
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tokenyard.cost import LinearTerms, Profile
+from tokenyard.sim.content import TokenContent
+from tokenyard.sim.engine import Outcome, Setup, simulate
+from tokenyard.sim.presets import preset
+from tokenyard.sim.workload import Workload, uniform_columns
+
+RUNS = Path(__file__).resolve().parents[2] / "shared/traces/vllm-measured"
+WORKLOAD, RUN = "sharegpt-llama-3.1-8b-300-sps10.jsonl.gz", "RTXPRO6000/Llama-3.1-8B"
+KV_BYTES_PER_TOKEN, KV_POOL_TOKENS = 131_072, 500_000
+
+# 16 GB of weights at 1.8 TB/s; 131 kB of KV per token at the same; 250 TFLOP/s at half use for 16 GFLOP a token.
+FIRST_GUESS = LinearTerms(0.0, 12.0, 7.0, 0.1, 8e-5, 2e-6, 0.02)
+FITTED = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
+STEPS = (1.3, 1.1, 1.03)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The recorded run: arrivals and times in seconds, columns by request in order of arrival."""
+
+    workload: Workload
+    ttft_s: np.ndarray
+    tpot_s: np.ndarray
+    settings: dict
+
+
+def read_record(folder: Path) -> Record:
+    """The workload with its recorded arrivals, and what became of it."""
+    with gzip.open(folder / WORKLOAD, "rt") as lines:
+        sent = [json.loads(line) for line in lines]
+    with open(folder / RUN / "requests.jsonl") as lines:
+        rows = [json.loads(line) for line in lines]
+    rows.sort(key=lambda row: row["queued_ts"])
+    sources = [sent[int(row["request_id"].removeprefix("bench-"))] for row in rows]
+    queued = np.array([row["queued_ts"] for row in rows])
+    first = np.array([row["first_token_ts"] for row in rows])
+    last = np.array([row["last_token_ts"] for row in rows])
+    outputs = np.array([row["output_toks"] for row in rows], np.int32)
+    prompts = [np.array(source["input_tok_ids"], np.int32) for source in sources]
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    workload = uniform_columns("vllm-measured", queued - queued[0], lengths, outputs, TokenContent(prompts))
+    settings = json.loads((folder / RUN / "meta.json").read_text())["engine_kwargs"]
+    return Record(workload, first - queued, (last - first) / (outputs - 1), settings)
+
+
+def run(record: Record, terms: LinearTerms) -> Outcome:
+    """The recorded workload through the simulator, with the recorded engine's settings."""
+    context = record.workload.max_prompt_tokens + record.workload.max_output_tokens + 1
+    settings = replace(
+        preset("vllm-default", context),
+        chunked_prefill_size=record.settings["max_num_batched_tokens"],
+        max_running_requests=record.settings["max_num_seqs"],
+        disable_radix_cache=False,
+        max_in_flight=2,
+    )
+    profile = Profile("rtx-pro-6000", "llama-3.1-8b", terms, KV_POOL_TOKENS, KV_BYTES_PER_TOKEN, context, "fitted")
+    return simulate(record.workload, Setup(profile, settings))
+
+
+def loss(record: Record, terms: LinearTerms, half: slice) -> float:
+    """Mean relative error of TPOT and of TTFT; TTFT relative to the record's median, as small ones are noise."""
+    outcome = run(record, terms)
+    tpot = np.abs(outcome.tpot_s - record.tpot_s)[half] / record.tpot_s[half]
+    ttft = np.abs(outcome.ttft_s - record.ttft_s)[half] / np.median(record.ttft_s[half])
+    return float(tpot.mean() + min(ttft.mean(), 10.0))
+
+
+def fit(record: Record, half: slice) -> LinearTerms:
+    """Coordinate search with shrinking steps."""
+    best, best_loss = FIRST_GUESS, loss(record, FIRST_GUESS, half)
+    for step in STEPS:
+        improved = True
+        while improved:
+            improved = False
+            for name in FITTED:
+                for factor in (step, 1.0 / step):
+                    tried = replace(best, **{name: getattr(best, name) * factor})
+                    tried_loss = loss(record, tried, half)
+                    if tried_loss < best_loss * 0.999:
+                        best, best_loss, improved = tried, tried_loss, True
+    return best
+
+
+def errors(record: Record, outcome: Outcome, half: slice) -> dict[str, float]:
+    """Relative errors of the simulated against the recorded values."""
+    found = {"tpot": float(np.mean(np.abs(outcome.tpot_s - record.tpot_s)[half] / record.tpot_s[half]))}
+    for name, simulated, measured in (
+        ("ttft", outcome.ttft_s[half], record.ttft_s[half]),
+        ("tpot", outcome.tpot_s[half], record.tpot_s[half]),
+    ):
+        for label, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+            known = float(np.quantile(measured, share))
+            found[f"{name}_{label}"] = abs(float(np.quantile(simulated, share)) - known) / known
+    return found
+
+
+def main() -> None:
+    """Fit, judge, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    record = read_record(args.runs)
+    middle = len(record.workload) // 2
+    splits = {
+        "every other": (slice(0, None, 2), slice(1, None, 2)),
+        "later": (slice(0, middle), slice(middle, None)),
+    }
+    result = {}
+    for name, (seen, unseen) in splits.items():
+        terms = fit(record, seen)
+        outcome = run(record, terms)
+        print(f"{name}, terms in ms:", ", ".join(f"{term} {getattr(terms, term):.4g}" for term in FITTED))
+        result[f"{name}, fitted on"] = errors(record, outcome, seen)
+        result[f"{name}, foretold"] = errors(record, outcome, unseen)
+    columns = list(next(iter(result.values())))
+    print("| requests | " + " | ".join(columns) + " |")
+    print("| --- |" + " ---: |" * len(columns))
+    for name, values in result.items():
+        print(f"| {name} | " + " | ".join(f"{100 * value:.1f} %" for value in values.values()) + " |")
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The commands simulate, compare and goodput, through their own parsers."""
+
+import argparse
+import json
+
+import pytest
+
+from tokenyard.base import ConfigError
+from tokenyard.cli.compare import add_compare_arguments, run_compare
+from tokenyard.cli.flags import Parser
+from tokenyard.cli.goodput import add_goodput_arguments, run_goodput
+from tokenyard.cli.simulate import add_simulate_arguments, run_simulate
+from tokenyard.cli.simulation import load_tokenizer, load_workload, make_setup
+from tokenyard.config import DEMO_MODEL
+from tokenyard.cost import get_profile, save_profile
+
+SMALL = ["--synthetic", "plain", "--limit", "60", "--request-rate", "20"]
+
+
+def parse(add_arguments, *argv: str) -> argparse.Namespace:
+    parser = Parser()
+    add_arguments(parser)
+    return parser.parse_strictly(argv)
+
+
+def simulate_args(*argv: str) -> argparse.Namespace:
+    return parse(add_simulate_arguments, *argv)
+
+
+def test_simulate_writes_numbers_report_and_steps(tmp_path, capsys):
+    out, report, steps = tmp_path / "o.json", tmp_path / "r.html", tmp_path / "p.json"
+    outputs = ["--json", str(out), "--report", str(report), "--perfetto", str(steps)]
+    assert run_simulate(simulate_args(*SMALL, "--preset", "sglang-default", "--bound", *outputs)) == 0
+    numbers = json.loads(out.read_text())
+    assert numbers["requests"] == 60
+    assert numbers["bound_slo_attainment"] >= numbers["slo_attainment"]
+    assert "<svg" in report.read_text()
+    assert json.loads(steps.read_text())["traceEvents"]
+    assert "SLO attainment" in capsys.readouterr().out
+
+
+def test_quiet_says_nothing(capsys):
+    assert run_simulate(simulate_args(*SMALL, "--preset", "vllm-default", "--quiet")) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_flags_win_over_the_preset_and_the_preset_over_the_defaults():
+    args = simulate_args(*SMALL, "--preset", "vllm-default", "--chunked-prefill-size", "512", "--enable-prefix-caching")
+    settings = make_setup(args, load_workload(args), "vllm-default").settings
+    assert (settings.chunked_prefill_size, settings.enable_mixed_chunk) == (512, True)
+    assert not settings.disable_radix_cache
+
+
+def test_without_a_preset_the_servers_own_settings_are_simulated():
+    args = simulate_args(*SMALL, "--max-total-tokens", "64k", "--overlap", "--host-us", "150")
+    setup = make_setup(args, load_workload(args), None)
+    assert setup.settings.max_running_requests == 256
+    assert setup.settings.max_in_flight == 2
+    assert setup.kv_pool_tokens == 64_000
+    assert setup.host_s == pytest.approx(150e-6)
+
+
+def test_a_profile_file_takes_the_place_of_device_and_model(tmp_path):
+    save_profile(get_profile("a100", "llama-2-7b"), tmp_path / "p.json")
+    args = simulate_args(*SMALL, "--profile", str(tmp_path / "p.json"))
+    assert make_setup(args, load_workload(args), None).profile.name == "a100/llama-2-7b"
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ([], "either --trace FILE or --synthetic"),
+        ([*SMALL, "--trace", "x"], "either --trace FILE or --synthetic"),
+        ([*SMALL, "--device", "abacus"], "no cost profile"),
+        ([*SMALL, "--rate-scale", "-1"], "--rate-scale"),
+        ([*SMALL, "--slo-tpot-ms", "0"], "SLO"),
+        ([*SMALL, "--schedule-policy", "fcsf"], "no schedule policy"),
+        ([*SMALL, "--chunked-prefill-size", "7"], "--chunked-prefill-size"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_line(argv, complaint):
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        run_simulate(simulate_args("--quiet", *argv))
+    assert "\n" not in caught.value.message
+
+
+def test_compare_runs_settings_side_by_side(tmp_path, capsys):
+    out, report = tmp_path / "o.json", tmp_path / "r.html"
+    argv = ["sglang-default", "fcfs", *SMALL, "--jobs", "2", "--json", str(out), "--report", str(report)]
+    assert run_compare(parse(add_compare_arguments, *argv)) == 0
+    numbers = json.loads(out.read_text())
+    assert list(numbers) == ["sglang-default", "fcfs"]
+    assert all(one["finished"] == 60 for one in numbers.values())
+    assert "sglang-default" in report.read_text()
+    assert "fcfs" in capsys.readouterr().out
+
+
+def test_compare_tells_what_is_wrong_with_one_of_its_settings():
+    with pytest.raises(ConfigError, match="no schedule policy 'nonsense'"):
+        run_compare(parse(add_compare_arguments, "fcfs", "nonsense", *SMALL, "--quiet"))
+    with pytest.raises(ConfigError, match="as names"):
+        run_compare(parse(add_compare_arguments, "fcfs", "--preset", "sarathi", *SMALL))
+
+
+def test_goodput_finds_a_load_and_draws_its_curve(tmp_path, capsys):
+    out, report = tmp_path / "o.json", tmp_path / "r.html"
+    argv = ["sglang-default", "--synthetic", "plain", "--limit", "150", "--tolerance", "0.2", "--targets", "0.9"]
+    argv += ["--json", str(out), "--report", str(report), "--max-wait-s", "60"]
+    assert run_goodput(parse(add_goodput_arguments, *argv)) == 0
+    document = json.loads(out.read_text())
+    scale = document["largest_scale"]["sglang-default"]["0.9"]
+    points = dict(map(tuple, document["points"]["sglang-default"]))
+    assert points[scale]["slo_attainment"] >= 0.9
+    assert any(run["slo_attainment"] < 0.9 for at, run in points.items() if at > scale)
+    assert "90 %" in report.read_text()
+    assert "90 %" in capsys.readouterr().out
+
+
+def test_goodput_refuses_targets_that_are_no_shares():
+    with pytest.raises(ConfigError, match="--targets"):
+        run_goodput(parse(add_goodput_arguments, "fcfs", *SMALL, "--targets", "90"))
+
+
+def test_a_tokenizer_folder_or_a_clear_line(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+    if not (DEMO_MODEL / "tokenizer.json").is_file():
+        pytest.skip("the demo model is not there")
+    assert len(load_tokenizer(DEMO_MODEL)("hello there")) > 0
