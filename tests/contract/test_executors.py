@@ -16,7 +16,9 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "tokenyard" / "demo_model"
 
 
 def make_mock(page_size):
-    return load_mock(vocab_size=1000, page_size=page_size, max_total_tokens=256, max_pool_rows=4, step_ms=0.0)
+    return load_mock(
+        vocab_size=1000, page_size=page_size, max_total_tokens=256, max_pool_rows=4, step_ms=0.0, check_kv=True
+    )
 
 
 def make_torch(page_size):

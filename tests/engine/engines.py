@@ -2,6 +2,7 @@
 
 from tests.engine.text_helpers import DEMO_TOKENIZER
 from tokenyard.engine.config import EngineConfig
+from tokenyard.executor.mock import load_executor
 
 DEMO_FOLDER = DEMO_TOKENIZER.parent
 
@@ -10,8 +11,13 @@ def mock_config(*, skip_tokenizer=False, overlap=True, **options):
     return EngineConfig(
         model_path=str(DEMO_FOLDER),
         executor="mock",
-        executor_options={"step_ms": 1.0, "max_total_tokens": 4096, **options},
+        executor_options={"step_ms": 1.0, "max_total_tokens": 4096, "check_kv": True, **options},
         skip_tokenizer_init=skip_tokenizer,
         overlap=overlap,
         log_level="warning",
     )
+
+
+def watched_mock(**options):
+    """A mock executor that checks every KV page it is told to read."""
+    return load_executor(check_kv=True, **options)

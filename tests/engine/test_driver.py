@@ -6,13 +6,13 @@ import time
 import numpy as np
 import pytest
 
+from tests.engine.engines import watched_mock
 from tokenyard.base import Cancel, Pause, Request, Resume, SamplingParams, SchedulerSettings, SetPolicy, Submit
 from tokenyard.engine.driver import DeviceBrokenError, Driver
 from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.liveness import HeartbeatThread, LoopState, heartbeat_age_s
 from tokenyard.engine.messages import FlushCache, FlushReply, GetSnapshot, SnapshotReply
 from tokenyard.engine.step_log import StepLog
-from tokenyard.executor.mock import load_executor
 from tokenyard.scheduler import Scheduler
 
 LOOPS = [(event_loop_normal, 1), (event_loop_overlap, 2)]
@@ -79,7 +79,7 @@ class FailingExecutor:
 
 
 def run(loop, depth, port, *, executor=None, log=None, state=None, **settings):
-    executor = executor or load_executor(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
+    executor = executor or watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
     scheduler = Scheduler(SchedulerSettings(max_in_flight=depth, **settings), executor.info)
     driver = Driver(scheduler, executor, port, log=log or StepLog(0), state=state or LoopState())
     loop(driver)
@@ -116,7 +116,7 @@ def test_a_pause_holds_everything_until_resume(loop, depth):
 @pytest.mark.parametrize("where", ["launches", "collects"])
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_failed_step_ends_its_requests_and_no_more(loop, depth, where, step):
-    inner = load_executor(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
+    inner = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
     executor = FailingExecutor(inner, **{where: [step]})
     port = ScriptedPort([submit(1), submit(2, (9, 9))], [submit(3)], [GetSnapshot(1)])
     run(loop, depth, port, executor=executor)
@@ -131,7 +131,7 @@ def test_a_failed_step_ends_its_requests_and_no_more(loop, depth, where, step):
 
 @both_loops
 def test_a_device_that_keeps_failing_ends_the_loop(loop, depth):
-    executor = FailingExecutor(load_executor(step_ms=0.0, max_total_tokens=128), launches=range(1, 9))
+    executor = FailingExecutor(watched_mock(step_ms=0.0, max_total_tokens=128), launches=range(1, 9))
     port = ScriptedPort([submit(1)], [submit(2)])
     with pytest.raises(DeviceBrokenError, match="out of luck"):
         run(loop, depth, port, executor=executor)
@@ -140,7 +140,7 @@ def test_a_device_that_keeps_failing_ends_the_loop(loop, depth):
 
 def test_a_lost_device_ends_the_loop_at_once():
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    executor = FailingExecutor(load_executor(step_ms=0.0, max_total_tokens=128), collects=[1], error=error)
+    executor = FailingExecutor(watched_mock(step_ms=0.0, max_total_tokens=128), collects=[1], error=error)
     port = ScriptedPort([submit(1)])
     with pytest.raises(DeviceBrokenError, match="illegal memory access"):
         run(event_loop_normal, 1, port, executor=executor)
@@ -171,7 +171,7 @@ def test_heartbeats_go_on_during_a_step(monkeypatch):
     state, beats = LoopState(), []
     thread = HeartbeatThread(state, beats.append, lambda: None)
     thread.start()
-    executor = load_executor(step_ms=150.0, max_total_tokens=128)
+    executor = watched_mock(step_ms=150.0, max_total_tokens=128)
     run(event_loop_normal, 1, ScriptedPort([submit(1, tokens=2)]), executor=executor, state=state)
     thread.close()
     assert "step" in {beat.doing for beat in beats}

@@ -15,7 +15,15 @@ PROMPT = [5, 6, 7, 8]
 
 def make(**options):
     return load_executor(
-        **{"vocab_size": 100, "max_total_tokens": 64, "max_pool_rows": 4, "step_ms": 0.0, "page_size": 2, **options}
+        **{
+            "vocab_size": 100,
+            "max_total_tokens": 64,
+            "max_pool_rows": 4,
+            "step_ms": 0.0,
+            "page_size": 2,
+            "check_kv": True,
+            **options,
+        }
     )
 
 

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.engines import watched_mock
 from tests.engine.test_driver import LOOPS, ScriptedPort, run, submit
 from tokenyard.base import Cancel, StopFound
 from tokenyard.engine.messages import GetSnapshot, SnapshotReply
-from tokenyard.executor.mock import load_executor
 
 LONGEST = 40
 
@@ -17,7 +17,7 @@ def answers_alone(prompts, tokens):
     found = []
     for prompt, count in zip(prompts, tokens, strict=True):
         port = ScriptedPort([submit(1, prompt, count)])
-        run(*LOOPS[0], port, executor=load_executor(step_ms=0.0, max_total_tokens=128, max_pool_rows=2))
+        run(*LOOPS[0], port, executor=watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=2))
         found.append(port.tokens()[1])
     return found
 
@@ -43,7 +43,7 @@ def test_no_schedule_changes_an_answer(data, prompts, loop):
         "schedule_policy": data.draw(st.sampled_from(["fcfs", "lpm"]), "policy"),
         "init_new_token_ratio": data.draw(st.sampled_from([0.1, 0.7]), "ratio"),
     }
-    executor = load_executor(step_ms=0.0, page_size=page, max_total_tokens=pool, max_pool_rows=6)
+    executor = watched_mock(step_ms=0.0, page_size=page, max_total_tokens=pool, max_pool_rows=6)
     requests = [submit(i + 1, prompt, count) for i, (prompt, count) in enumerate(zip(prompts, tokens, strict=True))]
     cut = data.draw(st.integers(0, len(requests)), "in two groups")
     port = ScriptedPort(requests[:cut], requests[cut:], [GetSnapshot(1)])
@@ -82,7 +82,7 @@ def test_interruptions_leave_the_others_alone(data, prompts, loop):
         )
     )
     tokens = [12] * len(prompts)
-    executor = load_executor(step_ms=0.0, page_size=2, max_total_tokens=64, max_pool_rows=6)
+    executor = watched_mock(step_ms=0.0, page_size=2, max_total_tokens=64, max_pool_rows=6)
     port = InterruptingPort(
         interruptions, [submit(i + 1, prompt, 12) for i, prompt in enumerate(prompts)], [GetSnapshot(1)]
     )

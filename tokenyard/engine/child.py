@@ -79,14 +79,11 @@ def _report(fd: int, message: ChildReport) -> None:
 
 
 def _read_line(fd: int) -> bytes:
-    """Read up to a newline without buffering, so that the end of the input can be polled for afterwards."""
-    parts: list[bytes] = []
-    while not parts or not parts[-1].endswith(b"\n"):
-        part = os.read(fd, 65536)
-        if not part:
-            break
-        parts.append(part)
-    return b"".join(parts)
+    """Read exactly one line, byte by byte: what follows it is the word to stop, which `Inbox` must still see."""
+    line = bytearray()
+    while not line.endswith(b"\n") and (byte := os.read(fd, 1)):
+        line += byte
+    return bytes(line)
 
 
 def die_with_parent() -> None:

@@ -50,8 +50,8 @@ def run_detokenizer(task: ChildTask, report: ReportReady) -> None:
 def _pass_on(
     message: FromScheduler,
     assembler: TextAssembler,
-    to_api: "zmq.Socket[bytes]",
-    to_scheduler: "zmq.Socket[bytes]",
+    to_api: zmq.Socket[bytes],
+    to_scheduler: zmq.Socket[bytes],
 ) -> None:
     if not isinstance(message, TokenBatch):
         to_api.send(TO_API.encode(message))

@@ -49,7 +49,7 @@ def load_cost(profile: str) -> CostModel | None:
 class SocketPort:
     """The scheduler's messages over ZeroMQ."""
 
-    def __init__(self, inbox: Inbox, out: "zmq.Socket[bytes]") -> None:
+    def __init__(self, inbox: Inbox, out: zmq.Socket[bytes]) -> None:
         self._inbox = inbox
         self._out = out
 
@@ -77,6 +77,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     if not config.skip_tokenizer_init:
         # The device must come free even if a step hangs; the detokenizer is left to remove the sockets.
         die_with_parent()
+        end_with_parent(task)
     executor = load_executor(config)
     scheduler = Scheduler(config.scheduler_settings(executor.info), executor.info, load_cost(config.cost_profile))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -110,7 +111,7 @@ def _end_all(driver: Driver, message: str) -> None:
         logger.exception("could not end the open requests")
 
 
-def _send_beat(socket: "zmq.Socket[bytes]", beat: Heartbeat) -> None:
+def _send_beat(socket: zmq.Socket[bytes], beat: Heartbeat) -> None:
     socket.send(FROM_SCHEDULER.encode(beat))
 
 

@@ -66,11 +66,6 @@ class Supervisor:
         assert info is not None
         return info
 
-    @property
-    def pids(self) -> dict[str, int]:
-        """Process ids by name."""
-        return {child.name: child.process.pid for child in self._children}
-
     async def stop(self) -> None:
         """Ask all children to end, and make those that do not within a few seconds."""
         self._stopping = True

@@ -1,0 +1,55 @@
+"""What child processes share: log lines, the task line, and giving up without a parent."""
+
+import json
+import logging
+import os
+
+import pytest
+
+from tokenyard.engine import child
+from tokenyard.engine.config import ChildTask, EngineConfig
+
+
+def test_log_lines_as_json(capsys):
+    try:
+        child.set_up_logging("info", "json")
+        try:
+            raise ValueError("no")
+        except ValueError:
+            logging.getLogger("room").exception("it broke: %s", "x")
+        logging.getLogger("room").debug("not said")
+        (line,) = capsys.readouterr().err.splitlines()
+        said = json.loads(line)
+        assert (said["level"], said["logger"], said["message"]) == ("error", "room", "it broke: x")
+        assert "ValueError: no" in said["error"]
+    finally:
+        logging.getLogger().handlers.clear()
+
+
+def test_the_task_line_leaves_the_stop_word_unread():
+    read_fd, write_fd = os.pipe()
+    os.write(write_fd, b"task\nstop\n")
+    os.close(write_fd)
+    assert child._read_line(read_fd) == b"task\n"
+    assert os.read(read_fd, 100) == b"stop\n"
+    assert child._read_line(read_fd) == b""
+    os.close(read_fd)
+
+
+def test_a_process_whose_parent_is_gone_ends_and_cleans_up(monkeypatch, tmp_path):
+    class EndedError(Exception):
+        pass
+
+    def end(code):
+        raise EndedError(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    task = ChildTask(EngineConfig("m"), "a", "b", "c", os.getppid(), str(sockets))
+    child.end_with_parent(task)
+    assert sockets.exists()
+    task.parent_pid += 1
+    with pytest.raises(EndedError):
+        child.end_with_parent(task)
+    assert not sockets.exists()
