@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -91,12 +89,12 @@ def test_slo_is_judged_on_the_whole_prompt_and_on_every_request():
     outcome = simulate(workload((0.0, 20_000, 1), (0.0, 100, 40)), setup())
     assert outcome.ttft_slo_s[0] == pytest.approx(5 * outcome.unloaded_s[0])
     assert outcome.ttft_slo_s[1] == 1.0
-    strict = replace(setup(), slo=SloTargets(ttft_s=0.0, ttft_scale=0.5, tpot_s=0.05))
+    strict = setup(settings={"slo_ttft_ms": 0.0, "slo_ttft_scale": 0.5})
     assert not simulate(workload((0.0, 20_000, 1)), strict).met.any()
 
 
 def test_a_slow_answer_misses_its_token_target():
-    strict = replace(setup(), slo=SloTargets(tpot_s=0.001))
+    strict = setup(settings={"slo_tpot_ms": 1.0})
     outcome = simulate(workload((0.0, 100, 40), (0.0, 100, 1)), strict)
     assert outcome.met.tolist() == [False, True], "an answer of one token has no time per token"
 

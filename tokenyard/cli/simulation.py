@@ -16,18 +16,19 @@ from tokenyard.cli.flags import Flag, all_flags
 from tokenyard.config import Settings
 from tokenyard.cost import Profile, get_profile, load_profile
 from tokenyard.router.choice import CHOOSERS
-from tokenyard.sim.engine import Setup, SloTargets
+from tokenyard.sim.engine import Setup
 from tokenyard.sim.presets import preset, preset_names
 from tokenyard.sim.synthetic import SYNTHETIC, synthetic
 from tokenyard.sim.traces import TRACE_FORMATS, ReadOptions, Tokenize, read_trace
 from tokenyard.sim.workload import Workload
 
+SCHEDULER_GROUPS = ("scheduler", "urgency")
 MODEL_FLAGS = ("page_size", "max_total_tokens", "context_length")
 REPLACED_FLAGS = ("disable_overlap_schedule",)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is served: a trace or made-up traffic, and when a request counts as served well."""
+    """What is served: a trace or made-up traffic."""
     group = parser.add_argument_group("workload")
     group.add_argument("--trace", type=Path, metavar="FILE", help="recorded traffic")
     group.add_argument("--trace-format", choices=list(TRACE_FORMATS), default="tokenyard", help="form of the trace")
@@ -39,15 +40,6 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="let requests come X times as fast")
     group.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     group.add_argument("--tokenizer", type=Path, metavar="PATH", help="folder or tokenizer.json, for traces of text")
-    group.add_argument("--slo-ttft-ms", type=float, default=1000.0, metavar="MS", help="target of the first token")
-    group.add_argument(
-        "--slo-ttft-scale",
-        type=float,
-        default=5.0,
-        metavar="X",
-        help="or X times the unloaded prefill, if that is more",
-    )
-    group.add_argument("--slo-tpot-ms", type=float, default=50.0, metavar="MS", help="target of the time per token")
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +123,6 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
     return Setup(
         profile=profile,
         settings=settings,
-        slo=SloTargets(args.slo_ttft_ms / 1000, args.slo_ttft_scale, args.slo_tpot_ms / 1000),
         replicas=args.replicas,
         router=args.router,
         seed=args.seed,

@@ -17,7 +17,6 @@ from tokenyard.base import (
     Int64Array,
     Request,
     SchedulerSettings,
-    Slo,
 )
 from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
 from tokenyard.router.choice import Chooser, WorkerLoad, make_chooser
@@ -61,7 +60,6 @@ class Setup:
 
     profile: Profile
     settings: SchedulerSettings
-    slo: SloTargets = SloTargets()
     replicas: int = 1
     router: str = "round_robin"
     seed: int = 0
@@ -69,6 +67,12 @@ class Setup:
     kv_pool_tokens: int | None = None
     belief_scale: float = 1.0
     learn: bool = False
+
+    @property
+    def slo(self) -> SloTargets:
+        """The targets of requests that bring none: those the scheduler's settings name."""
+        settings = self.settings
+        return SloTargets(settings.slo_ttft_ms / 1e3, settings.slo_ttft_scale, settings.slo_tpot_ms / 1e3)
 
     def belief(self) -> CostModel:
         """A fresh cost model for one scheduler to plan with."""
@@ -198,7 +202,7 @@ class _Run:
         self._workload, self._setup = workload, setup
         self._truth: LinearCost = setup.profile.cost()
         self._content: Content = BlankContent() if setup.settings.disable_radix_cache else workload.content
-        self._slos: dict[int, tuple[float, Slo]] = {}
+        self._unloaded_s: dict[int, float] = {}
         self._outcome = _blank_outcome(workload, setup)
         self._replicas = [self._replica(observer if number == 0 else None) for number in range(setup.replicas)]
         self._loads = [WorkerLoad() for _ in self._replicas]
@@ -216,8 +220,8 @@ class _Run:
         arrival_ns = to_ns(float(self._workload.arrival_s[index]))
         for replica in self._replicas:
             replica.advance(arrival_ns)
-        unloaded_s, slo = self._targets(int(self._workload.prompt_tokens[index]))
-        request = self._workload.request(index, slo, self._content)
+        unloaded_s = self._unloaded(int(self._workload.prompt_tokens[index]))
+        request = self._workload.request(index, self._content)
         chosen = self._choose(request) if len(self._replicas) > 1 else 0
         self._outcome.replica[index] = chosen
         self._outcome.unloaded_s[index] = unloaded_s
@@ -228,13 +232,12 @@ class _Run:
         key = request.prompt_ids.tobytes() if self._chooser.needs_prompt else b""
         return self._chooser.choose(self._loads, key)
 
-    def _targets(self, prompt_tokens: int) -> tuple[float, Slo]:
-        known = self._slos.get(prompt_tokens)
-        if known is None:
-            slo, unloaded_s = self._setup.slo, unloaded_prefill_s(self._truth, prompt_tokens)
-            ttft_ns = to_ns(max(slo.ttft_s, slo.ttft_scale * unloaded_s))
-            known = self._slos[prompt_tokens] = unloaded_s, Slo(ttft_ns=ttft_ns, tpot_ns=to_ns(slo.tpot_s))
-        return known
+    def _unloaded(self, prompt_tokens: int) -> float:
+        """Seconds of the whole prompt's prefill on the idle device."""
+        seconds = self._unloaded_s.get(prompt_tokens)
+        if seconds is None:
+            seconds = self._unloaded_s[prompt_tokens] = unloaded_prefill_s(self._truth, prompt_tokens)
+        return seconds
 
     def _note_finish(self, finish: Finish) -> None:
         outcome, number = self._outcome, finish.number

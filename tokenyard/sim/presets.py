@@ -1,4 +1,8 @@
-"""Settings of other engines, as baselines in the same simulator."""
+"""Settings of other engines, as baselines in the same simulator.
+
+They are the columns of the project's reference simulation: headroom by past outputs for SGLang where the engine itself
+holds back a share of max_new_tokens (`headroom="ratio"` is that to the letter), no prefix cache except for lpm.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,27 +16,33 @@ MOST_RUNNING = 1024
 
 
 def _sglang(base: SchedulerSettings) -> SchedulerSettings:
-    """Prefill strictly before decode, first come first served, chunks of 8192."""
-    return replace(base, chunked_prefill_size=8192, prefill_decode_interval=0, enable_mixed_chunk=False)
+    """Prefill strictly before decode, first come first served, chunks of 8192, headroom by past outputs."""
+    return replace(base, chunked_prefill_size=8192, prefill_decode_interval=0, headroom="history")
 
 
 def _vllm(base: SchedulerSettings) -> SchedulerSettings:
-    """Decode in every step, prefill fills it up to 8192 tokens, nothing held back for answers."""
-    return replace(base, chunked_prefill_size=8192, enable_mixed_chunk=True)
+    """Decode in every step, prefill fills it up to 8192 tokens; nothing held back, the newest gives way."""
+    return replace(
+        base, chunked_prefill_size=8192, enable_mixed_chunk=True, headroom="none", retraction_policy="newest"
+    )
 
 
-def _sarathi(base: SchedulerSettings) -> SchedulerSettings:
-    """Sarathi-Serve's strict setting: mixed steps of at most 512 tokens."""
-    return replace(base, chunked_prefill_size=512, enable_mixed_chunk=True)
+def _by_priority(base: SchedulerSettings) -> SchedulerSettings:
+    """Order by the priorities that requests bring, without aging."""
+    return replace(base, schedule_policy="priority", enable_priority_scheduling=True, priority_aging_s=0.0)
 
 
 _PRESETS: dict[str, Callable[[SchedulerSettings], SchedulerSettings]] = {
     "sglang-default": _sglang,
-    "sglang-lpm": lambda base: replace(_sglang(base), schedule_policy="lpm", disable_radix_cache=False),
-    "sglang-priority": lambda base: replace(_sglang(base), schedule_policy="priority"),
+    "sglang-lpm": lambda base: replace(
+        _sglang(base), schedule_policy="lpm", lpm_degrade_threshold=128, disable_radix_cache=False
+    ),
+    "sglang-priority": lambda base: _by_priority(_sglang(base)),
     "vllm-default": _vllm,
-    "vllm-priority": lambda base: replace(_vllm(base), schedule_policy="priority"),
-    "sarathi": _sarathi,
+    "vllm-priority": lambda base: replace(
+        _by_priority(_vllm(base)), retraction_policy="priority", disable_priority_preemption=True
+    ),
+    "sarathi": lambda base: replace(_vllm(base), chunked_prefill_size=512),
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.base import NS_PER_S, ConfigError, Int32Array, Int64Array, Request, SamplingParams, Slo
+from tokenyard.base import NS_PER_S, ConfigError, Int32Array, Int64Array, Request, SamplingParams
 from tokenyard.sim.content import Content, SegmentContent, TokenContent, UniqueContent
 
 Float64Array = npt.NDArray[np.float64]
@@ -64,7 +64,7 @@ class Workload:
         columns = ("arrival_s", "prompt_tokens", "output_tokens", "tenant", "service_class", "priority", "deadline_s")
         return replace(self, **{name: getattr(self, name)[:requests] for name in columns})
 
-    def request(self, index: int, slo: Slo | None = None, content: Content | None = None) -> Request:
+    def request(self, index: int, content: Content | None = None) -> Request:
         """Request `index` as the engine sees it: max_new_tokens is the largest answer of the workload.
 
         The seed is the request's number; the simulated executor finds the true output length by it.
@@ -81,7 +81,6 @@ class Workload:
             service_class=self.classes[self.service_class[index]] or None,
             tenant=self.tenants[self.tenant[index]],
             deadline_ns=None if np.isnan(deadline_s) else to_ns(deadline_s),
-            slo=slo,
         )
 
 
