@@ -129,14 +129,13 @@ def test_an_idle_plan_does_nothing(make_driver):
     assert result.logprobs == []
 
 
-def test_bfloat16_stays_near_float32(folder, make_driver):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_formats_stay_near_float32(folder, make_driver, dtype):
     from tokenyard.executor.load import load_executor
 
     prompt = prompt_of(40, seed=13)
     driver = make_driver("qwen3")
-    driver.executor = load_executor(
-        folder("qwen3"), device="cpu", dtype="bfloat16", max_total_tokens=1024, max_pool_rows=8
-    )
+    driver.executor = load_executor(folder("qwen3"), device="cpu", dtype=dtype, max_total_tokens=1024, max_pool_rows=8)
     _, _, ticket = driver.launch((driver.start(prompt), None), delay=True)
     assert ticket.logits.dtype == torch.float32
     expected = logits("qwen3", prompt)[-1]

@@ -136,7 +136,8 @@ class PagedAttention:
     def _masked_blocks(self, batch: ForwardBatch, first: int, start: int, count: int, window: int) -> list[_ChunkBlock]:
         """Cut a chunk whose keys are not just its own tokens into blocks of queries with a bounded mask."""
         device = batch.positions.device
-        row = batch.pool_rows[first]
+        # A slice, not an element: indexing by a single device number would wait for the device.
+        row = batch.pool_rows[first : first + 1]
         size = max(16, MASK_ELEMENTS // (start + count))
         blocks = []
         for offset in range(0, count, size):
