@@ -5,10 +5,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.scheduler.harness import Yard, make_info
 
-from tokenyard.base import Cancel, Flush, Pause, Resume, SamplingParams, SchedulerSettings, StopFound, Update
+from tokenyard.base import Cancel, Flush, Pause, Resume, SamplingParams, SchedulerSettings, SetPolicy, StopFound, Update
+from tokenyard.policy import POLICIES
 
 PREFIXES = ([], [5] * 4, [5] * 16, [5, 6, 7, 8] * 5)
 CONTEXT = 48
+PRIORITIES = {"enable_priority_scheduling": True}
+AROUND = (
+    {},
+    {},
+    PRIORITIES,
+    PRIORITIES | {"priority_aging_s": 0.0, "priority_scheduling_preemption_threshold": 0},
+    {"enable_service_levels": True, "service_level_quantum_tokens": 8},
+    {"max_overtaken_tokens": 30},
+    PRIORITIES | {"enable_service_levels": True, "max_overtaken_tokens": 60},
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -20,11 +31,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([-1, 4, 8]),
         mixed=st.booleans(),
         no_cache=st.booleans(),
-        policy=st.sampled_from(["fcfs", "lpm"]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        around=st.sampled_from(AROUND),
         tokens=st.sampled_from([48, 64, 160]),
         eviction=st.sampled_from(["lru", "lfu", "slru", "priority"]),
     )
-    def start(self, depth, page_size, chunk, mixed, no_cache, policy, tokens, eviction):
+    def start(self, depth, page_size, chunk, mixed, no_cache, policy, around, tokens, eviction):
         rows = 4
         self.depth = depth
         self.settings = SchedulerSettings(
@@ -40,6 +52,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_decode_interval=2,
             max_in_flight=depth,
             schedule_conservativeness=0.1,
+            in_batch_prefix_caching_check_threshold=4,
+            in_batch_prefix_caching_deprioritize_threshold=4,
+            **around,
         )
         info = make_info(tokens // page_size, page_size, rows + depth, CONTEXT)
         self.yard = Yard(self.settings, info, answer_tokens=(3, 20))
@@ -53,11 +68,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new=st.integers(0, 24),
         n=st.sampled_from([1, 1, 1, 3]),
         salt=st.sampled_from(["", "", "x"]),
+        urgent=st.sampled_from([None, 0, 5, 30]),
+        service_class=st.sampled_from([None, "priority", "high", "low"]),
     )
-    def submit(self, prefix, tail, max_new, n, salt):
+    def submit(self, prefix, tail, max_new, n, salt, urgent, service_class):
         prompt = prefix + tail
         sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, n=n)
-        number = self.yard.submit(prompt, sampling=sampling, cache_salt=salt)
+        number = self.yard.submit(
+            prompt,
+            sampling=sampling,
+            cache_salt=salt,
+            priority=urgent,
+            service_class=service_class,
+            routing_key=salt or None,
+            tenant=salt,
+        )
         for answer in range(n):
             self.requests[number + answer] = (tuple(prompt), max_new)
 
@@ -98,6 +123,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def update(self, data, priority):
         self.yard.apply(Update(self._pick(data), priority=priority))
 
+    @rule(policy=st.sampled_from(sorted(POLICIES)))
+    def set_policy(self, policy):
+        self.yard.apply(SetPolicy(policy))
+
     @precondition(lambda self: any(n not in self.yard.finished for n in self.yard.tokens))
     @rule(data=st.data())
     def stop_found(self, data):
@@ -127,6 +156,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pages_have_one_owner(self):
         if hasattr(self, "yard"):
             self.yard.check()
+
+    @invariant()
+    def hits_are_known_without_matching(self):
+        if hasattr(self, "yard"):
+            self.yard.check_hits()
 
     @invariant()
     def tokens_do_not_depend_on_the_schedule(self):

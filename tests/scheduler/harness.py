@@ -111,6 +111,19 @@ class Yard:
         assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"
         assert len(roster.waiting) + len(seated) == len(table)
 
+    def check_hits(self) -> None:
+        """The index of waiting rows, while there is one, says what matching would say, and weighs the tree right."""
+        roster = self.scheduler.roster
+        table, index, tree = roster.table, roster._index, roster.memory.tree
+        if not index.active:
+            return
+        waiting = roster.waiting.rows.tolist()
+        for row in waiting:
+            key = table.cold(row).known_ids[: table.usable_tokens(row)].tobytes()
+            assert table.matchable[row] == tree.peek(key, table.request(row).namespace)
+        assert index.forest.weight == len(waiting)
+        assert sorted(check_branch(index.forest)) == sorted(waiting)
+
     def _collect(self) -> None:
         batch = self.scheduler.drain()
         for number, token in zip(batch.numbers.tolist(), batch.tokens.tolist(), strict=True):
@@ -136,3 +149,20 @@ class Yard:
                     assert not clash, f"page {page} is written while a plan in flight reads it"
                 reads[page] = owner
         self.reads.append(reads)
+
+
+def check_branch(top) -> list[int]:
+    """Assert that each branch weighs what stands at it and below, heaviest child first; return all rows."""
+    rows, stack = [], [top]
+    while stack:
+        branch = stack.pop()
+        children = list(branch.heaviest_first())
+        assert branch.weight == len(branch.rows()) + sum(child.weight for child in children)
+        assert branch.own == len(branch.rows())
+        assert [(-child.weight, child.birth) for child in children] == sorted(
+            (-child.weight, child.birth) for child in children
+        )
+        assert all(child.weight for child in children)
+        rows += branch.rows()
+        stack += children
+    return rows

@@ -164,10 +164,10 @@ class SchedulerSettings:
                 self.priority_scheduling_preemption_threshold >= 0,
                 "--priority-scheduling-preemption-threshold must be at least 0",
             ),
-            (0.0 <= self.priority_aging_s <= 1e5, "--priority-aging-s must be between 0 (off) and 100000"),
+            (0.0 <= self.priority_aging_s <= 1e3, "--priority-aging-s must be between 0 (off) and 1000"),
             (len(weights) == 3 and min(weights) >= 1, "--service-level-weights must be three whole numbers above 0"),
             (self.service_level_quantum_tokens >= 1, "--service-level-quantum-tokens must be at least 1"),
-            (0.0 <= self.strict_level_share < 1.0, "--strict-level-share must be at least 0 and below 1"),
+            (0.0 < self.strict_level_share < 1.0, "--strict-level-share must be above 0 and below 1"),
             (self.max_overtaken_tokens >= -1, "--max-overtaken-tokens must be -1 (no limit) or at least 0"),
             (
                 self.uses_priorities or not self.schedule_low_priority_values_first,

@@ -5,31 +5,40 @@ headroom and victims; one that needs more overrides more.
 """
 
 from collections.abc import Iterator
+from typing import ClassVar
 
-from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
 from tokenyard.policy.budget import BudgetRule, StepBudget
 from tokenyard.policy.headroom import Headroom, create_headroom
 from tokenyard.policy.time_budget import create_budget_rule
 from tokenyard.policy.victim import VictimRule, create_victim_rule
-from tokenyard.policy.views import Views
+from tokenyard.policy.views import Columns, Views
+
+Option = float | int | str | bool
 
 
 class Policy:
     """First come, first served, and the base of every other policy.
 
     Subclasses set `name`, say with `needs_tree` whether they need the prefix tree (without one the scheduler falls back
-    to fcfs), and state in `overtaking` how much may overtake a waiting request. `begin_step` is called once before any
-    other question about a step.
+    to fcfs) or with `uses_hits` that they read what it holds if there is one, and state in `overtaking` how much may
+    overtake a waiting request. A policy that weighs priorities itself says so with `ranks_priorities`; otherwise
+    --enable-priority-scheduling puts `priority.Priority` around it. `options` are the names and defaults of its
+    --policy-options. `begin_step` is called once before any other question about a step.
     """
 
     name = "fcfs"
     needs_tree = False
+    uses_hits = False
     needs_cost = False
+    ranks_priorities = False
     charges_decode = False
+    options: ClassVar[dict[str, Option]] = {}
     overtaking = "none: requests start in the order of their arrival"
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
+        self.chosen = chosen_options(type(self), settings)
         self.budget_rule: BudgetRule = create_budget_rule(settings)
         self.headroom: Headroom = create_headroom(settings)
         self.victim_rule: VictimRule = create_victim_rule(settings)
@@ -79,5 +88,28 @@ class Policy:
     def charge_decode(self, rows: Int32Array) -> None:
         """Each of `rows` decodes one token; called only if `charges_decode`."""
 
+    def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
+        """The one of the `waiting` rows that leaves a full queue for the row `newcomer`; None refuses the newcomer."""
+        return None
+
+    def finished(self, row: int) -> None:
+        """The request in `row` has its whole answer; `removed` follows."""
+
     def removed(self, row: int) -> None:
         """The request in `row` has ended; forget what was kept for it."""
+
+
+def chosen_options(policy: type[Policy], settings: SchedulerSettings) -> dict[str, Option]:
+    """The policy's options with `settings.policy_options` put in. Raises ConfigError for one that it does not have or
+    of another type.
+    """
+    chosen = dict(policy.options)
+    for name, value in settings.policy_options.items():
+        if name not in chosen:
+            known = f"it has {', '.join(sorted(chosen))}" if chosen else "it has none"
+            raise ConfigError(f"schedule policy {policy.name!r} has no option {name!r}; {known}")
+        wanted = type(chosen[name])
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise ConfigError(f"option {name!r} of schedule policy {policy.name!r} is {value!r}; it must be a {wanted.__name__}")
+        chosen[name] = wanted(value)
+    return chosen

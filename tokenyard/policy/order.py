@@ -1,42 +1,212 @@
-"""Orders of the waiting rows as SGLang names them."""
+"""Orders of the waiting rows: SGLang's, and highest response ratio."""
 
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
-from tokenyard.base import Int64Array
-from tokenyard.policy.base import Policy
-from tokenyard.policy.views import Views
+from tokenyard.base import BoolArray, Int32Array, Int64Array, SchedulerSettings
+from tokenyard.policy.base import Option, Policy
+from tokenyard.policy.views import PrefixBranch, Views
+
+Keys = Int64Array | npt.NDArray[np.float64]
 
 DRAWN_AT_ONCE = 64
+LAST = 2**62
 
 
-def by_key(views: Views, key: Int64Array) -> Iterator[int]:
-    """Waiting rows by ascending `key` (int64[len(waiting)]), ties by arrival, sorted only as far as they are drawn.
+def best_first(rows: Int32Array, key: Keys) -> Iterator[int]:
+    """`rows` (int32[n]) by ascending `key` (int64[n] or float64[n]), ties as they stand, sorted only as far as they are drawn.
 
-    The first `DRAWN_AT_ONCE` rows come from a selection in O(n); the rest is sorted only if someone asks for it.
+    The first `DRAWN_AT_ONCE` or more come from a selection in O(n); the rest is sorted only if someone asks for it.
     """
-    waiting = views.waiting
-    if len(waiting) <= DRAWN_AT_ONCE:
-        yield from waiting[np.argsort(key, kind="stable")].tolist()
+    for part in _halves(key):
+        ordered = rows[part[np.argsort(key[part], kind="stable")]]
+        for start in range(0, len(ordered), DRAWN_AT_ONCE):
+            yield from ordered[start : start + DRAWN_AT_ONCE].tolist()
+
+
+def in_groups(rows: Int32Array, key: Int64Array) -> Iterator[Int32Array]:
+    """`rows` parted by `key`, the lowest key first, rows of one key as they stand; lazy like `best_first`."""
+    for part in _halves(key):
+        keys = key[part]
+        order = np.argsort(keys, kind="stable")
+        borders = np.flatnonzero(np.diff(keys[order])) + 1
+        start = 0
+        for end in (*borders.tolist(), len(order)):
+            yield rows[part[order[start:end]]]
+            start = end
+
+
+def _halves(key: Keys) -> Iterator[Int64Array]:
+    """Places of at least the `DRAWN_AT_ONCE` smallest keys, whole ties, then of all others."""
+    if len(key) <= DRAWN_AT_ONCE:
+        if len(key):
+            yield np.arange(len(key))
         return
     border = np.partition(key, DRAWN_AT_ONCE)[DRAWN_AT_ONCE]
-    ahead = np.flatnonzero(key < border)
-    yield from waiting[ahead[np.argsort(key[ahead], kind="stable")]].tolist()
-    behind = np.flatnonzero(key >= border)
-    yield from waiting[behind[np.argsort(key[behind], kind="stable")]].tolist()
+    yield np.flatnonzero(key <= border)
+    behind = np.flatnonzero(key > border)
+    if len(behind):
+        yield behind
 
 
 class LongestPrefixMatch(Policy):
-    """Most cached prompt tokens first (RadixAttention, Zheng et al. 2024): the best order for the hit rate."""
+    """Most cached prompt tokens first (RadixAttention, Zheng et al. 2024): the best order for the hit rate.
+
+    With in-batch prefix caching: of requests with hardly a hit that share their first tokens, all but the first are put
+    last, so that it brings the tokens into the tree and they find them there.
+    """
 
     name = "lpm"
     needs_tree = True
-    overtaking = "unbounded: a request that shares no prefix can wait as long as others keep hitting"
+    overtaking = "none: a request that shares no prefix can wait as long as others keep hitting"
 
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""
-        return by_key(views, -views.columns.matchable[views.waiting].astype(np.int64))
+        degrade = self.settings.lpm_degrade_threshold
+        if 0 < degrade < len(views.waiting):
+            return super().order(views)
+        key = -views.columns.matchable[views.waiting].astype(np.int64)
+        key[self._deferred(views)] = LAST
+        return best_first(views.waiting, key)
+
+    def _deferred(self, views: Views) -> BoolArray:
+        """Rows whose prefix an earlier waiting row, or one that is being prefilled, will bring; bool[len(waiting)]."""
+        columns, waiting = views.columns, views.waiting
+        groups = columns.prefix_group[waiting]
+        grouped = (columns.matchable[waiting] <= self.settings.in_batch_prefix_caching_check_threshold) & (groups >= 0)
+        places = np.flatnonzero(grouped)
+        groups = groups[places]
+        first = np.full(len(columns.seq), -1)
+        first[groups[::-1]] = places[::-1]
+        seated = np.concatenate((views.partial, views.running))
+        coming = seated[columns.computed[seated] < self.settings.in_batch_prefix_caching_deprioritize_threshold]
+        leaders = columns.prefix_group[coming]
+        first[leaders[leaders >= 0]] = -1
+        grouped[places] = first[groups] != places
+        return grouped
 
 
-POLICIES: list[type[Policy]] = [LongestPrefixMatch]
+class DfsWeight(Policy):
+    """Depth first through the tree, the part with most waiting requests first, so that what shares a prefix runs together.
+
+    SGLang's rule: children before the node's own requests.
+    """
+
+    name = "dfs-weight"
+    needs_tree = True
+    overtaking = "none: a request in a part of the tree where few wait can wait as long as others keep coming elsewhere"
+
+    def order(self, views: Views) -> Iterator[int]:
+        """See `Policy.order`. Rows come in batches, since the tree's weights change as rows are admitted."""
+        wanted = np.zeros(len(views.columns.seq), np.bool_)
+        wanted[views.waiting] = True
+        left, most = len(views.waiting), DRAWN_AT_ONCE
+        while left:
+            for row in self._walk(views, wanted, most):
+                wanted[row] = False
+                left -= 1
+                yield row
+            most = left
+
+    def _walk(self, views: Views, wanted: BoolArray, most: int) -> list[int]:
+        """At least `most` of the wanted rows, if there are so many, in order."""
+        assert views.prefixes is not None
+        found: list[int] = []
+        stack = [(views.prefixes, views.prefixes.heaviest_first())]
+        while stack and len(found) < most:
+            branch, children = stack[-1]
+            child = next(children, None)
+            if child is not None:
+                stack.append((child, child.heaviest_first()))
+                continue
+            stack.pop()
+            found.extend(_own_rows(views, branch, wanted))
+        return found
+
+
+def _own_rows(views: Views, branch: PrefixBranch, wanted: BoolArray) -> list[int]:
+    """Wanted rows at `branch`, in order of arrival."""
+    columns = views.columns
+    if branch.own <= DRAWN_AT_ONCE:
+        return sorted((row for row in branch.rows() if wanted[row]), key=lambda row: int(columns.seq[row]))
+    rows = views.waiting[columns.branch[views.waiting] == branch.birth]
+    listed: list[int] = rows[wanted[rows]].tolist()
+    return listed
+
+
+class LongestOutput(Policy):
+    """Longest answer allowed first (SGLang's lof): long jobs fill the batch, short ones its gaps at the end."""
+
+    name = "lof"
+    overtaking = "none: a request that asks for few tokens can wait as long as others ask for more"
+
+    def order(self, views: Views) -> Iterator[int]:
+        """See `Policy.order`."""
+        columns, waiting = views.columns, views.waiting
+        return best_first(waiting, columns.prompt_tokens[waiting] - columns.limit[waiting].astype(np.int64))
+
+
+class RandomOrder(Policy):
+    """A new shuffle each step, from a seeded generator: no bias, for comparisons."""
+
+    name = "random"
+    overtaking = "none, but each step gives every request the same chance"
+    options = {"seed": 0}
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        super().__init__(settings)
+        self._generator = np.random.default_rng(int(self.chosen["seed"]))
+
+    def order(self, views: Views) -> Iterator[int]:
+        """See `Policy.order`."""
+        return iter(self._generator.permutation(views.waiting).tolist())
+
+
+class RoutingKey(Policy):
+    """Requests whose routing key most running ones have, first (SGLang): with one key per LoRA adapter few are loaded.
+
+    Keys of equal count stay together; requests whose key nobody runs, or without one, come last.
+    """
+
+    name = "routing-key"
+    overtaking = "none: a request whose key nobody runs can wait as long as others keep coming"
+
+    def order(self, views: Views) -> Iterator[int]:
+        """See `Policy.order`."""
+        columns = views.columns
+        keys = columns.routing[views.waiting].astype(np.int64)
+        running = columns.routing[np.concatenate((views.partial, views.running))]
+        counts = np.bincount(running, minlength=int(keys.max(initial=0)) + 1)
+        counts[0] = 0
+        count = counts[keys]
+        return best_first(views.waiting, np.where(count > 0, keys - (count << 32), LAST))
+
+
+class HighestResponseRatio(Policy):
+    """Longest wait in proportion to the work first (Brinch Hansen 1971): short requests soon, long ones surely.
+
+    The work is the number of prompt tokens that are not cached.
+    """
+
+    name = "hrrn"
+    uses_hits = True
+    overtaking = "shorter requests only, and only by as much shorter as they have waited less"
+
+    def order(self, views: Views) -> Iterator[int]:
+        """See `Policy.order`."""
+        columns, waiting = views.columns, views.waiting
+        waited = (views.now - columns.arrival_ns[waiting]).astype(np.float64)
+        ratio = waited / np.maximum(columns.target[waiting] - columns.matchable[waiting], 1)
+        return best_first(waiting, -ratio)
+
+
+POLICIES: list[type[Policy]] = [
+    LongestPrefixMatch,
+    DfsWeight,
+    LongestOutput,
+    RandomOrder,
+    RoutingKey,
+    HighestResponseRatio,
+]

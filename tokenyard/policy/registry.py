@@ -1,24 +1,61 @@
-"""Names of policies, as `--schedule-policy` takes them."""
+"""Names of policies, as `--schedule-policy` takes them, and how they are put together."""
 
 import difflib
 
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.policy import deadline, order
+from tokenyard.policy import deadline, order, short
 from tokenyard.policy.base import Policy
+from tokenyard.policy.compose import BoundedOvertaking
+from tokenyard.policy.hook import load_object
+from tokenyard.policy.levels import Levels
+from tokenyard.policy.own import Guarded
+from tokenyard.policy.priority import Priority
 
-_ALL: list[type[Policy]] = [
-    Policy,
-    *order.POLICIES,
-    *deadline.POLICIES,
-]
-POLICIES = {policy.name: policy for policy in _ALL}
-"""Each module of policies lists its own in `POLICIES`."""
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        Policy,
+        *order.POLICIES,
+        *short.POLICIES,
+        *deadline.POLICIES,
+    )
+}
+"""Each module of policies lists its own in `POLICIES`. "priority" is fcfs with priority scheduling on."""
 
 
 def create_policy(name: str, settings: SchedulerSettings) -> Policy:
-    """The policy called `name`. Raises ConfigError with the nearest names if there is none."""
+    """The policy called `name`, with what the settings put around it.
+
+    From the inside out: the order itself, priorities, levels, the bound on overtaking. `my_pkg:MyPolicy` loads a
+    policy of the user's own. Raises ConfigError with the nearest names for an unknown name, and for a package that
+    cannot be used.
+    """
+    policy = _order(name, settings)
+    if settings.uses_priorities and not policy.ranks_priorities:
+        policy = Priority(settings, policy)
+    if settings.enable_service_levels:
+        policy = Levels(settings, policy)
+    if settings.max_overtaken_tokens >= 0:
+        policy = BoundedOvertaking(settings, policy)
+    return policy
+
+
+def _order(name: str, settings: SchedulerSettings) -> Policy:
+    if ":" in name:
+        return Guarded(settings, load_policy(name)(settings), name)
+    if name == "priority":
+        return Policy(settings)
     if name not in POLICIES:
-        near = difflib.get_close_matches(name, POLICIES, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(POLICIES))}"
+        known = [*POLICIES, "priority"]
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(known))}"
         raise ConfigError(f"there is no schedule policy {name!r}; {hint}")
     return POLICIES[name](settings)
+
+
+def load_policy(path: str) -> type[Policy]:
+    """The class that `my_pkg:MyPolicy` names. Raises ConfigError if it cannot be imported or is no `Policy`."""
+    found = load_object(path, "--schedule-policy")
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ConfigError(f"--schedule-policy {path}: this is no subclass of tokenyard.policy.Policy")
+    return found

@@ -1,5 +1,6 @@
 """What a policy sees: read-only columns over requests, and which rows stand where at the start of a step."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +24,10 @@ class Columns(Protocol):
     planned: see design, law 3. limit: prompt + max_new - 1. priority, deadline_ns (absolute): as given, or
     NO_PRIORITY, NO_DEADLINE. ttft_ns, tpot_ns: the targets a request brought, 0 where it brought none. tenant: small
     integer per tenant name. admitted_ns: first admission, 0 before. first_token_ns: when the prompt was computed, 0
-    before. retractions: how often it lost its pages.
+    before. retractions: how often it lost its pages. boost: levels of
+    urgency that a priority function adds. level: see levels.py. routing: small integer per routing key, 0 for none.
+    Kept only for policies that need the tree: prefix_group, equal for rows with the same first tokens (-1 for none);
+    branch, the `birth` of the PrefixBranch where a waiting row stands.
     """
 
     seq: Int64Array
@@ -44,9 +48,30 @@ class Columns(Protocol):
     tpot_ns: Int64Array
     tenant: Int32Array
     retractions: Int32Array
+    boost: Int64Array
+    level: Int32Array
+    routing: Int32Array
+    prefix_group: Int32Array
+    branch: Int32Array
 
     def request(self, row: int) -> Request:
         """The request in this row."""
+
+
+class PrefixBranch(Protocol):
+    """A part of the prefix tree with waiting rows in it. birth: unique, older is smaller. own: rows that stand right
+    here, having matched the whole way to this place and no further. weight: rows here and below.
+    """
+
+    birth: int
+    own: int
+    weight: int
+
+    def heaviest_first(self) -> "Iterator[PrefixBranch]":
+        """The branches right below by falling weight, among equals the older first; drawn lazily."""
+
+    def rows(self) -> list[int]:
+        """The `own` rows, in no particular order."""
 
 
 @dataclass(slots=True)
@@ -56,7 +81,8 @@ class Views:
     waiting: rows that may be admitted now, in order of arrival. partial: admitted rows whose prompt is not wholly
     planned, oldest first. running: rows that decode, in order of admission. free_tokens: KV tokens that are free,
     evictable or about to be released; total_tokens: the whole pool. free_rows: places for more running requests.
-    prefill_steps_in_row: prefill-only steps since the last step that decoded.
+    prefill_steps_in_row: prefill-only steps since the last step that decoded. prefixes: the tree's waiting rows, above
+    all name spaces, kept only for policies that need the tree.
     """
 
     columns: Columns
@@ -70,6 +96,7 @@ class Views:
     now: int
     prefill_steps_in_row: int
     cost: CostModel | None = None
+    prefixes: PrefixBranch | None = None
 
 
 def tokens_generated(columns: Columns, rows: Int32Array) -> Int32Array:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import Int32Array, LogprobOptions, RowStart
+from tokenyard.base import RowStart
 from tokenyard.policy import Views
 from tokenyard.policy.budget import StepBudget
 from tokenyard.scheduler.draft import Chunk, PlanDraft
@@ -36,21 +36,25 @@ class PrefillAdder:
         self._requests_left = budget.max_requests
         self._unfinished = len(views.partial)
         self._free_rows = views.free_rows
-        self._reserved_running = self._reserve()
+        self._reserved_running = self._growth(views)
         self._reserved_newcomers = 0
-        self._reserved_prompts = int((self._table.target[views.partial] - self._table.planned[views.partial]).sum())
+        self._reserved_prompts = self._unplanned(views)
         self._continued: set[int] = set()
         self.refused: int | None = None
 
-    def _reserve(self) -> int:
+    def _unplanned(self, views: Views) -> int:
+        """Tokens of started prompts that have not been planned."""
+        return int((self._table.target[views.partial] - self._table.planned[views.partial]).sum())
+
+    def _growth(self, views: Views) -> int:
         """Tokens held back for running rows: the headroom, and never less than what they take in this very step.
 
         Without the latter a newcomer would get their pages and be retracted at once.
         """
         page_size = self._memory.page_size
-        growing = np.count_nonzero(self._table.planned[self._views.running] % page_size == 0)
+        growing = np.count_nonzero(self._table.planned[views.running] % page_size == 0)
         now = page_size * int(growing) if self._budget.with_decode else 0
-        return max(self._policy.headroom.running_tokens(self._views), now)
+        return max(self._policy.headroom.running_tokens(views), now)
 
     def fill(self) -> None:
         """Draw candidates until the budget is used up or a newcomer does not fit; then only started prefills go on.
@@ -93,12 +97,8 @@ class PrefillAdder:
         return False
 
     def _match(self, row: int) -> tuple[Any, int]:
-        """The longest usable prefix in the tree, locked. At least the last known token is always computed anew."""
-        cold = self._table.cold(row)
-        usable = int(self._table.known[row]) - 1
-        prompt_from = _prompt_logprobs_from(cold.request.logprobs)
-        if prompt_from >= 0:
-            usable = min(usable, max(prompt_from - 1, 0))
+        """The longest usable prefix in the tree, locked."""
+        cold, usable = self._table.cold(row), self._table.usable_tokens(row)
         match = self._memory.tree.match(cold.known_ids.tobytes(), cold.request.namespace, max_tokens=usable)
         self._memory.tree.lock(match.node)
         return match.node, match.tokens
@@ -182,29 +182,56 @@ class PrefillAdder:
         return RowStart(pool_row, sampling, cold.known_ids, int(table.prompt_tokens[row]), request.logprobs)
 
     def _preempt(self, row: int, missing_tokens: int) -> bool:
-        """Let running rows that rank strictly below `row` give way, all that are needed or none.
+        """Let rows that rank strictly below `row` give way, all that are needed or none.
 
         The pages of rows in flight come back when their plans commit; until then the newcomer waits at the front.
         """
-        table, victims, gained = self._table, [], 0
-        for victim in self._policy.outranked(self._views, row):
-            victims.append(victim)
-            gained += int(table.planned[victim] - table.cached[victim])
-            if gained >= missing_tokens:
-                break
-        if not victims or gained < missing_tokens:
+        planned = {chunk.row for chunk in self._draft.chunks}
+        victims = [victim for victim in self._policy.outranked(self._views, row) if victim not in planned]
+        victims = victims[: self._victims_needed(victims, missing_tokens)]
+        if not victims:
             return False
+        left = self._without(victims)
+        self._reserved_prompts -= self._unplanned(self._views) - self._unplanned(left)
+        self._unfinished -= len(self._views.partial) - len(left.partial)
         for victim in victims:
             self._roster.retract(victim, "preempted")
-        self._views.running = self._without(victims)
+        self._views.running, self._views.partial = left.running, left.partial
         self._free_rows += len(victims)
-        self._reserved_running = self._reserve()
+        self._reserved_running = self._growth(left)
         return True
 
-    def _without(self, victims: list[int]) -> Int32Array:
-        running = self._views.running
-        return running[~np.isin(running, np.array(victims, np.int32))]
+    def _victims_needed(self, victims: list[int], missing_tokens: int) -> int:
+        """How many of `victims`, from the first on, must go to free so many tokens; 0 if all of them are too few.
 
+        Locks in the tree are lifted for a moment, as only that tells what rows with a common prefix hold together.
+        """
+        table, memory, needed = self._table, self._memory, 0
+        if missing_tokens <= 0:
+            return min(len(victims), 1)
+        reserved, private = self._growth(self._views) + self._unplanned(self._views), 0
+        most = int(table.planned[victims].sum()) + memory.page_size * len(victims) + reserved
+        if most < missing_tokens:
+            return 0
+        evictable, lifted = memory.tree.evictable_pages, []
+        for victim in victims:
+            lifted.append(table.cold(victim).node)
+            memory.tree.unlock(lifted[-1])
+            private += memory.pages_for(int(table.planned[victim])) - int(table.cached[victim]) // memory.page_size
+            gained = memory.page_size * (memory.tree.evictable_pages - evictable + private)
+            left = self._without(victims[: len(lifted)])
+            gained += reserved - self._growth(left) - self._unplanned(left)
+            if gained >= missing_tokens:
+                needed = len(lifted)
+                break
+        for node in lifted:
+            memory.tree.lock(node)
+        return needed
 
-def _prompt_logprobs_from(options: LogprobOptions | None) -> int:
-    return options.prompt_from if options is not None else -1
+    def _without(self, victims: list[int]) -> Views:
+        views, gone = self._views, np.array(victims, np.int32)
+        return replace(
+            views,
+            running=views.running[~np.isin(views.running, gone)],
+            partial=views.partial[~np.isin(views.partial, gone)],
+        )

@@ -26,7 +26,7 @@ class Release:
     """Pages and pool row of a request that left, to be given back once plan `last_step` has committed.
 
     `computed` tokens have their KV; those beyond `cached` go into the tree, to whole pages. `planned` says how far
-    the row had taken pages.
+    the row had taken pages. `unlocks`: pages of the tree that only this row keeps from being evicted.
     """
 
     last_step: int
@@ -36,6 +36,7 @@ class Release:
     computed: int
     planned: int
     priority: int
+    unlocks: int = 0
 
 
 class KvMemory:
@@ -54,13 +55,15 @@ class KvMemory:
         self.evicted_tokens = 0
         self._releases: deque[Release] = deque()
         self._releasing_pages = 0
+        self._unlocking_pages = 0
         self._deferred: deque[tuple[int, Int32Array]] = deque()
         self._committed = -1
 
     @property
     def free_tokens(self) -> int:
         """Tokens that are free, can be evicted, or come back when the plans in flight have committed."""
-        pages: int = self.allocator.available + self.tree.evictable_pages + self._releasing_pages
+        coming = self._releasing_pages + self._unlocking_pages
+        pages: int = self.allocator.available + self.tree.evictable_pages + coming
         return self.page_size * pages
 
     @property
@@ -123,8 +126,10 @@ class KvMemory:
         if release.last_step <= self._committed:
             self._give_back(release)
             return
+        release.unlocks = self._only_locked_by(release.node)
         self._releases.append(release)
         self._releasing_pages += self._private_pages(release)
+        self._unlocking_pages += release.unlocks
 
     def free_after(self, last_step: int, pages: Int32Array) -> None:
         """Free `pages` once plan `last_step` has committed."""
@@ -141,6 +146,7 @@ class KvMemory:
             release = self._releases.popleft()
             if release.last_step <= step:
                 self._releasing_pages -= self._private_pages(release)
+                self._unlocking_pages -= release.unlocks
                 self._give_back(release)
             else:
                 self._releases.append(release)
@@ -171,6 +177,14 @@ class KvMemory:
     def _key(self, pool_row: int, start: int, end: int) -> bytes:
         key: bytes = self.pool.token_ids[pool_row, start:end].tobytes()
         return key
+
+    def _only_locked_by(self, node: Any) -> int:
+        """Pages of the tree that would be evictable without one lock on `node`."""
+        before: int = self.tree.evictable_pages
+        self.tree.unlock(node)
+        after: int = self.tree.evictable_pages
+        self.tree.lock(node)
+        return after - before
 
     def _private_pages(self, release: Release) -> int:
         return self.pages_for(release.planned) - release.cached // self.page_size

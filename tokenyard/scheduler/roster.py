@@ -4,6 +4,7 @@ The planner, the committer and the verbs of the scheduler share one `Roster`; ea
 lists, the table and the memory never disagree.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 from tokenyard.base import CostModel, ExecutorInfo, Finish, FinishReason, SchedulerSettings, Started
@@ -48,17 +49,25 @@ class Roster:
         self.queue_timeouts = Timeouts(settings.queue_timeout_s)
         self.run_timeouts = Timeouts(settings.run_timeout_s)
         self.prefill_steps_in_row = 0
+        self._index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
         self.reset_memory()
         self.set_policy(settings)
 
     # ---- moves -------------------------------------------------------------------------------------------------
 
+    def join(self, row: int, now: int) -> None:
+        """A new request stands in line."""
+        self.waiting.append(row)
+        self._index.add(row)
+        self.queue_timeouts.start(int(self.table.number[row]), now)
+
     def admit(self, row: int, hit: int, now: int) -> None:
         """Waiting to prefill: `row` has taken a pool row with `hit` tokens from the tree."""
         table = self.table
         cold = table.cold(row)
         table.state[row] = State.PREFILL
+        self._index.remove(row)
         self.partial.append(row)
         sampling = cold.request.sampling
         eos = () if sampling.ignore_eos else self.info.eos_token_ids
@@ -93,6 +102,7 @@ class Roster:
         table.cached[row] = table.computed[row] = table.planned[row] = 0
         table.state[row] = State.WAITING
         self.waiting.insert_by(row, table.seq)
+        self._index.add(row)
         self.sweep()
         if why == "preempted":
             self.counters.preempted += 1
@@ -130,12 +140,14 @@ class Roster:
         self.open_group(row)
         if table.pool_row[row] >= 0:
             self._give_up_pages(row)
-        self.policy.removed(row)
+        self._index.forget(row)
         if reason == "abort":
             self.counters.aborted += 1
         else:
+            self.policy.finished(row)
             self.counters.finished += 1
             self.policy.headroom.finished(output)
+        self.policy.removed(row)
         table.remove(row)
 
     def _give_up_pages(self, row: int) -> None:
@@ -192,8 +204,6 @@ class Roster:
         """What policies may see; the row arrays are copies, so they stay as they were at the start of the step."""
         waiting = self.waiting.rows
         waiting = waiting[self.table.gates[waiting] == 0]
-        if self.policy.needs_tree:
-            self._index.refresh(waiting)
         return Views(
             columns=self.table,
             waiting=waiting,
@@ -206,6 +216,7 @@ class Roster:
             now=now,
             prefill_steps_in_row=self.prefill_steps_in_row,
             cost=self.cost,
+            prefixes=self._index.forest if self._index.active else None,
         )
 
     def set_policy(self, settings: SchedulerSettings) -> None:
@@ -214,15 +225,25 @@ class Roster:
         self.policy_note = ""
         if policy.needs_tree and not self.memory.tree.keeps:
             self.policy_note = f"{policy.name} needs the prefix cache, which is disabled: using fcfs"
-            policy = create_policy("fcfs", settings)
+            policy = create_policy("fcfs", replace(settings, policy_options={}))
         if self.cost is None and (policy.needs_cost or policy.budget_rule.needs_cost):
             self.cost = OnlineCost(UNKNOWN_DEVICE)
         self.policy: Policy = policy
+        self._watch_tree()
+
+    def _watch_tree(self) -> None:
+        """Keep the index of waiting rows while the policy reads it and there is a tree."""
+        wanted = (self.policy.needs_tree or self.policy.uses_hits) and self.memory.tree.keeps
+        if wanted and not self._index.active:
+            self._index.activate(self.memory, self.waiting.rows.tolist())
+        elif not wanted:
+            self._index.deactivate()
 
     def reset_memory(self) -> None:
         """Start over with every page free and an empty tree. Legal only while no request holds pages."""
         self.memory = KvMemory(self.settings, self.info.num_pages, self.info.max_pool_rows)
-        self._index = WaitingIndex(self.table, self.memory)
+        if self._index.active:
+            self._index.activate(self.memory, self.waiting.rows.tolist())
 
     def known_rows(self, numbers: list[int]) -> list[int]:
         """Rows of those requests that have not ended."""

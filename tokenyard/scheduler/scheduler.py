@@ -35,6 +35,7 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
+from tokenyard.policy.hook import MOST_BOOST
 from tokenyard.scheduler.committer import Committer
 from tokenyard.scheduler.draft import PlanDraft
 from tokenyard.scheduler.lifecycle import Gate, State
@@ -87,6 +88,7 @@ class Scheduler:
         self.roster.table.limit[rows] = np.minimum(self.roster.table.limit[rows], self.roster.longest - 1)
         self.roster.counters.submitted += len(rows)
         self.roster.counters.prompt_tokens += len(request.prompt_ids) * len(rows)
+        refusal = refusal or self._make_room(rows, now)
         if refusal is not None:
             self.roster.counters.rejected += len(rows)
             for row in rows:
@@ -96,20 +98,36 @@ class Scheduler:
             self.roster.table.cold(rows[0]).followers = [request.number + answer for answer in range(1, len(rows))]
             self.roster.table.gates[rows[1:]] |= Gate.GROUP
         for row in rows:
-            self.roster.waiting.append(row)
-            self.roster.queue_timeouts.start(int(self.roster.table.number[row]), now)
+            self.roster.join(row, now)
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
         """Why a request cannot be taken, as (HTTP status, sentence), or None."""
         if self.roster.table.row_of(request.number) is not None:
             raise ValueError(f"request number {request.number} is in use")
-        prompt, full = len(request.prompt_ids), self.roster.settings.max_queued_requests
+        prompt, settings = len(request.prompt_ids), self.roster.settings
         if prompt == 0:
             return 400, "the prompt is empty"
         if prompt >= self.roster.longest:
             return 400, f"the prompt has {prompt} tokens; at most {self.roster.longest - 1} fit here"
-        if full >= 0 and len(self.roster.waiting) + request.sampling.n > full:
-            return 503, f"the queue is full ({full} requests wait); try again later"
+        if request.priority is not None and settings.abort_on_priority_when_disabled:
+            return 400, "priorities are off here (see --enable-priority-scheduling); send the request without one"
+        return None
+
+    def _make_room(self, rows: list[int], now: int) -> tuple[int, str] | None:
+        """Let waiting requests leave a full queue for new `rows`, if the policy gives them up; like `_refusal`."""
+        roster, full = self.roster, self.roster.settings.max_queued_requests
+        if full < 0:
+            return None
+        waiting, leaving = roster.waiting.rows.copy(), []
+        while len(waiting) + len(rows) > full:
+            victim = roster.policy.displaced(roster.table, waiting, rows[0])
+            if victim is None:
+                return 503, f"the queue is full ({full} requests wait); try again later"
+            leaving.append(victim)
+            waiting = waiting[waiting != victim]
+        for victim in leaving:
+            roster.end(victim, "abort", now, message="a more urgent request took its place in a full queue", status=503)
+        roster.sweep()
         return None
 
     def cancel(self, event: Cancel, now: int) -> None:
@@ -122,12 +140,14 @@ class Scheduler:
         self.roster.sweep()
 
     def update(self, event: Update, now: int) -> None:
-        """Change a request's priority or deadline; a request that is gone is ignored."""
+        """Change a request's priority, boost (cut to `MOST_BOOST`) or deadline; a request that is gone is ignored."""
         row = self.roster.table.row_of(event.number)
         if row is None:
             return
         if event.priority is not None:
             self.roster.table.priority[row] = event.priority
+        if event.boost is not None:
+            self.roster.table.boost[row] = min(max(event.boost, -MOST_BOOST), MOST_BOOST)
         if event.deadline_ns is not None:
             self.roster.table.deadline_ns[row] = self.roster.table.arrival_ns[row] + event.deadline_ns
 

@@ -12,7 +12,11 @@ import numpy as np
 
 from tokenyard.base import Int32Array, Request, Slo
 from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
+from tokenyard.policy.levels import level_of
 from tokenyard.scheduler.lifecycle import State
+from tokenyard.scheduler.names import Names
+
+NO_GROUP = -1
 
 INT32_COLUMNS = (
     "prompt_tokens",
@@ -30,6 +34,10 @@ INT32_COLUMNS = (
     "state",
     "pool_row",
     "retractions",
+    "level",
+    "routing",
+    "prefix_group",
+    "branch",
 )
 INT64_COLUMNS = (
     "seq",
@@ -38,6 +46,7 @@ INT64_COLUMNS = (
     "admitted_ns",
     "first_token_ns",
     "priority",
+    "boost",
     "deadline_ns",
     "ttft_ns",
     "tpot_ns",
@@ -72,6 +81,7 @@ class RequestTable:
         self._cold: list[Cold | None] = []
         self._row_of_number: dict[int, int] = {}
         self._tenants: dict[str, int] = {}
+        self._routing_keys = Names(first=1)
         self._next_seq = 0
         for name in INT32_COLUMNS:
             setattr(self, name, np.zeros(0, np.int32))
@@ -95,12 +105,17 @@ class RequestTable:
     state: Int32Array
     pool_row: Int32Array
     retractions: Int32Array
+    level: Int32Array
+    routing: Int32Array
+    prefix_group: Int32Array
+    branch: Int32Array
     seq: np.ndarray[Any, np.dtype[np.int64]]
     number: np.ndarray[Any, np.dtype[np.int64]]
     arrival_ns: np.ndarray[Any, np.dtype[np.int64]]
     admitted_ns: np.ndarray[Any, np.dtype[np.int64]]
     first_token_ns: np.ndarray[Any, np.dtype[np.int64]]
     priority: np.ndarray[Any, np.dtype[np.int64]]
+    boost: np.ndarray[Any, np.dtype[np.int64]]
     deadline_ns: np.ndarray[Any, np.dtype[np.int64]]
     ttft_ns: np.ndarray[Any, np.dtype[np.int64]]
     tpot_ns: np.ndarray[Any, np.dtype[np.int64]]
@@ -129,6 +144,9 @@ class RequestTable:
         slo = request.slo or Slo()
         self.ttft_ns[row], self.tpot_ns[row] = slo.ttft_ns or 0, slo.tpot_ns or 0
         self.tenant[row] = self._tenants.setdefault(request.tenant, len(self._tenants))
+        self.level[row] = level_of(request.service_class)
+        self.routing[row] = self._routing_keys.take(request.routing_key) if request.routing_key else 0
+        self.prefix_group[row] = NO_GROUP
         self.state[row] = State.WAITING
         self.pool_row[row] = self.last_step[row] = -1
         for column in (
@@ -139,6 +157,7 @@ class RequestTable:
             self.planned,
             self.gates,
             self.retractions,
+            self.boost,
         ):
             column[row] = 0
         self.admitted_ns[row] = self.first_token_ns[row] = 0
@@ -148,6 +167,8 @@ class RequestTable:
         """Forget a request that has ended."""
         del self._row_of_number[int(self.number[row])]
         self._cold[row] = None
+        if self.routing[row]:
+            self._routing_keys.drop(int(self.routing[row]))
         self.epoch[row] += 1
         self.state[row] = State.FREE
         self._free.append(row)
@@ -165,6 +186,15 @@ class RequestTable:
     def request(self, row: int) -> Request:
         """The request in a row that is in use."""
         return self.cold(row).request
+
+    def usable_tokens(self, row: int) -> int:
+        """Leading tokens of a waiting row that may come from the tree. At least the last known one is computed anew,
+        and so is whatever log-probabilities of the prompt are wanted of.
+        """
+        usable, options = int(self.known[row]) - 1, self.request(row).logprobs
+        if options is None or options.prompt_from < 0:
+            return usable
+        return min(usable, max(options.prompt_from - 1, 0))
 
     def tenant_name(self, tenant: int) -> str:
         """The name behind a value of the tenant column."""

@@ -1,0 +1,189 @@
+"""Orders that favour short requests: shortest predicted work first, and multi-level feedback."""
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from tokenyard.base import NS_PER_S, Int32Array, Int64Array, SchedulerSettings
+from tokenyard.policy.base import Policy
+from tokenyard.policy.order import best_first
+from tokenyard.policy.views import Columns, Views
+
+TENANT_SLOTS = 1024
+LENGTH_BUCKETS = 32
+REMEMBERED = 500
+FEWEST_TO_JUDGE = 8
+MOST_LEVELS = 16
+
+
+class AnswerHistory:
+    """Lengths of the latest answers of one kind of request, and what they say about the next one."""
+
+    def __init__(self, quantile: float) -> None:
+        self._quantile = quantile
+        self._latest: deque[int] = deque()
+        self._ascending: list[int] = []
+
+    def add(self, tokens: int) -> None:
+        """An answer had so many tokens."""
+        if len(self._latest) == REMEMBERED:
+            oldest = self._latest.popleft()
+            del self._ascending[bisect_right(self._ascending, oldest) - 1]
+        self._latest.append(tokens)
+        insort(self._ascending, tokens)
+
+    def predict(self, written: int) -> int | None:
+        """The quantile of the lengths among answers longer than `written`; None with too few of them to judge."""
+        start = bisect_right(self._ascending, written)
+        count = len(self._ascending) - start
+        if count < FEWEST_TO_JUDGE:
+            return None
+        return self._ascending[start + min(int(self._quantile * count), count - 1)]
+
+
+class AnswerPredictor:
+    """Predicts answers from those before by the same tenant to prompts of like length (powers of two).
+
+    Before there is data it says max_new_tokens, and never more than that. Beyond `TENANT_SLOTS` tenants share.
+    """
+
+    def __init__(self, quantile: float) -> None:
+        self._quantile = quantile
+        self._histories: dict[int, AnswerHistory] = {}
+        self._fresh = np.full(TENANT_SLOTS * LENGTH_BUCKETS, np.iinfo(np.int64).max)
+
+    def learn(self, columns: Columns, row: int) -> None:
+        """The answer in `row` is complete."""
+        kind = int(_kinds(columns, np.array([row], np.int32))[0])
+        history = self._histories.setdefault(kind, AnswerHistory(self._quantile))
+        history.add(int(columns.known[row]) - int(columns.prompt_tokens[row]))
+        predicted = history.predict(0)
+        if predicted is not None:
+            self._fresh[kind] = predicted
+
+    def rest(self, columns: Columns, rows: Int32Array) -> Int64Array:
+        """Output tokens still to come, int64[len(rows)]."""
+        kinds = _kinds(columns, rows)
+        written = columns.known[rows] - columns.prompt_tokens[rows]
+        total = self._fresh[kinds]
+        for place in np.flatnonzero(written).tolist():
+            history = self._histories.get(int(kinds[place]))
+            predicted = None if history is None else history.predict(int(written[place]))
+            total[place] = np.iinfo(np.int64).max if predicted is None else predicted
+        allowed = columns.limit[rows].astype(np.int64) + 1 - columns.prompt_tokens[rows]
+        rest: Int64Array = np.minimum(total, allowed) - written
+        return rest
+
+
+def _kinds(columns: Columns, rows: Int32Array) -> Int64Array:
+    buckets = np.frexp(columns.prompt_tokens[rows].astype(np.float64))[1]
+    kinds: Int64Array = columns.tenant[rows].astype(np.int64) % TENANT_SLOTS * LENGTH_BUCKETS + buckets
+    return kinds
+
+
+class ShortFirst(Policy):
+    """Least work to come first: uncached prompt tokens, and predicted output tokens times `output_weight`.
+
+    Shortest job first with predicted lengths, as in Fu et al. 2024 (learning to rank), but from history alone.
+    """
+
+    name = "short-first"
+    uses_hits = True
+    overtaking = "none: a long request can wait as long as shorter ones keep coming"
+    options = {"quantile": 0.5, "output_weight": 1.0}
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        super().__init__(settings)
+        self._predictor = AnswerPredictor(min(max(float(self.chosen["quantile"]), 0.0), 1.0))
+        self._output_weight = float(self.chosen["output_weight"])
+
+    def order(self, views: Views) -> Iterator[int]:
+        """See `Policy.order`."""
+        columns, waiting = views.columns, views.waiting
+        prefill = columns.target[waiting] - columns.matchable[waiting]
+        return best_first(waiting, prefill + self._output_weight * self._predictor.rest(columns, waiting))
+
+    def finished(self, row: int) -> None:
+        """See `Policy.finished`."""
+        if self.views is not None:
+            self._predictor.learn(self.views.columns, row)
+
+
+class MultiLevelFeedback(Policy):
+    """Skip-join multi-level feedback queues (FastServe, Wu et al. 2023), in tokens.
+
+    The top level lasts `quantum_tokens`, each further one twice as long. A request joins the first level that lasts for
+    its uncached prompt and sinks as it is served. Where rows or pages run out, a request on a higher level takes them
+    from the lowest. Who has waited for `promote_s` since he came in or last ran starts over at the top.
+    """
+
+    name = "mlfq"
+    uses_hits = True
+    charges_decode = True
+    options = {"quantum_tokens": 512, "promote_s": 30.0}
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        super().__init__(settings)
+        self._quantum = max(1, int(self.chosen["quantum_tokens"]))
+        self._promote_ns = int(float(self.chosen["promote_s"]) * NS_PER_S)
+        self.overtaking = f"arrivals of the next {float(self.chosen['promote_s']):g} s, then nobody"
+        self._served = np.zeros(0, np.int64)
+        self._idle_since = np.zeros(0, np.int64)
+
+    def begin_step(self, views: Views) -> None:
+        """See `Policy.begin_step`."""
+        super().begin_step(views)
+        missing = len(views.columns.seq) - len(self._served)
+        if missing > 0:
+            self._served = np.concatenate((self._served, np.zeros(missing, np.int64)))
+            self._idle_since = np.concatenate((self._idle_since, np.zeros(missing, np.int64)))
+
+    def order(self, views: Views) -> Iterator[int]:
+        """See `Policy.order`."""
+        waiting = views.waiting
+        return best_first(waiting, np.where(self._promoted(views, waiting), 0, self._levels(views.columns, waiting)))
+
+    def outranked(self, views: Views, asker: int) -> Iterator[int]:
+        """See `Policy.outranked`. Promotion gives a place in line, not the right to take somebody's pages."""
+        columns, rows = views.columns, views.running
+        levels = self._levels(columns, rows)
+        below = levels > self._levels(columns, np.array([asker], np.int32))[0]
+        rows, levels = rows[below], levels[below]
+        return iter(rows[np.lexsort((-columns.seq[rows], -levels))].tolist())
+
+    def charge(self, row: int, prefill_tokens: int) -> None:
+        """See `Policy.charge`."""
+        assert self.views is not None
+        if self._promoted(self.views, np.array([row], np.int32))[0]:
+            self._served[row] = 0
+        self._served[row] += prefill_tokens
+        self._idle_since[row] = self.views.now
+
+    def charge_decode(self, rows: Int32Array) -> None:
+        """See `Policy.charge_decode`."""
+        if self.views is None:
+            return
+        self._served[rows] += 1
+        self._idle_since[rows] = self.views.now
+
+    def removed(self, row: int) -> None:
+        """See `Policy.removed`."""
+        if row < len(self._served):
+            self._served[row] = self._idle_since[row] = 0
+
+    def _promoted(self, views: Views, rows: Int32Array) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+        since = np.maximum(self._idle_since[rows], views.columns.arrival_ns[rows])
+        return views.now - since >= self._promote_ns
+
+    def _levels(self, columns: Columns, rows: Int32Array) -> Int64Array:
+        """0 is the top; level k is left after (2^(k+1) - 1) quanta."""
+        join = np.maximum(columns.target[rows] - columns.matchable[rows], 1)
+        fits = np.ceil(np.log2(np.maximum(join / self._quantum, 1.0)))
+        sunk = np.floor(np.log2(self._served[rows] / self._quantum + 1.0))
+        levels: Int64Array = np.minimum(np.maximum(fits, sunk), MOST_LEVELS).astype(np.int64)
+        return levels
+
+
+POLICIES: list[type[Policy]] = [ShortFirst, MultiLevelFeedback]
