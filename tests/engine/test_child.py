@@ -5,6 +5,7 @@ import logging
 import os
 
 import pytest
+import zmq
 
 from tokenyard.engine import child
 from tokenyard.engine.config import ChildTask, EngineConfig
@@ -53,3 +54,16 @@ def test_a_process_whose_parent_is_gone_ends_and_cleans_up(monkeypatch, tmp_path
     with pytest.raises(EndedError):
         child.end_with_parent(task)
     assert not sockets.exists()
+
+
+def test_a_flood_is_taken_in_turns():
+    context = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    pull.bind("inproc://flood")
+    push.connect("inproc://flood")
+    for i in range(child.MOST_FRAMES_AT_ONCE + 3):
+        push.send(str(i).encode())
+    first, rest = child.receive_all(pull), child.receive_all(pull)
+    assert (len(first), rest) == (256, [b"256", b"257", b"258"])
+    assert child.receive_all(pull) == []
+    context.destroy(linger=0)

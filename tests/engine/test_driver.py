@@ -171,7 +171,7 @@ def test_heartbeats_go_on_during_a_step(monkeypatch):
     state, beats = LoopState(), []
     thread = HeartbeatThread(state, beats.append, lambda: None)
     thread.start()
-    executor = watched_mock(step_ms=150.0, max_total_tokens=128)
+    executor = watched_mock(step_ms=300.0, max_total_tokens=128)
     run(event_loop_normal, 1, ScriptedPort([submit(1, tokens=2)]), executor=executor, state=state)
     thread.close()
     assert "step" in {beat.doing for beat in beats}

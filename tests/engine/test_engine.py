@@ -47,7 +47,7 @@ async def read_on(stream):
         pass
 
 
-async def until(condition, timeout_s=5.0):
+async def until(condition, timeout_s=20.0):
     end = time.monotonic() + timeout_s
     while not await condition():
         assert time.monotonic() < end, "the condition did not come true"
@@ -146,7 +146,7 @@ def test_a_client_that_goes_away_frees_its_place():
             state = await manager.snapshot()
             return state["running"] == 0 and state["used_tokens"] == 0
 
-        await until(idle, timeout_s=1.0)
+        await until(idle)
         assert manager.open_requests == 0
         assert await manager.flush_cache()
 
@@ -236,7 +236,7 @@ def test_a_dead_child_ends_every_stream(title):
             titled(os.getpid(), title).send_signal(signal.SIGKILL)
             for stream in streams:
                 with pytest.raises(EngineDeadError, match="killed by signal 9"):
-                    await asyncio.wait_for(read_on(stream), 2)
+                    await asyncio.wait_for(read_on(stream), 20)
             assert manager.health() == float("inf")
             with pytest.raises(EngineDeadError):
                 await anext(manager.generate(spec()))
@@ -270,7 +270,7 @@ def test_the_reason_of_a_broken_device_reaches_the_clients(monkeypatch):
     async def main():
         async with running_engine(mock_config(), reasons.append) as manager:
             with pytest.raises(EngineDeadError, match="the scheduler failed: the device is on fire"):
-                await asyncio.wait_for(collect(manager, spec()), 5)
+                await asyncio.wait_for(collect(manager, spec()), 20)
 
     asyncio.run(main())
     assert reasons == ["the scheduler failed: the device is on fire"]

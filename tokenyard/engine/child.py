@@ -18,6 +18,9 @@ from tokenyard.engine.config import ChildReport, ChildTask, decode_task, encode_
 
 PR_SET_PDEATHSIG = 1
 STDIN = 0
+MOST_FRAMES_AT_ONCE = 256
+"""More wait for the next turn, so that a flood of requests cannot hold up the running ones."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -117,10 +120,11 @@ class Inbox:
 
 
 def receive_all(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """Return every frame that is there, without waiting."""
+    """Return the frames that are there, at most MOST_FRAMES_AT_ONCE, without waiting."""
     frames: list[bytes] = []
-    while True:
-        try:
+    try:
+        while len(frames) < MOST_FRAMES_AT_ONCE:
             frames.append(socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return frames
+    except zmq.Again:
+        pass
+    return frames
