@@ -18,6 +18,7 @@ from tokenyard.base import (
     Cancel,
     ConfigError,
     EngineDeadError,
+    Finish,
     FinishReason,
     Int32Array,
     InvalidRequestError,
@@ -28,6 +29,7 @@ from tokenyard.base import (
     TextOptions,
     TokenBatch,
 )
+from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
 from tokenyard.engine.config import EngineConfig
 from tokenyard.engine.detokenizer import load_tokenizer
@@ -38,20 +40,28 @@ from tokenyard.engine.messages import FromScheduler, ToScheduler
 from tokenyard.engine.scheduler_process import load_executor
 from tokenyard.engine.step_log import StepLog
 from tokenyard.engine.text import TextAssembler
+from tokenyard.policy.registry import create_policy
 from tokenyard.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
+CANCELLED_STATUS = 499
+LONGEST_CONTEXT_TOKENS = 1 << 20
+
 
 def engine_config(settings: Settings) -> EngineConfig:
-    """What the engine must know, from effective settings."""
+    """What the engine must know, from effective settings. Raises ConfigError for policies that do not exist."""
+    # The engine takes the context length from the loaded model; here it only must not be in the way.
+    scheduler = settings.scheduler_settings(context_length=settings.context_length or LONGEST_CONTEXT_TOKENS)
+    create_policy(scheduler.schedule_policy, scheduler)
+    get_eviction_policy(scheduler.radix_eviction_policy)
     return EngineConfig(
         model_path=settings.model_path,
         executor=settings.executor,
         executor_options=settings.executor_options(),
-        scheduler=settings.scheduler_settings(context_length=settings.context_length or 1 << 20),
+        scheduler=scheduler,
         overlap=not settings.disable_overlap_schedule,
         tokenizer_path=settings.tokenizer_path,
         skip_tokenizer_init=settings.skip_tokenizer_init,
@@ -143,22 +153,26 @@ class _LocalPort:
                 request.tokens.setdefault(number, []).extend(batch.tokens[start : start + count].tolist())
             start += count
         for finish in batch.finished:
-            with self._lock:
-                request = self._open.pop(finish.number, None)
-            if request is None:
-                continue
-            if finish.reason == "abort" and finish.status not in (200, 499) and not request.future.done():
-                request.future.set_exception(InvalidRequestError(finish.message))
-            tokens = request.tokens.get(finish.number, [])
-            request.done[finish.number] = Completion(
-                request.texts.get(finish.number, ""), tokens, finish.reason, finish.matched
+            self._end(finish)
+
+    def _end(self, finish: Finish) -> None:
+        """Take in the end of an answer; the last one of a request resolves its future."""
+        with self._lock:
+            request = self._open.pop(finish.number, None)
+        if request is None or request.future.done():
+            return
+        if finish.reason == "abort" and finish.status not in (200, CANCELLED_STATUS):
+            request.future.set_exception(InvalidRequestError(finish.message))
+            return
+        tokens = request.tokens.get(finish.number, [])
+        text = request.texts.get(finish.number, "")
+        request.done[finish.number] = Completion(text, tokens, finish.reason, finish.matched)
+        if len(request.done) == len(request.numbers):
+            latency_s = (finish.finished_ns - finish.arrival_ns) / NS_PER_S
+            answers = [request.done[number] for number in request.numbers]
+            request.future.set_result(
+                Generation(request.prompt, answers, finish.prompt_tokens, finish.cached_tokens, latency_s)
             )
-            if len(request.done) == len(request.numbers) and not request.future.done():
-                latency_s = (finish.finished_ns - finish.arrival_ns) / NS_PER_S
-                answers = [request.done[number] for number in request.numbers]
-                request.future.set_result(
-                    Generation(request.prompt, answers, finish.prompt_tokens, finish.cached_tokens, latency_s)
-                )
 
     def fail_all(self, error: Exception) -> None:
         """Answer everything that is open with an error."""

@@ -193,6 +193,8 @@ def test_help_word_is_split_off():
         (["srve"], "invalid choice"),
         (["serve", "m", "--model", "n"], "given twice"),
         (["serve", "--page-size", "0"], "--page-size"),
+        (["serve", "--schedule-policy", "fcsf"], "did you mean fcfs"),
+        (["serve", "--radix-eviction-policy", "x"], "lru"),
         (["generate"], "give a prompt"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
     ],

@@ -129,7 +129,7 @@ def test_a_dead_engine_ends_requests_and_the_server(slow_server):
 
 def test_a_model_that_cannot_load_ends_with_a_reason(tmp_path):
     server = Server("--executor", "mock", "--model", str(tmp_path), ready=False)
-    assert server.wait(60) != 0
+    assert server.wait(60) == 2
     assert "there is no tokenizer" in server.log
 
 

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import math
 import sys
@@ -13,10 +14,11 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from tokenyard.base import ExecutorInfo, TokenyardError
+from tokenyard.base import ConfigError, ExecutorInfo, TokenyardError
 from tokenyard.cli.flags import resolve
 from tokenyard.config import Settings
 from tokenyard.engine.child import set_up_logging
+from tokenyard.engine.config import EngineConfig
 from tokenyard.engine.launch import running_engine
 from tokenyard.offline import engine_config
 from tokenyard.server.serving import DrainingServer
@@ -25,11 +27,12 @@ from tokenyard.server.state import ServerOptions, ServerState
 log = logging.getLogger(__name__)
 
 HEARTBEAT_POLL_S = 0.05
+USAGE_ERROR = 2
 SECRETS = ("api_key", "admin_api_key")
 
 
 def serve(namespace: argparse.Namespace) -> int:
-    """Serve until told to stop. Returns the exit status: 0 after a signal, 1 if the engine failed."""
+    """Serve until told to stop. Returns 0 after a signal, 2 for wrong settings or 1 if the engine failed."""
     settings = resolve(vars(namespace)).settings.effective()
     set_up_logging(settings.log_level, settings.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -60,11 +63,12 @@ def server_options(settings: Settings) -> ServerOptions:
 
 async def _serve(settings: Settings) -> int:
     """Listen, load the model beside it, and run until the server ends."""
+    config = engine_config(settings)
     state = ServerState(server_options(settings))
     server = DrainingServer(
         state, host=settings.host, port=settings.port, shutdown_timeout_s=settings.shutdown_timeout_s
     )
-    loading = asyncio.create_task(_run_engine(settings, state, server))
+    loading = asyncio.create_task(_run_engine(settings, config, state, server))
     try:
         await server.serve()
     finally:
@@ -73,11 +77,10 @@ async def _serve(settings: Settings) -> int:
             await loading
     if server.reason:
         print(f"tokenyard: {server.reason}", file=sys.stderr)
-        return 1
-    return 0
+    return server.exit_status
 
 
-async def _run_engine(settings: Settings, state: ServerState, server: DrainingServer) -> None:
+async def _run_engine(settings: Settings, config: EngineConfig, state: ServerState, server: DrainingServer) -> None:
     """Start the engine, open the doors, and take the server down should the engine end."""
     dead = asyncio.Event()
 
@@ -86,13 +89,18 @@ async def _run_engine(settings: Settings, state: ServerState, server: DrainingSe
         dead.set()
 
     try:
-        async with running_engine(engine_config(settings), died) as manager:
+        async with running_engine(config, died) as manager:
             while math.isinf(manager.health()) and not dead.is_set():
                 await asyncio.sleep(HEARTBEAT_POLL_S)
             if not dead.is_set():
+                # What was loaded so far lives for ever; the collector need not walk it again and again.
+                gc.collect()
+                gc.freeze()
                 state.set_ready(manager)
                 _print_box(settings, manager.info, server)
             await dead.wait()
+    except ConfigError as error:
+        server.stop(error.message, exit_status=USAGE_ERROR)
     except TokenyardError as error:
         server.stop(error.message)
     except Exception as error:

@@ -1,10 +1,10 @@
 """From parsed request bodies to `SamplingParams` and `GenerateSpec`; refuses what is known but not supported."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tokenyard.base import InvalidRequestError, SamplingParams, Slo, TextOptions
+from tokenyard.engine.spec import GenerateSpec
 from tokenyard.server.protocol import OpenAIFields, SamplingFields, UrgencyFields
 
 NS_PER_MS = 1_000_000
@@ -13,26 +13,12 @@ SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 MAX_LABEL_CHARS = 256
 
 
-@dataclass(slots=True)
-class Urgency:
-    """Who asks and how urgently, from body fields and headers; the body wins."""
+def new_spec(fields: UrgencyFields, headers: Mapping[str, str], *, rid: str | None = None) -> GenerateSpec:
+    """A spec with who asks and how urgently, from the body and the headers X-Request-Id, X-Tenant and X-Priority.
 
-    rid: str = ""
-    priority: int | None = None
-    service_class: str | None = None
-    tenant: str = ""
-    deadline_ms: float | None = None
-    slo: Slo | None = None
-    cache_salt: str = ""
-    routing_key: str | None = None
-
-
-def urgency_of(fields: UrgencyFields, headers: Mapping[str, str], request_id: str | None = None) -> Urgency:
-    """Read the urgency fields and the headers X-Request-Id, X-Tenant and X-Priority.
-
-    Raises InvalidRequestError for a priority that is neither a number nor a word, or a deadline that is not above 0.
+    The body wins over the headers, `rid` over both. Raises InvalidRequestError for a priority that is neither a number
+    nor a word, and for a deadline or target that is not above 0.
     """
-    rid = fields.rid if isinstance(fields.rid, str) else None
     priority, service_class = _priority(fields.priority if fields.priority is not None else headers.get("x-priority"))
     if fields.service_tier is not None:
         if fields.service_tier not in SERVICE_TIERS:
@@ -41,8 +27,10 @@ def urgency_of(fields: UrgencyFields, headers: Mapping[str, str], request_id: st
             service_class = service_class or fields.service_tier
     if fields.deadline_ms is not None and not fields.deadline_ms > 0:
         raise InvalidRequestError("deadline_ms must be above 0", param="deadline_ms")
-    return Urgency(
-        rid=_label(rid or request_id or headers.get("x-request-id") or "", "rid"),
+    if rid is None:
+        rid = fields.rid if isinstance(fields.rid, str) else headers.get("x-request-id", "")
+    return GenerateSpec(
+        rid=_label(rid, "rid"),
         priority=priority,
         service_class=service_class,
         tenant=_label(fields.tenant or headers.get("x-tenant") or "", "tenant"),

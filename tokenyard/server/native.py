@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -10,7 +10,7 @@ import orjson
 from tokenyard.base import NS_PER_S, Finish, Int32Array, InvalidRequestError, LogprobOptions
 from tokenyard.engine.spec import GenerateSpec
 from tokenyard.server.answers import Answer, Call, collect, run
-from tokenyard.server.convert import check_max_tokens, sampling_of, text_options_of, urgency_of
+from tokenyard.server.convert import check_max_tokens, new_spec, sampling_of, text_options_of
 from tokenyard.server.logprobs import native_logprobs
 from tokenyard.server.prompts import check_count, encode, split_prompts
 from tokenyard.server.protocol import NativeRequest, NativeSampling, parse
@@ -94,32 +94,20 @@ def _spec(
     """The engine's view of one prompt."""
     check_max_tokens(sampling.max_new_tokens, "max_new_tokens", least=1)
     most = NATIVE_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
-    urgency = replace(urgency_of(body, call.headers), rid=rid)
-    logprobs = None
-    if body.return_logprob:
-        logprobs = LogprobOptions(output=True, top=_top(body.top_logprobs_num), prompt_from=logprob_from)
-    return GenerateSpec(
-        text=prompt if isinstance(prompt, str) else None,
-        input_ids=None if isinstance(prompt, str) else prompt,
-        sampling=sampling_of(sampling, max_new_tokens=most, min_new_tokens=sampling.min_new_tokens),
-        text_options=text_options_of(
-            sampling,
-            stream=bool(body.stream),
-            stream_interval=call.state.options.stream_interval,
-            keep_stop=False,
-        ),
-        logprobs=logprobs,
-        seed=sampling.seed,
-        clamp_max_new_tokens=sampling.max_new_tokens is None,
-        rid=urgency.rid,
-        priority=urgency.priority,
-        service_class=urgency.service_class,
-        tenant=urgency.tenant,
-        deadline_ms=urgency.deadline_ms,
-        slo=urgency.slo,
-        cache_salt=urgency.cache_salt,
-        routing_key=urgency.routing_key,
+    spec = new_spec(body, call.headers, rid=rid)
+    if isinstance(prompt, str):
+        spec.text = prompt
+    else:
+        spec.input_ids = prompt
+    spec.sampling = sampling_of(sampling, max_new_tokens=most, min_new_tokens=sampling.min_new_tokens)
+    spec.text_options = text_options_of(
+        sampling, stream=bool(body.stream), stream_interval=call.state.options.stream_interval, keep_stop=False
     )
+    if body.return_logprob:
+        spec.logprobs = LogprobOptions(output=True, top=_top(body.top_logprobs_num), prompt_from=logprob_from)
+    spec.seed = sampling.seed
+    spec.clamp_max_new_tokens = sampling.max_new_tokens is None
+    return spec
 
 
 def _top(value: int | None) -> int:

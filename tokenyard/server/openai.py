@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,10 @@ from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.answers import Answer, Call, collect, run, stage_times, usage_of
 from tokenyard.server.convert import (
     check_max_tokens,
+    new_spec,
     refuse_unsupported,
     sampling_of,
     text_options_of,
-    urgency_of,
 )
 from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
 from tokenyard.server.prompts import CompletionPrompt, chat_prompt, completion_prompts
@@ -82,36 +81,33 @@ async def _chat_job(call: Call, body: ChatRequest) -> Job:
 
 async def _completion_job(call: Call, body: CompletionRequest) -> Job:
     """Read a completion body. Raises InvalidRequestError for anything wrong or unsupported in it."""
-    n = body.n or 1
-    if body.best_of is not None and body.best_of != n:
+    _check_completion(body)
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs = _logprob_options(body.logprobs, "logprobs", 0 if body.echo else -1)
+    # The engine always samples a token; an echo alone asks for one and leaves it out.
+    most = 1 if body.max_tokens == 0 else body.max_tokens
+    prompts = await completion_prompts(call, body)
+    specs = []
+    for prompt in prompts:
+        spec = _spec(call, body, most, default=COMPLETION_MAX_TOKENS, logprobs=logprobs)
+        spec.text, spec.input_ids = (prompt.text, None) if prompt.ids is None else (None, prompt.ids)
+        spec.add_special_tokens = body.add_special_tokens is not False
+        specs.append(spec)
+    job = _job(call, body, specs, prompts)
+    job.drop_output = body.max_tokens == 0
+    return job
+
+
+def _check_completion(body: CompletionRequest) -> None:
+    """Raise InvalidRequestError for what only completions have and cannot be honoured here."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError("best_of must equal n", param="best_of", code="unsupported")
     if body.suffix:
         raise InvalidRequestError("suffix is not supported by this server", param="suffix", code="unsupported")
     if body.echo and body.stream and body.logprobs is not None:
         raise InvalidRequestError("echo with logprobs cannot be streamed", param="echo", code="unsupported")
     check_max_tokens(body.max_tokens, "max_tokens", least=0 if body.echo else 1)
-    logprobs = None
-    if body.logprobs is not None:
-        logprobs = _logprob_options(body.logprobs, "logprobs", 0 if body.echo else -1)
-    prompts = await completion_prompts(call, body)
-    specs = []
-    for prompt in prompts:
-        # The engine always samples a token; an echo alone asks for one and leaves it out.
-        spec = _spec(
-            call,
-            body,
-            body.max_tokens or (None if body.max_tokens is None else 1),
-            default=COMPLETION_MAX_TOKENS,
-            logprobs=logprobs,
-        )
-        spec.text, spec.input_ids = prompt.text, prompt.ids
-        spec.add_special_tokens = body.add_special_tokens is not False
-        if prompt.ids is not None:
-            spec.text = None
-        specs.append(spec)
-    job = _job(call, body, specs, prompts)
-    job.drop_output = body.max_tokens == 0
-    return job
 
 
 def _logprob_options(top: int, param: str, prompt_from: int) -> LogprobOptions:
@@ -125,30 +121,19 @@ def _spec(
     call: Call, body: OpenAIFields, max_tokens: int | None, *, default: int, logprobs: LogprobOptions | None
 ) -> GenerateSpec:
     """The engine's view of a body, all but the prompt. A limit that was given must fit; a default is cut to fit."""
-    urgency = urgency_of(body, call.headers, body.request_id)
-    sampling = sampling_of(
-        body, max_new_tokens=default if max_tokens is None else max_tokens, min_new_tokens=body.min_tokens
+    spec = new_spec(body, call.headers, rid=body.request_id)
+    most = default if max_tokens is None else max_tokens
+    spec.sampling = sampling_of(body, max_new_tokens=most, min_new_tokens=body.min_tokens)
+    spec.text_options = text_options_of(
+        body,
+        stream=bool(body.stream),
+        stream_interval=call.state.options.stream_interval,
+        keep_stop=bool(body.include_stop_str_in_output),
     )
-    return GenerateSpec(
-        sampling=sampling,
-        text_options=text_options_of(
-            body,
-            stream=bool(body.stream),
-            stream_interval=call.state.options.stream_interval,
-            keep_stop=bool(body.include_stop_str_in_output),
-        ),
-        logprobs=logprobs,
-        seed=body.seed,
-        clamp_max_new_tokens=max_tokens is None,
-        rid=urgency.rid,
-        priority=urgency.priority,
-        service_class=urgency.service_class,
-        tenant=urgency.tenant,
-        deadline_ms=urgency.deadline_ms,
-        slo=urgency.slo,
-        cache_salt=urgency.cache_salt,
-        routing_key=urgency.routing_key,
-    )
+    spec.logprobs = logprobs
+    spec.seed = body.seed
+    spec.clamp_max_new_tokens = max_tokens is None
+    return spec
 
 
 def _job(
@@ -157,10 +142,30 @@ def _job(
     """Put together how the answers to `specs` are written."""
     call.state.check_model(body.model)
     refuse_unsupported(body)
-    chat = isinstance(body, ChatRequest)
+    head = _head(call, body, specs)
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+    always = bool(options and options.continuous_usage_stats)
+    return Job(
+        specs=specs,
+        prompts=prompts,
+        n=specs[0].sampling.n,
+        chat=isinstance(body, ChatRequest),
+        head=head,
+        body=body,
+        want_logprobs=specs[0].logprobs is not None,
+        want_usage=bool(options and options.include_usage),
+        want_usage_always=always,
+    )
+
+
+def _head(call: Call, body: ChatRequest | CompletionRequest, specs: list[GenerateSpec]) -> dict[str, Any]:
+    """What every chunk repeats. Gives each spec its request id on the way."""
     rid = specs[0].rid or uuid.uuid4().hex
     for place, spec in enumerate(specs):
         spec.rid = rid if len(specs) == 1 else f"{rid}-{place}"
+    chat = isinstance(body, ChatRequest)
     kind = "chat.completion" if chat else "text_completion"
     head: dict[str, Any] = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{rid}",
@@ -170,21 +175,7 @@ def _job(
     }
     if body.service_tier is not None:
         head["service_tier"] = body.service_tier
-    options = body.stream_options
-    if options is not None and not body.stream:
-        raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
-    always = bool(options and options.continuous_usage_stats)
-    return Job(
-        specs=specs,
-        prompts=prompts,
-        n=specs[0].sampling.n,
-        chat=chat,
-        head=head,
-        body=body,
-        want_logprobs=specs[0].logprobs is not None,
-        want_usage=bool(options and options.include_usage),
-        want_usage_always=always,
-    )
+    return head
 
 
 async def _answer(call: Call, job: Job) -> None:
@@ -193,10 +184,7 @@ async def _answer(call: Call, job: Job) -> None:
         answers = await collect(call, job.specs, job.n)
         await call.reply.whole(orjson.dumps(_whole(call, job, answers)))
         return
-    async with aclosing(_chunks(call, job)) as chunks:
-        async for chunk in chunks:
-            await call.reply.event(chunk)
-    await call.reply.end()
+    await _stream(call, job)
 
 
 def _whole(call: Call, job: Job, answers: list[Answer]) -> dict[str, Any]:
@@ -248,8 +236,8 @@ def _reason(finish: Finish | None) -> str | None:
     return None if finish is None else finish.reason
 
 
-async def _chunks(call: Call, job: Job) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. The last content chunk, usage and [DONE] go out together."""
+async def _stream(call: Call, job: Job) -> None:
+    """Write the events of a stream. The last content chunk, usage and [DONE] go out together."""
     answers = [Answer() for _ in range(len(job.specs) * job.n)]
     writers: list[ChunkWriter | None] = [None] * len(answers)
     offsets = [0] * len(answers)
@@ -258,18 +246,21 @@ async def _chunks(call: Call, job: Job) -> AsyncGenerator[bytes, None]:
     async with aclosing(run(call, job.specs)) as news:
         async for place, delta in news:
             index = place * job.n + delta.index
-            answers[index].add(delta, keep=False)
             writer, opening = writers[index], b""
             if writer is None:
                 writer = ChunkWriter(job.head, index, chat=job.chat, null_usage=job.want_usage)
                 writers[index], opening = writer, _opening(job, index, writer)
             if delta.finish is None and not special:
-                if opening or delta.text:
-                    yield opening + writer.plain(delta.text) if delta.text else opening
-                continue
-            chunk = opening + _full_chunk(call, job, writer, delta, answers[index], offsets, index)
+                chunk = writer.plain(delta.text) if delta.text else b""
+            else:
+                answers[index].add(delta, keep=False)
+                chunk = _full_chunk(call, job, writer, delta, answers[index], offsets, index)
             left -= delta.finish is not None
-            yield chunk if left else chunk + _closing(job, answers)
+            if not left:
+                chunk += _closing(job, answers)
+            if opening or chunk:
+                await call.reply.event(opening + chunk)
+    await call.reply.end()
 
 
 def _opening(job: Job, index: int, writer: ChunkWriter) -> bytes:

@@ -19,7 +19,7 @@ class DrainingServer(uvicorn.Server):
     """A server that, told to stop, first lets open requests finish for `shutdown_timeout_s` seconds.
 
     While it drains, /ready and new requests get 503. What is open after that is aborted with an error event. A second
-    signal ends it at once. `reason` is set if something other than a signal ended it.
+    signal ends it at once. `reason` and `exit_status` are set if something other than a signal ended it.
     """
 
     def __init__(self, state: ServerState, *, host: str, port: int, shutdown_timeout_s: float) -> None:
@@ -39,6 +39,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.state = state
         self.reason = ""
+        self.exit_status = 0
         self._shutdown_timeout_s = shutdown_timeout_s
         self._drain_until: float | None = None
         self._cut_off = False
@@ -48,9 +49,10 @@ class DrainingServer(uvicorn.Server):
         """The port it listens on, once started."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
-    def stop(self, reason: str) -> None:
-        """End the server because of a failure."""
-        self.reason = self.reason or reason
+    def stop(self, reason: str, *, exit_status: int = 1) -> None:
+        """End the server because of a failure; the first reason counts."""
+        if not self.reason:
+            self.reason, self.exit_status = reason, exit_status
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
