@@ -110,6 +110,6 @@ def chosen_options(policy: type[Policy], settings: SchedulerSettings) -> dict[st
             raise ConfigError(f"schedule policy {policy.name!r} has no option {name!r}; {known}")
         wanted = type(chosen[name])
         if type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise ConfigError(f"option {name!r} of schedule policy {policy.name!r} is {value!r}; it must be a {wanted.__name__}")
+            raise ConfigError(f"option {name!r} of {policy.name!r} is {value!r}; it must be a {wanted.__name__}")
         chosen[name] = wanted(value)
     return chosen

@@ -90,7 +90,7 @@ class BoundedOvertaking(Wrapper):
 
     def __init__(self, settings: SchedulerSettings, inner: Policy) -> None:
         super().__init__(settings, inner, "bounded")
-        self.overtaking = f"at most {settings.max_overtaken_tokens} prompt tokens of later arrivals start before a request"
+        self.overtaking = f"{settings.max_overtaken_tokens} prompt tokens of later arrivals"
         self._limit = settings.max_overtaken_tokens
         self._started: list[tuple[int, int]] = []
         self._started_tokens = 0
@@ -100,9 +100,10 @@ class BoundedOvertaking(Wrapper):
         """See `Policy.candidates`. The longest waiting row is put in front of whoever must not pass it any more."""
         assert self.views is not None
         columns, waiting = self.views.columns, self.views.waiting
-        newcomers, drawn, place = set(waiting.tolist()), set(), 0
+        started, place = set(self.views.partial.tolist()), 0
+        drawn: set[int] = set()
         for row in self.inner.candidates():
-            if row not in newcomers:
+            if row in started:
                 yield row
                 continue
             while row not in drawn:

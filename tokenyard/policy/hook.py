@@ -1,8 +1,8 @@
 """Priority functions of the user's own (`--priority-function module:name`): the part of them that needs no clock.
 
 A function gets two read-only views and answers how many levels of urgency to add. It is called outside the core, on
-arrival and now and then, with its time watched; what it answers enters as `Update(boost=...)`, so a tape replays without
-it.
+arrival and now and then, with its time watched; what it answers enters as `Update(boost=...)`, so that a tape replays
+without it.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Levels: one queue per service class, a strict one on top, and shares of the prefill tokens for those below.
 
-Below the strict level the levels take turns by deficit round robin (Shreedhar and Varghese 1996), counted in tokens that
-a request has to compute, not in requests, since one prompt can be a thousand times another.
+Below the strict level the levels take turns by deficit round robin (Shreedhar and Varghese 1996), counted in the tokens
+that a request has to compute, not in requests, since one prompt can be a thousand times another.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,9 @@ def level_of(service_class: str | None) -> int:
     return LEVEL_OF_CLASS.get(service_class or "normal", NORMAL)
 
 
-SHARES_BOUND = "a share: in a round each level takes its weight in quanta, the strict one at most its part of all tokens"
+SHARES_BOUND = (
+    "a share: in a round each level takes its weight in quanta, the strict one at most its part of all tokens"
+)
 
 
 @dataclass(slots=True)
@@ -160,6 +162,3 @@ class Levels(Wrapper):
                 tokens = max(1, int(views.columns.target[row] - views.columns.matchable[row]))
                 turns.append(Turn(row, level, self._shares.rounds(level, tokens)))
         return min(turns, key=lambda turn: (turn.rounds, self._shares.distance(turn.level)))
-
-
-POLICIES: list[type[Policy]] = []

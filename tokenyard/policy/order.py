@@ -1,6 +1,7 @@
 """Orders of the waiting rows: SGLang's, and highest response ratio."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ LAST = 2**62
 
 
 def best_first(rows: Int32Array, key: Keys) -> Iterator[int]:
-    """`rows` (int32[n]) by ascending `key` (int64[n] or float64[n]), ties as they stand, sorted only as far as they are drawn.
+    """`rows` (int32[n]) by ascending `key` (int64[n] or float64[n]), ties as they stand.
 
     The first `DRAWN_AT_ONCE` or more come from a selection in O(n); the rest is sorted only if someone asks for it.
     """
@@ -89,14 +90,14 @@ class LongestPrefixMatch(Policy):
 
 
 class DfsWeight(Policy):
-    """Depth first through the tree, the part with most waiting requests first, so that what shares a prefix runs together.
+    """Depth first through the tree, most waiting requests first, so that what shares a prefix runs together.
 
     SGLang's rule: children before the node's own requests.
     """
 
     name = "dfs-weight"
     needs_tree = True
-    overtaking = "none: a request in a part of the tree where few wait can wait as long as others keep coming elsewhere"
+    overtaking = "none: where few wait for a prefix, they can wait as long as others keep coming for another"
 
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`. Rows come in batches, since the tree's weights change as rows are admitted."""
@@ -145,7 +146,8 @@ class LongestOutput(Policy):
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""
         columns, waiting = views.columns, views.waiting
-        return best_first(waiting, columns.prompt_tokens[waiting] - columns.limit[waiting].astype(np.int64))
+        answer = columns.limit[waiting].astype(np.int64) - columns.prompt_tokens[waiting]
+        return best_first(waiting, -answer)
 
 
 class RandomOrder(Policy):
@@ -153,7 +155,7 @@ class RandomOrder(Policy):
 
     name = "random"
     overtaking = "none, but each step gives every request the same chance"
-    options = {"seed": 0}
+    options: ClassVar[dict[str, Option]] = {"seed": 0}
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)

@@ -10,6 +10,7 @@ from tokenyard.policy.compose import Wrapper
 from tokenyard.policy.views import Columns, Views
 
 Answer = TypeVar("Answer")
+NOBODY: list[int] = []
 
 
 class Guarded(Wrapper):
@@ -51,7 +52,7 @@ class Guarded(Wrapper):
         """See `Policy.overdue`."""
         assert self.views is not None
         known = {*self.views.partial.tolist(), *self.views.waiting.tolist()}
-        rows = self._ask(lambda: [int(row) for row in self.inner.overdue()], [])
+        rows = self._ask(lambda: [int(row) for row in self.inner.overdue()], NOBODY)
         return rows if self._belong(rows, known, "overdue") else []
 
     def budget(self) -> StepBudget:
@@ -62,7 +63,7 @@ class Guarded(Wrapper):
 
     def victims(self, views: Views) -> Iterator[int]:
         """See `Policy.victims`. Rows that `inner` leaves out go last."""
-        rows = self._ask(lambda: [int(row) for row in self.inner.victims(views)], [])
+        rows = self._ask(lambda: [int(row) for row in self.inner.victims(views)], NOBODY)
         if not self._belong(rows, set(views.running.tolist()), "victims"):
             rows = []
         chosen = set(rows)
@@ -70,7 +71,7 @@ class Guarded(Wrapper):
 
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
         """See `Policy.outranked`. All at once, so that a mistake is found before anybody gives way."""
-        rows = self._ask(lambda: [int(row) for row in self.inner.outranked(views, asker)], [])
+        rows = self._ask(lambda: [int(row) for row in self.inner.outranked(views, asker)], NOBODY)
         seated = {*views.running.tolist(), *views.partial.tolist()}
         return iter(rows if self._belong(rows, seated, "outranked") else [])
 
@@ -100,7 +101,8 @@ class Guarded(Wrapper):
         `complete` wants somebody.
         """
         left, drawn = dict.fromkeys(rows), False
-        source = self._ask(draw, iter(()))
+        nothing: Iterator[int] = iter(())
+        source = self._ask(draw, nothing)
         while (row := self._ask(lambda: next(source, None), None)) is not None:
             if row not in left:
                 self._fail(f"candidate {row!r} is no waiting row, or came twice")

@@ -84,7 +84,7 @@ class Priority(Wrapper):
         return worst if own > urgent.min() else None
 
     def urgencies(self, columns: Columns, rows: Int32Array) -> Int64Array:
-        """Levels of urgency without aging, int64[len(rows)]: larger is more urgent, NO_PRIORITY where none was given."""
+        """Levels of urgency without aging, int64[len(rows)]; larger is more urgent, NO_PRIORITY is "none given"."""
         default, priority = self.settings.default_priority_value, columns.priority[rows]
         if default is not None:
             priority = np.where(is_given(priority), priority, default)
@@ -126,6 +126,3 @@ class Priority(Wrapper):
             return
         for group in in_groups(rows, ranks):
             yield from self.inner.order(replace(views, waiting=group)) if len(group) > 1 else group.tolist()
-
-
-POLICIES: list[type[Policy]] = []

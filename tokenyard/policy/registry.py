@@ -3,7 +3,7 @@
 import difflib
 
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.policy import deadline, order, short
+from tokenyard.policy import deadline, fair, order, short
 from tokenyard.policy.base import Policy
 from tokenyard.policy.compose import BoundedOvertaking
 from tokenyard.policy.hook import load_object
@@ -11,15 +11,14 @@ from tokenyard.policy.levels import Levels
 from tokenyard.policy.own import Guarded
 from tokenyard.policy.priority import Priority
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (
-        Policy,
-        *order.POLICIES,
-        *short.POLICIES,
-        *deadline.POLICIES,
-    )
-}
+_LISTED: list[type[Policy]] = [
+    Policy,
+    *order.POLICIES,
+    *short.POLICIES,
+    *deadline.POLICIES,
+    *fair.POLICIES,
+]
+POLICIES = {policy.name: policy for policy in _LISTED}
 """Each module of policies lists its own in `POLICIES`. "priority" is fcfs with priority scheduling on."""
 
 

@@ -3,11 +3,12 @@
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
-from tokenyard.base import NS_PER_S, Int32Array, Int64Array, SchedulerSettings
-from tokenyard.policy.base import Policy
+from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings
+from tokenyard.policy.base import Option, Policy
 from tokenyard.policy.order import best_first
 from tokenyard.policy.views import Columns, Views
 
@@ -92,7 +93,7 @@ class ShortFirst(Policy):
     name = "short-first"
     uses_hits = True
     overtaking = "none: a long request can wait as long as shorter ones keep coming"
-    options = {"quantile": 0.5, "output_weight": 1.0}
+    options: ClassVar[dict[str, Option]] = {"quantile": 0.5, "output_weight": 1.0}
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
@@ -122,7 +123,7 @@ class MultiLevelFeedback(Policy):
     name = "mlfq"
     uses_hits = True
     charges_decode = True
-    options = {"quantum_tokens": 512, "promote_s": 30.0}
+    options: ClassVar[dict[str, Option]] = {"quantum_tokens": 512, "promote_s": 30.0}
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
@@ -173,9 +174,10 @@ class MultiLevelFeedback(Policy):
         if row < len(self._served):
             self._served[row] = self._idle_since[row] = 0
 
-    def _promoted(self, views: Views, rows: Int32Array) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    def _promoted(self, views: Views, rows: Int32Array) -> BoolArray:
         since = np.maximum(self._idle_since[rows], views.columns.arrival_ns[rows])
-        return views.now - since >= self._promote_ns
+        promoted: BoolArray = views.now - since >= self._promote_ns
+        return promoted
 
     def _levels(self, columns: Columns, rows: Int32Array) -> Int64Array:
         """0 is the top; level k is left after (2^(k+1) - 1) quanta."""

@@ -43,7 +43,7 @@ class Branch:
         self._fresh_length = 0
 
     def heaviest_first(self) -> "Iterator[Branch]":
-        """Children by falling weight, among equals the one where somebody has waited for longest. Lazy, O(log n) each."""
+        """Children by falling weight, among equals the oldest. Lazy, O(log n) each."""
         heap = self.heap
         ahead = [(heap[0], 0)] if heap else []
         while ahead:
