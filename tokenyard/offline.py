@@ -1,6 +1,7 @@
 """Generation without a server: scheduler, executor and detokenizer in this process, no sockets."""
 
 import asyncio
+import atexit
 import itertools
 import logging
 import queue
@@ -221,6 +222,7 @@ class LLM:
         loop = event_loop_overlap if config.overlap else event_loop_normal
         self._thread = threading.Thread(target=self._run, args=(loop, driver), name="tokenyard", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     def generate(
         self,
@@ -252,7 +254,8 @@ class LLM:
         return [self._start(prompt, request) for prompt, request in zip(many, requests, strict=True)]
 
     def close(self) -> None:
-        """Stop, end open requests with an error and give back the device."""
+        """Stop, end open requests with an error and give back the device. Done at exit if nobody did before."""
+        atexit.unregister(self.close)
         if self._thread.is_alive():
             self._port.inbox.put(None)
             self._thread.join()

@@ -3,13 +3,13 @@
 import time
 import uuid
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
 from tokenyard.base import Finish, InvalidRequestError, LogprobOptions
-from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.engine.spec import NO_TOKENS, GenerateSpec, OutputDelta
 from tokenyard.server.answers import Answer, Call, collect, run, stage_times, usage_of
 from tokenyard.server.convert import (
     check_max_tokens,
@@ -224,16 +224,18 @@ def _choice(call: Call, job: Job, index: int, answer: Answer) -> dict[str, Any]:
                 offset = min(0, len(prompt.echo) - sum(len(names.text(token)) for token in prompt.ids.tolist()))
             logprobs = completion_logprobs(answer.logprobs, names, offset=offset, first_token=first)
     choice["logprobs"] = logprobs
-    choice["finish_reason"] = _reason(answer.finish)
+    choice["finish_reason"] = _reason(job, answer.finish)
     choice["matched_stop"] = answer.finish.matched if answer.finish else None
     if job.want_token_ids:
         choice["token_ids"] = answer.token_ids
     return choice
 
 
-def _reason(finish: Finish | None) -> str | None:
-    """The finish_reason word."""
-    return None if finish is None else finish.reason
+def _reason(job: Job, finish: Finish | None) -> str | None:
+    """The finish_reason word; an answer whose one token is left out has reached its length."""
+    if finish is None:
+        return None
+    return "length" if job.drop_output and finish.reason == "stop" else finish.reason
 
 
 async def _stream(call: Call, job: Job) -> None:
@@ -276,6 +278,8 @@ def _full_chunk(
     call: Call, job: Job, writer: ChunkWriter, delta: OutputDelta, answer: Answer, offsets: list[int], index: int
 ) -> bytes:
     """A chunk that carries more than text."""
+    if job.drop_output:
+        delta = replace(delta, text="", token_ids=NO_TOKENS)
     logprobs, names = None, call.state.names
     if job.want_logprobs and delta.logprobs:
         if job.chat:
@@ -284,8 +288,8 @@ def _full_chunk(
             logprobs = completion_logprobs(delta.logprobs, names, offset=offsets[index])
             offsets[index] += sum(map(len, logprobs["tokens"]))
     return writer.full(
-        "" if job.drop_output else delta.text,
-        finish_reason=_reason(delta.finish),
+        delta.text,
+        finish_reason=_reason(job, delta.finish),
         matched=delta.finish.matched if delta.finish else None,
         logprobs=logprobs,
         token_ids=delta.token_ids.tolist() if job.want_token_ids else None,
