@@ -6,6 +6,7 @@ deadlines up to some point cannot all be met.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from tokenyard.base import Int32Array, SchedulerSettings
 from tokenyard.policy.base import Policy
 from tokenyard.policy.deadline_queue import NS_PER_S, DeadlineQueue
 from tokenyard.policy.prefill_time import Float64Array, PrefillTime
+from tokenyard.policy.priority import Priority
 from tokenyard.policy.time_budget import TimeBudgetRule
 from tokenyard.policy.views import Columns, Views
 
@@ -26,11 +28,13 @@ class EarliestDeadline(Policy):
 
     The first token of a request is due at its own deadline, or else its time to first token after arrival (its own, or
     the class's: the larger of `slo_ttft_ms` and `slo_ttft_scale` times its unloaded prefill). With priorities enabled
-    they come first. Best of all if every deadline can be met, and worse than fcfs if not (Dertouzos 1974).
+    they come first, without aging. If all deadlines can be met this order meets them (Dertouzos 1974); if not, it may
+    miss them all.
     """
 
     name = "edf"
     needs_cost = True
+    uses_hits = True
     ranks_priorities = True
     overtaking = "only by requests that arrive before its own deadline"
 
@@ -39,7 +43,12 @@ class EarliestDeadline(Policy):
         self.time_rule = TimeBudgetRule(settings, use_slack=self.name != "edf")
         if settings.step_budget != "tokens":
             self.budget_rule = self.time_rule
-        self.queue = DeadlineQueue(settings)
+        # Without aging: preemption and a full queue must agree with an order in which levels are strict.
+        strict = replace(settings, priority_aging_s=0.0)
+        self._priority = (
+            Priority(strict, Policy(replace(strict, policy_options={}))) if settings.uses_priorities else None
+        )
+        self.queue = DeadlineQueue(settings, self._priority.urgencies if self._priority else None)
 
     def begin_step(self, views: Views) -> None:
         """See `Policy.begin_step`."""
@@ -58,6 +67,14 @@ class EarliestDeadline(Policy):
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""
         return self.queue.only(views.waiting)
+
+    def outranked(self, views: Views, asker: int) -> Iterator[int]:
+        """See `Policy.outranked`."""
+        return self._priority.outranked(views, asker) if self._priority else super().outranked(views, asker)
+
+    def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
+        """See `Policy.displaced`."""
+        return self._priority.displaced(columns, waiting, newcomer) if self._priority else None
 
 
 class ServiceLevel(EarliestDeadline):

@@ -1,13 +1,13 @@
 """Prefills by deadline, kept sorted from step to step, so that a long queue costs little."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from tokenyard.base import BoolArray, CostModel, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.cost import unloaded_prefill_s
 from tokenyard.policy.targets import NS_PER_MS
-from tokenyard.policy.views import NO_DEADLINE, Columns, Views, urgency
+from tokenyard.policy.views import NO_DEADLINE, Columns, Views
 
 NS_PER_S = 1_000_000_000
 FAR_NS = 1 << 61
@@ -15,6 +15,8 @@ FAR_NS = 1 << 61
 
 BLOCK_ROWS = 64
 NOT_PLACED = -1
+
+Urgencies = Callable[[Columns, Int32Array], Int64Array]
 
 
 class DeadlineQueue:
@@ -25,8 +27,10 @@ class DeadlineQueue:
     last, `last` who is.
     """
 
-    def __init__(self, settings: SchedulerSettings) -> None:
+    def __init__(self, settings: SchedulerSettings, urgencies: Urgencies | None) -> None:
+        """Without `urgencies` (of rows, larger is more urgent) all are alike."""
         self._settings = settings
+        self._urgencies = urgencies
         self._lanes: dict[int, Int32Array] = {}
         self.due_ns = self.own_ns = self._key = self._seen = self._given = self._urgent = np.empty(0, np.int64)
         self._mark = np.empty(0, np.int64)
@@ -38,7 +42,7 @@ class DeadlineQueue:
         columns, rows = views.columns, np.concatenate((views.partial, views.waiting))
         self._grow(len(columns.seq))
         changed = (self._seen[rows] != columns.seq[rows]) | (self._given[rows] != columns.deadline_ns[rows])
-        if self._settings.enable_priority_scheduling:
+        if self._urgencies is not None:
             changed |= self._urgent[rows] != self._urgency(columns, rows)
         fresh = rows[changed]
         self._tick += 1
@@ -122,9 +126,7 @@ class DeadlineQueue:
                 del self._lanes[urgent]
 
     def _urgency(self, columns: Columns, rows: Int32Array) -> Int64Array:
-        if not self._settings.enable_priority_scheduling:
-            return np.zeros(len(rows), np.int64)
-        return urgency(columns.priority[rows], self._settings.schedule_low_priority_values_first)
+        return np.zeros(len(rows), np.int64) if self._urgencies is None else self._urgencies(columns, rows)
 
     def _grow(self, capacity: int) -> None:
         extra = capacity - len(self._mark)

@@ -30,6 +30,7 @@ class PrefillAdder:
         self._table = roster.table
         self._memory = roster.memory
         self._policy = roster.policy
+        self._limits = roster.limits
         self._views = views
         self._budget = budget
         self._draft = draft
@@ -65,6 +66,8 @@ class PrefillAdder:
             if self._requests_left <= 0:
                 return
             started = self._table.state[row] == State.PREFILL
+            if not started and self._limits is not None and not self._limits.may_start(row):
+                continue
             if started and not self._continue(row):
                 return
             if not started and not self._admit(row):
@@ -139,6 +142,8 @@ class PrefillAdder:
         self._draft.write_page_run(pool_row, 0, pages)
         self._draft.row_starts.append(self._row_start(row, pool_row))
         self._roster.admit(row, hit, self._views.now)
+        if self._limits is not None:
+            self._limits.started(row)
         self._plan_chunk(row, hit, count)
         self._reserved_prompts += extend - count
         self._reserved_newcomers += self._policy.headroom.newcomer_tokens(table, row)
@@ -169,6 +174,8 @@ class PrefillAdder:
         table.planned[row] = start + count
         self._budget.spend(start, count)
         self._policy.charge(row, count)
+        if self._limits is not None:
+            self._limits.charge(row, count)
         self._requests_left -= 1
         return True
 
@@ -187,7 +194,7 @@ class PrefillAdder:
         The pages of rows in flight come back when their plans commit; until then the newcomer waits at the front.
         """
         planned = {chunk.row for chunk in self._draft.chunks}
-        victims = [victim for victim in self._policy.outranked(self._views, row) if victim not in planned]
+        victims = [victim for victim in self._who_may_go(row) if victim not in planned]
         victims = victims[: self._victims_needed(victims, missing_tokens)]
         if not victims:
             return False
@@ -195,11 +202,21 @@ class PrefillAdder:
         self._reserved_prompts -= self._unplanned(self._views) - self._unplanned(left)
         self._unfinished -= len(self._views.partial) - len(left.partial)
         for victim in victims:
+            if self._limits is not None:
+                self._limits.stopped(victim, row)
             self._roster.retract(victim, "preempted")
         self._views.running, self._views.partial = left.running, left.partial
         self._free_rows += len(victims)
         self._reserved_running = self._growth(left)
         return True
+
+    def _who_may_go(self, row: int) -> list[int]:
+        """Whom `row` outranks, worst first, then who holds KV that is the share of its tenant."""
+        victims = list(self._policy.outranked(self._views, row))
+        if self._limits is not None:
+            taken = set(victims)
+            victims += [victim for victim in self._limits.borrowers(self._views, row) if victim not in taken]
+        return victims
 
     def _victims_needed(self, victims: list[int], missing_tokens: int) -> int:
         """How many of `victims`, from the first on, must go to free so many tokens; 0 if all of them are too few.

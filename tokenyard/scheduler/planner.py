@@ -56,7 +56,7 @@ class Planner:
     def _begin_step(self, now: int) -> Views:
         """Let the policy look at the state, after ending the requests that it gives up."""
         roster = self._roster
-        views = roster.views(now)
+        views = self._views(now)
         roster.policy.begin_step(views)
         overdue = roster.policy.overdue()
         if overdue:
@@ -64,8 +64,15 @@ class Planner:
                 message = "the request cannot be served by its deadline; try again later"
                 roster.end(row, "abort", now, message=message, status=503)
             roster.sweep()
-            views = roster.views(now)
+            views = self._views(now)
             roster.policy.begin_step(views)
+        return views
+
+    def _views(self, now: int) -> Views:
+        """What the policy may see: without the waiting rows whose tenants are at a limit."""
+        views = self._roster.views(now)
+        if self._roster.limits is not None:
+            self._roster.limits.begin_step(views)
         return views
 
     def swapped(self, row: int, first_page: int, pages: Int32Array) -> None:
@@ -106,6 +113,8 @@ class Planner:
         self._roster.policy.headroom.decoded()
         if self._roster.policy.charges_decode:
             self._roster.policy.charge_decode(rows)
+        if self._roster.limits is not None:
+            self._roster.limits.charge_decode(rows)
 
     def _make_room(self, rows: Int32Array, now: int) -> Int32Array:
         """Retract victims until the others of `rows` can take one more token each; return those that can do so now.

@@ -1,0 +1,192 @@
+"""Fairness between tenants: the one that was served least goes next, with service counted in tokens.
+
+A prompt token that is computed counts `INPUT_WEIGHT`, an output token `OUTPUT_WEIGHT`, both divided by the tenant's
+weight. What came from the cache costs nobody anything, and neither does what is computed again after a retraction.
+"""
+
+import heapq
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+
+from tokenyard.base import BoolArray, Int32Array, SchedulerSettings
+from tokenyard.policy.base import Option, Policy
+from tokenyard.policy.order import best_first
+from tokenyard.policy.tenants import TenantBook
+from tokenyard.policy.views import Columns, Views
+
+INPUT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+NOT_CHARGED = -1
+SMALL_SORT = 1 << 15
+
+
+class TenantService(Policy):
+    """What the fair policies share: who waits, and what each tenant is charged (`serve`)."""
+
+    charges_decode = True
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        super().__init__(settings)
+        self._book = TenantBook(settings.tenants)
+        self._weight = np.empty(0, np.float64)
+        self._charged = np.empty(0, np.int64)
+
+    def begin_step(self, views: Views) -> None:
+        """See `Policy.begin_step`."""
+        super().begin_step(views)
+        extra = len(views.columns.seq) - len(self._charged)
+        if extra > 0:
+            self._charged = np.concatenate((self._charged, np.full(extra, NOT_CHARGED, np.int64)))
+        self._learn(views.columns, np.concatenate((views.waiting, views.partial, views.running)))
+
+    def charge(self, row: int, prefill_tokens: int) -> None:
+        """See `Policy.charge`. The first chunk pays for the whole prompt, as a started prompt cannot be given back."""
+        assert self.views is not None
+        columns = self.views.columns
+        if self._charged[row] == columns.seq[row]:
+            return
+        self._charged[row] = columns.seq[row]
+        tenant = int(columns.tenant[row])
+        tokens = int(columns.target[row] - columns.planned[row]) + prefill_tokens
+        self.serve(tenant, INPUT_WEIGHT * tokens / float(self._weight[tenant]))
+
+    def charge_decode(self, rows: Int32Array) -> None:
+        """See `Policy.charge_decode`."""
+        if self.views is None:
+            return
+        self._learn(self.views.columns, rows)
+        tokens = np.bincount(self.views.columns.tenant[rows], minlength=len(self._weight))
+        for tenant in np.flatnonzero(tokens).tolist():
+            self.serve(tenant, OUTPUT_WEIGHT * int(tokens[tenant]) / float(self._weight[tenant]))
+
+    def serve(self, tenant: int, service: float) -> None:
+        """The tenant was given so much."""
+        raise NotImplementedError
+
+    def grow(self, tenants: int) -> None:
+        """So many tenants are known from now on."""
+        self._weight = np.concatenate((self._weight, np.ones(tenants - len(self._weight))))
+
+    def _learn(self, columns: Columns, rows: Int32Array) -> None:
+        new = self._book.learn(columns, rows)
+        if len(self._book) > len(self._weight):
+            self.grow(len(self._book))
+        for number, tenant in new:
+            self._weight[number] = tenant.weight
+
+
+class VirtualTokenCounter(TenantService):
+    """The waiting tenant with the least service first, within a tenant by arrival (VTC, Sheng et al. 2024).
+
+    A tenant that comes back is lifted to the least among those who wait, so nobody saves up service by staying away.
+    Two tenants that both keep waiting are never further apart than 2 * max(longest prompt, OUTPUT_WEIGHT * KV pool).
+    """
+
+    name = "vtc"
+    overtaking = "between tenants by the service gap of at most 2 * max(prompt, 2 * pool) tokens; none within a tenant"
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        super().__init__(settings)
+        self.served = np.empty(0, np.float64)
+        self._waited: BoolArray = np.empty(0, np.bool_)
+        self._level = 0.0
+
+    def begin_step(self, views: Views) -> None:
+        """See `Policy.begin_step`."""
+        super().begin_step(views)
+        waits = np.bincount(views.columns.tenant[views.waiting], minlength=len(self.served)) > 0
+        stayed, joined, left = waits & self._waited, waits & ~self._waited, self._waited & ~waits
+        if stayed.any():
+            self._level = float(self.served[stayed].min())
+        elif left.any():
+            self._level = float(self.served[left].min())
+        self.served[joined] = np.maximum(self.served[joined], self._level)
+        self._waited = waits
+
+    def order(self, views: Views) -> Iterator[int]:
+        """See `Policy.order`."""
+        tenants = views.columns.tenant[views.waiting]
+        # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
+        grouped = np.argsort(tenants.astype(np.int16) if len(self.served) < SMALL_SORT else tenants, kind="stable")
+        rows = views.waiting[grouped]
+        ends = np.cumsum(np.bincount(tenants, minlength=len(self.served))).tolist()
+        places = [0, *ends[:-1]]
+        heap = [self._entry(views, rows, tenant, places) for tenant in np.flatnonzero(np.diff([0, *ends])).tolist()]
+        heapq.heapify(heap)
+        while heap:
+            tenant = heap[0][2]
+            yield int(rows[places[tenant]])
+            places[tenant] += 1
+            if places[tenant] < ends[tenant]:
+                heapq.heapreplace(heap, self._entry(views, rows, tenant, places))
+            else:
+                heapq.heappop(heap)
+
+    def serve(self, tenant: int, service: float) -> None:
+        """See `TenantService.serve`."""
+        self.served[tenant] += service
+
+    def grow(self, tenants: int) -> None:
+        """See `TenantService.grow`."""
+        super().grow(tenants)
+        extra = tenants - len(self.served)
+        self.served = np.concatenate((self.served, np.zeros(extra)))
+        self._waited = np.concatenate((self._waited, np.zeros(extra, np.bool_)))
+
+    def _entry(self, views: Views, rows: Int32Array, tenant: int, places: list[int]) -> tuple[float, int, int]:
+        return float(self.served[tenant]), int(views.columns.seq[rows[places[tenant]]]), tenant
+
+
+class DeficitLongestPrefixMatch(TenantService):
+    """Longest prefix first among tenants that have credit left (DLPM, Cao et al. 2025).
+
+    Service is paid out of a tenant's credit. When no waiting tenant has any, each is given `quantum_tokens` times its
+    weight: a larger quantum finds more prefixes and lets the gap grow. The gap between two tenants that both keep
+    waiting stays within 2 * (max(longest prompt, OUTPUT_WEIGHT * KV pool) + quantum_tokens).
+    """
+
+    name = "dlpm"
+    needs_tree = True
+    options: ClassVar[dict[str, Option]] = {"quantum_tokens": 32768}
+    overtaking = "between tenants by the service gap plus two quanta; within a tenant unbounded, as for lpm"
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        super().__init__(settings)
+        self._quantum = float(self.chosen["quantum_tokens"])
+        self.credit = np.empty(0, np.float64)
+
+    def order(self, views: Views) -> Iterator[int]:
+        """See `Policy.order`."""
+        left, columns = views.waiting, views.columns
+        while len(left):
+            self._refill(columns.tenant[left])
+            payers = left[self.credit[columns.tenant[left]] > 0.0]
+            drawn = np.zeros(len(columns.seq), np.bool_)
+            for row in best_first(payers, -columns.matchable[payers].astype(np.int64)):
+                if self.credit[columns.tenant[row]] > 0.0:
+                    drawn[row] = True
+                    yield row
+            left = left[~drawn[left]]
+
+    def serve(self, tenant: int, service: float) -> None:
+        """See `TenantService.serve`. Credit is in tokens of weight 1."""
+        self.credit[tenant] -= service
+
+    def grow(self, tenants: int) -> None:
+        """See `TenantService.grow`."""
+        super().grow(tenants)
+        self.credit = np.concatenate((self.credit, np.zeros(tenants - len(self.credit))))
+
+    def _refill(self, tenants: Int32Array) -> None:
+        """Give credit until a waiting tenant has some; the debts of absent ones shrink alike, but they save nothing."""
+        waits = np.bincount(tenants, minlength=len(self.credit)) > 0
+        if (self.credit[waits] > 0.0).any():
+            return
+        rounds = float(np.floor(-self.credit[waits] / self._quantum).min()) + 1.0
+        richer = self.credit + rounds * self._quantum
+        self.credit = np.where(waits, richer, np.maximum(self.credit, np.minimum(richer, 0.0)))
+
+
+POLICIES: list[type[Policy]] = [VirtualTokenCounter, DeficitLongestPrefixMatch]

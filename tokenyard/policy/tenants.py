@@ -1,0 +1,175 @@
+"""Limits of tenants, whatever the order of the queue: token rates, requests at a time, and shares of the KV pool."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tokenyard.base import BoolArray, Int32Array, SchedulerSettings, TenantSettings
+from tokenyard.policy.views import Columns, Views
+
+ANY_TENANT = "*"
+NS_PER_S = 1e9
+NO_LIMIT = 2**31 - 1
+
+
+class TenantBook:
+    """The settings behind the numbers in the tenant column, learnt as tenants turn up."""
+
+    def __init__(self, tenants: dict[str, TenantSettings]) -> None:
+        self._named = tenants
+        self._default = tenants.get(ANY_TENANT, TenantSettings())
+        self._known: list[TenantSettings | None] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, name: str) -> TenantSettings:
+        """The settings of the tenant with this name."""
+        return self._named.get(name, self._default)
+
+    def learn(self, columns: Columns, rows: Int32Array) -> list[tuple[int, TenantSettings]]:
+        """Tenants of `rows` that were not known before, as (number, settings)."""
+        tenants = columns.tenant[rows]
+        if not len(rows):
+            return []
+        self._known.extend([None] * (int(tenants.max()) + 1 - len(self._known)))
+        numbers = np.flatnonzero(np.bincount(tenants, minlength=len(self._known)))
+        new = [number for number in numbers.tolist() if self._known[number] is None]
+        for number in new:
+            row = int(rows[np.argmax(tenants == number)])
+            self._known[number] = self.of(columns.request(row).tenant)
+        return [(number, settings) for number in new if (settings := self._known[number]) is not None]
+
+
+class TenantLimits:
+    """Who of the waiting may start at all, and who gives back borrowed KV.
+
+    Rates are token buckets: a tenant may start requests while its bucket is above empty, and everything it computes is
+    taken out, so that a large request leaves a debt to be waited for. A tenant within its `kv_share` of the pool may
+    take back what others hold beyond theirs; until the request that did so has started, nobody borrows.
+    """
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._book = TenantBook(settings.tenants)
+        self._rate = self._burst = self._bucket = self._share = np.empty(0, np.float64)
+        self._most_running = self._running = self._used = np.empty(0, np.int64)
+        self._columns: Columns | None = None
+        self._total_tokens = 0
+        self._filled_ns = 0
+        self._claim: tuple[int, int] | None = None
+        self.next_ns: int | None = None
+
+    def queue_is_full(self, columns: Columns, name: str, waiting: Int32Array, rows: list[int]) -> bool:
+        """Whether the tenant may not have its new `rows` waiting beside those that do."""
+        most = self._book.of(name).max_queued
+        if most < 0:
+            return False
+        same = np.count_nonzero(columns.tenant[waiting] == columns.tenant[rows[0]])
+        return int(same) + len(rows) > most
+
+    def begin_step(self, views: Views) -> None:
+        """Look at the state before a step and take out of `views.waiting` whoever may not start now."""
+        self._columns, self._total_tokens = views.columns, views.total_tokens
+        held = np.concatenate((views.running, views.partial))
+        self._learn(views.columns, np.concatenate((held, views.waiting)))
+        self._fill_buckets(views.now)
+        owners, tenants = views.columns.tenant[held], views.columns.tenant[views.waiting]
+        self._running = np.bincount(owners, minlength=len(self._rate))
+        tokens = views.columns.planned[held] - views.columns.hit[held]
+        self._used = np.bincount(owners, tokens, minlength=len(self._rate)).astype(np.int64)
+        self._drop_old_claim(views)
+        empty = (self._rate > 0.0) & (self._bucket <= 0.0)
+        self._note_refill(empty, tenants, views.now)
+        views.waiting = views.waiting[~(empty | (self._running >= self._most_running))[tenants]]
+
+    def may_start(self, row: int) -> bool:
+        """Whether a waiting row may still start in this step, after what has started in it already."""
+        assert self._columns is not None
+        tenant = int(self._columns.tenant[row])
+        if self._running[tenant] >= self._most_running[tenant]:
+            return False
+        if self._rate[tenant] > 0.0 and self._bucket[tenant] <= 0.0:
+            return False
+        return self._claim is None or self._claim[0] == row or self._within_share(row)
+
+    def started(self, row: int) -> None:
+        """A waiting row was admitted."""
+        assert self._columns is not None
+        tenant = int(self._columns.tenant[row])
+        self._running[tenant] += 1
+        self._used[tenant] += int(self._columns.target[row] - self._columns.hit[row])
+        if self._claim is not None and self._claim[0] == row:
+            self._claim = None
+
+    def stopped(self, row: int, asker: int) -> None:
+        """The running `row` gives way to the waiting `asker`."""
+        assert self._columns is not None
+        tenant = int(self._columns.tenant[row])
+        self._running[tenant] -= 1
+        self._used[tenant] -= int(self._columns.planned[row] - self._columns.hit[row])
+        if self._within_share(asker):
+            self._claim = asker, int(self._columns.seq[asker])
+
+    def charge(self, row: int, tokens: int) -> None:
+        """A chunk of `tokens` was planned for a row."""
+        assert self._columns is not None
+        self._bucket[int(self._columns.tenant[row])] -= tokens
+
+    def charge_decode(self, rows: Int32Array) -> None:
+        """Each of `rows` decodes one token."""
+        if self._columns is not None:
+            self._bucket -= np.bincount(self._columns.tenant[rows], minlength=len(self._bucket))
+
+    def borrowers(self, views: Views, row: int) -> Iterator[int]:
+        """Running rows that give way to the waiting `row`: of tenants beyond their share, the furthest beyond first and
+        of each the newest first, until it is within. None if `row` would itself be beyond its tenant's share.
+        """
+        if not self._within_share(row):
+            return
+        columns, used = views.columns, self._used.copy()
+        share = self._share * self._total_tokens
+        running = views.running[np.argsort(-columns.seq[views.running], kind="stable")]
+        queues = {tenant: running[columns.tenant[running] == tenant].tolist() for tenant in range(len(used))}
+        over = [tenant for tenant in queues if queues[tenant] and used[tenant] > share[tenant]]
+        while over:
+            tenant = max(over, key=lambda number: (used[number] - share[number], -number))
+            victim = queues[tenant].pop(0)
+            used[tenant] -= int(columns.planned[victim] - columns.hit[victim])
+            over = [number for number in over if queues[number] and used[number] > share[number]]
+            yield victim
+
+    def _within_share(self, row: int) -> bool:
+        assert self._columns is not None
+        tenant = int(self._columns.tenant[row])
+        return bool(self._used[tenant] + self._columns.target[row] <= self._share[tenant] * self._total_tokens)
+
+    def _drop_old_claim(self, views: Views) -> None:
+        if self._claim is not None:
+            row, seq = self._claim
+            if views.columns.seq[row] != seq or row not in views.waiting:
+                self._claim = None
+
+    def _fill_buckets(self, now: int) -> None:
+        earned = self._rate * ((now - self._filled_ns) / NS_PER_S)
+        self._bucket = np.minimum(self._bucket + earned, self._burst)
+        self._filled_ns = now
+
+    def _note_refill(self, empty: BoolArray, tenants: Int32Array, now: int) -> None:
+        """Remember when the first waiting tenant with an empty bucket may go on."""
+        waits = empty & (np.bincount(tenants, minlength=len(empty)) > 0)
+        self.next_ns = None
+        if waits.any():
+            seconds = float((-self._bucket[waits] / self._rate[waits]).min())
+            self.next_ns = now + int(seconds * NS_PER_S) + 1
+
+    def _learn(self, columns: Columns, rows: Int32Array) -> None:
+        new = self._book.learn(columns, rows)
+        extra = len(self._book) - len(self._rate)
+        if extra > 0:
+            for name in ("_rate", "_burst", "_bucket", "_share"):
+                setattr(self, name, np.concatenate((getattr(self, name), np.zeros(extra))))
+            self._most_running = np.concatenate((self._most_running, np.full(extra, NO_LIMIT, np.int64)))
+        for number, tenant in new:
+            self._rate[number], self._share[number] = tenant.tokens_per_s, tenant.kv_share
+            self._burst[number] = self._bucket[number] = tenant.burst_tokens
+            self._most_running[number] = tenant.max_running if tenant.max_running >= 0 else NO_LIMIT
