@@ -4,8 +4,9 @@
 
 The cost terms are fitted to the times of half of the requests and judged on the other half, which the fit has not seen:
 once with every other request, once with the earlier ones foretelling the later ones (which end in small batches that
-the earlier ones never saw). The record holds times per request, no steps, so the fit runs the simulator: coordinate
-search over the terms, from values that the device's data sheet suggests. Errors are those of the distribution: the
+the earlier ones never saw). The record holds times per request, no steps, so the fit runs the simulator to see
+which steps an answer spans, and solves for terms that give the spans their recorded length, from values that the
+device's data sheet suggests. Errors are those of the distribution: the
 simulated p50 against the recorded p50, and so on; `tpot` is the mean relative error over requests. vLLM 0.19 plans a
 step ahead, and so does the simulated engine.
 """
@@ -18,10 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
+from tokenyard.base import StepPlan, StepWork
 from tokenyard.cost import LinearTerms, Profile
+from tokenyard.scheduler import Scheduler
 from tokenyard.sim.content import TokenContent
 from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.presets import preset
+from tokenyard.sim.replica import StepObserver
 from tokenyard.sim.workload import Workload, uniform_columns
 
 RUNS = Path(__file__).resolve().parents[2] / "shared/traces/vllm-measured"
@@ -31,7 +35,7 @@ KV_BYTES_PER_TOKEN, KV_POOL_TOKENS = 131_072, 500_000
 # 16 GB of weights at 1.8 TB/s; 131 kB of KV per token at the same; 250 TFLOP/s at half use for 16 GFLOP a token.
 FIRST_GUESS = LinearTerms(0.0, 12.0, 7.0, 0.1, 8e-5, 2e-6, 0.02)
 FITTED = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
-STEPS = (1.3, 1.1, 1.03)
+ROUNDS, SWEEPS, RIDGE = 16, 400, 1e-5
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def read_record(folder: Path) -> Record:
     return Record(workload, first - queued, (last - first) / (outputs - 1), settings)
 
 
-def run(record: Record, terms: LinearTerms) -> Outcome:
+def run(record: Record, terms: LinearTerms, observer: StepObserver | None = None) -> Outcome:
     """The recorded workload through the simulator, with the recorded engine's settings."""
     context = record.workload.max_prompt_tokens + record.workload.max_output_tokens + 1
     settings = replace(
@@ -74,31 +78,60 @@ def run(record: Record, terms: LinearTerms) -> Outcome:
         max_in_flight=2,
     )
     profile = Profile("rtx-pro-6000", "llama-3.1-8b", terms, KV_POOL_TOKENS, KV_BYTES_PER_TOKEN, context, "fitted")
-    return simulate(record.workload, Setup(profile, settings))
+    return simulate(record.workload, Setup(profile, settings), observer)
 
 
-def loss(record: Record, terms: LinearTerms, half: slice) -> float:
-    """Mean relative error of TPOT and of TTFT; TTFT relative to the record's median, as small ones are noise."""
-    outcome = run(record, terms)
-    tpot = np.abs(outcome.tpot_s - record.tpot_s)[half] / record.tpot_s[half]
-    ttft = np.abs(outcome.ttft_s - record.ttft_s)[half] / np.median(record.ttft_s[half])
-    return float(tpot.mean() + min(ttft.mean(), 10.0))
+class StepFeatures:
+    """A step observer that notes what each fitted term is multiplied with, and when the step ended."""
+
+    def __init__(self, terms: LinearTerms) -> None:
+        self.terms = terms
+        self.ends_ns: list[int] = []
+        self.rows: list[tuple[float, ...]] = []
+
+    def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Scheduler) -> None:
+        """See `StepObserver`."""
+        above = self.terms.dense_ms + self.terms.token_ms * work.tokens > self.terms.floor_ms
+        line = (0.0, 1.0, float(work.tokens)) if above else (1.0, 0.0, 0.0)
+        self.ends_ns.append(end_ns)
+        self.rows.append((*line, float(work.decode_context), work.chunk_area, float(work.rows)))
+
+    def between(self, first_ns: np.ndarray, last_ns: np.ndarray) -> np.ndarray:
+        """float64[n, terms], features summed over the steps that end after `first_ns` and up to `last_ns`."""
+        sums = np.concatenate((np.zeros((1, len(FITTED))), np.cumsum(np.array(self.rows), axis=0)))
+        ends = np.array(self.ends_ns)
+        return sums[np.searchsorted(ends, last_ns, "right")] - sums[np.searchsorted(ends, first_ns, "right")]
 
 
 def fit(record: Record, half: slice) -> LinearTerms:
-    """Coordinate search with shrinking steps."""
-    best, best_loss = FIRST_GUESS, loss(record, FIRST_GUESS, half)
-    for step in STEPS:
-        improved = True
-        while improved:
-            improved = False
-            for name in FITTED:
-                for factor in (step, 1.0 / step):
-                    tried = replace(best, **{name: getattr(best, name) * factor})
-                    tried_loss = loss(record, tried, half)
-                    if tried_loss < best_loss * 0.999:
-                        best, best_loss, improved = tried, tried_loss, True
+    """Gauss-Newton: simulate, see which steps each request's answer would span, and solve for the terms that give
+    those spans their recorded length; keep the terms that foretell the fitted half best.
+    """
+    terms, best, best_error = FIRST_GUESS, FIRST_GUESS, float("inf")
+    for _ in range(ROUNDS):
+        features = StepFeatures(terms)
+        outcome = run(record, terms, features)
+        error = errors(record, outcome, half)["tpot"] + errors(record, outcome, half)["ttft_p90"]
+        if error < best_error:
+            best, best_error = terms, error
+        spans_ms = 1000.0 * record.tpot_s[half] * (record.workload.output_tokens[half] - 1)
+        matrix = features.between(outcome.first_token_ns[half], outcome.finished_ns[half]) / spans_ms[:, None]
+        solved = _not_negative(matrix, np.array([getattr(FIRST_GUESS, name) for name in FITTED]))
+        now = {name: 0.5 * (getattr(terms, name) + value) for name, value in zip(FITTED, solved, strict=True)}
+        terms = replace(terms, **now)
     return best
+
+
+def _not_negative(matrix: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    """Terms x >= 0 with `matrix @ x` near 1, and near `prior` where the matrix says nothing."""
+    scaled = matrix * prior
+    gram = scaled.T @ scaled + RIDGE * len(matrix) * np.eye(len(prior))
+    moment = scaled.sum(axis=0) + RIDGE * len(matrix)
+    x = np.ones(len(prior))
+    for _ in range(SWEEPS):
+        for i in range(len(x)):
+            x[i] = max(0.0, x[i] + (moment[i] - gram[i] @ x) / gram[i, i])
+    return x * prior
 
 
 def errors(record: Record, outcome: Outcome, half: slice) -> dict[str, float]:
