@@ -1,8 +1,8 @@
 """The executor against transformers' own `generate` on the same random checkpoint, on a CPU or a CUDA device.
 
-Run from the repository root: `python -m benchmarks.vs_transformers [--dtype bfloat16] [--threads 2]`. Both sides get the
-same prompts, decode greedily and produce the same number of tokens; figures are of the model alone, with no server and
-no scheduler on our side. The model has the shape of SmolLM2-135M. Each figure is the best of a few runs, taken in turn.
+Run from the repository root: `python -m benchmarks.vs_transformers [--dtype bfloat16] [--threads 2]`. Both sides get
+the same prompts, decode greedily and produce the same number of tokens; figures are of the model alone, with no server
+and no scheduler on our side. The model has the shape of SmolLM2-135M. Each figure is the best of a few runs, in turn.
 """
 
 import argparse

@@ -48,12 +48,16 @@ def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, case, pa
         assert sequence.output == greedy(case, prompt, len(sequence.output))
 
 
-def test_long_chunks_attend_in_blocks(make_driver, monkeypatch):
-    monkeypatch.setattr("tokenyard.executor.attention.paged.MASK_ELEMENTS", 500)
-    for case in ("llama", "mistral-window"):
-        driver = make_driver(case, page_size=4)
-        prompt = prompt_of(90, seed=3)
-        assert driver.generate(driver.start(prompt), 3, chunk=64) == greedy(case, prompt, 3)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("case", ["llama", "llama-odd", "mistral-window", "qwen2-window"])
+@pytest.mark.parametrize("chunk", [None, 50, 70])
+def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, fused, case, chunk):
+    monkeypatch.setattr("tokenyard.executor.attention.paged.MASK_ELEMENTS", 4000)
+    monkeypatch.setattr("tokenyard.executor.attention.paged.QUERY_BLOCK", 24)
+    monkeypatch.setattr("tokenyard.executor.attention.paged.fuses_chunks", lambda device: fused)
+    driver = make_driver(case, page_size=4)
+    prompt = prompt_of(150, seed=3)
+    assert driver.generate(driver.start(prompt), 2, chunk=chunk) == greedy(case, prompt, 2)
 
 
 def test_a_retracted_row_is_taken_up_again(make_driver):

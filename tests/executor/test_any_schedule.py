@@ -1,0 +1,55 @@
+"""Greedy answers do not depend on the schedule: plans at random against transformers."""
+
+import functools
+import tempfile
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.executor.driver import Driver
+from tests.executor.tiny_models import greedy, judge, prompt_of
+from tokenyard.executor.load import load_executor
+
+CASE = "qwen3-layers"
+ANSWER_TOKENS = 6
+
+
+@functools.cache
+def executor(page_size):
+    with tempfile.TemporaryDirectory() as folder:
+        judge(CASE).save_pretrained(folder)
+        return load_executor(
+            folder, device="cpu", dtype="float32", page_size=page_size, max_total_tokens=2048, max_pool_rows=4
+        )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    page_size=st.sampled_from([1, 4, 16]),
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    moves=st.lists(st.lists(st.integers(0, 40), min_size=3, max_size=3), min_size=1, max_size=12),
+    in_flight=st.integers(1, 3),
+    retract_after=st.integers(0, 12),
+)
+def test_random_plans(page_size, lengths, moves, in_flight, retract_after):
+    """Each move says how many tokens each request computes at most; 0 leaves it out of the step."""
+    driver = Driver(executor(page_size))
+    prompts = [prompt_of(length, seed=number) for number, length in enumerate(lengths)]
+    sequences = [driver.start(prompt) for prompt in prompts]
+    flying = []
+    for number, move in enumerate([*moves, *[[40, 40, 40]] * 20]):
+        work = [
+            (sequence, min(most, sequence.total - sequence.planned))
+            for sequence, most in zip(sequences, move, strict=False)
+            if most and sequence.total - sequence.prompt_tokens < ANSWER_TOKENS
+        ]
+        if work:
+            flying.append(driver.launch(*work))
+        while flying and (len(flying) >= in_flight or number == retract_after):
+            driver.collect(flying.pop(0))
+        if number == retract_after:
+            sequences[0] = driver.start(**driver.retract(sequences[0]))
+    for step in flying:
+        driver.collect(step)
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.output == greedy(CASE, prompt, ANSWER_TOKENS)
