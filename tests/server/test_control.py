@@ -119,6 +119,14 @@ def test_metrics_count_what_was_answered(start):
     assert samples["vllm:num_requests_waiting", ("model_name", "fake")] == 2
 
 
+def test_finished_requests_are_logged_if_asked_for(start, caplog):
+    caplog.set_level("INFO", logger="tokenyard.requests")
+    start().client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1})
+    assert not caplog.messages
+    start(log_requests=True).client.post("/generate", json={"text": "hello", "rid": "r9"})
+    assert [message for message in caplog.messages if "rid=r9" in message and "reason=length" in message]
+
+
 def test_errors_of_the_framework_wear_our_envelope(server):
     missing = server.client.get("/nothing")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")

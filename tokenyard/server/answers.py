@@ -127,8 +127,9 @@ async def _many(call: Call, specs: Sequence[GenerateSpec]) -> AsyncGenerator[tup
 
     async def feed(place: int, spec: GenerateSpec) -> None:
         try:
-            async for item in _one(call, spec, place):
-                await queue.put(item)
+            async with aclosing(_one(call, spec, place)) as news:
+                async for item in news:
+                    await queue.put(item)
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
