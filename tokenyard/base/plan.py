@@ -121,6 +121,9 @@ class StepWork:
 def step_work(plan: StepPlan) -> StepWork:
     """Sum up a plan's work for a cost model; a decode at position p reads p + 1 tokens of KV."""
     decodes = plan.decode_rows
+    context = int(plan.starts[:decodes].sum(dtype=np.int64)) + decodes
+    if decodes == len(plan.pool_rows):
+        return StepWork(tokens=decodes, rows=decodes, decode_rows=decodes, decode_context=context)
     starts = plan.starts[decodes:].astype(np.float64)
     counts = plan.counts[decodes:].astype(np.float64)
     prefill_tokens = int(counts.sum())
@@ -128,7 +131,7 @@ def step_work(plan: StepPlan) -> StepWork:
         tokens=decodes + prefill_tokens,
         rows=len(plan.pool_rows),
         decode_rows=decodes,
-        decode_context=int(plan.starts[:decodes].sum(dtype=np.int64)) + decodes,
+        decode_context=context,
         prefill_tokens=prefill_tokens,
         chunk_area=float((counts * (starts + counts / 2)).sum()),
     )
