@@ -126,6 +126,13 @@ def test_a_delayed_sampling_gives_the_same_tokens(make_driver):
     assert sequence.output == greedy("llama", prompt, 4)
 
 
+def test_closing_twice_is_no_error(make_driver):
+    driver = make_driver()
+    driver.executor.close()
+    driver.executor.close()
+    assert not hasattr(driver.executor, "kv_pool")
+
+
 def test_an_idle_plan_does_nothing(make_driver):
     driver = make_driver()
     result = driver.step()

@@ -128,8 +128,9 @@ class ModelExecutor:
         return StepResult(plan.step, tokens, seconds, join_pieces(ticket.pieces))
 
     def close(self) -> None:
-        """Give back the device's memory."""
-        del self.kv_pool, self._model, self._attention, self._pages, self._future, self._sampler
+        """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
+        for name in ("kv_pool", "_model", "_attention", "_pages", "_future", "_sampler"):
+            self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
