@@ -47,6 +47,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "edf": {"schedule_policy": "edf"},
     "slo": {"schedule_policy": "slo"},
     "slo, wait 58 s": {"schedule_policy": "slo", "slo_max_wait_s": 58.0},
+    "slo, wait 55 s": {"schedule_policy": "slo", "slo_max_wait_s": 55.0},
     "slo, reject": {"schedule_policy": "slo", "slo_reject": True},
 }
 ABLATIONS: dict[str, dict[str, Any]] = {
