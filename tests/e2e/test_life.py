@@ -133,6 +133,14 @@ def test_a_model_that_cannot_load_ends_with_a_reason(tmp_path):
     assert "there is no tokenizer" in server.log
 
 
+def test_a_port_in_use_ends_with_a_reason():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = Server("--executor", "mock", "--port", str(taken.getsockname()[1]), ready=False)
+        assert server.wait(60) == 2
+    assert "cannot listen on 127.0.0.1" in server.log
+    assert "Traceback" not in server.log
+
+
 def test_token_ids_only():
     server = Server("--executor", "mock", "--mock-step-ms", "1", "--skip-tokenizer-init")
     try:

@@ -10,6 +10,8 @@ from tokenyard.server.middleware import ADMIN_PATHS, OPEN_PATHS
 def test_probes_of_a_healthy_server(server):
     for path in ("/health", "/ready", "/ping", "/health_generate"):
         assert server.client.get(path).status_code == 200
+    assert server.client.head("/health").status_code == 200
+    assert server.client.head("/ready").status_code == 200
 
 
 def test_old_heartbeat_makes_the_probes_fail(server):
@@ -83,7 +85,19 @@ def test_abort_pause_continue_reach_the_engine(server):
     assert server.client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
     assert server.client.post("/pause_generation", json={"mode": "nap"}).status_code == 400
     assert server.client.post("/continue_generation").status_code == 200
-    assert server.manager.calls == [("abort", "a"), ("abort", None), ("pause", "retract"), ("continue",)]
+    assert server.manager.calls == [("abort", None), ("pause", "retract"), ("continue",)]
+
+
+def test_aborting_an_id_reaches_every_prompt_of_its_request(start):
+    manager = FakeManager()
+    manager.delay_s = 0.1
+    server = start(manager)
+    body = {"text": ["hello", "dog"], "rid": "x", "sampling_params": {"max_new_tokens": 50}, "stream": True}
+    with server.client.stream("POST", "/generate", json=body) as answer:
+        pieces = answer.iter_bytes()  # kept: the response closes when this is collected
+        next(pieces)
+        assert server.client.post("/abort_request", json={"rid": "x"}).status_code == 200
+    assert sorted(manager.calls) == [("abort", "x-0"), ("abort", "x-1")]
 
 
 def test_load_reports(server):

@@ -21,7 +21,7 @@ from tokenyard.engine.child import set_up_logging
 from tokenyard.engine.config import EngineConfig
 from tokenyard.engine.launch import running_engine
 from tokenyard.offline import engine_config
-from tokenyard.server.serving import DrainingServer
+from tokenyard.server.serving import DrainingServer, listen
 from tokenyard.server.state import ServerOptions, ServerState
 
 log = logging.getLogger(__name__)
@@ -65,12 +65,12 @@ async def _serve(settings: Settings) -> int:
     """Listen, load the model beside it, and run until the server ends."""
     config = engine_config(settings)
     state = ServerState(server_options(settings))
-    server = DrainingServer(
-        state, host=settings.host, port=settings.port, shutdown_timeout_s=settings.shutdown_timeout_s
-    )
+    server = DrainingServer(state, shutdown_timeout_s=settings.shutdown_timeout_s)
+    listener = listen(settings.host, settings.port)
+    settings.port = listener.getsockname()[1]
     loading = asyncio.create_task(_run_engine(settings, config, state, server))
     try:
-        await server.serve()
+        await server.serve(sockets=[listener])
     finally:
         loading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -97,7 +97,7 @@ async def _run_engine(settings: Settings, config: EngineConfig, state: ServerSta
                 gc.collect()
                 gc.freeze()
                 state.set_ready(manager)
-                _print_box(settings, manager.info, server)
+                _print_box(settings, manager.info)
             await dead.wait()
     except ConfigError as error:
         server.stop(error.message, exit_status=USAGE_ERROR)
@@ -108,9 +108,9 @@ async def _run_engine(settings: Settings, config: EngineConfig, state: ServerSta
         server.stop(f"the engine failed: {error}")
 
 
-def _print_box(settings: Settings, info: ExecutorInfo, server: DrainingServer) -> None:
+def _print_box(settings: Settings, info: ExecutorInfo) -> None:
     """Say on the terminal where the server is and what it serves; one stable line for scripts follows."""
-    url = f"http://{settings.host}:{server.port}"
+    url = f"http://{settings.host}:{settings.port}"
     table = Table.grid(padding=(0, 2))
     rows = (
         ("URL", f"{url}/v1"),

@@ -38,6 +38,7 @@ Body = Annotated[bytes, Depends(_body)]
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 @router.get("/ping", include_in_schema=False)
 async def health(state: State) -> Response:
     """200 while the engine's heartbeat is young, and while it still loads; 503 if it is stuck or dead."""
@@ -48,6 +49,7 @@ async def health(state: State) -> Response:
 
 
 @router.get("/ready")
+@router.head("/ready", include_in_schema=False)
 async def ready(state: State) -> Response:
     """200 when requests are welcome; 503 while loading, draining or stuck."""
     good = state.phase == "ready" and state.manager.health() <= state.options.health_timeout_s
@@ -220,7 +222,9 @@ async def abort_request(state: State, body: Body) -> dict[str, Any]:
     fields = parse(body or b"{}", AbortRequest, strict=state.options.strict_api)
     if not fields.abort_all and not fields.rid:
         raise InvalidRequestError("give rid, or abort_all: true", param="rid")
-    await state.manager.abort(None if fields.abort_all else fields.rid)
+    rids: list[str | None] = [None] if fields.abort_all else [*state.ids_of(fields.rid or "")]
+    for rid in rids:
+        await state.manager.abort(rid)
     return {"success": True}
 
 

@@ -1,18 +1,31 @@
 """The life of the HTTP server: it listens early, drains on the first signal and stops at once on the second."""
 
 import logging
+import socket
 import time
 from types import FrameType
 
 import uvicorn
 
+from tokenyard.base import ConfigError
 from tokenyard.server.app import create_app
 from tokenyard.server.state import ServerState
 
 log = logging.getLogger(__name__)
 
+BACKLOG = 2048
 LAST_WORDS_S = 2.0
 """How long aborted requests have to send their last event."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError if the address cannot be had."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
 
 
 class DrainingServer(uvicorn.Server):
@@ -22,17 +35,14 @@ class DrainingServer(uvicorn.Server):
     signal ends it at once. `reason` and `exit_status` are set if something other than a signal ended it.
     """
 
-    def __init__(self, state: ServerState, *, host: str, port: int, shutdown_timeout_s: float) -> None:
+    def __init__(self, state: ServerState, *, shutdown_timeout_s: float) -> None:
         config = uvicorn.Config(
             create_app(state),
-            host=host,
-            port=port,
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
             lifespan="off",
-            backlog=2048,
             timeout_keep_alive=65,
             timeout_graceful_shutdown=2,
         )
@@ -43,11 +53,6 @@ class DrainingServer(uvicorn.Server):
         self._shutdown_timeout_s = shutdown_timeout_s
         self._drain_until: float | None = None
         self._cut_off = False
-
-    @property
-    def port(self) -> int:
-        """The port it listens on, once started."""
-        return int(self.servers[0].sockets[0].getsockname()[1])
 
     def stop(self, reason: str, *, exit_status: int = 1) -> None:
         """End the server because of a failure; the first reason counts."""

@@ -129,6 +129,10 @@ class ServerState:
         finally:
             self._rids.discard(rid)
 
+    def ids_of(self, rid: str) -> list[str]:
+        """The open request ids that belong to `rid`: itself, or its parts where it brought several prompts."""
+        return [open_rid for open_rid in self._rids if open_rid == rid or _is_part(open_rid, rid)]
+
     @property
     def open_requests(self) -> int:
         """How many requests are open."""
@@ -144,3 +148,9 @@ class ServerState:
             )
             error.status = 404
             raise error
+
+
+def _is_part(open_rid: str, rid: str) -> bool:
+    """Whether `open_rid` is `rid` with the number of a prompt behind it."""
+    head, dash, place = open_rid.rpartition("-")
+    return bool(dash) and head == rid and place.isdecimal()
