@@ -157,6 +157,7 @@ class WaitingIndex:
                 self._table.matchable[row] = start + self._common(node.key, ids, start, usable)
         if whole:
             self._sink(above, page, whole, node)
+            self._table.matchable[whole] = end
 
     def split(self, upper: Any, lower: Any) -> None:
         """A run was cut: whoever agreed with it up to the cut or further now stands at the upper half."""
@@ -235,7 +236,6 @@ class WaitingIndex:
             self._places[row] = branch, following
         if not old:
             del above.buckets[page]
-        self._table.matchable[rows] = depth
         self._table.branch[rows] = branch.birth
         above.own -= len(rows)
         branch.own += len(rows)

@@ -1,0 +1,107 @@
+import inspect
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policy.lines import line, make_yard
+from tokenyard.base import SchedulerSettings
+from tokenyard.policy import Policy, create_policy
+from tokenyard.policy.compose import Wrapper
+from tokenyard.policy.own import Guarded
+
+
+def public(cls):
+    return {name for name, member in vars(cls).items() if inspect.isfunction(member) and not name.startswith("_")}
+
+
+def test_wrappers_pass_on_every_question():
+    assert public(Policy) - public(Wrapper) == set()
+
+
+def test_the_guard_watches_every_question():
+    assert public(Policy) - public(Guarded) == set()
+
+
+def test_wrappers_are_put_around_in_order():
+    chosen = SchedulerSettings(
+        schedule_policy="lpm", enable_priority_scheduling=True, enable_service_levels=True, max_overtaken_tokens=9
+    )
+    policy = create_policy("lpm", chosen)
+    assert policy.name == "bounded+levels+priority+lpm"
+    assert policy.needs_tree
+    assert "9 prompt tokens" in policy.overtaking
+
+
+def test_overtaking_is_bounded_by_putting_the_longest_waiting_in_front():
+    yard = make_yard(schedule_policy="lof", max_overtaken_tokens=25)
+    first = yard.submit([5] * 10, max_new=1)
+    second = yard.submit([6] * 10, max_new=2)
+    third, fourth = (yard.submit([7 + i] * 10, max_new=9) for i in range(2))
+    assert line(yard) == [third, fourth, second, first], "nobody has started yet"
+    for expected in (third, fourth, first, second):
+        yard.launch()
+        yard.commit()
+        assert expected not in line(yard)
+
+
+def test_nothing_may_pass_with_a_bound_of_zero():
+    yard = make_yard(schedule_policy="lof", max_overtaken_tokens=0)
+    numbers = [yard.submit([5 + i] * 4, max_new=n) for i, n in enumerate((3, 9, 6))]
+    assert line(yard) == numbers
+
+
+class Watch:
+    """Adds up, for every waiting request, the prompt tokens of later arrivals that start before it."""
+
+    def __init__(self, yard):
+        self.table = yard.scheduler.roster.table
+        self.overtaken = {}
+        self.worst = 0
+        admit = yard.scheduler.roster.admit
+
+        def watched(row, hit, now):
+            seq, tokens = self.table.seq[row], int(self.table.target[row]) - hit
+            waiting = yard.scheduler.roster.waiting.rows
+            for other in waiting[(self.table.state[waiting] == 1) & (self.table.seq[waiting] < seq)].tolist():
+                number = int(self.table.number[other])
+                self.overtaken[number] = self.overtaken.get(number, 0) + tokens
+                self.worst = max(self.worst, self.overtaken[number])
+            admit(row, hit, now)
+
+        yard.scheduler.roster.admit = watched
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(["lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "routing-key"]),
+    bound=st.integers(0, 120),
+    arrivals=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 3)), min_size=5, max_size=40),
+    every=st.integers(1, 4),
+)
+def test_no_order_passes_more_tokens_than_the_bound(policy, bound, arrivals, every):
+    yard = make_yard(
+        schedule_policy=policy,
+        max_overtaken_tokens=bound,
+        rows=3,
+        prefill_max_requests=2,
+        schedule_conservativeness=1.0,
+    )
+    watch = Watch(yard)
+    for index, (prompt, new, kind) in enumerate(arrivals):
+        yard.submit([5 + kind] * prompt + [20 + index], max_new=new, routing_key=str(kind))
+        if index % every == 0:
+            yard.launch()
+            yard.commit()
+    yard.run()
+    assert len(yard.finished) == len(arrivals)
+    assert watch.worst <= bound
+
+
+def test_without_the_bound_lof_passes_more():
+    yard = make_yard(schedule_policy="lof", rows=1)
+    watch = Watch(yard)
+    yard.submit([5] * 10, max_new=1)
+    for index in range(10):
+        yard.submit([6 + index] * 10, max_new=2)
+    yard.run()
+    assert watch.worst == 100
