@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.executor.tiny_models import CASES, greedy, logits, prompt_of
+from tokenyard.executor.attention.attend import ByProducts, Fused
 
 TOKENS = 10
 
@@ -31,9 +32,11 @@ def test_logits_are_close_to_those_of_transformers(make_driver, case):
     torch.testing.assert_close(ticket.logits[0], logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("attend", [Fused, ByProducts])
 @pytest.mark.parametrize("case", ["llama-odd", "mistral-window", "qwen3-layers"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, case, page_size):
+def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypatch, attend, case, page_size):
+    monkeypatch.setattr("tokenyard.executor.attention.paged.choose_attend", lambda device: attend())
     driver = make_driver(case, page_size=page_size)
     prompts = [prompt_of(length, seed=length) for length in (3, 120, 45, 46)]
     late = prompt_of(33, seed=9)
@@ -48,13 +51,13 @@ def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, case, pa
         assert sequence.output == greedy(case, prompt, len(sequence.output))
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("attend", [Fused, ByProducts])
 @pytest.mark.parametrize("case", ["llama", "llama-odd", "mistral-window", "qwen2-window"])
 @pytest.mark.parametrize("chunk", [None, 50, 70])
-def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, fused, case, chunk):
+def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, chunk):
     monkeypatch.setattr("tokenyard.executor.attention.paged.MASK_ELEMENTS", 4000)
-    monkeypatch.setattr("tokenyard.executor.attention.paged.QUERY_BLOCK", 24)
-    monkeypatch.setattr("tokenyard.executor.attention.paged.fuses_chunks", lambda device: fused)
+    monkeypatch.setattr("tokenyard.executor.attention.attend.QUERY_BLOCK", 24)
+    monkeypatch.setattr("tokenyard.executor.attention.paged.choose_attend", lambda device: attend())
     driver = make_driver(case, page_size=4)
     prompt = prompt_of(150, seed=3)
     assert driver.generate(driver.start(prompt), 2, chunk=chunk) == greedy(case, prompt, 2)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.executor.tiny_models import greedy, prompt_of
-from tokenyard.executor.attention.paged import PADDING_SHARE, PADDING_TOKENS, _group_by_length
+from tokenyard.executor.attention.paged import PADDING_SHARE, PADDING_TOKENS, group_by_length
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.norm import RMSNorm
@@ -52,7 +52,7 @@ def test_future_map_fills_in_what_the_host_does_not_know():
 
 @given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=50))
 def test_groups_hold_every_row_once_and_pad_little(lengths):
-    groups = _group_by_length(np.array(lengths))
+    groups = group_by_length(np.array(lengths))
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
     for group in groups:
         members = [lengths[i] for i in group]
