@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.base import BoolArray, Int32Array, SchedulerSettings
 from tokenyard.policy.base import Policy
 from tokenyard.policy.deadline_queue import NS_PER_S, DeadlineQueue
 from tokenyard.policy.prefill_time import Float64Array, PrefillTime
@@ -118,15 +118,16 @@ class ServiceLevel(EarliestDeadline):
         time = PrefillTime.of(views.cost)
         times = self.time_rule.step_times(views, time)
         start_ns = views.now + times.target_s * NS_PER_S
+        bounded = self.settings.slo_max_wait_s > 0.0
         for lane in self.queue.lanes():
             work_ns = self._work_ns(views.columns, lane, time, times.stretch)
-            never = self.queue.last[lane] | (views.columns.first_token_ns[lane] > 0)
-            due_ns = np.where(never, np.inf, self.queue.due_ns[lane])
-            chosen = _largest_of_late(start_ns, work_ns, due_ns)
+            last, decoded = self.queue.last[lane], views.columns.first_token_ns[lane] > 0
+            due_ns = np.where(last, self.queue.own_ns[lane] if bounded else np.inf, self.queue.due_ns[lane])
+            chosen = _largest_of_late(start_ns, work_ns, np.where(decoded, np.inf, due_ns), ~(last | decoded))
             start_ns += float(work_ns.sum())
             if chosen:
                 self.queue.put_last(lane[chosen])
-            if len(chosen) == MOST_PUT_LAST:
+            if len(chosen) >= MOST_PUT_LAST:
                 self._next_walk_ns = views.now
 
     def _work_ns(self, columns: Columns, rows: Int32Array, time: PrefillTime, stretch: float) -> Float64Array:
@@ -136,24 +137,27 @@ class ServiceLevel(EarliestDeadline):
         return seconds * (stretch * NS_PER_S)
 
 
-def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Array) -> list[int]:
+def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, may_wait: BoolArray) -> list[int]:
     """Places to leave out so that the others, done one after the other from `start_ns`, are in time.
 
-    Both arrays are in the order of work; a place with an infinite deadline is never chosen. Who would be late even
-    alone is chosen first, since nobody else could help it.
+    The arrays are in the order of work; only places that `may_wait` are chosen. Who would be late even alone is chosen
+    first, since nobody else could help it. At most `MOST_PUT_LAST` others are.
     """
-    work, due = work_ns.copy(), due_ns.copy()
-    chosen: list[int] = np.flatnonzero(start_ns + work > due)[:MOST_PUT_LAST].tolist()
-    due[chosen] = np.inf
-    work[chosen] = 0.0
+    work, due, may = work_ns.copy(), due_ns.copy(), may_wait.copy()
+    alone = start_ns + work > due
+    chosen: list[int] = np.flatnonzero(alone & may).tolist()
+    work[chosen], due[alone], may[chosen] = 0.0, np.inf, False
     end = start_ns + np.cumsum(work)
-    while len(chosen) < MOST_PUT_LAST:
-        late = int(np.argmax(end > due)) if len(end) else 0
-        if not len(end) or end[late] <= due[late]:
+    for _ in range(MOST_PUT_LAST):
+        # Nobody can make room for who stands before the first place that may wait.
+        due[: int(np.argmax(may)) if may.any() else len(may)] = np.inf
+        late = end > due
+        if not late.any():
             break
-        largest = int(np.argmax(np.where(np.isfinite(due[: late + 1]), work[: late + 1], -1.0)))
+        until = int(np.argmax(late)) + 1
+        largest = int(np.argmax(np.where(may[:until], work[:until], -1.0)))
         end[largest:] -= work[largest]
-        work[largest], due[largest] = 0.0, np.inf
+        work[largest], due[largest], may[largest] = 0.0, np.inf, False
         chosen.append(largest)
     return chosen
 

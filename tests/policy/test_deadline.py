@@ -1,0 +1,291 @@
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.policy.clocked import MS, S, make_clocked, prompt
+from tests.policy.lines import line, row
+
+from tokenyard.base import SamplingParams, Slo, Update
+from tokenyard.policy.deadline import MOST_PUT_LAST, _largest_of_late
+
+
+def due(ms):
+    return {"slo": Slo(ttft_ns=round(ms * MS))}
+
+
+def put_last(yard):
+    table, queue = yard.scheduler.roster.table, yard.scheduler.roster.policy.queue
+    return sorted(int(table.number[row]) for lane in queue.lanes() for row in lane[queue.last[lane]])
+
+
+def busy(yard):
+    """A request that decodes for a long time, so that steps are short."""
+    number = yard.submit(prompt(10), max_new=2000)
+    yard.turn()
+    return number
+
+
+# ---- the order ---------------------------------------------------------------------------------------------------
+
+
+def test_the_earliest_deadline_comes_first_whatever_the_arrival():
+    yard = make_clocked(schedule_policy="edf")
+    late, early, middle = (yard.submit(prompt(100), **due(ms)) for ms in (900, 300, 600))
+    assert line(yard) == [early, middle, late]
+
+
+def test_targets_come_from_the_request_or_else_from_its_class():
+    yard = make_clocked(schedule_policy="edf", slo_ttft_ms=400.0, slo_ttft_scale=5.0)
+    # Unloaded, 100 tokens take 11 ms and 1,000 tokens 101 ms: due after 400 ms and 505 ms.
+    large = yard.submit(prompt(1000))
+    small = yard.submit(prompt(100))
+    own = yard.submit(prompt(1000), **due(450))
+    explicit = yard.submit(prompt(1000), deadline_ns=10 * MS)
+    assert line(yard) == [explicit, small, own, large]
+    queue = yard.scheduler.roster.policy.queue
+    waits = [
+        int(queue.due_ns[row(yard, n)] - yard.scheduler.roster.table.arrival_ns[row(yard, n)]) for n in (large, small)
+    ]
+    assert waits == [505 * MS, 400 * MS]
+
+
+def test_a_changed_deadline_changes_the_order():
+    yard = make_clocked(schedule_policy="edf")
+    first, second = yard.submit(prompt(50), **due(300)), yard.submit(prompt(50), **due(400))
+    assert line(yard) == [first, second]
+    yard.apply(Update(second, deadline_ns=100 * MS))
+    assert line(yard) == [second, first]
+
+
+def test_equal_deadlines_keep_the_order_of_arrival():
+    yard = make_clocked(schedule_policy="edf")
+    numbers = [yard.submit(prompt(50), arrival_ns=1, **due(500)) for _ in range(100)]
+    assert line(yard) == numbers
+
+
+def test_a_long_prefill_gives_way_at_the_edge_of_a_chunk():
+    yard = make_clocked(schedule_policy="edf")
+    busy(yard)
+    long = yard.submit(prompt(15_000), max_new=1, **due(20_000))
+    for _ in range(3):
+        yard.turn()
+    started = int(yard.scheduler.roster.table.planned[row(yard, long)])
+    assert started > 0
+    short = yard.submit(prompt(100), max_new=1, **due(500))
+    yard.turn()
+    assert short in yard.finished
+    assert yard.scheduler.roster.table.planned[row(yard, long)] >= started, "what was computed stays"
+    assert yard.scheduler.snapshot(yard.now).counters.preempted == 0
+
+
+def test_several_answers_of_one_request_stand_together():
+    yard = make_clocked(schedule_policy="slo")
+    sampling = SamplingParams(max_new_tokens=3, temperature=0.0, n=3)
+    number = yard.submit(prompt(50), sampling=sampling)
+    yard.rest()
+    assert sorted(yard.finished) == [number, number + 1, number + 2]
+
+
+def test_priorities_come_before_deadlines_and_before_who_is_put_last():
+    yard = make_clocked(schedule_policy="slo", enable_priority_scheduling=True)
+    low = yard.submit(prompt(100), priority=1, **due(2000))
+    urgent = yard.submit(prompt(100), priority=2, **due(900))
+    hopeless = yard.submit(prompt(5000), priority=2, **due(60))
+    none = yard.submit(prompt(100), **due(1800))
+    assert line(yard) == [urgent, hopeless, low, none]
+    assert put_last(yard) == [hopeless]
+    yard.apply(Update(none, priority=9))
+    assert line(yard) == [none, urgent, hopeless, low]
+
+
+def test_an_urgent_newcomer_takes_the_place_of_a_decode_and_does_not_lose_it_again():
+    yard = make_clocked(schedule_policy="slo", enable_priority_scheduling=True, rows=2)
+    low = [yard.submit(prompt(20), max_new=200, priority=0) for _ in range(2)]
+    yard.turn()
+    urgent = yard.submit(prompt(20), max_new=200, priority=50)
+    yard.rest()
+    assert yard.finished[urgent].retractions == 0
+    assert sorted(yard.finished[number].retractions for number in low) == [0, 1]
+    assert yard.finished[urgent].finished_ns < max(yard.finished[number].finished_ns for number in low)
+
+
+# ---- who is put last ---------------------------------------------------------------------------------------------
+
+
+def test_the_largest_request_of_those_that_cannot_all_be_met_is_put_last():
+    yard = make_clocked(schedule_policy="slo")
+    small = [yard.submit(prompt(1000), **due(480 + index)) for index in range(3)]
+    large = yard.submit(prompt(3000), **due(470))
+    assert line(yard) == [*small, large]
+    assert put_last(yard) == [large]
+
+
+def test_nobody_is_put_last_while_all_deadlines_can_be_met():
+    yard = make_clocked(schedule_policy="slo")
+    for index in range(8):
+        yard.submit(prompt(1000), **due(1200 + index))
+    line(yard)
+    assert put_last(yard) == []
+
+
+def test_whoever_cannot_be_met_even_alone_does_not_cost_others_their_place():
+    yard = make_clocked(schedule_policy="slo")
+    others = [yard.submit(prompt(500), **due(400)) for _ in range(3)]
+    hopeless = yard.submit(prompt(3000), **due(450))
+    assert line(yard) == [*others, hopeless]
+    assert put_last(yard) == [hopeless]
+
+
+def test_whoever_is_put_last_is_served_when_nobody_else_wants_to_be():
+    yard = make_clocked(schedule_policy="slo")
+    hopeless = yard.submit(prompt(3000), max_new=1, **due(10))
+    yard.rest()
+    assert yard.finished[hopeless].reason == "length"
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=9))
+@settings(max_examples=200, deadline=None)
+def test_as_few_as_possible_are_put_last(jobs):
+    jobs.sort(key=lambda job: job[1])
+    work, deadlines = np.array([job[0] for job in jobs], float), np.array([job[1] for job in jobs], float)
+    chosen = _largest_of_late(0.0, work, deadlines, np.ones(len(work), bool))
+    kept = [place for place in range(len(jobs)) if place not in chosen]
+    assert feasible(work, deadlines, kept)
+    assert not any(feasible(work, deadlines, more) for more in combinations(range(len(jobs)), len(kept) + 1))
+
+
+def feasible(work, deadlines, kept):
+    ends = np.cumsum(work[list(kept)])
+    return bool((ends <= deadlines[list(kept)]).all())
+
+
+def test_a_walk_puts_a_bounded_number_last_and_the_next_step_goes_on():
+    count = 3 * MOST_PUT_LAST
+    work, deadlines = np.full(count, 10.0), np.full(count, 25.0)
+    assert len(_largest_of_late(0.0, work, deadlines, np.ones(len(work), bool))) == MOST_PUT_LAST
+    yard = make_clocked(schedule_policy="slo")
+    for _ in range(count):
+        yard.submit(prompt(1000), **due(400))
+    line(yard)
+    assert len(put_last(yard)) == MOST_PUT_LAST
+    for _ in range(3):
+        line(yard)
+    assert len(put_last(yard)) == count - 3
+
+
+def test_a_decoding_request_that_lost_its_pages_comes_back_in_front():
+    yard = make_clocked(schedule_policy="slo")
+    running = busy(yard)
+    waiting = [yard.submit(prompt(1000), **due(900)) for _ in range(3)]
+    yard.scheduler.roster.retract(row(yard, running), "out of pages")
+    yard.now += 2 * S
+    assert line(yard)[0] == running
+    assert running not in put_last(yard)
+    assert put_last(yard) == waiting
+
+
+# ---- bounded waiting ---------------------------------------------------------------------------------------------
+
+
+def arrive(yard, every_ms, prompts, **fields):
+    """Submit a request every so often, by the clock, and return their numbers."""
+    numbers, start = [], yard.now
+    for index, tokens in enumerate(prompts):
+        at = start + index * every_ms * MS
+        yard.until(at)
+        numbers.append(yard.submit(prompt(tokens), arrival_ns=at, **fields))
+    return numbers
+
+
+def flood(yard, seconds):
+    """Requests that leave hardly any of the device's time to others."""
+    return arrive(yard, 84, [800] * (seconds * 1000 // 84), max_new=1, **due(600))
+
+
+def test_without_a_bound_a_large_request_waits_for_as_long_as_others_come():
+    yard = make_clocked(schedule_policy="slo")
+    busy(yard)
+    large = yard.submit(prompt(15_000), max_new=1, **due(1))
+    flood(yard, seconds=20)
+    assert large not in yard.finished
+
+
+@pytest.mark.parametrize("wait_s", [3.0, 8.0])
+def test_the_longest_wait_bounds_the_time_of_whoever_is_put_last(wait_s):
+    yard = make_clocked(schedule_policy="slo", slo_max_wait_s=wait_s)
+    busy(yard)
+    large = yard.submit(prompt(15_000), max_new=1, **due(1))
+    others = flood(yard, seconds=20)
+    unloaded_ms = 1501
+    assert yard.ttft_ms(large) <= unloaded_ms + wait_s * 1e3
+    met = sum(yard.ttft_ms(number) <= 600 for number in others if number in yard.finished)
+    assert met > 0.6 * len(others)
+
+
+# ---- refusing ----------------------------------------------------------------------------------------------------
+
+
+def test_slo_reject_refuses_at_the_deadline_and_frees_the_pages():
+    yard = make_clocked(schedule_policy="slo", slo_reject=True)
+    busy(yard)
+    started = yard.submit(prompt(12_000), max_new=1, **due(5000))
+    for _ in range(2):
+        yard.turn()
+    assert yard.scheduler.roster.table.planned[row(yard, started)] > 0
+    urgent = [yard.submit(prompt(900), max_new=1, **due(1000 + 93 * index)) for index in range(60)]
+    yard.until(8 * S)
+    finish = yard.finished[started]
+    assert (finish.reason, finish.status) == ("abort", 503)
+    assert "deadline" in finish.message
+    assert finish.finished_ns >= finish.arrival_ns + 5000 * MS
+    served = [number for number in urgent if yard.finished[number].reason != "abort"]
+    assert len(served) >= 55
+    assert all(yard.ttft_ms(number) <= 1000 + 93 * 59 for number in served)
+    yard.rest()
+    yard.check()
+    assert yard.scheduler.idle() is None
+
+
+def test_whoever_decodes_in_time_is_never_refused():
+    yard = make_clocked(schedule_policy="slo", slo_reject=True)
+    number = yard.submit(prompt(100), max_new=500, **due(200))
+    yard.rest()
+    assert yard.finished[number].reason == "length"
+
+
+# ---- all of it ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["edf", "slo"])
+@pytest.mark.parametrize("pages", [130, 300])
+def test_a_tiny_pool_does_not_stop_anybody(policy, pages):
+    yard = make_clocked(schedule_policy=policy, pages=pages, rows=8, headroom="history", answer_tokens=(1, 20))
+    numbers = [yard.submit(prompt(40 + 17 * index % 80), max_new=20, **due(50 + 30 * index)) for index in range(30)]
+    yard.rest()
+    assert sorted(yard.finished) == numbers
+    assert all(yard.finished[number].reason in ("length", "stop") for number in numbers)
+    assert yard.scheduler.idle() is None
+
+
+@pytest.mark.parametrize("policy", ["edf", "slo"])
+def test_the_same_events_make_the_same_plans(policy):
+    def plans():
+        yard = make_clocked(schedule_policy=policy, slo_max_wait_s=2.0, answer_tokens=(1, 30))
+        arrive(yard, 40, [50 + 337 * index % 2000 for index in range(60)], max_new=30)
+        yard.rest()
+        return [(plan.pool_rows.tolist(), plan.starts.tolist(), plan.counts.tolist()) for plan in yard.plans]
+
+    assert plans() == plans()
+
+
+def test_slo_meets_more_targets_than_the_others_when_too_much_comes():
+    met = {}
+    for policy in ("fcfs", "edf", "slo"):
+        yard = make_clocked(schedule_policy=policy, slo_ttft_ms=500.0, enable_mixed_chunk=True)
+        numbers = arrive(yard, 80, [4000 if index % 10 == 0 else 600 for index in range(150)], max_new=3)
+        yard.rest()
+        limits = {number: 500 if number % 10 != 1 else 2005 for number in numbers}
+        met[policy] = sum(yard.ttft_ms(number) <= limits[number] for number in numbers)
+    assert met["slo"] > 1.3 * max(met["fcfs"], met["edf"])

@@ -1,0 +1,65 @@
+from dataclasses import replace
+
+import pytest
+from tests.policy.clocked import MS, make_clocked, prompt
+from tests.policy.lines import row
+
+from tokenyard.base import ConfigError, SchedulerSettings, Slo
+from tokenyard.policy.victim import create_victim_rule
+
+
+@pytest.fixture
+def yard():
+    """Three decoding requests: prompts of 30, 10 and 20 tokens that started one step after the other."""
+    yard = make_clocked(enable_mixed_chunk=True, prefill_max_requests=1)
+    yard.numbers = [
+        yard.submit(prompt(30), max_new=100, priority=5, slo=Slo(tpot_ns=20 * MS)),
+        yard.submit(prompt(10), max_new=100, priority=1, slo=Slo(tpot_ns=90 * MS)),
+        yard.submit(prompt(20), max_new=100, slo=Slo(tpot_ns=30 * MS)),
+    ]
+    for _ in range(3):
+        yard.turn()
+    assert len(yard.scheduler.roster.running) == 3
+    return yard
+
+
+def order(yard, **settings):
+    rule = create_victim_rule(replace(yard.scheduler.roster.settings, **settings))
+    rows = [row(yard, number) for number in yard.numbers]
+    return [rows.index(victim) for victim in rule.victims(yard.scheduler.roster.views(yard.now))]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("length", [2, 1, 0]),
+        ("newest", [2, 1, 0]),
+        ("priority", [2, 1, 0]),
+        ("slack", [1, 0, 2]),
+        ("fewest-lost", [1, 2, 0]),
+    ],
+)
+def test_who_goes_first(yard, rule, expected):
+    assert order(yard, retraction_policy=rule) == expected
+
+
+def test_low_values_first_turns_the_priorities_but_none_given_stays_lowest(yard):
+    chosen = {"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}
+    assert order(yard, retraction_policy="priority", **chosen) == [2, 0, 1]
+
+
+def test_the_rule_is_used_when_pages_run_out():
+    retractions = {}
+    for rule in ("newest", "fewest-lost"):
+        yard = make_clocked(pages=100, retraction_policy=rule, enable_mixed_chunk=True)
+        old = yard.submit(prompt(10), max_new=60)
+        new = yard.submit(prompt(30), max_new=60)
+        yard.rest()
+        retractions[rule] = yard.finished[old].retractions, yard.finished[new].retractions
+    assert retractions["newest"] == (0, 1)
+    assert retractions["fewest-lost"] == (1, 0)
+
+
+def test_an_unknown_name_is_refused_with_the_choices():
+    with pytest.raises(ConfigError, match="fewest-lost"):
+        create_victim_rule(replace(SchedulerSettings(), retraction_policy="guess"))
