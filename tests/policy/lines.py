@@ -4,6 +4,7 @@ import numpy as np
 
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import SchedulerSettings
+from tokenyard.scheduler import State
 
 
 def make_yard(pages=4096, page_size=1, rows=8, context=512, answer_tokens=None, **settings):
@@ -40,3 +41,17 @@ def put_into_tree(yard, tokens, namespace=""):
     key = np.array(tokens[: len(pages) * memory.page_size], np.int32).tobytes()
     inserted = memory.tree.insert(key, pages, namespace)
     memory.allocator.free(pages[: inserted.present_tokens // memory.page_size])
+
+
+def watch_admissions(yard, look):
+    """Call look(row, hit, earlier) at each admission; `earlier`: rows that came before it and still wait."""
+    roster = yard.scheduler.roster
+    table, admit = roster.table, roster.admit
+
+    def watched(row, hit, now):
+        waiting = roster.waiting.rows
+        waits = (table.state[waiting] == State.WAITING) & (table.gates[waiting] == 0)
+        look(row, hit, waiting[waits & (table.seq[waiting] < table.seq[row])].tolist())
+        admit(row, hit, now)
+
+    roster.admit = watched

@@ -171,7 +171,7 @@ def test_policies_that_need_the_tree_fall_back_to_fcfs_and_say_so(name):
 def test_unknown_policies_and_options_name_what_there_is():
     with pytest.raises(ConfigError, match="did you mean lpm"):
         create_policy("lmp", SchedulerSettings())
-    with pytest.raises(ConfigError, match="choose one of .*dfs-weight"):
+    with pytest.raises(ConfigError, match=r"choose one of .*dfs-weight"):
         create_policy("qqqq", SchedulerSettings())
     with pytest.raises(ConfigError, match="has no option 'sede'; it has seed"):
         create_policy("random", SchedulerSettings(policy_options={"sede": 1}))

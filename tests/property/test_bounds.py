@@ -1,0 +1,154 @@
+"""Tries to make a request wait longer than its policy says (docs/policies.md), with arrivals of any kind."""
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policy.lines import make_yard, watch_admissions
+from tokenyard.policy.levels import HIGH, LOW, NORMAL
+
+S = 10**9
+PROMPTS = st.integers(1, 40)
+ANSWERS = st.integers(1, 12)
+GAPS_S = st.sampled_from([0, 0, 1, 3, 10, 40])
+
+
+def run(yard, arrivals, every, submit):
+    """Submit each of `arrivals`, (gap in seconds, prompt, ...), with a step after every so many, then drain."""
+    now = S
+    for index, (gap, *fields) in enumerate(arrivals):
+        now += gap * S
+        yard.now = max(yard.now, now)
+        submit(index, now, *fields)
+        if index % every == 0:
+            yard.launch()
+            yard.commit()
+    yard.run()
+    assert len(yard.finished) == len(arrivals)
+
+
+def mixed(*more):
+    return st.lists(st.tuples(GAPS_S, PROMPTS, ANSWERS, *more), min_size=4, max_size=30)
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrivals=mixed(), every=st.integers(1, 4))
+def test_fcfs_lets_nobody_pass(arrivals, every):
+    yard = make_yard(rows=3, prefill_max_requests=2)
+    watch_admissions(yard, lambda row, hit, earlier: check(not earlier))
+    run(yard, arrivals, every, lambda i, now, prompt, new: yard.submit([5 + i] * prompt, new, arrival_ns=now))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    arrivals=mixed(st.one_of(st.none(), st.integers(0, 4))),
+    every=st.integers(1, 4),
+    inner=st.sampled_from(["fcfs", "lpm", "lof", "random"]),
+    low_first=st.booleans(),
+    threshold=st.sampled_from([0, 1, 10]),
+)
+def test_aging_bounds_who_may_pass(arrivals, every, inner, low_first, threshold):
+    aging = 5
+    yard = make_yard(
+        rows=3,
+        prefill_max_requests=2,
+        schedule_policy=inner,
+        enable_priority_scheduling=True,
+        schedule_low_priority_values_first=low_first,
+        priority_aging_s=float(aging),
+        priority_scheduling_preemption_threshold=threshold,
+        default_priority_value=2,
+    )
+    table = yard.scheduler.roster.table
+
+    def urgency(row):
+        priority = table.request(row).priority
+        return (2 if priority is None else priority) * (-1 if low_first else 1)
+
+    def look(row, hit, earlier):
+        for other in earlier:
+            levels = urgency(row) - urgency(other) + (inner != "fcfs")
+            assert table.arrival_ns[row] <= table.arrival_ns[other] + levels * aging * S
+
+    watch_admissions(yard, look)
+    run(
+        yard,
+        arrivals,
+        every,
+        lambda i, now, prompt, new, priority: yard.submit([5 + i] * prompt, new, arrival_ns=now, priority=priority),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrivals=mixed(), every=st.integers(1, 4))
+def test_mlfq_lets_nobody_pass_who_comes_later_than_the_promotion(arrivals, every):
+    yard = make_yard(
+        rows=2, prefill_max_requests=2, schedule_policy="mlfq", policy_options={"quantum_tokens": 4, "promote_s": 5.0}
+    )
+    table = yard.scheduler.roster.table
+
+    def look(row, hit, earlier):
+        for other in earlier:
+            if not table.admitted_ns[other]:
+                assert table.arrival_ns[row] <= table.arrival_ns[other] + 5 * S or yard.now < 5 * S
+
+    watch_admissions(yard, look)
+    run(yard, arrivals, every, lambda i, now, prompt, new: yard.submit([5 + i] * prompt, new, arrival_ns=now))
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrivals=mixed(), every=st.integers(1, 4))
+def test_hrrn_lets_only_shorter_ones_pass(arrivals, every):
+    yard = make_yard(rows=2, prefill_max_requests=1, schedule_policy="hrrn")
+    table = yard.scheduler.roster.table
+
+    def look(row, hit, earlier):
+        for other in earlier:
+            shorter = table.target[row] - hit < table.target[other] - table.matchable[other]
+            assert shorter or table.arrival_ns[row] == table.arrival_ns[other]
+
+    watch_admissions(yard, look)
+    run(yard, arrivals, every, lambda i, now, prompt, new: yard.submit([5 + i] * prompt, new, arrival_ns=now))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.sampled_from(["high", "normal", "low"]), PROMPTS), min_size=20, max_size=120),
+    weights=st.tuples(*[st.integers(1, 8)] * 3),
+    quantum=st.integers(1, 64),
+)
+def test_levels_that_wait_get_their_shares(sizes, weights, quantum):
+    """Deficit round robin: service by weight differs by no more than a quantum and a request of each level."""
+    yard = make_yard(
+        rows=2,
+        enable_service_levels=True,
+        service_level_weights=weights,
+        service_level_quantum_tokens=quantum,
+        disable_radix_cache=True,
+    )
+    table = yard.scheduler.roster.table
+    taken = dict.fromkeys((HIGH, NORMAL, LOW), 0)
+    left = dict.fromkeys((HIGH, NORMAL, LOW), 0)
+    for name, prompt in sizes:
+        yard.submit([5] * prompt, max_new=1, service_class=name)
+    for level in table.level[yard.scheduler.roster.waiting.rows].tolist():
+        left[level] += 1
+    backlogged = [level for level in left if left[level]]
+    largest = max(prompt for _, prompt in sizes)
+
+    def look(row, hit, earlier):
+        level = int(table.level[row])
+        if all(left[other] for other in backlogged):
+            taken[level] += int(table.target[row])
+            service = sorted((taken[other] / weights[other - HIGH], other) for other in backlogged)
+            for (less, one), (more, two) in pairwise(service):
+                assert more - less <= 2 * quantum + largest / weights[one - HIGH] + largest / weights[two - HIGH]
+        left[level] -= 1
+
+    watch_admissions(yard, look)
+    yard.run()
+
+
+def check(holds):
+    assert holds
