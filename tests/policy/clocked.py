@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from tests.scheduler.harness import Yard, make_info
-
 from tokenyard.base import SchedulerSettings
 from tokenyard.cost import LinearCost, LinearTerms
 from tokenyard.executor.mock import MockExecutor

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tests.policy.clocked import MS, S, make_clocked, prompt
 from tests.policy.lines import line, row
-
 from tokenyard.base import SamplingParams, Slo, Update
 from tokenyard.policy.deadline import MOST_PUT_LAST, _largest_of_late
 

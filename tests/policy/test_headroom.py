@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from tests.policy.clocked import make_clocked, prompt
 from tests.policy.lines import row
-
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.policy.headroom import (
     FIRST_GUESS_TOKENS,

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.policy.clocked import COST, MS, S, make_clocked, prompt
 
+from tests.policy.clocked import COST, MS, S, make_clocked, prompt
 from tokenyard.base import Slo, StepWork, step_work
 from tokenyard.cost import LinearCost, LinearTerms, get_profile
 from tokenyard.executor.mock import FixedStepCost

@@ -1,9 +1,9 @@
 from dataclasses import replace
 
 import pytest
+
 from tests.policy.clocked import MS, make_clocked, prompt
 from tests.policy.lines import row
-
 from tokenyard.base import ConfigError, SchedulerSettings, Slo
 from tokenyard.policy.victim import create_victim_rule
 
