@@ -46,7 +46,9 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     """What serves: the device's costs and the engines around it."""
     group = parser.add_argument_group("device")
     group.add_argument("--device", default="h100", help="of the built-in cost profile [h100]")
-    group.add_argument("--model", default="llama-3-8b", help="of the built-in cost profile [llama-3-8b]")
+    group.add_argument(
+        "--model", dest="profile_model", default="llama-3-8b", metavar="MODEL", help="of the same profile [llama-3-8b]"
+    )
     group.add_argument("--profile", type=Path, metavar="FILE", help="cost profile written by tokenyard calibrate")
     group.add_argument("--replicas", type=int, default=1, metavar="R", help="engines behind a router")
     group.add_argument("--router", choices=list(CHOOSERS), default="round_robin", help="how requests are spread")
@@ -115,7 +117,7 @@ def load_tokenizer(path: Path) -> Tokenize:
 
 def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | None) -> Setup:
     """What is simulated, from the arguments; `preset_name` None takes the server's own settings."""
-    profile = load_profile(args.profile) if args.profile is not None else get_profile(args.device, args.model)
+    profile = load_profile(args.profile) if args.profile is not None else get_profile(args.device, args.profile_model)
     given = _given_flags(args)
     pool_tokens = given.pop("max_total_tokens", None)
     context = given.pop("context_length", None) or workload.max_prompt_tokens + workload.max_output_tokens + 1

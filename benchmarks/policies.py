@@ -1,0 +1,187 @@
+"""What the policies promise beyond goodput, on seeded made-up traffic: one question per table.
+
+    python benchmarks/policies.py [tenants] [locality] [overload] [headroom]
+
+One H100 with Llama-3-8B in the simulator. tenants: one of four floods; how far apart are two that both wait, and what
+does it cost the others (bound: Sheng et al. 2024)? locality: tenants with system prompts of their own; what does
+fairness cost in throughput (DLPM, Cao et al. 2025)? overload: bursts beyond capacity with three classes; does the
+top class notice, and does the low one get its turn within the bound of aging? headroom: long answers and a small pool;
+how many preemptions does each rule of admission save?
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import SchedulerSettings
+from tokenyard.cost import get_profile
+from tokenyard.sim.content import SegmentContent
+from tokenyard.sim.engine import Outcome, Setup, simulate
+from tokenyard.sim.metrics import summary, wait_s
+from tokenyard.sim.presets import common_settings
+from tokenyard.sim.synthetic import bursts, classes, lengths, plain, poisson, tenants
+from tokenyard.sim.workload import Workload, uniform_columns
+
+PROFILE = get_profile("h100", "llama-3-8b")
+GRID = 1500
+PREFILL_WEIGHT, DECODE_WEIGHT = 1.0, 2.0
+
+
+def settings(workload: Workload, **changes: Any) -> SchedulerSettings:
+    """Mixed steps of 2048 tokens, headroom by history, and changes to that."""
+    base = common_settings(workload.max_prompt_tokens + workload.max_output_tokens + 1)
+    return replace(base, chunked_prefill_size=2048, enable_mixed_chunk=True, headroom="history", **changes)
+
+
+def run(workload: Workload, kv_pool_tokens: int | None = None, **changes: Any) -> Outcome:
+    """Serve the workload."""
+    return simulate(workload, Setup(PROFILE, settings(workload, **changes), kv_pool_tokens=kv_pool_tokens))
+
+
+def backlogged_gap(outcome: Outcome) -> float:
+    """Largest difference in service that two tenants get over any time in which both have someone waiting."""
+    workload, times = outcome.workload, np.linspace(0.0, outcome.sim_seconds, GRID)
+    service, waits = [], []
+    for tenant in np.unique(workload.tenant):
+        mine = np.flatnonzero(workload.tenant == tenant)
+        first, last = outcome.first_token_ns[mine] / 1e9, outcome.finished_ns[mine] / 1e9
+        computed = PREFILL_WEIGHT * (workload.prompt_tokens[mine] - outcome.cached_tokens[mine])
+        answers, span = DECODE_WEIGHT * outcome.completion_tokens[mine], np.maximum(last - first, 1e-9)
+        service.append([(computed * (first <= t) + answers * np.clip((t - first) / span, 0, 1)).sum() for t in times])
+        arrived, admitted = workload.arrival_s[mine], outcome.admitted_ns[mine] / 1e9
+        waits.append([bool(((arrived <= t) & (t < admitted)).any()) for t in times])
+    worst = 0.0
+    for one in range(len(service)):
+        for other in range(one):
+            apart = np.array(service[one]) - np.array(service[other])
+            both = np.array(waits[one]) & np.array(waits[other])
+            worst = max(worst, max((float(np.ptp(apart[part])) for part in _runs(both)), default=0.0))
+    return worst
+
+
+def _runs(mask: np.ndarray) -> Iterator[np.ndarray]:
+    """Indices of each unbroken stretch of True."""
+    places = np.flatnonzero(mask)
+    if len(places):
+        yield from np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+
+
+def ask_tenants() -> None:
+    """One of four tenants floods."""
+    workload = tenants(6000, 32.0, seed=1)
+    pool = PROFILE.kv_pool_tokens
+    bound = 2 * max(PREFILL_WEIGHT * workload.max_prompt_tokens, DECODE_WEIGHT * pool)
+    alone = run(replace_rows(workload, workload.tenant != 0))
+    alone_ttft = float(np.quantile(alone.ttft_s, 0.99))
+    others_alone = f"others' TTFT p99 s (alone {alone_ttft:.2f})"
+    print(f"\n| tenants, one floods | largest gap, k tokens (bound {bound / 1e3:.0f}) | {others_alone} |")
+    print("| --- | ---: | ---: |")
+    for policy in ("fcfs", "vtc", "dlpm"):
+        outcome = run(workload, schedule_policy=policy, disable_radix_cache=False)
+        others = outcome.ttft_s[workload.tenant != 0]
+        print(f"| {policy} | {backlogged_gap(outcome) / 1e3:.0f} | {np.nanquantile(others, 0.99):.2f} |")
+
+
+def replace_rows(workload: Workload, keep: np.ndarray) -> Workload:
+    """Only the requests where `keep` holds."""
+    columns = ("arrival_s", "prompt_tokens", "output_tokens", "tenant", "service_class", "priority", "deadline_s")
+    return replace(workload, **{name: getattr(workload, name)[keep] for name in columns})
+
+
+def tenant_prefixes(requests: int, rate: float, seed: int) -> Workload:
+    """Eight tenants, each with six system prompts of 6,000 tokens; own parts of about 150, answers of about 60."""
+    rng = np.random.default_rng(seed)
+    tenant, prompt = rng.integers(0, 8, requests), rng.integers(0, 6, requests)
+    own, outputs = lengths(150, requests, rng), lengths(60, requests, rng, 500)
+    streams = np.stack((6 * tenant + prompt, 48 + np.arange(requests)), axis=1).astype(np.int64)
+    parts = np.stack((np.full(requests, 6000), own), axis=1).astype(np.int32)
+    content = SegmentContent(streams.ravel(), parts.ravel(), 2 * np.arange(requests + 1, dtype=np.int64))
+    prompts = (own + 6000).astype(np.int32)
+    made = uniform_columns("tenant-prefixes", poisson(requests, rate, rng), prompts, outputs, content)
+    return replace(made, tenants=tuple(f"t{i}" for i in range(8)), tenant=tenant.astype(np.int32))
+
+
+def ask_locality() -> None:
+    """Fairness against locality, with a cache that holds a part of the system prompts."""
+    workload = tenant_prefixes(3000, 60.0, seed=1)
+    print("\n| system prompts of 8 tenants | requests/s | hit rate % | largest gap, k tokens |")
+    print("| --- | ---: | ---: | ---: |")
+    for policy in ("fcfs", "lpm", "vtc", "dlpm"):
+        outcome = run(workload, 120_000, schedule_policy=policy, disable_radix_cache=False)
+        numbers = summary(outcome)
+        rate, hits = len(workload) / outcome.sim_seconds, 100 * numbers["prefix_hit_rate"]
+        print(f"| {policy} | {rate:.1f} | {hits:.1f} | {backlogged_gap(outcome) / 1e3:.0f} |")
+
+
+def ask_overload() -> None:
+    """Three classes under bursts beyond capacity: priorities with and without aging. All steps are bounded in time."""
+    labelled, shape = classes(6000, 11.0, seed=2), bursts(6000, 11.0, seed=2)
+    workload = replace(labelled, name="bursts of classes", arrival_s=shape.arrival_s)
+    top, low = workload.priority == workload.priority.max(), workload.priority == workload.priority.min()
+    print("\n| bursts, three classes | top class wait p99 s | top class met % | all met % | low class max wait s |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    cases: dict[str, dict[str, Any]] = {
+        "fcfs": {},
+        "priority, no aging": {
+            "schedule_policy": "priority",
+            "enable_priority_scheduling": True,
+            "priority_aging_s": 0.0,
+        },
+        "priority, aging 5 s": {"schedule_policy": "priority", "enable_priority_scheduling": True},
+        "slo with priorities": {"schedule_policy": "slo", "enable_priority_scheduling": True},
+        "slo": {"schedule_policy": "slo"},
+    }
+    for name, changes in cases.items():
+        outcome = run(workload, step_budget="time", max_partial_prefills=4, **changes)
+        wait = wait_s(outcome)
+        met = f"{100 * outcome.met[top].mean():.1f} | {100 * outcome.met.mean():.1f}"
+        print(f"| {name} | {np.nanquantile(wait[top], 0.99):.2f} | {met} | {np.nanmax(wait[low]):.1f} |")
+
+
+def ask_headroom() -> None:
+    """Long answers, a small pool."""
+    base = plain(2500, 2.3, seed=3)
+    rng = np.random.default_rng(3)
+    workload = replace(base, output_tokens=lengths(700, len(base), rng, 6000))
+    print("\n| long answers, 120k pool | preemptions | recomputed k tokens | met % | TPOT p99 ms | requests/s |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for headroom in ("none", "ratio", "history", "past-future"):
+        outcome = simulate(
+            workload,
+            Setup(
+                PROFILE,
+                replace(settings(workload), headroom=headroom, retraction_policy="newest"),
+                kv_pool_tokens=120_000,
+            ),
+        )
+        numbers = summary(outcome)
+        wasted = f"{numbers['preemptions']} | {numbers['recomputed_tokens'] / 1e3:.0f}"
+        quality = f"{100 * numbers['slo_attainment']:.1f} | {1e3 * numbers['tpot_s']['p99']:.0f}"
+        print(f"| {headroom} | {wasted} | {quality} | {len(workload) / outcome.sim_seconds:.2f} |")
+
+
+QUESTIONS: dict[str, Callable[[], None]] = {
+    "tenants": ask_tenants,
+    "locality": ask_locality,
+    "overload": ask_overload,
+    "headroom": ask_headroom,
+}
+
+
+def main() -> None:
+    """Print the tables asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", nargs="*", default=list(QUESTIONS), help=f"some of {', '.join(QUESTIONS)}")
+    args = parser.parse_args()
+    unknown = [name for name in args.questions if name not in QUESTIONS]
+    if unknown:
+        parser.error(f"unknown question {unknown[0]!r}; choose from {', '.join(QUESTIONS)}")
+    for name in args.questions:
+        QUESTIONS[name]()
+
+
+if __name__ == "__main__":
+    main()
