@@ -1,0 +1,112 @@
+"""A scheduler that writes down all that is asked of it."""
+
+from typing import Protocol
+
+from tokenyard.base import Event, Flush, StepPlan, StepResult, TokenBatch
+from tokenyard.scheduler.disguise import Disguise
+from tokenyard.scheduler.scheduler import Scheduler
+from tokenyard.scheduler.snapshot import Snapshot
+from tokenyard.scheduler.tape import Header, Idled, Origin, Planned, Raised, TapeEncoder
+
+
+class Sink(Protocol):
+    """Where the bytes of a tape go: a file, or anything like one."""
+
+    def write(self, data: bytes, /) -> object:
+        """Take in some bytes; they need not be kept at once."""
+
+    def flush(self) -> object:
+        """Keep what was written so far."""
+
+
+class Recorder:
+    """Stands in for the scheduler that `origin` describes; see there for what the verbs do.
+
+    Causes are written before they take effect, so that a tape ends with the call that went wrong. The sink is flushed
+    whenever there is nothing to plan. With a `key`, ids and names are disguised by it (see `Disguise`).
+    """
+
+    def __init__(self, origin: Origin, sink: Sink, key: bytes | None, written_by: str) -> None:
+        """Writes the header. Raises ConfigError for settings that cannot work."""
+        self.scheduler: Scheduler = origin.scheduler()
+        self._sink = sink
+        self._now = 0
+        disguise = Disguise(origin.info.vocab_size, key)
+        self._encoder = TapeEncoder(disguise)
+        shown = Origin(disguise.settings(origin.settings), disguise.info(origin.info), origin.prior, origin.learns)
+        sink.write(self._encoder.header(Header(shown, written_by, key is not None)))
+
+    def apply(self, event: Event, now: int) -> None:
+        """Write an event and let the scheduler take it in."""
+        self._now = now
+        self._sink.write(self._encoder.event(now, event))
+        try:
+            self.scheduler.apply(event, now)
+        except Exception as error:
+            self._note_raised(error)
+            raise
+
+    def flush(self, now: int) -> bool:
+        """Empty the prefix cache; False if it is in use."""
+        self._now = now
+        self._sink.write(self._encoder.event(now, Flush()))
+        return self.scheduler.flush(now)
+
+    def plan(self, now: int) -> StepPlan | None:
+        """Let the scheduler plan and write what came out."""
+        self._now = now
+        try:
+            plan = self.scheduler.plan(now)
+        except Exception as error:
+            self._sink.write(self._encoder.record(now, Planned()))
+            self._note_raised(error)
+            raise
+        self._sink.write(self._encoder.planned(now, plan))
+        if plan is None:
+            self._sink.flush()
+        return plan
+
+    def commit(self, result: StepResult, now: int) -> None:
+        """Write a result and let the scheduler take it in."""
+        self._now = now
+        self._sink.write(self._encoder.committed(now, result))
+        try:
+            self.scheduler.commit(result, now)
+        except Exception as error:
+            self._note_raised(error)
+            raise
+
+    def idle(self) -> str | None:
+        """Let the scheduler check its books."""
+        self._sink.write(self._encoder.record(self._now, Idled()))
+        return self.scheduler.idle()
+
+    def drain(self) -> TokenBatch:
+        """Everything to tell since the last call."""
+        return self.scheduler.drain()
+
+    @property
+    def in_flight(self) -> int:
+        """Plans that wait for their commit."""
+        return self.scheduler.in_flight
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs, or a plan is in flight."""
+        return self.scheduler.has_work
+
+    def wakeup_ns(self) -> int | None:
+        """When to call `plan` next even if nothing happens."""
+        return self.scheduler.wakeup_ns()
+
+    def snapshot(self, now: int) -> Snapshot:
+        """Counters and gauges at `now`."""
+        return self.scheduler.snapshot(now)
+
+    def _note_raised(self, error: Exception) -> None:
+        self._sink.write(self._encoder.record(self._now, Raised(type(error).__name__)))
+        self._sink.flush()
+
+
+Core = Scheduler | Recorder
+"""What an event loop drives."""
