@@ -3,8 +3,8 @@
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.scheduler.harness import Yard, make_info
 
+from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import Cancel, Flush, Pause, Resume, SamplingParams, SchedulerSettings, SetPolicy, StopFound, Update
 from tokenyard.policy import POLICIES
 

@@ -1,7 +1,20 @@
 """Who is next, how much a step does, who gives way. Policies order and judge; they never allocate."""
 
-from tokenyard.policy.base import Policy
+from tokenyard.policy.base import Option, Policy
+from tokenyard.policy.order import best_first, in_groups
 from tokenyard.policy.registry import POLICIES, create_policy
-from tokenyard.policy.views import NO_DEADLINE, NO_PRIORITY, Columns, Views
+from tokenyard.policy.views import NO_DEADLINE, NO_PRIORITY, Columns, PrefixBranch, Views
 
-__all__ = ["NO_DEADLINE", "NO_PRIORITY", "POLICIES", "Columns", "Policy", "Views", "create_policy"]
+__all__ = [
+    "NO_DEADLINE",
+    "NO_PRIORITY",
+    "POLICIES",
+    "Columns",
+    "Option",
+    "Policy",
+    "PrefixBranch",
+    "Views",
+    "best_first",
+    "create_policy",
+    "in_groups",
+]

@@ -44,6 +44,10 @@ class Policy:
         self.victim_rule: VictimRule = create_victim_rule(settings)
         self.views: Views | None = None
 
+    def describe(self) -> str:
+        """The name for people, with what is put around it and what went wrong."""
+        return self.name
+
     def begin_step(self, views: Views) -> None:
         """Look at the state before a step is planned."""
         self.views = views

@@ -16,6 +16,7 @@ class Wrapper(Policy):
         self.settings = settings
         self.inner = inner
         self.views: Views | None = None
+        self._prefix = prefix
         self.name = f"{prefix}+{inner.name}"
         self.overtaking = inner.overtaking
         self.needs_tree = inner.needs_tree
@@ -27,6 +28,10 @@ class Wrapper(Policy):
         self.budget_rule = inner.budget_rule
         self.headroom = inner.headroom
         self.victim_rule = inner.victim_rule
+
+    def describe(self) -> str:
+        """See `Policy.describe`."""
+        return f"{self._prefix}+{self.inner.describe()}"
 
     def begin_step(self, views: Views) -> None:
         """See `Policy.begin_step`."""

@@ -26,6 +26,10 @@ class Guarded(Wrapper):
         self.name = path
         self.failure = ""
 
+    def describe(self) -> str:
+        """See `Policy.describe`."""
+        return f"fcfs ({self.name} failed: {self.failure})" if self.failure else self.name
+
     def begin_step(self, views: Views) -> None:
         """See `Policy.begin_step`."""
         self.views = views
@@ -131,4 +135,3 @@ class Guarded(Wrapper):
 
     def _fail(self, why: str) -> None:
         self.failure = why
-        self.name = f"fcfs ({self.name} failed: {why})"

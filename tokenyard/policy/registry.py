@@ -41,7 +41,7 @@ def create_policy(name: str, settings: SchedulerSettings) -> Policy:
 
 def _order(name: str, settings: SchedulerSettings) -> Policy:
     if ":" in name:
-        return Guarded(settings, load_policy(name)(settings), name)
+        return Guarded(settings, _made(load_policy(name), settings, name), name)
     if name == "priority":
         return Policy(settings)
     if name not in POLICIES:
@@ -58,3 +58,12 @@ def load_policy(path: str) -> type[Policy]:
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ConfigError(f"--schedule-policy {path}: this is no subclass of tokenyard.policy.Policy")
     return found
+
+
+def _made(policy: type[Policy], settings: SchedulerSettings, path: str) -> Policy:
+    try:
+        return policy(settings)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"--schedule-policy {path}: making it failed: {error}") from error

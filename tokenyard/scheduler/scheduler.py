@@ -288,7 +288,7 @@ class Scheduler:
             total_tokens=total,
             evicted_tokens=self.roster.memory.evicted_tokens,
             new_token_ratio=getattr(self.roster.policy.headroom, "ratio", 0.0),
-            policy=self.roster.policy.name,
+            policy=self.roster.policy.describe(),
             paused=self._paused,
             counters=replace(self.roster.counters),
         )
