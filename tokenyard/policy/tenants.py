@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tokenyard.base import BoolArray, Int32Array, SchedulerSettings, TenantSettings
+from tokenyard.base import BoolArray, Int32Array, Int64Array, SchedulerSettings, TenantSettings
 from tokenyard.policy.views import Columns, Views
 
 ANY_TENANT = "*"
@@ -75,8 +75,7 @@ class TenantLimits:
         self._fill_buckets(views.now)
         owners, tenants = views.columns.tenant[held], views.columns.tenant[views.waiting]
         self._running = np.bincount(owners, minlength=len(self._rate))
-        tokens = views.columns.planned[held] - views.columns.hit[held]
-        self._used = np.bincount(owners, tokens, minlength=len(self._rate)).astype(np.int64)
+        self._used = self._held_tokens(views.columns, held)
         self._drop_old_claim(views)
         empty = (self._rate > 0.0) & (self._bucket <= 0.0)
         self._note_refill(empty, tenants, views.now)
@@ -137,6 +136,28 @@ class TenantLimits:
             used[tenant] -= int(columns.planned[victim] - columns.hit[victim])
             over = [number for number in over if queues[number] and used[number] > share[number]]
             yield victim
+
+    def borrowers_first(self, views: Views, victims: list[int]) -> list[int]:
+        """The same rows, in the same order but for those whose tenants are beyond their share, which come first."""
+        self._columns, self._total_tokens = views.columns, views.total_tokens
+        rows = np.array(victims, np.int32)
+        self._learn(views.columns, rows)
+        used, share = self._held_tokens(views.columns, rows), self._share * views.total_tokens
+        first, after = [], []
+        for victim in victims:
+            tenant = int(views.columns.tenant[victim])
+            if used[tenant] > share[tenant]:
+                used[tenant] -= int(views.columns.planned[victim] - views.columns.hit[victim])
+                first.append(victim)
+            else:
+                after.append(victim)
+        return first + after
+
+    def _held_tokens(self, columns: Columns, rows: Int32Array) -> Int64Array:
+        """KV tokens by tenant that `rows` hold beyond what they found in the cache."""
+        tokens = columns.planned[rows] - columns.hit[rows]
+        held: Int64Array = np.bincount(columns.tenant[rows], tokens, minlength=len(self._rate)).astype(np.int64)
+        return held
 
     def _within_share(self, row: int) -> bool:
         assert self._columns is not None

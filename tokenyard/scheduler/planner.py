@@ -125,7 +125,10 @@ class Planner:
         views = roster.views(now)
         views.running = rows
         before = len(rows)
-        for victim in list(roster.policy.victims(views)):
+        victims = list(roster.policy.victims(views))
+        if roster.limits is not None:
+            victims = roster.limits.borrowers_first(views, victims)
+        for victim in victims:
             if memory.page_size * self._pages_to_decode(rows) <= memory.free_tokens:
                 break
             roster.retract(victim, "out of pages")

@@ -1,0 +1,128 @@
+import pytest
+
+from tests.policy.clocked import make_clocked, prompt
+from tests.policy.lines import admissions, line, row
+from tokenyard.base import SetPolicy, TenantSettings
+from tokenyard.policy.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
+
+
+def fair(policy="vtc", **more):
+    return make_clocked(**{"schedule_policy": policy, "prefill_max_requests": 1, "rows": 4} | more)
+
+
+def served(yard, numbers):
+    policy, table = yard.scheduler.roster.policy, yard.scheduler.roster.table
+    return [float(policy.served[table.tenant[row(yard, number)]]) for number in numbers]
+
+
+def warm(yard, tokens, tenant="warm-up"):
+    """Bring tokens into the cache."""
+    yard.submit(tokens, max_new=1, tenant=tenant)
+    yard.rest()
+
+
+def test_prompt_and_output_tokens_are_charged_by_their_weights():
+    yard = fair()
+    number = yard.submit(prompt(30), max_new=50, tenant="a")
+    yard.turn()
+    assert served(yard, [number]) == [30 * INPUT_WEIGHT]
+    for _ in range(5):
+        yard.turn()
+    assert served(yard, [number]) == [30 * INPUT_WEIGHT + 5 * OUTPUT_WEIGHT]
+
+
+def test_the_whole_prompt_is_charged_with_its_first_chunk():
+    yard = fair(chunked_prefill_size=16)
+    number = yard.submit(prompt(100), max_new=2, tenant="a")
+    yard.turn()
+    assert served(yard, [number]) == [100 * INPUT_WEIGHT]
+    yard.turn()
+    assert served(yard, [number]) == [100 * INPUT_WEIGHT]
+
+
+def test_a_retraction_is_not_charged_twice():
+    yard = fair()
+    number = yard.submit(prompt(30), max_new=50, tenant="a")
+    yard.turn()
+    yard.scheduler.roster.retract(row(yard, number), "out of pages")
+    before = served(yard, [number])
+    yard.turn()
+    assert served(yard, [number]) == before
+
+
+def test_what_comes_from_the_cache_is_free():
+    yard = fair(disable_radix_cache=False)
+    warm(yard, prompt(40), tenant="a")
+    number = yard.submit([*prompt(40), 3, 4, 5], max_new=2, tenant="a")
+    yard.turn()
+    # The first request of the tenant paid for the 40 that are cached now.
+    assert served(yard, [number]) == [43 * INPUT_WEIGHT]
+
+
+def test_a_flood_of_one_tenant_does_not_hold_up_another():
+    yard = fair()
+    flood = [yard.submit(prompt(50), max_new=5, tenant="flood") for _ in range(20)]
+    yard.turn()
+    yard.turn()
+    quiet = [yard.submit(prompt(50), max_new=5, tenant="quiet") for _ in range(3)]
+    yard.rest()
+    order = admissions(yard)
+    assert max(order.index(number) for number in quiet) < 8
+    assert [number for number in order if number in flood] == flood
+
+
+def test_weights_share_the_service_out():
+    yard = fair(tenants={"heavy": TenantSettings(weight=3.0), "*": TenantSettings(weight=1.0)})
+    for _ in range(40):
+        yard.submit(prompt(50), max_new=2, tenant="heavy")
+        yard.submit(prompt(50), max_new=2, tenant="light")
+    for _ in range(60):
+        yard.turn()
+    started = admissions(yard)
+    heavy = sum(number % 2 == 1 for number in started)
+    assert 2.5 <= heavy / (len(started) - heavy) <= 3.5
+
+
+def test_nobody_saves_up_service_by_staying_away():
+    yard = fair()
+    busy = [yard.submit(prompt(50), max_new=2, tenant="busy") for _ in range(30)]
+    for _ in range(20):
+        yard.turn()
+    late = [yard.submit(prompt(50), max_new=2, tenant="late") for _ in range(10)]
+    # Without the lift, all of `late` would come before the next of `busy`.
+    first = line(yard)[:2]
+    assert len({number in late for number in first}) == 1 or first[0] in late
+    yard.rest()
+    order = admissions(yard)
+    between = order[order.index(late[0]) : order.index(late[-1])]
+    assert sum(number in busy for number in between) >= 7
+
+
+def test_dlpm_prefers_what_is_cached_among_tenants_with_credit():
+    yard = fair("dlpm", disable_radix_cache=False)
+    warm(yard, prompt(60))
+    cold = yard.submit(prompt(60, start=20), max_new=2, tenant="a")
+    hit = yard.submit([*prompt(60), 3], max_new=2, tenant="b")
+    assert line(yard) == [hit, cold]
+
+
+def test_dlpm_serves_the_other_tenant_once_the_credit_is_gone():
+    yard = fair("dlpm", disable_radix_cache=False, policy_options={"quantum_tokens": 60})
+    warm(yard, prompt(10))
+    hits = [yard.submit([*prompt(10), *prompt(40, start=30 + index)], max_new=1, tenant="a") for index in range(4)]
+    cold = yard.submit(prompt(45, start=20), max_new=1, tenant="b")
+    yard.rest()
+    order = admissions(yard)
+    assert order[1] == hits[0]
+    assert order.index(cold) == 3, "two requests of 40 tokens use 60 tokens of credit up"
+
+
+@pytest.mark.parametrize("policy", ["vtc", "dlpm"])
+def test_a_policy_that_is_set_while_others_run_charges_from_then_on(policy):
+    yard = fair("fcfs", disable_radix_cache=False)
+    numbers = [yard.submit(prompt(20 + index), max_new=30, tenant=str(index % 3)) for index in range(9)]
+    for _ in range(3):
+        yard.turn()
+    yard.apply(SetPolicy(policy))
+    yard.rest()
+    assert sorted(yard.finished) == numbers

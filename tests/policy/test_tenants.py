@@ -1,0 +1,140 @@
+import numpy as np
+import pytest
+
+from tests.policy.clocked import MS, S, make_clocked, prompt
+from tests.policy.lines import admissions, row
+from tokenyard.base import ConfigError, SchedulerSettings, TenantSettings
+
+
+def limited(pages=10_000, rows=16, **tenants):
+    more = {name: tenants.pop(name) for name in list(tenants) if not isinstance(tenants[name], TenantSettings)}
+    return make_clocked(pages=pages, rows=rows, **{"schedule_policy": "fcfs", "tenants": tenants} | more)
+
+
+def most_running(yard, numbers):
+    """Run to the end; the most of `numbers` that ran or were prefilled at the same time."""
+    most = 0
+    while yard.turn():
+        roster = yard.scheduler.roster
+        seated = {int(roster.table.number[r]) for r in np.concatenate((roster.running.rows, roster.partial.rows))}
+        most = max(most, len(seated & set(numbers)))
+    return most
+
+
+def test_a_tenant_runs_no_more_requests_than_it_may():
+    yard = limited(small=TenantSettings(max_running=2))
+    small = [yard.submit(prompt(20), max_new=10, tenant="small") for _ in range(6)]
+    other = [yard.submit(prompt(20), max_new=10, tenant="other") for _ in range(6)]
+    assert most_running(yard, small) == 2
+    assert sorted(yard.finished) == sorted(small + other)
+    order = admissions(yard)
+    assert order.index(other[-1]) < order.index(small[2]), "those who may start do not wait for those who may not"
+
+
+def test_a_tenant_queues_no_more_requests_than_it_may():
+    yard = limited(small=TenantSettings(max_queued=2))
+    numbers = [yard.submit(prompt(20), tenant="small") for _ in range(3)]
+    other = yard.submit(prompt(20), tenant="other")
+    refused = yard.finished[numbers[2]]
+    assert (refused.reason, refused.status) == ("abort", 429)
+    assert "'small'" in refused.message
+    yard.rest()
+    assert yard.finished[other].reason == "length"
+    assert yard.submit(prompt(20), tenant="small") not in yard.finished
+
+
+def test_the_star_stands_for_tenants_without_a_name():
+    yard = limited(**{"*": TenantSettings(max_running=1), "big": TenantSettings()})
+    strangers = [yard.submit(prompt(20), max_new=10, tenant="stranger") for _ in range(3)]
+    big = [yard.submit(prompt(20), max_new=10, tenant="big") for _ in range(3)]
+    assert most_running(yard, strangers) == 1
+    assert sorted(yard.finished) == sorted(strangers + big)
+
+
+def test_a_rate_holds_over_time_and_the_scheduler_asks_to_be_woken():
+    yard = limited(metered=TenantSettings(tokens_per_s=100.0, burst_tokens=50))
+    numbers = [yard.submit(prompt(49), max_new=2, tenant="metered") for _ in range(10)]
+    yard.rest()
+    assert sorted(yard.finished) == numbers
+    seconds = (yard.finished[numbers[-1]].admitted_ns - yard.finished[numbers[0]].admitted_ns) / S
+    # Nine more requests of 50 tokens at 100 tokens a second, of which one came out of the burst.
+    assert 4.0 <= seconds <= 4.6
+    for number in numbers:
+        assert yard.finished[number].finished_ns - yard.finished[number].admitted_ns < 50 * MS
+
+
+def test_an_idle_scheduler_without_metered_requests_asks_for_nothing():
+    yard = limited(metered=TenantSettings(tokens_per_s=100.0, burst_tokens=50))
+    yard.submit(prompt(49), max_new=20, tenant="metered")
+    yard.rest()
+    assert yard.scheduler.wakeup_ns() is None
+
+
+def test_a_rate_does_not_stop_others():
+    yard = limited(metered=TenantSettings(tokens_per_s=1.0, burst_tokens=10))
+    metered = [yard.submit(prompt(40), max_new=1, tenant="metered") for _ in range(3)]
+    free = [yard.submit(prompt(40), max_new=1, tenant="free") for _ in range(20)]
+    yard.until(1 * S)
+    assert set(free) | {metered[0]} == set(yard.finished)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "vtc", "slo"])
+def test_borrowed_kv_is_given_back_to_its_owner(policy):
+    yard = limited(pages=1000, owner=TenantSettings(kv_share=0.5), schedule_policy=policy, headroom="none")
+    borrowers = [yard.submit(prompt(200), max_new=300, tenant="borrower") for _ in range(4)]
+    for _ in range(20):
+        yard.turn()
+    assert len(yard.scheduler.roster.running) == 4, "what nobody else uses may be borrowed"
+    owner = yard.submit(prompt(300), max_new=100, tenant="owner")
+    for _ in range(3):
+        yard.turn()
+    assert yard.scheduler.roster.table.admitted_ns[row(yard, owner)] > 0
+    yard.rest()
+    assert yard.finished[owner].retractions == 0
+    gave_way = [number for number in borrowers if yard.finished[number].retractions]
+    assert gave_way, "somebody had to"
+    assert borrowers[-1] in gave_way, "the newest first"
+    assert sorted(yard.finished) == [*borrowers, owner]
+    assert yard.scheduler.idle() is None
+
+
+def test_an_owner_beyond_its_share_takes_nothing_back():
+    yard = limited(pages=1000, owner=TenantSettings(kv_share=0.2), headroom="none")
+    borrowers = [yard.submit(prompt(200), max_new=20, tenant="borrower") for _ in range(4)]
+    yard.turn()
+    yard.submit(prompt(300), max_new=5, tenant="owner")
+    yard.rest()
+    assert all(yard.finished[number].retractions == 0 for number in borrowers)
+
+
+def test_who_gave_way_does_not_take_the_freed_pages_back():
+    yard = limited(pages=400, rows=8, owner=TenantSettings(kv_share=0.6), headroom="none")
+    for _ in range(3):
+        yard.submit(prompt(100), max_new=90, tenant="borrower")
+    yard.turn()
+    owners = [yard.submit(prompt(110), max_new=20, tenant="owner") for _ in range(6)]
+    yard.rest()
+    assert yard.scheduler.snapshot(yard.now).counters.preempted <= 2 * len(owners)
+    assert sorted(yard.finished) == list(range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight": 0.0}, "weight"),
+        ({"tokens_per_s": -1.0}, "tokens_per_s"),
+        ({"burst_tokens": 0}, "burst_tokens"),
+        ({"max_running": 0}, "max_running"),
+        ({"max_queued": -2}, "max_queued"),
+        ({"kv_share": 1.5}, "kv_share"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(settings, message):
+    with pytest.raises(ConfigError, match=f"'acme': {message}"):
+        SchedulerSettings(tenants={"acme": TenantSettings(**settings)}).validate()
+
+
+def test_shares_of_more_than_the_pool_are_refused():
+    tenants = {"a": TenantSettings(kv_share=0.7), "b": TenantSettings(kv_share=0.7)}
+    with pytest.raises(ConfigError, match="kv_share"):
+        SchedulerSettings(tenants=tenants).validate()
