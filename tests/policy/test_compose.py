@@ -51,6 +51,17 @@ def test_nothing_may_pass_with_a_bound_of_zero():
     assert line(yard) == numbers
 
 
+def test_a_row_that_is_put_in_front_is_not_looked_for_again():
+    yard = make_yard(schedule_policy="dfs-weight", max_overtaken_tokens=0, rows=100, prefill_max_requests=-1, pages=9000)
+    for index in range(45):
+        yard.submit([5 + index] * 9, max_new=1)
+    yard.run()
+    for index in range(90):
+        yard.submit([5 + 7 * index % 45] * 9 + [50 + index % 45], max_new=2)
+    yard.run()
+    assert len(yard.finished) == 135
+
+
 def overtaken_tokens(yard):
     """By number of a request, the prompt tokens of later arrivals that start before it; filled as the yard runs."""
     overtaken = Counter()

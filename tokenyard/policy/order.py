@@ -103,16 +103,14 @@ class DfsWeight(Policy):
         """See `Policy.order`. Rows come in batches, since the tree's weights change as rows are admitted."""
         wanted = np.zeros(len(views.columns.seq), np.bool_)
         wanted[views.waiting] = True
-        left, most = len(views.waiting), DRAWN_AT_ONCE
-        while left:
-            for row in self._walk(views, wanted, most):
-                wanted[row] = False
-                left -= 1
-                yield row
-            most = left
+        most = DRAWN_AT_ONCE
+        while batch := self._walk(views, wanted, most):
+            wanted[batch] = False
+            yield from batch
+            most = len(views.waiting)
 
     def _walk(self, views: Views, wanted: BoolArray, most: int) -> list[int]:
-        """At least `most` of the wanted rows, if there are so many, in order."""
+        """At least `most` of the wanted rows that still wait, if there are so many, in order."""
         assert views.prefixes is not None
         found: list[int] = []
         stack = [(views.prefixes, views.prefixes.heaviest_first())]
