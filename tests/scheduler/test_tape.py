@@ -27,14 +27,15 @@ from tokenyard.base import (
     TenantSettings,
     Update,
 )
-from tokenyard.cost import get_profile
+from tokenyard.cost import LinearCost, get_profile
+from tokenyard.executor.mock import MockExecutor
 from tokenyard.policy import POLICIES
 from tokenyard.scheduler.disguise import Disguise
 from tokenyard.scheduler.recorder import Recorder
 from tokenyard.scheduler.replay import replay
 from tokenyard.scheduler.tape import Origin, Planned, Raised, Tape
 
-KEY = b"a key for tests"
+KEY = b"a key for all tests"
 TENANTS = {
     "secret-tenant": TenantSettings(weight=2.0, tokens_per_s=4000.0, burst_tokens=64, kv_share=0.3),
     "*": TenantSettings(max_running=3, max_queued=6),
@@ -117,7 +118,9 @@ submits = st.tuples(
     ),
     st.sampled_from([1, 1, 3]),
 )
-steps = st.lists(st.one_of(submits, submits, event_choices, st.sampled_from(["launch", "commit", "turns"])), max_size=40)
+steps = st.lists(
+    st.one_of(submits, submits, event_choices, st.sampled_from(["launch", "commit", "turns"])), max_size=40
+)
 
 
 def play(yard, script, depth):
@@ -180,19 +183,65 @@ def test_whatever_happens_a_tape_replays_into_the_same_plans(script, policy, dep
 
 
 def load(yard, requests=24):
-    """Many requests with shared prefixes, more than fit at once."""
+    """Many requests with shared prefixes and all that can tell them apart, more than fit at once, in bursts."""
     for number in range(requests):
-        yard.submit([5] * (number % 9) + [3 + number % 7] * 3, max_new=5 + number % 11, tenant=f"t{number % 3}")
-        turns(yard, 2, 1)
+        stops = list(range(number, number + 9))
+        yard.submit(
+            [5] * (number % 9) + [3 + number % 7] * 3,
+            sampling=SamplingParams(max_new_tokens=5 + number % 11, temperature=0.0, stop_token_ids=stops),
+            tenant=f"t{number % 3}",
+            cache_salt="salt" * (number % 4 == 3),
+            routing_key=f"k{number % 4}",
+            service_class=("high", None, "low")[number % 3],
+        )
+        if number % 4 == 0:
+            turns(yard, 2, 3)
+        if number % 10 == 9:
+            yard.run(2)
+            yard.scheduler.idle()
+        if number == 19:
+            assert yard.scheduler.flush(yard.now)
     yard.run(2)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_replays_and_so_does_a_belief_that_learns(policy):
-    yard = TapedYard(small(policy), small_info(), prior=get_profile("cpu", "smollm2-135m").cost())
-    load(yard)
+    info = small_info()
+    truth = get_profile("cpu", "smollm2-135m").cost()
+    executor = MockExecutor(info, truth, sleep=False, answer_tokens=(4, 12))
+    prior = LinearCost(truth.terms.scaled(0.25))
+    yard = TapedYard(small(policy, step_budget="time", slo_tpot_ms=60.0), info, prior=prior, executor=executor)
+    load(yard, 80)
     report = assert_replays(yard.tape())
-    assert report.plans == len(yard.plans) > 40
+    assert report.plans == len(yard.plans) > 80
+    assert yard.tape().header.origin.info.eos_token_ids != info.eos_token_ids
+
+
+def test_calls_that_found_nothing_to_plan_are_on_the_tape_too():
+    """Such a call may end who waited for too long, and so make room in a full queue."""
+    yard = TapedYard(replace(small(depth=1), max_queued_requests=1), small_info(1))
+    yard.apply(Pause())
+    late = yard.submit([5, 6])
+    yard.now += 10**9
+    assert not yard.launch()
+    assert yard.finished[late].status == 503
+    next_one = yard.submit([5, 6])
+    yard.apply(Resume())
+    yard.run()
+    assert yard.finished[next_one].reason == "length"
+    assert_replays(yard.tape())
+
+
+def test_moments_of_rest_are_on_the_tape():
+    """The share that is set aside for answers starts anew when nothing is left to do."""
+    chosen = replace(small(depth=1), schedule_conservativeness=1.0, new_token_ratio_decay_steps=5, run_timeout_s=-1.0)
+    yard = TapedYard(chosen, small_info(1))
+    for _ in range(2):
+        for number in range(4):
+            yard.submit([3 + number, 4, 5], max_new=24)
+        yard.run()
+        assert yard.scheduler.idle() is None
+    assert_replays(yard.tape())
 
 
 def test_a_disguised_tape_holds_no_text_no_names_and_other_ids():
@@ -268,7 +317,9 @@ def test_the_first_difference_is_told():
 def test_other_settings_show_as_a_difference():
     tape = recording().tape()
     origin = tape.header.origin
-    tape.header = replace(tape.header, origin=replace(origin, settings=replace(origin.settings, chunked_prefill_size=4)))
+    tape.header = replace(
+        tape.header, origin=replace(origin, settings=replace(origin.settings, chunked_prefill_size=4))
+    )
     difference = replay(tape).difference
     assert difference is not None
     assert difference.tape != difference.here
