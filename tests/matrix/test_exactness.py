@@ -25,7 +25,7 @@ MATRIX = [
     for index, combination in enumerate(COMBINATIONS)
     for case in (CASES if FULL else [list(CASES)[index % len(CASES)], list(CASES)[(index * 5 + 3) % len(CASES)]])
 ]
-POOL_TOKENS = {"roomy": 4096, "tight": 128}
+POOL_TOKENS = {"roomy": 4096, "tight": 96}
 
 
 def prompts():
