@@ -5,7 +5,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.scheduler.harness import Yard, make_info
-from tokenyard.base import Cancel, Flush, Pause, Resume, SamplingParams, SchedulerSettings, SetPolicy, StopFound, Update
+from tokenyard.base import (
+    Cancel,
+    Flush,
+    Pause,
+    Resume,
+    SamplingParams,
+    SchedulerSettings,
+    SetPolicy,
+    StopFound,
+    TenantSettings,
+    Update,
+)
 from tokenyard.policy import POLICIES
 
 PREFIXES = ([], [5] * 4, [5] * 16, [5, 6, 7, 8] * 5)
@@ -20,6 +31,16 @@ AROUND = (
     {"max_overtaken_tokens": 30},
     PRIORITIES | {"enable_service_levels": True, "max_overtaken_tokens": 60},
 )
+BESIDE = (
+    {},
+    {"headroom": "history", "retraction_policy": "newest"},
+    {"headroom": "past-future", "retraction_policy": "slack", "step_budget": "time", "slo_chunk_tokens": 8},
+    {"headroom": "none", "retraction_policy": "fewest-lost", "enable_dynamic_chunking": True},
+    {"slo_ttft_ms": 4.0, "slo_ttft_scale": 0.0, "slo_max_wait_s": 0.02, "slo_chunk_tokens": 4},
+    {"slo_ttft_ms": 3.0, "slo_ttft_scale": 0.0, "slo_reject": True, "retraction_policy": "priority"},
+    {"tenants": {"x": TenantSettings(weight=2.0, max_running=1, max_queued=3), "": TenantSettings(kv_share=0.4)}},
+    {"tenants": {"x": TenantSettings(kv_share=0.6), "": TenantSettings(kv_share=0.2)}, "headroom": "none"},
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -33,10 +54,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         no_cache=st.booleans(),
         policy=st.sampled_from(sorted(POLICIES)),
         around=st.sampled_from(AROUND),
+        beside=st.sampled_from(BESIDE),
         tokens=st.sampled_from([48, 64, 160]),
         eviction=st.sampled_from(["lru", "lfu", "slru", "priority"]),
     )
-    def start(self, depth, page_size, chunk, mixed, no_cache, policy, around, tokens, eviction):
+    def start(self, depth, page_size, chunk, mixed, no_cache, policy, around, beside, tokens, eviction):
         rows = 4
         self.depth = depth
         self.settings = SchedulerSettings(
@@ -55,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_batch_prefix_caching_check_threshold=4,
             in_batch_prefix_caching_deprioritize_threshold=4,
             **around,
+            **beside,
         )
         info = make_info(tokens // page_size, page_size, rows + depth, CONTEXT)
         self.yard = Yard(self.settings, info, answer_tokens=(3, 20))
@@ -69,9 +92,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 3]),
         salt=st.sampled_from(["", "", "x"]),
         urgent=st.sampled_from([None, 0, 5, 30]),
+        due_ns=st.sampled_from([None, None, 1_000_000, 8_000_000]),
         service_class=st.sampled_from([None, "priority", "high", "low"]),
     )
-    def submit(self, prefix, tail, max_new, n, salt, urgent, service_class):
+    def submit(self, prefix, tail, max_new, n, salt, urgent, due_ns, service_class):
         prompt = prefix + tail
         sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, n=n)
         number = self.yard.submit(
@@ -79,6 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampling=sampling,
             cache_salt=salt,
             priority=urgent,
+            deadline_ns=due_ns,
             service_class=service_class,
             routing_key=salt or None,
             tenant=salt,
