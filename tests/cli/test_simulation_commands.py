@@ -60,6 +60,27 @@ def test_without_a_preset_the_servers_own_settings_are_simulated():
     assert setup.host_s == pytest.approx(150e-6)
 
 
+def test_targets_and_headroom_reach_the_scheduler_and_the_judge():
+    urgent = ["--schedule-policy", "slo", "--slo-max-wait-s", "58", "--slo-reject", "--slo-ttft-ms", "500"]
+    args = simulate_args(*SMALL, *urgent, "--slo-tpot-ms", "40", "--headroom", "past-future")
+    setup = make_setup(args, load_workload(args), None)
+    settings = setup.settings
+    assert (settings.slo_max_wait_s, settings.slo_reject, settings.headroom) == (58.0, True, "past-future")
+    assert (setup.slo.ttft_s, setup.slo.ttft_scale, setup.slo.tpot_s) == (0.5, 5.0, 0.04)
+
+
+def test_every_preset_and_flag_that_matters_changes_the_plans(tmp_path):
+    hashes = set()
+    for extra in ([], ["--headroom", "ratio"], ["--max-running-requests", "8"], ["--preset", "vllm-default"]):
+        out = tmp_path / "o.json"
+        tight = ["--synthetic", "plain", "--limit", "150", "--request-rate", "60", "--max-total-tokens", "48k"]
+        argv = [*tight, "--headroom", "history", *extra, "--json", str(out), "--quiet"]
+        assert run_simulate(simulate_args(*argv)) == 0
+        hashes.add(json.loads(out.read_text())["decision_hash"])
+        out.unlink()
+    assert len(hashes) == 4
+
+
 def test_a_profile_file_takes_the_place_of_device_and_model(tmp_path):
     save_profile(get_profile("a100", "llama-2-7b"), tmp_path / "p.json")
     args = simulate_args(*SMALL, "--profile", str(tmp_path / "p.json"))
@@ -73,7 +94,7 @@ def test_a_profile_file_takes_the_place_of_device_and_model(tmp_path):
         ([*SMALL, "--trace", "x"], "either --trace FILE or --synthetic"),
         ([*SMALL, "--device", "abacus"], "no cost profile"),
         ([*SMALL, "--rate-scale", "-1"], "--rate-scale"),
-        ([*SMALL, "--slo-tpot-ms", "0"], "(?i)slo"),
+        ([*SMALL, "--slo-tpot-ms", "0"], "^--slo-tpot-ms|^SLO targets"),
         ([*SMALL, "--schedule-policy", "fcsf"], "no schedule policy"),
         ([*SMALL, "--chunked-prefill-size", "7"], "--chunked-prefill-size"),
     ],

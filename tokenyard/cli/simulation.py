@@ -62,12 +62,8 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
 
 def scheduler_flags() -> list[Flag]:
     """The server's flags that mean something to a simulated scheduler."""
-    hidden = ("disable_overlap_schedule",)
-    return [
-        flag
-        for flag in all_flags()
-        if (flag.group == "scheduler" or flag.name in MODEL_FLAGS) and flag.name not in hidden
-    ]
+    scheduler = [flag for flag in all_flags() if flag.group in SCHEDULER_GROUPS or flag.name in MODEL_FLAGS]
+    return [flag for flag in scheduler if flag.name not in REPLACED_FLAGS]
 
 
 def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
