@@ -49,6 +49,8 @@ POLICIES = {
     "bounded + lpm": {"schedule_policy": "lpm", "max_overtaken_tokens": 100_000},
     "edf": {},
     "slo": {},
+    "vtc": {},
+    "dlpm": {},
 }
 CLASSES = ("priority", "high", "normal", "low")
 
