@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.base.settings import HEADROOMS, RETRACTION_POLICIES, STEP_BUDGETS, TenantSettings
+from tokenyard.engine.sampling_defaults import SAMPLING_DEFAULTS
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 DEFAULT_CONTEXT_LENGTH = 2048
@@ -69,6 +70,12 @@ class Settings:
         "auto", "model", "number format of weights and KV", choices=("auto", "float32", "bfloat16", "float16")
     )
     skip_tokenizer_init: bool = setting(False, "model", "take and give token ids only; no text, no stop strings")
+    sampling_defaults: str = setting(
+        "model",
+        "model",
+        "what requests get that leave a sampling field out: the model's generation_config.json, or OpenAI's values",
+        choices=SAMPLING_DEFAULTS,
+    )
     random_seed: int = setting(0, "model", "seed of random weights (load format dummy)", aliases=("--seed",))
 
     executor: str = setting(
@@ -190,6 +197,12 @@ class Settings:
         metadata=about("server", "also give metrics under these engines' names", choices=("sglang", "vllm")),
     )
     health_timeout_s: float = setting(20.0, "server", "heartbeat age in seconds at which /health says 503")
+    watchdog_timeout_s: float = setting(
+        300.0,
+        "server",
+        "seconds that a step, or the loop's work between two, may take before the engine ends itself; 0 for any",
+        aliases=("--watchdog-timeout",),
+    )
     shutdown_timeout_s: float = setting(
         30.0, "server", "seconds that open requests may go on after SIGTERM", aliases=("--shutdown-timeout",)
     )
@@ -201,6 +214,8 @@ class Settings:
     log_requests: bool = setting(
         False, "logging", "log a line for every finished request", aliases=("--enable-log-requests",)
     )
+    record: str = setting("", "logging", "file for a tape of all that the scheduler sees and plans; see replay")
+    record_plain: bool = setting(False, "logging", "tape token ids and names as they are instead of disguised")
     decode_log_interval: int = setting(40, "logging", "decode steps between two log lines")
 
     def effective(self) -> "Settings":
@@ -233,6 +248,8 @@ class Settings:
             (self.max_body_mb > 0.0, "--max-body-mb must be above 0"),
             (self.max_prompts >= 1, "--max-prompts must be at least 1"),
             (self.shutdown_timeout_s >= 0.0, "--shutdown-timeout-s must not be negative"),
+            (self.watchdog_timeout_s >= 0.0, "--watchdog-timeout-s must be 0 (any time) or above"),
+            (self.record != "" or not self.record_plain, "--record-plain needs --record FILE"),
             (self.health_timeout_s > 0.0, "--health-timeout-s must be above 0"),
             (
                 not (self.skip_tokenizer_init and self.chat_template),

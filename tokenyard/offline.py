@@ -38,11 +38,12 @@ from tokenyard.engine.driver import Driver
 from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.liveness import LoopState
 from tokenyard.engine.messages import FromScheduler, ToScheduler
+from tokenyard.engine.recording import build_core, open_tape
+from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.scheduler_process import load_executor
 from tokenyard.engine.step_log import StepLog
 from tokenyard.engine.text import TextAssembler
 from tokenyard.policy.registry import create_policy
-from tokenyard.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,9 @@ def engine_config(settings: Settings) -> EngineConfig:
         skip_tokenizer_init=settings.skip_tokenizer_init,
         chat_template=settings.chat_template,
         cost_profile=settings.mock_profile if settings.executor == "mock" and settings.mock_step_ms is None else "",
+        record=settings.record,
+        record_plain=settings.record_plain,
+        watchdog_timeout_s=settings.watchdog_timeout_s,
         decode_log_interval=settings.decode_log_interval,
         log_level=settings.log_level,
         log_format=settings.log_format,
@@ -208,21 +212,26 @@ class LLM:
     def _start_engine(self, settings: Settings) -> None:
         """Load the model and start the thread that runs the event loop."""
         self.settings = settings.effective()
+        self._default_sampling = read_sampling_defaults(self.settings.model_path, self.settings.sampling_defaults)
         config = engine_config(self.settings)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
+        self._tape = open_tape(config)
         self._executor = load_executor(config)
         self.info = self._executor.info
-        scheduler = Scheduler(config.scheduler_settings(self.info), self.info)
+        core = build_core(config, self.info, self._tape)
         self._port = _LocalPort(TextAssembler(self.tokenizer))
         self._numbers = itertools.count(1)
         self._failure: Exception | None = None
-        driver = Driver(
-            scheduler, self._executor, self._port, log=StepLog(config.decode_log_interval), state=LoopState()
-        )
-        loop = event_loop_overlap if config.overlap else event_loop_normal
+        steps = StepLog(config.decode_log_interval)
+        driver = Driver(core, self._executor, self._port, log=steps, state=LoopState())
+        loop = event_loop_overlap if config.overlaps(self.info) else event_loop_normal
         self._thread = threading.Thread(target=self._run, args=(loop, driver), name="tokenyard", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """Sampling parameters with the model's defaults, and `given` fields of `SamplingParams` in place of them."""
+        return SamplingParams(**{**self._default_sampling, **given})
 
     def generate(
         self,
@@ -231,7 +240,8 @@ class LLM:
     ) -> list[Generation]:
         """Answer all prompts (texts or token ids), in their order. They run side by side.
 
-        `sampling_params` is one for all or one for each. Raises InvalidRequestError for a prompt that cannot run.
+        `sampling_params` is one for all or one for each, None for the model's defaults.
+        Raises InvalidRequestError for a prompt that cannot run.
         """
         return [future.result() for future in self.submit(prompts, sampling_params)]
 
@@ -250,7 +260,8 @@ class LLM:
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(many)
         if len(params) != len(many):
             raise InvalidRequestError(f"{len(params)} sampling params for {len(many)} prompts")
-        requests = [self._request(prompt, each or SamplingParams()) for prompt, each in zip(many, params, strict=True)]
+        chosen = [self.default_sampling_params() if each is None else each for each in params]
+        requests = [self._request(prompt, each) for prompt, each in zip(many, chosen, strict=True)]
         return [self._start(prompt, request) for prompt, request in zip(many, requests, strict=True)]
 
     def close(self) -> None:
@@ -260,6 +271,8 @@ class LLM:
             self._port.inbox.put(None)
             self._thread.join()
             self._executor.close()
+        if self._tape is not None:
+            self._tape.close()
         self._failure = self._failure or EngineDeadError("the LLM was closed")
         self._port.fail_all(self._failure)
 

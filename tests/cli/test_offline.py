@@ -71,6 +71,13 @@ def test_wrong_requests_are_refused(llm):
         llm.generate("a", SamplingParams(temperature=-1.0))
 
 
+def test_without_params_the_models_own_defaults_count(llm):
+    params = llm.default_sampling_params(max_new_tokens=3)
+    assert (params.temperature, params.top_p, params.top_k) == (0.8, 0.95, 50)
+    with LLM(executor="mock", mock_step_ms=0.0, sampling_defaults="openai") as plain:
+        assert plain.default_sampling_params() == SamplingParams()
+
+
 def test_unknown_settings_are_refused():
     with pytest.raises(ConfigError, match="unknown setting"):
         LLM(colour="red")

@@ -113,6 +113,11 @@ def test_server_info_hides_keys(start):
     assert "secret" not in text
 
 
+def test_server_info_shows_the_sampling_defaults(start):
+    server = start(default_sampling={"temperature": 0.8})
+    assert server.client.get("/server_info").json()["default_sampling_params"] == {"temperature": 0.8}
+
+
 def test_metrics_count_what_was_answered(start):
     server = start(metrics_compat=["sglang", "vllm"])
     body = {"prompt": "hello", "max_tokens": 5, "stream": True, "slo": {"ttft_ms": 1e6, "tpot_ms": 1e-6}}

@@ -27,22 +27,27 @@ def generate(namespace: argparse.Namespace) -> int:
     settings = resolve(vars(namespace)).settings
     set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
     inputs = list(read_inputs(namespace.prompt, namespace.input))
-    sampling = SamplingParams(
-        max_new_tokens=namespace.max_tokens,
-        temperature=namespace.temperature,
-        top_p=namespace.top_p,
-        seed=namespace.sampling_seed,
-        stop=namespace.stop,
-    )
-    sampling.validate()
+    sampling = _sampling(namespace)
+    SamplingParams(**sampling).validate()
     with ExitStack() as stack:
         # The file is opened first: a path that cannot be written must not cost a whole run.
         output = stack.enter_context(_open_output(namespace.output)) if namespace.output else None
         llm = stack.enter_context(LLM.from_settings(settings))
         prompts = [_token_ids(llm, item, raw=namespace.raw) for item in inputs]
-        answers = _run(llm, prompts, sampling)
+        answers = _run(llm, prompts, llm.default_sampling_params(**sampling))
         _write(inputs, answers, output)
     return 0
+
+
+def _sampling(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `SamplingParams` from the command line; what is not given is left to the model."""
+    given: dict[str, Any] = {
+        "max_new_tokens": namespace.max_tokens,
+        "seed": namespace.sampling_seed,
+        "stop": namespace.stop,
+    }
+    optional = {"temperature": namespace.temperature, "top_p": namespace.top_p}
+    return given | {name: value for name, value in optional.items() if value is not None}
 
 
 def read_inputs(prompt: str | None, path: str | None) -> Iterator[str | Conversation]:

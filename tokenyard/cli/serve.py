@@ -10,6 +10,7 @@ import math
 import sys
 from typing import Any
 
+import setproctitle
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -20,6 +21,7 @@ from tokenyard.config import Settings
 from tokenyard.engine.child import set_up_logging
 from tokenyard.engine.config import EngineConfig
 from tokenyard.engine.launch import running_engine
+from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.offline import engine_config
 from tokenyard.server.serving import DrainingServer, listen
 from tokenyard.server.state import ServerOptions, ServerState
@@ -34,6 +36,7 @@ SECRETS = ("api_key", "admin_api_key")
 def serve(namespace: argparse.Namespace) -> int:
     """Serve until told to stop. Returns 0 after a signal, 2 for wrong settings or 1 if the engine failed."""
     settings = resolve(vars(namespace)).settings.effective()
+    setproctitle.setproctitle("tokenyard: api")
     set_up_logging(settings.log_level, settings.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings))
@@ -57,6 +60,7 @@ def server_options(settings: Settings) -> ServerOptions:
         model_name=settings.served_model_name,
         max_body_bytes=int(settings.max_body_mb * 1_000_000),
         info=public,
+        default_sampling=read_sampling_defaults(settings.model_path, settings.sampling_defaults),
         **values,
     )
 

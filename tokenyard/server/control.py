@@ -186,6 +186,7 @@ async def server_info(state: State) -> dict[str, Any]:
     age_s = state.manager.health() if state.phase != "loading" else math.inf
     return {
         **state.options.info,
+        "default_sampling_params": state.options.default_sampling,
         "version": __version__,
         "status": state.phase,
         "dp_size": 1,

@@ -72,14 +72,25 @@ def _slo(fields: UrgencyFields) -> Slo | None:
     return Slo(ttft_ns=ttft_ns, tpot_ns=tpot_ns)
 
 
-def sampling_of(fields: SamplingFields, *, max_new_tokens: int, min_new_tokens: int | None) -> SamplingParams:
-    """Sampling parameters from a body. Raises InvalidRequestError for what is out of range or not supported."""
+def sampling_of(
+    fields: SamplingFields,
+    defaults: Mapping[str, float | int],
+    *,
+    max_new_tokens: int,
+    min_new_tokens: int | None,
+) -> SamplingParams:
+    """Sampling parameters from a body, and from `defaults` where it leaves a field out.
+
+    Raises InvalidRequestError for what is out of range or not supported.
+    """
     _refuse_constraints(fields)
-    given: dict[str, Any] = {
+    given: dict[str, Any] = dict(defaults)
+    given |= {
         name: value
         for name in (
             "temperature",
             "top_p",
+            "top_k",
             "min_p",
             "frequency_penalty",
             "presence_penalty",
@@ -88,10 +99,11 @@ def sampling_of(fields: SamplingFields, *, max_new_tokens: int, min_new_tokens: 
         )
         if (value := getattr(fields, name)) is not None
     }
+    if given.get("top_k") == 0:
+        given["top_k"] = -1
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens or 0,
-        top_k=-1 if fields.top_k in (None, 0) else fields.top_k,
         stop=_stop_strings(fields.stop),
         stop_token_ids=fields.stop_token_ids or [],
         ignore_eos=bool(fields.ignore_eos),

@@ -99,7 +99,12 @@ def _spec(
         spec.text = prompt
     else:
         spec.input_ids = prompt
-    spec.sampling = sampling_of(sampling, max_new_tokens=most, min_new_tokens=sampling.min_new_tokens)
+    spec.sampling = sampling_of(
+        sampling,
+        call.state.options.default_sampling,
+        max_new_tokens=most,
+        min_new_tokens=sampling.min_new_tokens,
+    )
     spec.text_options = text_options_of(
         sampling, stream=bool(body.stream), stream_interval=call.state.options.stream_interval, keep_stop=False
     )

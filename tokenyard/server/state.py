@@ -65,6 +65,7 @@ class ServerOptions:
     metrics_compat: list[str] = field(default_factory=list)
     health_timeout_s: float = 20.0
     log_requests: bool = False
+    default_sampling: Mapping[str, float | int] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
 
 
