@@ -30,7 +30,7 @@ MAY_IMPORT = {
 PURE = ("base", "cache", "cost", "policy", "scheduler", "sim", "router.choice")
 BANNED = {"torch", "time", "asyncio", "socket", "threading", "multiprocessing", "zmq", "random"}
 SIM_MAY = {"time", "multiprocessing"}
-NO_ROOM = {"", "__version__", "cli", "config", "__main__", "offline"}
+NO_ROOM = {"", "__version__", "cli", "config", "__main__", "offline", "bench"}
 
 
 def modules():

@@ -191,19 +191,22 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
             word = unknown[0].split("=")[0]
-            known = self._known_options(getattr(namespace, "command", None))
+            known = _options_of(self, namespace)
             near = difflib.get_close_matches(word, known, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else "see --help, or --help WORD to search"
             raise ConfigError(f"unknown argument {word}; {hint}")
         return namespace
 
-    def _known_options(self, command: str | None) -> list[str]:
-        """All flags of this parser and of the subcommand that was chosen."""
-        actions = list(self._actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction) and command in action.choices:
-                actions += action.choices[command]._actions
-        return [option for action in actions for option in action.option_strings]
+
+def _options_of(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> list[str]:
+    """All flags of `parser` and of the subcommands that were chosen."""
+    options: list[str] = []
+    for action in parser._actions:
+        options += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            sub = action.choices.get(str(getattr(chosen, action.dest, "")))
+            options += _options_of(sub, chosen) if sub is not None else []
+    return options
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tokenyard import __version__
 from tokenyard.base import TokenyardError
+from tokenyard.cli.bench_arguments import add_bench_arguments
 from tokenyard.cli.flags import Parser, add_setting_flags, split_help_word
 
 USAGE_ERROR = 2
@@ -33,8 +34,8 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", metavar="FILE", help="prompts: one a line, or .jsonl with prompt or messages")
     parser.add_argument("--output", metavar="FILE", help="write answers there as .jsonl instead of printing them")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens of an answer [128]")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token [0]")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling [1]")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token [the model's]")
+    parser.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling [the model's]")
     parser.add_argument("--sampling-seed", type=int, default=0, metavar="N", help="seed of the sampling [0]")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
     parser.add_argument("--raw", action="store_true", help="do not put the prompt through the chat template")
@@ -55,6 +56,13 @@ COMMANDS = (
         "tokenyard.cli.doctor:doctor",
         True,
         _doctor_arguments,
+    ),
+    Command(
+        "bench",
+        "measure a running server, or the engine alone",
+        "tokenyard.cli.bench:bench",
+        False,
+        add_bench_arguments,
     ),
 )
 
