@@ -7,7 +7,8 @@ import pytest
 from tests.engine.engines import mock_config
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.engine.config import ChildReport, ChildTask, decode_report, decode_task, encode_line
-from tokenyard.engine.scheduler_process import load_cost, load_executor
+from tokenyard.engine.recording import load_prior
+from tokenyard.engine.scheduler_process import load_executor
 
 
 def test_the_model_decides_page_size_context_and_steps_in_flight():
@@ -44,10 +45,10 @@ def test_tasks_and_reports_travel_as_lines():
 def test_executors_and_costs_are_found_by_name():
     with pytest.raises(ConfigError, match="there are: torch, mock"):
         load_executor(replace(mock_config(), executor="abacus"))
-    assert load_cost("") is None
-    assert load_cost("h100/llama-3-8b") is not None
+    assert load_prior("") is None
+    assert load_prior("h100/llama-3-8b") is not None
     with pytest.raises(ConfigError):
-        load_cost("abacus/llama")
+        load_prior("abacus/llama")
 
 
 def test_the_mock_reads_the_models_config(tmp_path):

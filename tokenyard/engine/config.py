@@ -17,6 +17,8 @@ class EngineConfig:
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
     chat_template: a template file used instead of the model's own, "" for that.
     cost_profile: "device/model" of the cost model that policies believe in, "" for none.
+    record: file for a tape (scheduler/tape.py), "" for none; record_plain: with ids and names as they are.
+    watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
     """
 
     model_path: str
@@ -28,6 +30,9 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     chat_template: str = ""
     cost_profile: str = ""
+    record: str = ""
+    record_plain: bool = False
+    watchdog_timeout_s: float = 300.0
     decode_log_interval: int = 40
     log_level: str = "info"
     log_format: str = "text"

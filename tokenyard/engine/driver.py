@@ -20,7 +20,7 @@ from tokenyard.base import (
 from tokenyard.engine.liveness import LoopState
 from tokenyard.engine.messages import FlushCache, FlushReply, FromScheduler, GetSnapshot, SnapshotReply, ToScheduler
 from tokenyard.engine.step_log import StepLog
-from tokenyard.scheduler import Scheduler
+from tokenyard.scheduler.recorder import Core
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Driver:
     recover from, raise DeviceBrokenError.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, port: Port, *, log: StepLog, state: LoopState) -> None:
+    def __init__(self, scheduler: Core, executor: Executor, port: Port, *, log: StepLog, state: LoopState) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._port = port

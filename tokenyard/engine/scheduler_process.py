@@ -6,8 +6,7 @@ from typing import cast
 
 import zmq
 
-from tokenyard.base import ConfigError, CostModel, Executor
-from tokenyard.cost import OnlineCost, get_profile
+from tokenyard.base import ConfigError, Executor
 from tokenyard.engine.child import Inbox, ReportReady, die_with_parent, end_with_parent, run_child
 from tokenyard.engine.config import ChildReport, ChildTask, EngineConfig
 from tokenyard.engine.driver import DeviceBrokenError, Driver
@@ -15,8 +14,9 @@ from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.ipc import FROM_SCHEDULER, TO_SCHEDULER, ProtocolError, pull_socket, push_socket
 from tokenyard.engine.liveness import HeartbeatThread, LoopState
 from tokenyard.engine.messages import FromScheduler, Heartbeat, ToScheduler
+from tokenyard.engine.recording import build_core, open_tape
 from tokenyard.engine.step_log import StepLog
-from tokenyard.scheduler import Scheduler
+from tokenyard.engine.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +36,6 @@ def load_executor(config: EngineConfig) -> Executor:
     except ModuleNotFoundError as error:
         raise ConfigError(f"the executor {config.executor!r} needs the package {error.name}; install it") from error
     return cast(Executor, loader(config.model_path, **config.executor_options))
-
-
-def load_cost(profile: str) -> CostModel | None:
-    """Return what policies believe of step times, corrected as steps are measured; None for no profile."""
-    if not profile:
-        return None
-    device, _, model = profile.partition("/")
-    return OnlineCost(get_profile(device, model).cost())
 
 
 class SocketPort:
@@ -78,16 +70,18 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         # The device must come free even if a step hangs; the detokenizer is left to remove the sockets.
         die_with_parent()
         end_with_parent(task)
+    tape = open_tape(config)
     executor = load_executor(config)
-    scheduler = Scheduler(config.scheduler_settings(executor.info), executor.info, load_cost(config.cost_profile))
+    core = build_core(config, executor.info, tape)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     out_address = task.api if config.skip_tokenizer_init else task.detokenizer
     port = SocketPort(Inbox(pull_socket(context, task.scheduler)), push_socket(context, out_address))
     state = LoopState()
-    driver = Driver(scheduler, executor, port, log=StepLog(config.decode_log_interval), state=state)
+    driver = Driver(core, executor, port, log=StepLog(config.decode_log_interval), state=state)
     # Sockets belong to one thread, so the heartbeat has its own.
     beats = push_socket(context, out_address)
-    heartbeat = HeartbeatThread(state, lambda beat: _send_beat(beats, beat), lambda: end_with_parent(task))
+    watchdog = Watchdog(config.watchdog_timeout_s, report, tape.flush if tape is not None else lambda: None)
+    heartbeat = HeartbeatThread(state, lambda beat: _send_beat(beats, beat, watchdog), lambda: end_with_parent(task))
     report(ChildReport(info=executor.info))
     heartbeat.start()
     try:
@@ -99,6 +93,8 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         raise
     finally:
         heartbeat.close()
+        if tape is not None:
+            tape.close()
         executor.close()
         context.destroy(linger=200)
 
@@ -111,8 +107,9 @@ def _end_all(driver: Driver, message: str) -> None:
         logger.exception("could not end the open requests")
 
 
-def _send_beat(socket: zmq.Socket[bytes], beat: Heartbeat) -> None:
+def _send_beat(socket: zmq.Socket[bytes], beat: Heartbeat, watchdog: Watchdog) -> None:
     socket.send(FROM_SCHEDULER.encode(beat))
+    watchdog.check(beat)
 
 
 if __name__ == "__main__":

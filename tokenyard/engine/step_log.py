@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from tokenyard.base import StepPlan, StepResult
-from tokenyard.scheduler import Scheduler
+from tokenyard.scheduler.recorder import Core
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class StepLog:
         self._generated = 0
         self._prefill_since = self._decode_since = time.monotonic()
 
-    def launched(self, plan: StepPlan, scheduler: Scheduler) -> None:
+    def launched(self, plan: StepPlan, scheduler: Core) -> None:
         """Write about a step that has just begun."""
         if plan.decode_rows == len(plan.pool_rows):
             self._decode_steps += 1
@@ -29,11 +29,11 @@ class StepLog:
         elif self._decode_interval and logger.isEnabledFor(logging.INFO):
             self._prefill_line(plan, scheduler)
 
-    def committed(self, result: StepResult, scheduler: Scheduler) -> None:
+    def committed(self, result: StepResult, scheduler: Core) -> None:
         """Count the tokens of a step that has ended."""
         self._generated += int(np.count_nonzero(result.tokens >= 0))
 
-    def _prefill_line(self, plan: StepPlan, scheduler: Scheduler) -> None:
+    def _prefill_line(self, plan: StepPlan, scheduler: Core) -> None:
         now = time.monotonic()
         state = scheduler.snapshot(time.monotonic_ns())
         new_rows = [start.pool_row for start in plan.row_starts]
@@ -53,7 +53,7 @@ class StepLog:
         )
         self._prefill_since = now
 
-    def _decode_line(self, scheduler: Scheduler) -> None:
+    def _decode_line(self, scheduler: Core) -> None:
         now = time.monotonic()
         state = scheduler.snapshot(time.monotonic_ns())
         logger.info(
