@@ -52,7 +52,9 @@ def test_nothing_may_pass_with_a_bound_of_zero():
 
 
 def test_a_row_that_is_put_in_front_is_not_looked_for_again():
-    yard = make_yard(schedule_policy="dfs-weight", max_overtaken_tokens=0, rows=100, prefill_max_requests=-1, pages=9000)
+    yard = make_yard(
+        schedule_policy="dfs-weight", max_overtaken_tokens=0, rows=100, prefill_max_requests=-1, pages=9000
+    )
     for index in range(45):
         yard.submit([5 + index] * 9, max_new=1)
     yard.run()
