@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.policy.clocked import MS, S, make_clocked, prompt
 from tests.policy.lines import line, row
-from tokenyard.base import SamplingParams, Slo, Update
+from tokenyard.base import Pause, Resume, SamplingParams, Slo, Update
 from tokenyard.policy.deadline import MOST_PUT_LAST, _largest_of_late
 
 
@@ -143,6 +143,20 @@ def test_whoever_is_put_last_is_served_when_nobody_else_wants_to_be():
     hopeless = yard.submit(prompt(3000), max_new=1, **due(10))
     yard.rest()
     assert yard.finished[hopeless].reason == "length"
+
+
+def test_whoever_is_held_back_for_a_while_stays_last():
+    yard = make_clocked(schedule_policy="slo")
+    busy(yard)
+    hopeless = yard.submit(prompt(3000), **due(1))
+    others = [yard.submit(prompt(100), **due(2000)) for _ in range(2)]
+    assert line(yard) == [*others, hopeless]
+    yard.apply(Pause(numbers=[hopeless]))
+    assert line(yard) == others
+    yard.apply(Resume([hopeless]))
+    assert line(yard) == [*others, hopeless]
+    yard.apply(Update(hopeless, deadline_ns=1000 * MS))
+    assert line(yard) == [hopeless, *others]
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=9))

@@ -36,11 +36,12 @@ class EarliestDeadline(Policy):
     needs_cost = True
     uses_hits = True
     ranks_priorities = True
+    uses_slack = False
     overtaking = "only by requests that arrive before its own deadline"
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
-        self.time_rule = TimeBudgetRule(settings, use_slack=self.name != "edf")
+        self.time_rule = TimeBudgetRule(settings, use_slack=self.uses_slack)
         if settings.step_budget != "tokens":
             self.budget_rule = self.time_rule
         # Without aging: preemption and a full queue must agree with an order in which levels are strict.
@@ -88,6 +89,7 @@ class ServiceLevel(EarliestDeadline):
     """
 
     name = "slo"
+    uses_slack = True
     overtaking = (
         "until its deadline by requests that are due earlier; after it without bound, or with slo_max_wait_s only by "
         "requests that are due before arrival + unloaded prefill + that wait"

@@ -14,7 +14,7 @@ FAR_NS = 1 << 61
 """Added to a deadline, puts a request behind all that have one and keeps the order among themselves."""
 
 BLOCK_ROWS = 64
-NOT_PLACED = -1
+NOBODY = -1
 
 Urgencies = Callable[[Columns, Int32Array], Int64Array]
 
@@ -24,7 +24,8 @@ class DeadlineQueue:
 
     It finds out by itself who is new, who left, and whose deadline or priority changed, in a handful of array
     operations a step. Columns by table row: `due_ns` when the first token is due, `own_ns` the key of a row that is put
-    last, `last` who is.
+    last, `last` who is. `_seen` and `_promised` hold the sequence number of the request that stands in a lane, and of
+    the one that `due_ns` was worked out for; a row is in its lane as long as its `_mark` is the current tick.
     """
 
     def __init__(self, settings: SchedulerSettings, urgencies: Urgencies | None) -> None:
@@ -32,8 +33,8 @@ class DeadlineQueue:
         self._settings = settings
         self._urgencies = urgencies
         self._lanes: dict[int, Int32Array] = {}
-        self.due_ns = self.own_ns = self._key = self._seen = self._given = self._urgent = np.empty(0, np.int64)
-        self._mark = np.empty(0, np.int64)
+        self.due_ns = self.own_ns = self._key = self._given = self._urgent = np.empty(0, np.int64)
+        self._seen = self._promised = self._mark = np.empty(0, np.int64)
         self.last: BoolArray = np.empty(0, np.bool_)
         self._tick = 0
 
@@ -82,12 +83,14 @@ class DeadlineQueue:
         self._seen[rows] = seen
 
     def _place(self, columns: Columns, fresh: Int32Array, cost: CostModel) -> None:
-        self._given[fresh] = columns.deadline_ns[fresh]
-        self._urgent[fresh] = self._urgency(columns, fresh)
-        for row in fresh.tolist():
+        again = (self._promised[fresh] == columns.seq[fresh]) & (self._given[fresh] == columns.deadline_ns[fresh])
+        for row in fresh[~again].tolist():
             self._promise(columns, row, cost)
-        self.last[fresh] = False
-        self._key[fresh] = self.due_ns[fresh]
+        self._promised[fresh], self._given[fresh] = columns.seq[fresh], columns.deadline_ns[fresh]
+        self._urgent[fresh] = self._urgency(columns, fresh)
+        # Who was held back for a while stays last; who has begun to answer goes on where it belongs.
+        self.last[fresh] &= again & (columns.first_token_ns[fresh] == 0)
+        self._key[fresh] = np.where(self.last[fresh], self.own_ns[fresh], self.due_ns[fresh])
         self._insert(fresh[np.argsort(columns.seq[fresh], kind="stable")])
         self._seen[fresh] = columns.seq[fresh]
 
@@ -119,7 +122,7 @@ class DeadlineQueue:
             stays = self._mark[lane] == self._tick
             if stays.all():
                 continue
-            self._seen[lane[~stays]] = NOT_PLACED
+            self._seen[lane[~stays]] = NOBODY
             if stays.any():
                 self._lanes[urgent] = lane[stays]
             else:
@@ -134,5 +137,6 @@ class DeadlineQueue:
             return
         for name in ("due_ns", "own_ns", "_key", "_given", "_urgent", "_mark"):
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(extra, np.int64))))
-        self._seen = np.concatenate((self._seen, np.full(extra, NOT_PLACED, np.int64)))
+        for name in ("_seen", "_promised"):
+            setattr(self, name, np.concatenate((getattr(self, name), np.full(extra, NOBODY, np.int64))))
         self.last = np.concatenate((self.last, np.zeros(extra, np.bool_)))
