@@ -45,6 +45,14 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="a tape that `tokenyard serve --record` wrote")
+    parser.add_argument("--to-trace", metavar="OUT", help="write its requests as a trace for `tokenyard simulate`")
+    parser.add_argument("--profile", default="", metavar="P", help="try another device: device/model, or a file")
+    parser.add_argument("--json", metavar="OUT", help="write the numbers of what was tried")
+    parser.add_argument("--own-policies", action="store_true", help="load policies of your own that the tape names")
+
+
 COMMANDS = (
     Command("serve", "serve a model over HTTP", "tokenyard.cli.serve:serve", True, _serve_arguments),
     Command(
@@ -56,6 +64,13 @@ COMMANDS = (
         "tokenyard.cli.doctor:doctor",
         True,
         _doctor_arguments,
+    ),
+    Command(
+        "replay",
+        "run a tape through the scheduler again, with other settings if given",
+        "tokenyard.cli.replay:replay",
+        True,
+        _replay_arguments,
     ),
     Command(
         "bench",

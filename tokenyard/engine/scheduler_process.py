@@ -80,7 +80,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     driver = Driver(core, executor, port, log=StepLog(config.decode_log_interval), state=state)
     # Sockets belong to one thread, so the heartbeat has its own.
     beats = push_socket(context, out_address)
-    watchdog = Watchdog(config.watchdog_timeout_s, report, tape.flush if tape is not None else lambda: None)
+    watchdog = Watchdog(config.watchdog_timeout_s, core, report, tape.flush if tape is not None else lambda: None)
     heartbeat = HeartbeatThread(state, lambda beat: _send_beat(beats, beat, watchdog), lambda: end_with_parent(task))
     report(ChildReport(info=executor.info))
     heartbeat.start()

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from tokenyard.base import NS_PER_S
 from tokenyard.engine.config import ChildReport
 from tokenyard.engine.messages import Heartbeat
+from tokenyard.scheduler.recorder import Core
 
 logger = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 1.0
-QUEUE_STATE = ("waiting", "partial", "running", "in_flight", "used_tokens", "cached_tokens", "total_tokens")
 
 
 class Watchdog:
@@ -24,8 +24,11 @@ class Watchdog:
     `report` tells the parent, and the process ends. A `timeout_s` of 0 switches it off.
     """
 
-    def __init__(self, timeout_s: float, report: Callable[[ChildReport], None], save: Callable[[], None]) -> None:
+    def __init__(
+        self, timeout_s: float, core: Core, report: Callable[[ChildReport], None], save: Callable[[], None]
+    ) -> None:
         self._timeout_ns = int(timeout_s * NS_PER_S)
+        self._core = core
         self._report = report
         self._save = save
 
@@ -37,12 +40,19 @@ class Watchdog:
     def _end(self, beat: Heartbeat) -> None:
         where = "the device's work on a step" if beat.doing == "step" else "the event loop's own work"
         reason = f"{where} has not ended for {beat.doing_ns / NS_PER_S:.0f} s, after {beat.steps} steps"
-        state = ", ".join(f"{name} {beat.counters.get(name, '?')}" for name in QUEUE_STATE)
-        logger.critical("%s (see --watchdog-timeout-s); %s; the stacks of all threads follow", reason, state)
+        logger.critical("%s (see --watchdog-timeout-s); the stacks of all threads follow", reason)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        logger.critical("the queue: %s", self._queue(beat.sent_ns))
         # What hangs may be the very file that is to be saved, so this must not be waited for.
         saving = threading.Thread(target=self._save, daemon=True)
         saving.start()
         saving.join(SAVE_TIMEOUT_S)
         self._report(ChildReport(failure=reason))
         os._exit(1)
+
+    def _queue(self, now: int) -> str:
+        """The state of the queue in words; the loop stands still, so it may be read from here."""
+        try:
+            return str(self._core.snapshot(now))
+        except Exception as error:
+            return f"not readable: {error!r}"

@@ -18,7 +18,7 @@ class Observer(Protocol):
     def applied(self, event: Event, now: int) -> None:
         """The scheduler took in an event."""
 
-    def committed(self, plan: StepPlan, result: StepResult) -> None:
+    def committed(self, plan: StepPlan, result: StepResult, now: int) -> None:
         """The scheduler took in the result of a plan."""
 
     def told(self, batch: TokenBatch) -> None:
@@ -116,7 +116,7 @@ class Replay:
             self.scheduler.commit(result, now)
             plan = self._flights.popleft()
             if self._observer is not None:
-                self._observer.committed(plan, result)
+                self._observer.committed(plan, result, now)
         else:
             self.scheduler.apply(body, now)
             if self._observer is not None:

@@ -1,0 +1,134 @@
+"""`tokenyard replay`: a tape through the scheduler once more, as it was or with other settings."""
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tokenyard.base import ConfigError
+from tokenyard.cli.flags import Flag, all_flags
+from tokenyard.cli.simulation import outcome_table, scheduler_flags
+from tokenyard.cost import Profile, get_profile, load_profile
+from tokenyard.scheduler.replay import Replay, ReplayReport
+from tokenyard.scheduler.tape import Origin, Tape
+from tokenyard.sim.engine import Outcome, Setup, simulate
+from tokenyard.sim.files import read_bytes
+from tokenyard.sim.metrics import summary
+from tokenyard.sim.taped import History, write_trace
+from tokenyard.sim.workload import Workload
+
+DIFFERENT = 1
+OVERLAP_FLAG = "disable_overlap_schedule"
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """What is to be tried instead: settings of the scheduler, and another device ("" for the tape's own)."""
+
+    settings: dict[str, Any]
+    profile: str
+
+
+def replay(namespace: argparse.Namespace) -> int:
+    """Replay the tape, then write or simulate what was asked for. Returns 1, and does neither, if a plan was not the
+    tape's.
+    """
+    what_if = read_what_if(namespace)
+    path = Path(namespace.file)
+    tape = Tape(read_bytes(path), path.name)
+    history = History(tape.header.origin)
+    run = Replay(tape, history, namespace.own_policies)
+    report = run.run()
+    print_report(tape, report)
+    if report.difference is not None:
+        return DIFFERENT
+    if namespace.to_trace or what_if is not None:
+        workload = history.workload(path.name)
+        if namespace.to_trace:
+            write_trace(workload, Path(namespace.to_trace))
+            print(f"wrote {len(workload)} requests to {namespace.to_trace}")
+        if what_if is not None:
+            was = as_setup(tape.header.origin, history)
+            lived = history.outcome(workload, was, run.scheduler.snapshot(0).counters)
+            compare(history, lived, was, what_if, namespace.json)
+    return 0
+
+
+def read_what_if(namespace: argparse.Namespace) -> WhatIf | None:
+    """The settings on the command line, None if there are none. Raises ConfigError for one that changes no plan."""
+    given = [flag for flag in all_flags() if getattr(namespace, flag.name) is not None]
+    if namespace.config is not None:
+        raise ConfigError("replay starts from the settings on the tape; give what differs as flags, not by --config")
+    usable = {flag.name for flag in scheduler_flags()} | {OVERLAP_FLAG}
+    for flag in given:
+        if flag.name not in usable:
+            raise ConfigError(f"{flag.positive[0]} changes nothing that the scheduler decides; replay cannot try it")
+    settings = {flag.name: _value(flag, namespace) for flag in given}
+    return WhatIf(settings, namespace.profile) if settings or namespace.profile else None
+
+
+def _value(flag: Flag, namespace: argparse.Namespace) -> Any:
+    return flag.read(getattr(namespace, flag.name), flag.positive[0])
+
+
+def print_report(tape: Tape, report: ReplayReport) -> None:
+    """Say how the replay went."""
+    header = tape.header
+    print(f"{tape.name}: written by Tokenyard {header.written_by}, {'disguised' if header.disguised else 'plain'}")
+    seconds = report.span_ns / 1e9
+    print(f"{report.records} records over {seconds:.3f} s; {report.equal} of {report.plans} plans are the same")
+    if tape.cut_off_bytes:
+        print(f"the tape is cut off: its last {tape.cut_off_bytes} bytes are no whole record")
+    if report.last_error:
+        print(f"the last call raised an error here: {report.last_error}")
+    if (found := report.difference) is not None:
+        print(f"the first difference is record {found.record}, {found.after_ns / 1e9:.6f} s after the first:")
+        print(f"  tape: {found.tape}")
+        print(f"  here: {found.here}")
+
+
+def as_setup(origin: Origin, history: History) -> Setup:
+    """What is simulated to be like the tape: its settings, and a device fitted to its steps."""
+    profile, error = history.profile()
+    print(f"the device's costs are fitted to the tape, off by {100 * error:.1f} % of a step on average")
+    return Setup(profile, origin.settings, host_s=history.host_s, learn=origin.learns)
+
+
+def changed(setup: Setup, what_if: WhatIf) -> Setup:
+    """The setup with what is to be tried. Raises ConfigError for settings that cannot work."""
+    given = dict(what_if.settings)
+    pool_tokens = given.pop("max_total_tokens", None)
+    if (serial := given.pop(OVERLAP_FLAG, None)) is not None:
+        given["max_in_flight"] = 1 if serial else 2
+    settings = replace(setup.settings, **given)
+    settings.validate()
+    if not what_if.profile:
+        return replace(setup, settings=settings, kv_pool_tokens=pool_tokens)
+    return replace(setup, profile=named_profile(what_if.profile), settings=settings, kv_pool_tokens=pool_tokens)
+
+
+def named_profile(name: str) -> Profile:
+    """A profile from a file, or a built-in one as device/model. Raises ConfigError if there is none."""
+    path = Path(name)
+    if path.is_file():
+        return load_profile(path)
+    device, _, model = name.partition("/")
+    return get_profile(device, model)
+
+
+def compare(history: History, lived: Outcome, was: Setup, what_if: WhatIf, json_path: str | None) -> None:
+    """Simulate the tape's traffic as it was and with other settings; print both beside what really happened."""
+    workload: Workload = lived.workload
+    results = {
+        "on the tape": summary(lived),
+        "simulated": summary(simulate(workload, was)),
+        "what if": summary(simulate(workload, changed(was, what_if))),
+    }
+    for note in history.notes():
+        print(f"note: {note}")
+    Console().print(outcome_table(results))
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,56 @@
+"""Finds earlier answers at their place in later prompts, so that a simulated prefix cache is hit where a real one was.
+
+A simulated answer has made-up token ids (see `sim.content`). Where a recorded prompt continues an earlier conversation,
+the recorded ids of that conversation's answers have to give way to the made-up ones.
+"""
+
+import numpy as np
+
+from tokenyard.base import Int32Array
+from tokenyard.sim.content import ANSWER_STREAM, stream_tokens
+
+_BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)
+
+
+class Conversations:
+    """Prompts and answers so far, found by a rolling hash of the prompt (Karp and Rabin 1987), modulo 2**64."""
+
+    def __init__(self) -> None:
+        self._powers = np.ones(1, np.uint64)
+        self._answers: dict[int, list[tuple[int, Int32Array]]] = {}
+
+    def add(self, index: int, prompt: Int32Array, answer: Int32Array) -> Int32Array:
+        """Take in request `index` and return its prompt, int32[n], with earlier answers in it as simulated ones."""
+        hashes = self._prefix_hashes(prompt)
+        told = prompt.copy()
+        for place, key in enumerate(hashes[:-1], start=1):
+            if key in self._answers:
+                self._put(told, prompt, place, self._answers[key])
+        if len(answer):
+            self._answers.setdefault(hashes[-1], []).append((index, answer))
+        return told
+
+    def _put(self, told: Int32Array, prompt: Int32Array, place: int, answers: list[tuple[int, Int32Array]]) -> None:
+        """Replace the longest of the `answers` that stands in `prompt` at `place`."""
+        lengths = [_common(prompt[place:], answer) for _, answer in answers]
+        best = int(np.argmax(lengths))
+        positions = np.arange(lengths[best])
+        told[place : place + lengths[best]] = stream_tokens(ANSWER_STREAM + answers[best][0], positions)
+
+    def _prefix_hashes(self, ids: Int32Array) -> list[int]:
+        """The hashes of the first 1, 2, ... n ids."""
+        missing = len(ids) - len(self._powers)
+        if missing > 0:
+            factors = np.concatenate((self._powers[-1:], np.full(missing, _BASE)))
+            self._powers = np.concatenate((self._powers[:-1], np.multiply.accumulate(factors)))
+        mixed = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
+        mixed ^= mixed >> np.uint64(29)
+        hashes: list[int] = np.cumsum(mixed * self._powers[: len(ids)], dtype=np.uint64).tolist()
+        return hashes
+
+
+def _common(left: Int32Array, right: Int32Array) -> int:
+    """How many leading ids two arrays share."""
+    length = min(len(left), len(right))
+    differ = np.flatnonzero(left[:length] != right[:length])
+    return int(differ[0]) if len(differ) else length

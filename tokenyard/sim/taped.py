@@ -1,0 +1,209 @@
+"""What a tape says of the traffic: a workload to simulate, how it went, and how fast device and host were."""
+
+import json
+from collections import Counter, deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tokenyard.base import (
+    NS_PER_S,
+    Event,
+    Finish,
+    Int32Array,
+    Request,
+    StepPlan,
+    StepResult,
+    StepWork,
+    Submit,
+    TokenBatch,
+    step_work,
+)
+from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
+from tokenyard.policy import NO_PRIORITY
+from tokenyard.scheduler.roster import first_belief
+from tokenyard.scheduler.snapshot import Counters
+from tokenyard.scheduler.tape import Origin
+from tokenyard.sim.conversations import Conversations
+from tokenyard.sim.engine import FINISHED, REJECTED, UNFINISHED, Outcome, Setup
+from tokenyard.sim.workload import Workload, WorkloadBuilder
+
+FIT_STEPS = 20_000
+FIT_PASSES = 3
+CLIENT_GONE = 499
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer on the tape: who asked, when (ns), its tokens so far, and its end if it came."""
+
+    request: Request
+    arrival_ns: int
+    tokens: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the answer, as far as it came."""
+        return len(self.tokens) if self.finish is None else self.finish.completion_tokens
+
+
+class History:
+    """Watches a replay (`scheduler.replay.Observer`) and keeps what a simulation needs."""
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._answers: dict[int, Answer] = {}
+        self._events: Counter[str] = Counter()
+        self._steps: deque[tuple[StepWork, float]] = deque(maxlen=FIT_STEPS)
+        self._host_ns: deque[int] = deque(maxlen=FIT_STEPS)
+        self._busy_s = 0.0
+        self._end_ns = 0
+
+    def applied(self, event: Event, now: int) -> None:
+        """See `Observer.applied`."""
+        if not isinstance(event, Submit):
+            self._events[type(event).__name__] += 1
+            return
+        request = event.request
+        for number in range(request.number, request.number + request.sampling.n):
+            self._answers[number] = Answer(request, request.arrival_ns or now)
+
+    def committed(self, plan: StepPlan, result: StepResult, now: int) -> None:
+        """See `Observer.committed`."""
+        self._steps.append((step_work(plan), result.seconds))
+        self._host_ns.append(now - self._end_ns - round(result.seconds * NS_PER_S))
+        self._busy_s += result.seconds
+        self._end_ns = now
+
+    def told(self, batch: TokenBatch) -> None:
+        """See `Observer.told`."""
+        for number, token in zip(batch.numbers.tolist(), batch.tokens.tolist(), strict=True):
+            self._answers[number].tokens.append(token)
+        for finish in batch.finished:
+            if finish.number in self._answers:
+                self._answers[finish.number].finish = finish
+
+    def workload(self, name: str) -> Workload:
+        """The answers in the order of their arrival, each as a request of its own that asks for as much as it got.
+
+        Raises ConfigError if there is none.
+        """
+        builder, conversations = WorkloadBuilder(name), Conversations()
+        for index, answer in enumerate(self._in_order()):
+            request, tokens = answer.request, answer.output_tokens
+            prompt = conversations.add(index, request.prompt_ids, np.array(answer.tokens[:tokens], np.int32))
+            builder.add(
+                f"{name}, request {request.number}",
+                answer.arrival_ns / NS_PER_S,
+                len(prompt),
+                tokens,
+                ids=prompt,
+                tenant=request.tenant,
+                service_class=request.service_class or "",
+                priority=request.priority,
+                deadline_s=None if request.deadline_ns is None else request.deadline_ns / NS_PER_S,
+            )
+        return builder.build()
+
+    def profile(self) -> tuple[Profile, float]:
+        """The device's costs, fitted to the steps on the tape, and the mean relative error of the fit."""
+        info = self._origin.info
+        prior = self._origin.prior or first_belief(info)
+        for _ in range(FIT_PASSES):
+            # Each pass judges anew which side of the floor a step stands on, by the terms of the pass before.
+            fit = OnlineCost(prior, forgetting=1.0)
+            for work, seconds in self._steps:
+                fit.learn(work, seconds)
+            prior = LinearCost(fit.terms, prior.links)
+        profile = Profile(
+            device=info.device,
+            model=info.model,
+            terms=prior.terms,
+            kv_pool_tokens=info.num_pages * info.page_size,
+            kv_bytes_per_token=max(info.kv_bytes_per_token, 1),
+            context_length=info.context_length,
+            source="fitted to a tape",
+            page_size=info.page_size,
+            links=prior.links,
+        )
+        return profile, fit.relative_error
+
+    @property
+    def host_s(self) -> float:
+        """Median time between two steps beyond the device's work: the host's share of a turn where nothing overlaps."""
+        if not self._host_ns or self._origin.settings.max_in_flight > 1:
+            return 0.0
+        return max(float(np.median(np.array(self._host_ns))), 0.0) / NS_PER_S
+
+    def outcome(self, workload: Workload, setup: Setup, counters: Counters) -> Outcome:
+        """How `workload` really went, for the same numbers and charts as a simulated run."""
+        answers, truth = self._in_order(), setup.profile.cost()
+        finishes = [answer.finish or Finish(0, "abort") for answer in answers]
+        begin_ns = answers[0].arrival_ns
+        times = np.array([(one.admitted_ns, one.first_token_ns, one.finished_ns) for one in finishes], np.int64)
+        times = np.where(times > 0, times - begin_ns, 0)
+        return Outcome(
+            workload=workload,
+            setup=setup,
+            status=np.array([_status(answer) for answer in answers], np.int32),
+            admitted_ns=times[:, 0],
+            first_token_ns=times[:, 1],
+            finished_ns=times[:, 2],
+            completion_tokens=_column([answer.output_tokens for answer in answers]),
+            cached_tokens=_column([one.cached_tokens for one in finishes]),
+            retractions=_column([one.retractions for one in finishes]),
+            replica=np.zeros(len(answers), np.int32),
+            unloaded_s=np.array([unloaded_prefill_s(truth, len(one.request.prompt_ids)) for one in answers]),
+            counters=asdict(counters),
+            sim_seconds=(self._end_ns - begin_ns) / NS_PER_S,
+            busy_seconds=self._busy_s,
+        )
+
+    def notes(self) -> list[str]:
+        """What a simulation of this workload leaves out, one sentence each."""
+        answers = self._in_order()
+        gone = sum(one.finish is not None and one.finish.status == CLIENT_GONE for one in answers)
+        refused = sum(_status(one) == REJECTED and not one.tokens for one in answers)
+        apart = sum(bool(one.request.namespace or one.request.slo) for one in answers)
+        changes = sum(self._events[name] for name in ("Update", "Pause", "SetPolicy"))
+        found = (
+            (gone, "answers were given up by their clients: they count with the tokens they had by then"),
+            (sum(one.finish is None for one in answers), "answers had not ended: they count with the tokens so far"),
+            (refused, "answers ended before their first token: they count with one"),
+            (apart, "answers had a cache salt, an adapter or targets of their own: these are left out"),
+            (changes, "changes of urgency or policy, or pauses, happened on the way: these are left out"),
+        )
+        return [f"{count} {what}" for count, what in found if count]
+
+    def _in_order(self) -> list[Answer]:
+        answers = (answer for answer in self._answers.values() if len(answer.request.prompt_ids))
+        return sorted(answers, key=lambda answer: answer.arrival_ns)
+
+
+def _status(answer: Answer) -> int:
+    if answer.finish is None:
+        return UNFINISHED
+    return REJECTED if answer.finish.reason == "abort" else FINISHED
+
+
+def _column(values: list[int]) -> Int32Array:
+    return np.array(values, np.int32)
+
+
+def write_trace(workload: Workload, path: Path) -> None:
+    """Write a workload as a trace of form `tokenyard`, one request a line."""
+    with path.open("w", encoding="utf-8") as file:
+        for index in range(len(workload)):
+            request = workload.request(index)
+            line = {
+                "arrival_s": float(workload.arrival_s[index]),
+                "token_ids": request.prompt_ids.tolist(),
+                "output_tokens": int(workload.output_tokens[index]),
+                "tenant": request.tenant,
+                "class": request.service_class or "",
+                "priority": None if workload.priority[index] == NO_PRIORITY else int(workload.priority[index]),
+                "deadline_s": None if request.deadline_ns is None else request.deadline_ns / NS_PER_S,
+            }
+            file.write(json.dumps({key: value for key, value in line.items() if value not in (None, "")}) + "\n")
