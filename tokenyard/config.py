@@ -14,6 +14,7 @@ from tokenyard.engine.sampling_defaults import SAMPLING_DEFAULTS
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 DEFAULT_CONTEXT_LENGTH = 2048
+MOCK_PROFILE = "h100/llama-3-8b"
 
 GROUPS = {
     "model": "what is served",
@@ -91,7 +92,13 @@ class Settings:
     max_total_tokens: int | None = setting(None, "device", "tokens that the KV pool holds; sized by memory if absent")
     page_size: int = setting(1, "device", "tokens in one KV page", aliases=("--block-size",))
     threads: int = setting(0, "device", "CPU threads of the executor; 0 takes what the library thinks best")
-    mock_profile: str = setting("h100/llama-3-8b", "device", "cost profile of the mock executor, as device/model")
+    cost_profile: str = setting(
+        "",
+        "device",
+        "how long steps take, as device/model or a file of calibrate: what policies first believe, and what the mock "
+        "executor keeps to; absent: by the device, steps correct it",
+        aliases=("--mock-profile",),
+    )
     mock_step_ms: float | None = setting(
         None, "device", "let every step of the mock executor take this many milliseconds"
     )
@@ -270,6 +277,12 @@ class Settings:
         values["max_in_flight"] = 1 if self.disable_overlap_schedule else 2
         return SchedulerSettings(**values)
 
+    def believed_costs(self) -> str:
+        """Name of the cost profile that policies believe at first, "" where the device decides."""
+        if self.cost_profile or self.executor != "mock" or self.mock_step_ms is not None:
+            return self.cost_profile
+        return MOCK_PROFILE
+
     def executor_options(self) -> dict[str, Any]:
         """Keyword arguments of the executor's `load_executor`, all but the model's path."""
         common = {
@@ -281,7 +294,7 @@ class Settings:
         if self.executor == "mock":
             return {
                 **common,
-                "profile": self.mock_profile if self.mock_step_ms is None else "",
+                "profile": self.believed_costs(),
                 "step_ms": self.mock_step_ms,
             }
         return {

@@ -38,7 +38,7 @@ from tokenyard.engine.driver import Driver
 from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.liveness import LoopState
 from tokenyard.engine.messages import FromScheduler, ToScheduler
-from tokenyard.engine.recording import build_core, open_tape
+from tokenyard.engine.recording import build_core, load_prior, open_tape
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.scheduler_process import load_executor
 from tokenyard.engine.step_log import StepLog
@@ -54,11 +54,12 @@ LONGEST_CONTEXT_TOKENS = 1 << 20
 
 
 def engine_config(settings: Settings) -> EngineConfig:
-    """What the engine must know, from effective settings. Raises ConfigError for policies that do not exist."""
+    """What the engine must know, from effective settings. Raises ConfigError for names that do not exist."""
     # The engine takes the context length from the loaded model; here it only must not be in the way.
     scheduler = settings.scheduler_settings(context_length=settings.context_length or LONGEST_CONTEXT_TOKENS)
     create_policy(scheduler.schedule_policy, scheduler)
     get_eviction_policy(scheduler.radix_eviction_policy)
+    load_prior(settings.believed_costs())
     return EngineConfig(
         model_path=settings.model_path,
         executor=settings.executor,
@@ -68,7 +69,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         tokenizer_path=settings.tokenizer_path,
         skip_tokenizer_init=settings.skip_tokenizer_init,
         chat_template=settings.chat_template,
-        cost_profile=settings.mock_profile if settings.executor == "mock" and settings.mock_step_ms is None else "",
+        cost_profile=settings.believed_costs(),
         record=settings.record,
         record_plain=settings.record_plain,
         watchdog_timeout_s=settings.watchdog_timeout_s,

@@ -195,6 +195,7 @@ def test_help_word_is_split_off():
         (["serve", "--page-size", "0"], "--page-size"),
         (["serve", "--schedule-policy", "fcsf"], "did you mean fcfs"),
         (["serve", "--radix-eviction-policy", "x"], "lru"),
+        (["serve", "--cost-profile", "h1000/x"], "there is no cost profile"),
         (["generate"], "give a prompt"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
     ],

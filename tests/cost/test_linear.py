@@ -7,6 +7,7 @@ from tokenyard.cost import (
     LinearCost,
     LinearTerms,
     Link,
+    find_profile,
     get_profile,
     load_profile,
     profile_names,
@@ -119,6 +120,8 @@ def test_a_profile_survives_its_file(tmp_path):
     profile = get_profile("h100", "llama-3-70b")
     save_profile(profile, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == profile
+    assert find_profile(str(tmp_path / "profile.json")) == profile
+    assert find_profile("h100/llama-3-70b") == profile
 
 
 @pytest.mark.parametrize(

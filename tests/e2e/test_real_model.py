@@ -1,5 +1,6 @@
 """The demo model, served for real on the CPU."""
 
+import httpx2
 import pytest
 
 from tests.e2e.servers import Server
@@ -48,3 +49,12 @@ def test_sampling_with_a_seed_repeats(client):
     options = {"model": "tokenyard-demo", "messages": HELLO, "max_tokens": 16, "temperature": 1.0, "seed": 11}
     texts = {client.chat.completions.create(**options).choices[0].message.content for _ in range(2)}
     assert len(texts) == 1
+
+
+def test_policies_that_need_step_times_run_without_a_profile():
+    server = Server("--device", "cpu", "--threads", "1", "--max-total-tokens", "4k", "--schedule-policy", "slo")
+    body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True, "slo": {"ttft_ms": 5000}}
+    try:
+        assert httpx2.post(f"{server.url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 40
+    finally:
+        assert server.close() == 0

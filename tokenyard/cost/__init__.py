@@ -2,7 +2,7 @@
 
 from tokenyard.cost.linear import LinearCost, LinearTerms, Link, unloaded_prefill_s
 from tokenyard.cost.online import OnlineCost
-from tokenyard.cost.profiles import Profile, get_profile, load_profile, profile_names, save_profile
+from tokenyard.cost.profiles import Profile, find_profile, get_profile, load_profile, profile_names, save_profile
 
 __all__ = [
     "LinearCost",
@@ -10,6 +10,7 @@ __all__ = [
     "Link",
     "OnlineCost",
     "Profile",
+    "find_profile",
     "get_profile",
     "load_profile",
     "profile_names",

@@ -226,6 +226,18 @@ def get_profile(device: str, model: str) -> Profile:
     return _PROFILES[matches[0]]
 
 
+def find_profile(name: str) -> Profile:
+    """The profile in the file `name` if there is one, else the built-in one called `device/model`.
+
+    Raises ConfigError if there is neither.
+    """
+    path = Path(name)
+    if path.is_file():
+        return load_profile(path)
+    device, _, model = name.partition("/")
+    return get_profile(device, model)
+
+
 def save_profile(profile: Profile, path: Path) -> None:
     """Write `profile` as JSON."""
     document = {"version": PROFILE_VERSION, **asdict(profile)}

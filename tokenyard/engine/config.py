@@ -16,7 +16,7 @@ class EngineConfig:
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
     chat_template: a template file used instead of the model's own, "" for that.
-    cost_profile: "device/model" of the cost model that policies believe in, "" for none.
+    cost_profile: what policies believe of step times at first, as "device/model" or a file; "" leaves it to the device.
     record: file for a tape (scheduler/tape.py), "" for none; record_plain: with ids and names as they are.
     watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenyard import __version__
 from tokenyard.base import ConfigError, ExecutorInfo
-from tokenyard.cost import LinearCost, get_profile
+from tokenyard.cost import LinearCost, find_profile
 from tokenyard.engine.config import EngineConfig
 from tokenyard.scheduler.recorder import Core, Recorder
 from tokenyard.scheduler.tape import Origin
@@ -32,11 +32,11 @@ class TapeFile:
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}; give a file that can be written") from error
         self._file = os.fdopen(descriptor, "wb", buffering=BUFFER_BYTES)
-        self._failed = False
+        self._usable = True
 
     def write(self, data: bytes) -> None:
         """Add to the tape."""
-        if not self._failed:
+        if self._usable:
             try:
                 self._file.write(data)
             except OSError as error:
@@ -44,20 +44,21 @@ class TapeFile:
 
     def flush(self) -> None:
         """Hand everything over to the operating system."""
-        if not self._failed:
+        if self._usable:
             try:
                 self._file.flush()
             except OSError as error:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Keep what there is."""
+        """Keep what there is; what is written from now on is lost. May be called twice."""
         self.flush()
-        if not self._failed:
+        if self._usable:
+            self._usable = False
             self._file.close()
 
     def _give_up(self, error: OSError) -> None:
-        self._failed = True
+        self._usable = False
         logger.error("the tape %s ends here: %s; serving goes on without it", self._path, error.strerror)
 
 
@@ -81,5 +82,4 @@ def load_prior(profile: str) -> LinearCost | None:
     """What policies believe of step times at first; None for no profile. Raises ConfigError for an unknown one."""
     if not profile:
         return None
-    device, _, model = profile.partition("/")
-    return get_profile(device, model).cost()
+    return find_profile(profile).cost()

@@ -25,7 +25,7 @@ from tokenyard.base import (
     TokenyardError,
     step_work,
 )
-from tokenyard.cost import get_profile
+from tokenyard.cost import find_profile
 from tokenyard.executor.kv_check import KvCheck, UInt64Array, history_marks, mix
 
 NEVER_EOS = int(np.iinfo(np.int64).max)
@@ -214,7 +214,7 @@ def load_executor(
 ) -> MockExecutor:
     """Make a mock from plain options.
 
-    Step times come from the cost profile "device/model", or are `step_ms` each (10 unless told). What is not given is
+    Step times come from the cost profile "device/model" or file, or are `step_ms` each (10 unless told). What is not given is
     read from config.json in the folder `model_path` if there is one, else 32000 tokens of vocabulary with eos 2 and a
     context of 4096. `check_kv` costs milliseconds a step with many rows: it is for tests. Raises ConfigError for sizes
     that leave no page or no token.
@@ -269,6 +269,5 @@ def _cost(profile: str, step_ms: float | None) -> tuple[CostModel, int]:
         raise ConfigError(f"step_ms is {step_ms}; it must be at least 0")
     if not profile or step_ms is not None:
         return FixedStepCost((10.0 if step_ms is None else step_ms) / 1000), DEFAULT_POOL_TOKENS
-    device, _, model = profile.partition("/")
-    known = get_profile(device, model)
+    known = find_profile(profile)
     return known.cost(), known.kv_pool_tokens

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tokenyard.base import CostModel, ExecutorInfo, Finish, FinishReason, SchedulerSettings, Started
-from tokenyard.cost import LinearCost, LinearTerms, OnlineCost
+from tokenyard.cost import LinearCost, OnlineCost, get_profile
 from tokenyard.policy import Policy, Views, create_policy
 from tokenyard.policy.tenants import TenantLimits
 from tokenyard.scheduler.lifecycle import Gate, State
@@ -24,10 +24,13 @@ from tokenyard.scheduler.waiting_index import WaitingIndex
 RetractReason = Literal["out of pages", "preempted", "paused"]
 
 
-UNKNOWN_DEVICE = LinearCost(
-    LinearTerms(step_ms=1.0, floor_ms=25.0, dense_ms=12.0, token_ms=2.5, context_ms=0.0025, area_ms=6e-5)
-)
-"""First belief about a device nobody has measured: a small CPU, so that the first steps are short. Steps correct it."""
+def first_belief(info: ExecutorInfo) -> LinearCost:
+    """What is believed of a device that nobody has measured, until its steps correct it.
+
+    Anything but a CUDA device is taken for a small CPU, so that the first steps are short rather than long.
+    """
+    device, model = ("h100", "llama-3-8b") if info.device.startswith("cuda") else ("cpu", "smollm2-135m")
+    return get_profile(device, model).cost()
 
 
 class Roster:
@@ -229,7 +232,7 @@ class Roster:
             self.policy_note = f"{policy.name} needs the prefix cache, which is disabled: using fcfs"
             policy = create_policy("fcfs", replace(settings, policy_options={}))
         if self.cost is None and (policy.needs_cost or policy.budget_rule.needs_cost):
-            self.cost = OnlineCost(UNKNOWN_DEVICE)
+            self.cost = OnlineCost(first_belief(self.info))
         self.policy: Policy = policy
         self._watch_tree()
 
