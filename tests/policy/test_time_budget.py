@@ -80,10 +80,11 @@ def test_slo_uses_the_slack_of_decodes_that_are_ahead_and_edf_does_not():
     assert 1600 <= sizes["slo"] <= 1984
 
 
-def test_no_step_makes_a_decode_miss_its_mean_target():
-    yard = make_clocked(schedule_policy="slo", answer_tokens=(20, 60))
-    numbers = [yard.submit(prompt(200 + 37 * index), max_new=60) for index in range(30)]
-    yard.rest()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_step_makes_a_decode_miss_its_mean_target(depth):
+    yard = make_clocked(schedule_policy="slo", answer_tokens=(5, 60), max_in_flight=depth)
+    numbers = [yard.submit(prompt(200 + 137 * index), max_new=60) for index in range(30)]
+    yard.run(depth)
     for number in numbers:
         finish = yard.finished[number]
         if finish.completion_tokens > 1:

@@ -98,6 +98,7 @@ class TimeBudgetRule:
         self._multiple = -(-settings.slo_chunk_tokens // page) * page
         self._last: TimeBudget | None = None
         self._denied_steps = 0
+        self._limit_s = 0.0
 
     def begin(self, views: Views) -> TimeBudget:
         """See `BudgetRule.begin`. The views must come with a cost model."""
@@ -105,6 +106,7 @@ class TimeBudgetRule:
         self._denied_steps = self._denied_steps + 1 if self._last is not None and self._last.denied else 0
         time = PrefillTime.of(views.cost)
         times = self.step_times(views, time)
+        self._limit_s = times.limit_s
         must = not times.decoding or self._denied_steps >= PATIENCE_STEPS
         requests = self._settings.prefill_max_requests
         self._last = TimeBudget(
@@ -132,10 +134,20 @@ class TimeBudgetRule:
         limit_s = target_s
         if self._use_slack:
             ahead_s = int(ahead_ns(columns, running, settings, views.now).min()) / NS_PER_S
-            limit_s = max(target_s, min(idle_s, ahead_s - SAFETY_S))
+            limit_s = max(target_s, min(idle_s, ahead_s - self._lag_s(target_s) - SAFETY_S))
         if base_s >= limit_s:
             limit_s = 2.0 * base_s
         return StepTimes(limit_s, target_s, base_s, decoding=True)
+
+    def _lag_s(self, target_s: float) -> float:
+        """What steps under way, whose tokens are not among those written yet, take beyond the time of these tokens.
+
+        With several steps in flight one is planned when the device begins the one before it.
+        """
+        if self._last is None:
+            return 0.0
+        last_s = self._limit_s - self._last.left_s
+        return (self._settings.max_in_flight - 1) * max(last_s - target_s, 0.0)
 
 
 def create_budget_rule(settings: SchedulerSettings) -> BudgetRule:
