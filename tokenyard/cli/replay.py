@@ -11,7 +11,7 @@ from rich.console import Console
 from tokenyard.base import ConfigError
 from tokenyard.cli.flags import Flag, all_flags
 from tokenyard.cli.simulation import outcome_table, scheduler_flags
-from tokenyard.cost import Profile, get_profile, load_profile
+from tokenyard.cost import find_profile
 from tokenyard.scheduler.replay import Replay, ReplayReport
 from tokenyard.scheduler.tape import Origin, Tape
 from tokenyard.sim.engine import Outcome, Setup, simulate
@@ -107,16 +107,7 @@ def changed(setup: Setup, what_if: WhatIf) -> Setup:
     settings.validate()
     if not what_if.profile:
         return replace(setup, settings=settings, kv_pool_tokens=pool_tokens)
-    return replace(setup, profile=named_profile(what_if.profile), settings=settings, kv_pool_tokens=pool_tokens)
-
-
-def named_profile(name: str) -> Profile:
-    """A profile from a file, or a built-in one as device/model. Raises ConfigError if there is none."""
-    path = Path(name)
-    if path.is_file():
-        return load_profile(path)
-    device, _, model = name.partition("/")
-    return get_profile(device, model)
+    return replace(setup, profile=find_profile(what_if.profile), settings=settings, kv_pool_tokens=pool_tokens)
 
 
 def compare(history: History, lived: Outcome, was: Setup, what_if: WhatIf, json_path: str | None) -> None:

@@ -91,12 +91,13 @@ class History:
         Raises ConfigError if there is none.
         """
         builder, conversations = WorkloadBuilder(name), Conversations()
-        for index, answer in enumerate(self._in_order()):
+        answers = self._in_order()
+        for index, answer in enumerate(answers):
             request, tokens = answer.request, answer.output_tokens
             prompt = conversations.add(index, request.prompt_ids, np.array(answer.tokens[:tokens], np.int32))
             builder.add(
                 f"{name}, request {request.number}",
-                answer.arrival_ns / NS_PER_S,
+                (answer.arrival_ns - answers[0].arrival_ns) / NS_PER_S,
                 len(prompt),
                 tokens,
                 ids=prompt,

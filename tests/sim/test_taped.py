@@ -1,0 +1,177 @@
+"""From a tape to a workload: arrivals, lengths, conversations, costs, and a simulation that comes close."""
+
+import io
+
+import numpy as np
+import pytest
+
+from tests.scheduler.harness import Yard, make_info
+from tokenyard.base import Cancel, ConfigError, SamplingParams, SchedulerSettings, StopFound, Update
+from tokenyard.cost import LinearCost, LinearTerms
+from tokenyard.executor.mock import MockExecutor
+from tokenyard.scheduler.recorder import Recorder
+from tokenyard.scheduler.replay import Replay
+from tokenyard.scheduler.tape import Origin, Tape
+from tokenyard.sim.content import ANSWER_STREAM, stream_tokens
+from tokenyard.sim.conversations import Conversations
+from tokenyard.sim.engine import Setup, simulate
+from tokenyard.sim.taped import History, write_trace
+from tokenyard.sim.traces import ReadOptions, read_trace
+
+TRUTH = LinearCost(LinearTerms(1.0, 5.0, 2.0, 0.5, 0.002, 0.0005, row_ms=0.1))
+NS_PER_MS = 1_000_000
+ONE_STEP_S = 0.0065
+
+
+class TimedYard(Yard):
+    """A yard whose steps take their time, and whose scheduler is on tape."""
+
+    def __init__(self, settings, info):
+        executor = MockExecutor(info, TRUTH, sleep=False, check_kv=False)
+        super().__init__(settings, info, executor=executor)
+        self.file = io.BytesIO()
+        self.scheduler = Recorder(Origin(settings, info), self.file, b"key", "test")
+
+    def _check_pages(self, plan):
+        """The recorder hides the pages."""
+        self.reads.append({})
+
+    def commit(self):
+        if not self.tickets:
+            return False
+        result = self.executor.collect(self.tickets.popleft())
+        self.reads.popleft()
+        self.now += round(result.seconds * 1e9)
+        self.scheduler.commit(result, self.now)
+        self._collect()
+        return True
+
+    def turns(self, until):
+        while self.now < until and (self.launch() or self.tickets):
+            self.commit()
+        self.now = max(self.now, until)
+
+    def history(self):
+        tape = Tape(self.file.getvalue(), "t")
+        history = History(tape.header.origin)
+        run = Replay(tape, history, False)
+        assert run.run().difference is None
+        return history, run
+
+
+def chat(yard, turns=3, users=6):
+    """Conversations whose every turn repeats all that was said before."""
+    yard.now = 10**9
+    said = {user: [7] * 8 + [10 + user] * 5 for user in range(users)}
+    for _ in range(turns):
+        for user in range(users):
+            sampling = SamplingParams(max_new_tokens=6 + user, temperature=0.0, ignore_eos=True, seed=user)
+            number = yard.submit(said[user], sampling=sampling, arrival_ns=yard.now - 1000, tenant=f"user {user}")
+            yard.turns(yard.now + 40 * NS_PER_MS)
+            said[user] = [*said[user], number]
+        yard.run()
+        for user, text in said.items():
+            said[user] = text[:-1] + yard.tokens[text[-1]] + [20 + user] * 4
+
+
+@pytest.fixture(scope="module")
+def chatted():
+    yard = TimedYard(SchedulerSettings(context_length=256), make_info(4096, 1, 32, 256))
+    chat(yard)
+    return yard, *yard.history()
+
+
+def test_the_workload_is_what_was_asked(chatted):
+    yard, history, _ = chatted
+    workload = history.workload("t")
+    assert len(workload) == len(yard.finished) == 18
+    assert workload.output_tokens.tolist() == [6 + user for user in range(6)] * 3
+    assert workload.prompt_tokens.tolist()[:6] == [13] * 6
+    arrivals = np.array([finish.arrival_ns for _, finish in sorted(yard.finished.items())])
+    assert workload.arrival_s.tolist() == ((arrivals - arrivals[0]) / 1e9).tolist()
+    assert len(set(workload.tenants) - {""}) == 6
+    assert history.notes() == []
+
+
+def test_a_simulation_with_fitted_costs_comes_close_to_what_happened(chatted):
+    yard, history, run = chatted
+    workload = history.workload("t")
+    profile, error = history.profile()
+    assert error < 0.02
+    setup = Setup(profile, run.scheduler.roster.settings, host_s=history.host_s)
+    lived = history.outcome(workload, setup, run.scheduler.snapshot(0).counters)
+    played = simulate(workload, setup)
+    assert np.median(played.tpot_s) == pytest.approx(np.median(lived.tpot_s), rel=0.05)
+    assert np.median(played.e2e_s) == pytest.approx(np.median(lived.e2e_s), rel=0.05)
+    assert np.abs(played.ttft_s - lived.ttft_s).max() < ONE_STEP_S  # who comes at its very end may just miss a step
+    hits = [finish.cached_tokens for _, finish in sorted(yard.finished.items())]
+    assert lived.cached_tokens.tolist() == hits
+    assert played.cached_tokens.tolist() == hits
+    assert sum(hits) > 300
+
+
+def test_the_trace_file_simulates_like_the_tape(chatted, tmp_path):
+    _, history, run = chatted
+    workload = history.workload("t")
+    write_trace(workload, tmp_path / "t.jsonl")
+    again = read_trace(tmp_path / "t.jsonl", "tokenyard", ReadOptions())
+    setup = Setup(history.profile()[0], run.scheduler.roster.settings)
+    assert simulate(again, setup).decision_hash == simulate(workload, setup).decision_hash
+
+
+def test_what_a_simulation_leaves_out_is_said():
+    yard = TimedYard(SchedulerSettings(context_length=64, max_queued_requests=2), make_info(64, 1, 1, 64))
+    first = yard.submit([5, 6], max_new=20)
+    for _ in range(3):
+        yard.launch()
+        yard.commit()
+    stopped = yard.submit([8, 9], max_new=20)
+    gone, refused = yard.submit([5, 7], cache_salt="x"), yard.submit([5, 8])
+    yard.apply(Cancel([first]))
+    yard.apply(Update(gone, priority=3))
+    yard.launch()
+    yard.commit()
+    yard.launch()
+    yard.commit()
+    yard.apply(StopFound(stopped, 1, "x"))
+    yard.submit([], max_new=3)
+    yard.launch()
+    history, run = yard.history()
+    notes = " ".join(history.notes())
+    for words in ("1 answers were given up", "1 answers had not ended", "before their first", "1 answers had a cache"):
+        assert words in notes
+    assert "1 changes of urgency" in notes
+    workload = history.workload("t")
+    assert workload.output_tokens.tolist() == [len(yard.tokens[first]), 1, 1, 1]
+    setup = Setup(history.profile()[0], SchedulerSettings())
+    lived = history.outcome(workload, setup, run.scheduler.snapshot(0).counters)
+    assert lived.status.tolist() == [2, 1, 0, 2]
+    assert yard.finished[refused].status == 503
+
+
+def test_a_tape_without_requests_gives_no_workload():
+    yard = TimedYard(SchedulerSettings(), make_info())
+    history, _ = yard.history()
+    with pytest.raises(ConfigError, match="no request"):
+        history.workload("t")
+    assert history.host_s == 0.0
+
+
+def ids(*values):
+    return np.array(values, np.int32)
+
+
+def test_earlier_answers_in_a_prompt_become_the_simulated_ones():
+    talks = Conversations()
+    first, answer = ids(1, 2, 3), ids(50, 51, 52)
+    assert talks.add(0, first, answer).tolist() == [1, 2, 3]
+    assert talks.add(1, ids(1, 2), ids(3, 9)).tolist() == [1, 2]
+    made = stream_tokens(ANSWER_STREAM + 0, np.arange(3)).tolist()
+    second = ids(1, 2, 3, 50, 51, 52, 60)
+    assert talks.add(2, second, ids(70, 71)).tolist() == [1, 2, *stream_tokens(ANSWER_STREAM + 1, [0]), *made, 60]
+    third = np.concatenate((second, ids(70, 71, 80)))
+    told = talks.add(3, third, ids()).tolist()
+    assert told[3:7] == [*made, 60]
+    assert told[7:] == [*stream_tokens(ANSWER_STREAM + 2, np.arange(2)), 80]
+    assert talks.add(4, ids(1, 2, 3, 50, 99), ids()).tolist()[3:] == [made[0], 99]
+    assert talks.add(5, ids(4, 2, 3, 50), ids()).tolist() == [4, 2, 3, 50]
