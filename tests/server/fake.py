@@ -107,6 +107,18 @@ class FakeManager:
     async def abort(self, rid: str | None = None) -> None:
         self.calls.append(("abort", rid))
 
+    async def update(self, rid: str, **changes: Any) -> bool:
+        self.calls.append(("update", rid, changes))
+        return True
+
+    async def pause_request(self, rid: str) -> bool:
+        self.calls.append(("pause", rid))
+        return True
+
+    async def resume_request(self, rid: str) -> bool:
+        self.calls.append(("resume", rid))
+        return True
+
     async def pause(self, mode: str) -> None:
         self.calls.append(("pause", mode))
 

@@ -1,7 +1,6 @@
 """From what a front end states to the request that the scheduler sees, with everything checked on the way."""
 
 import asyncio
-import math
 import os
 from dataclasses import replace
 
@@ -24,7 +23,24 @@ INLINE_CHARS = 2000
 MOST_STOPS = 128
 LONGEST_STOP_CHARS = 1024
 NS_PER_MS = 1_000_000
+LONGEST_MS = 1e10
+MOST_PRIORITY = 2**31 - 1
 SEED_BITS = 62
+
+
+def ns_from_ms(value_ms: float | None, param: str) -> int | None:
+    """A deadline or target in whole nanoseconds, None for none. Raises InvalidRequestError for one out of range."""
+    if value_ms is None:
+        return None
+    if not 0.0 < value_ms <= LONGEST_MS:
+        raise InvalidRequestError(f"{param} must be above 0 and at most {LONGEST_MS:.0f} (ms)", param=param)
+    return max(1, round(value_ms * NS_PER_MS))
+
+
+def check_priority(priority: int | None) -> None:
+    """Raise InvalidRequestError for a priority that no column holds."""
+    if priority is not None and not -MOST_PRIORITY <= priority <= MOST_PRIORITY:
+        raise InvalidRequestError(f"priority must be between -{MOST_PRIORITY} and {MOST_PRIORITY}", param="priority")
 
 
 class RequestMaker:
@@ -57,8 +73,7 @@ class RequestMaker:
     def make(self, spec: GenerateSpec, ids: Int32Array, *, number: int, rid: str, arrival_ns: int) -> Request:
         """Return the request for these prompt ids. Raises InvalidRequestError or ContextLengthError."""
         sampling = self._sampling(spec, len(ids))
-        if spec.deadline_ms is not None and not (math.isfinite(spec.deadline_ms) and spec.deadline_ms > 0):
-            raise InvalidRequestError("deadline_ms must be a number above 0", param="deadline_ms")
+        check_priority(spec.priority)
         return Request(
             number=number,
             rid=rid,
@@ -70,7 +85,7 @@ class RequestMaker:
             priority=spec.priority,
             service_class=spec.service_class,
             tenant=spec.tenant,
-            deadline_ns=None if spec.deadline_ms is None else round(spec.deadline_ms * NS_PER_MS),
+            deadline_ns=ns_from_ms(spec.deadline_ms, "deadline_ms"),
             slo=spec.slo,
             cache_salt=spec.cache_salt,
             lora=spec.lora,

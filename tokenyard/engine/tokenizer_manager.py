@@ -38,7 +38,7 @@ from tokenyard.engine.messages import (
     ToApi,
     ToScheduler,
 )
-from tokenyard.engine.requests import RequestMaker
+from tokenyard.engine.requests import RequestMaker, check_priority, ns_from_ms
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.streams import Stream, StreamTable
 from tokenyard.engine.text import TextAssembler
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 REPLY_TIMEOUT_S = 30.0
 SNAPSHOT_TIMEOUT_S = 2.0
-NS_PER_MS = 1_000_000
 
 
 class TokenizerManager:
@@ -113,12 +112,30 @@ class TokenizerManager:
             self._send(Cancel(stream.numbers))
 
     async def update(self, rid: str, *, priority: int | None = None, deadline_ms: float | None = None) -> bool:
-        """Change how urgent a request is; False if there is none with this id."""
-        deadline_ns = None if deadline_ms is None else round(deadline_ms * NS_PER_MS)
+        """Change how urgent a request is; `deadline_ms` counts from its arrival. False if there is none with this id.
+
+        Raises InvalidRequestError for values out of range.
+        """
+        check_priority(priority)
+        deadline_ns = ns_from_ms(deadline_ms, "deadline_ms")
         streams = self._streams.with_rid(rid)
         for stream in streams:
             for number in stream.numbers:
                 self._send(Update(number, priority, deadline_ns))
+        return bool(streams)
+
+    async def pause_request(self, rid: str) -> bool:
+        """Let a request give up its place until `resume_request`; False if there is none with this id."""
+        streams = self._streams.with_rid(rid)
+        for stream in streams:
+            self._send(Pause(numbers=stream.numbers))
+        return bool(streams)
+
+    async def resume_request(self, rid: str) -> bool:
+        """Let a paused request go on; False if there is none with this id."""
+        streams = self._streams.with_rid(rid)
+        for stream in streams:
+            self._send(Resume(stream.numbers))
         return bool(streams)
 
     async def pause(self, mode: PauseMode = "in_place") -> None:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenyard.base import InvalidRequestError, SamplingParams, Slo, TextOptions
+from tokenyard.engine.requests import check_priority, ns_from_ms
 from tokenyard.engine.spec import GenerateSpec
 from tokenyard.server.protocol import OpenAIFields, SamplingFields, UrgencyFields
 
-NS_PER_MS = 1_000_000
 MAX_STOP_STRINGS = 64
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 MAX_LABEL_CHARS = 256
@@ -17,7 +17,7 @@ def new_spec(fields: UrgencyFields, headers: Mapping[str, str], *, rid: str | No
     """A spec with who asks and how urgently, from the body and the headers X-Request-Id, X-Tenant and X-Priority.
 
     The body wins over the headers, `rid` over both. Raises InvalidRequestError for a priority that is neither a number
-    nor a word, and for a deadline or target that is not above 0.
+    nor a word, and for a deadline, target or number that is out of range.
     """
     priority, service_class = _priority(fields.priority if fields.priority is not None else headers.get("x-priority"))
     if fields.service_tier is not None:
@@ -25,8 +25,8 @@ def new_spec(fields: UrgencyFields, headers: Mapping[str, str], *, rid: str | No
             raise InvalidRequestError(f"service_tier must be one of {', '.join(SERVICE_TIERS)}", param="service_tier")
         if fields.service_tier != "auto":
             service_class = service_class or fields.service_tier
-    if fields.deadline_ms is not None and not fields.deadline_ms > 0:
-        raise InvalidRequestError("deadline_ms must be above 0", param="deadline_ms")
+    check_priority(priority)
+    ns_from_ms(fields.deadline_ms, "deadline_ms")
     if rid is None:
         rid = fields.rid if isinstance(fields.rid, str) else headers.get("x-request-id", "")
     return GenerateSpec(
@@ -64,12 +64,9 @@ def _slo(fields: UrgencyFields) -> Slo | None:
     """Latency targets in nanoseconds."""
     if fields.slo is None:
         return None
-    targets = [fields.slo.ttft_ms, fields.slo.tpot_ms]
-    for value, name in zip(targets, ("slo.ttft_ms", "slo.tpot_ms"), strict=True):
-        if value is not None and not value > 0:
-            raise InvalidRequestError(f"{name} must be above 0", param="slo")
-    ttft_ns, tpot_ns = (None if value is None else int(value * NS_PER_MS) for value in targets)
-    return Slo(ttft_ns=ttft_ns, tpot_ns=tpot_ns)
+    return Slo(
+        ttft_ns=ns_from_ms(fields.slo.ttft_ms, "slo.ttft_ms"), tpot_ns=ns_from_ms(fields.slo.tpot_ms, "slo.tpot_ms")
+    )
 
 
 def sampling_of(

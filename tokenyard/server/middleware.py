@@ -18,6 +18,8 @@ ADMIN_PATHS = frozenset(
         "/server_info",
     }
 )
+ADMIN_PREFIX = "/v1/requests/"
+"""Whoever may change a request by its id, or read about it, may do so for everybody's."""
 
 
 class Authentication:
@@ -44,7 +46,7 @@ class Authentication:
         path = scope["path"]
         if path in OPEN_PATHS:
             return True
-        wanted = self._admin_api_key if path in ADMIN_PATHS else self._api_key
+        wanted = self._admin_api_key if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX) else self._api_key
         if not wanted:
             return True
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")

@@ -21,6 +21,7 @@ from tokenyard.server.convert import (
 from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
 from tokenyard.server.prompts import CompletionPrompt, chat_prompt, completion_prompts
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, OpenAIFields, parse
+from tokenyard.server.state import answer_id
 from tokenyard.server.stream import DONE, ChunkWriter, usage_event
 
 COMPLETION_MAX_TOKENS = 16
@@ -170,7 +171,7 @@ def _head(call: Call, body: ChatRequest | CompletionRequest, specs: list[Generat
     chat = isinstance(body, ChatRequest)
     kind = "chat.completion" if chat else "text_completion"
     head: dict[str, Any] = {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{rid}",
+        "id": answer_id(rid, chat=chat),
         "object": f"{kind}.chunk" if chat and body.stream else kind,
         "created": int(time.time()),
         "model": call.state.options.model_name,

@@ -187,6 +187,14 @@ class PauseRequest:
     mode: str | None = None
 
 
+@dataclass(kw_only=True)
+class UpdateRequest:
+    """`PATCH /v1/requests/{id}`."""
+
+    priority: int | None = None
+    deadline_ms: float | None = None
+
+
 def parse(body: bytes, kind: type[T], *, strict: bool = False) -> T:
     """`body` (JSON) as a `kind`. Raises InvalidRequestError saying what is wrong and in which field."""
     try:

@@ -34,6 +34,15 @@ class Manager(Protocol):
     async def abort(self, rid: str | None = None) -> None:
         """End one request, or all."""
 
+    async def update(self, rid: str, *, priority: int | None = None, deadline_ms: float | None = None) -> bool:
+        """Change how urgent a request is; False if there is none."""
+
+    async def pause_request(self, rid: str) -> bool:
+        """Hold one request back; False if there is none."""
+
+    async def resume_request(self, rid: str) -> bool:
+        """Let it go on; False if there is none."""
+
     async def pause(self, mode: Any) -> None:
         """Stop working."""
 
@@ -131,7 +140,13 @@ class ServerState:
             self._rids.discard(rid)
 
     def ids_of(self, rid: str) -> list[str]:
-        """The open request ids that belong to `rid`: itself, or its parts where it brought several prompts."""
+        """The open request ids that belong to `rid`, which may be the id of an answer.
+
+        That is the request itself, or its parts where it brought several prompts.
+        """
+        return self._parts_of(rid) or self._parts_of(without_answer_prefix(rid))
+
+    def _parts_of(self, rid: str) -> list[str]:
         return [open_rid for open_rid in self._rids if open_rid == rid or _is_part(open_rid, rid)]
 
     @property
@@ -149,6 +164,16 @@ class ServerState:
             )
             error.status = 404
             raise error
+
+
+def answer_id(rid: str, *, chat: bool) -> str:
+    """The id that an OpenAI answer to request `rid` carries."""
+    return f"{'chatcmpl' if chat else 'cmpl'}-{rid}"
+
+
+def without_answer_prefix(name: str) -> str:
+    """The request's id behind the id of an answer; any other name stays."""
+    return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
 def _is_part(open_rid: str, rid: str) -> bool:

@@ -1,0 +1,34 @@
+"""Single requests held back and changed on a real server with the mock executor."""
+
+import time
+
+import httpx2
+
+from tests.server.sse import events
+
+BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 150, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+
+
+def tokens_of(event_list):
+    return [token for event in event_list[:-1] for token in event["choices"][0]["token_ids"]]
+
+
+def test_a_paused_request_goes_on_exactly_where_it_stopped(mock_server):
+    url = mock_server.url
+    expected = httpx2.post(f"{url}/v1/completions", json=BODY).json()["choices"][0]["token_ids"]
+    text = ""
+    with httpx2.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True, "rid": "held"}) as answer:
+        pieces = answer.iter_text()
+        text += next(pieces)
+        assert httpx2.post(f"{url}/v1/requests/cmpl-held/pause").status_code == 200
+        deadline = time.monotonic() + 10
+        while httpx2.get(f"{url}/v1/loads").json()["data"][0]["running_requests"]:
+            assert time.monotonic() < deadline, "the request did not give up its place"
+        assert httpx2.patch(f"{url}/v1/requests/held", json={"priority": 3, "deadline_ms": 9e4}).status_code == 200
+        assert httpx2.patch(f"{url}/v1/requests/held", json={"priority": 2**40}).status_code == 400
+        assert httpx2.post(f"{url}/v1/requests/held/resume").status_code == 200
+        text += "".join(pieces)
+    found = events(text)
+    assert found[-1] == "[DONE]"
+    assert tokens_of(found) == expected
+    assert httpx2.post(f"{url}/v1/requests/held/resume").status_code == 404

@@ -1,0 +1,76 @@
+"""Changing, pausing and resuming single requests over HTTP."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from tests.server.fake import FakeManager
+
+
+@contextmanager
+def streaming(start, path="/generate", **body):
+    """A server with one request in flight."""
+    manager = FakeManager()
+    manager.delay_s = 0.1
+    server = start(manager)
+    if path == "/generate":
+        body = {"text": "hello", "sampling_params": {"max_new_tokens": 60}, **body}
+    else:
+        body = {"prompt": "hello", "max_tokens": 60, **body}
+    with server.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        pieces = answer.iter_bytes()  # kept: the response closes when this is collected
+        next(pieces)
+        yield server
+
+
+def test_a_request_is_changed_paused_and_resumed_by_its_id(start):
+    with streaming(start, rid="a/b c") as server:
+        patched = server.client.patch("/v1/requests/a%2Fb c", json={"priority": 7, "deadline_ms": 500})
+        assert patched.json() == {"id": "a/b c", "priority": 7, "deadline_ms": 500.0}
+        assert server.client.post("/v1/requests/a/b c/pause").json() == {"id": "a/b c", "paused": True}
+        assert server.client.post("/v1/requests/a/b c/resume").json() == {"id": "a/b c", "paused": False}
+    assert server.manager.calls == [
+        ("update", "a/b c", {"priority": 7, "deadline_ms": 500.0}),
+        ("pause", "a/b c"),
+        ("resume", "a/b c"),
+    ]
+
+
+def test_the_id_of_the_answer_will_do(start):
+    with streaming(start, "/v1/completions", rid="x") as server:
+        assert server.client.patch("/v1/requests/cmpl-x", json={"priority": 1}).status_code == 200
+    assert server.manager.calls == [("update", "x", {"priority": 1, "deadline_ms": None})]
+
+
+def test_every_prompt_of_a_batch_is_reached(start):
+    with streaming(start, text=["hello", "dog"], rid="x") as server:
+        assert server.client.post("/v1/requests/x/pause").status_code == 200
+    assert sorted(server.manager.calls) == [("pause", "x-0"), ("pause", "x-1")]
+
+
+@pytest.mark.parametrize(("method", "path"), [("PATCH", "x"), ("POST", "x/pause"), ("POST", "cmpl-x/resume")])
+def test_a_request_that_is_gone_is_a_404(server, method, path):
+    answer = server.client.request(method, f"/v1/requests/{path}", json={"priority": 1})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "request_not_found"
+
+
+@pytest.mark.parametrize("body", [{}, {"priority": "high"}, {"priority": 1.5}, {"deadline_ms": "soon"}])
+def test_wrong_changes_are_refused(server, body):
+    assert server.client.patch("/v1/requests/x", json=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "body", [{"priority": 2**40}, {"deadline_ms": 1e300}, {"slo": {"ttft_ms": 1e300}}, {"slo": {"tpot_ms": 0}}]
+)
+def test_absurd_urgency_is_refused(server, body):
+    answer = server.client.post("/v1/completions", json={"prompt": "hello", **body})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].split(".")[0] in body
+
+
+def test_requests_are_the_business_of_the_admin(start):
+    server = start(api_key="k1", admin_api_key="k2")
+    for key, status in (("k1", 401), ("k2", 404)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert server.client.post("/v1/requests/x/pause", headers=headers).status_code == status

@@ -1,0 +1,51 @@
+"""Single requests by their id while they wait or run: how urgent they are, pausing and resuming them.
+
+The id is the one that the client gave (`rid`, `request_id`, X-Request-Id) or that of the answer.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter
+
+from tokenyard.base import InvalidRequestError
+from tokenyard.server.control import Body, State
+from tokenyard.server.errors import HttpError
+from tokenyard.server.protocol import UpdateRequest, parse
+from tokenyard.server.state import ServerState
+
+router = APIRouter(prefix="/v1/requests")
+
+
+@router.patch("/{request_id:path}")
+async def update_request(state: State, request_id: str, body: Body) -> dict[str, Any]:
+    """Change the priority or the deadline (counted from arrival) of a request that waits or runs; 404 if it is gone."""
+    fields = parse(body, UpdateRequest, strict=state.options.strict_api)
+    priority, deadline_ms = fields.priority, fields.deadline_ms
+    if priority is None and deadline_ms is None:
+        raise InvalidRequestError("give priority, deadline_ms or both", param="priority")
+    await _reach(state, request_id, lambda rid: state.manager.update(rid, priority=priority, deadline_ms=deadline_ms))
+    return {"id": request_id, "priority": priority, "deadline_ms": deadline_ms}
+
+
+@router.post("/{request_id:path}/pause")
+async def pause_request(state: State, request_id: str) -> dict[str, Any]:
+    """Let a request give up its place until it is resumed; what it has computed may stay in the prefix cache."""
+    await _reach(state, request_id, state.manager.pause_request)
+    return {"id": request_id, "paused": True}
+
+
+@router.post("/{request_id:path}/resume")
+async def resume_request(state: State, request_id: str) -> dict[str, Any]:
+    """Let a paused request go on exactly where it stopped, as soon as its turn comes."""
+    await _reach(state, request_id, state.manager.resume_request)
+    return {"id": request_id, "paused": False}
+
+
+async def _reach(state: ServerState, request_id: str, verb: Callable[[str], Awaitable[bool]]) -> None:
+    """Apply `verb` to every part of a request. Raises HttpError (404) if none of it waits or runs."""
+    reached = [await verb(rid) for rid in state.ids_of(request_id)]
+    if not any(reached):
+        raise HttpError(
+            404, f"no request {request_id!r} waits or runs; it has ended, or never came", code="request_not_found"
+        )
