@@ -1,0 +1,31 @@
+"""What happens when things break under many streams, on the mock executor. Prints one row for each fault.
+
+A killed child must end every stream with an error event within two seconds, and the server with status 1 and a reason.
+The server must recover from the other faults with all its pages. A killed server cannot say a word; its children go.
+
+Run: python -m benchmarks.faults
+"""
+
+import argparse
+from functools import partial
+
+from tests.e2e import faults
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=256)
+    streams = parser.parse_args().streams
+    runs = [partial(faults.kill_child, child, streams) for child in ("scheduler", "detokenizer", "server")]
+    runs += [partial(kind, streams) for kind in (faults.disconnects, faults.full_queue, faults.small_pool)]
+    print(f"{'fault':28} {'last end':>9}  {'exit':>4}  {'pages':10}  ends; reason")
+    for run in runs:
+        outcome = run()
+        ends = ", ".join(f"{count} {kind}" for kind, count in sorted(outcome.ends.items()))
+        words = "; ".join(filter(None, (ends, outcome.reason, *outcome.notes)))
+        figures = f"{outcome.last_end_s:7.2f} s  {outcome.exit_status!s:>4}  {outcome.pages or '-':10}"
+        print(f"{outcome.fault:28} {figures}  {words}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Breaks a real server under load and reports how every stream ended and whether all pages came back.
+
+The tests run this with few streams, `python -m benchmarks.faults` with many.
+"""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tests.e2e.servers import Server, alive
+
+MOCK = ("--executor", "mock", "--log-level", "warning")
+IDLE_WITHIN_S = 15.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a fault did.
+
+    `ends` counts how streams ended: "done", "error event", a status such as "503", "hung up" (by us) or "cut" (closed
+    with no word, which no client can read). `pages`: "conserved", or what is missing; "" where the server ended.
+    """
+
+    fault: str
+    ends: Counter[str]
+    last_end_s: float
+    exit_status: int | None = None
+    reason: str = ""
+    pages: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+class Stream:
+    """One streamed request over a plain socket."""
+
+    def __init__(self, server: Server, tokens: int, prompt: str) -> None:
+        host, port = server.url.removeprefix("http://").split(":")
+        self._address = host, int(port)
+        body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+        body["stream_options"] = {"include_usage": True}
+        self._body = json.dumps(body).encode()
+        self.begun = asyncio.Event()
+        self.data = b""
+
+    async def read(self, *, hang_up_after: int | None = None) -> str:
+        """Send it, read to the end, and return how it ended; hangs up after so many events if that is given."""
+        try:
+            reader, writer = await asyncio.open_connection(*self._address, limit=1 << 20)
+        except OSError:
+            return "no connection"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(self._body)}\r\n\r\n".encode()
+        whole = head + self._body
+        try:
+            if hang_up_after is not None and hang_up_after < 0:
+                writer.write(whole[: random.Random(hang_up_after).randrange(len(whole))])
+                return "hung up"
+            writer.write(whole)
+            return await self._events(reader, hang_up_after)
+        except ConnectionError:
+            return self._verdict()
+        finally:
+            writer.close()
+
+    async def _events(self, reader: asyncio.StreamReader, hang_up_after: int | None) -> str:
+        while data := await reader.read(1 << 16):
+            self.data += data
+            if b"data: " in self.data or not self.data.startswith(b"HTTP/1.1 200"):
+                self.begun.set()
+            if self._ended():
+                break
+            if hang_up_after is not None and self.data.count(b"data: ") >= hang_up_after:
+                return "hung up"
+        return self._verdict()
+
+    def _ended(self) -> bool:
+        head, blank, body = self.data.partition(b"\r\n\r\n")
+        if head.startswith(b"HTTP/1.1 200"):
+            return body.endswith(b"0\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        return bool(blank) and length is not None and len(body) >= int(length[1])
+
+    def _verdict(self) -> str:
+        if b"data: [DONE]" in self.data:
+            return "done"
+        if b'data: {"error":' in self.data:
+            return "error event"
+        status = re.match(rb"HTTP/1.1 (\d+)", self.data)
+        if status and status[1] != b"200" and b'"error"' in self.data:
+            return status[1].decode() + (" + Retry-After" if b"retry-after" in self.data else "")
+        return "cut"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer as its usage counts them; 0 if it did not end."""
+        found = re.search(rb'"completion_tokens": ?(\d+)', self.data)
+        return int(found[1]) if found else 0
+
+
+def get(server: Server, path: str, *, method: str = "GET") -> object:
+    """JSON of a path."""
+    request = urllib.request.Request(server.url + path, method=method)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
+
+
+async def pages_after(server: Server) -> str:
+    """ "conserved" if the idle server holds no pages and flushing leaves the pool empty; else what is wrong."""
+    end = time.monotonic() + IDLE_WITHIN_S
+    while True:
+        state = (await asyncio.to_thread(get, server, "/server_info"))["internal_states"][0]
+        if state["running"] + state["waiting"] + state["in_flight"] + state["used_tokens"] == 0:
+            break
+        if time.monotonic() > end:
+            return f"not idle: {state['running']} running, {state['used_tokens']} tokens used"
+        await asyncio.sleep(0.1)
+    await asyncio.to_thread(get, server, "/flush_cache", method="POST")
+    state = (await asyncio.to_thread(get, server, "/server_info"))["internal_states"][0]
+    held = state["used_tokens"] + state["cached_tokens"]
+    return f"{held} tokens still held after a flush" if held else "conserved"
+
+
+async def open_all(server: Server, streams: int, tokens: int) -> tuple[list[Stream], list["asyncio.Task[str]"]]:
+    """Open streams and wait until each had a first answer."""
+    opened = [Stream(server, tokens, f"Story {number}") for number in range(streams)]
+    tasks = [asyncio.create_task(stream.read()) for stream in opened]
+    await asyncio.wait_for(asyncio.gather(*(stream.begun.wait() for stream in opened)), 60)
+    return opened, tasks
+
+
+def kill_child(child: str, streams: int) -> Outcome:
+    """kill -9 of the "scheduler", the "detokenizer" or the "server" itself while all streams run."""
+    room = ("--max-running-requests", str(streams), "--max-total-tokens", str(1024 * streams))
+    server = Server(*MOCK, "--mock-step-ms", "30", *room)
+    children = server.children()
+    pids = dict(zip(("scheduler", "detokenizer"), children, strict=True)) | {"server": server.process.pid}
+
+    async def run() -> tuple[Counter[str], float]:
+        _, tasks = await open_all(server, streams, 900)
+        os.kill(pids[child], signal.SIGKILL)
+        begin = time.monotonic()
+        ends = Counter(await asyncio.wait_for(asyncio.gather(*tasks), 60))
+        return ends, time.monotonic() - begin
+
+    try:
+        ends, last_s = asyncio.run(run())
+        status = server.wait(20)
+    finally:
+        _kill(server)
+    reason = next((line for line in server.log.splitlines() if line.startswith("tokenyard: ")), "")
+    outcome = Outcome(f"kill -9 of the {child}", ends, last_s, status, reason.removeprefix("tokenyard: "))
+    if orphans := _still_alive(children):
+        outcome.notes.append(f"{orphans} orphans")
+    return outcome
+
+
+def _kill(server: Server) -> None:
+    """End a server whatever state it is in."""
+    if server.process.poll() is None:
+        server.process.kill()
+        server.wait()
+
+
+def _still_alive(pids: list[int], within_s: float = 5.0) -> int:
+    """How many processes are still there after a while."""
+    end = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return sum(map(alive, pids))
+
+
+async def _load(server: Server, streams: int, tokens: int) -> tuple[list[Stream], Counter[str], float]:
+    """Run all streams to their ends; returns them, how they ended, and the seconds it took."""
+    opened = [Stream(server, tokens, f"Story {number}") for number in range(streams)]
+    begin = time.monotonic()
+    ends = Counter(await asyncio.wait_for(asyncio.gather(*(stream.read() for stream in opened)), 120))
+    return opened, ends, time.monotonic() - begin
+
+
+def _surviving(name: str, flags: tuple[str, ...], work: object) -> Outcome:
+    """Run `work(server)` on a server that must survive it, and look at its pages and its end."""
+    server = Server(*MOCK, *flags)
+    try:
+        ends, seconds, notes = asyncio.run(work(server))  # type: ignore[operator]
+        pages = asyncio.run(pages_after(server))
+        status = server.close()
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        _kill(server)
+    return Outcome(name, ends, seconds, status, pages=pages, notes=notes)
+
+
+def disconnects(streams: int, seed: int = 0) -> Outcome:
+    """Clients that hang up: in the middle of their request, before the first token, or after some; some stay."""
+    draw = random.Random(seed)
+
+    async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
+        async def client(number: int) -> str:
+            await asyncio.sleep(draw.random())
+            after = draw.choice([-1 - number, 0, 1, draw.randrange(2, 40), None])
+            return await Stream(server, 60, f"Story {number}").read(hang_up_after=after)
+
+        begin = time.monotonic()
+        ends = Counter(await asyncio.wait_for(asyncio.gather(*map(client, range(streams))), 120))
+        return ends, time.monotonic() - begin, []
+
+    return _surviving("clients that hang up", ("--mock-step-ms", "10", "--max-running-requests", "64"), work)
+
+
+def full_queue(streams: int) -> Outcome:
+    """Many more requests at once than may run and wait: an eighth runs, an eighth waits, the rest gets 503."""
+    places = max(streams // 8, 1)
+
+    async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
+        _, ends, seconds = await _load(server, streams, 30)
+        return ends, seconds, [f"{places} run, {places} wait"]
+
+    limits = ("--max-running-requests", str(places), "--max-queued-requests", str(places))
+    return _surviving("full queue", ("--mock-step-ms", "20", *limits), work)
+
+
+def small_pool(streams: int, tokens: int = 100) -> Outcome:
+    """A KV pool that holds a few answers of the many that run: requests give way and come back, and none is lost."""
+
+    async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
+        opened, ends, seconds = await _load(server, streams, tokens)
+        short = sum(stream.tokens != tokens for stream in opened)
+        counters = (await asyncio.to_thread(get, server, "/server_info"))["internal_states"][0]["counters"]
+        return ends, seconds, [f"{counters['retracted']} retractions", *([f"{short} short"] if short else [])]
+
+    pool = ("--max-total-tokens", "1000", "--max-running-requests", str(streams))
+    return _surviving("KV pool of 1,000 tokens", ("--mock-step-ms", "2", *pool), work)

@@ -1,0 +1,49 @@
+"""What is promised when things break: every stream ends in a clear way, and no page is lost."""
+
+import pytest
+
+from tests.e2e import faults
+from tokenyard.config import DEMO_MODEL
+
+pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
+STREAMS = 24
+
+
+@pytest.mark.parametrize("child", ["scheduler", "detokenizer"])
+def test_a_killed_child_ends_every_stream_with_an_error(child):
+    outcome = faults.kill_child(child, STREAMS)
+    assert outcome.ends == {"error event": STREAMS}
+    assert outcome.exit_status == 1
+    assert child in outcome.reason
+    assert "signal 9" in outcome.reason
+    assert not outcome.notes
+
+
+def test_a_killed_server_leaves_no_process_behind():
+    outcome = faults.kill_child("server", STREAMS)
+    assert sum(outcome.ends.values()) == STREAMS
+    assert not outcome.notes
+
+
+def test_clients_that_hang_up_lose_no_pages():
+    outcome = faults.disconnects(4 * STREAMS)
+    assert set(outcome.ends) == {"hung up", "done"}
+    assert outcome.pages == "conserved"
+    assert outcome.exit_status == 0
+
+
+def test_a_full_queue_refuses_with_retry_after():
+    outcome = faults.full_queue(STREAMS)
+    assert set(outcome.ends) == {"done", "503 + Retry-After"}
+    assert outcome.ends["done"] >= STREAMS // 8 * 2
+    assert outcome.pages == "conserved"
+    assert outcome.exit_status == 0
+
+
+def test_a_small_pool_loses_no_request():
+    outcome = faults.small_pool(STREAMS)
+    assert outcome.ends == {"done": STREAMS}
+    (retractions,) = outcome.notes
+    assert int(retractions.split()[0]) > 0
+    assert outcome.pages == "conserved"
+    assert outcome.exit_status == 0
