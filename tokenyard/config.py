@@ -170,6 +170,9 @@ class Settings:
         False, "urgency", "refuse requests with a priority where priorities do not count"
     )
     priority_aging_s: float = setting(5.0, "urgency", "seconds of waiting worth one level of priority; 0 for no aging")
+    priority_function: str = setting(
+        "", "urgency", "function of your own, as module:name, that adds levels of urgency to waiting requests"
+    )
     enable_service_levels: bool = setting(False, "urgency", "part the queue by service class (high, normal, low)")
     service_level_weights: tuple[int, ...] = setting((8, 4, 1), "urgency", "shares of the levels high, normal and low")
     service_level_quantum_tokens: int = setting(1024, "urgency", "prompt tokens of one turn per unit of weight")
@@ -257,6 +260,10 @@ class Settings:
             (self.shutdown_timeout_s >= 0.0, "--shutdown-timeout-s must not be negative"),
             (self.watchdog_timeout_s >= 0.0, "--watchdog-timeout-s must be 0 (any time) or above"),
             (self.record != "" or not self.record_plain, "--record-plain needs --record FILE"),
+            (
+                not self.priority_function or self.enable_priority_scheduling or self.schedule_policy == "priority",
+                "--priority-function adds to priorities, which do not count here; add --enable-priority-scheduling",
+            ),
             (self.health_timeout_s > 0.0, "--health-timeout-s must be above 0"),
             (
                 not (self.skip_tokenizer_init and self.chat_template),
@@ -275,6 +282,9 @@ class Settings:
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
         values["context_length"] = context_length
         values["max_in_flight"] = 1 if self.disable_overlap_schedule else 2
+        if self.priority_function and self.default_priority_value is None:
+            # A request that ranks below all others would stay there whatever the function says.
+            values["default_priority_value"] = 0
         return SchedulerSettings(**values)
 
     def believed_costs(self) -> str:

@@ -38,11 +38,14 @@ from tokenyard.engine.driver import Driver
 from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.liveness import LoopState
 from tokenyard.engine.messages import FromScheduler, ToScheduler
+from tokenyard.engine.priority_hook import create_hook
 from tokenyard.engine.recording import build_core, load_prior, open_tape
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.scheduler_process import load_executor
 from tokenyard.engine.step_log import StepLog
 from tokenyard.engine.text import TextAssembler
+from tokenyard.executor.hub import find_model
+from tokenyard.policy.hook import load_priority_function
 from tokenyard.policy.registry import create_policy
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,19 @@ CANCELLED_STATUS = 499
 LONGEST_CONTEXT_TOKENS = 1 << 20
 
 
+def located(settings: Settings) -> Settings:
+    """Effective settings with the model's folder in place of its name on the hub, downloaded if need be.
+
+    Raises ConfigError for settings that contradict each other and for a model that is not there.
+    """
+    chosen = settings.effective()
+    own_tokenizer = chosen.tokenizer_path == chosen.model_path and not chosen.skip_tokenizer_init
+    if chosen.executor == "mock" and not own_tokenizer:
+        return chosen
+    folder = str(find_model(chosen.model_path))
+    return replace(chosen, model_path=folder, tokenizer_path=folder if own_tokenizer else chosen.tokenizer_path)
+
+
 def engine_config(settings: Settings) -> EngineConfig:
     """What the engine must know, from effective settings. Raises ConfigError for names that do not exist."""
     # The engine takes the context length from the loaded model; here it only must not be in the way.
@@ -60,6 +76,8 @@ def engine_config(settings: Settings) -> EngineConfig:
     create_policy(scheduler.schedule_policy, scheduler)
     get_eviction_policy(scheduler.radix_eviction_policy)
     load_prior(settings.believed_costs())
+    if settings.priority_function:
+        load_priority_function(settings.priority_function)
     return EngineConfig(
         model_path=settings.model_path,
         executor=settings.executor,
@@ -72,6 +90,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         cost_profile=settings.believed_costs(),
         record=settings.record,
         record_plain=settings.record_plain,
+        priority_function=settings.priority_function,
         watchdog_timeout_s=settings.watchdog_timeout_s,
         decode_log_interval=settings.decode_log_interval,
         log_level=settings.log_level,
@@ -212,7 +231,7 @@ class LLM:
 
     def _start_engine(self, settings: Settings) -> None:
         """Load the model and start the thread that runs the event loop."""
-        self.settings = settings.effective()
+        self.settings = located(settings)
         self._default_sampling = read_sampling_defaults(self.settings.model_path, self.settings.sampling_defaults)
         config = engine_config(self.settings)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
@@ -224,7 +243,8 @@ class LLM:
         self._numbers = itertools.count(1)
         self._failure: Exception | None = None
         steps = StepLog(config.decode_log_interval)
-        driver = Driver(core, self._executor, self._port, log=steps, state=LoopState())
+        hook = create_hook(config.priority_function, core, config.scheduler)
+        driver = Driver(core, self._executor, self._port, log=steps, state=LoopState(), hook=hook)
         loop = event_loop_overlap if config.overlaps(self.info) else event_loop_normal
         self._thread = threading.Thread(target=self._run, args=(loop, driver), name="tokenyard", daemon=True)
         self._thread.start()

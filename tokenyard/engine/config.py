@@ -18,6 +18,7 @@ class EngineConfig:
     chat_template: a template file used instead of the model's own, "" for that.
     cost_profile: what policies believe of step times at first, as "device/model" or a file; "" leaves it to the device.
     record: file for a tape (scheduler/tape.py), "" for none; record_plain: with ids and names as they are.
+    priority_function: "module:name" of a function that adds levels of urgency, "" for none.
     watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
     """
 
@@ -32,6 +33,7 @@ class EngineConfig:
     cost_profile: str = ""
     record: str = ""
     record_plain: bool = False
+    priority_function: str = ""
     watchdog_timeout_s: float = 300.0
     decode_log_interval: int = 40
     log_level: str = "info"

@@ -9,16 +9,29 @@ from typing import Any, Protocol
 from tokenyard.base import (
     NS_PER_S,
     Cancel,
+    ConfigError,
     Event,
     Executor,
     Finish,
+    SetPolicy,
     StepPlan,
     StepResult,
     Submit,
     TokenyardError,
 )
+from tokenyard.engine.guards import STALL_NS, StallGuard
 from tokenyard.engine.liveness import LoopState
-from tokenyard.engine.messages import FlushCache, FlushReply, FromScheduler, GetSnapshot, SnapshotReply, ToScheduler
+from tokenyard.engine.messages import (
+    ChoosePolicy,
+    FlushCache,
+    FlushReply,
+    FromScheduler,
+    GetSnapshot,
+    PolicyReply,
+    SnapshotReply,
+    ToScheduler,
+)
+from tokenyard.engine.priority_hook import PriorityHook
 from tokenyard.engine.step_log import StepLog
 from tokenyard.scheduler.recorder import Core
 
@@ -57,10 +70,19 @@ class Driver:
     """One scheduler, one executor and a port, with the verbs that an event loop is made of.
 
     A step that fails ends all open requests with an error; two failures in a row, or one that the device cannot
-    recover from, raise DeviceBrokenError.
+    recover from, raise DeviceBrokenError. A policy of the user's own that stalls is replaced by fcfs.
     """
 
-    def __init__(self, scheduler: Core, executor: Executor, port: Port, *, log: StepLog, state: LoopState) -> None:
+    def __init__(
+        self,
+        scheduler: Core,
+        executor: Executor,
+        port: Port,
+        *,
+        log: StepLog,
+        state: LoopState,
+        hook: PriorityHook | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._port = port
@@ -70,6 +92,10 @@ class Driver:
         self._refused: list[Finish] = []
         self._failures = 0
         self._counters_at_ns = 0
+        self._hook = hook
+        self._guard = StallGuard()
+        self._stall_note = ""
+        self._look_at_policy()
 
     def receive(self, *, wait: bool) -> bool:
         """Take in all messages; with `wait`, block until one comes or the scheduler has a time-out. False: stop."""
@@ -83,11 +109,25 @@ class Driver:
         self._state.enter("host")
         for message in messages or ():
             self._handle(message)
+        if wait:
+            # Nothing ran, so whoever came first is judged before he is lined up.
+            self.advise()
         return messages is not None
 
     def plan(self) -> StepPlan | None:
         """Return the next step, if there is anything to do."""
-        return self._scheduler.plan(time.monotonic_ns())
+        with self._guard.watch():
+            plan = self._scheduler.plan(time.monotonic_ns())
+        if self._guard.stalled:
+            self._replace_policy()
+        return plan
+
+    def advise(self) -> None:
+        """Let the priority function, if there is one, look at a few waiting requests while the device works."""
+        if self._hook is not None:
+            now = time.monotonic_ns()
+            for update in self._hook.advise(now):
+                self._scheduler.apply(update, now)
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step on the device."""
@@ -129,7 +169,8 @@ class Driver:
             self._state.enter("host")
         self._failures = 0
         self._flights.popleft()
-        self._scheduler.commit(result, time.monotonic_ns())
+        with self._guard.watch():
+            self._scheduler.commit(result, time.monotonic_ns())
         self._log.committed(result, self._scheduler)
 
     def send(self) -> None:
@@ -138,6 +179,8 @@ class Driver:
         if self._refused:
             batch.finished += self._refused
             self._refused = []
+        if self._hook is not None:
+            self._hook.told(batch)
         if not batch.empty:
             self._port.send(batch)
 
@@ -162,14 +205,55 @@ class Driver:
         if isinstance(message, FlushCache):
             self._port.send(FlushReply(message.reply_id, self._scheduler.flush(now)))
         elif isinstance(message, GetSnapshot):
-            self._port.send(SnapshotReply(message.reply_id, asdict(self._scheduler.snapshot(now))))
+            self._port.send(SnapshotReply(message.reply_id, self._counters(now)))
+        elif isinstance(message, ChoosePolicy):
+            event = SetPolicy(message.name, message.options)
+            self._port.send(PolicyReply(message.reply_id, self._set_policy(event, now)))
+        elif isinstance(message, SetPolicy):
+            self._set_policy(message, now)
         else:
             self._apply(message, now)
 
-    def _apply(self, event: Event, now: int) -> None:
-        """Hand an event on; one that the scheduler refuses costs its own request only."""
+    def _counters(self, now: int) -> dict[str, Any]:
+        """The scheduler's snapshot, and what the guards out here have to say."""
+        counters = asdict(self._scheduler.snapshot(now))
+        counters["policy_note"] = self._stall_note or counters["policy_note"]
+        counters["priority_function"] = self._hook.describe() if self._hook is not None else ""
+        return counters
+
+    def _set_policy(self, event: SetPolicy, now: int) -> str:
+        """Change the policy; return why not, "" if it was done."""
         try:
             self._scheduler.apply(event, now)
+        except ConfigError as error:
+            logger.warning("the policy stays as it is: %s", error.message)
+            return error.message
+        self._stall_note = ""
+        self._look_at_policy()
+        return ""
+
+    def _look_at_policy(self) -> None:
+        """Watch over the policy if it is the user's own, and log a note on it."""
+        state = self._scheduler.snapshot(time.monotonic_ns())
+        self._guard.begin(state.policy)
+        if state.policy_note:
+            logger.warning("%s", state.policy_note)
+
+    def _replace_policy(self) -> None:
+        now = time.monotonic_ns()
+        stalled = self._scheduler.snapshot(now).policy
+        self._set_policy(SetPolicy("fcfs"), now)
+        limit_ms = STALL_NS * 1000 // NS_PER_S
+        self._stall_note = f"{stalled} took longer than {limit_ms} ms for a step again and again: using fcfs"
+        logger.error("%s", self._stall_note)
+
+    def _apply(self, event: Event, now: int) -> None:
+        """Hand an event on; one that the scheduler refuses costs its own request only."""
+        if self._hook is not None and isinstance(event, Submit):
+            self._hook.submitted(event.request)
+        try:
+            with self._guard.watch():
+                self._scheduler.apply(event, now)
         except Exception as error:
             refused = isinstance(error, TokenyardError)
             logger.warning("%s was not taken: %s", type(event).__name__, error, exc_info=not refused)
@@ -198,7 +282,7 @@ class Driver:
         now = time.monotonic_ns()
         if now - self._counters_at_ns >= COUNTERS_EVERY_NS:
             self._counters_at_ns = now
-            self._state.set_counters(asdict(self._scheduler.snapshot(now)), now)
+            self._state.set_counters(self._counters(now), now)
 
 
 def empty_result(plan: StepPlan) -> StepResult:

@@ -10,6 +10,7 @@ def event_loop_normal(driver: Driver) -> None:
         plan = driver.plan()
         if plan is not None:
             flight = driver.launch(plan)
+            driver.advise()
             driver.sample(flight)
             driver.process(flight)
         driver.send()
@@ -26,6 +27,7 @@ def event_loop_overlap(driver: Driver) -> None:
     while driver.receive(wait=idle):
         plan = driver.plan()
         flight = driver.launch(plan) if plan is not None else None
+        driver.advise()
         if pending is not None:
             driver.process(pending)
         if flight is not None:

@@ -39,11 +39,26 @@ class GetSnapshot(msgspec.Struct):
     reply_id: int
 
 
+class ChoosePolicy(msgspec.Struct):
+    """Order the queue by another policy and say in a `PolicyReply` with the same id whether it was done."""
+
+    reply_id: int
+    name: str
+    options: dict[str, float | int | str | bool] = {}
+
+
 class FlushReply(msgspec.Struct):
     """The cache was emptied, or was not because requests run or wait."""
 
     reply_id: int
     done: bool
+
+
+class PolicyReply(msgspec.Struct):
+    """The policy was changed, or was not, and `refusal` says why."""
+
+    reply_id: int
+    refusal: str = ""
 
 
 class SnapshotReply(msgspec.Struct):
@@ -92,7 +107,18 @@ class TextBatch(msgspec.Struct, array_like=True):
 
 
 ToScheduler = (
-    Submit | Cancel | Update | Pause | Resume | StopFound | OpenGate | SetPolicy | Flush | FlushCache | GetSnapshot
+    Submit
+    | Cancel
+    | Update
+    | Pause
+    | Resume
+    | StopFound
+    | OpenGate
+    | SetPolicy
+    | Flush
+    | FlushCache
+    | GetSnapshot
+    | ChoosePolicy
 )
-FromScheduler = TokenBatch | Heartbeat | FlushReply | SnapshotReply
-ToApi = TextBatch | TokenBatch | Heartbeat | FlushReply | SnapshotReply
+FromScheduler = TokenBatch | Heartbeat | FlushReply | SnapshotReply | PolicyReply
+ToApi = TextBatch | TokenBatch | Heartbeat | FlushReply | SnapshotReply | PolicyReply

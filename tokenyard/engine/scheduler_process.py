@@ -14,6 +14,7 @@ from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.ipc import FROM_SCHEDULER, TO_SCHEDULER, ProtocolError, pull_socket, push_socket
 from tokenyard.engine.liveness import HeartbeatThread, LoopState
 from tokenyard.engine.messages import FromScheduler, Heartbeat, ToScheduler
+from tokenyard.engine.priority_hook import create_hook
 from tokenyard.engine.recording import build_core, open_tape
 from tokenyard.engine.step_log import StepLog
 from tokenyard.engine.watchdog import Watchdog
@@ -77,7 +78,8 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     out_address = task.api if config.skip_tokenizer_init else task.detokenizer
     port = SocketPort(Inbox(pull_socket(context, task.scheduler)), push_socket(context, out_address))
     state = LoopState()
-    driver = Driver(core, executor, port, log=StepLog(config.decode_log_interval), state=state)
+    hook = create_hook(config.priority_function, core, config.scheduler)
+    driver = Driver(core, executor, port, log=StepLog(config.decode_log_interval), state=state, hook=hook)
     # Sockets belong to one thread, so the heartbeat has its own.
     beats = push_socket(context, out_address)
     watchdog = Watchdog(config.watchdog_timeout_s, core, report, tape.flush if tape is not None else lambda: None)

@@ -2,7 +2,8 @@
 
 from typing import Protocol
 
-from tokenyard.base import Event, Flush, StepPlan, StepResult, TokenBatch
+from tokenyard.base import CostModel, Event, Flush, StepPlan, StepResult, TokenBatch
+from tokenyard.policy.hook import RequestView
 from tokenyard.scheduler.disguise import Disguise
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.scheduler.snapshot import Snapshot
@@ -98,6 +99,19 @@ class Recorder:
     def wakeup_ns(self) -> int | None:
         """When to call `plan` next even if nothing happens."""
         return self.scheduler.wakeup_ns()
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What is believed about step times."""
+        return self.scheduler.cost
+
+    def waiting_numbers(self) -> list[int]:
+        """The numbers of all requests that wait."""
+        return self.scheduler.waiting_numbers()
+
+    def request_view(self, number: int, now: int) -> RequestView | None:
+        """What a priority function may see of a waiting request."""
+        return self.scheduler.request_view(number, now)
 
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import (
+    NS_PER_S,
     Cancel,
     CostModel,
     Event,
@@ -35,7 +36,8 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
-from tokenyard.policy.hook import MOST_BOOST
+from tokenyard.policy import NO_PRIORITY
+from tokenyard.policy.hook import MOST_BOOST, RequestView
 from tokenyard.scheduler.committer import Committer
 from tokenyard.scheduler.draft import PlanDraft
 from tokenyard.scheduler.lifecycle import Gate, State
@@ -196,8 +198,11 @@ class Scheduler:
             self.roster.table.gates[row] &= ~event.gate
 
     def set_policy(self, event: SetPolicy, now: int) -> None:
-        """Order the queue by another policy. Raises ConfigError for an unknown name; the old one then stays."""
+        """Order the queue by another policy. Raises ConfigError for an unknown name, or one that contradicts other
+        settings; the old one then stays.
+        """
         settings = replace(self.roster.settings, schedule_policy=event.name, policy_options=event.options)
+        settings.validate()
         self.roster.set_policy(settings)
 
     def flush(self, now: int) -> bool:
@@ -272,6 +277,32 @@ class Scheduler:
             self.roster.reset_memory()
         return mismatch
 
+    @property
+    def cost(self) -> CostModel | None:
+        """What is believed about step times."""
+        return self.roster.cost
+
+    def waiting_numbers(self) -> list[int]:
+        """The numbers of all requests that wait, in order of arrival."""
+        numbers: list[int] = self.roster.table.number[self.roster.waiting.rows].tolist()
+        return numbers
+
+    def request_view(self, number: int, now: int) -> RequestView | None:
+        """What a priority function may see of a waiting request; None if it does not wait."""
+        table = self.roster.table
+        row = table.row_of(number)
+        if row is None or table.state[row] != State.WAITING:
+            return None
+        request, priority, prompt = table.request(row), int(table.priority[row]), int(table.prompt_tokens[row])
+        return RequestView(
+            priority=None if priority == NO_PRIORITY else priority,
+            tenant=request.tenant,
+            service_class=request.service_class,
+            prompt_tokens=prompt,
+            max_new_tokens=int(table.limit[row]) - prompt + 1,
+            waited_s=(now - int(table.arrival_ns[row])) / NS_PER_S,
+        )
+
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""
         size, tree = self.roster.memory.page_size, self.roster.memory.tree
@@ -289,6 +320,9 @@ class Scheduler:
             evicted_tokens=self.roster.memory.evicted_tokens,
             new_token_ratio=getattr(self.roster.policy.headroom, "ratio", 0.0),
             policy=self.roster.policy.describe(),
+            policy_options=dict(self.roster.policy.chosen),
+            overtaking=self.roster.policy.overtaking,
+            policy_note=self.roster.policy_note,
             paused=self._paused,
             counters=replace(self.roster.counters),
         )

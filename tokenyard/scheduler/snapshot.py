@@ -27,7 +27,10 @@ class Counters:
 
 @dataclass(slots=True)
 class Snapshot:
-    """The state at one moment. used_tokens: KV held by rows and locked prefixes; cached_tokens: evictable KV."""
+    """The state at one moment. used_tokens: KV held by rows and locked prefixes; cached_tokens: evictable KV.
+
+    overtaking: the policy's stated bound. policy_note: why it is not the one that was asked for, if it is not.
+    """
 
     now: int
     waiting: int
@@ -40,5 +43,8 @@ class Snapshot:
     evicted_tokens: int
     new_token_ratio: float
     policy: str
+    policy_options: dict[str, float | int | str | bool]
+    overtaking: str
+    policy_note: str
     paused: bool
     counters: Counters
