@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from tokenyard.base import ConfigError
 from tokenyard.cli.compare import add_compare_arguments, run_compare
 from tokenyard.cli.flags import Parser
 from tokenyard.cli.goodput import add_goodput_arguments, run_goodput
+from tokenyard.cli.main import main
 from tokenyard.cli.simulate import add_simulate_arguments, run_simulate
 from tokenyard.cli.simulation import load_tokenizer, load_workload, make_setup
 from tokenyard.config import DEMO_MODEL
@@ -97,6 +100,12 @@ def test_a_profile_file_takes_the_place_of_device_and_model(tmp_path):
         ([*SMALL, "--slo-tpot-ms", "0"], "^--slo-tpot-ms|^SLO targets"),
         ([*SMALL, "--schedule-policy", "fcsf"], "no schedule policy"),
         ([*SMALL, "--chunked-prefill-size", "7"], "--chunked-prefill-size"),
+        ([*SMALL, "--json", "nowhere/o.json"], "--json nowhere/o.json lies in a folder"),
+        ([*SMALL, "--report", "/"], "--report / is a folder"),
+        ([*SMALL, "--seed", "-1"], "--seed"),
+        ([*SMALL, "--host-us", "-1"], "--host-us"),
+        ([*SMALL, "--cost-error", "-1"], "--cost-error"),
+        ([*SMALL, "--request-rate", "inf"], "--request-rate"),
     ],
 )
 def test_wrong_arguments_are_one_clear_line(argv, complaint):
@@ -148,3 +157,38 @@ def test_a_tokenizer_folder_or_a_clear_line(tmp_path):
     if not (DEMO_MODEL / "tokenizer.json").is_file():
         pytest.skip("the demo model is not there")
     assert len(load_tokenizer(DEMO_MODEL)("hello there")) > 0
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare", "goodput"])
+def test_the_commands_are_on_the_command_line(command, tmp_path, capsys):
+    names = [] if command == "simulate" else ["sglang-default"]
+    out = tmp_path / "o.json"
+    argv = [command, *names, "--synthetic", "plain", "--limit", "150", "--json", str(out), "--quiet"]
+    assert main([*argv, "--tolerance", "0.5"] if command == "goodput" else argv) == 0
+    assert json.loads(out.read_text())
+    assert main([*argv, "--trace", "x"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_guides_own_policy_runs_from_the_folder_it_lies_in(tmp_path, monkeypatch):
+    guide = (Path(__file__).resolve().parents[2] / "docs/your_own_policy.md").read_text()
+    (tmp_path / "my_policies.py").write_text(guide.split("```python\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
+    argv = ["--synthetic", "multi-turn", "--limit", "100", "--quiet"]
+    assert main(["simulate", *argv, "--schedule-policy", "my_policies:WarmFirst"]) == 0
+    assert main(["compare", *argv, "fcfs", "my_policies:WarmFirst"]) == 0
+
+
+def test_help_can_be_searched(capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help", "perfetto"])
+    shown = capsys.readouterr().out
+    assert "--perfetto" in shown
+    assert "--trace-format" not in shown
+
+
+def test_goodput_takes_no_preset_flag_and_no_tolerance_of_nothing():
+    for extra, complaint in ((["--preset", "sarathi"], "as names"), (["--tolerance", "0"], "--tolerance")):
+        with pytest.raises(ConfigError, match=complaint):
+            run_goodput(parse(add_goodput_arguments, "fcfs", *SMALL, *extra))

@@ -16,6 +16,7 @@ from tokenyard.cli.simulation import (
     add_device_arguments,
     add_scheduler_arguments,
     add_workload_arguments,
+    check_arguments,
     load_workload,
     make_setup,
     outcome_table,
@@ -54,8 +55,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Simulate every setting and write what was asked for. Returns the exit status."""
-    if args.preset is not None or args.schedule_policy is not None:
-        raise ConfigError("compare takes presets and policies as names, not as --preset or --schedule-policy")
+    check_named(args)
     workload = load_workload(args)
     setups = {name: named_setup(args, workload, name) for name in args.names}
     results = simulate_all(workload, setups, args.jobs, args.quiet)
@@ -68,6 +68,15 @@ def run_compare(args: argparse.Namespace) -> int:
     if not args.quiet:
         Console().print(outcome_table(numbers))
     return 0
+
+
+def check_named(args: argparse.Namespace) -> None:
+    """`check_arguments`, and ConfigError where a preset or policy is given by a flag and not as a name."""
+    check_arguments(args)
+    if args.preset is not None or args.schedule_policy is not None:
+        raise ConfigError("presets and policies are given as names here, not as --preset or --schedule-policy")
+    if getattr(args, "jobs", 1) < 1:
+        raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
 
 
 def named_setup(args: argparse.Namespace, workload: Workload, name: str) -> Setup:
@@ -84,7 +93,7 @@ def simulate_all(
     context = multiprocessing.get_context("spawn")
     done = context.Array(c_int64, len(setups), lock=False)
     with (
-        ProcessPoolExecutor(max(1, min(jobs, len(setups))), context, _share_counters, (done,)) as pool,
+        ProcessPoolExecutor(min(jobs, len(setups)), context, _share_counters, (done,)) as pool,
         progress_bar(quiet) as bar,
     ):
         tasks = [bar.add_task(name, total=len(workload)) for name in setups]

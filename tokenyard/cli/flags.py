@@ -232,6 +232,14 @@ def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> Non
             target.add_argument(*flag.positive, metavar=flag.name.rsplit("_", 1)[-1].upper(), **options)
 
 
+def hide_other_flags(parser: argparse.ArgumentParser, word: str) -> None:
+    """Leave out of the help every flag that neither is called nor says `word`."""
+    for action in parser._actions:
+        texts = (*action.option_strings, action.help or "")
+        if action.option_strings and not any(word.lower() in text.lower() for text in texts):
+            action.help = argparse.SUPPRESS
+
+
 def split_help_word(argv: Sequence[str]) -> tuple[list[str], str]:
     """`argv` without the word after `--help`, and that word ("" if none)."""
     words = list(argv)

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tokenyard.base import ConfigError
-from tokenyard.cli.compare import named_setup
+from tokenyard.cli.compare import check_named, named_setup
 from tokenyard.cli.simulation import (
     add_device_arguments,
     add_scheduler_arguments,
@@ -83,7 +83,10 @@ class Curve:
 
 def run_goodput(args: argparse.Namespace) -> int:
     """Search for every setting and target and write what was asked for. Returns the exit status."""
+    check_named(args)
     targets = _targets(args.targets)
+    if not args.tolerance > 0.0:
+        raise ConfigError(f"--tolerance is {args.tolerance}; it must be above 0")
     start = args.rate_scale
     workload = load_workload(argparse.Namespace(**{**vars(args), "rate_scale": 1.0}))
     found: dict[str, dict[str, float]] = {}

@@ -2,27 +2,48 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenyard import __version__
 from tokenyard.base import TokenyardError
 from tokenyard.cli.bench_arguments import add_bench_arguments
-from tokenyard.cli.flags import Parser, add_setting_flags, split_help_word
+from tokenyard.cli.flags import Parser, add_setting_flags, hide_other_flags, split_help_word
 
 USAGE_ERROR = 2
+SETTINGS_NOTE = (
+    " Every flag is also an environment variable, such as TOKENYARD_MAX_RUNNING_REQUESTS, and a line in the file given "
+    "by --config."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: `run` is `module:function`, called with the parsed arguments; it returns the exit status."""
+    """A subcommand: `run` is `module:function`, called with the parsed arguments; it returns the exit status.
+
+    `add_arguments` gives the parser its arguments, all but those that every setting has with `takes_settings`.
+    """
 
     name: str
     help_text: str
     run: str
     takes_settings: bool
     add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+def _load(path: str) -> Callable[..., Any]:
+    """The function `module:function`."""
+    module, _, function = path.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return loaded
+
+
+def _arguments_of(path: str) -> Callable[[argparse.ArgumentParser], None]:
+    """An `add_arguments` that imports its module only when it is called."""
+    return lambda parser: _load(path)(parser)
 
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,11 +100,35 @@ COMMANDS = (
         False,
         add_bench_arguments,
     ),
+    Command(
+        "simulate",
+        "run a trace through the scheduler in virtual time",
+        "tokenyard.cli.simulate:run_simulate",
+        False,
+        _arguments_of("tokenyard.cli.simulate:add_simulate_arguments"),
+    ),
+    Command(
+        "compare",
+        "simulate several policies on one trace, side by side",
+        "tokenyard.cli.compare:run_compare",
+        False,
+        _arguments_of("tokenyard.cli.compare:add_compare_arguments"),
+    ),
+    Command(
+        "goodput",
+        "find the largest load that each policy can take",
+        "tokenyard.cli.goodput:run_goodput",
+        False,
+        _arguments_of("tokenyard.cli.goodput:add_goodput_arguments"),
+    ),
 )
 
 
-def build_parser(word: str = "") -> Parser:
-    """The whole command line; with `word`, help shows only the flags it matches."""
+def build_parser(chosen: str = "", word: str = "") -> Parser:
+    """The command line with all commands, and the arguments of the `chosen` one alone, whose modules may be heavy.
+
+    With `word`, help shows only the flags it matches.
+    """
     parser = Parser(prog="tokenyard", description="An LLM serving engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tokenyard {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -92,23 +137,30 @@ def build_parser(word: str = "") -> Parser:
             command.name,
             help=command.help_text,
             description=command.help_text[:1].upper() + command.help_text[1:] + ".",
-            epilog="--help WORD shows the flags about WORD. Every flag is also an environment variable, such as "
-            "TOKENYARD_MAX_RUNNING_REQUESTS, and a line in the file given by --config.",
+            epilog="--help WORD shows the flags about WORD." + (SETTINGS_NOTE if command.takes_settings else ""),
             allow_abbrev=False,
-            usage=f"tokenyard {command.name} [FLAGS] ..." if command.takes_settings else None,
         )
-        command.add_arguments(sub)
-        if command.takes_settings:
-            add_setting_flags(sub, word=word)
-        sub.set_defaults(run=command.run)
+        if command.name == chosen:
+            _add_arguments(sub, command, word)
     return parser
+
+
+def _add_arguments(parser: argparse.ArgumentParser, command: Command, word: str) -> None:
+    command.add_arguments(parser)
+    if command.takes_settings:
+        add_setting_flags(parser, word=word)
+    elif word:
+        hide_other_flags(parser, word)
+    parser.set_defaults(run=command.run)
+    parser.usage = f"tokenyard {command.name} [FLAGS] ..."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 2 for a mistake in the arguments or the model."""
     words, word = split_help_word(sys.argv[1:] if argv is None else argv)
-    parser = build_parser(word)
+    chosen = next((argument for argument in words if not argument.startswith("-")), "")
     try:
+        parser = build_parser(chosen, word)
         namespace = parser.parse_strictly(words)
         if namespace.command is None:
             parser.print_help()
@@ -117,10 +169,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             if namespace.model_path:
                 parser.error("the model is given twice: as an argument and by --model-path")
             namespace.model_path = namespace.model
-        module, _, function = namespace.run.partition(":")
-        return int(getattr(importlib.import_module(module), function)(namespace))
+        _find_modules_here()
+        return int(_load(namespace.run)(namespace))
     except TokenyardError as error:
         print(f"tokenyard: {error.message}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
         return 130
+
+
+def _find_modules_here() -> None:
+    """Let policies of one's own be found in the current folder; last, so that they shadow nothing."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())

@@ -2,22 +2,25 @@
 
 import argparse
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from rich.console import Console
 
-from tokenyard.base import StepPlan, StepWork
+from tokenyard.base import ConfigError, StepPlan, StepWork
 from tokenyard.cli.simulation import (
     add_device_arguments,
     add_scheduler_arguments,
     add_workload_arguments,
+    check_arguments,
     load_workload,
     make_setup,
     outcome_table,
     progress_bar,
 )
-from tokenyard.scheduler import Scheduler
+from tokenyard.scheduler.recorder import Core
 from tokenyard.sim.bounds import attainment_bound, infinite_cache_hit_rate
 from tokenyard.sim.engine import Setup, simulate
 from tokenyard.sim.metrics import summary
@@ -36,22 +39,24 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers")
     group.add_argument("--report", type=Path, metavar="OUT", help="write a page with charts")
     group.add_argument("--perfetto", type=Path, metavar="OUT", help="write the steps for ui.perfetto.dev")
+    group.add_argument("--tape", type=Path, metavar="OUT", help="write a tape of the (first) scheduler, for replay")
     group.add_argument("--bound", action="store_true", help="also say what no scheduler could beat")
     group.add_argument("--quiet", action="store_true", help="no progress bar and no table")
 
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Simulate and write what was asked for. Returns the exit status."""
+    check_arguments(args)
     workload = load_workload(args)
     setup = make_setup(args, workload, args.preset)
     name = args.preset or setup.settings.schedule_policy
     timeline = Timeline() if args.report is not None else None
     perfetto = PerfettoTrace() if args.perfetto is not None else None
     observers: list[StepObserver] = [one for one in (timeline, perfetto) if one is not None]
-    with progress_bar(args.quiet) as bar:
+    with progress_bar(args.quiet) as bar, open_tape(args.tape) as tape:
         task = bar.add_task(name, total=len(workload))
         observer = Observers(observers) if observers else None
-        outcome = simulate(workload, setup, observer, lambda done, _: bar.update(task, completed=done))
+        outcome = simulate(workload, setup, observer, lambda done, _: bar.update(task, completed=done), tape)
     numbers = {**summary(outcome), **(oracle_bounds(workload, setup) if args.bound else {})}
     if args.json is not None:
         args.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
@@ -64,13 +69,23 @@ def run_simulate(args: argparse.Namespace) -> int:
     return 0
 
 
+def open_tape(path: Path | None) -> AbstractContextManager[BinaryIO | None]:
+    """A new file for a tape, or nothing for None. Raises ConfigError if it cannot be written."""
+    if path is None:
+        return nullcontext()
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(f"--tape {path}: {error.strerror}; give a file that can be written") from error
+
+
 @dataclass(slots=True)
 class Observers:
     """Several step observers as one."""
 
     all: list[StepObserver]
 
-    def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Scheduler) -> None:
+    def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Core) -> None:
         """Tell each of them."""
         for observer in self.all:
             observer(begin_ns, end_ns, plan, work, scheduler)

@@ -22,6 +22,7 @@ from tokenyard.sim.synthetic import SYNTHETIC, synthetic
 from tokenyard.sim.traces import TRACE_FORMATS, ReadOptions, Tokenize, read_trace
 from tokenyard.sim.workload import Workload
 
+OUTPUT_FLAGS = ("json", "report", "perfetto")
 SCHEDULER_GROUPS = ("scheduler", "urgency")
 MODEL_FLAGS = ("page_size", "max_total_tokens", "context_length")
 REPLACED_FLAGS = ("disable_overlap_schedule",)
@@ -81,6 +82,28 @@ def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
             )
         else:
             group.add_argument(*flag.positive, metavar=flag.name.rsplit("_", 1)[-1].upper(), **options)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what would otherwise only show after the run, or not at all."""
+    checks = (
+        (args.seed >= 0, f"--seed is {args.seed}; it must be at least 0"),
+        (0.0 < args.request_rate < float("inf"), f"--request-rate is {args.request_rate}; it must be above 0"),
+        (args.host_us >= 0.0, f"--host-us is {args.host_us}; it must be at least 0"),
+        (args.cost_error > -1.0, f"--cost-error is {args.cost_error}; it must be above -1"),
+    )
+    for holds, message in checks:
+        if not holds:
+            raise ConfigError(message)
+    for name in OUTPUT_FLAGS:
+        check_output(getattr(args, name, None), f"--{name}")
+
+
+def check_output(path: Path | None, flag: str) -> None:
+    """Raise ConfigError if no file can be written at `path`."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        what = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
+        raise ConfigError(f"{flag} {path} {what}; name a file")
 
 
 def load_workload(args: argparse.Namespace) -> Workload:
