@@ -3,6 +3,7 @@
 import io
 import struct
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import (
     Cancel,
     ConfigError,
+    Event,
     Flush,
     LogprobOptions,
     OpenGate,
@@ -33,7 +35,7 @@ from tokenyard.policy import POLICIES
 from tokenyard.scheduler.disguise import Disguise
 from tokenyard.scheduler.recorder import Recorder
 from tokenyard.scheduler.replay import replay
-from tokenyard.scheduler.tape import Origin, Planned, Raised, Tape
+from tokenyard.scheduler.tape import KINDS, Origin, Planned, Raised, Tape
 
 KEY = b"a key for all tests"
 TENANTS = {
@@ -378,6 +380,10 @@ def test_policies_that_are_code_are_loaded_only_when_allowed():
     with pytest.raises(ConfigError, match="--own-policies"):
         replay(yard.tape())
     assert replay(yard.tape(), own_policies=True).difference is None
+
+
+def test_every_event_there_is_has_its_kind():
+    assert set(get_args(Event)) <= set(KINDS)
 
 
 def test_a_number_in_use_is_refused_on_both_sides():

@@ -7,7 +7,7 @@ import pytest
 
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import Cancel, ConfigError, SamplingParams, SchedulerSettings, StopFound, Update
-from tokenyard.cost import LinearCost, LinearTerms
+from tokenyard.cost import LinearCost, LinearTerms, get_profile
 from tokenyard.executor.mock import MockExecutor
 from tokenyard.scheduler.recorder import Recorder
 from tokenyard.scheduler.replay import Replay
@@ -15,6 +15,7 @@ from tokenyard.scheduler.tape import Origin, Tape
 from tokenyard.sim.content import ANSWER_STREAM, stream_tokens
 from tokenyard.sim.conversations import Conversations
 from tokenyard.sim.engine import Setup, simulate
+from tokenyard.sim.synthetic import synthetic
 from tokenyard.sim.taped import History, write_trace
 from tokenyard.sim.traces import ReadOptions, read_trace
 
@@ -175,3 +176,16 @@ def test_earlier_answers_in_a_prompt_become_the_simulated_ones():
     assert told[7:] == [*stream_tokens(ANSWER_STREAM + 2, np.arange(2)), 80]
     assert talks.add(4, ids(1, 2, 3, 50, 99), ids()).tolist()[3:] == [made[0], 99]
     assert talks.add(5, ids(4, 2, 3, 50), ids()).tolist() == [4, 2, 3, 50]
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_a_simulated_run_leaves_a_tape_like_a_served_one(learn):
+    workload = synthetic("plain", 60, 40.0, 1)
+    settings = SchedulerSettings(context_length=8192, max_in_flight=2, schedule_policy="slo")
+    setup = Setup(get_profile("h100", "llama-3-8b"), settings, belief_scale=1.3, learn=learn)
+    file = io.BytesIO()
+    taped = simulate(workload, setup, tape=file)
+    assert taped.decision_hash == simulate(workload, setup).decision_hash
+    report = Replay(Tape(file.getvalue(), "t"), None, False).run()
+    assert report.difference is None
+    assert report.plans == taped.counters["steps"] > 100

@@ -82,7 +82,7 @@ NO_PLAN = b"none"
 """The digest of a call of `plan` that found nothing to do."""
 
 Body = Event | Planned | Committed | Idled | Raised
-_KINDS: tuple[type, ...] = (
+KINDS: tuple[type, ...] = (
     Submit,
     Cancel,
     Update,
@@ -143,7 +143,7 @@ class TapeEncoder:
     def __init__(self, disguise: Disguise) -> None:
         self._disguise = disguise
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-        self._kinds = {cls: kind for kind, cls in enumerate(_KINDS)}
+        self._kinds = {cls: kind for kind, cls in enumerate(KINDS)}
 
     def header(self, header: Header) -> bytes:
         """The beginning of a tape."""
@@ -232,7 +232,7 @@ class Tape:
     def records(self) -> Iterator[Record]:
         """All whole records. Raises ConfigError, naming its place, for one that does not decode."""
         decoders: list[msgspec.msgpack.Decoder[Any]] = [
-            msgspec.msgpack.Decoder(cls, dec_hook=_decode_array) for cls in _KINDS
+            msgspec.msgpack.Decoder(cls, dec_hook=_decode_array) for cls in KINDS
         ]
         view = memoryview(self._data)
         for kind, now, begin, end in self._frames():

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from tokenyard import __version__
 from tokenyard.base import (
     NS_PER_S,
     BoolArray,
     ConfigError,
-    CostModel,
     ExecutorInfo,
     Finish,
     Int32Array,
@@ -18,9 +18,10 @@ from tokenyard.base import (
     Request,
     SchedulerSettings,
 )
-from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
+from tokenyard.cost import LinearCost, Profile, unloaded_prefill_s
 from tokenyard.router.choice import Chooser, WorkerLoad, make_chooser
-from tokenyard.scheduler import Scheduler
+from tokenyard.scheduler.recorder import Recorder, Sink
+from tokenyard.scheduler.tape import Origin
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE, BlankContent, Content
 from tokenyard.sim.replica import NEVER_NS, Replica, SimExecutor, StepObserver
 from tokenyard.sim.workload import Float64Array, Workload, to_ns
@@ -74,11 +75,10 @@ class Setup:
         settings = self.settings
         return SloTargets(settings.slo_ttft_ms / 1e3, settings.slo_ttft_scale, settings.slo_tpot_ms / 1e3)
 
-    def belief(self) -> CostModel:
-        """A fresh cost model for one scheduler to plan with."""
+    def belief(self) -> LinearCost:
+        """What a scheduler believes of step times at first."""
         truth = self.profile.cost()
-        fixed = truth if self.belief_scale == 1.0 else LinearCost(truth.terms.scaled(self.belief_scale), truth.links)
-        return OnlineCost(fixed) if self.learn else fixed
+        return truth if self.belief_scale == 1.0 else LinearCost(truth.terms.scaled(self.belief_scale), truth.links)
 
 
 @dataclass
@@ -153,15 +153,19 @@ class Outcome:
 
 
 def simulate(
-    workload: Workload, setup: Setup, observer: StepObserver | None = None, progress: Progress | None = None
+    workload: Workload,
+    setup: Setup,
+    observer: StepObserver | None = None,
+    progress: Progress | None = None,
+    tape: Sink | None = None,
 ) -> Outcome:
     """Serve `workload` with `setup` and tell what became of it.
 
-    `observer` sees every step of the first replica, `progress` is called with (submitted, all) now and then. Raises
-    ConfigError for settings that cannot work.
+    `observer` sees every step of the first replica and `tape` takes down its scheduler; `progress` is called with
+    (submitted, all) now and then. Raises ConfigError for settings that cannot work.
     """
     begin = time.perf_counter()
-    run = _Run(workload, setup, observer)
+    run = _Run(workload, setup, observer, tape)
     for index in range(len(workload)):
         run.submit(index)
         if progress is not None and index % PROGRESS_REQUESTS == 0:
@@ -196,7 +200,7 @@ def executor_info(workload: Workload, setup: Setup) -> ExecutorInfo:
 class _Run:
     """The state of one simulation."""
 
-    def __init__(self, workload: Workload, setup: Setup, observer: StepObserver | None) -> None:
+    def __init__(self, workload: Workload, setup: Setup, observer: StepObserver | None, tape: Sink | None) -> None:
         if setup.replicas < 1:
             raise ConfigError(f"--replicas is {setup.replicas}; it must be at least 1")
         self._workload, self._setup = workload, setup
@@ -204,15 +208,17 @@ class _Run:
         self._content: Content = BlankContent() if setup.settings.disable_radix_cache else workload.content
         self._unloaded_s: dict[int, float] = {}
         self._outcome = _blank_outcome(workload, setup)
-        self._replicas = [self._replica(observer if number == 0 else None) for number in range(setup.replicas)]
+        others = [self._replica(None, None) for _ in range(setup.replicas - 1)]
+        self._replicas = [self._replica(observer, tape), *others]
         self._loads = [WorkerLoad() for _ in self._replicas]
         self._chooser: Chooser = make_chooser(setup.router, setup.replicas, setup.seed)
 
-    def _replica(self, observer: StepObserver | None) -> Replica:
+    def _replica(self, observer: StepObserver | None, tape: Sink | None) -> Replica:
         setup, info = self._setup, executor_info(self._workload, self._setup)
         distinct = not setup.settings.disable_radix_cache
         executor = SimExecutor(info, self._truth, self._workload.output_tokens, distinct)
-        scheduler = Scheduler(setup.settings, info, setup.belief())
+        origin = Origin(setup.settings, info, setup.belief(), setup.learn)
+        scheduler = origin.scheduler() if tape is None else Recorder(origin, tape, None, __version__)
         return Replica(scheduler, executor, self._note_finish, setup.settings.max_in_flight, setup.host_s, observer)
 
     def submit(self, index: int) -> None:

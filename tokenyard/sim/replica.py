@@ -20,7 +20,7 @@ from tokenyard.base import (
     Submit,
     step_work,
 )
-from tokenyard.scheduler import Scheduler
+from tokenyard.scheduler.recorder import Core
 from tokenyard.sim.content import ANSWER_STREAM, EOS_TOKEN, stream_tokens
 from tokenyard.sim.workload import to_ns
 
@@ -28,7 +28,7 @@ NEVER_NS = 2**63 - 1
 FILLER_TOKEN = 1
 STEPS_PER_DRAIN = 8
 
-StepObserver = Callable[[int, int, StepPlan, StepWork, Scheduler], None]
+StepObserver = Callable[[int, int, StepPlan, StepWork, Core], None]
 """Told of each step when it is committed: (launch ns, end ns, plan, work, scheduler)."""
 
 
@@ -91,7 +91,7 @@ class Replica:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Core,
         executor: SimExecutor,
         finished: Callable[[Finish], None],
         depth: int = 1,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import StepPlan, StepWork
-from tokenyard.scheduler import Scheduler
+from tokenyard.scheduler.recorder import Core
 
 MOST_SAMPLES = 2048
 MOST_SLICES = 200_000
@@ -35,7 +35,7 @@ class Timeline:
         self._stride = 1
         self._seen = 0
 
-    def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Scheduler) -> None:
+    def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Core) -> None:
         """See `StepObserver`."""
         self._seen += 1
         if self._seen % self._stride:
@@ -66,7 +66,7 @@ class PerfettoTrace:
         self._slices = 0
         self._left_out = 0
 
-    def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Scheduler) -> None:
+    def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Core) -> None:
         """See `StepObserver`."""
         if self._slices >= MOST_SLICES:
             self._left_out += 1
