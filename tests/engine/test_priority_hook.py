@@ -1,6 +1,5 @@
 """Priority functions of the user's: what they see, what comes of it, and what they cannot do to others."""
 
-import logging
 import sys
 import time
 import types

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import WordPiece
 
-from tokenyard.base import ContextLengthError, Finish, FinishReason, InvalidRequestError, TokenLogprobs
+from tokenyard.base import ConfigError, ContextLengthError, Finish, FinishReason, InvalidRequestError, TokenLogprobs
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 
 WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()  # noqa: SIM905
@@ -125,12 +125,19 @@ class FakeManager:
     async def continue_(self) -> None:
         self.calls.append(("continue",))
 
+    async def set_policy(self, name: str, options: dict[str, Any]) -> None:
+        if name == "fastest":
+            raise ConfigError("there is no schedule policy 'fastest'; did you mean fcfs?")
+        self.calls.append(("set_policy", name, options))
+
     async def flush_cache(self) -> bool:
         return self.flushable
 
     async def snapshot(self) -> dict[str, Any]:
         counters = {"retracted": 4, "steps": 9}
-        return {"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100, "counters": counters}
+        policy = {"policy": "priority+lpm", "policy_options": {}, "overtaking": "a bound", "policy_note": "a note"}
+        load = {"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100}
+        return {**load, **policy, "priority_function": "mod:f", "counters": counters}
 
     def health(self) -> float:
         return self.age_s

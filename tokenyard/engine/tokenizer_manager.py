@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from tokenyard.base import (
     Cancel,
+    ConfigError,
     EngineDeadError,
     ExecutorInfo,
     OverloadedError,
@@ -29,10 +30,12 @@ from tokenyard.engine.chat_template import ChatTemplate, Message, render_within
 from tokenyard.engine.ipc import TO_API, TO_SCHEDULER, Endpoints, ProtocolError, pull_socket, push_socket
 from tokenyard.engine.liveness import heartbeat_age_s
 from tokenyard.engine.messages import (
+    ChoosePolicy,
     FlushCache,
     FlushReply,
     GetSnapshot,
     Heartbeat,
+    PolicyReply,
     SnapshotReply,
     TextBatch,
     ToApi,
@@ -146,6 +149,14 @@ class TokenizerManager:
         """Go on after `pause`."""
         self._send(Resume())
 
+    async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
+        """Order the queue by another policy. Raises ConfigError, and nothing changes, if that cannot be."""
+        reply_id, reply = self._expect_reply()
+        self._send(ChoosePolicy(reply_id, name, options))
+        refusal = await self._reply(reply_id, reply, REPLY_TIMEOUT_S)
+        if refusal:
+            raise ConfigError(refusal)
+
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False, and nothing done, while requests run or wait."""
         reply_id, reply = self._expect_reply()
@@ -254,7 +265,11 @@ class TokenizerManager:
                 self._deliver(self._assembler.step(message)[0])
             case Heartbeat():
                 self._heartbeat = message
-            case FlushReply(reply_id=reply_id, done=value) | SnapshotReply(reply_id=reply_id, counters=value):
+            case (
+                FlushReply(reply_id=reply_id, done=value)
+                | SnapshotReply(reply_id=reply_id, counters=value)
+                | PolicyReply(reply_id=reply_id, refusal=value)
+            ):
                 reply = self._replies.get(reply_id)
                 if reply is not None and not reply.done():
                     reply.set_result(value)

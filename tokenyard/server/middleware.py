@@ -16,6 +16,7 @@ ADMIN_PATHS = frozenset(
         "/continue_generation",
         "/get_server_info",
         "/server_info",
+        "/v1/scheduler",
     }
 )
 ADMIN_PREFIX = "/v1/requests/"

@@ -6,7 +6,7 @@ mode. Errors are always InvalidRequestError with the field at fault.
 
 import logging
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -193,6 +193,14 @@ class UpdateRequest:
 
     priority: int | None = None
     deadline_ms: float | None = None
+
+
+@dataclass(kw_only=True)
+class SchedulerRequest:
+    """`POST /v1/scheduler`."""
+
+    policy: str
+    options: dict[str, float | int | str | bool] = field(default_factory=dict)
 
 
 def parse(body: bytes, kind: type[T], *, strict: bool = False) -> T:

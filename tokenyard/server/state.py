@@ -49,6 +49,9 @@ class Manager(Protocol):
     async def continue_(self) -> None:
         """Go on."""
 
+    async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
+        """Order the queue by another policy. Raises ConfigError if that cannot be."""
+
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False if requests are there."""
 

@@ -1,0 +1,169 @@
+"""Changing the policy while an engine runs, and what becomes of one that stalls."""
+
+import asyncio
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+
+from tests.engine.engines import mock_config, watched_mock
+from tests.engine.test_driver import LOOPS, ScriptedPort, both_loops, run, submit
+from tokenyard.base import ConfigError, SchedulerSettings, SetPolicy
+from tokenyard.engine.driver import Driver
+from tokenyard.engine.guards import MOST_MISTAKES, STALL_NS, WINDOW_CALLS, StallGuard
+from tokenyard.engine.launch import running_engine
+from tokenyard.engine.liveness import LoopState
+from tokenyard.engine.messages import ChoosePolicy, GetSnapshot, PolicyReply
+from tokenyard.engine.step_log import StepLog
+from tokenyard.policy import Policy
+from tokenyard.scheduler.recorder import Recorder
+from tokenyard.scheduler.replay import replay
+from tokenyard.scheduler.tape import Origin, Tape
+
+
+def replies(port):
+    return {message.reply_id: message.refusal for message in port.sent if isinstance(message, PolicyReply)}
+
+
+@both_loops
+def test_a_policy_is_changed_while_requests_wait(loop, depth):
+    burst = [submit(number, prompt=(5,) * number, tokens=6) for number in range(1, 6)]
+    port = ScriptedPort([*burst, ChoosePolicy(1, "lof")], [GetSnapshot(2)])
+    run(loop, depth, port, max_running_requests=2)
+    state = port.sent[-1].counters
+    assert (state["policy"], state["policy_note"], state["policy_options"]) == ("lof", "", {})
+    assert state["overtaking"].startswith("none")
+    assert replies(port) == {1: ""}
+    assert len(port.finished()) == 5
+
+
+@both_loops
+def test_a_refused_policy_is_answered_and_leaves_the_old_one(loop, depth, caplog):
+    choices = [ChoosePolicy(1, "lmp"), ChoosePolicy(2, "random", {"sed": 1}), ChoosePolicy(3, "random", {"seed": "x"})]
+    port = ScriptedPort(choices, [SetPolicy("nothing")], [GetSnapshot(4)])
+    run(loop, depth, port, schedule_policy="hrrn")
+    refusals = replies(port)
+    assert "did you mean lpm" in refusals[1]
+    assert "it has seed" in refusals[2]
+    assert "must be a int" in refusals[3]
+    assert port.sent[-1].counters["policy"] == "hrrn"
+    assert "there is no schedule policy 'nothing'" in caplog.text
+
+
+@both_loops
+def test_a_policy_that_contradicts_other_settings_is_refused(loop, depth):
+    port = ScriptedPort([ChoosePolicy(1, "priority")])
+    run(loop, depth, port, abort_on_priority_when_disabled=True)
+    assert "drop one of the two" in replies(port)[1]
+
+
+def test_a_policy_that_needs_the_cache_says_what_it_does_without(caplog):
+    port = ScriptedPort([ChoosePolicy(1, "dfs-weight")], [GetSnapshot(2)])
+    run(*LOOPS[0], port, disable_radix_cache=True)
+    note = "dfs-weight needs the prefix cache, which is disabled: using fcfs"
+    assert (port.sent[-1].counters["policy"], port.sent[-1].counters["policy_note"]) == ("fcfs", note)
+    assert note in caplog.messages
+
+
+def test_the_answer_crosses_the_processes():
+    async def main():
+        async with running_engine(mock_config()) as manager:
+            await manager.set_policy("mlfq", {"quantum_tokens": 64})
+            state = await manager.snapshot()
+            with pytest.raises(ConfigError, match="did you mean mlfq"):
+                await manager.set_policy("mlfp", {})
+            return state
+
+    state = asyncio.run(main())
+    assert (state["policy"], state["policy_options"]["quantum_tokens"]) == ("mlfq", 64)
+
+
+@pytest.fixture
+def own_policies():
+    class Slow(Policy):
+        def order(self, views):
+            time.sleep(2 * STALL_NS / 1e9)
+            return super().order(views)
+
+    made = types.ModuleType("my_policies")
+    made.Slow, made.Quick = Slow, type("Quick", (Policy,), {})
+    sys.modules["my_policies"] = made
+    yield
+    del sys.modules["my_policies"]
+
+
+class Sink:
+    def __init__(self):
+        self.data = b""
+
+    def write(self, data):
+        self.data += data
+
+    def flush(self):
+        pass
+
+
+@both_loops
+def test_a_stalling_policy_makes_way_for_fcfs_and_a_tape_shows_when(loop, depth, own_policies, caplog):
+    executor = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
+    settings = SchedulerSettings(
+        max_in_flight=depth,
+        max_running_requests=1,
+        schedule_policy="my_policies:Slow",
+        policy_options={},
+        enable_priority_scheduling=True,
+    )
+    sink = Sink()
+    core = Recorder(Origin(settings, executor.info), sink, None, "test")
+    port = ScriptedPort([submit(number, tokens=2) for number in range(1, 10)], [GetSnapshot(1)])
+    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState()))
+    assert {finish.reason for finish in port.finished().values()} == {"length"}
+    assert len(port.finished()) == 9
+    state = port.sent[-1].counters
+    assert state["policy"] == "priority+fcfs"
+    assert "my_policies:Slow took longer than 50 ms" in state["policy_note"]
+    assert state["policy_note"] in caplog.messages
+    tape = Tape(sink.data, "tape")
+    (change,) = [record.body for record in tape.records() if isinstance(record.body, SetPolicy)]
+    assert change.name == "fcfs"
+    report = replay(tape, own_policies=True)
+    assert (report.difference, report.plans) == (None, report.equal)
+
+
+@both_loops
+def test_a_chosen_policy_ends_the_note_on_the_stalled_one(loop, depth, own_policies):
+    burst = [submit(number, tokens=2) for number in range(1, 6)]
+    port = ScriptedPort(burst, [ChoosePolicy(1, "my_policies:Quick")], [GetSnapshot(2)])
+    run(loop, depth, port, max_running_requests=1, schedule_policy="my_policies:Slow")
+    assert (port.sent[-1].counters["policy"], port.sent[-1].counters["policy_note"]) == ("my_policies:Quick", "")
+
+
+class Clock:
+    def __init__(self, steps_ns):
+        self.times = iter(np.cumsum([0, *(time for step in steps_ns for time in (step, 0))]).tolist())
+
+    def __call__(self):
+        return next(self.times)
+
+
+def stalls(policy, steps_ns):
+    """After how many steps the policy counts as stalled; None for never."""
+    guard = StallGuard(Clock(steps_ns))
+    guard.begin(policy)
+    for count in range(1, len(steps_ns) + 1):
+        with guard.watch():
+            pass
+        if guard.stalled:
+            return count
+    return None
+
+
+def test_only_own_policies_are_watched_and_only_for_what_happens_again_and_again():
+    slow, fine = STALL_NS + 1, STALL_NS
+    assert stalls("my:Policy", [slow] * 9) == MOST_MISTAKES
+    assert stalls("priority+my:Policy", [slow, fine] * 9) == 2 * MOST_MISTAKES - 1
+    assert stalls("lpm", [slow] * 9) is None
+    assert stalls("my:Policy", [fine] * 9) is None
+    assert stalls("my:Policy", [slow, *[fine] * (WINDOW_CALLS // 2)] * 9) is None
