@@ -193,7 +193,7 @@ def test_a_decoding_request_that_lost_its_pages_comes_back_in_front():
     yard = make_clocked(schedule_policy="slo")
     running = busy(yard)
     waiting = [yard.submit(prompt(1000), **due(900)) for _ in range(3)]
-    yard.scheduler.roster.retract(row(yard, running), "out of pages")
+    yard.scheduler.roster.retract(row(yard, running), "out of pages", 0)
     yard.now += 2 * S
     assert line(yard)[0] == running
     assert running not in put_last(yard)

@@ -44,7 +44,7 @@ def test_a_retraction_is_not_charged_twice():
     yard = fair()
     number = yard.submit(prompt(30), max_new=50, tenant="a")
     yard.turn()
-    yard.scheduler.roster.retract(row(yard, number), "out of pages")
+    yard.scheduler.roster.retract(row(yard, number), "out of pages", 0)
     before = served(yard, [number])
     yard.turn()
     assert served(yard, [number]) == before

@@ -12,7 +12,7 @@ def test_fcfs_is_the_order_of_arrival_also_after_a_retraction():
     numbers = [yard.submit([5 + i] * 4) for i in range(5)]
     yard.launch()
     yard.commit()
-    yard.scheduler.roster.retract(row(yard, numbers[0]), "paused")
+    yard.scheduler.roster.retract(row(yard, numbers[0]), "paused", 0)
     assert line(yard) == numbers
 
 

@@ -51,7 +51,7 @@ def test_short_first_judges_a_resumed_request_by_what_is_still_to_come():
     for _ in range(21):
         yard.launch()
         yard.commit()
-    yard.scheduler.roster.retract(row(yard, resumed), "paused")
+    yard.scheduler.roster.retract(row(yard, resumed), "paused", 0)
     fresh = yard.submit([6] * 4, max_new=30)
     longer = yard.submit([6] * 8, max_new=30)
     assert line(yard) == [resumed, fresh, longer]

@@ -1,5 +1,6 @@
 """The vocabulary that every room speaks. Needs numpy only and imports no other room."""
 
+from tokenyard.base.course import AbortCause, Course, Explanation, RetractReason, Stage, Starts
 from tokenyard.base.errors import (
     ConfigError,
     ContextLengthError,
@@ -43,15 +44,18 @@ from tokenyard.base.settings import NS_PER_S, SchedulerSettings, TenantSettings
 __all__ = [
     "LAST_SAMPLED",
     "NS_PER_S",
+    "AbortCause",
     "BoolArray",
     "Cancel",
     "ConfigError",
     "ContextLengthError",
     "CostModel",
+    "Course",
     "EngineDeadError",
     "Event",
     "Executor",
     "ExecutorInfo",
+    "Explanation",
     "Finish",
     "FinishReason",
     "Flush",
@@ -66,13 +70,16 @@ __all__ = [
     "PrefixListener",
     "Request",
     "Resume",
+    "RetractReason",
     "RowLogprobs",
     "RowStart",
     "SamplingParams",
     "SchedulerSettings",
     "SetPolicy",
     "Slo",
+    "Stage",
     "Started",
+    "Starts",
     "StepPlan",
     "StepResult",
     "StepWork",

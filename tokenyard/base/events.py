@@ -7,6 +7,7 @@ a tape of events replays into the same plans. What leaves is a `TokenBatch`, one
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tokenyard.base.course import AbortCause, Course
 from tokenyard.base.request import Int32Array, Int64Array, LogprobOptions, Request, TextOptions
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -27,6 +28,7 @@ class Cancel:
     numbers: list[int]
     message: str = "the request was aborted"
     status: int = 499
+    cause: AbortCause = "cancelled"
 
 
 @dataclass(slots=True)
@@ -108,8 +110,9 @@ class Started:
 class Finish:
     """The end of one request. Each request ends exactly once.
 
-    `matched` is the token id or string that stopped it. `status` and `message` say why it was aborted, as an HTTP
-    status and one sentence. Times are in nanoseconds on the monotonic clock, 0 where a stage was never reached.
+    `matched` is the token id or string that stopped it. `status`, `message` and `cause` say why it was aborted, as an
+    HTTP status, one sentence and one word. Times are in nanoseconds on the monotonic clock, 0 where a stage was never
+    reached.
     """
 
     number: int
@@ -125,6 +128,8 @@ class Finish:
     admitted_ns: int = 0
     first_token_ns: int = 0
     finished_ns: int = 0
+    cause: AbortCause = ""
+    course: Course = field(default_factory=Course)
 
 
 @dataclass(slots=True)

@@ -171,6 +171,7 @@ class PrefillAdder:
         if last:
             self._roster.prompt_planned(row)
         self._draft.chunks.append(Chunk(row, start, count, sampled))
+        table.cold(row).clock.course.prefill_chunks += 1
         table.planned[row] = start + count
         self._budget.spend(start, count)
         self._policy.charge(row, count)
@@ -204,7 +205,7 @@ class PrefillAdder:
         for victim in victims:
             if self._limits is not None:
                 self._limits.stopped(victim, row)
-            self._roster.retract(victim, "preempted")
+            self._roster.retract(victim, "preempted", self._views.now)
         self._views.running, self._views.partial = left.running, left.partial
         self._free_rows += len(victims)
         self._reserved_running = self._growth(left)

@@ -49,7 +49,9 @@ class Committer:
             if table.request(row).sampling.max_new_tokens == 0:
                 roster.end(row, "length", now)
                 ended = True
-            elif not table.first_token_ns[row]:
+                continue
+            table.cold(row).clock.enter("decode", now)
+            if not table.first_token_ns[row]:
                 table.first_token_ns[row] = now
         return ended
 

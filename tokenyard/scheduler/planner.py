@@ -62,7 +62,7 @@ class Planner:
         if overdue:
             for row in overdue:
                 message = "the request cannot be served by its deadline; try again later"
-                roster.end(row, "abort", now, message=message, status=503)
+                roster.end(row, "abort", now, message=message, status=503, cause="overdue")
             roster.sweep()
             views = self._views(now)
             roster.policy.begin_step(views)
@@ -131,7 +131,7 @@ class Planner:
         for victim in victims:
             if memory.page_size * self._pages_to_decode(rows) <= memory.free_tokens:
                 break
-            roster.retract(victim, "out of pages")
+            roster.retract(victim, "out of pages", now)
             rows = rows[rows != victim]
         if len(rows) < before:
             roster.policy.headroom.retracted(roster.table, rows)
@@ -148,12 +148,13 @@ class Planner:
         """
         roster = self._roster
         if len(roster.partial) > 1:
-            roster.retract(int(roster.partial.rows[-1]), "out of pages")
+            roster.retract(int(roster.partial.rows[-1]), "out of pages", now)
             return True
         if len(roster.partial):
             refused = int(roster.partial.rows[0])
         if refused is None or len(roster.running):
             return False
-        roster.end(refused, "abort", now, message="the request needs more KV than the pool has", status=400)
+        message = "the request needs more KV than the pool has"
+        roster.end(refused, "abort", now, message=message, status=400, cause="no_memory")
         roster.sweep()
         return True

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from tokenyard.base import CostModel, Event, Flush, StepPlan, StepResult, TokenBatch
+from tokenyard.base import CostModel, Event, Explanation, Flush, StepPlan, StepResult, TokenBatch
 from tokenyard.policy.hook import RequestView
 from tokenyard.scheduler.disguise import Disguise
 from tokenyard.scheduler.scheduler import Scheduler
@@ -112,6 +112,10 @@ class Recorder:
     def request_view(self, number: int, now: int) -> RequestView | None:
         """What a priority function may see of a waiting request."""
         return self.scheduler.request_view(number, now)
+
+    def explain(self, number: int, now: int) -> Explanation | None:
+        """Where the time of a request went."""
+        return self.scheduler.explain(number, now)
 
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""

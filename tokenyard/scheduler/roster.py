@@ -5,12 +5,22 @@ lists, the table and the memory never disagree.
 """
 
 from dataclasses import replace
-from typing import Literal
 
-from tokenyard.base import CostModel, ExecutorInfo, Finish, FinishReason, SchedulerSettings, Started
+from tokenyard.base import (
+    AbortCause,
+    CostModel,
+    ExecutorInfo,
+    Explanation,
+    Finish,
+    FinishReason,
+    RetractReason,
+    SchedulerSettings,
+    Started,
+)
 from tokenyard.cost import LinearCost, OnlineCost, get_profile
 from tokenyard.policy import Policy, Views, create_policy
 from tokenyard.policy.tenants import TenantLimits
+from tokenyard.scheduler.chronicle import Chronicle, Start
 from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.memory import KvMemory, Release
 from tokenyard.scheduler.outbox import Outbox
@@ -20,8 +30,6 @@ from tokenyard.scheduler.stop_tokens import StopTokens
 from tokenyard.scheduler.table import RequestTable
 from tokenyard.scheduler.timeouts import Timeouts
 from tokenyard.scheduler.waiting_index import WaitingIndex
-
-RetractReason = Literal["out of pages", "preempted", "paused"]
 
 
 def first_belief(info: ExecutorInfo) -> LinearCost:
@@ -45,6 +53,7 @@ class Roster:
         self.table = RequestTable()
         self.counters = Counters()
         self.outbox = Outbox()
+        self.chronicle = Chronicle()
         self.waiting = RowList()
         self.partial = RowList()
         self.running = RowList()
@@ -63,6 +72,8 @@ class Roster:
 
     def join(self, row: int, now: int) -> None:
         """A new request stands in line."""
+        course = self.table.cold(row).clock.course
+        course.waiting_ahead, course.placed_ahead = len(self.waiting), len(self.partial) + len(self.running)
         self.waiting.append(row)
         self._index.add(row)
         self.queue_timeouts.start(int(self.table.number[row]), now)
@@ -77,9 +88,14 @@ class Roster:
         sampling = cold.request.sampling
         eos = () if sampling.ignore_eos else self.info.eos_token_ids
         self.stop_tokens.write(int(table.pool_row[row]), {*eos, *sampling.stop_token_ids})
+        cold.clock.enter("recompute" if table.first_token_ns[row] else "prefill", now)
+        course, tokens = cold.clock.course, int(table.target[row]) - hit
         if table.admitted_ns[row]:
-            self.counters.recomputed_tokens += int(table.target[row]) - hit
+            self.counters.recomputed_tokens += tokens
+            course.recomputed_tokens += tokens
             return
+        course.policy, course.overtaking = self.policy.describe(), self.policy.overtaking
+        self.chronicle.started(Start(now, int(table.seq[row]), int(table.number[row]), tokens))
         table.admitted_ns[row] = now
         table.hit[row] = hit
         self.counters.hit_tokens += hit
@@ -94,7 +110,7 @@ class Roster:
         self.table.state[row] = State.RUNNING
         self.running.append(row)
 
-    def retract(self, row: int, why: RetractReason) -> None:
+    def retract(self, row: int, why: RetractReason, now: int) -> None:
         """Send a row that holds pages back to its place in line. What it has computed stays in the tree."""
         table = self.table
         cold = table.cold(row)
@@ -109,10 +125,15 @@ class Roster:
         self.waiting.insert_by(row, table.seq)
         self._index.add(row)
         self.sweep()
+        cold.clock.enter("requeued", now)
         if why == "preempted":
             self.counters.preempted += 1
+            cold.clock.course.preemptions += 1
         elif why == "out of pages":
             self.counters.retracted += 1
+            cold.clock.course.page_shortages += 1
+        else:
+            cold.clock.course.pauses += 1
 
     def end(
         self,
@@ -122,6 +143,7 @@ class Roster:
         matched: int | str | None = None,
         message: str = "",
         status: int = 200,
+        cause: AbortCause = "",
     ) -> None:
         """End a request in any state, exactly once. The caller sweeps the lists afterwards."""
         table = self.table
@@ -140,8 +162,11 @@ class Roster:
             admitted_ns=int(table.admitted_ns[row]),
             first_token_ns=int(table.first_token_ns[row]),
             finished_ns=now,
+            cause=cause,
+            course=table.cold(row).clock.read(now),
         )
         self.outbox.finished.append(finish)
+        self.chronicle.ended(int(table.seq[row]), finish)
         self.open_group(row)
         if table.pool_row[row] >= 0:
             self._give_up_pages(row)
@@ -189,17 +214,21 @@ class Roster:
 
     def expire(self, now: int) -> None:
         """End requests that waited or ran for too long."""
-        overdue = []
+        overdue: list[tuple[int, str, int, AbortCause]] = []
         for number in self.queue_timeouts.expired(now):
             row = self.table.row_of(number)
             if row is not None and not self.table.admitted_ns[row]:
-                overdue.append((row, f"the request waited {self.settings.queue_timeout_s} s without a place", 503))
+                overdue.append(
+                    (row, f"the request waited {self.settings.queue_timeout_s} s without a place", 503, "queue_timeout")
+                )
         for number in self.run_timeouts.expired(now):
             row = self.table.row_of(number)
             if row is not None:
-                overdue.append((row, f"the request ran longer than {self.settings.run_timeout_s} s", 504))
-        for row, message, status in overdue:
-            self.end(row, "abort", now, message=message, status=status)
+                overdue.append(
+                    (row, f"the request ran longer than {self.settings.run_timeout_s} s", 504, "run_timeout")
+                )
+        for row, message, status, cause in overdue:
+            self.end(row, "abort", now, message=message, status=status, cause=cause)
         if overdue:
             self.sweep()
 
@@ -222,6 +251,28 @@ class Roster:
             prefill_steps_in_row=self.prefill_steps_in_row,
             cost=self.cost,
             prefixes=self._index.forest if self._index.active else None,
+        )
+
+    def explain(self, row: int, now: int) -> Explanation:
+        """Where the time of a request went that has not ended yet."""
+        table, clock = self.table, self.table.cold(row).clock
+        admitted_ns = int(table.admitted_ns[row])
+        earlier, later, complete = self.chronicle.starts_between(
+            int(table.seq[row]), int(table.arrival_ns[row]), admitted_ns or now
+        )
+        course = clock.read(now)
+        if not admitted_ns:
+            course.policy, course.overtaking = self.policy.describe(), self.policy.overtaking
+        return Explanation(
+            number=int(table.number[row]),
+            stage=clock.stage,
+            course=course,
+            prompt_tokens=int(table.prompt_tokens[row]),
+            cached_tokens=int(table.hit[row]),
+            completion_tokens=int(table.known[row] - table.prompt_tokens[row]),
+            earlier=earlier,
+            later=later,
+            complete=complete,
         )
 
     def set_policy(self, settings: SchedulerSettings) -> None:

@@ -17,10 +17,12 @@ import numpy as np
 
 from tokenyard.base import (
     NS_PER_S,
+    AbortCause,
     Cancel,
     CostModel,
     Event,
     ExecutorInfo,
+    Explanation,
     Flush,
     Int32Array,
     OpenGate,
@@ -44,6 +46,9 @@ from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.planner import Planner
 from tokenyard.scheduler.roster import Roster
 from tokenyard.scheduler.snapshot import Snapshot
+
+Refusal = tuple[int, str, AbortCause]
+"""HTTP status, one sentence and one word."""
 
 
 @dataclass(slots=True)
@@ -94,45 +99,50 @@ class Scheduler:
         if refusal is not None:
             self.roster.counters.rejected += len(rows)
             for row in rows:
-                self.roster.end(row, "abort", now, message=refusal[1], status=refusal[0])
+                self.roster.end(row, "abort", now, message=refusal[1], status=refusal[0], cause=refusal[2])
             return
         if len(rows) > 1 and self.roster.memory.tree.keeps:
             self.roster.table.cold(rows[0]).followers = [request.number + answer for answer in range(1, len(rows))]
             self.roster.table.gates[rows[1:]] |= Gate.GROUP
         for row in rows:
             self.roster.join(row, now)
+            if self._paused:
+                self.roster.table.cold(row).clock.hold(True, now)
 
-    def _refusal(self, request: Request) -> tuple[int, str] | None:
-        """Why a request cannot be taken, as (HTTP status, sentence), or None."""
+    def _refusal(self, request: Request) -> Refusal | None:
+        """Why a request cannot be taken, or None."""
         if self.roster.table.row_of(request.number) is not None:
             raise ValueError(f"request number {request.number} is in use")
         prompt, settings = len(request.prompt_ids), self.roster.settings
         if prompt == 0:
-            return 400, "the prompt is empty"
+            return 400, "the prompt is empty", "invalid"
         if prompt >= self.roster.longest:
-            return 400, f"the prompt has {prompt} tokens; at most {self.roster.longest - 1} fit here"
+            return 400, f"the prompt has {prompt} tokens; at most {self.roster.longest - 1} fit here", "invalid"
         if request.priority is not None and settings.abort_on_priority_when_disabled:
-            return 400, "priorities are off here (see --enable-priority-scheduling); send the request without one"
+            message = "priorities are off here (see --enable-priority-scheduling); send the request without one"
+            return 400, message, "invalid"
         return None
 
-    def _make_room(self, rows: list[int], now: int) -> tuple[int, str] | None:
+    def _make_room(self, rows: list[int], now: int) -> Refusal | None:
         """Let waiting requests leave a full queue for new `rows`, if the policy gives them up; like `_refusal`."""
         roster, full = self.roster, self.roster.settings.max_queued_requests
         if roster.limits is not None:
             tenant = roster.table.request(rows[0]).tenant
             if roster.limits.queue_is_full(roster.table, tenant, roster.waiting.rows, rows):
-                return 429, f"tenant {tenant!r} has as many requests waiting as it may have; try again later"
+                message = f"tenant {tenant!r} has as many requests waiting as it may have; try again later"
+                return 429, message, "tenant_limit"
         if full < 0:
             return None
         waiting, leaving = roster.waiting.rows.copy(), []
         while len(waiting) + len(rows) > full:
             victim = roster.policy.displaced(roster.table, waiting, rows[0])
             if victim is None:
-                return 503, f"the queue is full ({full} requests wait); try again later"
+                return 503, f"the queue is full ({full} requests wait); try again later", "queue_full"
             leaving.append(victim)
             waiting = waiting[waiting != victim]
+        message = "a more urgent request took its place in a full queue"
         for victim in leaving:
-            roster.end(victim, "abort", now, message="a more urgent request took its place in a full queue", status=503)
+            roster.end(victim, "abort", now, message=message, status=503, cause="displaced")
         roster.sweep()
         return None
 
@@ -142,7 +152,7 @@ class Scheduler:
         for number in numbers:
             row = self.roster.table.row_of(number)
             if row is not None:
-                self.roster.end(row, "abort", now, message=event.message, status=event.status)
+                self.roster.end(row, "abort", now, message=event.message, status=event.status, cause=event.cause)
         self.roster.sweep()
 
     def update(self, event: Update, now: int) -> None:
@@ -160,25 +170,35 @@ class Scheduler:
     def pause(self, event: Pause, now: int) -> None:
         """Hold back single requests, or stop planning altogether in one of three modes (see `Pause`)."""
         if event.numbers:
-            for row in self.roster.known_rows(event.numbers):
+            rows = self.roster.known_rows(event.numbers)
+            for row in rows:
                 if self.roster.table.state[row] != State.WAITING:
-                    self.roster.retract(row, "paused")
+                    self.roster.retract(row, "paused", now)
                 self.roster.table.gates[row] |= Gate.PAUSED
+            self._hold_clocks(rows, now)
             return
         self._paused = True
         if event.mode == "abort":
-            self.cancel(Cancel([], "the server was paused and all requests aborted", 503), now)
+            self.cancel(Cancel([], "the server was paused and all requests aborted", 503, "paused"), now)
         elif event.mode == "retract":
             for row in np.concatenate((self.roster.running.rows, self.roster.partial.rows)).tolist():
-                self.roster.retract(row, "paused")
+                self.roster.retract(row, "paused", now)
+        self._hold_clocks(self.roster.known_rows(self.roster.table.numbers()), now)
 
     def resume(self, event: Resume, now: int) -> None:
         """Let paused requests, or everything, go on."""
+        rows = self.roster.known_rows(event.numbers or self.roster.table.numbers())
         if event.numbers:
-            for row in self.roster.known_rows(event.numbers):
-                self.roster.table.gates[row] &= ~Gate.PAUSED
+            self.roster.table.gates[rows] &= ~Gate.PAUSED
         else:
             self._paused = False
+        self._hold_clocks(rows, now)
+
+    def _hold_clocks(self, rows: list[int], now: int) -> None:
+        """Let time count as paused for those of `rows` that are held back now, and for no others."""
+        table = self.roster.table
+        for row in rows:
+            table.cold(row).clock.hold(self._paused or bool(table.gates[row] & Gate.PAUSED), now)
 
     def stop_found(self, event: StopFound, now: int) -> None:
         """The answer holds a stop string after `keep_tokens` tokens: later ones are dropped, the request finishes."""
@@ -302,6 +322,14 @@ class Scheduler:
             max_new_tokens=int(table.limit[row]) - prompt + 1,
             waited_s=(now - int(table.arrival_ns[row])) / NS_PER_S,
         )
+
+    def explain(self, number: int, now: int) -> Explanation | None:
+        """Where the time of a request went until `now`, or until it ended; None for one that is not known any more."""
+        roster = self.roster
+        row, end = roster.table.row_of(number), roster.chronicle.end_of(number)
+        if row is not None:
+            return roster.explain(row, now)
+        return None if end is None else roster.chronicle.explain(end)
 
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""

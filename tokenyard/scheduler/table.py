@@ -13,6 +13,7 @@ import numpy as np
 from tokenyard.base import Int32Array, Request, Slo
 from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
 from tokenyard.policy.levels import level_of
+from tokenyard.scheduler.course import CourseClock
 from tokenyard.scheduler.lifecycle import State
 from tokenyard.scheduler.names import Names
 
@@ -60,10 +61,12 @@ class Cold:
 
     known_ids: int32[known], valid while the row has no pool row (afterwards the pool holds the tokens). node: the
     deepest tree node the row has locked. followers: numbers of the group's other answers, which wait for this one.
+    clock: what becomes of the request, for whoever asks.
     """
 
     request: Request
     known_ids: Int32Array
+    clock: CourseClock
     node: Any = None
     followers: list[int] = field(default_factory=list)
 
@@ -130,12 +133,12 @@ class RequestTable:
             self._grow(2 * self._capacity)
         row = self._free.pop()
         prompt = len(request.prompt_ids)
-        self._cold[row] = Cold(request, request.prompt_ids)
         self._row_of_number[number] = row
         self.number[row] = number
         self.seq[row] = self._next_seq
         self._next_seq += 1
         self.arrival_ns[row] = request.arrival_ns or now
+        self._cold[row] = Cold(request, request.prompt_ids, CourseClock(request.arrival_ns or now))
         self.prompt_tokens[row] = self.known[row] = self.target[row] = prompt
         self.limit[row] = prompt + max(request.sampling.max_new_tokens, 1) - 1
         self.priority[row] = NO_PRIORITY if request.priority is None else request.priority

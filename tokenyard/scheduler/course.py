@@ -1,0 +1,57 @@
+"""The clock of one request: it says which stage each nanosecond of its life belongs to."""
+
+from dataclasses import replace
+
+from tokenyard.base import Course, Stage
+
+
+class CourseClock:
+    """Fills in the times of a `Course`. A stage that is entered while the request is held back begins when it goes on.
+
+    Times that run backwards (an arrival that another clock stamped) count as none.
+    """
+
+    __slots__ = ("_held", "_since_ns", "_stage", "course")
+
+    def __init__(self, arrival_ns: int) -> None:
+        self.course = Course()
+        self._stage: Stage = "queue"
+        self._since_ns = arrival_ns
+        self._held = False
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that time counts for now."""
+        return "paused" if self._held else self._stage
+
+    def enter(self, stage: Stage, now: int) -> None:
+        """From `now` (ns) on the request is in `stage`."""
+        self._count(now)
+        self._stage = stage
+
+    def hold(self, held: bool, now: int) -> None:
+        """From `now` (ns) on the request is held back, or goes on in the stage where it was."""
+        self._count(now)
+        self._held = held
+
+    def read(self, now: int) -> Course:
+        """The course up to `now` (ns), a copy."""
+        self._count(now)
+        return replace(self.course)
+
+    def _count(self, now: int) -> None:
+        course, spent = self.course, max(0, now - self._since_ns)
+        self._since_ns = max(now, self._since_ns)
+        match self.stage:
+            case "queue":
+                course.queue_ns += spent
+            case "prefill":
+                course.prefill_ns += spent
+            case "decode":
+                course.decode_ns += spent
+            case "requeued":
+                course.requeued_ns += spent
+            case "recompute":
+                course.recompute_ns += spent
+            case "paused":
+                course.paused_ns += spent
