@@ -133,6 +133,13 @@ def test_a_model_that_cannot_load_ends_with_a_reason(tmp_path):
     assert "there is no tokenizer" in server.log
 
 
+@pytest.mark.parametrize("flags", [["--executor", "mock"], ["--device", "cpu"]])
+def test_a_model_that_is_not_there_is_said_in_one_line(flags):
+    server = Server(*flags, "--model", "/nonexistent/model", ready=False)
+    assert server.wait(60) == 2
+    assert server.log == "tokenyard: there is no model folder '/nonexistent/model'\n"
+
+
 def test_a_port_in_use_ends_with_a_reason():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = Server("--executor", "mock", "--port", str(taken.getsockname()[1]), ready=False)

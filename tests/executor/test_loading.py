@@ -184,7 +184,7 @@ def test_quantised_tensors_are_refused(copy):
 
 
 def test_a_missing_folder_and_an_unreachable_name(tmp_path, monkeypatch):
-    refused(tmp_path / "nothing", "does not exist")
+    refused(tmp_path / "nothing", "there is no model folder")
     file = tmp_path / "file"
     file.write_text("")
     refused(file, "is a file")

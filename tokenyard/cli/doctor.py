@@ -20,6 +20,7 @@ from tokenyard import __version__
 from tokenyard.base import TokenyardError
 from tokenyard.cli.flags import Resolved, resolve
 from tokenyard.config import Settings
+from tokenyard.executor.hub import is_path
 
 PACKAGES = (
     "torch",
@@ -139,7 +140,9 @@ def find_problems(settings: Settings, report: dict[str, Any]) -> list[str]:
         problems.append("the executor torch needs the package torch: pip install 'tokenyard[torch]'")
     if chosen.device == "cuda" and not report["device"].get("cuda_devices"):
         problems.append("--device cuda, but torch sees no CUDA device")
-    folder = Path(chosen.model_path)
+    folder = Path(chosen.model_path).expanduser()
+    if not folder.exists() and is_path(chosen.model_path):
+        problems.append(f"there is no model folder {chosen.model_path!r}")
     if folder.is_dir() and not (folder / "config.json").is_file():
         problems.append(f"there is no config.json in {folder}")
     own_tokenizer = not chosen.skip_tokenizer_init and chosen.tokenizer_path == chosen.model_path

@@ -22,7 +22,7 @@ from tokenyard.engine.child import set_up_logging
 from tokenyard.engine.config import EngineConfig
 from tokenyard.engine.launch import running_engine
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
-from tokenyard.offline import engine_config
+from tokenyard.offline import engine_config, located
 from tokenyard.server.serving import DrainingServer, listen
 from tokenyard.server.state import ServerOptions, ServerState
 
@@ -35,7 +35,7 @@ SECRETS = ("api_key", "admin_api_key")
 
 def serve(namespace: argparse.Namespace) -> int:
     """Serve until told to stop. Returns 0 after a signal, 2 for wrong settings or 1 if the engine failed."""
-    settings = resolve(vars(namespace)).settings.effective()
+    settings = located(resolve(vars(namespace)).settings)
     setproctitle.setproctitle("tokenyard: api")
     set_up_logging(settings.log_level, settings.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -5,11 +5,12 @@ from pathlib import Path
 import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
 from tokenyard.executor.models.config import ModelConfig, read_model_config
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.runner import ModelExecutor
-from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, find_model, read_json
+from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, read_json
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

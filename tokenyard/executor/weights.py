@@ -1,4 +1,4 @@
-"""Finds a checkpoint and hands out its tensors by name, checked and converted."""
+"""Hands out the tensors of a checkpoint by name, checked and converted."""
 
 import json
 import logging
@@ -14,7 +14,6 @@ from tokenyard.base import ConfigError
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 class Weights(Protocol):
@@ -22,33 +21,6 @@ class Weights(Protocol):
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor on the model's device and in its dtype. Raises ConfigError if missing or misshapen."""
-
-
-def find_model(path: str) -> Path:
-    """Return the folder of a model: `path` itself, or a download of the Hugging Face repository of that name.
-
-    Raises ConfigError if there is neither.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ConfigError(f"model {path!r} is a file; give the folder that holds its config.json")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model folder {path!r} does not exist")
-    return _download(path)
-
-
-def _download(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ConfigError(f"model {name!r} is no local folder, and huggingface_hub is not installed") from error
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
-    except Exception as error:  # the hub client raises errors of several libraries; all mean the same to the user
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"model {name!r} is no local folder and could not be downloaded: {reason}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

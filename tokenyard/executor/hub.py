@@ -1,0 +1,40 @@
+"""From the name of a model to its folder. Needs no torch."""
+
+from pathlib import Path
+
+from tokenyard.base import ConfigError
+
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def find_model(path: str) -> Path:
+    """Return the folder of a model: `path` itself, or a download of the Hugging Face repository of that name.
+
+    Raises ConfigError if there is neither.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"model {path!r} is a file; give the folder that holds its config.json")
+    if is_path(path):
+        raise ConfigError(f"there is no model folder {path!r}")
+    return _download(path)
+
+
+def is_path(name: str) -> bool:
+    """Whether `name` can only be meant as a path: names on the hub are `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        message = f"there is no model folder {name!r}, and huggingface_hub, which could download it, is not installed"
+        raise ConfigError(message) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except Exception as error:  # the hub client raises errors of several libraries; all mean the same to the user
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"there is no model folder {name!r}, and it could not be downloaded: {reason}") from error
