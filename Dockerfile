@@ -1,0 +1,30 @@
+# Tokenyard for the CPU, as a user without rights.
+#
+#   docker build -t tokenyard .
+#   docker run --rm -p 30000:30000 tokenyard
+#   docker run --rm -p 30000:30000 -v /models/Qwen3-0.6B:/model:ro tokenyard /model
+FROM python:3.12-slim AS build
+WORKDIR /src
+# The index has builds without CUDA, which are a tenth of the size.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN python -m venv /venv
+COPY constraints.txt ./
+RUN /venv/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt torch safetensors
+COPY pyproject.toml README.md LICENSE ./
+COPY tokenyard ./tokenyard
+RUN /venv/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt '.[torch]'
+
+FROM python:3.12-slim
+RUN useradd --create-home --uid 10001 tokenyard
+COPY --from=build /venv /venv
+USER tokenyard
+WORKDIR /home/tokenyard
+ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 TOKENYARD_HOST=0.0.0.0 TOKENYARD_PORT=30000
+EXPOSE 30000
+# /health is 200 from the first second on, also while a model loads; /ready says when requests are welcome.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=20s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"TOKENYARD_PORT\"]}/health', timeout=2)"]
+# The probe asks TOKENYARD_PORT, so change the port by that and not by --port.
+# SIGTERM drains; give `docker stop` more time than --shutdown-timeout: docker stop -t 40.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["tokenyard", "serve"]
