@@ -79,8 +79,11 @@ def test_the_service_gap_ends_at_the_difference_of_all_service():
 
 
 def test_goodput_curves_have_a_line_per_setting(tmp_path):
-    write_curves(tmp_path / "curves.html", {"a": [(1.0, 1.0), (2.0, 0.5)], "b": [(1.0, 0.9)]}, "Goodput")
-    assert (tmp_path / "curves.html").read_text().count("<path") == 4
+    found = {"a": {"0.9": 1.25, "0.99": 1.0}, "b": {"0.9": 1.0, "0.99": 0.0}}
+    write_curves(tmp_path / "curves.html", {"a": [(1.0, 1.0), (2.0, 0.5)], "b": [(1.0, 0.9)]}, found, "Goodput")
+    page = (tmp_path / "curves.html").read_text()
+    assert page.count("<path") == 4
+    assert "<td>1.25</td><td>1.00</td>" in page
 
 
 def test_a_long_timeline_is_thinned_out_evenly():

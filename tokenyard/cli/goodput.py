@@ -121,7 +121,7 @@ def _write(args: argparse.Namespace, found: dict[str, dict[str, float]], curves:
         args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     if args.report is not None:
         lines = {name: [(scale, run["slo_attainment"]) for scale, run in runs] for name, runs in points.items()}
-        write_curves(args.report, lines, f"Goodput on {next(iter(curves.values())).workload.name}")
+        write_curves(args.report, lines, found, f"Goodput on {next(iter(curves.values())).workload.name}")
 
 
 def _table(found: dict[str, dict[str, float]], rate: float) -> Table:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 WIDTH, HEIGHT = 620, 340
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 46
+MOST_STEPS = 6
 LEGEND_ROW = 16
 LEGEND_PER_ROW = 3
 _EMPTY = f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">nothing to show: no request has one</text>'
@@ -72,12 +73,12 @@ class Chart:
         top = TOP + LEGEND_ROW * (-(-len(legend) // LEGEND_PER_ROW))
         x_axis = self._x_axis()
         y_axis = _Axis.over([series.y for series in self.series], self.y_log, HEIGHT - BOTTOM, top, self._zero_based())
+        shown = any(len(series.x) for series in self.series)
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">',
             f'<text class="title" x="{LEFT}" y="18">{escape(self.title)}</text>',
             *_legend(legend),
-            *self._grid(x_axis, y_axis, top),
-            *([] if any(len(series.x) for series in self.series) else [_EMPTY]),
+            *(self._grid(x_axis, y_axis, top) if shown else [_EMPTY]),
             *(mark for index, series in enumerate(self.series) for mark in self._marks(series, index, x_axis, y_axis)),
             "</svg>",
         ]
@@ -191,7 +192,7 @@ class _Axis:
             wide = self.high / self.low > 1e3
             steps = (1.0,) if wide else (1.0, 2.0, 5.0)
             return [m * 10.0**e for e in exponents for m in steps if self.low <= m * 10.0**e <= self.high]
-        rough = (self.high - self.low) / 5
+        rough = (self.high - self.low) / MOST_STEPS
         size = 10.0 ** math.floor(math.log10(rough))
         step = next(size * m for m in (1, 2, 5, 10) if size * m >= rough)
         first = math.ceil(self.low / step)
@@ -203,7 +204,11 @@ def _legend(series: Sequence[_Series]) -> list[str]:
     for place, one in enumerate(series):
         x = LEFT + (place % LEGEND_PER_ROW) * (WIDTH - LEFT - RIGHT) / LEGEND_PER_ROW
         y = TOP + LEGEND_ROW * (place // LEGEND_PER_ROW)
-        parts.append(f'<rect x="{x:.0f}" y="{y - 8}" width="12" height="8" fill="{one.colour}"/>')
+        if one.kind == "dashed":
+            ends = f'x1="{x:.0f}" x2="{x + 13:.0f}" y1="{y - 4}" y2="{y - 4}"'
+            parts.append(f'<line {ends} stroke="{one.colour}" stroke-width="1.6" stroke-dasharray="5 3"/>')
+        else:
+            parts.append(f'<rect x="{x:.0f}" y="{y - 8}" width="12" height="8" fill="{one.colour}"/>')
         parts.append(f'<text class="tick" x="{x + 17:.0f}" y="{y}">{escape(one.label)}</text>')
     return parts
 

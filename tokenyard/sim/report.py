@@ -16,6 +16,7 @@ from tokenyard.sim.workload import Float64Array
 CDF_POINTS = 300
 SCATTER_POINTS = 1500
 GAP_POINTS = 300
+LENGTH_SLICES = 20
 MOST_TENANTS = 64
 VTC_PREFILL_WEIGHT, VTC_DECODE_WEIGHT = 1.0, 2.0
 
@@ -23,9 +24,10 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #111827; max-width: 1320px; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em } p { max-width: 60em }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-td, th { padding: .25em .9em; text-align: right }
-th { border-bottom: 2px solid #111827 } td { border-bottom: 1px solid #e5e7eb } td:first-child { text-align: left }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(540px, 1fr)); gap: 1em }
+td, th { padding: .25em .7em; text-align: right } td { white-space: nowrap }
+th { vertical-align: bottom; border-bottom: 2px solid #111827 }
+td { border-bottom: 1px solid #e5e7eb } td:first-child { text-align: left }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(540px, 1fr)); gap: 1em }
 svg { width: 100%; background: #fff; border: 1px solid #e5e7eb; border-radius: 6px } svg text { font-size: 12px }
 svg .title { font-size: 14px; font-weight: 600 } svg .tick { font-size: 11px; fill: #4b5563 }
 svg .grid { stroke: #e5e7eb } svg .axis { stroke: #111827 }
@@ -66,35 +68,63 @@ def write_report(
     path.write_text(page, encoding="utf-8")
 
 
-def write_curves(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]], title: str) -> None:
-    """Write a page with goodput curves: per policy the (rate scale, SLO attainment) points that were run."""
+def write_curves(
+    path: Path,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    found: Mapping[str, Mapping[str, float]],
+    title: str,
+) -> None:
+    """Write a page with goodput curves: per policy the (rate scale, SLO attainment) points that were run.
+
+    `found` are the largest scales: policy -> target -> scale.
+    """
     chart = Chart("Goodput: SLO attainment against load", "rate scale of the trace", "requests that met their SLO (%)")
     for name, points in curves.items():
         ordered = sorted(points)
         chart.line([scale for scale, _ in ordered], [100.0 * share for _, share in ordered], name)
     scales = [scale for points in curves.values() for scale, _ in points]
-    for target in (90.0, 99.0):
-        chart.line([min(scales), max(scales)], [target, target], f"{target:.0f} %", dashed=True)
-    path.write_text(_page(title, "", [_section("Goodput", [chart])]), encoding="utf-8")
+    targets = sorted({100.0 * float(target) for scales_of in found.values() for target in scales_of})
+    names = " and ".join(f"{target:g} %" for target in targets)
+    for target in targets:
+        chart.line([min(scales), max(scales)], [target, target], names if target == targets[0] else "", dashed=True)
+    head = "".join(f"<th>largest scale at {target:g} %</th>" for target in targets)
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{scale:.2f}</td>" for _, scale in sorted(one.items())) + "</tr>"
+        for name, one in found.items()
+    )
+    lead = f"<table><tr><th></th>{head}</tr>{rows}</table>"
+    path.write_text(_page(title, lead, [_section("Against load", [chart])]), encoding="utf-8")
 
 
 def _quality_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
     by_length = Chart("SLO attainment by prompt length", "", "met (%)", y_from_zero=True)
-    scatter = Chart("Who pays: time to first token", "prompt tokens", "TTFT (s)", x_log=True, y_log=True)
+    payers = Chart("Who pays: TTFT by prompt length", "prompt tokens", "TTFT (s)", x_log=True, y_log=True)
     waits = Chart("Wait: TTFT beyond the unloaded prefill", "wait (s)", "requests waiting longer (%)", True, True)
     late = Chart("Late: TTFT beyond its target", "late (s)", "requests later than this (%)", True, True)
     for name, outcome in outcomes.items():
         classes = length_classes(outcome)
         shares = [100.0 * float(outcome.met[mask].mean()) if mask.any() else 0.0 for mask in classes.values()]
         by_length.bars([key.replace("_percent", " %").replace("_", " ") for key in classes], shares, name)
-        shown = _some(len(outcome.workload), SCATTER_POINTS)
-        scatter.dots(outcome.workload.prompt_tokens[shown], outcome.ttft_s[shown], name)
+        if len(outcomes) == 1:
+            shown = _some(len(outcome.workload), SCATTER_POINTS)
+            payers.dots(outcome.workload.prompt_tokens[shown], outcome.ttft_s[shown], name)
+        payers.line(*_p99_by_length(outcome), f"{name}: p99")
         waits.line(*_beyond(wait_s(outcome)), name)
         late.line(*_beyond(late_s(outcome)), name)
     first = next(iter(outcomes.values()))
     order = np.argsort(first.workload.prompt_tokens)[_some(len(first.workload), CDF_POINTS)]
-    scatter.line(first.workload.prompt_tokens[order], first.ttft_slo_s[order], "target", dashed=True)
-    return [by_length, scatter, waits, late]
+    payers.line(first.workload.prompt_tokens[order], first.ttft_slo_s[order], "target", dashed=True)
+    return [by_length, payers, waits, late]
+
+
+def _p99_by_length(outcome: Outcome) -> tuple[Float64Array, Float64Array]:
+    """Mean prompt length and p99 of TTFT of slices with equally many served requests, shortest prompts first."""
+    served = np.flatnonzero(outcome.served)
+    ordered = served[np.argsort(outcome.workload.prompt_tokens[served], kind="stable")]
+    slices = [part for part in np.array_split(ordered, LENGTH_SLICES) if len(part)]
+    ttft_s = outcome.ttft_s
+    lengths = np.array([outcome.workload.prompt_tokens[part].mean() for part in slices])
+    return lengths, np.array([np.quantile(ttft_s[part], 0.99) for part in slices])
 
 
 def _latency_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
