@@ -3,6 +3,7 @@
 import time
 
 import httpx2
+import pytest
 
 from tests.server.sse import events
 
@@ -32,3 +33,19 @@ def test_a_paused_request_goes_on_exactly_where_it_stopped(mock_server):
     assert found[-1] == "[DONE]"
     assert tokens_of(found) == expected
     assert httpx2.post(f"{url}/v1/requests/held/resume").status_code == 404
+
+
+def test_a_request_is_explained_while_it_runs_and_afterwards(mock_server):
+    url = mock_server.url
+    with httpx2.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True, "rid": "told"}) as answer:
+        pieces = answer.iter_text()
+        next(pieces)
+        running = httpx2.get(f"{url}/v1/requests/told/explain").json()["answers"][0]
+        assert running["state"] == "decode"
+        "".join(pieces)
+    ended = httpx2.get(f"{url}/v1/requests/cmpl-told/explain").json()["answers"][0]
+    assert (ended["state"], ended["finish_reason"], ended["completion_tokens"]) == ("ended", "length", 150)
+    assert ended["stages_ms"]["decode"] > running["stages_ms"]["decode"]
+    assert ended["total_ms"] == pytest.approx(sum(ended["stages_ms"].values()))
+    assert ended["waited_behind"]["policy"] == "fcfs"
+    assert httpx2.get(f"{url}/v1/requests/never/explain").status_code == 404

@@ -9,7 +9,15 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import WordPiece
 
-from tokenyard.base import ConfigError, ContextLengthError, Finish, FinishReason, InvalidRequestError, TokenLogprobs
+from tokenyard.base import (
+    ConfigError,
+    ContextLengthError,
+    Explanation,
+    Finish,
+    FinishReason,
+    InvalidRequestError,
+    TokenLogprobs,
+)
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 
 WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()  # noqa: SIM905
@@ -37,6 +45,7 @@ class FakeManager:
         self.delay_s = 0.0
         self.age_s = 0.1
         self.flushable = True
+        self.explanations: dict[str, list[Explanation]] = {}
         self.reject: Finish | None = None
         self.fail_after: int | None = None
         self.failure: Exception = RuntimeError("a fault")
@@ -118,6 +127,15 @@ class FakeManager:
     async def resume_request(self, rid: str) -> bool:
         self.calls.append(("resume", rid))
         return True
+
+    async def explain(self, rid: str) -> list[Explanation]:
+        return self.explanations.get(rid, [])
+
+    def recent_rids(self) -> list[str]:
+        return list(self.explanations)
+
+    def rid_of(self, number: int) -> str | None:
+        return {1: "first", 3: "third"}.get(number)
 
     async def pause(self, mode: str) -> None:
         self.calls.append(("pause", mode))

@@ -74,6 +74,13 @@ def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--own-policies", action="store_true", help="load policies of your own that the tape names")
 
 
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", help="id of the request or of its answer")
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the server [http://127.0.0.1:30000]")
+    parser.add_argument("--key", help="its admin key, or its API key; better in TOKENYARD_ADMIN_API_KEY")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
 COMMANDS = (
     Command("serve", "serve a model over HTTP", "tokenyard.cli.serve:serve", True, _serve_arguments),
     Command(
@@ -85,6 +92,13 @@ COMMANDS = (
         "tokenyard.cli.doctor:doctor",
         True,
         _doctor_arguments,
+    ),
+    Command(
+        "explain",
+        "ask a running server where a request's time went",
+        "tokenyard.cli.explain:explain",
+        False,
+        _explain_arguments,
     ),
     Command(
         "replay",

@@ -23,6 +23,8 @@ from tokenyard.engine.guards import STALL_NS, StallGuard
 from tokenyard.engine.liveness import LoopState
 from tokenyard.engine.messages import (
     ChoosePolicy,
+    Explain,
+    ExplainReply,
     FlushCache,
     FlushReply,
     FromScheduler,
@@ -186,7 +188,7 @@ class Driver:
 
     def end_all(self, message: str) -> None:
         """End every request with an error and tell so; for a process that is about to end."""
-        self._scheduler.apply(Cancel([], message, 500), time.monotonic_ns())
+        self._scheduler.apply(Cancel([], message, 500, "failed"), time.monotonic_ns())
         self.send()
 
     def _wait_ns(self) -> int:
@@ -209,6 +211,8 @@ class Driver:
         elif isinstance(message, ChoosePolicy):
             event = SetPolicy(message.name, message.options)
             self._port.send(PolicyReply(message.reply_id, self._set_policy(event, now)))
+        elif isinstance(message, Explain):
+            self._port.send(ExplainReply(message.reply_id, self._scheduler.explain(message.number, now)))
         elif isinstance(message, SetPolicy):
             self._set_policy(message, now)
         else:
@@ -225,9 +229,9 @@ class Driver:
         """Change the policy; return why not, "" if it was done."""
         try:
             self._scheduler.apply(event, now)
-        except ConfigError as error:
-            logger.warning("the policy stays as it is: %s", error.message)
-            return error.message
+        except Exception as error:
+            logger.warning("the policy stays as it is: %s", error, exc_info=not isinstance(error, ConfigError))
+            return str(error)
         self._stall_note = ""
         self._look_at_policy()
         return ""
@@ -261,7 +265,7 @@ class Driver:
                 status = error.status if isinstance(error, TokenyardError) else 500
                 request = event.request
                 numbers = range(request.number, request.number + request.sampling.n)
-                self._refused += [Finish(number, "abort", message=str(error), status=status) for number in numbers]
+                self._refused += [_refusal(number, error, status) for number in numbers]
 
     def _fail(self, error: Exception, plan: StepPlan) -> None:
         """End all requests because a step failed; plans in flight commit empty, so that their pages come back."""
@@ -269,7 +273,7 @@ class Driver:
         self._failures += 1
         message = f"the model step failed: {error}"
         now = time.monotonic_ns()
-        self._scheduler.apply(Cancel([], message, 500), now)
+        self._scheduler.apply(Cancel([], message, 500, "failed"), now)
         while self._flights:
             flight = self._flights.popleft()
             flight.lost = True
@@ -283,6 +287,10 @@ class Driver:
         if now - self._counters_at_ns >= COUNTERS_EVERY_NS:
             self._counters_at_ns = now
             self._state.set_counters(self._counters(now), now)
+
+
+def _refusal(number: int, error: Exception, status: int) -> Finish:
+    return Finish(number, "abort", message=str(error), status=status, cause="invalid" if status < 500 else "failed")
 
 
 def empty_result(plan: StepPlan) -> StepResult:

@@ -11,6 +11,7 @@ import msgspec
 
 from tokenyard.base import (
     Cancel,
+    Explanation,
     Finish,
     Flush,
     Int32Array,
@@ -47,6 +48,13 @@ class ChoosePolicy(msgspec.Struct):
     options: dict[str, float | int | str | bool] = {}
 
 
+class Explain(msgspec.Struct):
+    """Say in an `ExplainReply` with the same id where the time of request `number` went."""
+
+    reply_id: int
+    number: int
+
+
 class FlushReply(msgspec.Struct):
     """The cache was emptied, or was not because requests run or wait."""
 
@@ -59,6 +67,13 @@ class PolicyReply(msgspec.Struct):
 
     reply_id: int
     refusal: str = ""
+
+
+class ExplainReply(msgspec.Struct):
+    """Where the time of a request went; None for one that is not known any more."""
+
+    reply_id: int
+    explanation: Explanation | None
 
 
 class SnapshotReply(msgspec.Struct):
@@ -119,6 +134,7 @@ ToScheduler = (
     | FlushCache
     | GetSnapshot
     | ChoosePolicy
+    | Explain
 )
-FromScheduler = TokenBatch | Heartbeat | FlushReply | SnapshotReply | PolicyReply
-ToApi = TextBatch | TokenBatch | Heartbeat | FlushReply | SnapshotReply | PolicyReply
+FromScheduler = TokenBatch | Heartbeat | FlushReply | SnapshotReply | PolicyReply | ExplainReply
+ToApi = TextBatch | TokenBatch | Heartbeat | FlushReply | SnapshotReply | PolicyReply | ExplainReply

@@ -18,6 +18,7 @@ from tokenyard.base import (
     ConfigError,
     EngineDeadError,
     ExecutorInfo,
+    Explanation,
     OverloadedError,
     Pause,
     PauseMode,
@@ -31,6 +32,8 @@ from tokenyard.engine.ipc import TO_API, TO_SCHEDULER, Endpoints, ProtocolError,
 from tokenyard.engine.liveness import heartbeat_age_s
 from tokenyard.engine.messages import (
     ChoosePolicy,
+    Explain,
+    ExplainReply,
     FlushCache,
     FlushReply,
     GetSnapshot,
@@ -41,6 +44,7 @@ from tokenyard.engine.messages import (
     ToApi,
     ToScheduler,
 )
+from tokenyard.engine.recent import RecentRequests
 from tokenyard.engine.requests import RequestMaker, check_priority, ns_from_ms
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.streams import Stream, StreamTable
@@ -68,6 +72,7 @@ class TokenizerManager:
         # Without a detokenizer process the scheduler's own messages arrive here.
         self._assembler = TextAssembler(None)
         self._streams = StreamTable()
+        self._recent = RecentRequests()
         self._next_number = 1
         self._reply_ids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -140,6 +145,23 @@ class TokenizerManager:
         for stream in streams:
             self._send(Resume(stream.numbers))
         return bool(streams)
+
+    async def explain(self, rid: str) -> list[Explanation]:
+        """Where the time of each answer to a request went; empty for one that is not known, or not any more."""
+        told = []
+        for number in self._recent.numbers(rid):
+            reply_id, reply = self._expect_reply()
+            self._send(Explain(reply_id, number))
+            told.append(await self._reply(reply_id, reply, REPLY_TIMEOUT_S))
+        return [explanation for explanation in told if explanation is not None]
+
+    def recent_rids(self) -> list[str]:
+        """The ids of requests that are open or ended not long ago."""
+        return self._recent.rids()
+
+    def rid_of(self, number: int) -> str | None:
+        """The id of the request with this number, None if it is not known."""
+        return self._recent.rid(number)
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """Stop all work until `continue_`; new requests wait."""
@@ -215,6 +237,7 @@ class TokenizerManager:
         self._next_number += request.sampling.n
         stream = Stream(number, rid, request.sampling.n, len(prompt_ids))
         self._streams.add(stream)
+        self._recent.add(stream)
         self._send(Submit(request))
         return stream
 
@@ -269,6 +292,7 @@ class TokenizerManager:
                 FlushReply(reply_id=reply_id, done=value)
                 | SnapshotReply(reply_id=reply_id, counters=value)
                 | PolicyReply(reply_id=reply_id, refusal=value)
+                | ExplainReply(reply_id=reply_id, explanation=value)
             ):
                 reply = self._replies.get(reply_id)
                 if reply is not None and not reply.done():

@@ -1,4 +1,4 @@
-"""Single requests by their id while they wait or run: how urgent they are, pausing and resuming them.
+"""Single requests by their id while they wait or run: how urgent they are, pausing, resuming, explaining.
 
 The id is the one that the client gave (`rid`, `request_id`, X-Request-Id) or that of the answer.
 """
@@ -11,8 +11,9 @@ from fastapi import APIRouter
 from tokenyard.base import InvalidRequestError
 from tokenyard.server.control import Body, State
 from tokenyard.server.errors import HttpError
+from tokenyard.server.explain import explained
 from tokenyard.server.protocol import UpdateRequest, parse
-from tokenyard.server.state import ServerState
+from tokenyard.server.state import ServerState, matching
 
 router = APIRouter(prefix="/v1/requests")
 
@@ -40,6 +41,18 @@ async def resume_request(state: State, request_id: str) -> dict[str, Any]:
     """Let a paused request go on exactly where it stopped, as soon as its turn comes."""
     await _reach(state, request_id, state.manager.resume_request)
     return {"id": request_id, "paused": False}
+
+
+@router.get("/{request_id:path}/explain")
+async def explain_request(state: State, request_id: str) -> dict[str, Any]:
+    """Where the time of a request went, open or ended not long ago: an entry for each of its answers."""
+    manager = state.manager
+    rids = matching(request_id, manager.recent_rids())
+    told = [explained(answer, manager.rid_of) for rid in rids for answer in await manager.explain(rid)]
+    if not told:
+        message = f"nothing is known of request {request_id!r}; it ended too long ago, or never came"
+        raise HttpError(404, message, code="request_not_found")
+    return {"id": request_id, "answers": told}
 
 
 async def _reach(state: ServerState, request_id: str, verb: Callable[[str], Awaitable[bool]]) -> None:

@@ -1,12 +1,12 @@
 """What the routes share: options, the engine's front, metrics, and the phase of the server's life."""
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from tokenyard.base import InvalidRequestError, OverloadedError
+from tokenyard.base import Explanation, InvalidRequestError, OverloadedError
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.logprobs import TokenNames
 from tokenyard.server.metrics import Metrics
@@ -42,6 +42,15 @@ class Manager(Protocol):
 
     async def resume_request(self, rid: str) -> bool:
         """Let it go on; False if there is none."""
+
+    async def explain(self, rid: str) -> list[Explanation]:
+        """Where the time of each answer went; empty if the request is not known."""
+
+    def recent_rids(self) -> list[str]:
+        """The ids of requests that are open or ended not long ago."""
+
+    def rid_of(self, number: int) -> str | None:
+        """The id of the request with this number."""
 
     async def pause(self, mode: Any) -> None:
         """Stop working."""
@@ -143,14 +152,8 @@ class ServerState:
             self._rids.discard(rid)
 
     def ids_of(self, rid: str) -> list[str]:
-        """The open request ids that belong to `rid`, which may be the id of an answer.
-
-        That is the request itself, or its parts where it brought several prompts.
-        """
-        return self._parts_of(rid) or self._parts_of(without_answer_prefix(rid))
-
-    def _parts_of(self, rid: str) -> list[str]:
-        return [open_rid for open_rid in self._rids if open_rid == rid or _is_part(open_rid, rid)]
+        """The open request ids that belong to `rid`, see `matching`."""
+        return matching(rid, self._rids)
 
     @property
     def open_requests(self) -> int:
@@ -169,14 +172,21 @@ class ServerState:
             raise error
 
 
+def matching(name: str, rids: Collection[str]) -> list[str]:
+    """Those of `rids` that `name` means: a request's id or that of its answer.
+
+    That is the request itself, or its parts where it brought several prompts.
+    """
+    for rid in (name, name.removeprefix("chatcmpl-").removeprefix("cmpl-")):
+        found = [known for known in rids if known == rid or _is_part(known, rid)]
+        if found:
+            return found
+    return []
+
+
 def answer_id(rid: str, *, chat: bool) -> str:
     """The id that an OpenAI answer to request `rid` carries."""
     return f"{'chatcmpl' if chat else 'cmpl'}-{rid}"
-
-
-def without_answer_prefix(name: str) -> str:
-    """The request's id behind the id of an answer; any other name stays."""
-    return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
 def _is_part(open_rid: str, rid: str) -> bool:

@@ -1,0 +1,83 @@
+"""`tokenyard explain`: ask a running server where a request's time went."""
+
+import argparse
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tokenyard.base import TokenyardError
+
+TIMEOUT_S = 35.0
+KEY_VARIABLES = ("TOKENYARD_ADMIN_API_KEY", "TOKENYARD_API_KEY")
+
+
+def explain(namespace: argparse.Namespace) -> int:
+    """Print the explanation of one request, as a table for each of its answers or as JSON."""
+    found = fetch(namespace.url, namespace.id, namespace.key)
+    if namespace.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    console = Console(highlight=False)
+    for answer in found["answers"]:
+        console.print(answer_table(found["id"], answer))
+        console.print(f"  {answer['summary']}\n")
+    return 0
+
+
+def fetch(url: str, request_id: str, key: str | None) -> dict[str, Any]:
+    """The server's explanation. Raises TokenyardError with what the server said, or that it cannot be reached."""
+    key = key or next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), "")
+    address = f"{url.rstrip('/')}/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain"
+    try:
+        request = urllib.request.Request(address, headers={"Authorization": f"Bearer {key}"} if key else {})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        raise TokenyardError(_message(error)) from error
+    except (OSError, ValueError) as error:
+        raise TokenyardError(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """What the server said, or its status where that was nothing of ours."""
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered with status {error.code}"
+
+
+def answer_table(request_id: str, answer: dict[str, Any]) -> Table:
+    """One answer as a table of stages and of what got in the way."""
+    table = Table(title=f"{request_id}: {answer['finish_reason'] or answer['state']}", title_justify="left", box=None)
+    table.add_column("where")
+    table.add_column("how much", justify="right")
+    for stage, time_ms in answer["stages_ms"].items():
+        table.add_row(stage, f"{time_ms:.1f} ms")
+    behind, lost = answer["waited_behind"], answer["lost_its_place"]
+    rows = {
+        "prompt tokens, from the cache": f"{answer['prompt_tokens']}, {answer['cached_tokens']}",
+        "prefill chunks": answer["prefill_chunks"],
+        "lost its place: preempted, out of pages, paused": "{preempted}, {out_of_pages}, {paused}".format(**lost),
+        "tokens computed again": lost["recomputed_tokens"],
+        "ahead at arrival: with a place, waiting": f"{behind['placed_at_arrival']}, {behind['waiting_at_arrival']}",
+        "earlier ones that started first": _starts(behind["earlier"]),
+        "later ones that overtook": _starts(behind["later"]),
+        "policy": behind["policy"],
+        "what may overtake under it": behind["overtaking"],
+    }
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _starts(starts: dict[str, Any]) -> str:
+    if not starts["requests"]:
+        return "none"
+    more = ", ..." if starts["requests"] > len(starts["latest_ids"]) else ""
+    return f"{starts['requests']} ({starts['tokens']} tokens): {', '.join(starts['latest_ids'])}{more}"
