@@ -45,6 +45,10 @@ class Executor(Protocol):
 class CostModel(Protocol):
     """How long work takes (design, section 5, Cost model)."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether to tell it of measured steps."""
+
     def step(self, work: StepWork) -> float:
         """Seconds that a step with this work takes."""
 

@@ -10,6 +10,7 @@ The family follows DistServe (Zhong et al. 2024) and the operator tables of Vidu
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from tokenyard.base import ConfigError, CostModel, StepWork
 
@@ -116,6 +117,7 @@ class LinearCost:
 
     terms: LinearTerms
     links: dict[str, Link] = field(default_factory=dict)
+    learns: ClassVar[bool] = False
 
     def step(self, work: StepWork) -> float:
         """Seconds that a step with this work takes."""

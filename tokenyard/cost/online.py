@@ -24,6 +24,8 @@ class OnlineCost:
     Only Python floats are used, in a fixed order, so that a tape replays alike anywhere.
     """
 
+    learns = True
+
     def __init__(self, prior: LinearCost, forgetting: float = 0.995, prior_weight: float = 0.01) -> None:
         """Start from `prior`. Raises ConfigError unless 0 < forgetting <= 1 and prior_weight > 0."""
         if not 0.0 < forgetting <= 1.0 or not prior_weight > 0.0:

@@ -35,6 +35,8 @@ DEFAULT_POOL_TOKENS = 65536
 class FixedStepCost:
     """A cost model for which every step takes the same time."""
 
+    learns = False
+
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
 

@@ -35,7 +35,7 @@ class Committer:
         ended |= self._append_tokens(rows, tokens, now)
         if ended:
             roster.sweep()
-        if roster.cost is not None:
+        if roster.cost is not None and roster.cost.learns:
             roster.cost.learn(step_work(plan), result.seconds)
 
     def _commit_chunks(self, rows: Int32Array, now: int) -> bool:

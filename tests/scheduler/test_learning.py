@@ -1,0 +1,26 @@
+"""Who is told how long steps took."""
+
+import pytest
+
+from tests.scheduler.harness import Yard, make_info
+from tokenyard.base import SchedulerSettings
+from tokenyard.executor.mock import FixedStepCost
+
+
+class Pupil(FixedStepCost):
+    def __init__(self, learns):
+        super().__init__(0.001)
+        self.learns = learns
+        self.told = []
+
+    def learn(self, work, seconds):
+        self.told.append((work.tokens, seconds))
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_only_a_cost_model_that_learns_is_told_of_steps(learns):
+    cost = Pupil(learns)
+    yard = Yard(SchedulerSettings(context_length=64), make_info(), cost=cost)
+    yard.submit([5, 6, 7], max_new=2)
+    yard.run()
+    assert cost.told == ([(3, 0.001), (1, 0.001)] if learns else [])
