@@ -1,5 +1,6 @@
 import gzip
 import json
+import sys
 import tarfile
 from pathlib import Path
 
@@ -162,6 +163,25 @@ def test_files_cut_off_are_refused(tmp_path):
     packed.write_bytes(gzip.compress(text.encode() * 50)[:-40])
     with pytest.raises(ConfigError, match="cut off or no gzip"):
         read_trace(packed, "tokenyard")
+
+
+def test_zstd_in_several_frames_or_cut_off(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    line = json.dumps(GOOD).encode() + b"\n"
+    packed = tmp_path / "t.jsonl.zst"
+    frames = zstandard.ZstdCompressor().compress(line * 50) + zstandard.ZstdCompressor().compress(line * 30)
+    packed.write_bytes(frames)
+    assert len(read_trace(packed, "tokenyard")) == 80
+    packed.write_bytes(frames[:-3])
+    with pytest.raises(ConfigError, match="cut off or no zstd"):
+        read_trace(packed, "tokenyard")
+
+
+def test_without_zstandard_the_line_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "t.jsonl.zst").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"pip install 'tokenyard\[sim\]'"):
+        read_trace(tmp_path / "t.jsonl.zst", "tokenyard")
 
 
 def test_a_csv_line_cut_off_is_refused(tmp_path):

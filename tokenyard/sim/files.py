@@ -31,9 +31,18 @@ def _unpack_zstd(raw: bytes, path: Path) -> bytes:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError(f"{path}: reading .zst needs the package zstandard; install it or unpack the file") from None
+        raise ConfigError(
+            f"{path}: reading .zst needs the package zstandard; run pip install 'tokenyard[sim]', or unpack the file"
+        ) from None
+    parts: list[bytes] = []
     try:
-        return zstandard.ZstdDecompressor().decompressobj().decompress(raw)
+        while raw:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            parts.append(frame.decompress(raw))
+            if not frame.eof:
+                raise zstandard.ZstdError("the last frame has no end")
+            raw = frame.unused_data
+        return b"".join(parts)
     except zstandard.ZstdError:
         raise ConfigError(f"{path} is cut off or no zstd file") from None
 
