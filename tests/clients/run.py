@@ -49,6 +49,7 @@ CLIENTS = (
     Client("guidellm", ("guidellm==0.8.1",), light=False),
     Client("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.23.0"), light=False),
     Client("aiperf", ("aiperf==0.13.0",), light=False),
+    Client("schemathesis", ("schemathesis==4.32.5",), light=False),
 )
 
 

@@ -22,7 +22,7 @@ from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
 from tokenyard.server.prompts import CompletionPrompt, chat_prompt, completion_prompts
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, OpenAIFields, parse
 from tokenyard.server.state import answer_id
-from tokenyard.server.stream import DONE, ChunkWriter, usage_event
+from tokenyard.server.stream import DONE, ChunkWriter, closing_event
 
 COMPLETION_MAX_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
@@ -73,7 +73,7 @@ async def _chat_job(call: Call, body: ChatRequest) -> Job:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = _logprob_options(body.top_logprobs or 0, "top_logprobs", -1) if body.logprobs else None
     given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    check_max_tokens(given, "max_tokens", least=1)
+    check_max_tokens(given, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens", least=1)
     text = await chat_prompt(call.manager, body)
     spec = _spec(call, body, given, default=call.manager.context_length, logprobs=logprobs)
     spec.text, spec.add_special_tokens = text, False
@@ -198,7 +198,7 @@ def _whole(call: Call, job: Job, answers: list[Answer]) -> dict[str, Any]:
     choices = [_choice(call, job, index, answer) for index, answer in enumerate(answers)]
     content = {**job.head, "choices": choices, "usage": usage_of(answers, job.n)}
     if job.body.return_x_sched and answers[0].finish is not None:
-        content["x_sched"] = stage_times(answers[0].finish)
+        content["x_sched"] = stage_times(answers[0].finish, job.specs[0])
     return content
 
 
@@ -301,8 +301,13 @@ def _full_chunk(
 
 
 def _closing(job: Job, answers: list[Answer]) -> bytes:
-    """What ends a stream: the usage chunk if asked for, and [DONE]."""
+    """What ends a stream: a chunk with usage and stage times if asked for, and [DONE]."""
     if job.drop_output:
         for answer in answers:
             _without_output(answer)
-    return (usage_event(job.head, usage_of(answers, job.n)) if job.want_usage else b"") + DONE
+    extra: dict[str, Any] = {}
+    if job.want_usage:
+        extra["usage"] = usage_of(answers, job.n)
+    if job.body.return_x_sched and answers[0].finish is not None:
+        extra["x_sched"] = stage_times(answers[0].finish, job.specs[0])
+    return (closing_event(job.head, extra) if extra else b"") + DONE

@@ -1,0 +1,176 @@
+"""What a newcomer gets wrong, against real servers: each mistake is named, and nobody else notices."""
+
+import json
+import shutil
+import threading
+
+import httpx2
+import pytest
+
+from tests.e2e.servers import Server
+from tokenyard.config import DEMO_MODEL
+
+pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
+HELLO = [{"role": "user", "content": "Hello there"}]
+CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+
+
+@pytest.fixture(scope="module")
+def bystander(mock_server):
+    """A long stream that runs beside all mistakes of this module and must come to its end."""
+    body = {"prompt": "Hello there", "max_tokens": 900, "stream": True, "ignore_eos": True}
+    answers = []
+
+    def read():
+        answers.append(httpx2.post(mock_server.url + TEXT, json=body, timeout=120).text)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    yield
+    thread.join(120)
+    assert answers
+    assert "data: [DONE]" in answers[0]
+
+
+def refused(server, path, body, status=400):
+    """The error of an answer, which must have all its fields."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = httpx2.post(server.url + path, content=content, timeout=60)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.usefixtures("bystander")
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (TEXT, {"prompt": "", "add_special_tokens": False}, "empty"),
+        (TEXT, {"prompt": []}, "empty"),
+        (TEXT, {"prompt": [[]]}, "empty"),
+        (NATIVE, {"input_ids": []}, "empty"),
+        (CHAT, {"messages": []}, "empty"),
+        (TEXT, {"prompt": "word " * 5000}, "tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, "tokens"),
+        (NATIVE, {"input_ids": [5] * 5000}, "tokens"),
+        (TEXT, {"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": -5}, "max_completion_tokens"),
+        (NATIVE, {"text": "x", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+        (TEXT, {"prompt": "x", "max_tokens": 10**6}, "tokens"),
+        (TEXT, {"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
+        (TEXT, {"prompt": "x", "temperature": float("nan")}, "JSON"),
+        (TEXT, b'{"prompt": "x", "temperature": 1e999}', "JSON"),
+        (TEXT, {"prompt": "x", "temperature": -0.1}, "temperature"),
+        (TEXT, {"prompt": "x", "top_p": 0}, "top_p"),
+        (TEXT, {"prompt": "x", "n": 0}, "n "),
+        (TEXT, {"prompt": "x", "n": 10**9}, "n "),
+        (TEXT, b'{"prompt": "x"', "JSON"),
+        (TEXT, b'{"prompt": "\xff\xfe"}', "JSON"),
+        (TEXT, b'{"prompt": "\\ud800"}', "JSON"),
+        (TEXT, b"[" * 100_000, "JSON"),
+        (TEXT, {"prompt": [-1]}, "prompt"),
+        (TEXT, {"prompt": [10**6]}, "vocabulary"),
+        (TEXT, {"prompt": [2**40]}, "prompt"),
+        (TEXT, {"prompt": [1.5]}, "prompt"),
+        (NATIVE, {"input_ids": [2**31]}, "input_ids"),
+        (TEXT, {"prompt": "x", "stop": 5}, "stop"),
+        (TEXT, {"prompt": "x", "stop": {"a": "b"}}, "stop"),
+        (TEXT, {"prompt": "x", "stop": [1]}, "stop"),
+        (TEXT, {"prompt": "x", "stop_token_ids": ["a"]}, "stop_token_ids"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {"tokens": [10**9 * 10]}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ],
+)
+def test_mistakes_in_a_body(mock_server, path, body, words):
+    assert words in refused(mock_server, path, body)["message"]
+
+
+FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *("stream", "stream_options", "ignore_eos", "min_tokens", "max_tokens", "stop_token_ids", "logprobs"),
+)
+
+
+@pytest.mark.usefixtures("bystander")
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_wrong_types_name_their_field(mock_server, path, field):
+    content = {"messages": HELLO} if path == CHAT else {"prompt": "x"}
+    for value in ("x", [{}], {"x": []}):
+        assert refused(mock_server, path, {**content, field: value})["param"] == field
+
+
+@pytest.mark.usefixtures("bystander")
+def test_an_unknown_model(mock_server):
+    assert refused(mock_server, TEXT, {"prompt": "x", "model": "other"}, 404)["code"] == "model_not_found"
+
+
+@pytest.mark.usefixtures("bystander")
+@pytest.mark.parametrize("path", [CHAT, TEXT, NATIVE, "/tokenize"])
+def test_a_body_of_50_megabytes(mock_server, path):
+    assert refused(mock_server, path, b'{"prompt": "' + b"x" * 50_000_000 + b'"}', 413)["code"] == "body_too_large"
+
+
+@pytest.mark.slow
+def test_a_template_that_raises_or_loops_hurts_nobody_else(tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% set text = messages[0].content %}{% if text == 'raise' %}{{ raise_exception('not like this') }}"
+        "{% elif text == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+        "{% else %}{{ text }}{% endif %}"
+    )
+    server = Server("--executor", "mock", "--mock-step-ms", "1", "--chat-template", str(template))
+    try:
+        loops = [{"role": "user", "content": "loop"}]
+        found = []
+        looping = threading.Thread(target=lambda: found.append(refused(server, CHAT, {"messages": loops})))
+        looping.start()
+        raising = [{"role": "user", "content": "raise"}]
+        assert "not like this" in refused(server, CHAT, {"messages": raising})["message"]
+        assert httpx2.get(server.url + "/health").status_code == 200
+        good = httpx2.post(server.url + TEXT, json={"prompt": "x", "max_tokens": 3}, timeout=60)
+        assert good.status_code == 200
+        looping.join(60)
+        assert "template" in found[0]["message"]
+        fine = httpx2.post(server.url + CHAT, json={"messages": HELLO, "max_tokens": 3}, timeout=60)
+        assert fine.status_code == 200
+    finally:
+        assert server.close() == 0
+
+
+def cut_weights(folder):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def break_tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def drop_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (cut_weights, "model.safetensors is damaged"),
+        (break_tokenizer, "tokenizer.json is not a tokenizer"),
+        (drop_tokenizer, "there is no tokenizer"),
+    ],
+)
+def test_a_damaged_checkpoint_ends_the_server_with_a_reason(tmp_path, damage, says):
+    pytest.importorskip("torch")
+    if not (DEMO_MODEL / "model.safetensors").is_file():
+        pytest.skip("the demo model has no weights")
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    damage(folder)
+    server = Server("--device", "cpu", "--model", str(folder), ready=False)
+    assert server.wait(60) in (1, 2)
+    (reason,) = [line for line in server.log.splitlines() if line.startswith("tokenyard: ")]
+    assert says in reason
+    assert "Traceback" not in server.log
