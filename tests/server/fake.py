@@ -12,6 +12,7 @@ from tokenizers.decoders import WordPiece
 from tokenyard.base import (
     ConfigError,
     ContextLengthError,
+    Course,
     Explanation,
     Finish,
     FinishReason,
@@ -174,5 +175,6 @@ def finish(reason: FinishReason, *, prompt: int = 0, output: int = 0, **more: An
         admitted_ns=now - 2_000_000,
         first_token_ns=now - 1_000_000,
         finished_ns=now,
+        course=Course(queue_ns=1_000_000, prefill_ns=1_000_000, decode_ns=1_000_000),
         **more,
     )

@@ -216,10 +216,13 @@ def test_unknown_fields_are_ignored_unless_strict(start):
 
 
 def test_x_sched_block_on_demand(server):
-    block = chat(server, max_tokens=2, return_x_sched=True).json()["x_sched"]
+    block = chat(server, max_tokens=2, return_x_sched=True, priority="high").json()["x_sched"]
     assert block["queue_ms"] > 0
     assert block["cached_tokens"] == 2
+    assert (block["class"], block["decode_ms"], block["paused_ms"]) == ("high", 1.0, 0.0)
     assert "x_sched" not in chat(server, max_tokens=2).json()
+    *_, closing, done = events(chat(server, max_tokens=2, return_x_sched=True, stream=True).text)
+    assert (closing["choices"], closing["x_sched"]["queue_ms"], done) == ([], 1.0, "[DONE]")
 
 
 def test_non_ascii_text_is_whole(server):

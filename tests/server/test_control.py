@@ -130,8 +130,14 @@ def test_metrics_count_what_was_answered(start):
     assert samples["tokenyard_requests_total", ("finished_reason", "length"), ("model", "fake")] == 1
     assert samples["tokenyard_inter_token_latency_seconds_count", ("model", "fake")] == 4
     assert samples["tokenyard_time_to_first_token_seconds_count", ("model", "fake")] == 1
-    assert samples["tokenyard_targets_total", ("met", "yes"), ("model", "fake"), ("target", "ttft")] == 1
-    assert samples["tokenyard_targets_total", ("met", "no"), ("model", "fake"), ("target", "tpot")] == 1
+    assert (
+        samples["tokenyard_targets_total", ("class", "normal"), ("met", "yes"), ("model", "fake"), ("target", "ttft")]
+        == 1
+    )
+    assert (
+        samples["tokenyard_targets_total", ("class", "normal"), ("met", "no"), ("model", "fake"), ("target", "tpot")]
+        == 1
+    )
     assert samples["tokenyard_retractions_total", ("model", "fake")] == 4
     assert samples["vllm:num_preemptions_total", ("model_name", "fake")] == 4
     assert samples["sglang:num_running_reqs", ("model_name", "fake")] == 3

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenyard.server.errors import HttpError
-from tokenyard.server.stream import ChunkWriter, ClientGoneError, read_body, usage_event, while_connected
+from tokenyard.server.stream import ChunkWriter, ClientGoneError, closing_event, read_body, while_connected
 
 HEAD = {"id": "x", "object": "o", "created": 1, "model": 'quo"te'}
 
@@ -40,7 +40,7 @@ def test_plain_and_full_agree():
     assert payload(writer.plain("a")) == payload(writer.full("a"))
     assert payload(writer.full("a", usage={"n": 1}))["usage"] == {"n": 1}
     assert payload(writer.role())["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert payload(usage_event(HEAD, {"n": 1})) == {**HEAD, "choices": [], "usage": {"n": 1}}
+    assert payload(closing_event(HEAD, {"usage": {"n": 1}})) == {**HEAD, "choices": [], "usage": {"n": 1}}
 
 
 def receiver(*messages):

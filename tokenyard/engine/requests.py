@@ -16,6 +16,7 @@ from tokenyard.base import (
     SamplingParams,
 )
 from tokenyard.engine.spec import GenerateSpec
+from tokenyard.policy.levels import level_of
 
 INLINE_CHARS = 2000
 """Longer texts are tokenized off the event loop."""
@@ -26,6 +27,15 @@ NS_PER_MS = 1_000_000
 LONGEST_MS = 1e10
 MOST_PRIORITY = 2**31 - 1
 SEED_BITS = 62
+
+
+LEVEL_NAMES = ("strict", "high", "normal", "low")
+"""The levels that classes of service stand for, in the order of policy/levels.py."""
+
+
+def level_name(service_class: str | None) -> str:
+    """The level of a service class by name; what is said of a class to the outside, as clients make up classes."""
+    return LEVEL_NAMES[level_of(service_class)]
 
 
 def ns_from_ms(value_ms: float | None, param: str) -> int | None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenyard.base import Finish, InvalidRequestError, OverloadedError, TokenLogprobs, TokenyardError
+from tokenyard.engine.requests import level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.errors import HttpError
+from tokenyard.server.explain import stages_ms
 from tokenyard.server.state import Manager, ServerState
 from tokenyard.server.stream import Reply
 
@@ -68,16 +70,11 @@ def usage_of(answers: Sequence[Answer], n: int) -> dict[str, Any]:
     }
 
 
-def stage_times(finish: Finish) -> dict[str, Any]:
+def stage_times(finish: Finish, spec: GenerateSpec) -> dict[str, Any]:
     """The `x_sched` block: how long each stage took and what got in the way."""
-
-    def between_ms(start_ns: int, end_ns: int) -> float | None:
-        return (end_ns - start_ns) / NS_PER_MS if start_ns and end_ns else None
-
     return {
-        "queue_ms": between_ms(finish.arrival_ns, finish.admitted_ns),
-        "prefill_ms": between_ms(finish.admitted_ns, finish.first_token_ns),
-        "decode_ms": between_ms(finish.first_token_ns, finish.finished_ns),
+        "class": level_name(spec.service_class),
+        **{f"{stage}_ms": time_ms for stage, time_ms in stages_ms(finish.course).items()},
         "cached_tokens": finish.cached_tokens,
         "preemptions": finish.retractions,
     }

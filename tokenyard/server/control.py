@@ -149,7 +149,6 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
     """Our counter names from the scheduler's totals."""
     counters = snapshot.get("counters", {})
     return {
-        "rejected_requests": counters.get("rejected", 0),
         "retractions": counters.get("retracted", 0),
         "preemptions": counters.get("preempted", 0),
         "recomputed_tokens": counters.get("recomputed_tokens", 0),

@@ -1,7 +1,7 @@
 """Prometheus metrics of the API process.
 
 Fed from the deltas of answers as they pass, and from the scheduler's snapshot when somebody scrapes. Nothing is done
-per waiting request or per step. Labels are bounded: no request ids, no tenant names.
+per waiting request or per step. Labels are bounded: no request ids, no tenant names, and classes by their level.
 """
 
 import time
@@ -15,9 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tokenyard.base import NS_PER_S, Finish, FinishReason
+from tokenyard.engine.requests import LEVEL_NAMES, level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.server.targets import ON_PURPOSE, kept_its_promise, targets_met
 
-NS_PER_MS = 1_000_000
+STARVED_AFTER_NS = 30 * NS_PER_S
+REFUSED_AT_ONCE = ("invalid", "queue_full", "tenant_limit")
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
@@ -33,8 +36,13 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("prompt tokens of finished requests", ()),
     "generation_tokens": ("output tokens", ()),
     "cached_tokens": ("prompt tokens found in the prefix cache", ()),
-    "targets": ("finished requests that brought a latency target (ttft, tpot, deadline)", ("target", "met")),
-    "rejected_requests": ("requests that the scheduler refused", ()),
+    "targets": ("finished requests that brought a latency target (ttft, tpot, deadline)", ("class", "target", "met")),
+    "slo_requests": ("requests with targets that ended, by whether all of them were met", ("class", "met")),
+    "goodput_tokens": ("output tokens of requests that met all their targets", ("class",)),
+    "deadline_misses": ("requests that ended after their deadline, or were refused for it", ("class",)),
+    "starvation": ("requests that waited for their first place for more than 30 s", ("class",)),
+    "lost_places": ("times that requests lost their place (preempted, out_of_pages, paused)", ("class", "reason")),
+    "rejected_requests": ("requests that were refused or ended by the server", ("reason",)),
     "retractions": ("times a running request gave up its KV because pages ran out", ()),
     "preemptions": ("times a running request gave way to a more urgent one", ()),
     "recomputed_tokens": ("tokens computed again after a retraction", ()),
@@ -51,6 +59,11 @@ _HISTOGRAMS = {
     "request_prompt_tokens": (TOKENS, "prompt length"),
     "request_generation_tokens": (TOKENS, "output length"),
 }
+
+_CLASS_HISTOGRAMS = {
+    "queue_wait_seconds": (SECONDS, "seconds that requests waited for their first place, pauses not counted"),
+}
+"""One histogram for each class of service."""
 
 COMPAT: dict[str, dict[str, str]] = {
     "sglang": {
@@ -122,6 +135,11 @@ class Metrics:
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
     )
+    class_histograms: dict[tuple[str, str], Histogram] = field(
+        default_factory=lambda: {
+            (name, level): Histogram(bounds) for name, (bounds, _) in _CLASS_HISTOGRAMS.items() for level in LEVEL_NAMES
+        }
+    )
 
     def __post_init__(self) -> None:
         for name, (_, labels) in _COUNTERS.items():
@@ -148,6 +166,9 @@ class Metrics:
         self.count("requests", 1, finish.reason)
         self.count("prompt_tokens", finish.prompt_tokens)
         self.count("cached_tokens", finish.cached_tokens)
+        level = level_name(spec.service_class)
+        self._count_troubles(finish, level)
+        self._count_promises(finish, spec, level)
         if finish.reason == "abort":
             return
         if finish.admitted_ns:
@@ -155,7 +176,32 @@ class Metrics:
         self.histograms["request_prompt_tokens"].observe(finish.prompt_tokens)
         self.histograms["request_generation_tokens"].observe(finish.completion_tokens)
         for target, met in targets_met(finish, spec):
-            self.count("targets", 1, target, "yes" if met else "no")
+            self.count("targets", 1, level, target, _word(met))
+
+    def _count_troubles(self, finish: Finish, level: str) -> None:
+        """Waiting, lost places and refusals."""
+        course = finish.course
+        if finish.cause and finish.cause not in ON_PURPOSE:
+            self.count("rejected_requests", 1, finish.cause)
+        if finish.cause not in REFUSED_AT_ONCE:
+            self.class_histograms["queue_wait_seconds", level].observe(course.queue_ns / NS_PER_S)
+            if course.queue_ns > STARVED_AFTER_NS:
+                self.count("starvation", 1, level)
+        losses = (("preempted", course.preemptions), ("out_of_pages", course.page_shortages), ("paused", course.pauses))
+        for reason, times in losses:
+            if times:
+                self.count("lost_places", times, level, reason)
+
+    def _count_promises(self, finish: Finish, spec: GenerateSpec, level: str) -> None:
+        """Attainment and goodput of requests that brought targets."""
+        kept = kept_its_promise(finish, spec)
+        if kept is None:
+            return
+        self.count("slo_requests", 1, level, _word(kept))
+        if kept:
+            self.count("goodput_tokens", finish.completion_tokens, level)
+        elif spec.deadline_ms is not None and not dict(targets_met(finish, spec))["deadline"]:
+            self.count("deadline_misses", 1, level)
 
     def exposition(self) -> bytes:
         """The Prometheus text."""
@@ -164,17 +210,8 @@ class Metrics:
         return generate_latest(registry)
 
 
-def targets_met(finish: Finish, spec: GenerateSpec) -> list[tuple[str, bool]]:
-    """The latency targets that a finished request brought, each with whether it was met."""
-    met = []
-    if spec.slo is not None and spec.slo.ttft_ns is not None:
-        met.append(("ttft", finish.first_token_ns - finish.arrival_ns <= spec.slo.ttft_ns))
-    if spec.slo is not None and spec.slo.tpot_ns is not None and finish.completion_tokens > 1:
-        decode_ns = finish.finished_ns - finish.first_token_ns
-        met.append(("tpot", decode_ns <= spec.slo.tpot_ns * (finish.completion_tokens - 1)))
-    if spec.deadline_ms is not None:
-        met.append(("deadline", finish.finished_ns - finish.arrival_ns <= spec.deadline_ms * NS_PER_MS))
-    return met
+def _word(met: bool) -> str:
+    return "yes" if met else "no"
 
 
 class Tracker:
@@ -220,6 +257,7 @@ class _Families(Collector):
         """Our own names first, then the ones asked for by `--metrics-compat`."""
         own = {name: f"tokenyard_{name}" for name in (*_GAUGES, *_COUNTERS, *_HISTOGRAMS)}
         yield from self._named(own, "model")
+        yield from self._by_class()
         for engine in self._metrics.compat:
             yield from self._named(COMPAT[engine], "model_name")
 
@@ -239,6 +277,15 @@ class _Families(Collector):
                 family = HistogramMetricFamily(names[key], text, labels=[model_label])
                 family.add_metric([model], histogram.buckets(), histogram.total)
                 yield family
+
+    def _by_class(self) -> Iterable[Metric]:
+        """Histograms with a class of service."""
+        for key, (_, text) in _CLASS_HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"tokenyard_{key}", text, labels=["model", "class"])
+            for (name, level), histogram in self._metrics.class_histograms.items():
+                if name == key:
+                    family.add_metric([self._metrics.model, level], histogram.buckets(), histogram.total)
+            yield family
 
     def _counter(self, key: str, name: str, model_label: str) -> Metric:
         """One counter with a sample for each combination of labels seen."""

@@ -151,6 +151,6 @@ class ChunkWriter:
         )
 
 
-def usage_event(head: Mapping[str, Any], usage: Mapping[str, Any]) -> bytes:
-    """The chunk without choices that closes a stream with usage."""
-    return b"data: " + orjson.dumps({**head, "choices": [], "usage": usage}) + b"\n\n"
+def closing_event(head: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+    """The chunk without choices that closes a stream, with `extra` fields such as usage."""
+    return b"data: " + orjson.dumps({**head, "choices": [], **extra}) + b"\n\n"
