@@ -226,6 +226,12 @@ class Settings:
     )
     record: str = setting("", "logging", "file for a tape of all that the scheduler sees and plans; see replay")
     record_plain: bool = setting(False, "logging", "tape token ids and names as they are instead of disguised")
+    log_requests_content: bool = setting(
+        False, "logging", "put the text of prompts and answers into those lines; otherwise only ids and lengths"
+    )
+    otlp_traces_endpoint: str = setting(
+        "", "logging", "send a trace of every request to this OpenTelemetry collector, as http://host:4318/v1/traces"
+    )
     decode_log_interval: int = setting(40, "logging", "decode steps between two log lines")
 
     def effective(self) -> "Settings":
@@ -261,20 +267,39 @@ class Settings:
             (self.watchdog_timeout_s >= 0.0, "--watchdog-timeout-s must be 0 (any time) or above"),
             (self.record != "" or not self.record_plain, "--record-plain needs --record FILE"),
             (
-                not self.priority_function or self.enable_priority_scheduling or self.schedule_policy == "priority",
+                not self.priority_function or self._counts_priorities,
                 "--priority-function adds to priorities, which do not count here; add --enable-priority-scheduling",
             ),
             (self.health_timeout_s > 0.0, "--health-timeout-s must be above 0"),
+            (
+                self.log_requests or not self.log_requests_content,
+                "--log-requests-content adds to the lines of --log-requests; add that too",
+            ),
+            (
+                not self.otlp_traces_endpoint or self.otlp_traces_endpoint.startswith(("http://", "https://")),
+                f"--otlp-traces-endpoint is {self.otlp_traces_endpoint!r}; it must begin with http:// or https://",
+            ),
             (
                 not (self.skip_tokenizer_init and self.chat_template),
                 "--chat-template and --skip-tokenizer-init contradict each other: without a tokenizer there is no chat",
             ),
             (
-                not (self.disable_radix_cache and self.schedule_policy in ("lpm", "dfs-weight")),
-                f"--schedule-policy {self.schedule_policy} orders by the prefix cache, which --disable-radix-cache "
-                "switches off; drop one of the two",
+                self.default_priority_value is None or self._counts_priorities,
+                "--default-priority-value needs --enable-priority-scheduling",
+            ),
+            (
+                not (self.slo_reject or self.slo_max_wait_s > 0.0) or self.schedule_policy == "slo" or self._own_policy,
+                f"--slo-reject and --slo-max-wait-s are for --schedule-policy slo, not {self.schedule_policy}",
             ),
         )
+
+    @property
+    def _counts_priorities(self) -> bool:
+        return self.enable_priority_scheduling or self.schedule_policy == "priority"
+
+    @property
+    def _own_policy(self) -> bool:
+        return ":" in self.schedule_policy
 
     def scheduler_settings(self, *, context_length: int) -> SchedulerSettings:
         """The scheduler's part of the settings, for a model with this context length."""

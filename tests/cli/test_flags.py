@@ -138,7 +138,6 @@ def test_mistakes_say_what_to_do(argv, words):
     ("argv", "words"),
     [
         (["--mock-step-ms", "1"], "needs --executor mock"),
-        (["--schedule-policy", "lpm", "--disable-radix-cache"], "drop one of the two"),
         (["--chunked-prefill-size", "100", "--page-size", "16"], "multiple of --page-size"),
         (["--skip-tokenizer-init", "--chat-template", "x"], "contradict"),
         (["--port", "70000"], "--port"),

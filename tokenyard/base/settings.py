@@ -3,11 +3,15 @@
 from dataclasses import dataclass, field
 
 from tokenyard.base.errors import ConfigError
+from tokenyard.base.ranges import SCHEDULER_RANGES, TENANT_RANGES
 
 NS_PER_S = 1_000_000_000
 HEADROOMS = ("ratio", "history", "past-future", "none")
 RETRACTION_POLICIES = ("length", "newest", "priority", "slack", "fewest-lost")
 STEP_BUDGETS = ("auto", "tokens", "time")
+MOST_WEIGHT = 10**6
+ANY_TENANT = "*"
+"""Stands for all tenants that are not named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +33,10 @@ class TenantSettings:
 
     def validate(self, name: str) -> None:
         """Raise ConfigError naming the tenant for a value that makes no sense."""
-        checks = (
-            (self.weight > 0.0, "weight must be above 0"),
-            (self.tokens_per_s >= 0.0, "tokens_per_s must be 0 (no limit) or above"),
-            (self.burst_tokens >= 1, "burst_tokens must be at least 1"),
-            (self.max_running == -1 or self.max_running >= 1, "max_running must be -1 (no limit) or at least 1"),
-            (self.max_queued == -1 or self.max_queued >= 1, "max_queued must be -1 (no limit) or at least 1"),
-            (0.0 <= self.kv_share <= 1.0, "kv_share must be between 0 and 1"),
-        )
-        for holds, rule in checks:
-            if not holds:
-                raise ConfigError(f"tenant {name!r}: {rule}")
+        for setting, allowed in TENANT_RANGES.items():
+            allowed.check(f"tenant {name!r}: {setting}", getattr(self, setting))
+        if name == ANY_TENANT and self.kv_share:
+            raise ConfigError("tenant '*': a kv_share can be promised only to tenants that are named")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,50 +122,36 @@ class SchedulerSettings:
         return self.enable_priority_scheduling or self.schedule_policy == "priority"
 
     def validate(self) -> None:
-        """Raise ConfigError for values that contradict each other, saying which flag to change."""
-        if self.page_size < 1:
-            raise ConfigError(f"--page-size is {self.page_size}; it must be at least 1")
-        chunk = self.chunked_prefill_size
-        if chunk != -1 and (chunk < 1 or chunk % self.page_size):
-            raise ConfigError(
-                f"--chunked-prefill-size is {chunk}; it must be -1 (off) or a multiple of --page-size {self.page_size}"
-            )
-        if self.max_running_requests < 1:
-            raise ConfigError("--max-running-requests must be at least 1")
-        if self.max_queued_requests != -1 and self.max_queued_requests < 1:
-            raise ConfigError("--max-queued-requests must be -1 (no limit) or at least 1")
-        if self.max_in_flight < 1:
-            raise ConfigError("the number of steps in flight must be at least 1")
-        if not self.schedule_conservativeness > 0.0:
-            raise ConfigError("--schedule-conservativeness must be above 0")
-        self._validate_targets()
-        self._validate_order()
+        """Raise ConfigError for values out of range or that contradict each other, saying which flag to change."""
+        for name, allowed in SCHEDULER_RANGES.items():
+            allowed.check("--" + name.replace("_", "-"), getattr(self, name))
+        for flag, value, choices in (
+            ("--headroom", self.headroom, HEADROOMS),
+            ("--retraction-policy", self.retraction_policy, RETRACTION_POLICIES),
+            ("--step-budget", self.step_budget, STEP_BUDGETS),
+        ):
+            if value not in choices:
+                raise ConfigError(f"{flag} is {value!r}; choose one of {', '.join(choices)}")
+        for holds, rule in self._rules():
+            if not holds:
+                raise ConfigError(rule)
         for name, tenant in self.tenants.items():
             tenant.validate(name)
         if sum(tenant.kv_share for tenant in self.tenants.values()) > 1.0:
             raise ConfigError("the kv_share of all tenants together must not exceed 1")
 
-    def _validate_order(self) -> None:
-        weights = self.service_level_weights
-        checks = (
-            (self.lpm_degrade_threshold >= 0, "--lpm-degrade-threshold must be 0 (never) or above"),
+    def _rules(self) -> tuple[tuple[bool, str], ...]:
+        """What must hold between several values, each with the sentence that says so."""
+        chunk, weights = self.chunked_prefill_size, self.service_level_weights
+        return (
             (
-                self.in_batch_prefix_caching_check_threshold >= -1,
-                "--in-batch-prefix-caching-check-threshold must be -1 (off) or at least 0",
+                chunk == -1 or not chunk % self.page_size,
+                f"--chunked-prefill-size is {chunk}; it must be -1 (off) or a multiple of --page-size {self.page_size}",
             ),
             (
-                self.in_batch_prefix_caching_deprioritize_threshold >= 1,
-                "--in-batch-prefix-caching-deprioritize-threshold must be at least 1",
+                len(weights) == 3 and all(1 <= weight <= MOST_WEIGHT for weight in weights),
+                f"--service-level-weights must be three whole numbers from 1 to {MOST_WEIGHT}",
             ),
-            (
-                self.priority_scheduling_preemption_threshold >= 0,
-                "--priority-scheduling-preemption-threshold must be at least 0",
-            ),
-            (0.0 <= self.priority_aging_s <= 1e3, "--priority-aging-s must be between 0 (off) and 1000"),
-            (len(weights) == 3 and min(weights) >= 1, "--service-level-weights must be three whole numbers above 0"),
-            (self.service_level_quantum_tokens >= 1, "--service-level-quantum-tokens must be at least 1"),
-            (0.0 < self.strict_level_share < 1.0, "--strict-level-share must be above 0 and below 1"),
-            (self.max_overtaken_tokens >= -1, "--max-overtaken-tokens must be -1 (no limit) or at least 0"),
             (
                 self.uses_priorities or not self.schedule_low_priority_values_first,
                 "--schedule-low-priority-values-first needs --enable-priority-scheduling",
@@ -177,27 +160,20 @@ class SchedulerSettings:
                 not (self.uses_priorities and self.abort_on_priority_when_disabled),
                 "--abort-on-priority-when-disabled contradicts --enable-priority-scheduling; drop one of the two",
             ),
+            (
+                self.slo_ttft_ms + self.slo_ttft_scale > 0.0,
+                "--slo-ttft-ms and --slo-ttft-scale must not both be 0",
+            ),
+            (
+                not (self.slo_reject and self.slo_max_wait_s > 0.0),
+                "--slo-reject and --slo-max-wait-s contradict each other: refuse late requests or serve them; drop one",
+            ),
+            (
+                not self.enable_dynamic_chunking or chunk != -1,
+                "--enable-dynamic-chunking needs a --chunked-prefill-size, the chunk that the others are as long as",
+            ),
+            (
+                not (self.enable_dynamic_chunking and self.step_budget == "time"),
+                "--enable-dynamic-chunking and --step-budget time both size chunks; drop one of the two",
+            ),
         )
-        for holds, rule in checks:
-            if not holds:
-                raise ConfigError(rule)
-
-    def _validate_targets(self) -> None:
-        for flag, value, choices in (
-            ("--headroom", self.headroom, HEADROOMS),
-            ("--retraction-policy", self.retraction_policy, RETRACTION_POLICIES),
-            ("--step-budget", self.step_budget, STEP_BUDGETS),
-        ):
-            if value not in choices:
-                raise ConfigError(f"{flag} is {value!r}; choose one of {', '.join(choices)}")
-        checks = (
-            (self.slo_ttft_ms >= 0.0 and self.slo_ttft_scale >= 0.0, "--slo-ttft-ms, --slo-ttft-scale: at least 0"),
-            (self.slo_ttft_ms + self.slo_ttft_scale > 0.0, "--slo-ttft-ms and --slo-ttft-scale must not both be 0"),
-            (self.slo_tpot_ms > 0.0, "--slo-tpot-ms must be above 0"),
-            (self.slo_idle_step_ms > 0.0, "--slo-idle-step-ms must be above 0"),
-            (self.slo_chunk_tokens >= 1, "--slo-chunk-tokens must be at least 1"),
-            (self.slo_max_wait_s == -1.0 or self.slo_max_wait_s > 0.0, "--slo-max-wait-s: -1 (none) or above 0"),
-        )
-        for holds, rule in checks:
-            if not holds:
-                raise ConfigError(rule)

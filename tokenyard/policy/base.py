@@ -4,6 +4,7 @@ A policy orders and judges; it never allocates (design, law 4). Most policies ar
 headroom and victims; one that needs more overrides more.
 """
 
+import math
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -24,7 +25,8 @@ class Policy:
     to fcfs) or with `uses_hits` that they read what it holds if there is one, and state in `overtaking` how much may
     overtake a waiting request. A policy that weighs priorities itself says so with `ranks_priorities`; otherwise
     --enable-priority-scheduling puts `priority.Priority` around it. `options` are the names and defaults of its
-    --policy-options. `begin_step` is called once before any other question about a step.
+    --policy-options, `ranges` the least and most value of those that have bounds. `begin_step` is called once before
+    any other question about a step.
     """
 
     name = "fcfs"
@@ -34,6 +36,7 @@ class Policy:
     ranks_priorities = False
     charges_decode = False
     options: ClassVar[dict[str, Option]] = {}
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {}
     overtaking = "none: requests start in the order of their arrival"
 
     def __init__(self, settings: SchedulerSettings) -> None:
@@ -104,8 +107,8 @@ class Policy:
 
 
 def chosen_options(policy: type[Policy], settings: SchedulerSettings) -> dict[str, Option]:
-    """The policy's options with `settings.policy_options` put in. Raises ConfigError for one that it does not have or
-    of another type.
+    """The policy's options with `settings.policy_options` put in. Raises ConfigError for one that it does not have, of
+    another type or out of its range.
     """
     chosen = dict(policy.options)
     for name, value in settings.policy_options.items():
@@ -115,5 +118,8 @@ def chosen_options(policy: type[Policy], settings: SchedulerSettings) -> dict[st
         wanted = type(chosen[name])
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ConfigError(f"option {name!r} of {policy.name!r} is {value!r}; it must be a {wanted.__name__}")
+        least, most = policy.ranges.get(name, (-math.inf, math.inf))
+        if not isinstance(value, str) and not least <= value <= most:
+            raise ConfigError(f"option {name!r} of {policy.name!r} is {value}; it must be from {least:g} to {most:g}")
         chosen[name] = wanted(value)
     return chosen

@@ -150,6 +150,7 @@ class DeficitLongestPrefixMatch(TenantService):
     name = "dlpm"
     needs_tree = True
     options: ClassVar[dict[str, Option]] = {"quantum_tokens": 32768}
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {"quantum_tokens": (1, 2**40)}
     overtaking = "between tenants by the service gap plus two quanta; within a tenant unbounded, as for lpm"
 
     def __init__(self, settings: SchedulerSettings) -> None:

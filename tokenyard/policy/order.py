@@ -154,6 +154,7 @@ class RandomOrder(Policy):
     name = "random"
     overtaking = "none, but each step gives every request the same chance"
     options: ClassVar[dict[str, Option]] = {"seed": 0}
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {"seed": (0, 2**63)}
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)

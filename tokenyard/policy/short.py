@@ -94,10 +94,11 @@ class ShortFirst(Policy):
     uses_hits = True
     overtaking = "none: a long request can wait as long as shorter ones keep coming"
     options: ClassVar[dict[str, Option]] = {"quantile": 0.5, "output_weight": 1.0}
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {"quantile": (0, 1), "output_weight": (0, 1e6)}
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
-        self._predictor = AnswerPredictor(min(max(float(self.chosen["quantile"]), 0.0), 1.0))
+        self._predictor = AnswerPredictor(float(self.chosen["quantile"]))
         self._output_weight = float(self.chosen["output_weight"])
 
     def order(self, views: Views) -> Iterator[int]:
@@ -124,10 +125,11 @@ class MultiLevelFeedback(Policy):
     uses_hits = True
     charges_decode = True
     options: ClassVar[dict[str, Option]] = {"quantum_tokens": 512, "promote_s": 30.0}
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {"quantum_tokens": (1, 2**40), "promote_s": (0, 1e6)}
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
-        self._quantum = max(1, int(self.chosen["quantum_tokens"]))
+        self._quantum = int(self.chosen["quantum_tokens"])
         self._promote_ns = int(float(self.chosen["promote_s"]) * NS_PER_S)
         self.overtaking = f"arrivals of the next {float(self.chosen['promote_s']):g} s, then nobody"
         self._served = np.zeros(0, np.int64)

@@ -23,8 +23,8 @@ from tokenyard.base import (
     Submit,
     TextOptions,
 )
+from tokenyard.base.settings import ANY_TENANT
 from tokenyard.policy.levels import LEVEL_OF_CLASS
-from tokenyard.policy.tenants import ANY_TENANT
 
 NAME_BYTES = 8
 DRAW_BYTES = 8
