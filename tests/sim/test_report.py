@@ -6,7 +6,7 @@ import pytest
 
 from tests.sim.small import setup
 from tokenyard.base import ConfigError
-from tokenyard.sim.charts import Chart
+from tokenyard.sim.charts import Chart, picture
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.presets import preset, preset_names
 from tokenyard.sim.report import service_gap_over_time, write_curves, write_report
@@ -31,6 +31,15 @@ def test_values_that_a_log_axis_cannot_show_are_left_out():
     chart = Chart("t", "x", "y", x_log=True, y_log=True)
     chart.dots([0.0, 1.0, 2.0, np.nan], [1.0, 0.0, 5.0, 1.0])
     assert len(marks(chart, "circle")) == 1
+
+
+def test_a_picture_is_an_svg_file_with_the_charts_side_by_side():
+    chart = Chart("t", "x", "y")
+    chart.line([1, 2], [1, 2])
+    root = ElementTree.fromstring(picture([chart, chart]))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert root.get("width") == "1240"
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}path"))) == 2
 
 
 def test_an_empty_chart_says_so():

@@ -14,6 +14,12 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 46
 MOST_STEPS = 6
 LEGEND_ROW = 16
 LEGEND_PER_ROW = 3
+STYLE = """
+svg text { font: 12px system-ui, sans-serif } svg .title { font-size: 14px; font-weight: 600 }
+svg .tick { font-size: 11px; fill: #4b5563 } svg .grid { stroke: #e5e7eb } svg .axis { stroke: #111827 }
+"""
+"""What the charts' classes look like; the page around them includes it."""
+
 _EMPTY = f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">nothing to show: no request has one</text>'
 
 
@@ -146,6 +152,17 @@ class Chart:
             f'height="{max(base - y, 0.0):.1f}" fill="{series.colour}"/>'
             for x, y in points
         ]
+
+
+def picture(charts: Sequence[Chart]) -> str:
+    """The charts side by side as an SVG file of its own, on white."""
+    width = WIDTH * len(charts)
+    parts = [f'<g transform="translate({WIDTH * place} 0)">{chart.svg()}</g>' for place, chart in enumerate(charts)]
+    sized = [part.replace("<svg ", f'<svg width="{WIDTH}" height="{HEIGHT}" ', 1) for part in parts]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}">'
+        f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(sized)}</svg>\n'
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.sim.charts import Chart
+from tokenyard.sim.charts import STYLE, Chart
 from tokenyard.sim.engine import Outcome
 from tokenyard.sim.metrics import late_s, length_classes, summary, wait_s
 from tokenyard.sim.timeline import Timeline
@@ -28,9 +28,7 @@ td, th { padding: .25em .7em; text-align: right } td { white-space: nowrap }
 th { vertical-align: bottom; border-bottom: 2px solid #111827 }
 td { border-bottom: 1px solid #e5e7eb } td:first-child { text-align: left }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(540px, 1fr)); gap: 1em }
-svg { width: 100%; background: #fff; border: 1px solid #e5e7eb; border-radius: 6px } svg text { font-size: 12px }
-svg .title { font-size: 14px; font-weight: 600 } svg .tick { font-size: 11px; fill: #4b5563 }
-svg .grid { stroke: #e5e7eb } svg .axis { stroke: #111827 }
+svg { width: 100%; background: #fff; border: 1px solid #e5e7eb; border-radius: 6px }
 """
 
 _COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
@@ -257,7 +255,8 @@ def _section(title: str, charts: Sequence[Chart]) -> str:
 
 
 def _page(title: str, lead: str, sections: Sequence[str]) -> str:
+    style = f"<style>{_STYLE}{STYLE}</style>"
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>{style}'
         f"<h1>{escape(title)}</h1>{lead}{''.join(sections)}</html>\n"
     )
