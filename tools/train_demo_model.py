@@ -1,6 +1,6 @@
 """Trains Tokenyard's demo model, a small Llama that tells short stories, on one CPU core.
 
-    python tools/train_demo_model.py --corpus CORPUS --out tokenyard/demo_model --minutes 45
+    python tools/train_demo_model.py --corpus CORPUS --out tokenyard/demo_model --steps 4000
 
 The corpus folder holds tinystories/ and fairytales/ (see demo_corpus.load_corpus). With --steps the result
 depends on the seed alone; with --minutes also on the speed of the machine. The checkpoint with the lowest
@@ -261,8 +261,8 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     rope = {"rope_theta": ROPE_THETA, "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA}}
     _write_json(folder / "config.json", {**head, **settings, **rope})
     ids = {name: settings[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1}
-    _write_json(folder / "generation_config.json", {**ids, **sampling, "max_new_tokens": 320})
+    sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.05}
+    _write_json(folder / "generation_config.json", {**ids, **sampling, "max_new_tokens": 448})
     weights = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
     del weights["lm_head.weight"]
     path = folder / "model.safetensors"
