@@ -39,7 +39,8 @@ def test_concurrency_is_bounded(mock_server, tmp_path):
 def test_shared_prefixes_hit_the_cache(mock_server, capsys):
     flags = ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "1", "--gsp-prompts-per-group", "6"]
     lengths = ["--gsp-system-prompt-len", "100", "--gsp-question-len", "5", "--gsp-output-len", "3"]
-    assert bench(mock_server, *flags, *lengths, "--request-rate", "inf", "--flush-cache", "--cache-report") == 0
+    turns = ["--request-rate", "inf", "--max-concurrency", "1"]
+    assert bench(mock_server, *flags, *lengths, *turns, "--flush-cache", "--cache-report") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Cached input tokens")]
     assert int(line.split()[-1]) >= 4 * 80
 

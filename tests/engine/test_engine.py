@@ -193,7 +193,7 @@ def test_wrong_requests_cost_nobody_else():
     with_engine(work)
 
 
-def test_token_ids_alone_need_no_detokenizer():
+def test_token_ids_alone_need_no_detokenizer(before):
     async def work(manager):
         assert manager.tokenizer is None
         wanted = GenerateSpec(input_ids=[5, 6, 7], sampling=SamplingParams(max_new_tokens=6, ignore_eos=True))
@@ -205,17 +205,27 @@ def test_token_ids_alone_need_no_detokenizer():
             await collect(manager, spec())
         with pytest.raises(InvalidRequestError, match="no chat template"):
             await manager.render_chat([{"role": "user", "content": "Hi"}])
-        assert len(children_of(os.getpid())) == 1
+        assert len(new_children(before)) == 1
 
     with_engine(work, skip_tokenizer=True)
 
 
-def children_of(pid):
+def children():
+    """Our processes below this one; other tests may keep servers of their own."""
     return [
         child
-        for child in psutil.Process(pid).children()
+        for child in psutil.Process(os.getpid()).children()
         if child.cmdline()[1:2] == ["-m"] or "tokenyard:" in child.name()
     ]
+
+
+@pytest.fixture
+def before():
+    return children()
+
+
+def new_children(before):
+    return [child for child in children() if child not in before]
 
 
 def titled(pid, title):
@@ -226,7 +236,7 @@ def titled(pid, title):
 
 
 @pytest.mark.parametrize("title", ["tokenyard: scheduler", "tokenyard: detokenizer"])
-def test_a_dead_child_ends_every_stream(title):
+def test_a_dead_child_ends_every_stream(title, before):
     async def main():
         reasons = []
         async with running_engine(mock_config(), reasons.append) as manager:
@@ -243,14 +253,14 @@ def test_a_dead_child_ends_every_stream(title):
         assert len(reasons) == 1
 
     asyncio.run(main())
-    assert children_of(os.getpid()) == []
+    assert new_children(before) == []
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"max_total_tokens": 1, "page_size": 2}, "does not hold one page"), ({"colour": "red"}, "colour")],
 )
-def test_an_engine_that_cannot_start_says_why(options, reason, monkeypatch, tmp_path):
+def test_an_engine_that_cannot_start_says_why(options, reason, monkeypatch, tmp_path, before):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def main():
@@ -259,7 +269,7 @@ def test_an_engine_that_cannot_start_says_why(options, reason, monkeypatch, tmp_
                 pass
 
     asyncio.run(main())
-    assert children_of(os.getpid()) == []
+    assert new_children(before) == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -106,6 +106,23 @@ def test_load_reports(server):
     assert server.client.get("/get_load").json()[0]["num_reqs"] == 5
 
 
+def test_loads_by_section(server):
+    load = server.client.get("/v1/loads", params={"include": "memory,spec"}).json()["data"][0]
+    assert load == {"dp_rank": 0, "memory": {"used_tokens": 25, "total_tokens": 100}, "spec": None}
+    assert "queues" in server.client.get("/v1/loads", params={"include": "all"}).json()["data"][0]
+    for wrong in ({"include": "everything"}, {"format": "xml"}, {"dp_rank": 1}, {"dp_rank": "x"}):
+        assert server.client.get("/v1/loads", params=wrong).status_code == 400
+
+
+def test_loads_as_prometheus(server):
+    answer = server.client.get("/v1/loads", params={"include": "all", "format": "prometheus"})
+    assert answer.headers["content-type"].startswith("text/plain")
+    values = {s.name: s.value for family in text_string_to_metric_families(answer.text) for s in family.samples}
+    assert values["tokenyard_load_running_requests"] == 3
+    assert values["tokenyard_load_queues_counters_retracted"] == 4
+    assert values["tokenyard_load_memory_total_tokens"] == 100
+
+
 def test_server_info_hides_keys(start):
     server = start(info={"model_path": "m"}, api_key="secret")
     text = server.client.get("/server_info", headers={"Authorization": "Bearer secret"}).text
@@ -147,7 +164,7 @@ def test_metrics_count_what_was_answered(start):
 def test_finished_requests_are_logged_if_asked_for(start, caplog):
     caplog.set_level("INFO", logger="tokenyard.requests")
     start().client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1})
-    assert not caplog.messages
+    assert not [record for record in caplog.records if record.name == "tokenyard.requests"]
     start(log_requests=True).client.post("/generate", json={"text": "hello", "rid": "r9"})
     assert [message for message in caplog.messages if "rid=r9" in message and "reason=length" in message]
 
