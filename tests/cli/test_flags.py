@@ -141,6 +141,8 @@ def test_mistakes_say_what_to_do(argv, words):
         (["--chunked-prefill-size", "100", "--page-size", "16"], "multiple of --page-size"),
         (["--skip-tokenizer-init", "--chat-template", "x"], "contradict"),
         (["--port", "70000"], "--port"),
+        (["--log-requests-content"], "add that too"),
+        (["--otlp-traces-endpoint", "host:4318"], "must begin with http"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
     ],
 )

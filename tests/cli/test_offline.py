@@ -7,6 +7,7 @@ import pytest
 from tokenyard import LLM, SamplingParams
 from tokenyard.base import ConfigError, EngineDeadError, InvalidRequestError
 from tokenyard.config import DEMO_MODEL
+from tokenyard.engine.sampling_defaults import read_sampling_defaults
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
 
@@ -73,7 +74,9 @@ def test_wrong_requests_are_refused(llm):
 
 def test_without_params_the_models_own_defaults_count(llm):
     params = llm.default_sampling_params(max_new_tokens=3)
-    assert (params.temperature, params.top_p, params.top_k) == (0.8, 0.95, 50)
+    own = read_sampling_defaults(str(DEMO_MODEL), "model")
+    assert own["temperature"] > 0
+    assert params == SamplingParams(max_new_tokens=3, **own)
     with LLM(executor="mock", mock_step_ms=0.0, sampling_defaults="openai") as plain:
         assert plain.default_sampling_params() == SamplingParams()
 

@@ -8,6 +8,7 @@ import gc
 import logging
 import math
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import setproctitle
@@ -25,6 +26,7 @@ from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.offline import engine_config, located
 from tokenyard.server.serving import DrainingServer, listen
 from tokenyard.server.state import ServerOptions, ServerState
+from tokenyard.server.tracing import open_tracing
 
 log = logging.getLogger(__name__)
 
@@ -72,16 +74,31 @@ async def _serve(settings: Settings) -> int:
     server = DrainingServer(state, shutdown_timeout_s=settings.shutdown_timeout_s)
     listener = listen(settings.host, settings.port)
     settings.port = listener.getsockname()[1]
-    loading = asyncio.create_task(_run_engine(settings, config, state, server))
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        loading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await loading
+    with _tracing(settings, state):
+        loading = asyncio.create_task(_run_engine(settings, config, state, server))
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            loading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loading
     if server.reason:
         print(f"tokenyard: {server.reason}", file=sys.stderr)
     return server.exit_status
+
+
+@contextlib.contextmanager
+def _tracing(settings: Settings, state: ServerState) -> Iterator[None]:
+    """Send traces of requests, if asked for. Raises ConfigError where the packages for that are missing."""
+    if not settings.otlp_traces_endpoint:
+        yield
+        return
+    tracing = open_tracing(settings.otlp_traces_endpoint)
+    state.watcher_makers.append(tracing.watcher)
+    try:
+        yield
+    finally:
+        tracing.close()
 
 
 async def _run_engine(settings: Settings, config: EngineConfig, state: ServerState, server: DrainingServer) -> None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import setproctitle
@@ -31,14 +31,15 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as JSON: time, level, logger, process and message."""
-        line = {
+        """Return the record as JSON: time, level, logger, process, message, and `fields` that came with it."""
+        line: dict[str, Any] = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "process": setproctitle.getproctitle(),
             "message": record.getMessage(),
         }
+        line |= getattr(record, "fields", {})
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line).decode()

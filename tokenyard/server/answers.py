@@ -1,7 +1,6 @@
 """Running the generations of one HTTP request, and collecting what they give."""
 
 import asyncio
-import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -16,10 +15,7 @@ from tokenyard.server.explain import stages_ms
 from tokenyard.server.state import Manager, ServerState
 from tokenyard.server.stream import Reply
 
-log = logging.getLogger("tokenyard.requests")
-
 CLIENT_ABORT_STATUS = 499
-NS_PER_MS = 1_000_000
 
 
 @dataclass(slots=True)
@@ -102,16 +98,16 @@ def run(call: Call, specs: Sequence[GenerateSpec]) -> AsyncGenerator[tuple[int, 
 
 
 async def _one(call: Call, spec: GenerateSpec, place: int) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-    """Run one spec, with metrics and the log line at its end."""
+    """Run one spec, under the eyes of metrics, log and traces."""
     state = call.state
     spec.rid = spec.rid or uuid.uuid4().hex
     with state.open_request(spec.rid):
-        tracker = state.metrics.tracker(spec)
+        watchers = state.watchers(spec, call.headers)
         async with aclosing(call.manager.generate(spec)) as deltas:
             async for delta in deltas:
-                tracker.delta(delta)
+                for watcher in watchers:
+                    watcher.delta(delta)
                 if delta.finish is not None:
-                    _log_end(call, spec, delta.finish)
                     error = failure(delta.finish, shutting_down=state.shutting_down)
                     if error is not None:
                         raise error
@@ -146,20 +142,6 @@ async def _many(call: Call, specs: Sequence[GenerateSpec]) -> AsyncGenerator[tup
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _log_end(call: Call, spec: GenerateSpec, finish: Finish) -> None:
-    """One line about a finished request, if asked for."""
-    if call.state.options.log_requests:
-        log.info(
-            "Finish: rid=%s reason=%s prompt=%d output=%d cached=%d e2e_ms=%.1f",
-            spec.rid,
-            finish.reason,
-            finish.prompt_tokens,
-            finish.completion_tokens,
-            finish.cached_tokens,
-            (finish.finished_ns - finish.arrival_ns) / NS_PER_MS,
-        )
 
 
 async def collect(call: Call, specs: Sequence[GenerateSpec], n: int) -> list[Answer]:

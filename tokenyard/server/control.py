@@ -10,11 +10,21 @@ from tokenyard import __version__
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
 from tokenyard.engine.spec import GenerateSpec
 from tokenyard.server.errors import HttpError
+from tokenyard.server.loads import (
+    DEFAULT_SECTIONS,
+    FORMATS,
+    as_prometheus,
+    load_of,
+    sections_of,
+    wanted_sections,
+)
 from tokenyard.server.prompts import encode, plain_messages, token_ids
 from tokenyard.server.protocol import AbortRequest, DetokenizeRequest, PauseRequest, TokenizeRequest, parse
 from tokenyard.server.state import ServerState
 
 router = APIRouter()
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def _state(request: Request) -> ServerState:
@@ -130,19 +140,7 @@ async def metrics(state: State) -> Response:
     if state.phase != "loading":
         snapshot = await state.manager.snapshot()
         state.metrics.set_load(load_of(snapshot), totals_of(snapshot))
-    return Response(state.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def load_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
-    """Our gauge names from the scheduler's counters."""
-    used, total = snapshot.get("used_tokens", 0), snapshot.get("total_tokens", 0)
-    return {
-        "running_requests": snapshot.get("running", 0),
-        "queued_requests": snapshot.get("waiting", 0),
-        "used_tokens": used,
-        "total_tokens": total,
-        "token_usage": used / total if total else 0.0,
-    }
+    return Response(state.metrics.exposition(), media_type=PROMETHEUS)
 
 
 def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
@@ -157,11 +155,20 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-@router.get("/v1/loads")
-async def loads(state: State) -> dict[str, Any]:
-    """How loaded the engine is, for routers and planners."""
-    snapshot = await state.manager.snapshot()
-    return {"object": "list", "data": [{"dp_rank": 0, **load_of(snapshot), "queues": snapshot}]}
+@router.get("/v1/loads", response_model=None)
+async def loads(
+    state: State, include: str = DEFAULT_SECTIONS, format: str = "json", dp_rank: int = 0
+) -> dict[str, Any] | Response:
+    """How loaded the engine is, for routers and planners: the sections that `include` names, as JSON or Prometheus."""
+    if format not in FORMATS:
+        raise InvalidRequestError(f"format must be one of {', '.join(FORMATS)}", param="format")
+    if dp_rank != 0:
+        raise InvalidRequestError("this server has one rank, 0", param="dp_rank")
+    wanted = wanted_sections(include)
+    sections = sections_of(await state.manager.snapshot(), wanted)
+    if format == "prometheus":
+        return Response(as_prometheus(sections), media_type=PROMETHEUS)
+    return {"object": "list", "data": [sections]}
 
 
 @router.get("/get_load")

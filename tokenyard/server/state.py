@@ -1,7 +1,7 @@
 """What the routes share: options, the engine's front, metrics, and the phase of the server's life."""
 
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -10,6 +10,7 @@ from tokenyard.base import Explanation, InvalidRequestError, OverloadedError
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.logprobs import TokenNames
 from tokenyard.server.metrics import Metrics
+from tokenyard.server.request_log import RequestLog
 
 Phase = Literal["loading", "ready", "draining"]
 
@@ -86,8 +87,20 @@ class ServerOptions:
     metrics_compat: list[str] = field(default_factory=list)
     health_timeout_s: float = 20.0
     log_requests: bool = False
+    log_requests_content: bool = False
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+
+
+class Watcher(Protocol):
+    """Follows one request from its arrival on."""
+
+    def delta(self, delta: OutputDelta) -> None:
+        """Take in news of one answer."""
+
+
+WatcherMaker = Callable[[GenerateSpec, Mapping[str, str]], Watcher]
+"""Makes what follows a request that came with these headers."""
 
 
 class ServerState:
@@ -96,6 +109,9 @@ class ServerState:
     def __init__(self, options: ServerOptions, manager: Manager | None = None) -> None:
         self.options = options
         self.metrics = Metrics(options.model_name, options.metrics_compat)
+        self.watcher_makers: list[WatcherMaker] = [lambda spec, headers: self.metrics.tracker(spec)]
+        if options.log_requests:
+            self.watcher_makers.append(lambda spec, headers: RequestLog(spec, content=options.log_requests_content))
         self.phase: Phase = "loading"
         self.created_s = int(time.time())
         self.shutting_down = False
@@ -137,6 +153,10 @@ class ServerState:
         if self.phase == "draining":
             raise OverloadedError("the server is shutting down", code="draining")
         return self.manager
+
+    def watchers(self, spec: GenerateSpec, headers: Mapping[str, str]) -> list[Watcher]:
+        """What follows one request: metrics, and whatever else was asked for."""
+        return [make(spec, headers) for make in self.watcher_makers]
 
     @contextmanager
     def open_request(self, rid: str) -> Iterator[None]:

@@ -1,0 +1,55 @@
+"""One log line for every finished answer: ids and lengths, and the text itself only if that is asked for."""
+
+import logging
+from typing import Any
+
+from tokenyard.base import Finish
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
+
+log = logging.getLogger("tokenyard.requests")
+
+NS_PER_MS = 1_000_000
+MOST_CHARS = 2000
+"""More of a prompt or answer is cut off."""
+
+
+class RequestLog:
+    """Follows one request. With `content`, the lines hold the beginning of prompt and answer."""
+
+    def __init__(self, spec: GenerateSpec, *, content: bool) -> None:
+        self._spec = spec
+        self._content = content
+        self._texts: dict[int, str] = {}
+
+    def delta(self, delta: OutputDelta) -> None:
+        """Take in news of one answer; its last one writes the line."""
+        if self._content:
+            text = self._texts.get(delta.index, "")
+            if len(text) < MOST_CHARS:
+                self._texts[delta.index] = text + delta.text
+        if delta.finish is not None:
+            self._write(delta.index, delta.finish)
+
+    def _write(self, index: int, finish: Finish) -> None:
+        fields: dict[str, Any] = {
+            "rid": self._spec.rid,
+            "index": index,
+            "reason": finish.reason,
+            "cause": finish.cause,
+            "prompt_tokens": finish.prompt_tokens,
+            "output_tokens": finish.completion_tokens,
+            "cached_tokens": finish.cached_tokens,
+            "queue_ms": round(finish.course.queue_ns / NS_PER_MS, 1),
+            "e2e_ms": round((finish.finished_ns - finish.arrival_ns) / NS_PER_MS, 1),
+        }
+        if self._content:
+            prompt = self._spec.text if self._spec.text is not None else f"{finish.prompt_tokens} token ids"
+            fields |= {"prompt": prompt[:MOST_CHARS], "output": self._texts.get(index, "")[:MOST_CHARS]}
+        words = " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value != "")
+        log.info("Finish: %s", words, extra={"fields": fields})
+
+
+def _word(value: Any) -> str:
+    """A value in a line; text from outside is quoted, so that it cannot make up lines of its own."""
+    plain = not isinstance(value, str) or (value.isascii() and value.isprintable() and " " not in value)
+    return str(value) if plain else repr(value)

@@ -1,0 +1,109 @@
+"""Spans for OpenTelemetry: one for each answer, with its stages inside. Needs the extra `tokenyard[otel]`.
+
+A `traceparent` header makes the span part of the caller's trace (W3C Trace Context). Names of attributes follow the
+semantic conventions for generative AI.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tokenyard.base import ConfigError, Finish
+from tokenyard.engine.requests import level_name
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
+
+SERVICE_NAME = "tokenyard"
+SPAN_NAME = "llm_request"
+
+
+class Tracing:
+    """Sends spans to a collector, in the background. Made once; `watcher` follows one request."""
+
+    def __init__(self, provider: Any) -> None:
+        """`provider` is an `opentelemetry.sdk.trace.TracerProvider`; it is shut down by `close`."""
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer(SERVICE_NAME)
+        self._propagator = TraceContextTextMapPropagator()
+        # Stages are stamped by the monotonic clock, spans by that of the wall.
+        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def watcher(self, spec: GenerateSpec, headers: Mapping[str, str]) -> "SpanWatcher":
+        """What follows a request that came with these headers (lower-case names)."""
+        return SpanWatcher(self, spec, headers)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+    def write(self, spec: GenerateSpec, headers: Mapping[str, str], index: int, finish: Finish) -> None:
+        """Make the spans of an answer that has ended."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        parent = self._propagator.extract(dict(headers))
+        span = self._tracer.start_span(
+            SPAN_NAME,
+            context=parent,
+            kind=SpanKind.SERVER,
+            attributes=attributes(spec, index, finish),
+            start_time=finish.arrival_ns + self._wall_offset_ns,
+        )
+        inside = set_span_in_context(span)
+        for name, begin_ns, end_ns in stages(finish):
+            stage = self._tracer.start_span(name, context=inside, start_time=begin_ns + self._wall_offset_ns)
+            stage.end(end_ns + self._wall_offset_ns)
+        if finish.reason == "abort":
+            span.set_status(Status(StatusCode.ERROR, finish.message))
+        span.end(finish.finished_ns + self._wall_offset_ns)
+
+
+class SpanWatcher:
+    """Follows one request; writes spans at the end of each of its answers."""
+
+    def __init__(self, tracing: Tracing, spec: GenerateSpec, headers: Mapping[str, str]) -> None:
+        self._tracing = tracing
+        self._spec = spec
+        self._headers = headers
+
+    def delta(self, delta: OutputDelta) -> None:
+        """Take in news of one answer."""
+        if delta.finish is not None:
+            self._tracing.write(self._spec, self._headers, delta.index, delta.finish)
+
+
+def stages(finish: Finish) -> list[tuple[str, int, int]]:
+    """The stages that an answer reached: name, begin and end in monotonic nanoseconds."""
+    marks = (("queue", finish.arrival_ns), ("prefill", finish.admitted_ns), ("decode", finish.first_token_ns))
+    reached = [(name, begin_ns) for name, begin_ns in marks if begin_ns]
+    ends = [begin_ns for _, begin_ns in reached[1:]] + [finish.finished_ns]
+    return [(name, begin_ns, end_ns) for (name, begin_ns), end_ns in zip(reached, ends, strict=True)]
+
+
+def attributes(spec: GenerateSpec, index: int, finish: Finish) -> dict[str, Any]:
+    """Attributes of an answer's span: ids and sizes, never text."""
+    return {
+        "gen_ai.request.id": spec.rid,
+        "gen_ai.response.finish_reasons": [finish.reason],
+        "gen_ai.usage.input_tokens": finish.prompt_tokens,
+        "gen_ai.usage.output_tokens": finish.completion_tokens,
+        "tokenyard.answer": index,
+        "tokenyard.class": level_name(spec.service_class),
+        "tokenyard.cached_tokens": finish.cached_tokens,
+        "tokenyard.prefill_chunks": finish.course.prefill_chunks,
+        "tokenyard.retractions": finish.retractions,
+    }
+
+
+def open_tracing(endpoint: str) -> Tracing:
+    """Tracing to an OTLP collector over HTTP. Raises ConfigError where the extra is not installed."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(f"--otlp-traces-endpoint needs the package {error.name}; install tokenyard[otel]") from error
+    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return Tracing(provider)
