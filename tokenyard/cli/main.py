@@ -135,6 +135,13 @@ COMMANDS = (
         False,
         _arguments_of("tokenyard.cli.goodput:add_goodput_arguments"),
     ),
+    Command(
+        "calibrate",
+        "measure how long steps take on this device",
+        "tokenyard.cli.calibrate:calibrate",
+        True,
+        _arguments_of("tokenyard.cli.calibrate:add_calibrate_arguments"),
+    ),
 )
 
 

@@ -1,0 +1,131 @@
+"""`tokenyard calibrate`: measure how long steps take on this device, and write it as a cost profile."""
+
+import argparse
+import re
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.cli.calibration import Measured, Rig, measure_all, points
+from tokenyard.cli.flags import resolve
+from tokenyard.cli.simulation import check_output, progress_bar
+from tokenyard.config import Settings
+from tokenyard.cost import LinearTerms, Profile, fit_terms, relative_errors, save_profile
+from tokenyard.cost.fit import FEWEST_SAMPLES
+from tokenyard.cost.profiles import LINKS_CPU, LINKS_GPU
+from tokenyard.engine.child import set_up_logging
+from tokenyard.engine.scheduler_process import load_executor
+from tokenyard.offline import engine_config, located
+
+HELD_OUT_EVERY = 4
+POOR_ERROR = 0.2
+
+
+def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tokenyard calibrate` that are no settings."""
+    parser.add_argument("model", nargs="?", default=None, help="folder of the model; the demo model if absent")
+    parser.add_argument("--output", type=Path, default=Path("profile.json"), metavar="FILE", help="[profile.json]")
+    parser.add_argument("--device-name", default="", metavar="NAME", help="of the profile; the device's own if absent")
+    parser.add_argument(
+        "--seconds", type=float, default=75.0, metavar="S", help="begin no further step after this time [75]"
+    )
+
+
+def calibrate(namespace: argparse.Namespace) -> int:
+    """Measure, fit, write and print. Returns the exit status."""
+    check_output(namespace.output, "--output")
+    if not namespace.seconds > 0.0:
+        raise ConfigError(f"--seconds is {namespace.seconds}; it must be above 0")
+    settings = located(resolve(vars(namespace)).settings)
+    set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
+    executor = load_executor(engine_config(settings))
+    try:
+        measured, wanted = _measure(Rig(executor), executor.info, namespace.seconds)
+    finally:
+        executor.close()
+    terms, errors = fit_and_judge(measured)
+    profile = make_profile(executor.info, settings, terms, namespace.device_name, _source(measured, errors))
+    save_profile(profile, namespace.output)
+    _print(profile, measured, wanted, errors)
+    print(f"wrote {namespace.output}, for `simulate --profile {namespace.output}` or `serve --cost-profile`")
+    return 0
+
+
+def _measure(rig: Rig, info: ExecutorInfo, seconds: float) -> tuple[list[Measured], int]:
+    """What was measured in time, and how many points were wanted. Raises ConfigError if that is too little."""
+    wanted = points(info)
+    measured: list[Measured] = []
+    with progress_bar(quiet=False) as bar:
+        task = bar.add_task("steps", total=len(wanted))
+        for one in measure_all(rig, wanted, time.monotonic, seconds):
+            measured.append(one)
+            bar.update(task, completed=len(measured))
+    if len(measured) < FEWEST_SAMPLES + HELD_OUT_EVERY:
+        raise ConfigError(
+            f"only {len(measured)} of {len(wanted)} steps could be measured, too few to fit costs to; raise --seconds, "
+            "--max-total-tokens or --context-length"
+        )
+    return measured, len(wanted)
+
+
+def fit_and_judge(measured: list[Measured]) -> tuple[LinearTerms, np.ndarray]:
+    """Terms fitted to all steps, and the relative errors on every fourth step of a fit to the others."""
+    held_out = measured[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
+    rest = [one for place, one in enumerate(measured) if place % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
+    return fit_terms(measured), np.abs(relative_errors(fit_terms(rest), held_out))
+
+
+def make_profile(info: ExecutorInfo, settings: Settings, terms: LinearTerms, device_name: str, source: str) -> Profile:
+    """The profile of the measured model on this device. Links are the usual ones of such a device, not measured."""
+    on_cuda = info.device.startswith("cuda")
+    return Profile(
+        device=_word(device_name) or _device_name(info.device),
+        model=_word(settings.served_model_name),
+        terms=terms,
+        kv_pool_tokens=info.num_pages * info.page_size,
+        kv_bytes_per_token=max(info.kv_bytes_per_token, 1),
+        context_length=info.context_length,
+        source=f"{source}, {info.dtype}",
+        page_size=info.page_size,
+        links=dict(LINKS_GPU if on_cuda else LINKS_CPU),
+    )
+
+
+def _device_name(device: str) -> str:
+    if not device.startswith("cuda"):
+        return _word(device)
+    import torch
+
+    return _word(torch.cuda.get_device_name(device))
+
+
+def _word(name: str) -> str:
+    """A name in the way profiles have them: small letters, digits, points and dashes."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def _source(measured: list[Measured], errors: np.ndarray) -> str:
+    return f"measured by tokenyard calibrate: {len(measured)} steps, {100 * errors.mean():.1f} % off on steps held out"
+
+
+def _print(profile: Profile, measured: list[Measured], wanted: int, errors: np.ndarray) -> None:
+    table = Table(title=profile.name)
+    table.add_column("term")
+    table.add_column("ms", justify="right")
+    for term in fields(LinearTerms):
+        if getattr(profile.terms, term.name):
+            table.add_row(term.name, f"{getattr(profile.terms, term.name):.4g}")
+    console = Console()
+    console.print(table)
+    left = "" if len(measured) == wanted else f" of {wanted} (the rest would have taken longer than --seconds)"
+    console.print(
+        f"{len(measured)} steps measured{left}; on the {len(errors)} held out from a trial fit it is off by "
+        f"{100 * errors.mean():.1f} % on average, {100 * errors.max():.1f} % at most"
+    )
+    if errors.mean() > POOR_ERROR:
+        console.print("that is much: was the device busy with something else? measure again when it is not")

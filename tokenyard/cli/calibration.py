@@ -1,0 +1,154 @@
+"""Steps to measure a device with, and plans that make an executor do them without a scheduler."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.base import Executor, ExecutorInfo, Int32Array, RowStart, SamplingParams, StepPlan, StepWork, step_work
+
+CHUNK_TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+PREFIX_TOKENS = (0, 512, 2048, 8192)
+DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT_TOKENS = (16, 128, 512, 2048, 8192)
+MIXED_ROWS, MIXED_CHUNKS = (8, 64), (64, 512)
+MOST_KV_TOKENS = 1 << 19
+"""Attention gathers what a step reads; more than this might not fit beside a pool that takes the rest of the memory."""
+
+REPEATS = 5
+POINT_S = 1.0
+"""A step that takes long is measured less often, but at least twice."""
+
+Measured = tuple[StepWork, float]
+"""A step's work and the seconds it took."""
+
+PREFIX_WEIGHT = 1 / 512
+CONTEXT_WEIGHT = 1 / 64
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A kind of step: `rows` decodes with `context` tokens each, and a chunk of `chunk` tokens after `prefix`."""
+
+    rows: int = 0
+    context: int = 0
+    chunk: int = 0
+    prefix: int = 0
+
+    @property
+    def size(self) -> float:
+        """Roughly how much work it is, to begin with the quick ones."""
+        return self.rows * (1 + self.context * CONTEXT_WEIGHT) + self.chunk * (1 + self.prefix * PREFIX_WEIGHT)
+
+
+def points(info: ExecutorInfo) -> list[Point]:
+    """What to measure on this device, quick steps first: chunks, decodes and both together, as its memory allows."""
+    chunks = [Point(chunk=chunk, prefix=prefix) for chunk in CHUNK_TOKENS for prefix in PREFIX_TOKENS]
+    decodes = [Point(rows=rows, context=context) for rows in DECODE_ROWS for context in CONTEXT_TOKENS]
+    both = [Point(rows, context, chunk) for rows in MIXED_ROWS for context in (128, 512) for chunk in MIXED_CHUNKS]
+    found = [point for point in (*chunks, *decodes, *both) if _fits(point, info)]
+    return sorted(_thinned(found), key=lambda point: point.size)
+
+
+def _fits(point: Point, info: ExecutorInfo) -> bool:
+    most = min(info.num_pages * info.page_size // 2, MOST_KV_TOKENS)
+    longest = max(point.context + 1, point.prefix + point.chunk)
+    return (
+        longest <= info.context_length
+        and _pages(point, info.page_size) <= most // info.page_size
+        and point.rows + 1 <= info.max_pool_rows
+    )
+
+
+def _pages(point: Point, page_size: int) -> int:
+    return point.rows * -(-(point.context + 1) // page_size) + -(-(point.prefix + point.chunk) // page_size)
+
+
+def _thinned(found: Sequence[Point]) -> list[Point]:
+    """Every second of the chunks after a prefix and of the decodes, whose terms need fewer points than the line."""
+    plain = [point for point in found if not point.prefix and not (point.rows and not point.chunk)]
+    others = [point for point in found if point not in plain]
+    return plain + others[::2]
+
+
+class Rig:
+    """Makes plans for points and measures them. Pages are dealt out shuffled, as they are after hours of serving."""
+
+    def __init__(self, executor: Executor, seed: int = 0) -> None:
+        self._executor = executor
+        self._info = executor.info
+        self._rng = np.random.default_rng(seed)
+        self._pages = self._rng.permutation(self._info.num_pages).astype(np.int32) + 1
+        self._step = 0
+
+    def measure(self, point: Point) -> Measured:
+        """The point's work, and the median of its seconds over a few runs after one that does not count."""
+        self._run(self._hand_out(point))
+        plan = self._plan(point)
+        self._run(plan)
+        times = [self._run(plan)]
+        while len(times) < 2 or (len(times) < REPEATS and sum(times) < POINT_S):
+            times.append(self._run(plan))
+        return step_work(plan), statistics.median(times)
+
+    def _run(self, plan: StepPlan) -> float:
+        self._step += 1
+        plan.step = self._step
+        return self._executor.collect(self._executor.launch(plan)).seconds
+
+    def _hand_out(self, point: Point) -> StepPlan:
+        """A step without work that gives rows and pages to the point's requests, as if their prompts were computed."""
+        lengths = [point.context + 1] * point.rows + [point.prefix + point.chunk] * bool(point.chunk)
+        pages = [-(-length // self._info.page_size) for length in lengths]
+        return StepPlan(
+            step=0,
+            pool_rows=_int32(()),
+            epochs=_int32(()),
+            starts=_int32(()),
+            counts=_int32(()),
+            sampled=np.zeros(0, np.bool_),
+            tokens=_int32(()),
+            page_rows=np.repeat(np.arange(len(pages), dtype=np.int32), pages),
+            page_columns=_int32([column for count in pages for column in range(count)]),
+            page_ids=self._pages[: sum(pages)],
+            row_starts=[
+                RowStart(row, SamplingParams(temperature=0.0, ignore_eos=True), self._tokens(length), length)
+                for row, length in enumerate(lengths)
+            ],
+        )
+
+    def _plan(self, point: Point) -> StepPlan:
+        chunks = int(point.chunk > 0)
+        counts = _int32([1] * point.rows + [point.chunk] * chunks)
+        total = point.rows + chunks
+        return StepPlan(
+            step=0,
+            pool_rows=np.arange(total, dtype=np.int32),
+            epochs=np.zeros(total, np.int32),
+            starts=_int32([point.context] * point.rows + [point.prefix] * chunks),
+            counts=counts,
+            sampled=np.ones(total, np.bool_),
+            tokens=self._tokens(int(counts.sum())),
+            page_rows=_int32(()),
+            page_columns=_int32(()),
+            page_ids=_int32(()),
+            decode_rows=point.rows,
+        )
+
+    def _tokens(self, count: int) -> Int32Array:
+        return self._rng.integers(0, self._info.vocab_size, count).astype(np.int32)
+
+
+def _int32(values: npt.ArrayLike) -> Int32Array:
+    return np.asarray(values, dtype=np.int32)
+
+
+def measure_all(rig: Rig, wanted: Sequence[Point], now: Callable[[], float], budget_s: float) -> Iterator[Measured]:
+    """Measure the points in order until `budget_s` seconds have passed by the clock `now`; the rest is left out."""
+    begin = now()
+    for point in wanted:
+        if now() - begin >= budget_s:
+            return
+        yield rig.measure(point)

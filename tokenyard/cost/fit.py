@@ -1,0 +1,69 @@
+"""Terms of the cost model from measured steps, all at once; `OnlineCost` does it step by step while serving."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.base import ConfigError, StepWork
+from tokenyard.cost.linear import MS_PER_S, LinearTerms
+
+Sample = tuple[StepWork, float]
+"""A step's work and the seconds it took."""
+
+FITTED = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
+LEAST_FLOOR_MS = 1e-6
+FEWEST_SAMPLES = len(FITTED) + 2
+
+
+def fit_terms(samples: Sequence[Sample]) -> LinearTerms:
+    """The terms with the least squared relative error on `samples`, none below 0 (step_ms and the tp terms stay 0).
+
+    Which steps stand on the floor and which on the line in N is tried out for every number of tokens that occurs; given
+    that, the terms are those of non-negative least squares. Its solution is a plain least-squares one on the terms
+    above 0, so with six terms it is found by trying every subset. Raises ConfigError for fewer than `FEWEST_SAMPLES`
+    samples or a time that is not above 0.
+    """
+    if len(samples) < FEWEST_SAMPLES:
+        raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(FITTED)} cost terms to")
+    if not all(seconds > 0.0 for _, seconds in samples):
+        raise ConfigError("a measured step took no time; step times must be above 0")
+    tried = [_fit_with_floor_below(samples, tokens) for tokens in sorted({work.tokens for work, _ in samples})]
+    return min(tried, key=lambda terms: float(np.square(relative_errors(terms, samples)).sum()))
+
+
+def relative_errors(terms: LinearTerms, samples: Sequence[Sample]) -> npt.NDArray[np.float64]:
+    """float64[n], by how much each sample is predicted too long (above 0) or too short, as a share of its time."""
+    return np.array([terms.step(work) / (seconds * MS_PER_S) - 1.0 for work, seconds in samples])
+
+
+def _fit_with_floor_below(samples: Sequence[Sample], tokens: int) -> LinearTerms:
+    """The fit if steps of fewer than `tokens` tokens stand on the floor."""
+    rows = [_features(work, work.tokens < tokens) for work, _ in samples]
+    shares = np.array(rows) / np.array([[seconds * MS_PER_S] for _, seconds in samples])
+    found = dict(zip(FITTED, _non_negative(shares, np.ones(len(samples))).tolist(), strict=True))
+    # Without steps on the floor nothing says how low it is: it ends where the line begins.
+    found["floor_ms"] = max(found["floor_ms"], found["dense_ms"] + found["token_ms"], LEAST_FLOOR_MS)
+    return LinearTerms(step_ms=0.0, **found)
+
+
+def _features(work: StepWork, on_floor: bool) -> tuple[float, ...]:
+    line = (1.0, 0.0, 0.0) if on_floor else (0.0, 1.0, float(work.tokens))
+    return (*line, float(work.decode_context), work.chunk_area, float(work.rows))
+
+
+def _non_negative(matrix: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """x >= 0 with the least |matrix @ x - wanted|, by trying every set of columns that may be above 0."""
+    size = np.linalg.norm(matrix, axis=0)
+    usable = np.flatnonzero(size > 0.0).tolist()
+    best, best_error = np.zeros(matrix.shape[1]), float(wanted @ wanted)
+    for count in range(1, len(usable) + 1):
+        for chosen in map(list, combinations(usable, count)):
+            scaled = matrix[:, chosen] / size[chosen]
+            x = np.linalg.lstsq(scaled, wanted, rcond=None)[0]
+            error = float(np.square(scaled @ x - wanted).sum())
+            if (x >= 0.0).all() and error < best_error:
+                best, best_error = np.zeros(matrix.shape[1]), error
+                best[chosen] = x / size[chosen]
+    return best
