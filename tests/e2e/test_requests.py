@@ -49,3 +49,14 @@ def test_a_request_is_explained_while_it_runs_and_afterwards(mock_server):
     assert ended["total_ms"] == pytest.approx(sum(ended["stages_ms"].values()))
     assert ended["waited_behind"]["policy"] == "fcfs"
     assert httpx2.get(f"{url}/v1/requests/never/explain").status_code == 404
+
+
+def test_a_profile_of_a_real_server(mock_server):
+    url = mock_server.url
+    assert httpx2.post(f"{url}/start_profile").status_code == 200
+    assert httpx2.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 5, "rid": "drawn"}).status_code == 200
+    events = httpx2.post(f"{url}/stop_profile").json()["traceEvents"]
+    steps = [event for event in events if event["name"] == "DECODE"]
+    (stream,) = [event for event in events if event["name"] == "drawn/0" and event["ph"] == "b"]
+    assert len(steps) == 4
+    assert all(event["ts"] >= stream["ts"] for event in steps), "both processes use one clock"

@@ -47,6 +47,7 @@ class FakeManager:
         self.age_s = 0.1
         self.flushable = True
         self.explanations: dict[str, list[Explanation]] = {}
+        self.profiled = False
         self.reject: Finish | None = None
         self.fail_after: int | None = None
         self.failure: Exception = RuntimeError("a fault")
@@ -157,6 +158,14 @@ class FakeManager:
         policy = {"policy": "priority+lpm", "policy_options": {}, "overtaking": "a bound", "policy_note": "a note"}
         load = {"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100}
         return {**load, **policy, "priority_function": "mod:f", "counters": counters}
+
+    async def start_profile(self) -> bool:
+        started, self.profiled = not self.profiled, True
+        return started
+
+    async def stop_profile(self) -> bytes | None:
+        stopped, self.profiled = self.profiled, False
+        return b'[{"name": "plan", "ph": "X"}]' if stopped else None
 
     def health(self) -> float:
         return self.age_s

@@ -30,10 +30,13 @@ from tokenyard.engine.messages import (
     FromScheduler,
     GetSnapshot,
     PolicyReply,
+    Profile,
+    ProfileReply,
     SnapshotReply,
     ToScheduler,
 )
 from tokenyard.engine.priority_hook import PriorityHook
+from tokenyard.engine.profile import StepProfile
 from tokenyard.engine.step_log import StepLog
 from tokenyard.scheduler.recorder import Core
 
@@ -97,6 +100,7 @@ class Driver:
         self._hook = hook
         self._guard = StallGuard()
         self._stall_note = ""
+        self._profile: StepProfile | None = None
         self._look_at_policy()
 
     def receive(self, *, wait: bool) -> bool:
@@ -159,18 +163,26 @@ class Driver:
 
     def process(self, flight: Flight) -> None:
         """Wait for a launched step and let the scheduler take in its result."""
-        if flight.lost:
-            return
+        result = None if flight.lost else self.collect(flight)
+        if result is not None:
+            self.commit(result)
+
+    def collect(self, flight: Flight) -> StepResult | None:
+        """Wait for a launched step; None if it failed."""
         self._state.enter("step")
         try:
             result = self._executor.collect(flight.ticket)
         except Exception as error:
             self._fail(error, flight.plan)
-            return
+            return None
         finally:
             self._state.enter("host")
         self._failures = 0
         self._flights.popleft()
+        return result
+
+    def commit(self, result: StepResult) -> None:
+        """Let the scheduler take in the result of a step."""
         with self._guard.watch():
             self._scheduler.commit(result, time.monotonic_ns())
         self._log.committed(result, self._scheduler)
@@ -213,10 +225,22 @@ class Driver:
             self._port.send(PolicyReply(message.reply_id, self._set_policy(event, now)))
         elif isinstance(message, Explain):
             self._port.send(ExplainReply(message.reply_id, self._scheduler.explain(message.number, now)))
+        elif isinstance(message, Profile):
+            self._port.send(self._switch_profile(message))
         elif isinstance(message, SetPolicy):
             self._set_policy(message, now)
         else:
             self._apply(message, now)
+
+    def _switch_profile(self, message: Profile) -> ProfileReply:
+        """Begin or end a timeline, unless that is done already."""
+        if message.start == (self._profile is not None):
+            return ProfileReply(message.reply_id, False)
+        if self._profile is None:
+            self._profile = StepProfile(self)
+            return ProfileReply(message.reply_id, True)
+        events, self._profile = self._profile.stop(), None
+        return ProfileReply(message.reply_id, True, events)
 
     def _counters(self, now: int) -> dict[str, Any]:
         """The scheduler's snapshot, and what the guards out here have to say."""

@@ -55,6 +55,13 @@ class Explain(msgspec.Struct):
     number: int
 
 
+class Profile(msgspec.Struct):
+    """Begin or end a timeline of the event loop and answer in a `ProfileReply` with the same id."""
+
+    reply_id: int
+    start: bool
+
+
 class FlushReply(msgspec.Struct):
     """The cache was emptied, or was not because requests run or wait."""
 
@@ -74,6 +81,14 @@ class ExplainReply(msgspec.Struct):
 
     reply_id: int
     explanation: Explanation | None
+
+
+class ProfileReply(msgspec.Struct):
+    """Whether a timeline was begun or ended; `events` are those of one that ended, as a JSON list."""
+
+    reply_id: int
+    done: bool
+    events: bytes = b""
 
 
 class SnapshotReply(msgspec.Struct):
@@ -135,6 +150,8 @@ ToScheduler = (
     | GetSnapshot
     | ChoosePolicy
     | Explain
+    | Profile
 )
-FromScheduler = TokenBatch | Heartbeat | FlushReply | SnapshotReply | PolicyReply | ExplainReply
-ToApi = TextBatch | TokenBatch | Heartbeat | FlushReply | SnapshotReply | PolicyReply | ExplainReply
+Reply = FlushReply | SnapshotReply | PolicyReply | ExplainReply | ProfileReply
+FromScheduler = TokenBatch | Heartbeat | Reply
+ToApi = TextBatch | TokenBatch | Heartbeat | Reply

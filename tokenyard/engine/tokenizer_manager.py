@@ -39,6 +39,8 @@ from tokenyard.engine.messages import (
     GetSnapshot,
     Heartbeat,
     PolicyReply,
+    Profile,
+    ProfileReply,
     SnapshotReply,
     TextBatch,
     ToApi,
@@ -154,6 +156,21 @@ class TokenizerManager:
             self._send(Explain(reply_id, number))
             told.append(await self._reply(reply_id, reply, REPLY_TIMEOUT_S))
         return [explanation for explanation in told if explanation is not None]
+
+    async def start_profile(self) -> bool:
+        """Begin a timeline of the event loop's steps; False if one runs already."""
+        return (await self._profile(start=True)).done
+
+    async def stop_profile(self) -> bytes | None:
+        """End the timeline and return its events as a JSON list (Trace Event Format); None if none runs."""
+        reply = await self._profile(start=False)
+        return reply.events if reply.done else None
+
+    async def _profile(self, *, start: bool) -> ProfileReply:
+        reply_id, reply = self._expect_reply()
+        self._send(Profile(reply_id, start))
+        answer: ProfileReply = await self._reply(reply_id, reply, REPLY_TIMEOUT_S)
+        return answer
 
     def recent_rids(self) -> list[str]:
         """The ids of requests that are open or ended not long ago."""
@@ -293,6 +310,7 @@ class TokenizerManager:
                 | SnapshotReply(reply_id=reply_id, counters=value)
                 | PolicyReply(reply_id=reply_id, refusal=value)
                 | ExplainReply(reply_id=reply_id, explanation=value)
+                | (ProfileReply(reply_id=reply_id) as value)
             ):
                 reply = self._replies.get(reply_id)
                 if reply is not None and not reply.done():

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from tokenyard import __version__
 from tokenyard.base import InvalidRequestError, TokenyardError
-from tokenyard.server import control, native, openai, requests, scheduling
+from tokenyard.server import control, native, openai, profile, requests, scheduling
 from tokenyard.server.answers import Call
 from tokenyard.server.errors import HttpError, error_body, error_headers, internal_error
 from tokenyard.server.middleware import Authentication
@@ -86,6 +86,7 @@ def create_app(state: ServerState) -> ASGIApp:
     api.state.server = state
     api.include_router(control.router)
     api.include_router(requests.router)
+    api.include_router(profile.router)
     api.include_router(scheduling.router)
     api.add_exception_handler(TokenyardError, _on_error)
     api.add_exception_handler(HTTPException, _on_http_exception)

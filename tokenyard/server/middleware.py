@@ -11,6 +11,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 ADMIN_PATHS = frozenset(
     {
         "/flush_cache",
+        "/start_profile",
+        "/stop_profile",
         "/abort_request",
         "/pause_generation",
         "/continue_generation",

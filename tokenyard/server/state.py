@@ -11,6 +11,7 @@ from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.logprobs import TokenNames
 from tokenyard.server.metrics import Metrics
 from tokenyard.server.request_log import RequestLog
+from tokenyard.server.timeline import StreamProfile
 
 Phase = Literal["loading", "ready", "draining"]
 
@@ -68,6 +69,12 @@ class Manager(Protocol):
     async def snapshot(self) -> Mapping[str, Any]:
         """Counters of the scheduler."""
 
+    async def start_profile(self) -> bool:
+        """Begin a timeline of the steps; False if one runs."""
+
+    async def stop_profile(self) -> bytes | None:
+        """End it and return its events as a JSON list; None if none runs."""
+
     def health(self) -> float:
         """Age of the last heartbeat in seconds; infinite if the engine died."""
 
@@ -118,6 +125,7 @@ class ServerState:
         self._manager: Manager | None = None
         self._names: TokenNames | None = None
         self._rids: set[str] = set()
+        self._timeline: StreamProfile | None = None
         if manager is not None:
             self.set_ready(manager)
 
@@ -153,6 +161,20 @@ class ServerState:
         if self.phase == "draining":
             raise OverloadedError("the server is shutting down", code="draining")
         return self.manager
+
+    def start_timeline(self) -> None:
+        """Draw a timeline of the requests that come from now on."""
+        self.stop_timeline()
+        self._timeline = StreamProfile()
+        self.watcher_makers.append(self._timeline.watcher)
+
+    def stop_timeline(self) -> list[dict[str, Any]]:
+        """End the timeline and return its events."""
+        timeline, self._timeline = self._timeline, None
+        if timeline is None:
+            return []
+        self.watcher_makers.remove(timeline.watcher)
+        return timeline.events
 
     def watchers(self, spec: GenerateSpec, headers: Mapping[str, str]) -> list[Watcher]:
         """What follows one request: metrics, and whatever else was asked for."""
