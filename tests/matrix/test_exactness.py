@@ -1,7 +1,7 @@
 """Greedy tokens are those of transformers under every schedule.
 
-Every combination of page size, chunk, mixed chunks, plans in flight, prefix cache and pool size runs in `make test`, each
-with another architecture; `TOKENYARD_FULL_MATRIX=1` runs every combination with every architecture.
+Every combination of page size, chunk, mixed chunks, plans in flight, prefix cache and pool size runs in `make test`,
+each with other architectures; `TOKENYARD_FULL_MATRIX=1` runs every combination with every architecture.
 """
 
 import itertools
@@ -51,7 +51,7 @@ def folders(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("case,page_size,chunk,mixed,depth,no_cache,pool", MATRIX)
+@pytest.mark.parametrize(("case", "page_size", "chunk", "mixed", "depth", "no_cache", "pool"), MATRIX)
 def test_greedy_tokens_do_not_depend_on_the_schedule(folders, case, page_size, chunk, mixed, depth, no_cache, pool):
     torch.set_num_threads(1)
     executor = load_executor(

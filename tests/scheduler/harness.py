@@ -1,4 +1,4 @@
-"""Drives the scheduler with an executor (the mock one if not told), without processes or clocks, and watches over every step."""
+"""Drives the scheduler with an executor (the mock one if not told), without processes or clocks; watches every step."""
 
 from collections import deque
 
@@ -106,7 +106,8 @@ class Yard:
         memory, table = roster.memory, roster.table
         seated = np.concatenate((roster.partial.rows, roster.running.rows))
         table.check(seated)
-        private = sum(memory.pages_for(int(table.planned[r])) - int(table.cached[r]) // memory.page_size for r in seated)
+        held = [memory.pages_for(int(tokens)) for tokens in table.planned[seated]]
+        private = sum(held) - int((table.cached[seated] // memory.page_size).sum())
         owned = memory.allocator.available + memory.tree.total_pages + private + memory.releasing_pages
         assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"
         assert len(roster.waiting) + len(seated) == len(table)

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from tests.scheduler.harness import Yard, make_info
 
+from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import (
     Cancel,
     ConfigError,

@@ -62,7 +62,7 @@ def ours(name):
     return name.removeprefix("tokenyard.") if name.startswith("tokenyard.") else None
 
 
-@pytest.mark.parametrize("module,path", list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
 def test_imports_stay_within_the_rooms(module, path):
     home = room(module)
     if home in NO_ROOM or home == "__init__":
@@ -78,7 +78,7 @@ def test_imports_stay_within_the_rooms(module, path):
         assert there not in {"cli", "config", "offline"}, f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module,path", list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
 def test_pure_rooms_do_no_io(module, path):
     home = room(module)
     if home not in PURE:
@@ -88,7 +88,9 @@ def test_pure_rooms_do_no_io(module, path):
     assert not found, f"{module} imports {found}"
 
 
-@pytest.mark.parametrize("module", ["tokenyard.sim", "tokenyard.scheduler", "tokenyard.executor.mock", "tokenyard.server"])
+@pytest.mark.parametrize(
+    "module", ["tokenyard.sim", "tokenyard.scheduler", "tokenyard.executor.mock", "tokenyard.server"]
+)
 def test_imports_without_torch(module):
     code = f"import sys; sys.modules['torch'] = None; import {module}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

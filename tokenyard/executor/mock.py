@@ -216,7 +216,7 @@ def load_executor(
 ) -> MockExecutor:
     """Make a mock from plain options.
 
-    Step times come from the cost profile "device/model" or file, or are `step_ms` each (10 unless told). What is not given is
+    Step times come from the cost profile "device/model", or are `step_ms` each (10 unless told). What is not given is
     read from config.json in the folder `model_path` if there is one, else 32000 tokens of vocabulary with eos 2 and a
     context of 4096. `check_kv` costs milliseconds a step with many rows: it is for tests. Raises ConfigError for sizes
     that leave no page or no token.
