@@ -148,6 +148,12 @@ class Settings:
         False, "scheduler", "do not reuse the KV of common prefixes", negated=("--enable-prefix-caching",)
     )
     radix_eviction_policy: str = setting("lru", "scheduler", "what leaves a full prefix cache first")
+    enable_kv_events: bool = setting(
+        False, "scheduler", "publish what enters and leaves the prefix cache, for routers that keep an index of it"
+    )
+    kv_events_endpoint: str = setting(
+        "tcp://127.0.0.1:5557", "scheduler", "ZeroMQ address where those events are published"
+    )
     queue_timeout_s: float = setting(-1.0, "scheduler", "seconds a request may wait; -1 for ever")
     run_timeout_s: float = setting(-1.0, "scheduler", "seconds a request may run; -1 for ever")
     disable_overlap_schedule: bool = setting(
@@ -271,6 +277,10 @@ class Settings:
                 "--priority-function adds to priorities, which do not count here; add --enable-priority-scheduling",
             ),
             (self.health_timeout_s > 0.0, "--health-timeout-s must be above 0"),
+            (
+                not (self.enable_kv_events and self.disable_radix_cache),
+                "--enable-kv-events tells of the prefix cache, which --disable-radix-cache switches off",
+            ),
             (
                 self.log_requests or not self.log_requests_content,
                 "--log-requests-content adds to the lines of --log-requests; add that too",

@@ -36,6 +36,7 @@ from tokenyard.engine.config import EngineConfig
 from tokenyard.engine.detokenizer import load_tokenizer
 from tokenyard.engine.driver import Driver
 from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.kv_events import open_kv_events
 from tokenyard.engine.liveness import LoopState
 from tokenyard.engine.messages import FromScheduler, ToScheduler
 from tokenyard.engine.priority_hook import create_hook
@@ -88,6 +89,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         skip_tokenizer_init=settings.skip_tokenizer_init,
         chat_template=settings.chat_template,
         cost_profile=settings.believed_costs(),
+        kv_events_endpoint=settings.kv_events_endpoint,
         record=settings.record,
         record_plain=settings.record_plain,
         priority_function=settings.priority_function,
@@ -236,6 +238,7 @@ class LLM:
         config = engine_config(self.settings)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self._tape = open_tape(config)
+        self._kv_events = open_kv_events(config)
         self._executor = load_executor(config)
         self.info = self._executor.info
         core = build_core(config, self.info, self._tape)
@@ -244,7 +247,9 @@ class LLM:
         self._failure: Exception | None = None
         steps = StepLog(config.decode_log_interval)
         hook = create_hook(config.priority_function, core, config.scheduler)
-        driver = Driver(core, self._executor, self._port, log=steps, state=LoopState(), hook=hook)
+        driver = Driver(
+            core, self._executor, self._port, log=steps, state=LoopState(), hook=hook, kv_events=self._kv_events
+        )
         loop = event_loop_overlap if config.overlaps(self.info) else event_loop_normal
         self._thread = threading.Thread(target=self._run, args=(loop, driver), name="tokenyard", daemon=True)
         self._thread.start()
@@ -294,6 +299,8 @@ class LLM:
             self._executor.close()
         if self._tape is not None:
             self._tape.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         self._failure = self._failure or EngineDeadError("the LLM was closed")
         self._port.fail_all(self._failure)
 

@@ -142,6 +142,7 @@ def test_mistakes_say_what_to_do(argv, words):
         (["--skip-tokenizer-init", "--chat-template", "x"], "contradict"),
         (["--port", "70000"], "--port"),
         (["--log-requests-content"], "add that too"),
+        (["--enable-kv-events", "--disable-radix-cache"], "switches off"),
         (["--otlp-traces-endpoint", "host:4318"], "must begin with http"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
     ],

@@ -1,5 +1,6 @@
 """Timelines of the event loop."""
 
+import itertools
 import json
 from collections import defaultdict
 
@@ -9,7 +10,6 @@ from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, both_loops, run, submit
 from tokenyard.engine import profile
 from tokenyard.engine.messages import Profile, ProfileReply
-import itertools
 
 
 def replies(port):

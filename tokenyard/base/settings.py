@@ -6,7 +6,7 @@ from tokenyard.base.errors import ConfigError
 from tokenyard.base.ranges import SCHEDULER_RANGES, TENANT_RANGES
 
 NS_PER_S = 1_000_000_000
-HEADROOMS = ("ratio", "history", "past-future", "none")
+HEADROOMS = ("ratio", "history", "past-future", "limit", "none")
 RETRACTION_POLICIES = ("length", "newest", "priority", "slack", "fewest-lost")
 STEP_BUDGETS = ("auto", "tokens", "time")
 MOST_WEIGHT = 10**6
@@ -63,6 +63,7 @@ class SchedulerSettings:
     slo_max_wait_s: longest wait that policy slo aims at for requests it has put last, -1 for none. slo_reject: refuse
     those at their deadline instead. slo_idle_step_ms: length of a step while nobody decodes. slo_chunk_tokens: chunks
     that do not complete a prompt are multiples of it. tenants: by name, see TenantSettings.
+    enable_kv_events: keep what enters and leaves the prefix cache for `Scheduler.kv_records`.
     """
 
     page_size: int = 1
@@ -114,6 +115,7 @@ class SchedulerSettings:
     slo_idle_step_ms: float = 200.0
     slo_chunk_tokens: int = 64
     tenants: dict[str, TenantSettings] = field(default_factory=dict)
+    enable_kv_events: bool = False
     max_in_flight: int = 1
 
     @property

@@ -45,6 +45,29 @@ class BlocksCleared:
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
+KvRecord = list[Any]
+"""An event as vLLM and SGLang put it on the wire: its name, then its fields in their order."""
+
+
+def kv_record(event: KvEvent) -> KvRecord:
+    """The wire form of an event."""
+    match event:
+        case BlocksStored():
+            adapter = None
+            return [
+                "BlockStored",
+                event.hashes,
+                event.parent_hash,
+                event.token_ids.tolist(),
+                event.page_size,
+                adapter,
+            ]
+        case BlocksRemoved():
+            return ["BlockRemoved", event.hashes]
+        case BlocksCleared():
+            return ["AllBlocksCleared"]
+
+
 def root_hash(namespace: str) -> int:
     """The 64-bit hash that the first block of a prompt follows."""
     return int.from_bytes(blake2b(namespace.encode(), digest_size=HASH_BYTES).digest(), "little")

@@ -20,6 +20,7 @@ from tokenyard.base import (
     TokenyardError,
 )
 from tokenyard.engine.guards import STALL_NS, StallGuard
+from tokenyard.engine.kv_events import KvEventPublisher
 from tokenyard.engine.liveness import LoopState
 from tokenyard.engine.messages import (
     ChoosePolicy,
@@ -87,6 +88,7 @@ class Driver:
         log: StepLog,
         state: LoopState,
         hook: PriorityHook | None = None,
+        kv_events: KvEventPublisher | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -98,6 +100,7 @@ class Driver:
         self._failures = 0
         self._counters_at_ns = 0
         self._hook = hook
+        self._kv_events = kv_events
         self._guard = StallGuard()
         self._stall_note = ""
         self._profile: StepProfile | None = None
@@ -197,6 +200,8 @@ class Driver:
             self._hook.told(batch)
         if not batch.empty:
             self._port.send(batch)
+        if self._kv_events is not None:
+            self._kv_events.publish(self._scheduler.kv_records())
 
     def end_all(self, message: str) -> None:
         """End every request with an error and tell so; for a process that is about to end."""

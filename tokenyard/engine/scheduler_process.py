@@ -12,6 +12,7 @@ from tokenyard.engine.config import ChildReport, ChildTask, EngineConfig
 from tokenyard.engine.driver import DeviceBrokenError, Driver
 from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.ipc import FROM_SCHEDULER, TO_SCHEDULER, ProtocolError, pull_socket, push_socket
+from tokenyard.engine.kv_events import open_kv_events
 from tokenyard.engine.liveness import HeartbeatThread, LoopState
 from tokenyard.engine.messages import FromScheduler, Heartbeat, ToScheduler
 from tokenyard.engine.priority_hook import create_hook
@@ -71,7 +72,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         # The device must come free even if a step hangs; the detokenizer is left to remove the sockets.
         die_with_parent()
         end_with_parent(task)
-    tape = open_tape(config)
+    tape, kv_events = open_tape(config), open_kv_events(config)
     executor = load_executor(config)
     core = build_core(config, executor.info, tape)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -79,7 +80,8 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     port = SocketPort(Inbox(pull_socket(context, task.scheduler)), push_socket(context, out_address))
     state = LoopState()
     hook = create_hook(config.priority_function, core, config.scheduler)
-    driver = Driver(core, executor, port, log=StepLog(config.decode_log_interval), state=state, hook=hook)
+    log = StepLog(config.decode_log_interval)
+    driver = Driver(core, executor, port, log=log, state=state, hook=hook, kv_events=kv_events)
     # Sockets belong to one thread, so the heartbeat has its own.
     beats = push_socket(context, out_address)
     watchdog = Watchdog(config.watchdog_timeout_s, core, report, tape.flush if tape is not None else lambda: None)
@@ -98,6 +100,8 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         if tape is not None:
             tape.close()
         executor.close()
+        if kv_events is not None:
+            kv_events.close()
         context.destroy(linger=200)
 
 

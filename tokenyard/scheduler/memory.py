@@ -49,7 +49,7 @@ class KvMemory:
         self.tree: Any = (
             NoCache(settings.page_size)
             if settings.disable_radix_cache
-            else RadixCache(settings.page_size, settings.radix_eviction_policy)
+            else RadixCache(settings.page_size, settings.radix_eviction_policy, settings.enable_kv_events)
         )
         self.pool = ReqToTokenPool(pool_rows, settings.context_length, settings.page_size)
         self.evicted_tokens = 0

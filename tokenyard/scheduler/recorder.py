@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from tokenyard.base import CostModel, Event, Explanation, Flush, StepPlan, StepResult, TokenBatch
+from tokenyard.cache.kv_events import KvRecord
 from tokenyard.policy.hook import RequestView
 from tokenyard.scheduler.disguise import Disguise
 from tokenyard.scheduler.scheduler import Scheduler
@@ -85,6 +86,10 @@ class Recorder:
     def drain(self) -> TokenBatch:
         """Everything to tell since the last call."""
         return self.scheduler.drain()
+
+    def kv_records(self) -> list[KvRecord]:
+        """What entered and left the prefix cache."""
+        return self.scheduler.kv_records()
 
     @property
     def in_flight(self) -> int:

@@ -298,6 +298,9 @@ class Roster:
     def reset_memory(self) -> None:
         """Start over with every page free and an empty tree. Legal only while no request holds pages."""
         self.memory = KvMemory(self.settings, self.info.num_pages, self.info.max_pool_rows)
+        if self.settings.enable_kv_events:
+            # Clearing the empty tree says so, which makes void whatever a subscriber knows of the one before.
+            self.memory.tree.clear()
         if self._index.active:
             self._index.activate(self.memory, self.waiting.rows.tolist())
 

@@ -38,6 +38,7 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
+from tokenyard.cache.kv_events import KvEvent, KvRecord, kv_record
 from tokenyard.policy import NO_PRIORITY
 from tokenyard.policy.hook import MOST_BOOST, RequestView
 from tokenyard.scheduler.committer import Committer
@@ -69,6 +70,7 @@ class Scheduler:
         self._committer = Committer(self.roster, self._planner)
         self._flights: deque[Flight] = deque()
         self._paused = False
+        self._kv_events: list[KvEvent] = []
         self._verbs: dict[type, Callable[[Any, int], object]] = {
             Submit: self.submit,
             Cancel: self.cancel,
@@ -269,8 +271,14 @@ class Scheduler:
     # ---- state -------------------------------------------------------------------------------------------------
 
     def drain(self) -> TokenBatch:
-        """Everything to tell since the last call."""
+        """Everything to tell since the last call. Events of the cache come separately, see `kv_records`."""
+        if self.roster.settings.enable_kv_events:
+            self._kv_events = self.roster.memory.tree.drain_events()
         return self.roster.outbox.drain()
+
+    def kv_records(self) -> list[KvRecord]:
+        """What entered and left the prefix cache up to the last `drain` and since the one before, in its wire form."""
+        return [kv_record(event) for event in self._kv_events]
 
     @property
     def in_flight(self) -> int:
