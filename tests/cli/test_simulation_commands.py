@@ -125,6 +125,27 @@ def test_compare_runs_settings_side_by_side(tmp_path, capsys):
     assert "fcfs" in capsys.readouterr().out
 
 
+def test_the_oracle_stands_apart(tmp_path, capsys):
+    out, report = tmp_path / "o.json", tmp_path / "r.html"
+    tight = ["--synthetic", "plain", "--limit", "200", "--request-rate", "60", "--max-total-tokens", "24k"]
+    outputs = ["--json", str(out), "--report", str(report)]
+    assert run_simulate(simulate_args(*tight, "--oracle", *outputs)) == 0
+    numbers = json.loads(out.read_text())
+    assert numbers["oracle"]["decision_hash"] != numbers["decision_hash"]
+    assert numbers["oracle"]["preemptions"] == 0
+    assert "fcfs, oracle" in capsys.readouterr().out
+    assert "fcfs, oracle" in report.read_text()
+    assert run_simulate(simulate_args(*tight, "--json", str(out), "--quiet")) == 0
+    assert json.loads(out.read_text())["decision_hash"] == numbers["decision_hash"]
+    argv = ["vllm-default", "short-first", *tight, "--oracle", "--json", str(out), "--quiet"]
+    assert run_compare(parse(add_compare_arguments, *argv)) == 0
+    compared = json.loads(out.read_text())
+    assert list(compared) == ["vllm-default", "short-first", "vllm-default, oracle", "short-first, oracle"]
+    hashes = [one["decision_hash"] for one in compared.values()]
+    assert hashes[0] == hashes[2]
+    assert hashes[1] != hashes[3]
+
+
 def test_compare_tells_what_is_wrong_with_one_of_its_settings():
     with pytest.raises(ConfigError, match="no schedule policy 'nonsense'"):
         run_compare(parse(add_compare_arguments, "fcfs", "nonsense", *SMALL, "--quiet"))

@@ -103,7 +103,7 @@ def test_none_holds_nothing_back():
     assert NoHeadroom().running_tokens(views_of(yard)) == 0
 
 
-@pytest.mark.parametrize("headroom", ["ratio", "history", "past-future", "none"])
+@pytest.mark.parametrize("headroom", ["ratio", "history", "past-future", "limit", "none"])
 def test_every_headroom_drains_a_pool_that_is_too_small(headroom):
     yard = make_clocked(pages=400, rows=16, headroom=headroom, answer_tokens=(5, 60), enable_mixed_chunk=True)
     numbers = [yard.submit(prompt(20 + index), max_new=100) for index in range(24)]
@@ -115,7 +115,7 @@ def test_every_headroom_drains_a_pool_that_is_too_small(headroom):
 
 def test_headroom_spares_retractions():
     retracted = {}
-    for headroom in ("none", "history", "past-future"):
+    for headroom in ("none", "history", "past-future", "limit"):
         yard = make_clocked(pages=600, rows=32, headroom=headroom, enable_mixed_chunk=True)
         for index in range(60):
             yard.submit(prompt(20 + index % 7), max_new=60)
@@ -123,6 +123,7 @@ def test_headroom_spares_retractions():
         retracted[headroom] = yard.scheduler.snapshot(yard.now).counters.retracted
     assert retracted["history"] < retracted["none"] / 2
     assert retracted["past-future"] < retracted["none"] / 2
+    assert retracted["limit"] == 0
 
 
 def test_an_unknown_name_is_refused_with_the_choices():

@@ -13,7 +13,9 @@ from rich.console import Console
 
 from tokenyard.base import ConfigError
 from tokenyard.cli.simulation import (
+    ORACLE,
     add_device_arguments,
+    add_oracle_argument,
     add_scheduler_arguments,
     add_workload_arguments,
     check_arguments,
@@ -24,6 +26,7 @@ from tokenyard.cli.simulation import (
 )
 from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.metrics import summary
+from tokenyard.sim.oracle import with_oracle
 from tokenyard.sim.presets import preset_names
 from tokenyard.sim.report import write_report
 from tokenyard.sim.timeline import Timeline
@@ -49,6 +52,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers of all settings")
     group.add_argument("--report", type=Path, metavar="OUT", help="write one page with all settings")
+    add_oracle_argument(group)
     group.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes at once [all cores]")
     group.add_argument("--quiet", action="store_true", help="no progress bar and no table")
 
@@ -58,6 +62,8 @@ def run_compare(args: argparse.Namespace) -> int:
     check_named(args)
     workload = load_workload(args)
     setups = {name: named_setup(args, workload, name) for name in args.names}
+    if args.oracle:
+        setups |= {f"{name}{ORACLE}": with_oracle(setup) for name, setup in setups.items()}
     results = simulate_all(workload, setups, args.jobs, args.quiet)
     numbers = {name: summary(outcome) for name, (outcome, _) in results.items()}
     if args.json is not None:

@@ -2,16 +2,20 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from rich.console import Console
+from rich.progress import Progress
 
 from tokenyard.base import ConfigError, StepPlan, StepWork
 from tokenyard.cli.simulation import (
+    ORACLE,
     add_device_arguments,
+    add_oracle_argument,
     add_scheduler_arguments,
     add_workload_arguments,
     check_arguments,
@@ -24,6 +28,7 @@ from tokenyard.scheduler.recorder import Core
 from tokenyard.sim.bounds import attainment_bound, infinite_cache_hit_rate
 from tokenyard.sim.engine import Setup, simulate
 from tokenyard.sim.metrics import summary
+from tokenyard.sim.oracle import with_oracle
 from tokenyard.sim.replica import StepObserver
 from tokenyard.sim.report import write_report
 from tokenyard.sim.timeline import PerfettoTrace, Timeline
@@ -41,6 +46,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--perfetto", type=Path, metavar="OUT", help="write the steps for ui.perfetto.dev")
     group.add_argument("--tape", type=Path, metavar="OUT", help="write a tape of the (first) scheduler, for replay")
     group.add_argument("--bound", action="store_true", help="also say what no scheduler could beat")
+    add_oracle_argument(group)
     group.add_argument("--quiet", action="store_true", help="no progress bar and no table")
 
 
@@ -54,19 +60,29 @@ def run_simulate(args: argparse.Namespace) -> int:
     perfetto = PerfettoTrace() if args.perfetto is not None else None
     observers: list[StepObserver] = [one for one in (timeline, perfetto) if one is not None]
     with progress_bar(args.quiet) as bar, open_tape(args.tape) as tape:
-        task = bar.add_task(name, total=len(workload))
         observer = Observers(observers) if observers else None
-        outcome = simulate(workload, setup, observer, lambda done, _: bar.update(task, completed=done), tape)
-    numbers = {**summary(outcome), **(oracle_bounds(workload, setup) if args.bound else {})}
+        outcomes = {name: simulate(workload, setup, observer, _progress(bar, name, workload), tape)}
+        if args.oracle:
+            told = name + ORACLE
+            outcomes[told] = simulate(workload, with_oracle(setup), None, _progress(bar, told, workload))
+    table = {one: summary(outcome) for one, outcome in outcomes.items()}
+    table[name] |= oracle_bounds(workload, setup) if args.bound else {}
     if args.json is not None:
+        numbers = table[name] | ({"oracle": table[told]} if args.oracle else {})
         args.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     if timeline is not None:
-        write_report(args.report, {name: outcome}, {name: timeline})
+        write_report(args.report, outcomes, {name: timeline})
     if perfetto is not None:
         perfetto.write(args.perfetto)
     if not args.quiet:
-        Console().print(outcome_table({name: numbers}))
+        Console().print(outcome_table(table))
     return 0
+
+
+def _progress(bar: Progress, name: str, workload: Workload) -> Callable[[int, int], None]:
+    """A function that moves a new line of `bar` on."""
+    task = bar.add_task(name, total=len(workload))
+    return lambda done, _: bar.update(task, completed=done)
 
 
 def open_tape(path: Path | None) -> AbstractContextManager[BinaryIO | None]:

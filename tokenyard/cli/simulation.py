@@ -22,6 +22,9 @@ from tokenyard.sim.synthetic import SYNTHETIC, synthetic
 from tokenyard.sim.traces import TRACE_FORMATS, ReadOptions, Tokenize, read_trace
 from tokenyard.sim.workload import Workload
 
+ORACLE = ", oracle"
+"""Behind the name of a setting that was told the true lengths of answers."""
+
 OUTPUT_FLAGS = ("json", "report", "perfetto")
 SCHEDULER_GROUPS = ("scheduler", "urgency")
 MODEL_FLAGS = ("page_size", "max_total_tokens", "context_length")
@@ -59,6 +62,13 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
         "--cost-error", type=float, default=0.0, metavar="E", help="scheduler's belief is off by E (0.2: 20 %%)"
     )
     group.add_argument("--learn-cost", action="store_true", help="let the scheduler correct its belief as it goes")
+
+
+def add_oracle_argument(group: argparse._ArgumentGroup) -> None:
+    """The switch that shows the ceiling of prediction beside the honest run."""
+    group.add_argument(
+        "--oracle", action="store_true", help="also run told the true lengths of answers: what prediction could gain"
+    )
 
 
 def scheduler_flags() -> list[Flag]:

@@ -206,6 +206,17 @@ class PastFuture(NoHeadroom):
         return rest
 
 
+class AnswerLimits(PastFuture):
+    """Admit by the peak of the memory if every answer is as long as its max_new_tokens allows: nobody is retracted.
+
+    For clients that ask for no more than they need.
+    """
+
+    def _remaining(self, columns: Columns, rows: Int32Array) -> Int64Array:
+        rest: Int64Array = (columns.limit[rows] + 1 - columns.known[rows]).astype(np.int64)
+        return rest
+
+
 def _growth_to_peak(held: Int64Array, rest: Int64Array) -> int:
     """How far memory rises above what is held now until the last row ends; both arrays by row."""
     if not len(held):
@@ -219,7 +230,12 @@ def create_headroom(settings: SchedulerSettings) -> Headroom:
     """What `settings.headroom` asks for. Raises ConfigError for an unknown name."""
     if settings.headroom == "ratio":
         return RatioHeadroom(settings)
-    made: dict[str, type[NoHeadroom]] = {"history": HistoryHeadroom, "past-future": PastFuture, "none": NoHeadroom}
+    made: dict[str, type[NoHeadroom]] = {
+        "history": HistoryHeadroom,
+        "past-future": PastFuture,
+        "limit": AnswerLimits,
+        "none": NoHeadroom,
+    }
     if settings.headroom not in made:
         raise ConfigError(f"--headroom is {settings.headroom!r}; choose one of ratio, {', '.join(made)}")
     return made[settings.headroom]()

@@ -56,7 +56,7 @@ class Setup:
 
     `belief_scale` is how many times too long the scheduler believes steps to take, `learn` whether it corrects that
     from what it sees. `host_s` is CPU time per step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes
-    the profile's pool.
+    the profile's pool. With `oracle` each request asks for as many tokens as it will get.
     """
 
     profile: Profile
@@ -68,6 +68,7 @@ class Setup:
     kv_pool_tokens: int | None = None
     belief_scale: float = 1.0
     learn: bool = False
+    oracle: bool = False
 
     @property
     def slo(self) -> SloTargets:
@@ -227,7 +228,7 @@ class _Run:
         for replica in self._replicas:
             replica.advance(arrival_ns)
         unloaded_s = self._unloaded(int(self._workload.prompt_tokens[index]))
-        request = self._workload.request(index, self._content)
+        request = self._workload.request(index, self._content, true_length=self._setup.oracle)
         chosen = self._choose(request) if len(self._replicas) > 1 else 0
         self._outcome.replica[index] = chosen
         self._outcome.unloaded_s[index] = unloaded_s

@@ -64,18 +64,20 @@ class Workload:
         columns = ("arrival_s", "prompt_tokens", "output_tokens", "tenant", "service_class", "priority", "deadline_s")
         return replace(self, **{name: getattr(self, name)[:requests] for name in columns})
 
-    def request(self, index: int, content: Content | None = None) -> Request:
+    def request(self, index: int, content: Content | None = None, *, true_length: bool = False) -> Request:
         """Request `index` as the engine sees it: max_new_tokens is the largest answer of the workload.
 
-        The seed is the request's number; the simulated executor finds the true output length by it.
+        With `true_length` it is the length of its own answer. The seed is the request's number; the simulated executor
+        finds the true output length by it.
         """
         priority, deadline_s = int(self.priority[index]), float(self.deadline_s[index])
         tokens = int(self.prompt_tokens[index])
+        longest = int(self.output_tokens[index]) if true_length else self.max_output_tokens
         return Request(
             number=index,
             rid=str(index),
             prompt_ids=(content or self.content).prompt_ids(index, tokens),
-            sampling=SamplingParams(max_new_tokens=self.max_output_tokens, temperature=0.0, seed=index),
+            sampling=SamplingParams(max_new_tokens=longest, temperature=0.0, seed=index),
             arrival_ns=to_ns(float(self.arrival_s[index])),
             priority=None if priority == NO_PRIORITY else priority,
             service_class=self.classes[self.service_class[index]] or None,
