@@ -1,0 +1,113 @@
+"""Servers for benchmarks, most of them on the mock executor, and clients on plain sockets that cost little."""
+
+import asyncio
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+STEP_MS = 10.0
+OPEN_FILES = 8192
+TOKENS_MARK = b'"completion_tokens":'
+
+
+class AnyServer:
+    """`tokenyard serve` with the given flags on a free port, ended with the block, which gets (host, port)."""
+
+    def __init__(self, *flags):
+        base = [sys.executable, "-m", "tokenyard", "serve", "--port", "0", "--log-level", "error"]
+        allow_many_sockets()
+        environment = {**os.environ, "COLUMNS": "200", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+        self._process = subprocess.Popen([*base, *flags], stderr=subprocess.PIPE, text=True, env=environment)
+
+    def __enter__(self):
+        for line in self._process.stderr:
+            match = re.search(r"ready at http://([\d.]+):(\d+)", line)
+            if match:
+                return match[1], int(match[2])
+        sys.exit(f"the server did not start: {self._process.args}")
+
+    def __exit__(self, *_):
+        self._process.terminate()
+        self._process.communicate()
+
+
+class Server(AnyServer):
+    """The same on the mock executor with steps of `STEP_MS` and room for 256 requests."""
+
+    def __init__(self, *flags):
+        mock = ["--executor", "mock", "--mock-step-ms", str(STEP_MS), "--context-length", "8192"]
+        super().__init__(*mock, "--max-running-requests", "256", "--max-total-tokens", "1m", *flags)
+
+
+def allow_many_sockets():
+    """Here and in processes started from here."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
+def call(address, path, body=None):
+    """The JSON that a path answers; a POST if there is a body."""
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(f"http://{address[0]}:{address[1]}{path}", data) as answer:
+        return json.load(answer)
+
+
+def snapshot(address):
+    return call(address, "/server_info")["internal_states"][0]
+
+
+def steps_done(address):
+    return snapshot(address)["counters"]["steps"]
+
+
+async def open_stream(address, tokens, prompt, **fields):
+    reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    body = json.dumps({"text": prompt, "sampling_params": sampling, "stream": True, **fields}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    writer.write(head + body)
+    return reader, writer
+
+
+class Counter:
+    """Tokens received by all clients so far."""
+
+    tokens = 0
+
+
+def tokens_so_far(tail, before):
+    """What the last whole chunk in `tail` says; a chunk may carry several tokens, or the end of one in pieces."""
+    place = tail.rfind(TOKENS_MARK)
+    match = re.match(rb"\d+(?=\D)", tail[place + len(TOKENS_MARK) :]) if place >= 0 else None
+    return int(match[0]) if match else before
+
+
+async def read_all(stream, counter):
+    reader, writer = stream
+    tail, tokens = b"", 0
+    try:
+        while data := await reader.read(1 << 16):
+            tail = (tail + data)[-2000:]
+            before, tokens = tokens, tokens_so_far(tail, tokens)
+            counter.tokens += tokens - before
+            if b"[DONE]" in tail:
+                break
+    finally:
+        writer.close()
+    return tail
+
+
+async def one_lag(address, counter, tokens, prompt, **fields):
+    """Milliseconds from the commit of a stream's last token to the client, the way of the request included."""
+    begin = time.monotonic()
+    tail = await read_all(await open_stream(address, tokens, prompt, **fields), counter)
+    seconds = time.monotonic() - begin
+    latency = re.findall(rb'"e2e_latency":([\d.e-]+)', tail)
+    return 1000 * (seconds - float(latency[-1]))
