@@ -17,10 +17,12 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 STOP_WORD = b"stop\n"
 LONGEST_REPORT_BYTES = 1 << 20
-SHORT_SPIN = {"GOMP_SPINCOUNT": "2000"}
-"""OpenMP threads of the model yield their core soon. By default they spin for milliseconds, which on a machine whose
-cores the model shares with the rest of the server made it many times slower (benchmarks/RESULTS.md). A value in the
-environment wins.
+CHILD_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+"""What the libraries under the model read when they load; a value in the environment wins.
+
+OpenMP threads yield their core soon: by default they spin for milliseconds, which on a machine whose cores the model
+shares with the rest of the server made it many times slower (benchmarks/RESULTS.md). oneDNN keeps a compiled kernel per
+shape, and prefill has a new shape at every step: fewer of them bound the memory.
 """
 
 CHILD_MODULES = {
@@ -98,7 +100,7 @@ class Supervisor:
                 *(sys.executable, "-m", CHILD_MODULES[name], str(write_fd)),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(write_fd,),
-                env=SHORT_SPIN | os.environ,
+                env=CHILD_ENVIRONMENT | os.environ,
             )
         finally:
             os.close(write_fd)
