@@ -61,6 +61,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, depth, page_size, chunk, mixed, no_cache, policy, around, beside, tokens, eviction):
         rows = 4
         self.depth = depth
+        if beside.get("enable_dynamic_chunking"):
+            chunk = 8
         self.settings = SchedulerSettings(
             page_size=page_size,
             max_running_requests=rows,
