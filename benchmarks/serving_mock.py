@@ -1,28 +1,40 @@
 """Does the server keep a fast device busy? 256 streams on the mock executor with steps of 10 ms.
 
 Counts, over a window in which all streams run: the steps that the device did against those it could have done, and
-the tokens that clients received against those it could have made. Then, over many short streams, the time from the
-commit of a request's last token to its arrival at the client: the client's clock minus the server's own end-to-end
-time, so the figure contains the way in as well and errs on the high side. Overlap and normal loops run one after the
-other.
+the tokens that clients received against those it could have made. Then, over short streams beside many long ones, the
+time from the commit of a request's last token to its arrival at the client: the client's clock minus the server's own
+end-to-end time, so the figure contains the way in as well and errs on the high side. Overlap and normal loops run one
+after the other.
 
 Run: python benchmarks/serving_mock.py
 """
 
 import argparse
 import asyncio
+import json
 import time
 
-from mock_server import STEP_MS, Counter, Server, one_lag, open_stream, read_all, steps_done
+from mock_server import STEP_MS, Counter, Server, one_lag, read_all, steps_done
 
 SETTLE_S, WINDOW_S = 3.0, 6.0
+PROBES, PROBE_ROUNDS = 16, 16
+
+
+async def open_completion(address, tokens, prompt):
+    """A stream of /v1/completions, whose chunks hold the new text only (those of /generate hold all of it)."""
+    reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    data = json.dumps(body).encode()
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return reader, writer
 
 
 async def steady(address, streams):
     """Share of possible steps and of possible tokens over the window."""
     counter = Counter()
     tokens = int((SETTLE_S + WINDOW_S) * 1.5 * 1000 / STEP_MS)
-    opened = [await open_stream(address, tokens, f"Story {index}") for index in range(streams)]
+    opened = [await open_completion(address, tokens, f"Story {index}") for index in range(streams)]
     readers = [asyncio.create_task(read_all(stream, counter)) for stream in opened]
     await asyncio.sleep(SETTLE_S)
     steps, received, begin = await asyncio.to_thread(steps_done, address), counter.tokens, time.monotonic()
@@ -37,13 +49,21 @@ async def steady(address, streams):
 
 
 async def lags(address, streams):
-    """Milliseconds from the last token's commit to the client, for each of many short streams, `streams` at a time."""
+    """Milliseconds from the last token's commit to the client, of short streams beside many long ones."""
+    tokens = 8000
+    opened = [await open_completion(address, tokens, f"Long {index}") for index in range(streams - PROBES)]
+    readers = [asyncio.create_task(read_all(stream, Counter())) for stream in opened]
+    await asyncio.sleep(SETTLE_S)
 
-    async def client(index):
-        tales = [(40 + (7 * index + round_) % 60, f"Tale {index} {round_}") for round_ in range(4)]
+    async def probe(index):
+        tales = [(20 + (7 * index + round_) % 20, f"Tale {index} {round_}") for round_ in range(PROBE_ROUNDS)]
         return [await one_lag(address, Counter(), tokens, prompt) for tokens, prompt in tales]
 
-    return sorted(lag for found in await asyncio.gather(*map(client, range(streams))) for lag in found)
+    found = await asyncio.gather(*map(probe, range(PROBES)))
+    for reader in readers:
+        reader.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
+    return sorted(lag for lags in found for lag in lags)
 
 
 def measure(streams, *flags):
