@@ -5,6 +5,7 @@ weight. What came from the cache costs nobody anything, and neither does what is
 """
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -22,7 +23,7 @@ NOT_CHARGED = -1
 SMALL_SORT = 1 << 15
 
 
-class TenantService(Policy):
+class TenantService(Policy, ABC):
     """What the fair policies share: who waits, and what each tenant is charged (`serve`)."""
 
     charges_decode = True
@@ -61,9 +62,9 @@ class TenantService(Policy):
         for tenant in np.flatnonzero(tokens).tolist():
             self.serve(tenant, OUTPUT_WEIGHT * int(tokens[tenant]) / float(self._weight[tenant]))
 
+    @abstractmethod
     def serve(self, tenant: int, service: float) -> None:
         """The tenant was given so much."""
-        raise NotImplementedError
 
     def grow(self, tenants: int) -> None:
         """So many tenants are known from now on."""

@@ -41,7 +41,47 @@ class TenantBook:
         return [(number, settings) for number in new if (settings := self._known[number]) is not None]
 
 
-class TenantLimits:
+class Limits:
+    """No limits: everybody may start, nobody borrows. `TenantLimits` overrides all of it.
+
+    next_ns: when somebody who is held back now may go on, None if nobody is.
+    """
+
+    next_ns: int | None = None
+
+    def queue_is_full(self, columns: Columns, name: str, waiting: Int32Array, rows: list[int]) -> bool:
+        """Whether the tenant called `name` may not have its new `rows` waiting beside those that do."""
+        return False
+
+    def begin_step(self, views: Views) -> None:
+        """Look at the state before a step and take out of `views.waiting` whoever may not start now."""
+
+    def may_start(self, row: int) -> bool:
+        """Whether a waiting row may still start in this step, after what has started in it already."""
+        return True
+
+    def started(self, row: int) -> None:
+        """A waiting row was admitted."""
+
+    def stopped(self, row: int, asker: int) -> None:
+        """The running `row` gives way to the waiting `asker`."""
+
+    def charge(self, row: int, tokens: int) -> None:
+        """A chunk of `tokens` was planned for a row."""
+
+    def charge_decode(self, rows: Int32Array) -> None:
+        """Each of `rows` decodes one token."""
+
+    def borrowers(self, views: Views, row: int) -> Iterator[int]:
+        """Running rows that give way to the waiting `row` because they hold what is its tenant's."""
+        return iter(())
+
+    def borrowers_first(self, views: Views, victims: list[int]) -> list[int]:
+        """The same rows, in the same order but for those whose tenants are beyond their share, which come first."""
+        return victims
+
+
+class TenantLimits(Limits):
     """Who of the waiting may start at all, and who gives back borrowed KV.
 
     Rates are token buckets: a tenant may start requests while its bucket is above empty, and everything it computes is
@@ -57,10 +97,9 @@ class TenantLimits:
         self._total_tokens = 0
         self._filled_ns = 0
         self._claim: tuple[int, int] | None = None
-        self.next_ns: int | None = None
 
     def queue_is_full(self, columns: Columns, name: str, waiting: Int32Array, rows: list[int]) -> bool:
-        """Whether the tenant may not have its new `rows` waiting beside those that do."""
+        """See `Limits.queue_is_full`."""
         most = self._book.of(name).max_queued
         if most < 0:
             return False
@@ -68,7 +107,7 @@ class TenantLimits:
         return int(same) + len(rows) > most
 
     def begin_step(self, views: Views) -> None:
-        """Look at the state before a step and take out of `views.waiting` whoever may not start now."""
+        """See `Limits.begin_step`."""
         self._columns, self._total_tokens = views.columns, views.total_tokens
         held = np.concatenate((views.running, views.partial))
         self._learn(views.columns, np.concatenate((held, views.waiting)))
@@ -82,7 +121,7 @@ class TenantLimits:
         views.waiting = views.waiting[~(empty | (self._running >= self._most_running))[tenants]]
 
     def may_start(self, row: int) -> bool:
-        """Whether a waiting row may still start in this step, after what has started in it already."""
+        """See `Limits.may_start`."""
         assert self._columns is not None
         tenant = int(self._columns.tenant[row])
         if self._running[tenant] >= self._most_running[tenant]:
@@ -92,7 +131,7 @@ class TenantLimits:
         return self._claim is None or self._claim[0] == row or self._within_share(row)
 
     def started(self, row: int) -> None:
-        """A waiting row was admitted."""
+        """See `Limits.started`."""
         assert self._columns is not None
         tenant = int(self._columns.tenant[row])
         self._running[tenant] += 1
@@ -101,7 +140,7 @@ class TenantLimits:
             self._claim = None
 
     def stopped(self, row: int, asker: int) -> None:
-        """The running `row` gives way to the waiting `asker`."""
+        """See `Limits.stopped`."""
         assert self._columns is not None
         tenant = int(self._columns.tenant[row])
         self._running[tenant] -= 1
@@ -110,18 +149,18 @@ class TenantLimits:
             self._claim = asker, int(self._columns.seq[asker])
 
     def charge(self, row: int, tokens: int) -> None:
-        """A chunk of `tokens` was planned for a row."""
+        """See `Limits.charge`."""
         assert self._columns is not None
         self._bucket[int(self._columns.tenant[row])] -= tokens
 
     def charge_decode(self, rows: Int32Array) -> None:
-        """Each of `rows` decodes one token."""
+        """See `Limits.charge_decode`."""
         if self._columns is not None:
             self._bucket -= np.bincount(self._columns.tenant[rows], minlength=len(self._bucket))
 
     def borrowers(self, views: Views, row: int) -> Iterator[int]:
-        """Running rows that give way to the waiting `row`: of tenants beyond their share, the furthest beyond first and
-        of each the newest first, until it is within. None if `row` would itself be beyond its tenant's share.
+        """See `Limits.borrowers`. Of tenants beyond their share, the furthest beyond goes first and of each the newest
+        request, until it is within. None if `row` would itself be beyond its tenant's share.
         """
         if not self._within_share(row):
             return
@@ -138,7 +177,7 @@ class TenantLimits:
             yield victim
 
     def borrowers_first(self, views: Views, victims: list[int]) -> list[int]:
-        """The same rows, in the same order but for those whose tenants are beyond their share, which come first."""
+        """See `Limits.borrowers_first`."""
         self._columns, self._total_tokens = views.columns, views.total_tokens
         rows = np.array(victims, np.int32)
         self._learn(views.columns, rows)
@@ -194,3 +233,8 @@ class TenantLimits:
             self._rate[number], self._share[number] = tenant.tokens_per_s, tenant.kv_share
             self._burst[number] = self._bucket[number] = tenant.burst_tokens
             self._most_running[number] = tenant.max_running if tenant.max_running >= 0 else NO_LIMIT
+
+
+def create_limits(settings: SchedulerSettings) -> Limits:
+    """The limits of `settings.tenants`."""
+    return TenantLimits(settings) if settings.tenants else Limits()

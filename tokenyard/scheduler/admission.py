@@ -66,7 +66,7 @@ class PrefillAdder:
             if self._requests_left <= 0:
                 return
             started = self._table.state[row] == State.PREFILL
-            if not started and self._limits is not None and not self._limits.may_start(row):
+            if not started and not self._limits.may_start(row):
                 continue
             if started and not self._continue(row):
                 return
@@ -142,8 +142,7 @@ class PrefillAdder:
         self._draft.write_page_run(pool_row, 0, pages)
         self._draft.row_starts.append(self._row_start(row, pool_row))
         self._roster.admit(row, hit, self._views.now)
-        if self._limits is not None:
-            self._limits.started(row)
+        self._limits.started(row)
         self._plan_chunk(row, hit, count)
         self._reserved_prompts += extend - count
         self._reserved_newcomers += self._policy.headroom.newcomer_tokens(table, row)
@@ -175,8 +174,7 @@ class PrefillAdder:
         table.planned[row] = start + count
         self._budget.spend(start, count)
         self._policy.charge(row, count)
-        if self._limits is not None:
-            self._limits.charge(row, count)
+        self._limits.charge(row, count)
         self._requests_left -= 1
         return True
 
@@ -203,8 +201,7 @@ class PrefillAdder:
         self._reserved_prompts -= self._unplanned(self._views) - self._unplanned(left)
         self._unfinished -= len(self._views.partial) - len(left.partial)
         for victim in victims:
-            if self._limits is not None:
-                self._limits.stopped(victim, row)
+            self._limits.stopped(victim, row)
             self._roster.retract(victim, "preempted", self._views.now)
         self._views.running, self._views.partial = left.running, left.partial
         self._free_rows += len(victims)
@@ -214,10 +211,8 @@ class PrefillAdder:
     def _who_may_go(self, row: int) -> list[int]:
         """Whom `row` outranks, worst first, then who holds KV that is the share of its tenant."""
         victims = list(self._policy.outranked(self._views, row))
-        if self._limits is not None:
-            taken = set(victims)
-            victims += [victim for victim in self._limits.borrowers(self._views, row) if victim not in taken]
-        return victims
+        taken = set(victims)
+        return victims + [victim for victim in self._limits.borrowers(self._views, row) if victim not in taken]
 
     def _victims_needed(self, victims: list[int], missing_tokens: int) -> int:
         """How many of `victims`, from the first on, must go to free so many tokens; 0 if all of them are too few.

@@ -71,8 +71,7 @@ class Planner:
     def _views(self, now: int) -> Views:
         """What the policy may see: without the waiting rows whose tenants are at a limit."""
         views = self._roster.views(now)
-        if self._roster.limits is not None:
-            self._roster.limits.begin_step(views)
+        self._roster.limits.begin_step(views)
         return views
 
     def swapped(self, row: int, first_page: int, pages: Int32Array) -> None:
@@ -113,8 +112,7 @@ class Planner:
         self._roster.policy.headroom.decoded()
         if self._roster.policy.charges_decode:
             self._roster.policy.charge_decode(rows)
-        if self._roster.limits is not None:
-            self._roster.limits.charge_decode(rows)
+        self._roster.limits.charge_decode(rows)
 
     def _make_room(self, rows: Int32Array, now: int) -> Int32Array:
         """Retract victims until the others of `rows` can take one more token each; return those that can do so now.
@@ -125,10 +123,7 @@ class Planner:
         views = roster.views(now)
         views.running = rows
         before = len(rows)
-        victims = list(roster.policy.victims(views))
-        if roster.limits is not None:
-            victims = roster.limits.borrowers_first(views, victims)
-        for victim in victims:
+        for victim in roster.limits.borrowers_first(views, list(roster.policy.victims(views))):
             if memory.page_size * self._pages_to_decode(rows) <= memory.free_tokens:
                 break
             roster.retract(victim, "out of pages", now)

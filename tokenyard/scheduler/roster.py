@@ -19,7 +19,7 @@ from tokenyard.base import (
 )
 from tokenyard.cost import LinearCost, OnlineCost, get_profile
 from tokenyard.policy import Policy, Views, create_policy
-from tokenyard.policy.tenants import TenantLimits
+from tokenyard.policy.tenants import create_limits
 from tokenyard.scheduler.chronicle import Chronicle, Start
 from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.memory import KvMemory, Release
@@ -61,7 +61,7 @@ class Roster:
         self.stop_tokens = StopTokens(info.max_pool_rows)
         self.queue_timeouts = Timeouts(settings.queue_timeout_s)
         self.run_timeouts = Timeouts(settings.run_timeout_s)
-        self.limits = TenantLimits(settings) if settings.tenants else None
+        self.limits = create_limits(settings)
         self.prefill_steps_in_row = 0
         self._index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)

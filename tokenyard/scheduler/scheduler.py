@@ -128,11 +128,10 @@ class Scheduler:
     def _make_room(self, rows: list[int], now: int) -> Refusal | None:
         """Let waiting requests leave a full queue for new `rows`, if the policy gives them up; like `_refusal`."""
         roster, full = self.roster, self.roster.settings.max_queued_requests
-        if roster.limits is not None:
-            tenant = roster.table.request(rows[0]).tenant
-            if roster.limits.queue_is_full(roster.table, tenant, roster.waiting.rows, rows):
-                message = f"tenant {tenant!r} has as many requests waiting as it may have; try again later"
-                return 429, message, "tenant_limit"
+        tenant = roster.table.request(rows[0]).tenant
+        if roster.limits.queue_is_full(roster.table, tenant, roster.waiting.rows, rows):
+            message = f"tenant {tenant!r} has as many requests waiting as it may have; try again later"
+            return 429, message, "tenant_limit"
         if full < 0:
             return None
         waiting, leaving = roster.waiting.rows.copy(), []
@@ -292,9 +291,8 @@ class Scheduler:
 
     def wakeup_ns(self) -> int | None:
         """When to call `plan` next even if nothing happens."""
-        limits = self.roster.limits
-        refill = limits.next_ns if limits is not None else None
-        times = (self.roster.queue_timeouts.next_ns, self.roster.run_timeouts.next_ns, refill)
+        roster = self.roster
+        times = (roster.queue_timeouts.next_ns, roster.run_timeouts.next_ns, roster.limits.next_ns)
         return min((time for time in times if time is not None), default=None)
 
     def idle(self) -> str | None:
