@@ -4,7 +4,9 @@ import pytest
 
 from tests.policy.clocked import MS, make_clocked, prompt
 from tests.policy.lines import row
-from tokenyard.base import ConfigError, SchedulerSettings, Slo
+from tokenyard.base import NS_PER_S, ConfigError, SchedulerSettings, Slo, Update
+from tokenyard.policy import create_policy
+from tokenyard.policy.urgency import Urgency
 from tokenyard.policy.victim import create_victim_rule
 
 
@@ -24,7 +26,8 @@ def yard():
 
 
 def order(yard, **settings):
-    rule = create_victim_rule(replace(yard.scheduler.roster.settings, **settings))
+    chosen = replace(yard.scheduler.roster.settings, **settings)
+    rule = create_victim_rule(chosen, Urgency(chosen))
     rows = [row(yard, number) for number in yard.numbers]
     return [rows.index(victim) for victim in rule.victims(yard.scheduler.roster.views(yard.now))]
 
@@ -48,6 +51,37 @@ def test_low_values_first_turns_the_priorities_but_none_given_stays_lowest(yard)
     assert order(yard, retraction_policy="priority", **chosen) == [2, 0, 1]
 
 
+def test_a_default_priority_and_a_boost_count_as_they_do_in_the_queue(yard):
+    assert order(yard, retraction_policy="priority", default_priority_value=3) == [1, 2, 0]
+    yard.scheduler.apply(Update(yard.numbers[1], boost=8), yard.now)
+    assert order(yard, retraction_policy="priority") == [2, 0, 1]
+
+
+def aged(*priorities):
+    """Requests with these priorities that run, each arrived two seconds after the one before."""
+    yard = make_clocked(enable_mixed_chunk=True)
+    yard.numbers = []
+    for priority in priorities:
+        yard.numbers.append(yard.submit(prompt(10), max_new=100, priority=priority))
+        yard.turn()
+        yard.now += 2 * NS_PER_S
+    yard.turn()
+    assert len(yard.scheduler.roster.running) == len(priorities)
+    return yard
+
+
+@pytest.mark.parametrize(("aging_s", "expected"), [(0.0, [0, 1]), (1.0, [1, 0]), (5.0, [0, 1])])
+def test_age_counts_as_it_does_in_the_queue(aging_s, expected):
+    assert order(aged(0, 1), retraction_policy="priority", priority_aging_s=aging_s) == expected
+
+
+def test_under_edf_levels_are_strict_in_the_queue_and_for_pages():
+    yard, settings = aged(0, 1), {"retraction_policy": "priority", "priority_aging_s": 1.0}
+    policy = create_policy("edf", SchedulerSettings(enable_priority_scheduling=True, **settings))
+    rows = [row(yard, number) for number in yard.numbers]
+    assert list(policy.victims(yard.scheduler.roster.views(yard.now))) == rows
+
+
 def test_the_rule_is_used_when_pages_run_out():
     retractions = {}
     for rule in ("newest", "fewest-lost"):
@@ -62,4 +96,4 @@ def test_the_rule_is_used_when_pages_run_out():
 
 def test_an_unknown_name_is_refused_with_the_choices():
     with pytest.raises(ConfigError, match="fewest-lost"):
-        create_victim_rule(replace(SchedulerSettings(), retraction_policy="guess"))
+        create_victim_rule(replace(SchedulerSettings(), retraction_policy="guess"), Urgency(SchedulerSettings()))

@@ -12,6 +12,7 @@ from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
 from tokenyard.policy.budget import BudgetRule, StepBudget
 from tokenyard.policy.headroom import Headroom, create_headroom
 from tokenyard.policy.time_budget import create_budget_rule
+from tokenyard.policy.urgency import Urgency
 from tokenyard.policy.victim import VictimRule, create_victim_rule
 from tokenyard.policy.views import Columns, Views
 
@@ -44,7 +45,8 @@ class Policy:
         self.chosen = chosen_options(type(self), settings)
         self.budget_rule: BudgetRule = create_budget_rule(settings)
         self.headroom: Headroom = create_headroom(settings)
-        self.victim_rule: VictimRule = create_victim_rule(settings)
+        self.urgency = Urgency(settings)
+        self.victim_rule: VictimRule = create_victim_rule(settings, self.urgency)
         self.views: Views | None = None
 
     def describe(self) -> str:

@@ -27,6 +27,7 @@ class Wrapper(Policy):
         self.chosen = inner.chosen
         self.budget_rule = inner.budget_rule
         self.headroom = inner.headroom
+        self.urgency = inner.urgency
         self.victim_rule = inner.victim_rule
 
     def describe(self) -> str:

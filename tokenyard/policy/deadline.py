@@ -40,16 +40,16 @@ class EarliestDeadline(Policy):
     overtaking = "only by requests that arrive before its own deadline"
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        super().__init__(settings)
+        # Without aging: preemption, a full queue and who gives way must agree with an order in which levels are strict.
+        strict = replace(settings, priority_aging_s=0.0)
+        super().__init__(strict)
         self.time_rule = TimeBudgetRule(settings, use_slack=self.uses_slack)
         if settings.step_budget != "tokens":
             self.budget_rule = self.time_rule
-        # Without aging: preemption and a full queue must agree with an order in which levels are strict.
-        strict = replace(settings, priority_aging_s=0.0)
         self._priority = (
             Priority(strict, Policy(replace(strict, policy_options={}))) if settings.uses_priorities else None
         )
-        self.queue = DeadlineQueue(settings, self._priority.urgencies if self._priority else None)
+        self.queue = DeadlineQueue(settings, self.urgency.levels if self._priority else None)
 
     def begin_step(self, views: Views) -> None:
         """See `Policy.begin_step`."""

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
 from tokenyard.policy.targets import ahead_ns
-from tokenyard.policy.views import Views, tokens_generated, urgency
+from tokenyard.policy.urgency import Urgency
+from tokenyard.policy.views import Views, tokens_generated
 
 IndexArray = npt.NDArray[np.intp]
 
@@ -40,16 +41,15 @@ class Newest:
 
 
 class LowestPriority:
-    """The lowest priority goes first, among equals the latest arrival. Which way priorities count is a setting."""
+    """The least urgent goes first, among equals the latest arrival: what the order of the queue would serve last."""
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self._low_first = settings.schedule_low_priority_values_first
+    def __init__(self, urgency: Urgency) -> None:
+        self._urgency = urgency
 
     def victims(self, views: Views) -> Iterator[int]:
         """See `VictimRule.victims`."""
         columns, rows = views.columns, views.running
-        urgent = urgency(columns.priority[rows], self._low_first)
-        return _in_order(rows, np.lexsort((-columns.seq[rows], urgent)))
+        return _in_order(rows, np.lexsort((-columns.seq[rows], -self._urgency.keys(columns, rows))))
 
 
 class MostSlack:
@@ -74,12 +74,12 @@ class FewestLost:
         return _in_order(rows, np.lexsort((-columns.seq[rows], columns.planned[rows] - columns.hit[rows])))
 
 
-def create_victim_rule(settings: SchedulerSettings) -> VictimRule:
+def create_victim_rule(settings: SchedulerSettings, urgency: Urgency) -> VictimRule:
     """What `settings.retraction_policy` asks for. Raises ConfigError for an unknown name."""
     rules: dict[str, Callable[[], VictimRule]] = {
         "length": FewestTokens,
         "newest": Newest,
-        "priority": lambda: LowestPriority(settings),
+        "priority": lambda: LowestPriority(urgency),
         "slack": lambda: MostSlack(settings),
         "fewest-lost": FewestLost,
     }

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from tokenyard.base import BoolArray, CostModel, Int32Array, Int64Array, Request
+from tokenyard.base import CostModel, Int32Array, Int64Array, Request
 
 NO_PRIORITY = -(2**63)
 """In the priority column: none was given, which ranks below every given one in both directions."""
@@ -103,17 +101,3 @@ def tokens_generated(columns: Columns, rows: Int32Array) -> Int32Array:
     """Output tokens so far of each row, int32[len(rows)]."""
     generated: Int32Array = columns.known[rows] - columns.prompt_tokens[rows]
     return generated
-
-
-def urgency(priority: Int64Array, low_values_first: bool) -> Int64Array:
-    """Priorities turned so that larger is more urgent and "none given" is below all, int64[n]."""
-    if not low_values_first:
-        return priority
-    turned: Int64Array = np.where(is_given(priority), -np.maximum(priority, NO_PRIORITY + 1), NO_PRIORITY)
-    return turned
-
-
-def is_given(priority: Int64Array) -> BoolArray:
-    """Which priorities were given at all, bool[n]."""
-    given: BoolArray = priority != NO_PRIORITY
-    return given
