@@ -37,6 +37,7 @@ from tokenyard.engine.detokenizer import load_tokenizer
 from tokenyard.engine.driver import Driver
 from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.kv_events import open_kv_events
+from tokenyard.engine.libraries import set_library_environment
 from tokenyard.engine.liveness import LoopState
 from tokenyard.engine.messages import FromScheduler, ToScheduler
 from tokenyard.engine.priority_hook import create_hook
@@ -233,6 +234,7 @@ class LLM:
 
     def _start_engine(self, settings: Settings) -> None:
         """Load the model and start the thread that runs the event loop."""
+        set_library_environment()
         self.settings = located(settings)
         self._default_sampling = read_sampling_defaults(self.settings.model_path, self.settings.sampling_defaults)
         config = engine_config(self.settings)

@@ -11,20 +11,13 @@ from dataclasses import dataclass
 from tokenyard.base import EngineDeadError, ExecutorInfo
 from tokenyard.engine.config import ChildReport, ChildTask, EngineConfig, decode_report, encode_line
 from tokenyard.engine.ipc import SocketDirectory
+from tokenyard.engine.libraries import child_environment
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 STOP_WORD = b"stop\n"
 LONGEST_REPORT_BYTES = 1 << 20
-CHILD_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""What the libraries under the model read when they load; a value in the environment wins.
-
-OpenMP threads yield their core soon: by default they spin for milliseconds, which on a machine whose cores the model
-shares with the rest of the server made it many times slower (benchmarks/RESULTS.md). oneDNN keeps a compiled kernel per
-shape, and prefill has a new shape at every step: fewer of them bound the memory.
-"""
-
 CHILD_MODULES = {
     "scheduler": "tokenyard.engine.scheduler_process",
     "detokenizer": "tokenyard.engine.detokenizer",
@@ -100,7 +93,7 @@ class Supervisor:
                 *(sys.executable, "-m", CHILD_MODULES[name], str(write_fd)),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(write_fd,),
-                env=CHILD_ENVIRONMENT | os.environ,
+                env=child_environment(),
             )
         finally:
             os.close(write_fd)
