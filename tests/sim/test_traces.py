@@ -247,3 +247,42 @@ def test_scaling_and_limiting(tmp_path):
         workload.scaled(0.0)
     with pytest.raises(ConfigError, match="--limit"):
         workload.limited(0)
+
+
+def mooncake_file(path, stamps):
+    lines = [{"timestamp": at, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]} for at in stamps]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_fine_clock_is_not_spread(tmp_path):
+    path = mooncake_file(tmp_path / "fine.jsonl", [27482, 27482, 30535, 30990, 31001])
+    workload = read_trace(path, "mooncake")
+    np.testing.assert_allclose(workload.arrival_s, [0.0, 0.0, 3.053, 3.508, 3.519])
+
+
+def test_a_ticking_clock_is_spread_over_its_tick(tmp_path):
+    path = mooncake_file(tmp_path / "ticks.jsonl", [0, 0, 2999, 2999, 6000, 6000, 12000, 12000])
+    arrivals = read_trace(path, "mooncake").arrival_s
+    assert len(set(arrivals.tolist())) == 8
+    path = mooncake_file(tmp_path / "ticks.jsonl", [0] * 50 + [2000] * 50)
+    arrivals = read_trace(path, "mooncake").arrival_s
+    assert 1.5 < arrivals[:50].max() < 2.0 <= arrivals[50:].min() < 2.5
+
+
+def test_a_limit_reads_no_further(tmp_path):
+    path = tmp_path / "azure.csv"
+    good = "2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01.017335+00:00,2399,6\n"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + good + "cut")
+    workload = read_trace(path, "azure", ReadOptions(limit=2))
+    np.testing.assert_allclose(workload.arrival_s, [0.0, 1.007405], atol=1e-6)
+    with pytest.raises(ConfigError, match="line 4: 1 columns instead of 3"):
+        read_trace(path, "azure")
+
+
+def test_vidur_with_times(tmp_path):
+    path = tmp_path / "splitwise.csv"
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n1.5,10,2\n4.0,20,3\n")
+    workload = read_trace(path, "vidur")
+    assert workload.arrival_s.tolist() == [0.0, 2.5]
+    assert workload.prompt_tokens.tolist() == [10, 20]

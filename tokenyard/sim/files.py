@@ -7,7 +7,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tokenyard.base import ConfigError
 
@@ -48,14 +48,29 @@ def _unpack_zstd(raw: bytes, path: Path) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """The lines that are not blank, each with `file, line N` for complaints."""
+    """The lines that are not blank, each with `file, line N` for complaints. Reads no further than it is asked to.
+
+    Raises ConfigError, when it comes to it, for a file that cannot be read, is cut off or holds no text.
+    """
     try:
-        text = read_bytes(path).decode("utf-8-sig")
+        with _open_text(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path.name}, line {number}", line.rstrip("\r\n")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is no text file in UTF-8; is it another format?") from None
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            yield f"{path.name}, line {number}", line
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise ConfigError(f"{path} is cut off or no gzip file") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _open_text(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig")
+    if path.suffix == ".zst":
+        return io.StringIO(read_bytes(path).decode("utf-8-sig"))
+    return path.open(encoding="utf-8-sig")
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,7 +2,7 @@
 
 mooncake      JSON lines: timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens)
 azure         CSV: TIMESTAMP, ContextTokens, GeneratedTokens
-vidur         CSV: num_prefill_tokens, num_decode_tokens; no times, so arrivals are drawn, one a second on average
+vidur         CSV: num_prefill_tokens, num_decode_tokens; without arrived_at arrivals are drawn, one a second on average
 tokenyard     JSON lines, our own form (see `read_tokenyard`)
 openai-jsonl  JSON lines: request bodies of chat completions with a time stamp (see `read_openai`)
 servegen      folder or tar of client models; requests are drawn from them
@@ -12,9 +12,11 @@ lmcache-agent folder or tar of sessions, whole texts; needs a tokenizer
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,13 @@ from tokenyard.sim.workload import Workload, WorkloadBuilder
 Tokenize = Callable[[str], Int32Array]
 
 HASH_BLOCK_TOKENS = 512
-MOONCAKE_TICK_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a reader may need: `seed` for what is drawn, `tokenize` for traces of text, `limit` on drawn requests."""
+    """What a reader may need: `seed` for what is drawn, `tokenize` for traces of text, `limit` on how many requests are
+    read or drawn.
+    """
 
     seed: int = 0
     tokenize: Tokenize | None = None
@@ -49,18 +52,30 @@ class ReadOptions:
 
 
 def read_mooncake(path: Path, options: ReadOptions) -> Workload:
-    """Mooncake's traces (Qin et al. 2024). Time stamps tick every 3 s and are spread over the tick with the seed."""
-    builder = WorkloadBuilder(path.name, options.seed, spread_s=MOONCAKE_TICK_S)
-    for where, record in read_json_lines(path):
+    """Mooncake's traces (Qin et al. 2024). Where time stamps tick, as by 3 s in the published conversations, they are
+    spread over the tick with the seed.
+    """
+    records = list(read_json_lines(path))
+    stamps = [number(record, "timestamp", where) for where, record in records]
+    builder = WorkloadBuilder(path.name, options.seed, spread_s=_tick_s(stamps))
+    for (where, record), stamp_ms in zip(records, stamps, strict=True):
         tokens = whole(record, "input_length", where)
         builder.add(
             where,
-            number(record, "timestamp", where) / 1000.0,
+            stamp_ms / 1000.0,
             tokens,
             whole(record, "output_length", where),
             segments=_chain(record, where, tokens, HASH_BLOCK_TOKENS),
         )
     return builder.build()
+
+
+def _tick_s(stamps_ms: list[float]) -> float:
+    """The step of the trace's clock in whole seconds; 0 if it runs finely, so that few requests share a stamp."""
+    distinct = np.unique(np.array(stamps_ms))
+    if not 1 < len(distinct) <= len(stamps_ms) / 2:
+        return 0.0
+    return float(np.round(np.diff(distinct).min() / 1000.0))
 
 
 def _chain(record: dict[str, Any], where: str, tokens: int, block_tokens: int) -> list[tuple[int, int]]:
@@ -76,7 +91,7 @@ def _chain(record: dict[str, Any], where: str, tokens: int, block_tokens: int) -
 def read_azure(path: Path, options: ReadOptions) -> Workload:
     """Azure's LLM inference traces (Patel et al., Splitwise, 2024)."""
     builder = WorkloadBuilder(path.name)
-    for where, record in _csv(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+    for where, record in islice(_csv(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")), options.limit):
         builder.add(
             where,
             _seconds(record["TIMESTAMP"], where),
@@ -86,25 +101,33 @@ def read_azure(path: Path, options: ReadOptions) -> Workload:
     return builder.build()
 
 
-def _csv(path: Path, columns: tuple[str, ...]) -> list[tuple[str, dict[str, str]]]:
-    lines = list(read_lines(path))
-    reader = csv.reader(line for _, line in lines)
-    header = next(reader, [])
-    missing = [column for column in columns if column not in header]
-    if lines and missing:
-        raise ConfigError(f"{path.name} lacks the columns {', '.join(missing)}; is this the right --trace-format?")
-    rows: list[tuple[str, dict[str, str]]] = []
-    for (where, _), values in zip(lines[1:], reader, strict=False):
-        if len(values) != len(header):
+def _csv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+    header: list[str] = []
+    for where, line in read_lines(path):
+        values = next(csv.reader([line]))
+        if not header:
+            header = values
+            missing = [column for column in columns if column not in header]
+            if missing:
+                lacks = f"{path.name} lacks the columns {', '.join(missing)}"
+                raise ConfigError(f"{lacks}; is this the right --trace-format?")
+        elif len(values) != len(header):
             raise ConfigError(f"{where}: {len(values)} columns instead of {len(header)}; is the file cut off?")
-        rows.append((where, dict(zip(header, values, strict=True))))
-    return rows
+        else:
+            yield where, dict(zip(header, values, strict=True))
 
 
 def _digits(record: dict[str, str], key: str, where: str) -> int:
+    value = _float(record, key, where)
+    if not isfinite(value):
+        raise ConfigError(f"{where}: {key} is {record[key]!r}, not a number of tokens")
+    return int(value)
+
+
+def _float(record: dict[str, str], key: str, where: str) -> float:
     try:
-        return int(float(record[key]))
-    except (ValueError, OverflowError):
+        return float(record[key])
+    except ValueError:
         raise ConfigError(f"{where}: {key} is {record[key]!r}, not a number") from None
 
 
@@ -124,11 +147,13 @@ def _seconds(stamp: str, where: str) -> float:
 
 
 def read_vidur(path: Path, options: ReadOptions) -> Workload:
-    """Vidur's processed length traces. Arrivals are a Poisson process of one request a second, drawn by the seed."""
-    builder = WorkloadBuilder(path.name)
-    records = _csv(path, ("num_prefill_tokens", "num_decode_tokens"))
-    arrivals = np.cumsum(np.random.default_rng(options.seed).exponential(1.0, len(records)))
-    for (where, record), arrival_s in zip(records, arrivals.tolist(), strict=True):
+    """Vidur's processed traces. Without the column `arrived_at` (s) arrivals are a Poisson process of one request a
+    second, drawn by the seed.
+    """
+    builder, rng, drawn_s = WorkloadBuilder(path.name), np.random.default_rng(options.seed), 0.0
+    for where, record in islice(_csv(path, ("num_prefill_tokens", "num_decode_tokens")), options.limit):
+        drawn_s += float(rng.exponential(1.0))
+        arrival_s = _float(record, "arrived_at", where) if "arrived_at" in record else drawn_s
         prompt, output = _digits(record, "num_prefill_tokens", where), _digits(record, "num_decode_tokens", where)
         builder.add(where, arrival_s, prompt, output)
     return builder.build()
@@ -142,7 +167,7 @@ def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
     equal prefix). Optional: `tenant`, `class`, `priority` (whole number), `deadline_s` (after arrival).
     """
     builder = WorkloadBuilder(path.name)
-    for where, record in read_json_lines(path):
+    for where, record in islice(read_json_lines(path), options.limit):
         ids = _token_ids(record, "token_ids", where) if "token_ids" in record else None
         tokens = len(ids) if ids is not None else whole(record, "prompt_tokens", where)
         block = whole(record, "block_tokens", where) if "block_tokens" in record else HASH_BLOCK_TOKENS
@@ -180,7 +205,7 @@ def read_openai(path: Path, options: ReadOptions) -> Workload:
     """
     tokenize = options.tokenizer(path)
     builder = WorkloadBuilder(path.name)
-    for where, record in read_json_lines(path):
+    for where, record in islice(read_json_lines(path), options.limit):
         body = record["body"] if isinstance(record.get("body"), dict) else record
         ids = tokenize(_prompt_text(body, where))
         builder.add(
@@ -232,7 +257,7 @@ def _completion_tokens(record: dict[str, Any], where: str) -> int:
 def read_vllm_measured(path: Path, options: ReadOptions) -> Workload:
     """Workloads of LLMServingSim's measured vLLM runs."""
     builder = WorkloadBuilder(path.name)
-    for where, record in read_json_lines(path):
+    for where, record in islice(read_json_lines(path), options.limit):
         ids = _token_ids(record, "input_tok_ids", where)
         arrival_s = number(record, "arrival_time_ns", where) / 1e9
         builder.add(where, arrival_s, len(ids), whole(record, "output_toks", where), ids=ids)
