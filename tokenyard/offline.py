@@ -248,7 +248,7 @@ class LLM:
         self._numbers = itertools.count(1)
         self._failure: Exception | None = None
         steps = StepLog(config.decode_log_interval)
-        hook = create_hook(config.priority_function, core, config.scheduler)
+        hook = create_hook(config.priority_function, core)
         driver = Driver(
             core, self._executor, self._port, log=steps, state=LoopState(), hook=hook, kv_events=self._kv_events
         )

@@ -15,11 +15,11 @@ from tokenyard.base import (
     Finish,
     OpenGate,
     Pause,
+    Promise,
     Request,
     Resume,
     SamplingParams,
     SchedulerSettings,
-    Slo,
     Submit,
     TokenBatch,
     Update,
@@ -67,7 +67,7 @@ class Bench:
     def __init__(self, function):
         self.clock = Clock()
         self.core = scheduler()
-        self.hook = PriorityHook(function, "mod:f", self.core, SETTINGS, self.clock)
+        self.hook = PriorityHook(function, "mod:f", self.core, self.clock)
 
     def submit(self, made, now=0):
         self.hook.submitted(made)
@@ -192,37 +192,24 @@ def test_rare_mistakes_are_forgiven():
     assert [counted.count(True) for _ in range(MOST_MISTAKES)][-1]
 
 
-def test_attainment_counts_own_targets_and_those_of_the_class():
-    kept = Attainment(SchedulerSettings(slo_ttft_ms=10.0, slo_tpot_ms=2.0), lambda: None)
-    ms = 10**6
+def test_attainment_counts_the_latest_answers_of_each_class():
+    kept, ms = Attainment(), 10**6
 
-    def finish(number, first_ms, last_ms, tokens=11, reason="length"):
-        times = {"arrival_ns": 0, "first_token_ns": first_ms * ms, "finished_ns": last_ms * ms}
-        kept.finished(Finish(number, reason, completion_tokens=tokens, **times))
+    def finish(number, first_ms, last_ms, ttft_ms=10, reason="length", cause=""):
+        times = {"arrival_ns": 1, "first_token_ns": 1 + first_ms * ms, "finished_ns": 1 + last_ms * ms}
+        promise = Promise(ttft_ms * ms, 2 * ms)
+        kept.finished(Finish(number, reason, completion_tokens=11, cause=cause, promise=promise, **times))
 
     kept.submitted(request(1, n=3))
     finish(1, 10, 30)
     finish(2, 11, 12)
     finish(3, 10, 31)
-    kept.submitted(request(4, service_class="high", slo=Slo(ttft_ns=50 * ms)))
-    finish(4, 50, 70)
+    kept.submitted(request(4, service_class="high"))
+    finish(4, 50, 70, ttft_ms=50)
     kept.submitted(request(5, service_class="high"))
-    finish(5, 0, 0, reason="abort")
+    finish(5, 0, 0, reason="abort", cause="cancelled")
     finish(6, 1, 2)
     assert kept.shares() == {"normal": pytest.approx(1 / 3), "high": 1.0}
-
-
-def test_attainment_of_long_prompts_depends_on_the_belief():
-    class Slow:
-        def step(self, work):
-            return 0.001 * work.tokens
-
-    kept = Attainment(SchedulerSettings(slo_ttft_ms=1.0, slo_ttft_scale=2.0), Slow)
-    for number, first_ms in ((1, 190), (2, 210)):
-        kept.submitted(request(number))
-        kept.finished(Finish(number, "length", prompt_tokens=100, arrival_ns=0, first_token_ns=first_ms * 10**6))
-    assert kept._met["normal"][0]
-    assert not kept._met["normal"][1]
 
 
 class Sink:
@@ -255,7 +242,7 @@ def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth):
     )
     sink = Sink()
     core = Recorder(origin, sink, b"key", "test")
-    hook = PriorityHook(by_tenant, "mod:f", core, origin.settings)
+    hook = PriorityHook(by_tenant, "mod:f", core)
     burst = [Submit(request(number, tenant="late but urgent" if number == 4 else "")) for number in range(1, 5)]
     port = ScriptedPort(burst, [GetSnapshot(1)])
     loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), hook=hook))
@@ -270,7 +257,7 @@ def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth):
 def test_a_broken_function_harms_nobody(loop, depth, caplog):
     executor = watched_mock(step_ms=0.0, max_total_tokens=64, max_pool_rows=8)
     core = Scheduler(SchedulerSettings(max_in_flight=depth, enable_priority_scheduling=True), executor.info)
-    hook = PriorityHook(lambda view, system: time.sleep(0.001), "mod:f", core, SETTINGS)
+    hook = PriorityHook(lambda view, system: time.sleep(0.001), "mod:f", core)
     burst = [Submit(request(number)) for number in range(1, 9)]
     port = ScriptedPort([Pause()], burst, [], [], [Resume()], [GetSnapshot(1)])
     loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), hook=hook))
@@ -283,7 +270,7 @@ def test_a_broken_function_harms_nobody(loop, depth, caplog):
 def test_a_request_that_the_scheduler_refuses_is_forgotten():
     executor = watched_mock(step_ms=0.0, max_total_tokens=64, max_pool_rows=8)
     core = Scheduler(SETTINGS, executor.info)
-    hook = PriorityHook(by_tenant, "mod:f", core, SETTINGS)
+    hook = PriorityHook(by_tenant, "mod:f", core)
     driver = Driver(core, executor, ScriptedPort(), log=StepLog(0), state=LoopState(), hook=hook)
     driver._handle(Submit(request(1, prompt=0)))
     driver.send()
@@ -305,8 +292,8 @@ def test_the_flag_reaches_the_engine(module):
     chosen = Settings(priority_function="my_hooks:urgent", enable_priority_scheduling=True).effective()
     config = engine_config(chosen)
     assert config.priority_function == "my_hooks:urgent"
-    assert create_hook(config.priority_function, scheduler(), config.scheduler).describe() == "my_hooks:urgent"
-    assert create_hook("", scheduler(), SETTINGS) is None
+    assert create_hook(config.priority_function, scheduler()).describe() == "my_hooks:urgent"
+    assert create_hook("", scheduler()) is None
 
 
 def test_requests_without_a_priority_can_be_raised_as_well(module):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.policy.clocked import MS, S, make_clocked, prompt
 from tests.policy.lines import line, row
-from tokenyard.base import Pause, Resume, SamplingParams, Slo, Update
+from tokenyard.base import Pause, Promise, Resume, SamplingParams, Slo, Update
 from tokenyard.policy.deadline import MOST_PUT_LAST, _largest_of_late
 
 
@@ -143,6 +143,37 @@ def test_whoever_is_put_last_is_served_when_nobody_else_wants_to_be():
     hopeless = yard.submit(prompt(3000), max_new=1, **due(10))
     yard.rest()
     assert yard.finished[hopeless].reason == "length"
+
+
+def test_the_snapshot_counts_who_is_put_last_until_its_prompt_is_done():
+    yard = make_clocked(schedule_policy="slo")
+    hopeless = [yard.submit(prompt(3000), max_new=3, **due(10)) for _ in range(2)]
+    yard.turn()
+    state = yard.scheduler.snapshot(yard.now)
+    assert (state.relegated, state.relegations) == (2, 2)
+    while yard.scheduler.roster.waiting or yard.scheduler.roster.partial:
+        yard.turn()
+    state = yard.scheduler.snapshot(yard.now)
+    assert (state.relegated, state.relegations) == (0, 2)
+    yard.rest()
+    assert sorted(yard.finished) == hopeless
+
+
+def test_an_end_tells_what_the_request_was_served_by():
+    yard = make_clocked(schedule_policy="slo", slo_ttft_ms=100.0, slo_ttft_scale=5.0, slo_tpot_ms=40.0)
+    own = Slo(ttft_ns=7 * MS, tpot_ns=3 * MS)
+    short, long, brought, late = (
+        yard.submit(prompt(10)),
+        yard.submit(prompt(1000)),
+        yard.submit(prompt(10), slo=own),
+        yard.submit(prompt(10), deadline_ns=900 * MS),
+    )
+    yard.rest()
+    promises = [yard.finished[number].promise for number in (short, long, brought, late)]
+    assert promises[0] == Promise(100 * MS, 40 * MS)
+    assert promises[1] == Promise(5 * 101 * MS, 40 * MS), "five times its prefill alone, 1 ms and 0.1 ms a token"
+    assert promises[2] == Promise(7 * MS, 3 * MS)
+    assert promises[3] == Promise(0, 40 * MS, 900 * MS)
 
 
 def test_whoever_is_held_back_for_a_while_stays_last():

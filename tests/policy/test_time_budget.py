@@ -151,7 +151,7 @@ def test_at_most_four_prompts_are_left_unfinished():
 def test_without_a_cost_model_the_scheduler_learns_one():
     yard = make_clocked(schedule_policy="slo", cost=COST)
     yard.scheduler.roster.cost = None
-    yard.scheduler.roster.set_policy(yard.scheduler.roster.settings)
+    yard.scheduler.roster.set_policy(yard.scheduler.roster.settings, yard.now)
     first = yard.submit(prompt(5000), max_new=2)
     yard.turn()
     assert chunks(yard.plans[0])[0] <= 128

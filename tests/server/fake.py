@@ -17,11 +17,14 @@ from tokenyard.base import (
     Finish,
     FinishReason,
     InvalidRequestError,
+    Promise,
     TokenLogprobs,
 )
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 
 WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()  # noqa: SIM905
+PROMISE = Promise(ttft_ns=10**15, tpot_ns=1)
+"""A first token that is always in time, and a pace that never is."""
 
 
 def word_tokenizer() -> Tokenizer:
@@ -98,7 +101,7 @@ class FakeManager:
             prompt_tokens=len(prompt),
             completion_tokens=place + 1,
             cached_tokens=2,
-            finish=finish("length", prompt=len(prompt), output=count) if last else None,
+            finish=finish("length", prompt=len(prompt), output=count, promise=PROMISE) if last else None,
             logprobs=self._logprobs(spec, prompt, place, token),
         )
 

@@ -4,10 +4,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.fake import finish
-from tokenyard.base import Course, Slo
+from tokenyard.base import Course, Promise
 from tokenyard.engine.spec import GenerateSpec
+from tokenyard.engine.targets import kept_its_promise, targets_met
+from tokenyard.server.control import totals_of
+from tokenyard.server.loads import load_of
 from tokenyard.server.metrics import Metrics
-from tokenyard.server.targets import kept_its_promise, targets_met
 
 MS = 1_000_000
 
@@ -62,36 +64,69 @@ def test_refusals_are_told_by_cause_and_do_not_count_as_waiting():
     assert found["queue_wait_seconds_count", "normal"] == 2
 
 
+def promised(reason, output=0, ttft_ms=0.0, tpot_ms=1000.0, deadline_ms=0.0, **more):
+    """The end of a request that got its first token after 2 ms and ended after 3, with what it was promised."""
+    end = finish(reason, output=output, **more)
+    end.promise = Promise(*(round(value * MS) for value in (ttft_ms, tpot_ms, deadline_ms)))
+    return end
+
+
 def test_goodput_counts_requests_that_met_all_their_targets():
-    good, late = GenerateSpec(slo=Slo(ttft_ns=10_000 * MS)), GenerateSpec(deadline_ms=1.0, service_class="high")
+    plain, high = GenerateSpec(), GenerateSpec(service_class="high")
     found = counted(
-        (finish("length", output=5), good),
-        (finish("length", output=7), late),
-        (finish("abort", cause="overdue", status=503), good),
-        (finish("abort", cause="cancelled", status=499), good),
-        (finish("length", output=9), GenerateSpec()),
+        (promised("length", 5, ttft_ms=10_000), plain),
+        (promised("length", 7, deadline_ms=1), high),
+        (promised("abort", cause="overdue", status=503), plain),
+        (promised("abort", cause="cancelled", status=499), plain),
+        (promised("abort", cause="invalid", status=400), plain),
+        (finish("length", output=9), plain),
     )
     assert found["slo_requests_total", "normal", "yes"] == 1
     assert found["slo_requests_total", "normal", "no"] == 1
     assert found["goodput_tokens_total", "normal"] == 5
     assert found["slo_requests_total", "high", "no"] == 1
     assert found["deadline_misses_total", "high"] == 1
+    assert found["targets_total", "high", "no", "deadline"] == 1
+    assert found["targets_total", "normal", "yes", "ttft"] == 1
+    assert ("goodput_tokens_total", "high") not in found
 
 
 @pytest.mark.parametrize(
-    ("spec", "kept"),
+    ("end", "kept"),
     [
-        (GenerateSpec(), None),
-        (GenerateSpec(slo=Slo()), None),
-        (GenerateSpec(slo=Slo(ttft_ns=3 * MS, tpot_ns=1 * MS)), True),
-        (GenerateSpec(slo=Slo(ttft_ns=1 * MS)), False),
-        (GenerateSpec(slo=Slo(tpot_ns=1)), False),
-        (GenerateSpec(deadline_ms=4.0), True),
+        (finish("length", output=3), None),
+        (promised("length", 3), True),
+        (promised("length", 3, ttft_ms=3, tpot_ms=1), True),
+        (promised("length", 3, ttft_ms=1, tpot_ms=1), False),
+        (promised("length", 3, tpot_ms=0.001), False),
+        (promised("length", 3, deadline_ms=4), True),
+        (promised("length", 3, deadline_ms=2), False),
+        (promised("abort", cause="queue_full"), False),
     ],
 )
-def test_a_promise_is_kept_if_every_target_is(spec, kept):
-    assert kept_its_promise(finish("length", output=3), spec) is kept
+def test_a_promise_is_kept_if_every_target_is(end, kept):
+    assert kept_its_promise(end) is kept
 
 
 def test_one_token_has_no_time_per_token():
-    assert targets_met(finish("length", output=1), GenerateSpec(slo=Slo(tpot_ns=1))) == []
+    assert targets_met(promised("length", 1, tpot_ms=0.001)) == []
+
+
+def test_inversion_is_told_by_class():
+    end = finish("length", output=1)
+    end.course = Course(inverted_ns=1_500 * MS)
+    found = counted((end, GenerateSpec(service_class="high")), (finish("stop"), GenerateSpec()))
+    assert found["priority_inversion_seconds_total", "high"] == 1.5
+    assert ("priority_inversion_seconds_total", "normal") not in found
+
+
+def test_what_policy_slo_put_last_and_the_error_of_the_cost_model():
+    state = {"relegated": 3, "relegations": 8, "step_time_error": 0.25}
+    metrics = Metrics("m")
+    metrics.set_load(load_of(state), totals_of(state))
+    text = metrics.exposition().decode()
+    for line in ("relegated_requests", "relegated_total", "step_time_error_ratio"):
+        assert f'tokenyard_{line}{{model="m"}}' in text
+    metrics = Metrics("m")
+    metrics.set_load(load_of({"step_time_error": None}), {})
+    assert "step_time_error" not in metrics.exposition().decode()

@@ -1,6 +1,6 @@
 """The vocabulary that every room speaks. Needs numpy only and imports no other room."""
 
-from tokenyard.base.course import AbortCause, Course, Explanation, RetractReason, Stage, Starts
+from tokenyard.base.course import AbortCause, Course, Explanation, Promise, RetractReason, Stage, Starts
 from tokenyard.base.errors import (
     ConfigError,
     ContextLengthError,
@@ -68,6 +68,7 @@ __all__ = [
     "Pause",
     "PauseMode",
     "PrefixListener",
+    "Promise",
     "Request",
     "Resume",
     "RetractReason",

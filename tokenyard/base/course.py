@@ -29,6 +29,7 @@ class Course:
     queue_ns: waiting for its first place. prefill_ns: in place, before its first token was on its way. decode_ns: in
     place after that. requeued_ns: waiting again after it lost its place. recompute_ns: computing again what it lost,
     after its first token. paused_ns: held back because somebody paused it or the whole engine.
+    inverted_ns: the part of its waiting in which somebody less urgent had a place (scheduler/inversion.py).
 
     prefill_chunks: chunks planned. preemptions, page_shortages, pauses: how often it lost its place to a more urgent
     request, for lack of pages, or to a pause. recomputed_tokens: tokens computed more than once for that.
@@ -42,6 +43,7 @@ class Course:
     requeued_ns: int = 0
     recompute_ns: int = 0
     paused_ns: int = 0
+    inverted_ns: int = 0
     prefill_chunks: int = 0
     preemptions: int = 0
     page_shortages: int = 0
@@ -57,6 +59,19 @@ class Course:
         """From its arrival until now, or until its end."""
         waited = self.queue_ns + self.requeued_ns + self.paused_ns
         return waited + self.prefill_ns + self.decode_ns + self.recompute_ns
+
+
+@dataclass(slots=True)
+class Promise:
+    """What a request was promised, in nanoseconds, 0 where nothing was: its own targets or else its class's.
+
+    ttft_ns: from arrival to the first token. tpot_ns: every further token, on average. deadline_ns: from arrival to the
+    end, for requests that brought a deadline, which then stands in for the class's ttft.
+    """
+
+    ttft_ns: int = 0
+    tpot_ns: int = 0
+    deadline_ns: int = 0
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ a tape of events replays into the same plans. What leaves is a `TokenBatch`, one
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokenyard.base.course import AbortCause, Course
+from tokenyard.base.course import AbortCause, Course, Promise
 from tokenyard.base.request import Int32Array, Int64Array, LogprobOptions, Request, TextOptions
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -112,7 +112,7 @@ class Finish:
 
     `matched` is the token id or string that stopped it. `status`, `message` and `cause` say why it was aborted, as an
     HTTP status, one sentence and one word. Times are in nanoseconds on the monotonic clock, 0 where a stage was never
-    reached.
+    reached. `promise` is what it was served by.
     """
 
     number: int
@@ -130,6 +130,7 @@ class Finish:
     finished_ns: int = 0
     cause: AbortCause = ""
     course: Course = field(default_factory=Course)
+    promise: Promise = field(default_factory=Promise)
 
 
 @dataclass(slots=True)

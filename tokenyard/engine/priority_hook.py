@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 
-from tokenyard.base import NS_PER_S, Request, SchedulerSettings, TokenBatch, Update
+from tokenyard.base import NS_PER_S, Request, TokenBatch, Update
 from tokenyard.engine.attainment import Attainment
 from tokenyard.engine.guards import Clock, Mistakes
 from tokenyard.policy.hook import PriorityFunction, SystemView, load_priority_function, to_boost
@@ -28,16 +28,14 @@ BUDGET_NS = 50_000
 class PriorityHook:
     """One priority function at work for one scheduler. `failure` says why it was switched off, if it was."""
 
-    def __init__(
-        self, function: PriorityFunction, path: str, core: Core, settings: SchedulerSettings, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, function: PriorityFunction, path: str, core: Core, clock: Clock | None = None) -> None:
         self.failure = ""
         self._function = function
         self._path = path
         self._core = core
         self._clock = clock or time.monotonic_ns
         self._mistakes = Mistakes()
-        self._attainment = Attainment(settings, lambda: core.cost)
+        self._attainment = Attainment()
         self._boosts: dict[int, int] = {}
         self._new: deque[int] = deque()
         self._round: deque[int] = deque()
@@ -106,6 +104,6 @@ class PriorityHook:
         return boost
 
 
-def create_hook(path: str, core: Core, settings: SchedulerSettings) -> PriorityHook | None:
+def create_hook(path: str, core: Core) -> PriorityHook | None:
     """The hook for `module:name`, None for "". Raises ConfigError if there is no such function."""
-    return PriorityHook(load_priority_function(path), path, core, settings) if path else None
+    return PriorityHook(load_priority_function(path), path, core) if path else None

@@ -79,7 +79,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     out_address = task.api if config.skip_tokenizer_init else task.detokenizer
     port = SocketPort(Inbox(pull_socket(context, task.scheduler)), push_socket(context, out_address))
     state = LoopState()
-    hook = create_hook(config.priority_function, core, config.scheduler)
+    hook = create_hook(config.priority_function, core)
     log = StepLog(config.decode_log_interval)
     driver = Driver(core, executor, port, log=log, state=state, hook=hook, kv_events=kv_events)
     # Sockets belong to one thread, so the heartbeat has its own.

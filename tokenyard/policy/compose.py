@@ -75,6 +75,10 @@ class Wrapper(Policy):
         """See `Policy.charge_decode`."""
         self.inner.charge_decode(rows)
 
+    def relegated(self, rows: Int32Array) -> tuple[int, int]:
+        """See `Policy.relegated`."""
+        return self.inner.relegated(rows)
+
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
         """See `Policy.displaced`."""
         return self.inner.displaced(columns, waiting, newcomer)

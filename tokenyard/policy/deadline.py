@@ -98,6 +98,7 @@ class ServiceLevel(EarliestDeadline):
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
         self._next_walk_ns = 0
+        self._relegated = 0
 
     def begin_step(self, views: Views) -> None:
         """See `Policy.begin_step`."""
@@ -114,6 +115,10 @@ class ServiceLevel(EarliestDeadline):
         now, queue = self.views.now, self.queue
         return [row for lane in queue.lanes() for row in lane[queue.last[lane] & (queue.due_ns[lane] <= now)].tolist()]
 
+    def relegated(self, rows: Int32Array) -> tuple[int, int]:
+        """See `Policy.relegated`."""
+        return self._relegated, 0 if self.views is None else self.queue.count_last(self.views.columns, rows)
+
     def _walk(self, views: Views) -> None:
         """Put last whoever has to be, most urgent lane first; the work of more urgent lanes comes before all others."""
         assert views.cost is not None
@@ -129,6 +134,7 @@ class ServiceLevel(EarliestDeadline):
             start_ns += float(work_ns.sum())
             if chosen:
                 self.queue.put_last(lane[chosen])
+                self._relegated += len(chosen)
             if len(chosen) >= MOST_PUT_LAST:
                 self._next_walk_ns = views.now
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from tokenyard.base import BoolArray, CostModel, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.cost import unloaded_prefill_s
-from tokenyard.policy.targets import NS_PER_MS
+from tokenyard.policy.targets import class_ttft_ns
 from tokenyard.policy.views import NO_DEADLINE, Columns, Views
 
 NS_PER_S = 1_000_000_000
@@ -82,6 +82,11 @@ class DeadlineQueue:
         self._insert(rows)
         self._seen[rows] = seen
 
+    def count_last(self, columns: Columns, rows: Int32Array) -> int:
+        """How many of `rows` are put last; rows that came after the last update are not."""
+        known = rows[rows < len(self.last)]
+        return int(np.count_nonzero(self.last[known] & (self._promised[known] == columns.seq[known])))
+
     def _place(self, columns: Columns, fresh: Int32Array, cost: CostModel) -> None:
         again = (self._promised[fresh] == columns.seq[fresh]) & (self._given[fresh] == columns.deadline_ns[fresh])
         for row in fresh[~again].tolist():
@@ -99,7 +104,7 @@ class DeadlineQueue:
         settings, arrival, ttft = self._settings, int(columns.arrival_ns[row]), int(columns.ttft_ns[row])
         unloaded = round(unloaded_prefill_s(cost, int(columns.prompt_tokens[row])) * NS_PER_S)
         if ttft <= 0:
-            ttft = max(round(settings.slo_ttft_ms * NS_PER_MS), round(settings.slo_ttft_scale * unloaded))
+            ttft = class_ttft_ns(settings, unloaded)
         given = int(columns.deadline_ns[row])
         due = min(given if given != NO_DEADLINE else arrival + ttft, FAR_NS)
         self.due_ns[row] = due

@@ -87,6 +87,10 @@ class Guarded(Wrapper):
         """See `Policy.charge_decode`."""
         self._ask(lambda: self.inner.charge_decode(rows), None)
 
+    def relegated(self, rows: Int32Array) -> tuple[int, int]:
+        """See `Policy.relegated`."""
+        return self._ask(lambda: self.inner.relegated(rows), (0, 0))
+
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
         """See `Policy.displaced`."""
         row = self._ask(lambda: self.inner.displaced(columns, waiting, newcomer), None)

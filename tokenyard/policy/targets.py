@@ -2,10 +2,26 @@
 
 import numpy as np
 
-from tokenyard.base import Int32Array, Int64Array, SchedulerSettings
-from tokenyard.policy.views import Columns, tokens_generated
+from tokenyard.base import NS_PER_S, CostModel, Int32Array, Int64Array, Promise, SchedulerSettings
+from tokenyard.cost import unloaded_prefill_s
+from tokenyard.policy.views import NO_DEADLINE, Columns, tokens_generated
 
 NS_PER_MS = 1_000_000
+
+
+def class_ttft_ns(settings: SchedulerSettings, unloaded_ns: int) -> int:
+    """Time to first token of requests that bring no target, for one whose prompt takes `unloaded_ns` alone."""
+    return max(round(settings.slo_ttft_ms * NS_PER_MS), round(settings.slo_ttft_scale * unloaded_ns))
+
+
+def promise(columns: Columns, row: int, settings: SchedulerSettings, cost: CostModel | None) -> Promise:
+    """What the request in `row` is promised. Without a cost model, the class's ttft is `slo_ttft_ms` for any prompt."""
+    own, deadline = int(columns.ttft_ns[row]), int(columns.deadline_ns[row])
+    due = deadline - int(columns.arrival_ns[row]) if deadline != NO_DEADLINE else 0
+    if own <= 0 and not due:
+        prompt = int(columns.prompt_tokens[row])
+        own = class_ttft_ns(settings, 0 if cost is None else round(unloaded_prefill_s(cost, prompt) * NS_PER_S))
+    return Promise(own, int(columns.tpot_ns[row]) or round(settings.slo_tpot_ms * NS_PER_MS), due)
 
 
 def tpot_ns(columns: Columns, rows: Int32Array, settings: SchedulerSettings) -> Int64Array:

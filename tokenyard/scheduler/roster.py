@@ -6,6 +6,8 @@ lists, the table and the memory never disagree.
 
 from dataclasses import replace
 
+import numpy as np
+
 from tokenyard.base import (
     AbortCause,
     CostModel,
@@ -19,8 +21,10 @@ from tokenyard.base import (
 )
 from tokenyard.cost import LinearCost, OnlineCost, get_profile
 from tokenyard.policy import Policy, Views, create_policy
+from tokenyard.policy.targets import promise
 from tokenyard.policy.tenants import create_limits
 from tokenyard.scheduler.chronicle import Chronicle, Start
+from tokenyard.scheduler.inversion import Inversion
 from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.memory import KvMemory, Release
 from tokenyard.scheduler.outbox import Outbox
@@ -54,6 +58,7 @@ class Roster:
         self.counters = Counters()
         self.outbox = Outbox()
         self.chronicle = Chronicle()
+        self.inversion = Inversion()
         self.waiting = RowList()
         self.partial = RowList()
         self.running = RowList()
@@ -66,7 +71,7 @@ class Roster:
         self._index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
         self.reset_memory()
-        self.set_policy(settings)
+        self.set_policy(settings, 0)
 
     # ---- moves -------------------------------------------------------------------------------------------------
 
@@ -76,6 +81,7 @@ class Roster:
         course.waiting_ahead, course.placed_ahead = len(self.waiting), len(self.partial) + len(self.running)
         self.waiting.append(row)
         self._index.add(row)
+        self.stands(row, now)
         self.queue_timeouts.start(int(self.table.number[row]), now)
 
     def admit(self, row: int, hit: int, now: int) -> None:
@@ -89,6 +95,7 @@ class Roster:
         eos = () if sampling.ignore_eos else self.info.eos_token_ids
         self.stop_tokens.write(int(table.pool_row[row]), {*eos, *sampling.stop_token_ids})
         cold.clock.enter("recompute" if table.first_token_ns[row] else "prefill", now)
+        self.stands(row, now)
         course, tokens = cold.clock.course, int(table.target[row]) - hit
         if table.admitted_ns[row]:
             self.counters.recomputed_tokens += tokens
@@ -126,6 +133,7 @@ class Roster:
         self._index.add(row)
         self.sweep()
         cold.clock.enter("requeued", now)
+        self.stands(row, now)
         if why == "preempted":
             self.counters.preempted += 1
             cold.clock.course.preemptions += 1
@@ -146,7 +154,8 @@ class Roster:
         cause: AbortCause = "",
     ) -> None:
         """End a request in any state, exactly once. The caller sweeps the lists afterwards."""
-        table = self.table
+        table, course = self.table, self.table.cold(row).clock.course
+        course.inverted_ns += self.inversion.leaves(row, now)
         output = int(table.known[row] - table.prompt_tokens[row])
         finish = Finish(
             number=int(table.number[row]),
@@ -164,6 +173,7 @@ class Roster:
             finished_ns=now,
             cause=cause,
             course=table.cold(row).clock.read(now),
+            promise=promise(table, row, self.settings, self.cost),
         )
         self.outbox.finished.append(finish)
         self.chronicle.ended(int(table.seq[row]), finish)
@@ -193,6 +203,22 @@ class Roster:
         )
         cold.node = None
         self.memory.release(release)
+
+    def stands(self, row: int, now: int) -> None:
+        """Let it be counted whether a request in line is behind a less urgent one; for every change of either."""
+        clock = self.table.cold(row).clock
+        if clock.stage == "paused":
+            wronged = self.inversion.leaves(row, now)
+        else:
+            verb = self.inversion.waits if clock.stage in ("queue", "requeued") else self.inversion.seated
+            wronged = verb(row, self._level(row), now)
+        clock.course.inverted_ns += wronged
+
+    def _level(self, row: int) -> int:
+        """How urgent a row is where priorities count; otherwise all are alike."""
+        if not self._priorities_count:
+            return 0
+        return int(self.policy.urgency.levels(self.table, np.array([row], np.int32))[0])
 
     def open_group(self, row: int) -> None:
         """The group's prompt is in the tree, or its first answer has ended: the others may start."""
@@ -260,6 +286,7 @@ class Roster:
         earlier, later, complete = self.chronicle.starts_between(
             int(table.seq[row]), int(table.arrival_ns[row]), admitted_ns or now
         )
+        self.stands(row, now)
         course = clock.read(now)
         if not admitted_ns:
             course.policy, course.overtaking = self.policy.describe(), self.policy.overtaking
@@ -275,8 +302,8 @@ class Roster:
             complete=complete,
         )
 
-    def set_policy(self, settings: SchedulerSettings) -> None:
-        """Order the queue as `settings` say from now on. Raises ConfigError for an unknown policy."""
+    def set_policy(self, settings: SchedulerSettings, now: int) -> None:
+        """Order the queue as `settings` say from `now` (ns) on. Raises ConfigError for an unknown policy."""
         policy = create_policy(settings.schedule_policy, settings)
         self.policy_note = ""
         if policy.needs_tree and not self.memory.tree.keeps:
@@ -285,6 +312,9 @@ class Roster:
         if self.cost is None and (policy.needs_cost or policy.budget_rule.needs_cost):
             self.cost = OnlineCost(first_belief(self.info))
         self.policy: Policy = policy
+        self._priorities_count = settings.uses_priorities
+        for row in self.known_rows(self.table.numbers()):
+            self.stands(row, now)
         self._watch_tree()
 
     def _watch_tree(self) -> None:

@@ -109,7 +109,7 @@ class Scheduler:
         for row in rows:
             self.roster.join(row, now)
             if self._paused:
-                self.roster.table.cold(row).clock.hold(True, now)
+                self._hold_clocks([row], now)
 
     def _refusal(self, request: Request) -> Refusal | None:
         """Why a request cannot be taken, or None."""
@@ -167,6 +167,7 @@ class Scheduler:
             self.roster.table.boost[row] = min(max(event.boost, -MOST_BOOST), MOST_BOOST)
         if event.deadline_ns is not None:
             self.roster.table.deadline_ns[row] = self.roster.table.arrival_ns[row] + event.deadline_ns
+        self.roster.stands(row, now)
 
     def pause(self, event: Pause, now: int) -> None:
         """Hold back single requests, or stop planning altogether in one of three modes (see `Pause`)."""
@@ -200,6 +201,7 @@ class Scheduler:
         table = self.roster.table
         for row in rows:
             table.cold(row).clock.hold(self._paused or bool(table.gates[row] & Gate.PAUSED), now)
+            self.roster.stands(row, now)
 
     def stop_found(self, event: StopFound, now: int) -> None:
         """The answer holds a stop string after `keep_tokens` tokens: later ones are dropped, the request finishes."""
@@ -224,7 +226,7 @@ class Scheduler:
         """
         settings = replace(self.roster.settings, schedule_policy=event.name, policy_options=event.options)
         settings.validate()
-        self.roster.set_policy(settings)
+        self.roster.set_policy(settings, now)
 
     def flush(self, now: int) -> bool:
         """Empty the prefix cache; False, and nothing done, while any request waits, runs or is in flight."""
@@ -342,6 +344,7 @@ class Scheduler:
         size, tree = self.roster.memory.page_size, self.roster.memory.tree
         total = self.roster.memory.num_pages * size
         cached = tree.evictable_pages * size
+        ever, last = self.roster.policy.relegated(np.concatenate((self.roster.waiting.rows, self.roster.partial.rows)))
         return Snapshot(
             now=now,
             waiting=len(self.roster.waiting),
@@ -353,6 +356,9 @@ class Scheduler:
             total_tokens=total,
             evicted_tokens=self.roster.memory.evicted_tokens,
             new_token_ratio=getattr(self.roster.policy.headroom, "ratio", 0.0),
+            relegated=last,
+            relegations=ever,
+            step_time_error=getattr(self.roster.cost, "relative_error", None),
             policy=self.roster.policy.describe(),
             policy_options=dict(self.roster.policy.chosen),
             overtaking=self.roster.policy.overtaking,

@@ -152,6 +152,7 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
         "recomputed_tokens": counters.get("recomputed_tokens", 0),
         "evicted_tokens": snapshot.get("evicted_tokens", 0),
         "scheduler_steps": counters.get("steps", 0),
+        "relegated": snapshot.get("relegations", 0),
     }
 
 

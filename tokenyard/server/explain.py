@@ -38,6 +38,7 @@ def explained(told: Explanation, rid_of: RidOf) -> dict[str, Any]:
             "earlier": _starts(told.earlier, rid_of),
             "later": _starts(told.later, rid_of),
             "complete": told.complete,
+            "less_urgent_in_place_ms": course.inverted_ns / NS_PER_MS,
         },
         "summary": summary(told),
     }

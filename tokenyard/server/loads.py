@@ -16,12 +16,15 @@ FORMATS = ("json", "prometheus")
 def load_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
     """Our gauge names from the scheduler's counters."""
     used, total = snapshot.get("used_tokens", 0), snapshot.get("total_tokens", 0)
+    error = snapshot.get("step_time_error")
     return {
         "running_requests": snapshot.get("running", 0),
         "queued_requests": snapshot.get("waiting", 0),
         "used_tokens": used,
         "total_tokens": total,
         "token_usage": used / total if total else 0.0,
+        "relegated_requests": snapshot.get("relegated", 0),
+        **({} if error is None else {"step_time_error_ratio": error}),
     }
 
 

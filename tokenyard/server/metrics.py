@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from tokenyard.base import NS_PER_S, Finish, FinishReason
 from tokenyard.engine.requests import LEVEL_NAMES, level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.server.targets import ON_PURPOSE, kept_its_promise, targets_met
+from tokenyard.engine.targets import ON_PURPOSE, kept_its_promise, targets_met
 
 STARVED_AFTER_NS = 30 * NS_PER_S
 REFUSED_AT_ONCE = ("invalid", "queue_full", "tenant_limit")
@@ -30,16 +30,20 @@ _GAUGES = {
     "used_tokens": "KV tokens of running requests",
     "total_tokens": "KV tokens that the pool holds",
     "token_usage": "share of the pool in use by running requests",
+    "relegated_requests": "requests that policy slo has put last and that have no first token yet",
+    "step_time_error_ratio": "mean relative error of the cost model that learns step times, judged before it learns",
 }
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("finished requests", ("finished_reason",)),
     "prompt_tokens": ("prompt tokens of finished requests", ()),
     "generation_tokens": ("output tokens", ()),
     "cached_tokens": ("prompt tokens found in the prefix cache", ()),
-    "targets": ("finished requests that brought a latency target (ttft, tpot, deadline)", ("class", "target", "met")),
-    "slo_requests": ("requests with targets that ended, by whether all of them were met", ("class", "met")),
+    "targets": ("finished requests by target (ttft, tpot, deadline), own or class's", ("class", "target", "met")),
+    "slo_requests": ("requests that ended, by whether all their targets, own or class's, were met", ("class", "met")),
     "goodput_tokens": ("output tokens of requests that met all their targets", ("class",)),
     "deadline_misses": ("requests that ended after their deadline, or were refused for it", ("class",)),
+    "priority_inversion_seconds": ("time that requests waited while a less urgent one had a place", ("class",)),
+    "relegated": ("requests that policy slo has put last", ()),
     "starvation": ("requests that waited for their first place for more than 30 s", ("class",)),
     "lost_places": ("times that requests lost their place (preempted, out_of_pages, paused)", ("class", "reason")),
     "rejected_requests": ("requests that were refused or ended by the server", ("reason",)),
@@ -168,15 +172,13 @@ class Metrics:
         self.count("cached_tokens", finish.cached_tokens)
         level = level_name(spec.service_class)
         self._count_troubles(finish, level)
-        self._count_promises(finish, spec, level)
+        self._count_promises(finish, level)
         if finish.reason == "abort":
             return
         if finish.admitted_ns:
             self.histograms["queue_time_seconds"].observe((finish.admitted_ns - finish.arrival_ns) / NS_PER_S)
         self.histograms["request_prompt_tokens"].observe(finish.prompt_tokens)
         self.histograms["request_generation_tokens"].observe(finish.completion_tokens)
-        for target, met in targets_met(finish, spec):
-            self.count("targets", 1, level, target, _word(met))
 
     def _count_troubles(self, finish: Finish, level: str) -> None:
         """Waiting, lost places and refusals."""
@@ -187,21 +189,26 @@ class Metrics:
             self.class_histograms["queue_wait_seconds", level].observe(course.queue_ns / NS_PER_S)
             if course.queue_ns > STARVED_AFTER_NS:
                 self.count("starvation", 1, level)
+        if course.inverted_ns:
+            self.count("priority_inversion_seconds", course.inverted_ns / NS_PER_S, level)
         losses = (("preempted", course.preemptions), ("out_of_pages", course.page_shortages), ("paused", course.pauses))
         for reason, times in losses:
             if times:
                 self.count("lost_places", times, level, reason)
 
-    def _count_promises(self, finish: Finish, spec: GenerateSpec, level: str) -> None:
-        """Attainment and goodput of requests that brought targets."""
-        kept = kept_its_promise(finish, spec)
+    def _count_promises(self, finish: Finish, level: str) -> None:
+        """Attainment and goodput, by the requests' own targets or their class's."""
+        kept = kept_its_promise(finish)
         if kept is None:
             return
         self.count("slo_requests", 1, level, _word(kept))
         if kept:
             self.count("goodput_tokens", finish.completion_tokens, level)
-        elif spec.deadline_ms is not None and not dict(targets_met(finish, spec))["deadline"]:
-            self.count("deadline_misses", 1, level)
+        for target, met in targets_met(finish):
+            if finish.reason != "abort":
+                self.count("targets", 1, level, target, _word(met))
+            if target == "deadline" and not met:
+                self.count("deadline_misses", 1, level)
 
     def exposition(self) -> bytes:
         """The Prometheus text."""
