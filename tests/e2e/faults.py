@@ -215,6 +215,31 @@ def disconnects(streams: int, seed: int = 0) -> Outcome:
     return _surviving("clients that hang up", ("--mock-step-ms", "10", "--max-running-requests", "64"), work)
 
 
+def hang_up(streams: int) -> Outcome:
+    """All clients hang up at once in the middle of their answers; `last_end_s` is until no KV is held for them."""
+
+    async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
+        _, tasks = await open_all(server, streams, 900)
+        held = await _used_tokens(server)
+        begin = time.monotonic()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while await _used_tokens(server) and time.monotonic() < begin + IDLE_WITHIN_S:
+            await asyncio.sleep(0.02)
+        seconds = time.monotonic() - begin
+        return Counter({"hung up": sum(task.cancelled() for task in tasks)}), seconds, [f"{held} tokens were held"]
+
+    room = ("--max-running-requests", str(streams), "--max-total-tokens", str(1024 * streams))
+    return _surviving("all clients hang up at once", ("--mock-step-ms", "30", *room), work)
+
+
+async def _used_tokens(server: Server) -> int:
+    """KV tokens that running requests hold."""
+    load = await asyncio.to_thread(get, server, "/v1/loads")
+    return int(load["data"][0]["used_tokens"])  # type: ignore[index]
+
+
 def full_queue(streams: int) -> Outcome:
     """Many more requests at once than may run and wait: an eighth runs, an eighth waits, the rest gets 503."""
     places = max(streams // 8, 1)

@@ -32,6 +32,15 @@ def test_clients_that_hang_up_lose_no_pages():
     assert outcome.exit_status == 0
 
 
+def test_clients_that_hang_up_free_their_kv_within_a_second():
+    outcome = faults.hang_up(STREAMS)
+    assert outcome.ends == {"hung up": STREAMS}
+    assert int(outcome.notes[0].split()[0]) >= STREAMS
+    assert outcome.last_end_s < 1.0
+    assert outcome.pages == "conserved"
+    assert outcome.exit_status == 0
+
+
 def test_a_full_queue_refuses_with_retry_after():
     outcome = faults.full_queue(STREAMS)
     assert set(outcome.ends) == {"done", "503 + Retry-After"}

@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.servers import Server, alive
 from tests.server.sse import events
 from tokenyard.config import DEMO_MODEL
+from tokenyard.engine import child
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
 SLOW = ["--executor", "mock", "--mock-step-ms", "50"]
@@ -57,6 +58,17 @@ class Stream(threading.Thread):
             for piece in answer.iter_text():
                 self.text += piece
                 self.begun.set()
+
+
+def test_a_model_on_the_cpu_gives_way_to_the_rest_of_the_server():
+    server = Server("--threads", "2")
+    try:
+        niceness = [os.getpriority(os.PRIO_PROCESS, pid) for pid in (*server.children(), server.process.pid)]
+        scheduler, detokenizer, api = niceness
+        assert detokenizer == api
+        assert scheduler >= api + child.MODEL_NICE
+    finally:
+        server.close()
 
 
 def test_probes_and_the_box(slow_server):

@@ -123,7 +123,7 @@ def test_news_reach_their_own_stream_and_end_it():
         table.add(one)
         table.add(two)
         assert len(table) == 2
-        table.deliver(news([3, 2, 99], [Finish(3, "length"), Finish(1, "abort", status=503), Finish(98, "stop")]))
+        await table.deliver(news([3, 2, 99], [Finish(3, "length"), Finish(1, "abort", status=503), Finish(98, "stop")]))
         last = await two.get()
         assert (last.text, last.index, last.prompt_tokens, last.finish.reason) == ("x", 0, 6, "length")
         assert await two.get() is None
@@ -137,6 +137,26 @@ def test_news_reach_their_own_stream_and_end_it():
     asyncio.run(main())
 
 
+def test_others_have_their_turn_while_the_news_of_many_streams_come():
+    async def main():
+        table, order = StreamTable(), []
+        for number in range(1, 201):
+            table.add(Stream(number, str(number), 1, 5))
+
+        async def deliver():
+            assert await table.deliver(news(range(1, 201))) == []
+            order.append("delivered")
+
+        async def probe():
+            order.append("probed")
+
+        await asyncio.gather(deliver(), probe())
+        assert order == ["probed", "delivered"]
+        assert all([(await stream.get()).text == "x" for stream in table.with_rid(None)])
+
+    asyncio.run(main())
+
+
 def test_a_reader_that_is_too_slow_loses_its_stream(monkeypatch):
     monkeypatch.setattr(streams, "MOST_PENDING_DELTAS", 3)
 
@@ -145,9 +165,9 @@ def test_a_reader_that_is_too_slow_loses_its_stream(monkeypatch):
         table.add(slow)
         table.add(other)
         for _ in range(3):
-            assert table.deliver(news([1])) == []
-        assert table.deliver(news([1, 2])) == [slow]
-        assert table.deliver(news([1, 2])) == []
+            assert await table.deliver(news([1])) == []
+        assert await table.deliver(news([1, 2])) == [slow]
+        assert await table.deliver(news([1, 2])) == []
         with pytest.raises(OverloadedError, match="too slowly"):
             await slow.get()
         assert (await other.get()).text == "x"

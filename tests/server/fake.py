@@ -156,7 +156,7 @@ class FakeManager:
     async def flush_cache(self) -> bool:
         return self.flushable
 
-    async def snapshot(self) -> dict[str, Any]:
+    async def snapshot(self, timeout_s: float = 2.0) -> dict[str, Any]:
         counters = {"retracted": 4, "steps": 9}
         policy = {"policy": "priority+lpm", "policy_options": {}, "overtaking": "a bound", "policy_note": "a note"}
         load = {"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100}

@@ -18,6 +18,7 @@ from tokenyard.engine.config import ChildReport, ChildTask, decode_task, encode_
 
 PR_SET_PDEATHSIG = 1
 STDIN = 0
+MODEL_NICE = 5
 MOST_FRAMES_AT_ONCE = 256
 """More wait for the next turn, so that a flood of requests cannot hold up the running ones."""
 
@@ -88,6 +89,16 @@ def _read_line(fd: int) -> bytes:
     while not line.endswith(b"\n") and (byte := os.read(fd, 1)):
         line += byte
     return bytes(line)
+
+
+def yield_cores(nice: int = MODEL_NICE) -> None:
+    """Have all threads of this process give way to the rest of the server; does nothing but on Linux.
+
+    A model that computes on the CPU would otherwise keep probes and streams waiting for a core.
+    """
+    if sys.platform == "linux":
+        for thread in os.listdir("/proc/self/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), max(nice, os.getpriority(os.PRIO_PROCESS, int(thread))))
 
 
 def die_with_parent() -> None:

@@ -7,7 +7,7 @@ from typing import cast
 import zmq
 
 from tokenyard.base import ConfigError, Executor
-from tokenyard.engine.child import Inbox, ReportReady, die_with_parent, end_with_parent, run_child
+from tokenyard.engine.child import Inbox, ReportReady, die_with_parent, end_with_parent, run_child, yield_cores
 from tokenyard.engine.config import ChildReport, ChildTask, EngineConfig
 from tokenyard.engine.driver import DeviceBrokenError, Driver
 from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
@@ -74,6 +74,8 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         end_with_parent(task)
     tape, kv_events = open_tape(config), open_kv_events(config)
     executor = load_executor(config)
+    if executor.info.device == "cpu":
+        yield_cores()
     core = build_core(config, executor.info, tape)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     out_address = task.api if config.skip_tokenizer_init else task.detokenizer

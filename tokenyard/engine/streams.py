@@ -8,6 +8,7 @@ from tokenyard.engine.messages import TextBatch
 from tokenyard.engine.spec import NO_TOKENS, OutputDelta
 
 MOST_PENDING_DELTAS = 4096
+STREAMS_AT_ONCE = 32
 
 
 class Stream:
@@ -100,8 +101,12 @@ class StreamTable:
         for stream in list(self._by_number.values()):
             stream.fail(error)
 
-    def deliver(self, batch: TextBatch) -> list[Stream]:
-        """Hand every piece of news to its stream; return the streams that failed over it."""
+    async def deliver(self, batch: TextBatch) -> list[Stream]:
+        """Hand every piece of news to its stream; return the streams that failed over it.
+
+        Readers and whoever else waits for the event loop have their turn in between: writing out a step of a thousand
+        streams at once would hold up a probe for tens of milliseconds.
+        """
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for entry in batch.logprobs:
             logprobs.setdefault(entry.number, []).append(entry)
@@ -118,6 +123,8 @@ class StreamTable:
         )
         last_place = {number: place for place, number in enumerate(batch.numbers.tolist())} if ends else {}
         for place, (number, text, count, completion, cached) in enumerate(columns):
+            if place % STREAMS_AT_ONCE == STREAMS_AT_ONCE - 1:
+                await asyncio.sleep(0)
             stream = self._by_number.get(number)
             if stream is not None and not stream.failed:
                 finish = ends.pop(number, None) if last_place.get(number) == place else None

@@ -202,12 +202,12 @@ class TokenizerManager:
         self._send(FlushCache(reply_id))
         return bool(await self._reply(reply_id, reply, REPLY_TIMEOUT_S))
 
-    async def snapshot(self) -> dict[str, Any]:
-        """Return the scheduler's counters; those of the last heartbeat while it is busy in a long step."""
+    async def snapshot(self, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> dict[str, Any]:
+        """Return the scheduler's counters; those of the last heartbeat if it is in a step for longer than that."""
         reply_id, reply = self._expect_reply()
         self._send(GetSnapshot(reply_id))
         try:
-            return dict(await self._reply(reply_id, reply, SNAPSHOT_TIMEOUT_S))
+            return dict(await self._reply(reply_id, reply, timeout_s))
         except OverloadedError:
             return self.load
 
@@ -291,18 +291,18 @@ class TokenizerManager:
         while True:
             frame = await self._inbox.recv()
             try:
-                self._take(TO_API.decode(frame))
+                await self._take(TO_API.decode(frame))
             except ProtocolError as error:
                 logger.error("dropped a message: %s", error)
             except Exception:
                 logger.exception("a message from the engine could not be taken in")
 
-    def _take(self, message: ToApi) -> None:
+    async def _take(self, message: ToApi) -> None:
         match message:
             case TextBatch():
-                self._deliver(message)
+                await self._deliver(message)
             case TokenBatch():
-                self._deliver(self._assembler.step(message)[0])
+                await self._deliver(self._assembler.step(message)[0])
             case Heartbeat():
                 self._heartbeat = message
             case (
@@ -316,6 +316,6 @@ class TokenizerManager:
                 if reply is not None and not reply.done():
                     reply.set_result(value)
 
-    def _deliver(self, batch: TextBatch) -> None:
-        for stream in self._streams.deliver(batch):
+    async def _deliver(self, batch: TextBatch) -> None:
+        for stream in await self._streams.deliver(batch):
             self._send(Cancel(stream.numbers, "the client reads too slowly"))

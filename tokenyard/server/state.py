@@ -66,8 +66,8 @@ class Manager(Protocol):
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False if requests are there."""
 
-    async def snapshot(self) -> Mapping[str, Any]:
-        """Counters of the scheduler."""
+    async def snapshot(self, timeout_s: float = 2.0) -> Mapping[str, Any]:
+        """Counters of the scheduler, not quite new ones if it does not answer in time."""
 
     async def start_profile(self) -> bool:
         """Begin a timeline of the steps; False if one runs."""
