@@ -31,6 +31,7 @@ from tokenyard.base.plan import LAST_SAMPLED, RowLogprobs, RowStart, StepPlan, S
 from tokenyard.base.protocols import CostModel, Executor, ExecutorInfo, PrefixListener
 from tokenyard.base.request import (
     BoolArray,
+    Float64Array,
     Int32Array,
     Int64Array,
     LogprobOptions,
@@ -58,6 +59,7 @@ __all__ = [
     "Explanation",
     "Finish",
     "FinishReason",
+    "Float64Array",
     "Flush",
     "Int32Array",
     "Int64Array",

@@ -9,6 +9,7 @@ from tokenyard.base.errors import InvalidRequestError
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 GREEDY_BELOW_TEMPERATURE = 1e-6

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
-from tokenyard.base import ConfigError, CostModel, StepWork
+import numpy as np
+
+from tokenyard.base import ConfigError, CostModel, Float64Array, Int64Array, StepWork
 
 MS_PER_S = 1000.0
 UNLOADED_CHUNK_TOKENS = 8192
@@ -81,6 +83,16 @@ class LinearTerms:
             + self.tp_token_ms * tokens
         )
 
+    def decodes(self, rows: int, contexts: Int64Array) -> Float64Array:
+        """Milliseconds of decode steps over `rows` rows, the i-th of which reads `contexts[i]` tokens of KV.
+
+        float64[n], to the last bit what `step` says.
+        """
+        before = self.step_ms + max(self.floor_ms, self.dense_ms + self.token_ms * rows)
+        reading = before + self.context_ms * contexts.astype(np.float64)
+        times: Float64Array = reading + self.row_ms * rows + self.tp_step_ms + self.tp_token_ms * rows
+        return times
+
     def chunk_ms(self, prefix: int, tokens: int) -> float:
         """What a chunk of `tokens` after `prefix` adds to a step that is past the floor, in milliseconds."""
         return tokens * (self.token_ms + self.tp_token_ms + self.area_ms * (prefix + tokens / 2))
@@ -122,6 +134,10 @@ class LinearCost:
     def step(self, work: StepWork) -> float:
         """Seconds that a step with this work takes."""
         return self.terms.step(work) / MS_PER_S
+
+    def decodes(self, rows: int, contexts: Int64Array) -> Float64Array:
+        """`step` for decode steps over `rows` rows that read `contexts` (int64[n]) tokens of KV each: float64[n]."""
+        return self.terms.decodes(rows, contexts) / MS_PER_S
 
     def copy(self, num_bytes: int, link: str) -> float:
         """Seconds to move `num_bytes` over `link`. Raises ConfigError for a link that the profile does not name."""

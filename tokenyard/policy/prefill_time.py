@@ -5,16 +5,13 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
-from tokenyard.base import CostModel, Int32Array, StepWork
+from tokenyard.base import CostModel, Float64Array, Int32Array, StepWork
 
 PROBE_TOKENS = 8192
 """Large enough that a step is past the time in which weights are read, where a line in the tokens holds."""
 
 LEAST_TOKEN_S = 1e-9
-
-Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

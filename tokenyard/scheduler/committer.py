@@ -4,6 +4,7 @@ import numpy as np
 
 from tokenyard.base import Int32Array, StepPlan, StepResult, step_work
 from tokenyard.scheduler.planner import Planner
+from tokenyard.scheduler.repeats import append_but_last
 from tokenyard.scheduler.roster import Roster
 
 
@@ -20,10 +21,14 @@ class Committer:
         """
         roster = self._roster
         counts, sampled, tokens, decoding = plan.counts, plan.sampled, result.tokens, plan.decode_rows
-        roster.memory.committed(plan.step)
+        roster.memory.committed(plan.last_step)
         alive = roster.table.epoch[rows] == plan.epochs
         if result.logprobs:
             roster.outbox.tell_logprobs(result.logprobs, roster.table.number[rows], alive)
+        if plan.repeats > 1:
+            by_step = tokens.reshape(plan.repeats, -1)
+            append_but_last(roster, plan, rows[alive], by_step[:-1, alive])
+            tokens = by_step[-1]
         if not alive.all():
             decoding = int(np.count_nonzero(alive[:decoding]))
             rows, counts, sampled, tokens = rows[alive], counts[alive], sampled[alive], tokens[alive]

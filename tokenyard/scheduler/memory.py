@@ -87,6 +87,15 @@ class KvMemory:
         pages: Int32Array = self.allocator.alloc(count)
         return pages
 
+    def take_in_turn(self, counts: list[int]) -> Int32Array:
+        """The pages that one `take_pages` per entry of `counts` would give. There must be enough."""
+        total = sum(counts)
+        if total <= self.allocator.available:
+            # The allocator is a stack: one large piece of it is the small ones in order.
+            return self.allocator.alloc(total)
+        taken = [self.take_pages(count) for count in counts]
+        return np.concatenate([pages for pages in taken if pages is not None])
+
     def seat(self, known_ids: Int32Array, node: Any, cached: int) -> tuple[int, Int32Array]:
         """Take a pool row, write the tokens and the pages of the locked prefix into it; return (pool row, pages)."""
         self.tree.record_hit(node)

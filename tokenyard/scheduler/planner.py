@@ -109,10 +109,7 @@ class Planner:
             draft.write_pages(owners, columns, pages)
         table.planned[rows] = starts + 1
         draft.decode(rows, starts)
-        self._roster.policy.headroom.decoded()
-        if self._roster.policy.charges_decode:
-            self._roster.policy.charge_decode(rows)
-        self._roster.limits.charge_decode(rows)
+        self._roster.charge_decode(rows)
 
     def _make_room(self, rows: Int32Array, now: int) -> Int32Array:
         """Retract victims until the others of `rows` can take one more token each; return those that can do so now.

@@ -68,6 +68,10 @@ class Recorder:
             self._sink.flush()
         return plan
 
+    def repeat(self, most: int) -> int:
+        """A tape tells of single steps."""
+        return 1
+
     def commit(self, result: StepResult, now: int) -> None:
         """Write a result and let the scheduler take it in."""
         self._now = now

@@ -15,6 +15,7 @@ from tokenyard.base import (
     Explanation,
     Finish,
     FinishReason,
+    Int32Array,
     RetractReason,
     SchedulerSettings,
     Started,
@@ -116,6 +117,13 @@ class Roster:
         """Prefill to running: the last chunk of `row` is planned; from the next step on it decodes."""
         self.table.state[row] = State.RUNNING
         self.running.append(row)
+
+    def charge_decode(self, rows: Int32Array) -> None:
+        """Tell who keeps accounts that each of `rows` decodes one token."""
+        self.policy.headroom.decoded()
+        if self.policy.charges_decode:
+            self.policy.charge_decode(rows)
+        self.limits.charge_decode(rows)
 
     def retract(self, row: int, why: RetractReason, now: int) -> None:
         """Send a row that holds pages back to its place in line. What it has computed stays in the tree."""

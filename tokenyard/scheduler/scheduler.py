@@ -45,6 +45,7 @@ from tokenyard.scheduler.committer import Committer
 from tokenyard.scheduler.draft import PlanDraft
 from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.planner import Planner
+from tokenyard.scheduler.repeats import repeat
 from tokenyard.scheduler.roster import Roster
 from tokenyard.scheduler.snapshot import Snapshot
 
@@ -244,6 +245,17 @@ class Scheduler:
             return None
         draft = self._planner.plan(now, len(self._flights))
         return None if draft is None else self._launch(draft)
+
+    def repeat(self, most: int) -> int:
+        """Let the plan just made stand for up to `most` steps, if the next ones are the same but for their positions.
+
+        Returns for how many. For a driver that knows what comes: no row may stop before the last of these steps, and
+        no event but `Submit` and no time-out may fall between the first one and the commit, which is at the end of the
+        last. Then everything is as after so many single steps. Pages are taken now; without enough, it is fewer steps.
+        """
+        flight = self._flights[-1]
+        repeat(self.roster, flight.plan, flight.rows, most)
+        return flight.plan.repeats
 
     def commit(self, result: StepResult, now: int) -> None:
         """Take in what the executor did. Results come in the order of their plans; ValueError otherwise."""

@@ -4,11 +4,11 @@ from hashlib import blake2b
 
 import numpy as np
 
-from tokenyard.base import Int32Array
+from tokenyard.base import Float64Array, Int32Array
 from tokenyard.cost import Profile, unloaded_prefill_s
 from tokenyard.sim.content import BlankContent, UniqueContent
 from tokenyard.sim.engine import SloTargets
-from tokenyard.sim.workload import Float64Array, Workload
+from tokenyard.sim.workload import Workload
 
 WINDOW_EDGES = 96
 MS_PER_S = 1000.0

@@ -13,6 +13,7 @@ from tokenyard.base import (
     ConfigError,
     ExecutorInfo,
     Finish,
+    Float64Array,
     Int32Array,
     Int64Array,
     Request,
@@ -24,7 +25,7 @@ from tokenyard.scheduler.recorder import Recorder, Sink
 from tokenyard.scheduler.tape import Origin
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE, BlankContent, Content
 from tokenyard.sim.replica import NEVER_NS, Replica, SimExecutor, StepObserver
-from tokenyard.sim.workload import Float64Array, Workload, to_ns
+from tokenyard.sim.workload import Workload, to_ns
 
 UNFINISHED, FINISHED, REJECTED = 0, 1, 2
 PROGRESS_REQUESTS = 256
@@ -226,7 +227,7 @@ class _Run:
         """Bring all replicas to the arrival of request `index` and give it to one of them."""
         arrival_ns = to_ns(float(self._workload.arrival_s[index]))
         for replica in self._replicas:
-            replica.advance(arrival_ns)
+            replica.advance(arrival_ns, to_arrival=True)
         unloaded_s = self._unloaded(int(self._workload.prompt_tokens[index]))
         request = self._workload.request(index, self._content, true_length=self._setup.oracle)
         chosen = self._choose(request) if len(self._replicas) > 1 else 0

@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import BoolArray
+from tokenyard.base import BoolArray, Float64Array
 from tokenyard.sim.engine import REJECTED, UNFINISHED, Outcome
-from tokenyard.sim.workload import Float64Array
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999), ("max", 1.0))
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from tokenyard.base import (
     NS_PER_S,
-    CostModel,
     ExecutorInfo,
     Finish,
     Int32Array,
+    Int64Array,
     Request,
     StepPlan,
     StepResult,
@@ -20,13 +20,14 @@ from tokenyard.base import (
     Submit,
     step_work,
 )
+from tokenyard.cost import LinearCost
 from tokenyard.scheduler.recorder import Core
 from tokenyard.sim.content import ANSWER_STREAM, EOS_TOKEN, stream_tokens
 from tokenyard.sim.workload import to_ns
 
 NEVER_NS = 2**63 - 1
 FILLER_TOKEN = 1
-STEPS_PER_DRAIN = 8
+COMMITS_PER_DRAIN = 8
 
 StepObserver = Callable[[int, int, StepPlan, StepWork, Core], None]
 """Told of each step when it is committed: (launch ns, end ns, plan, work, scheduler)."""
@@ -39,7 +40,7 @@ class SimExecutor:
     answers hold the ids of their own stream, so that a later turn can hit them in the prefix cache.
     """
 
-    def __init__(self, info: ExecutorInfo, truth: CostModel, output_tokens: Int32Array, distinct_tokens: bool) -> None:
+    def __init__(self, info: ExecutorInfo, truth: LinearCost, output_tokens: Int32Array, distinct_tokens: bool) -> None:
         self._truth = truth
         self._output_tokens = output_tokens
         self._distinct = distinct_tokens
@@ -55,18 +56,34 @@ class SimExecutor:
             self._prompt_tokens[start.pool_row] = start.prompt_tokens
             self._last_position[start.pool_row] = start.prompt_tokens + int(self._output_tokens[number]) - 2
         work = step_work(plan)
-        positions = plan.starts + plan.counts - 1
-        ended = positions == self._last_position[plan.pool_rows]
-        tokens = self._tokens(plan, positions)
-        tokens[ended] = EOS_TOKEN
+        tokens = self._tokens(plan.pool_rows, plan.starts + plan.counts - 1)
         if plan.decode_rows < len(tokens):
             tokens[~plan.sampled] = -1
         return work, StepResult(plan.step, tokens, self._truth.step(work))
 
-    def _tokens(self, plan: StepPlan, positions: Int32Array) -> Int32Array:
+    def decode_ns(self, plan: StepPlan) -> Int64Array:
+        """How long each step takes if `plan`, which only decodes, is repeated until a row ends: int64[steps]."""
+        rows = len(plan.pool_rows)
+        steps = int((self._last_position[plan.pool_rows] - plan.starts).min()) + 1
+        contexts = step_work(plan).decode_context + rows * np.arange(steps, dtype=np.int64)
+        durations: Int64Array = np.rint(self._truth.decodes(rows, contexts) * NS_PER_S).astype(np.int64)
+        return durations
+
+    def run_repeats(self, plan: StepPlan, duration_ns: int) -> StepResult:
+        """What comes out of a repeated plan whose steps take `duration_ns` together."""
+        positions = plan.starts + np.arange(plan.repeats, dtype=np.int32)[:, None]
+        tokens = self._tokens(np.tile(plan.pool_rows, plan.repeats), positions.ravel())
+        return StepResult(plan.step, tokens, duration_ns / NS_PER_S)
+
+    def _tokens(self, rows: Int32Array, positions: Int32Array) -> Int32Array:
+        """The tokens that pool `rows` sample after `positions`."""
+        tokens = self._going_on(rows, positions)
+        tokens[positions == self._last_position[rows]] = EOS_TOKEN
+        return tokens
+
+    def _going_on(self, rows: Int32Array, positions: Int32Array) -> Int32Array:
         if not self._distinct:
             return np.full(len(positions), FILLER_TOKEN, np.int32)
-        rows = plan.pool_rows
         # A chunk in the middle of a prompt samples nothing; its negative output index is masked by the caller.
         index = np.maximum(positions + 1 - self._prompt_tokens[rows], 0)
         return stream_tokens(ANSWER_STREAM + self._number[rows], index)
@@ -109,6 +126,7 @@ class Replica:
         self._depth = depth
         self._flights: deque[_Flight] = deque()
         self._must_commit = False
+        self._undrained = 0
         self._device_free_ns = 0
         self._hash = blake2b(digest_size=16)
 
@@ -118,14 +136,17 @@ class Replica:
             self.now = max(self.now, now)
         self.scheduler.apply(Submit(request), now)
 
-    def advance(self, until: int) -> None:
-        """Do everything that is due before `until` (ns)."""
+    def advance(self, until: int, *, to_arrival: bool = False) -> None:
+        """Do everything that is due before `until` (ns).
+
+        With `to_arrival` nothing but `submit` comes then, to which it is all one how many steps a plan in flight is.
+        """
         while self.now < until:
             if self._must_commit:
                 if self._flights[0].end_ns >= until:
-                    return
+                    break
                 self._commit()
-            elif not self._plan() and not self._sleep(until):
+            elif not self._plan(until, to_arrival) and not self._sleep(until):
                 break
         self._drain()
 
@@ -133,10 +154,10 @@ class Replica:
         """Digest of all plans so far with their times: equal runs have equal hashes."""
         return self._hash.digest()
 
-    def _plan(self) -> bool:
-        """One turn of planning; False if there is nothing to do before the next event."""
+    def _plan(self, until: int, to_arrival: bool) -> bool:
+        """One turn of planning; False if there is nothing to do before the next event. See `advance`."""
         plan = self.scheduler.plan(self.now)
-        if plan is not None:
+        if plan is not None and not self._launch_repeats(plan, until, to_arrival):
             self._launch(plan)
         self._must_commit = bool(self._flights) and (plan is None or len(self._flights) == self._depth)
         return bool(self._flights)
@@ -164,16 +185,50 @@ class Replica:
         for part in (np.int64(self.now), plan.pool_rows, plan.starts, plan.counts):
             self._hash.update(part.data)
 
+    def _launch_repeats(self, plan: StepPlan, until: int, to_arrival: bool) -> bool:
+        """Launch a step that only decodes together with the next ones, up to the one in which a row ends, or the last
+        before `until` or a time-out; False, and nothing done, if that leaves one step. Observers see each by itself.
+        """
+        if plan.decode_rows < len(plan.pool_rows) or self._observer is not None:
+            return False
+        durations = self._executor.decode_ns(plan)
+        ends = self.now + np.cumsum(self._host_ns + durations)
+        wakeup = self.scheduler.wakeup_ns()
+        due = until if wakeup is None else min(until, wakeup)
+        most = min(int(np.searchsorted(ends, due)) + to_arrival, len(ends))
+        if most <= 1 or self.scheduler.repeat(most) == 1:
+            return False
+        duration, end = int(durations[: plan.repeats].sum()), int(ends[plan.repeats - 1])
+        result = self._executor.run_repeats(plan, duration)
+        self._flights.append(_Flight(plan, step_work(plan), result, self.now + self._host_ns, end))
+        self._hash_repeats(plan, np.concatenate(([self.now], ends[: plan.repeats - 1])))
+        self._device_free_ns = end
+        self.busy_ns += duration
+        self.steps += plan.repeats
+        return True
+
+    def _hash_repeats(self, plan: StepPlan, launches: Int64Array) -> None:
+        """Take in the steps of a repeated plan one by one, as `_launch` does."""
+        rows = len(plan.pool_rows)
+        steps = np.empty((len(launches), 2 + 3 * rows), np.int32)
+        steps[:, :2] = launches.view(np.int32).reshape(-1, 2)
+        steps[:, 2 : 2 + rows] = plan.pool_rows
+        steps[:, 2 + rows : 2 + 2 * rows] = plan.starts + np.arange(len(launches), dtype=np.int32)[:, None]
+        steps[:, 2 + 2 * rows :] = plan.counts
+        self._hash.update(steps.data)
+
     def _commit(self) -> None:
         flight = self._flights.popleft()
         self.now = max(self.now, flight.end_ns)
         self.scheduler.commit(flight.result, self.now)
         self._must_commit = False
-        if self.steps % STEPS_PER_DRAIN == 0:
+        self._undrained += 1
+        if self._undrained == COMMITS_PER_DRAIN:
             self._drain()
         if self._observer is not None:
             self._observer(flight.begin_ns, flight.end_ns, flight.plan, flight.work, self.scheduler)
 
     def _drain(self) -> None:
+        self._undrained = 0
         for finish in self.scheduler.drain().finished:
             self._finished(finish)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from tokenyard.base import Float64Array
 from tokenyard.sim.charts import STYLE, Chart
 from tokenyard.sim.engine import Outcome
 from tokenyard.sim.metrics import late_s, length_classes, summary, wait_s
 from tokenyard.sim.timeline import Timeline
-from tokenyard.sim.workload import Float64Array
 
 CDF_POINTS = 300
 SCATTER_POINTS = 1500

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenyard.base import ConfigError, Int32Array
+from tokenyard.base import ConfigError, Float64Array, Int32Array
 from tokenyard.sim.content import UniqueContent
 from tokenyard.sim.files import read_members
-from tokenyard.sim.workload import Float64Array, Workload, uniform_columns
+from tokenyard.sim.workload import Workload, uniform_columns
 
 WINDOW_S = 600.0
 MODEL_COLUMNS = 6

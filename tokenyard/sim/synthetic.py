@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from tokenyard.base import ConfigError, Int32Array, Int64Array
+from tokenyard.base import ConfigError, Float64Array, Int32Array, Int64Array
 from tokenyard.sim.content import ANSWER_STREAM, SegmentContent, UniqueContent
-from tokenyard.sim.workload import Float64Array, Workload, uniform_columns
+from tokenyard.sim.workload import Workload, uniform_columns
 
 LENGTH_SPREAD = 0.8
 """Standard deviation of the logarithm of drawn lengths: about what chat traces show."""

@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from tokenyard.base import NS_PER_S, ConfigError, Int32Array, Int64Array, Request, SamplingParams
+from tokenyard.base import NS_PER_S, ConfigError, Float64Array, Int32Array, Int64Array, Request, SamplingParams
 from tokenyard.sim.content import Content, SegmentContent, TokenContent, UniqueContent
-
-Float64Array = npt.NDArray[np.float64]
 
 NO_PRIORITY = -(2**31)
 MAX_TOKENS = 1 << 20
