@@ -26,7 +26,10 @@ from tokenyard.scheduler import Scheduler
 DRAWN = 32
 ROUNDS = 30
 PROMPT = 2048
-TARGET_US = {"fcfs": 300, "lpm": 300, "dfs-weight": 300, "lof": 300, "routing-key": 300, "priority": 300}
+TARGET_US = {
+    **dict.fromkeys(("fcfs", "lpm", "dfs-weight", "lof", "routing-key", "priority"), 300),
+    **dict.fromkeys(("slo", "levels + fcfs", "vtc", "dlpm"), 600),
+}
 SGLANG_US = {"fcfs": 2.0, "lpm": 466_734, "dfs-weight": 471_409, "lof": 9_161, "random": 1_501, "priority": 13_046}
 POLICIES = {
     "fcfs": {},

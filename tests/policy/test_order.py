@@ -1,10 +1,38 @@
+import numpy as np
 import pytest
 
 from tests.policy.lines import line, make_yard, put_into_tree, row
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.policy import create_policy
+from tokenyard.policy import best_first, create_policy, in_groups
 
 A, B, C, D, F, G, H = range(11, 18)
+
+
+KEYS = {
+    "no rows": [],
+    "few": [3, 1, 2, 1],
+    "all alike": [7] * 500,
+    "one of a few, one stranger": [-1024, -1024, -256, 0] * 1000 + [-257] + [-1024, 0] * 500,
+    "all different": [(7919 * place) % 5003 for place in range(5003)],
+    "falling": range(3000, 0, -1),
+    "the best ones together": [9] * 2000 + [0] * 40 + [9] * 2000,
+    "some are no numbers": [float("nan"), 2.0, 1.0] * 300,
+    "none is a number": [float("nan")] * 300,
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_best_first_is_a_stable_sort_however_the_keys_lie(name):
+    key = np.array(list(KEYS[name]))
+    rows = np.arange(len(key), dtype=np.int32)[::-1] + 5
+    assert list(best_first(rows, key)) == rows[np.argsort(key, kind="stable")].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in KEYS if "number" not in name])
+def test_groups_are_whole_and_in_order(name):
+    key = np.array(list(KEYS[name]), np.int64)
+    groups = [rows.tolist() for rows in in_groups(np.arange(len(key), dtype=np.int32), key)]
+    assert groups == [np.flatnonzero(key == value).tolist() for value in np.unique(key)]
 
 
 def test_fcfs_is_the_order_of_arrival_also_after_a_retraction():

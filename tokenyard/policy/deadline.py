@@ -126,14 +126,18 @@ class ServiceLevel(EarliestDeadline):
         times = self.time_rule.step_times(views, time)
         start_ns = views.now + times.target_s * NS_PER_S
         bounded = self.settings.slo_max_wait_s > 0.0
-        for lane in self.queue.lanes():
-            work_ns = self._work_ns(views.columns, lane, time, times.stretch)
-            last, decoded = self.queue.last[lane], views.columns.first_token_ns[lane] > 0
-            due_ns = np.where(last, self.queue.own_ns[lane] if bounded else np.inf, self.queue.due_ns[lane])
+        lanes = self.queue.lanes()
+        for lane in lanes:
+            # Nobody waits for those at the end of a lane, who have no time by which they must be done.
+            rows = lane if bounded else self.queue.with_deadline(lane)
+            work_ns = self._work_ns(views.columns, rows, time, times.stretch)
+            last, decoded = self.queue.last[rows], views.columns.first_token_ns[rows] > 0
+            due_ns = np.where(last, self.queue.own_ns[rows], self.queue.due_ns[rows])
             chosen = _largest_of_late(start_ns, work_ns, np.where(decoded, np.inf, due_ns), ~(last | decoded))
-            start_ns += float(work_ns.sum())
+            if lane is not lanes[-1]:
+                start_ns += float(self._work_ns(views.columns, lane, time, times.stretch).sum())
             if chosen:
-                self.queue.put_last(lane[chosen])
+                self.queue.put_last(rows[chosen])
                 self._relegated += len(chosen)
             if len(chosen) >= MOST_PUT_LAST:
                 self._next_walk_ns = views.now
@@ -151,22 +155,30 @@ def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Arra
     The arrays are in the order of work; only places that `may_wait` are chosen. Who would be late even alone is chosen
     first, since nobody else could help it. At most `MOST_PUT_LAST` others are.
     """
-    work, due, may = work_ns.copy(), due_ns.copy(), may_wait.copy()
-    alone = start_ns + work > due
-    chosen: list[int] = np.flatnonzero(alone & may).tolist()
-    work[chosen], due[alone], may[chosen] = 0.0, np.inf, False
-    end = start_ns + np.cumsum(work)
-    for _ in range(MOST_PUT_LAST):
-        # Nobody can make room for who stands before the first place that may wait.
-        due[: int(np.argmax(may)) if may.any() else len(may)] = np.inf
-        late = end > due
-        if not late.any():
+    if not len(work_ns):
+        return []
+    alone = start_ns + work_ns > due_ns
+    chosen: list[int] = np.flatnonzero(alone & may_wait).tolist()
+    most = len(chosen) + MOST_PUT_LAST
+    size = np.where(may_wait & ~alone, work_ns, -1.0)
+    spare = np.where(alone, np.inf, due_ns - start_ns - np.cumsum(np.where(alone & may_wait, 0.0, work_ns)))
+    begin = 0
+    while len(chosen) < most:
+        late = spare[begin:] < 0.0
+        first = begin + int(late.argmax())
+        if not late[first - begin]:
             break
-        until = int(np.argmax(late)) + 1
-        largest = int(np.argmax(np.where(may[:until], work[:until], -1.0)))
-        end[largest:] -= work[largest]
-        work[largest], due[largest], may[largest] = 0.0, np.inf, False
+        largest = int(size[: first + 1].argmax())
+        if size[largest] < 0.0:
+            # Nobody can make room for who stands before the first place that may wait.
+            begin = int((size >= 0.0).argmax())
+            if begin <= first:
+                break
+            continue
+        spare[largest:] += size[largest]
+        spare[largest], size[largest] = np.inf, -1.0
         chosen.append(largest)
+        begin = first
     return chosen
 
 

@@ -1,7 +1,7 @@
 """Orders of the waiting rows: SGLang's, and highest response ratio."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,45 +11,61 @@ from tokenyard.policy.base import Option, Policy
 from tokenyard.policy.views import PrefixBranch, Views
 
 Keys = Int64Array | npt.NDArray[np.float64]
+IndexArray = npt.NDArray[np.intp]
 
 DRAWN_AT_ONCE = 64
+SAMPLE = 512
+"""About so many keys say where the best of all end."""
+
 LAST = 2**62
 
 
 def best_first(rows: Int32Array, key: Keys) -> Iterator[int]:
     """`rows` (int32[n]) by ascending `key` (int64[n] or float64[n]), ties as they stand.
 
-    The first `DRAWN_AT_ONCE` or more come from a selection in O(n); the rest is sorted only if someone asks for it.
+    The first few dozen come from a selection in O(n); the rest is sorted only if someone asks for it.
     """
-    for part in _halves(key):
-        ordered = rows[part[np.argsort(key[part], kind="stable")]]
+    for places in _sorted_places(key):
+        ordered = rows[places]
         for start in range(0, len(ordered), DRAWN_AT_ONCE):
             yield from ordered[start : start + DRAWN_AT_ONCE].tolist()
 
 
 def in_groups(rows: Int32Array, key: Int64Array) -> Iterator[Int32Array]:
     """`rows` parted by `key`, the lowest key first, rows of one key as they stand; lazy like `best_first`."""
-    for part in _halves(key):
-        keys = key[part]
-        order = np.argsort(keys, kind="stable")
-        borders = np.flatnonzero(np.diff(keys[order])) + 1
+    for places in _sorted_places(key):
+        borders = np.flatnonzero(np.diff(key[places])) + 1
         start = 0
-        for end in (*borders.tolist(), len(order)):
-            yield rows[part[order[start:end]]]
+        for end in (*borders.tolist(), len(places)):
+            yield rows[places[start:end]]
             start = end
 
 
-def _halves(key: Keys) -> Iterator[Int64Array]:
-    """Places of at least the `DRAWN_AT_ONCE` smallest keys, whole ties, then of all others."""
+def _sorted_places(key: Keys) -> Iterator[IndexArray]:
+    """Places by ascending key, ties as they stand: first those below a border, which are few, then those on it, which
+    may be many but are in order, then all others. No tie is cut, and no part is empty.
+    """
     if len(key) <= DRAWN_AT_ONCE:
-        if len(key):
-            yield np.arange(len(key))
-        return
-    border = np.partition(key, DRAWN_AT_ONCE)[DRAWN_AT_ONCE]
-    yield np.flatnonzero(key <= border)
-    behind = np.flatnonzero(key > border)
-    if len(behind):
-        yield behind
+        parts = [np.ones(len(key), np.bool_)]
+    else:
+        border = _border(key)
+        below, on_border = key < border, key == border
+        # Whatever is no number is neither below nor above, and comes last.
+        parts = [below, on_border, ~(below | on_border)]
+    for part in parts:
+        places = np.flatnonzero(part)
+        if len(places):
+            yield places[np.argsort(key[places], kind="stable")]
+
+
+def _border(key: Keys) -> Any:
+    """A key that some `DRAWN_AT_ONCE` to a few times as many are not above, by looking at a part of them.
+
+    `np.partition` finds the exact one, but takes ten times as long where most keys are one of a few.
+    """
+    stride = len(key) // SAMPLE | 1
+    sample = np.sort(key[::stride])
+    return sample[min(2 * DRAWN_AT_ONCE // stride + 1, len(sample) - 1)]
 
 
 class LongestPrefixMatch(Policy):
