@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import threading
 
 import httpx2
@@ -47,7 +48,9 @@ def refused(server, path, body, status=400):
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        (TEXT, {"prompt": "", "add_special_tokens": False}, "empty"),
+        (TEXT, {"prompt": ""}, "empty"),
+        (NATIVE, {"text": ""}, "empty"),
+        ("/detokenize", {"tokens": [5, 10**6]}, "no token"),
         (TEXT, {"prompt": []}, "empty"),
         (TEXT, {"prompt": [[]]}, "empty"),
         (NATIVE, {"input_ids": []}, "empty"),
@@ -112,6 +115,15 @@ def test_an_unknown_model(mock_server):
 @pytest.mark.parametrize("path", [CHAT, TEXT, NATIVE, "/tokenize"])
 def test_a_body_of_50_megabytes(mock_server, path):
     assert refused(mock_server, path, b'{"prompt": "' + b"x" * 50_000_000 + b'"}', 413)["code"] == "body_too_large"
+
+
+@pytest.mark.usefixtures("bystander")
+def test_a_client_that_sends_all_of_a_large_body_first_reads_the_refusal(mock_server):
+    host, port = mock_server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000000\r\n\r\n")
+        connection.sendall(b"x" * 50_000_000)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
 
 
 @pytest.mark.slow

@@ -87,6 +87,7 @@ def test_seeds_are_drawn_when_not_given():
         (GenerateSpec(text="a", input_ids=[1]), "exactly one"),
         (GenerateSpec(text="a"), "no tokenizer"),
         (GenerateSpec(input_ids=[]), "empty"),
+        (GenerateSpec(text=""), "empty"),
         (GenerateSpec(input_ids=[2048]), "token id 2048 is not in the vocabulary of 2048"),
         (GenerateSpec(input_ids=[-1]), "token id -1"),
         (GenerateSpec(input_ids=[1.5]), "whole numbers"),

@@ -174,6 +174,15 @@ def test_text_parts_are_joined_and_template_options_passed(server):
         ({"regex": "a+"}, "regex", "not supported"),
         ({"ebnf": "root ::= x"}, "ebnf", "not supported"),
         ({"lora_path": "x"}, "lora_path", "not supported"),
+        ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", "not supported"),
+        ({"bad_words": ["x"]}, "bad_words", "not supported"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+        ({"function_call": {"name": "f"}}, "function_call", "force"),
+        ({"modalities": ["text", "audio"]}, "modalities", "text only"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank", "one rank"),
+        ({"rid": ["a", "b"]}, "rid", "one string"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs", "between"),
         ({"stop": [""]}, "stop", "empty"),
@@ -200,6 +209,32 @@ def test_text_format_and_auto_tools_are_taken(server):
     )
     assert answer.status_code == 200
     assert server.manager.calls[0][2]["tools"] == [{"type": "function"}]
+
+
+def test_what_is_met_anyway_is_taken_in_strict_mode_too(start):
+    server = start(strict_api=True)
+    idle = {
+        "bad_words": [],
+        "lora_path": None,
+        "use_beam_search": False,
+        "data_parallel_rank": 0,
+        "modalities": ["text"],
+    }
+    hints = {"prompt_cache_key": "k", "verbosity": "low", "function_call": "auto", "separate_reasoning": True}
+    assert chat(server, max_tokens=1, **idle, **hints).status_code == 200
+
+
+def test_documents_and_reasoning_effort_reach_the_template(server):
+    body = {"documents": [{"text": "x"}], "reasoning_effort": "low", "chat_template_kwargs": {"mood": "calm"}}
+    assert chat(server, max_tokens=1, **body).status_code == 200
+    variables = server.manager.calls[0][2]["chat_template_kwargs"]
+    assert variables == {"documents": [{"text": "x"}], "reasoning_effort": "low", "mood": "calm"}
+
+
+def test_an_extra_key_parts_the_cache_further(server):
+    for keys in ({}, {"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"}):
+        assert chat(server, max_tokens=1, **keys).status_code == 200
+    assert len({spec.cache_salt for spec in server.manager.specs}) == 4
 
 
 def test_unknown_model_is_404(server):

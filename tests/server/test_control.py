@@ -57,6 +57,21 @@ def test_tokenize_and_back(server, prefix):
     assert text == {"prompt": "hello dog"}
 
 
+def test_tokens_by_name(server):
+    answer = server.client.post("/tokenize", json={"prompt": "hello dog", "return_token_strs": True}).json()
+    assert answer["token_strs"] == ["hello", "dog"]
+    assert server.client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+
+
+def test_the_page_of_the_api_needs_no_other_server(server):
+    page = server.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    for word in ("/v1/chat/completions", "messages", "/health", "list of object"):
+        assert word in page.text
+    assert "http" not in page.text.replace("http-equiv", "")
+    assert server.client.get("/redoc").status_code == 404
+
+
 def test_tokenize_messages(server):
     messages = [{"role": "user", "content": "lazy dog"}]
     assert server.client.post("/tokenize", json={"messages": messages}).json()["count"] == 2

@@ -81,6 +81,10 @@ def test_logprobs_of_prompt_and_output(server):
         ({"text": ["x", "y"], "rid": ["a"]}, "rid"),
         ({"text": ["x", "y"], "rid": ["a", "a"]}, "rid"),
         ({"text": "x", "lora_path": "y"}, "lora_path"),
+        ({"text": "x", "bootstrap_host": "y"}, "bootstrap_host"),
+        ({"text": "x", "input_embeds": [[0.5]]}, "input_embeds"),
+        ({"text": "x", "return_hidden_states": True}, "return_hidden_states"),
+        ({"text": "x", "data_parallel_rank": 2}, "data_parallel_rank"),
     ],
 )
 def test_wrong_requests_get_a_clear_400(server, body, param):

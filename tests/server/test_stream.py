@@ -60,9 +60,16 @@ def test_body_in_parts():
     assert asyncio.run(read_body(receiver(body(b"ab", True), body(b"c")), 3)) == b"abc"
 
 
-def test_body_beyond_the_limit_is_not_read_on():
+def test_a_body_beyond_the_limit_is_read_on_and_refused():
     with pytest.raises(HttpError) as error:
-        asyncio.run(read_body(receiver(body(b"ab", True), body(b"cd", True)), 3))
+        asyncio.run(read_body(receiver(body(b"ab", True), body(b"cd", True), body(b"ef")), 3))
+    assert error.value.status == 413
+
+
+def test_a_body_without_end_is_not_read_for_ever():
+    part = body(b"a" * 30, True)
+    with pytest.raises(HttpError) as error:
+        asyncio.run(read_body(receiver(part, part), 3))
     assert error.value.status == 413
 
 

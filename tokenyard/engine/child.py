@@ -1,5 +1,6 @@
 """What the engine's child processes have in common: title, logs, signals, and never outliving their parent."""
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -98,7 +99,9 @@ def yield_cores(nice: int = MODEL_NICE) -> None:
     """
     if sys.platform == "linux":
         for thread in os.listdir("/proc/self/task"):
-            os.setpriority(os.PRIO_PROCESS, int(thread), max(nice, os.getpriority(os.PRIO_PROCESS, int(thread))))
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                now = os.getpriority(os.PRIO_PROCESS, int(thread))
+                os.setpriority(os.PRIO_PROCESS, int(thread), max(nice, now))
 
 
 def die_with_parent() -> None:

@@ -67,6 +67,8 @@ class RequestMaker:
         if (spec.text is None) == (spec.input_ids is None):
             raise InvalidRequestError("give exactly one of text and token ids", param="prompt")
         if spec.text is not None:
+            if not spec.text:
+                raise InvalidRequestError("the prompt is empty", param="prompt")
             ids = await self._tokenize(spec.text, spec.add_special_tokens)
         else:
             ids = self._check_ids(np.asarray(spec.input_ids))

@@ -10,16 +10,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tokenyard import __version__
 from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.server import control, native, openai, profile, requests, scheduling
-from tokenyard.server.answers import Call
+from tokenyard.server.answers import CLIENT_ABORT_STATUS, Call
 from tokenyard.server.errors import HttpError, error_body, error_headers, internal_error
 from tokenyard.server.middleware import Authentication
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
+from tokenyard.server.reference import reference_page
 from tokenyard.server.state import ServerState
 from tokenyard.server.stream import ClientGoneError, Receive, Reply, Scope, Send, read_body, while_connected
 
@@ -82,13 +84,16 @@ class Front:
 
 def create_app(state: ServerState) -> ASGIApp:
     """The application over `state`."""
-    api = FastAPI(title="Tokenyard", version=__version__)
+    # The framework's own pages load scripts from another server, which not every machine may reach.
+    api = FastAPI(title="Tokenyard", version=__version__, docs_url=None, redoc_url=None)
+    api.add_api_route("/docs", _docs, include_in_schema=False)
     api.state.server = state
     api.include_router(control.router)
     api.include_router(requests.router)
     api.include_router(profile.router)
     api.include_router(scheduling.router)
     api.add_exception_handler(TokenyardError, _on_error)
+    api.add_exception_handler(ClientGoneError, _on_client_gone)
     api.add_exception_handler(HTTPException, _on_http_exception)
     api.add_exception_handler(RequestValidationError, _on_validation_error)
     api.add_exception_handler(Exception, _on_fault)
@@ -106,6 +111,11 @@ def create_app(state: ServerState) -> ASGIApp:
     return app
 
 
+async def _docs(request: Request) -> HTMLResponse:
+    """What can be asked of this server, as a page."""
+    return HTMLResponse(reference_page(request.app.openapi()))
+
+
 def _error_response(error: TokenyardError) -> Response:
     """An error as a whole response."""
     return Response(error_body(error), error.status, error_headers(error.status), "application/json")
@@ -115,6 +125,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
     """Our own errors."""
     assert isinstance(error, TokenyardError)
     return _error_response(error)
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this any more."""
+    return Response(status_code=CLIENT_ABORT_STATUS)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Depends, Request, Response
 from tokenyard import __version__
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
 from tokenyard.engine.spec import GenerateSpec
-from tokenyard.server.errors import HttpError
 from tokenyard.server.loads import (
     DEFAULT_SECTIONS,
     FORMATS,
@@ -21,6 +20,7 @@ from tokenyard.server.loads import (
 from tokenyard.server.prompts import encode, plain_messages, token_ids
 from tokenyard.server.protocol import AbortRequest, DetokenizeRequest, PauseRequest, TokenizeRequest, parse
 from tokenyard.server.state import ServerState
+from tokenyard.server.stream import read_body
 
 router = APIRouter()
 
@@ -36,13 +36,7 @@ async def _state(request: Request) -> ServerState:
 
 async def _body(request: Request) -> bytes:
     """The request's body, within the limit. Raises HttpError (413) beyond it."""
-    limit, parts, size = (await _state(request)).options.max_body_bytes, [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise HttpError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-        parts.append(part)
-    return b"".join(parts)
+    return await read_body(request.receive, (await _state(request)).options.max_body_bytes)
 
 
 State = Annotated[ServerState, Depends(_state)]
@@ -122,7 +116,10 @@ async def tokenize(state: State, body: Body) -> dict[str, Any]:
             chat_template_kwargs=fields.chat_template_kwargs or {},
         )
     ids = (await encode(state.manager.tokenizer, text, special)).tolist()
-    return {"tokens": ids, "count": len(ids), "max_model_len": state.manager.context_length}
+    told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": state.manager.context_length}
+    if fields.return_token_strs:
+        told["token_strs"] = [state.manager.tokenizer.id_to_token(token) for token in ids]
+    return told
 
 
 @router.post("/detokenize")
@@ -133,6 +130,9 @@ async def detokenize(state: State, body: Body) -> dict[str, Any]:
     if state.manager.tokenizer is None:
         raise InvalidRequestError("this server has no tokenizer", param="tokens")
     ids = token_ids(fields.tokens, "tokens").tolist()
+    wrong = [token for token in ids if state.manager.tokenizer.id_to_token(token) is None]
+    if wrong:
+        raise InvalidRequestError(f"the tokenizer has no token {wrong[0]}", param="tokens")
     return {"prompt": state.manager.tokenizer.decode(ids, skip_special_tokens=bool(fields.skip_special_tokens))}
 
 
@@ -217,7 +217,14 @@ async def model_info(state: State) -> dict[str, Any]:
     }
 
 
+@router.get("/version")
+async def version() -> dict[str, Any]:
+    """Which version of the package answers."""
+    return {"version": __version__}
+
+
 @router.post("/flush_cache")
+@router.post("/reset_prefix_cache", include_in_schema=False)
 @router.get("/flush_cache", include_in_schema=False)
 async def flush_cache(state: State) -> dict[str, Any]:
     """Empty the prefix cache; 400 while requests are there."""

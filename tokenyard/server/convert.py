@@ -1,12 +1,20 @@
 """From parsed request bodies to `SamplingParams` and `GenerateSpec`; refuses what is known but not supported."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from tokenyard.base import InvalidRequestError, SamplingParams, Slo, TextOptions
 from tokenyard.engine.requests import check_priority, ns_from_ms
 from tokenyard.engine.spec import GenerateSpec
-from tokenyard.server.protocol import OpenAIFields, SamplingFields, UrgencyFields
+from tokenyard.server.protocol import (
+    ChatRequest,
+    NativeRequest,
+    OpenAIFields,
+    RefusedFields,
+    SamplingFields,
+    UrgencyFields,
+)
 
 MAX_STOP_STRINGS = 64
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
@@ -36,9 +44,15 @@ def new_spec(fields: UrgencyFields, headers: Mapping[str, str], *, rid: str | No
         tenant=_label(fields.tenant or headers.get("x-tenant") or "", "tenant"),
         deadline_ms=fields.deadline_ms,
         slo=_slo(fields),
-        cache_salt=_label(fields.cache_salt or "", "cache_salt"),
+        cache_salt=_cache_salt(fields),
         routing_key=fields.routing_key,
     )
+
+
+def _cache_salt(fields: UrgencyFields) -> str:
+    """What names the request's prefix cache: `cache_salt`, and SGLang's `extra_key` which parts it further."""
+    salt, extra = _label(fields.cache_salt or "", "cache_salt"), _label(fields.extra_key or "", "extra_key")
+    return f"{salt}\n{extra}" if extra else salt
 
 
 def _label(text: str, param: str) -> str:
@@ -115,7 +129,7 @@ def _refuse_constraints(fields: SamplingFields) -> None:
     """Raise InvalidRequestError for constrained output, which there is no grammar engine for."""
     for name in ("regex", "ebnf", "json_schema", "structural_tag", "stop_regex", "custom_params"):
         if getattr(fields, name):
-            raise InvalidRequestError(f"{name} is not supported by this server", param=name, code="unsupported")
+            raise _unsupported(name, f"{name} is not supported by this server")
 
 
 def _stop_strings(stop: str | list[str] | None) -> list[str]:
@@ -147,18 +161,30 @@ def text_options_of(fields: SamplingFields, *, stream: bool, stream_interval: in
     )
 
 
-def refuse_unsupported(body: OpenAIFields) -> None:
-    """Raise InvalidRequestError for fields of the OpenAI API that are known but cannot be honoured here."""
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise InvalidRequestError(
-            f"response_format {kind!r} is not supported by this server; only text is",
-            param="response_format",
-            code="unsupported",
-        )
-    for name in ("structured_outputs", "lora_path"):
-        if getattr(body, name):
-            raise InvalidRequestError(f"{name} is not supported by this server", param=name, code="unsupported")
+def refuse_unsupported(body: OpenAIFields | NativeRequest) -> None:
+    """Raise InvalidRequestError for fields that are known but cannot be honoured here."""
+    for field in dataclasses.fields(RefusedFields):
+        value = getattr(body, field.name)
+        if value is not None and value is not False and value not in ("", [], {}):
+            raise _unsupported(field.name, f"{field.name} is not supported by this server")
+    if body.data_parallel_rank:
+        raise _unsupported("data_parallel_rank", "this server has one rank, 0")
+    if isinstance(body, OpenAIFields):
+        kind = (body.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise _unsupported(
+                "response_format", f"response_format {kind!r} is not supported by this server; only text is"
+            )
+    if isinstance(body, ChatRequest):
+        for name in ("tool_choice", "function_call"):
+            if getattr(body, name) not in (None, "none", "auto"):
+                raise _unsupported(name, f"{name} may only be none or auto: this server cannot force a tool call")
+        if body.modalities not in (None, [], ["text"]):
+            raise _unsupported("modalities", "this server answers with text only")
+
+
+def _unsupported(name: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param=name, code="unsupported")
 
 
 def check_max_tokens(value: int | None, param: str, *, least: int) -> None:

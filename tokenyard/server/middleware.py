@@ -11,6 +11,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 ADMIN_PATHS = frozenset(
     {
         "/flush_cache",
+        "/reset_prefix_cache",
         "/start_profile",
         "/stop_profile",
         "/abort_request",

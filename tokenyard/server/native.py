@@ -10,7 +10,7 @@ import orjson
 from tokenyard.base import NS_PER_S, Finish, Int32Array, InvalidRequestError, LogprobOptions
 from tokenyard.engine.spec import GenerateSpec
 from tokenyard.server.answers import Answer, Call, collect, run
-from tokenyard.server.convert import check_max_tokens, new_spec, sampling_of, text_options_of
+from tokenyard.server.convert import check_max_tokens, new_spec, refuse_unsupported, sampling_of, text_options_of
 from tokenyard.server.logprobs import native_logprobs
 from tokenyard.server.prompts import check_count, encode, split_prompts
 from tokenyard.server.protocol import NativeRequest, NativeSampling, parse
@@ -46,8 +46,7 @@ async def _job(call: Call, body: NativeRequest) -> NativeJob:
     """Read a body. Raises InvalidRequestError for anything wrong or unsupported in it."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequestError("give exactly one of text and input_ids", param="text")
-    if body.lora_path:
-        raise InvalidRequestError("lora_path is not supported by this server", param="lora_path", code="unsupported")
+    refuse_unsupported(body)
     value: Any = body.text if body.text is not None else body.input_ids
     param = "text" if body.text is not None else "input_ids"
     batch = isinstance(value, list) and bool(value) and isinstance(value[0], (list, str))

@@ -63,12 +63,7 @@ async def completions(call: Call) -> None:
 
 async def _chat_job(call: Call, body: ChatRequest) -> Job:
     """Read a chat body. Raises InvalidRequestError for anything wrong or unsupported in it."""
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequestError(
-            "tool_choice may only be none or auto: this server cannot force a tool call",
-            param="tool_choice",
-            code="unsupported",
-        )
+    refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = _logprob_options(body.top_logprobs or 0, "top_logprobs", -1) if body.logprobs else None
@@ -82,6 +77,7 @@ async def _chat_job(call: Call, body: ChatRequest) -> Job:
 
 async def _completion_job(call: Call, body: CompletionRequest) -> Job:
     """Read a completion body. Raises InvalidRequestError for anything wrong or unsupported in it."""
+    refuse_unsupported(body)
     _check_completion(body)
     logprobs = None
     if body.logprobs is not None:
@@ -144,7 +140,6 @@ def _job(
 ) -> Job:
     """Put together how the answers to `specs` are written."""
     call.state.check_model(body.model)
-    refuse_unsupported(body)
     head = _head(call, body, specs)
     options = body.stream_options
     if options is not None and not body.stream:
@@ -168,6 +163,8 @@ def _head(call: Call, body: ChatRequest | CompletionRequest, specs: list[Generat
     rid = specs[0].rid or uuid.uuid4().hex
     for place, spec in enumerate(specs):
         spec.rid = rid if len(specs) == 1 else f"{rid}-{place}"
+    if isinstance(body.rid, list):
+        raise InvalidRequestError("rid must be one string here: one id stands for the whole answer", param="rid")
     chat = isinstance(body, ChatRequest)
     kind = "chat.completion" if chat else "text_completion"
     head: dict[str, Any] = {

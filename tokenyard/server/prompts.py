@@ -62,12 +62,14 @@ async def chat_prompt(manager: Manager, body: ChatRequest) -> str:
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
     use_tools = bool(body.tools) and body.tool_choice != "none"
+    given = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+    variables = {name: value for name, value in given.items() if value is not None}
     return await manager.render_chat(
         plain_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         tools=body.tools if use_tools else None,
-        chat_template_kwargs=body.chat_template_kwargs or {},
+        chat_template_kwargs=variables | (body.chat_template_kwargs or {}),
     )
 
 

@@ -75,12 +75,63 @@ class UrgencyFields:
     deadline_ms: float | None = None
     slo: SloFields | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
     routing_key: str | None = None
-    lora_path: Any = None
 
 
 @dataclass(kw_only=True)
-class OpenAIFields(SamplingFields, UrgencyFields):
+class RefusedFields:
+    """What clients of SGLang, vLLM and older APIs may ask for and this server cannot do; see `refuse_unsupported`."""
+
+    lora_path: Any = None
+    custom_logit_processor: Any = None
+    logits_processors: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    use_beam_search: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+    prompt_embeds: Any = None
+    input_embeds: Any = None
+    image_data: Any = None
+    audio_data: Any = None
+    video_data: Any = None
+    return_hidden_states: Any = None
+    session_params: Any = None
+    kv_transfer_params: Any = None
+    bootstrap_host: Any = None
+    bootstrap_room: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    functions: Any = None
+    chat_template: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+
+
+@dataclass(kw_only=True)
+class IdleFields:
+    """What clients may send that changes nothing here: hints, and wishes that are met anyway."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    verbosity: str | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    custom_labels: dict[str, Any] | None = None
+    return_cached_tokens_details: bool | None = None
+
+
+@dataclass(kw_only=True)
+class OpenAIFields(SamplingFields, UrgencyFields, RefusedFields, IdleFields):
     """What chat and text completions have in common."""
 
     model: str | None = None
@@ -93,9 +144,7 @@ class OpenAIFields(SamplingFields, UrgencyFields):
     return_x_sched: bool | None = None
     request_id: str | None = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    data_parallel_rank: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -108,9 +157,10 @@ class ChatRequest(OpenAIFields):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    function_call: str | dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    modalities: list[str] | None = None
     reasoning_effort: str | None = None
-    store: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -137,7 +187,7 @@ class NativeSampling(SamplingFields):
 
 
 @dataclass(kw_only=True)
-class NativeRequest(UrgencyFields):
+class NativeRequest(UrgencyFields, RefusedFields):
     """`POST /generate`, one prompt or a batch."""
 
     text: str | list[str] | None = None
@@ -148,6 +198,7 @@ class NativeRequest(UrgencyFields):
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
+    data_parallel_rank: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -161,6 +212,7 @@ class TokenizeRequest:
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
 
 
 @dataclass(kw_only=True)

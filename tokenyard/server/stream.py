@@ -15,6 +15,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 DONE = b"data: [DONE]\n\n"
+READ_ON_FACTOR = 16
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -66,7 +67,11 @@ class Reply:
 
 
 async def read_body(receive: Receive, limit_bytes: int) -> bytes:
-    """The request's body. Raises HttpError (413) beyond `limit_bytes` and ClientGoneError on a hang-up."""
+    """The request's body. Raises HttpError (413) beyond `limit_bytes` and ClientGoneError on a hang-up.
+
+    A body that is too large is read on and thrown away for a while, as most clients look for an answer only after they
+    have sent everything.
+    """
     parts: list[bytes] = []
     size = 0
     while True:
@@ -75,10 +80,12 @@ async def read_body(receive: Receive, limit_bytes: int) -> bytes:
             raise ClientGoneError
         part = message.get("body", b"")
         size += len(part)
-        if size > limit_bytes:
+        more = message.get("more_body", False)
+        if size <= limit_bytes:
+            parts.append(part)
+        elif not more or size > READ_ON_FACTOR * limit_bytes:
             raise HttpError(413, f"the body is larger than {limit_bytes} bytes", code="body_too_large")
-        parts.append(part)
-        if not message.get("more_body", False):
+        if not more:
             return b"".join(parts)
 
 
