@@ -80,10 +80,13 @@ class OpenGate:
 
 @dataclass(slots=True)
 class SetPolicy:
-    """Order the queue by another policy from now on."""
+    """Order the queue by another policy from now on. `changes` are scheduler settings that go with it, of those that
+    bound a step (`policy.adaptive.CHANGEABLE`); all others, and these at the next `SetPolicy`, are as at the start.
+    """
 
     name: str
     options: dict[str, float | int | str | bool] = field(default_factory=dict)
+    changes: dict[str, float | int | str | bool] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import difflib
 
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.policy import deadline, fair, order, short
+from tokenyard.policy import adaptive, deadline, fair, order, short
 from tokenyard.policy.base import Policy
 from tokenyard.policy.compose import BoundedOvertaking
 from tokenyard.policy.hook import load_object
@@ -17,6 +17,7 @@ _LISTED: list[type[Policy]] = [
     *short.POLICIES,
     *deadline.POLICIES,
     *fair.POLICIES,
+    *adaptive.POLICIES,
 ]
 POLICIES = {policy.name: policy for policy in _LISTED}
 """Each module of policies lists its own in `POLICIES`. "priority" is fcfs with priority scheduling on."""

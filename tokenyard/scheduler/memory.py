@@ -105,6 +105,14 @@ class KvMemory:
         self.pool.page_table[pool_row, : len(pages)] = pages
         return pool_row, pages
 
+    def adopt(self, ids: Int32Array) -> None:
+        """Let the tree hold `ids` to whole pages as if a request had left them; nothing if there is no room."""
+        count = len(ids) // self.page_size
+        pages = self.take_pages(count)
+        if pages is not None:
+            inserted = self.tree.insert(ids[: count * self.page_size].tobytes(), pages)
+            self.allocator.free(pages[: inserted.present_tokens // self.page_size])
+
     def publish(
         self, pool_row: int, node: Any, cached: int, computed: int, priority: int, last_step: int
     ) -> tuple[Any, int, Int32Array]:

@@ -6,6 +6,7 @@ from tokenyard.base import CostModel, Event, Explanation, Flush, StepPlan, StepR
 from tokenyard.cache.kv_events import KvRecord
 from tokenyard.policy.hook import RequestView
 from tokenyard.scheduler.disguise import Disguise
+from tokenyard.scheduler.moment import Moment
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.scheduler.tape import Header, Idled, Origin, Planned, Raised, TapeEncoder
@@ -125,6 +126,10 @@ class Recorder:
     def explain(self, number: int, now: int) -> Explanation | None:
         """Where the time of a request went."""
         return self.scheduler.explain(number, now)
+
+    def moment(self, now: int) -> Moment:
+        """What a look ahead starts from."""
+        return self.scheduler.moment(now)
 
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""

@@ -40,10 +40,12 @@ from tokenyard.base import (
 )
 from tokenyard.cache.kv_events import KvEvent, KvRecord, kv_record
 from tokenyard.policy import NO_PRIORITY
+from tokenyard.policy.adaptive import changed
 from tokenyard.policy.hook import MOST_BOOST, RequestView
 from tokenyard.scheduler.committer import Committer
 from tokenyard.scheduler.draft import PlanDraft
 from tokenyard.scheduler.lifecycle import Gate, State
+from tokenyard.scheduler.moment import Moment, take_moment
 from tokenyard.scheduler.planner import Planner
 from tokenyard.scheduler.repeats import repeat
 from tokenyard.scheduler.roster import Roster
@@ -225,9 +227,11 @@ class Scheduler:
         """Order the queue by another policy. Raises ConfigError for an unknown name, or one that contradicts other
         settings; the old one then stays.
         """
-        settings = replace(self.roster.settings, schedule_policy=event.name, policy_options=event.options)
-        settings.validate()
+        settings, headroom = changed(self.roster.settings, event), self.roster.policy.headroom
         self.roster.set_policy(settings, now)
+        if type(self.roster.policy.headroom) is type(headroom):
+            # What it has learnt of answers has nothing to do with the order of the queue.
+            self.roster.policy.headroom = headroom
 
     def flush(self, now: int) -> bool:
         """Empty the prefix cache; False, and nothing done, while any request waits, runs or is in flight."""
@@ -350,6 +354,10 @@ class Scheduler:
         if row is not None:
             return roster.explain(row, now)
         return None if end is None else roster.chronicle.explain(end)
+
+    def moment(self, now: int) -> Moment:
+        """What a look ahead starts from; see `scheduler.moment`."""
+        return take_moment(self.roster, now)
 
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""

@@ -20,9 +20,11 @@ from tokenyard.base import (
     SchedulerSettings,
 )
 from tokenyard.cost import LinearCost, Profile, unloaded_prefill_s
+from tokenyard.policy.adaptive import Adaptive, Switch
 from tokenyard.router.choice import Chooser, WorkerLoad, make_chooser
 from tokenyard.scheduler.recorder import Recorder, Sink
 from tokenyard.scheduler.tape import Origin
+from tokenyard.sim.adaptive import Adapter
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE, BlankContent, Content
 from tokenyard.sim.replica import NEVER_NS, Replica, SimExecutor, StepObserver
 from tokenyard.sim.workload import Workload, to_ns
@@ -103,6 +105,7 @@ class Outcome:
     replica: Int32Array
     unloaded_s: Float64Array
     counters: dict[str, int] = field(default_factory=dict)
+    switches: list[Switch] = field(default_factory=list)
     sim_seconds: float = 0.0
     busy_seconds: float = 0.0
     wall_seconds: float = 0.0
@@ -212,6 +215,8 @@ class _Run:
         self._outcome = _blank_outcome(workload, setup)
         others = [self._replica(None, None) for _ in range(setup.replicas - 1)]
         self._replicas = [self._replica(observer, tape), *others]
+        adaptive = setup.settings.schedule_policy == Adaptive.name
+        self._adapters = [Adapter(setup.settings, replica) for replica in self._replicas] if adaptive else []
         self._loads = [WorkerLoad() for _ in self._replicas]
         self._chooser: Chooser = make_chooser(setup.router, setup.replicas, setup.seed)
 
@@ -226,8 +231,7 @@ class _Run:
     def submit(self, index: int) -> None:
         """Bring all replicas to the arrival of request `index` and give it to one of them."""
         arrival_ns = to_ns(float(self._workload.arrival_s[index]))
-        for replica in self._replicas:
-            replica.advance(arrival_ns, to_arrival=True)
+        self._advance(arrival_ns, to_arrival=True)
         unloaded_s = self._unloaded(int(self._workload.prompt_tokens[index]))
         request = self._workload.request(index, self._content, true_length=self._setup.oracle)
         chosen = self._choose(request) if len(self._replicas) > 1 else 0
@@ -235,6 +239,16 @@ class _Run:
         self._outcome.unloaded_s[index] = unloaded_s
         self._loads[chosen].add(unloaded_s)
         self._replicas[chosen].submit(request, arrival_ns)
+        if self._adapters:
+            self._adapters[chosen].submitted(request, arrival_ns)
+
+    def _advance(self, until: int, *, to_arrival: bool) -> None:
+        """Do everything that is due before `until` (ns), in all replicas."""
+        for index, replica in enumerate(self._replicas):
+            if self._adapters:
+                self._adapters[index].advance(until, to_arrival=to_arrival)
+            else:
+                replica.advance(until, to_arrival=to_arrival)
 
     def _choose(self, request: Request) -> int:
         key = request.prompt_ids.tobytes() if self._chooser.needs_prompt else b""
@@ -256,17 +270,20 @@ class _Run:
         outcome.completion_tokens[number] = finish.completion_tokens
         outcome.cached_tokens[number] = finish.cached_tokens
         outcome.retractions[number] = finish.retractions
-        self._loads[int(outcome.replica[number])].remove(float(outcome.unloaded_s[number]))
+        replica = int(outcome.replica[number])
+        self._loads[replica].remove(float(outcome.unloaded_s[number]))
+        if self._adapters:
+            self._adapters[replica].finished(finish)
 
     def finish(self) -> Outcome:
         """Let everything run to its end and sum up."""
         outcome = self._outcome
-        for replica in self._replicas:
-            replica.advance(NEVER_NS)
+        self._advance(NEVER_NS, to_arrival=False)
         outcome.sim_seconds = max(replica.now for replica in self._replicas) / NS_PER_S
         outcome.busy_seconds = sum(replica.busy_ns for replica in self._replicas) / NS_PER_S
         outcome.decision_hash = b"".join(replica.decision_hash() for replica in self._replicas).hex()[:64]
         outcome.counters = _sum_counters(self._replicas)
+        outcome.switches = [switch for adapter in self._adapters for switch in adapter.judge.latest]
         return outcome
 
 

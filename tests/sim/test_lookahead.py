@@ -1,0 +1,253 @@
+"""Looking ahead: the forward run from a moment of a running scheduler, and policy `adaptive` in virtual time."""
+
+import io
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.sim.small import setup, workload
+from tokenyard.base import NS_PER_S, Pause, Request, SamplingParams, SchedulerSettings, SetPolicy, Slo, Submit
+from tokenyard.policy.adaptive import CANDIDATES, Score
+from tokenyard.scheduler.moment import MOST_WAITING, Answer, Arrived, Ask, Ended, decode, decode_answer, encode
+from tokenyard.scheduler.replay import replay
+from tokenyard.scheduler.tape import Origin, Tape
+from tokenyard.sim.engine import executor_info, simulate
+from tokenyard.sim.lookahead import Fork, Traffic, _Oracle, look_ahead
+from tokenyard.sim.replica import Replica, SimExecutor
+from tokenyard.sim.synthetic import plain, shared_prefix
+from tokenyard.sim.workload import Workload
+
+NAMES = list(CANDIDATES)
+
+
+class Yard:
+    """A replica that serves a workload up to some moment, and the traffic that it saw."""
+
+    def __init__(self, work: Workload, until_s: float, **settings):
+        self.traffic = Traffic()
+        context = work.max_prompt_tokens + work.max_output_tokens + 1
+        chosen = SchedulerSettings(page_size=16, context_length=context, **settings)
+        run = replace(setup(), settings=chosen)
+        origin = Origin(chosen, executor_info(work, run), run.belief(), learns=False)
+        self.scheduler = origin.scheduler()
+        executor = SimExecutor(origin.info, run.belief(), work.output_tokens, distinct_tokens=True)
+        self.replica = Replica(self.scheduler, executor, lambda finish: self.traffic.take(Ended.of(finish)))
+        self.now = round(until_s * NS_PER_S)
+        for index in range(len(work)):
+            request = work.request(index)
+            if request.arrival_ns >= self.now:
+                break
+            self.replica.advance(request.arrival_ns)
+            self.replica.submit(request, request.arrival_ns)
+            self.traffic.take(Arrived.of(request, request.arrival_ns, blocks=True))
+        self.replica.advance(self.now)
+
+    def future(self, horizon_s=10.0, number=0):
+        return _Oracle(self.traffic, self.scheduler.moment(self.now), horizon_s, number).future()
+
+    def look(self, number=0, horizon_s=4.0, names=NAMES):
+        return look_ahead(self.traffic, self.scheduler.moment(self.now), names, horizon_s, number)
+
+
+@pytest.fixture(scope="module")
+def busy():
+    """Chat that has come too fast for a while."""
+    return Yard(plain(500, 30.0, 1), 15.0)
+
+
+def test_a_look_repeats_and_another_number_draws_another_future(busy):
+    names = ["fcfs", "slo"]
+    first = busy.look(names=names)
+    assert [score.name for score in first] == names
+    assert first == busy.look(names=names)
+    assert first != busy.look(names=names, number=1)
+
+
+def test_a_look_foresees_what_a_change_brings(busy):
+    scores = {score.name: score for score in busy.look()}
+    assert scores["slo"].met > 1.2 * scores["fcfs"].met
+    assert scores["slo"].requests > 100
+
+
+def test_a_look_changes_nothing():
+    before = Yard(plain(400, 25.0, 1), 10.0)
+    looked = Yard(plain(400, 25.0, 1), 10.0)
+    looked.look(horizon_s=3.0)
+    for yard in (before, looked):
+        yard.replica.advance(40 * NS_PER_S)
+    assert before.replica.decision_hash() == looked.replica.decision_hash()
+
+
+def test_lengths_to_come_are_not_known():
+    work = plain(400, 25.0, 1)
+    seen = Yard(work, 8.0)
+    open_numbers = [row for row in range(400) if seen.scheduler.roster.table.row_of(row) is not None]
+    other = work.output_tokens.copy()
+    other[open_numbers] = np.maximum(other[open_numbers], 1000)
+    longest = other.max()
+    # Both ask for as many tokens at most.
+    pair = [
+        replace(work, output_tokens=np.append(tokens[:-1], longest).astype(np.int32))
+        for tokens in (work.output_tokens, other)
+    ]
+    first, second = (Yard(one, 8.0) for one in pair)
+    assert first.traffic.outputs().tolist() == second.traffic.outputs().tolist()
+    assert first.look(names=["fcfs", "slo"]) == second.look(names=["fcfs", "slo"])
+
+
+def test_who_runs_goes_on_from_what_is_computed(busy):
+    moment, future = busy.scheduler.moment(busy.now), busy.future()
+    running = int((moment.rows["state"] == 3).sum())
+    assert future.running == running > 20
+    fork = Fork(moment, future, SetPolicy("fcfs"))
+    roster = fork._scheduler.roster
+    assert len(roster.running) + len(fork._scheduler.drain().finished) == running
+    for row in roster.running.rows.tolist():
+        number = int(roster.table.number[row])
+        assert roster.table.computed[row] == moment.rows["planned"][number]
+        # The next token is due when it was.
+        tpot = future.tpot_ns[number]
+        due = moment.rows["first_token_ns"][number] + (future.written[number] + 1) * tpot
+        assert roster.table.first_token_ns[row] + tpot == due or not moment.rows["first_token_ns"][number]
+
+
+def test_a_forward_run_drains():
+    yard = Yard(plain(60, 30.0, 2), 2.0)
+    yard.traffic.arrivals.clear()
+    moment = yard.scheduler.moment(yard.now)
+    for name in NAMES:
+        fork = Fork(moment, yard.future(), CANDIDATES[name])
+        fork.score(name, yard.now + 10_000 * NS_PER_S)
+        assert not fork._scheduler.has_work
+        assert fork._scheduler.idle() is None
+        assert len(fork._finishes) == len(moment.rows["number"])
+
+
+def test_arrivals_come_as_often_as_lately():
+    yard = Yard(plain(1000, 10.0, 3), 50.0)
+    come = [len(future) - future.running - future.waiting for future in (yard.future(10.0, n) for n in range(20))]
+    assert 80 < np.mean(come) < 120
+    assert np.std(come) > 2
+
+
+def test_arrivals_of_long_ago_are_forgotten():
+    yard = Yard(workload(*((0.1 * i, 100, 2) for i in range(50)), (100.0, 100, 2)), 101.0)
+    yard.future()
+    assert [one.number for one in yard.traffic.arrivals] == [50]
+
+
+def test_common_prefixes_are_found_again_in_the_forward_run():
+    yard = Yard(shared_prefix(400, 20.0, 1), 15.0)
+    future = yard.future()
+    fork = Fork(yard.scheduler.moment(yard.now), future, SetPolicy("lpm"))
+    seated = fork._scheduler.roster.counters.hit_tokens
+    fork.score("lpm", yard.now + 10 * NS_PER_S)
+    counters = fork._scheduler.roster.counters
+    come = sum(len(request.prompt_ids) for request in future.requests[future.running :])
+    assert (counters.hit_tokens - seated) / come > 0.6
+    # What only one request had is nobody's prefix.
+    alone = Yard(plain(400, 20.0, 1), 15.0)
+    fork = Fork(alone.scheduler.moment(alone.now), alone.future(), SetPolicy("lpm"))
+    fork.score("lpm", alone.now + 10 * NS_PER_S)
+    assert fork._scheduler.roster.counters.hit_tokens == 0
+
+
+def test_own_targets_and_deadlines_count():
+    base = Request(0, "", np.arange(1, 101, dtype=np.int32), SamplingParams(max_new_tokens=50))
+    cases = {
+        "none": (base, 1_000_000_000),
+        "own": (replace(base, slo=Slo(ttft_ns=5)), 5),
+        "deadline": (replace(base, slo=Slo(ttft_ns=5), deadline_ns=7), 7),
+    }
+    for name, (request, due) in cases.items():
+        yard = Yard(workload((0.0, 200, 1)), 1.0)
+        yard.traffic.arrivals.clear()
+        yard.scheduler.submit(Submit(request), 10**9)
+        yard.traffic.take(Arrived.of(request, 10**9, blocks=True))
+        future = yard.future(5.0)
+        assert future.waiting == 1, name
+        assert {due_ns - one.arrival_ns for due_ns, one in zip(future.due_ns, future.requests, strict=True)} == {due}, (
+            name
+        )
+
+
+def test_requests_that_are_lost_already_and_those_that_have_time_left_are_not_judged():
+    yard = Yard(workload((0.0, 100, 2000)), 1.0, max_running_requests=1)
+    yard.traffic.arrivals.clear()
+    for number, targets in ((1, {"slo": Slo(ttft_ns=1)}), (2, {"deadline_ns": 100 * NS_PER_S})):
+        request = Request(number, "", np.full(10, 5, np.int32), SamplingParams(max_new_tokens=5), **targets)
+        yard.scheduler.submit(Submit(request), yard.now - 10)
+    assert yard.future().waiting == 2
+    (score,) = yard.look(names=["fcfs"], horizon_s=0.2)
+    assert (score.requests, score.met) == (1, 1.0)
+
+
+def test_of_a_long_queue_a_part_is_taken_and_who_is_held_back_is_left_out():
+    yard = Yard(workload((0.0, 50, 10)), 0.5, max_running_requests=4)
+    for number in range(1, 2001):
+        request = Request(number, "", np.full(10, 5, np.int32), SamplingParams(max_new_tokens=5))
+        yard.scheduler.submit(Submit(request), number)
+    yard.scheduler.pause(Pause(numbers=[2000, 1999]), yard.now)
+    rows = yard.scheduler.moment(yard.now).rows
+    waiting = rows["number"][rows["state"] == 1]
+    assert len(waiting) == MOST_WAITING
+    assert (waiting[0], waiting[-1]) == (1, 1998)
+    assert np.diff(waiting).max() <= 5
+
+
+def test_messages_survive_the_way(busy):
+    moment = busy.scheduler.moment(busy.now)
+    for message in (*list(busy.traffic.arrivals)[:2], Ended(3, 4, 5, True), Ask(1, NAMES, 10.0, moment)):
+        found = decode(encode(message))
+        assert encode(found) == encode(message)
+    answer = Answer(7, [Score("slo", 0.5, 0.1, 10, 5)], 0.25)
+    assert decode_answer(encode(answer)) == answer
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x00", b"\x02abc", b"\x01" + msgspec.msgpack.encode([1])])
+def test_what_is_no_message_is_refused(data):
+    for read in (decode, decode_answer):
+        with pytest.raises(ValueError):
+            read(data)
+
+
+def adaptive(work, tape=None, among="fcfs+slo", **changes):
+    options = {"among": among, "interval_s": 5.0, "horizon_s": 5.0}
+    return simulate(
+        work, setup("vllm-default", {"schedule_policy": "adaptive", "policy_options": options, **changes}), tape=tape
+    )
+
+
+def test_adaptive_changes_when_traffic_shifts():
+    calm, rush = plain(60, 3.0, 1), plain(600, 30.0, 2)
+    parts = [
+        *zip(calm.arrival_s, calm.prompt_tokens, calm.output_tokens, strict=True),
+        *zip(rush.arrival_s + 25.0, rush.prompt_tokens, rush.output_tokens, strict=True),
+    ]
+    work = workload(*parts)
+    outcome = adaptive(work)
+    assert [switch.candidate for switch in outcome.switches] == ["slo"]
+    assert 25.0 < outcome.switches[0].at_ns / NS_PER_S < 45.0
+    fcfs = simulate(work, setup("vllm-default"))
+    assert outcome.met.mean() > fcfs.met.mean() + 0.1
+
+
+def test_a_tape_of_adaptive_replays_without_looking_ahead():
+    sink = io.BytesIO()
+    outcome = adaptive(plain(300, 30.0, 1), sink)
+    assert adaptive(plain(300, 30.0, 1)).decision_hash == outcome.decision_hash
+    tape = Tape(sink.getvalue(), "tape")
+    events = [record.body for record in tape.records() if isinstance(record.body, SetPolicy)]
+    assert [event.name for event in events] == ["fcfs", "slo"]
+    report = replay(tape)
+    assert report.difference is None
+    assert report.plans == report.equal == outcome.counters["steps"]
+
+
+def test_adaptive_begins_with_its_first_candidate_and_serves_after_idle_times():
+    gap = workload(*((0.01 * i, 3000, 40) for i in range(100)), *((500 + 0.01 * i, 3000, 40) for i in range(100)))
+    outcome = adaptive(gap, among="slo+fcfs")
+    assert outcome.served.all()
+    assert outcome.switches == []

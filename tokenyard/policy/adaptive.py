@@ -1,0 +1,236 @@
+"""`adaptive`: whichever of a few settings would serve the traffic of the last minute best.
+
+The policy itself is fcfs. Outside the core, every few seconds, the state is run a few seconds forward under each
+candidate by the simulator (sim/lookahead.py), and `Judge` says whether to change; the change enters as `SetPolicy`.
+"""
+
+import difflib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from tokenyard.base import NS_PER_S, ConfigError, SchedulerSettings, SetPolicy
+from tokenyard.policy.base import Option, Policy, chosen_options
+
+MARGIN = 0.03
+"""How much better is clearly better, as a share of what there is now."""
+
+LEAST_GAIN_S = 0.1
+"""Of the mean time to first token: what somebody might notice."""
+
+LATEST_SWITCHES = 16
+MOST_SAVED_S = 4.0
+"""CPU time that calm times may save up for a few looks in a row."""
+
+CHANGEABLE = ("chunked_prefill_size", "enable_mixed_chunk", "step_budget")
+
+CANDIDATES = {
+    "slo": SetPolicy("slo"),
+    "short-first": SetPolicy("short-first", changes={"step_budget": "time"}),
+    "lpm-time": SetPolicy("lpm", changes={"step_budget": "time"}),
+    "lpm": SetPolicy("lpm"),
+    "fcfs-time": SetPolicy("fcfs", changes={"step_budget": "time"}),
+    "fcfs": SetPolicy("fcfs"),
+}
+"""What can be chosen: an order of the queue, and whether steps are bounded in time. The first one that can be used is
+where it begins; those that did best on recorded traffic come first.
+"""
+
+NEED_TREE = ("lpm", "lpm-time")
+SEPARATOR = "+"
+
+
+class Adaptive(Policy):
+    """fcfs, until a look ahead finds something clearly better.
+
+    Options: `interval_s` from one look to the next, `horizon_s` how far it goes, `cpu_share` of one core that looks may
+    take on average (the interval gets longer for it), `among` the candidates by name with `+` in between.
+    """
+
+    name = "adaptive"
+    needs_cost = True
+    options: ClassVar[dict[str, Option]] = {
+        "interval_s": 5.0,
+        "horizon_s": 10.0,
+        "cpu_share": 0.05,
+        "among": SEPARATOR.join(CANDIDATES),
+    }
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {
+        "interval_s": (0.1, 3600.0),
+        "horizon_s": (0.1, 60.0),
+        "cpu_share": (0.001, 1.0),
+    }
+    overtaking = "as the policy in use says; before the first change none: requests start in the order of their arrival"
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        super().__init__(settings)
+        Outlook.of(settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What `adaptive` is asked for; see the options of `Adaptive`."""
+
+    candidates: tuple[str, ...]
+    interval_s: float
+    horizon_s: float
+    cpu_share: float
+
+    @classmethod
+    def of(cls, settings: SchedulerSettings) -> "Outlook":
+        """The outlook that settings with the policy `adaptive` ask for. Raises ConfigError for unknown candidates, and
+        if none can be used with the other settings.
+        """
+        options = chosen_options(Adaptive, settings)
+        names = [name.strip() for name in str(options["among"]).split(SEPARATOR)]
+        for name in names:
+            if name not in CANDIDATES:
+                near = difflib.get_close_matches(name, CANDIDATES, n=2)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"choose among {SEPARATOR.join(CANDIDATES)}"
+                raise ConfigError(f"adaptive knows no candidate {name!r}; {hint}")
+        usable = tuple(name for name in dict.fromkeys(names) if _usable(name, settings))
+        if not usable:
+            raise ConfigError(f"none of adaptive's candidates {', '.join(names)} can be used with the other settings")
+        return cls(usable, float(options["interval_s"]), float(options["horizon_s"]), float(options["cpu_share"]))
+
+
+def changed(settings: SchedulerSettings, event: SetPolicy) -> SchedulerSettings:
+    """`settings` with what the event asks for. Raises ConfigError for a change of what cannot be changed, and for
+    settings that contradict each other.
+    """
+    for name in event.changes:
+        if name not in CHANGEABLE:
+            raise ConfigError(f"{name} cannot be changed while the scheduler runs; only {', '.join(CHANGEABLE)} can")
+    changes: dict[str, Any] = dict(event.changes)
+    found = replace(settings, schedule_policy=event.name, policy_options=event.options, **changes)
+    found.validate()
+    return found
+
+
+def _usable(name: str, settings: SchedulerSettings) -> bool:
+    if name in NEED_TREE and settings.disable_radix_cache:
+        return False
+    try:
+        changed(settings, CANDIDATES[name])
+    except ConfigError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a candidate did in a look ahead: `met`, the share of `requests` that met their targets, those left out that
+    could not be judged by the end of it, and the mean time to first token in seconds, of those still waiting so far.
+    """
+
+    name: str
+    met: float
+    ttft_s: float
+    requests: int = 0
+    steps: int = 0
+
+    def clearly_better(self, than: "Score") -> bool:
+        """More requests met by the margin; where it is the very same share, first tokens sooner by the margin, and by
+        what somebody might notice.
+        """
+        if self.met != than.met:
+            return self.met > than.met * (1.0 + MARGIN)
+        return self.ttft_s < min(than.ttft_s * (1.0 - MARGIN), than.ttft_s - LEAST_GAIN_S)
+
+    @property
+    def beatable(self) -> bool:
+        """Whether any score could be clearly better."""
+        return Score("", 1.0, 0.0).clearly_better(self) or Score("", self.met, 0.0).clearly_better(self)
+
+
+@dataclass(slots=True)
+class Switch:
+    """A change that was made at `at_ns`, and why."""
+
+    at_ns: int
+    candidate: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Judge:
+    """Keeps to the current candidate until another one is clearly better twice in a row."""
+
+    candidates: Sequence[str]
+    current: str = ""
+    looks: int = 0
+    switches: dict[str, int] = field(default_factory=dict)
+    latest: deque[Switch] = field(default_factory=lambda: deque(maxlen=LATEST_SWITCHES))
+    scores: list[Score] = field(default_factory=list)
+    _better: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.current = self.current or self.candidates[0]
+
+    def begin(self) -> SetPolicy:
+        """The current candidate's policy."""
+        return CANDIDATES[self.current]
+
+    def wanted(self) -> list[str]:
+        """Whose scores the next look is for: the current candidate, then those that were better in the look before, or
+        else all others.
+        """
+        return [self.current, *(self._better or (name for name in self.candidates if name != self.current))]
+
+    def take(self, scores: Sequence[Score], now: int) -> SetPolicy | None:
+        """Look at the scores of those `wanted`, or of the first of them if it cannot be beaten; the change to make, if
+        any. Raises ValueError for scores of others, and for such as cannot be.
+        """
+        names = [score.name for score in scores]
+        if names not in (self.wanted(), [self.current]) or not all(_sensible(score) for score in scores):
+            raise ValueError("the scores of a look ahead make no sense")
+        self.looks += 1
+        self.scores = list(scores)
+        present, confirmed = scores[0], bool(self._better)
+        better = [score for score in scores[1:] if score.clearly_better(present)]
+        if not better or not confirmed:
+            self._better = [score.name for score in better]
+            return None
+        self._better = []
+        best = max(better, key=lambda score: (score.met, -score.ttft_s))
+        self.latest.append(Switch(now, best.name, _reason(best, present)))
+        self.switches[best.name] = self.switches.get(best.name, 0) + 1
+        self.current = best.name
+        return CANDIDATES[best.name]
+
+
+class Pace:
+    """When the next look may be: `interval_s` after the one before, and never more CPU time than the share of a core on
+    average. What calm times leave over is saved up, to `MOST_SAVED_S`.
+    """
+
+    def __init__(self, outlook: Outlook, now: int) -> None:
+        self._interval_ns = round(outlook.interval_s * NS_PER_S)
+        self._share = outlook.cpu_share
+        self._saved_s = 0.0
+        self._as_of_ns = now
+        self.next_ns = now + self._interval_ns
+
+    def looked(self, began_ns: int, cpu_s: float) -> None:
+        """A look that began at `began_ns` took so much CPU time."""
+        self._saved_s += self._share * max(began_ns - self._as_of_ns, 0) / NS_PER_S
+        self._saved_s = min(self._saved_s, MOST_SAVED_S) - cpu_s
+        self._as_of_ns = began_ns
+        pause_ns = max(self._interval_ns, round(-self._saved_s / self._share * NS_PER_S))
+        self.next_ns = began_ns + pause_ns
+
+
+def _sensible(score: Score) -> bool:
+    # Comparisons with NaN are false.
+    return 0.0 <= score.met <= 1.0 and 0.0 <= score.ttft_s < 1e9
+
+
+def _reason(best: Score, present: Score) -> str:
+    """Why, in one line."""
+    if best.met != present.met:
+        return f"{best.name} lets {best.met:.1%} of the requests meet their targets, {present.name} {present.met:.1%}"
+    return f"{best.name} gives first tokens after {best.ttft_s:.2f} s on average, {present.name} {present.ttft_s:.2f} s"
+
+
+POLICIES: list[type[Policy]] = [Adaptive]

@@ -1,0 +1,51 @@
+"""Policy `adaptive` in virtual time: looks ahead every few seconds and changes the policy as a server would."""
+
+from tokenyard.base import Finish, Request, SchedulerSettings
+from tokenyard.policy.adaptive import Judge, Outlook, Pace
+from tokenyard.scheduler.moment import Arrived, Ended
+from tokenyard.sim.lookahead import Traffic, look_ahead
+from tokenyard.sim.replica import Replica
+
+LOOK_S, STEP_S = 0.05, 0.0002
+"""CPU time that is counted for a look and for each step in it, so that looks come as often as in a server, and yet at
+the same times on any machine.
+"""
+
+
+class Adapter:
+    """Looks ahead for one replica. That takes no virtual time."""
+
+    def __init__(self, settings: SchedulerSettings, replica: Replica) -> None:
+        self._replica = replica
+        self._outlook = Outlook.of(settings)
+        self.judge = Judge(self._outlook.candidates)
+        self._traffic = Traffic()
+        self._blocks = not settings.disable_radix_cache
+        self._pace = Pace(self._outlook, replica.now)
+        replica.scheduler.apply(self.judge.begin(), replica.now)
+
+    def submitted(self, request: Request, now: int) -> None:
+        """The replica got a request."""
+        self._pace.next_ns = max(self._pace.next_ns, now)
+        self._traffic.take(Arrived.of(request, now, blocks=self._blocks))
+
+    def finished(self, finish: Finish) -> None:
+        """A request has left."""
+        self._traffic.take(Ended.of(finish))
+
+    def advance(self, until: int, *, to_arrival: bool) -> None:
+        """`Replica.advance`, looking ahead on the way while there is work."""
+        while self._pace.next_ns < until:
+            self._replica.advance(self._pace.next_ns)
+            if not self._replica.scheduler.has_work:
+                break
+            self._look(self._pace.next_ns)
+        self._replica.advance(until, to_arrival=to_arrival)
+
+    def _look(self, now: int) -> None:
+        moment, judge = self._replica.scheduler.moment(now), self.judge
+        scores = look_ahead(self._traffic, moment, judge.wanted(), self._outlook.horizon_s, judge.looks)
+        event = judge.take(scores, now)
+        if event is not None:
+            self._replica.scheduler.apply(event, now)
+        self._pace.looked(now, LOOK_S + STEP_S * sum(score.steps for score in scores))

@@ -1,0 +1,439 @@
+"""A few seconds ahead of a running scheduler, under each of some settings: what policy `adaptive` goes by.
+
+The forward run is the scheduler itself over a cost model, as in every simulation. It starts from a `Moment` and differs
+from what will happen in that
+
+- output lengths are not known: each is drawn from the latest answers, for a request under way from those longer than
+  what it has written;
+- requests to come are drawn from those of the last minute, recent ones more often, with their shared prefixes;
+- the cache holds the prompts of the latest requests to end, without their answers, as many as it held tokens; prompts
+  are known to whole blocks of 128 tokens;
+- a request whose prompt is half computed waits, with the computed half in the cache, and one that runs counts as a
+  prompt of what it has computed;
+- steps do not overlap, and what policies have learnt of lengths and of service so far they do not know.
+
+Everything is drawn once, so all candidates meet the same future.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from tokenyard.base import (
+    NS_PER_S,
+    Finish,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    Request,
+    SamplingParams,
+    SchedulerSettings,
+    SetPolicy,
+    Slo,
+    Submit,
+)
+from tokenyard.cost import LinearCost, unloaded_prefill_s
+from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
+from tokenyard.policy.adaptive import CANDIDATES, Score, changed
+from tokenyard.scheduler.lifecycle import State
+from tokenyard.scheduler.moment import BLOCK_TOKENS, Arrived, Ended, Moment
+from tokenyard.scheduler.scheduler import Scheduler
+from tokenyard.sim.content import ANSWER_STREAM, EOS_TOKEN, UNIQUE_STREAM, VOCAB_SIZE, stream_tokens
+from tokenyard.sim.replica import Replica, SimExecutor
+
+MEMORY_NS = 60 * NS_PER_S
+HALF_LIFE_S = 20.0
+"""An arrival so long ago is drawn half as often as one right now."""
+
+MOST_ARRIVALS = 4096
+MOST_ENDED = 512
+MOST_OPEN = 20_000
+FIRST_GUESS_TOKENS = 200
+NS_PER_MS = 1_000_000
+NO_BLOCKS = np.empty(0, np.int64)
+UNLIMITED = 1 << 30
+
+
+class Traffic:
+    """The requests of the last minute, those that are open, and the latest ones to end."""
+
+    def __init__(self) -> None:
+        self.arrivals: deque[Arrived] = deque(maxlen=MOST_ARRIVALS)
+        self.open: dict[int, Arrived] = {}
+        self.ended: deque[tuple[Arrived | None, Ended]] = deque(maxlen=MOST_ENDED)
+        self.since_ns: int | None = None
+
+    def take(self, event: Arrived | Ended) -> None:
+        """Take in what happened to a request."""
+        if isinstance(event, Ended):
+            self.ended.append((self.open.pop(event.number, None), event))
+            return
+        self.since_ns = event.arrival_ns if self.since_ns is None else self.since_ns
+        self.arrivals.append(event)
+        for number in range(event.number, event.number + event.answers):
+            self.open[number] = event
+        while len(self.open) > MOST_OPEN:
+            del self.open[next(iter(self.open))]
+
+    def forget(self, now: int) -> None:
+        """Forget arrivals of more than a minute ago."""
+        while self.arrivals and self.arrivals[0].arrival_ns < now - MEMORY_NS:
+            self.arrivals.popleft()
+
+    def outputs(self) -> Int64Array:
+        """Lengths of the latest whole answers, in ascending order; a guess if there is none."""
+        found = [ended.output_tokens for _, ended in self.ended if ended.whole]
+        return np.array(sorted(found) or [FIRST_GUESS_TOKENS], np.int64)
+
+
+@dataclass(slots=True)
+class Future:
+    """What all candidates meet: requests by their number here, in columns, and the prompts that the cache holds.
+
+    answers: int64[m], lengths of earlier answers. requests: those that run, then those that wait, then those to come.
+    due_ns: when the first token is due. tpot_ns: the target of further ones. written: output tokens so far; first_ns:
+    when the first one came, 0 if it has not. outputs: tokens that are to come.
+    """
+
+    answers: Int64Array
+    running: int = 0
+    waiting: int = 0
+    requests: list[Request] = field(default_factory=list)
+    due_ns: list[int] = field(default_factory=list)
+    tpot_ns: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    first_ns: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    cached: list[Int32Array] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+def look_ahead(
+    traffic: Traffic, moment: Moment, candidates: Sequence[str], horizon_s: float, number: int
+) -> list[Score]:
+    """Score each candidate by the next `horizon_s` seconds after the moment; only the first one, which is in use, if
+    none could be clearly better. Equal arguments give equal scores.
+    """
+    future = _Oracle(traffic, moment, horizon_s, number).future()
+    end_ns = moment.now + round(horizon_s * NS_PER_S)
+    scores: list[Score] = []
+    for name in candidates:
+        scores.append(Fork(moment, future, CANDIDATES[name]).score(name, end_ns))
+        if not scores[0].beatable:
+            break
+    return scores
+
+
+class _Oracle:
+    """Draws one future."""
+
+    def __init__(self, traffic: Traffic, moment: Moment, horizon_s: float, number: int) -> None:
+        traffic.forget(moment.now)
+        self._traffic, self._moment, self._horizon_s = traffic, moment, horizon_s
+        self._settings = moment.settings
+        self._rng = np.random.default_rng(number)
+        self._outputs = traffic.outputs()
+        self._cost = LinearCost(moment.terms)
+        self._unloaded_ns: dict[int, float] = {}
+        self._future = Future(self._outputs)
+
+    def future(self) -> Future:
+        """Everything that will be."""
+        future, rows = self._future, self._moment.rows
+        for index in np.flatnonzero(rows["state"] == State.RUNNING).tolist():
+            self._add_running({name: int(column[index]) for name, column in rows.items()})
+        future.running = len(future)
+        for index in np.flatnonzero(rows["state"] != State.RUNNING).tolist():
+            self._add_waiting({name: int(column[index]) for name, column in rows.items()})
+        future.waiting = len(future) - future.running
+        for at_ns, template in self._draw_arrivals():
+            self._add_arrival(at_ns, template)
+        self._remember_prompts()
+        return future
+
+    def _add_running(self, row: dict[str, int]) -> None:
+        written = row["planned"] - row["prompt_tokens"]
+        # The last chunk may be under way; then the first token comes now.
+        first_ns = row["first_token_ns"] or self._moment.now
+        self._add_open(row, row["planned"], written, first_ns)
+
+    def _add_waiting(self, row: dict[str, int]) -> None:
+        written = row["known"] - row["prompt_tokens"]
+        ids = self._add_open(row, row["known"], written, row["first_token_ns"])
+        if row["planned"]:
+            self._future.cached.append(ids[: row["planned"]])
+
+    def _add_open(self, row: dict[str, int], tokens: int, written: int, first_ns: int) -> Int32Array:
+        """A request that is there already, as a prompt of `tokens` tokens, `written` of which are its answer's."""
+        arrived = self._traffic.open.get(row["number"])
+        ids = self._prompt(arrived.blocks if arrived is not None else NO_BLOCKS, tokens, row["prompt_tokens"])
+        most = row["limit"] - tokens + 1
+        arrival_ns, prompt = row["arrival_ns"], row["prompt_tokens"]
+        due_ns = row["deadline_ns"]
+        if due_ns == NO_DEADLINE:
+            due_ns = arrival_ns + (row["ttft_ns"] or self._class_ttft_ns(prompt))
+        self._add(
+            ids,
+            most,
+            arrival_ns,
+            priority=None if row["priority"] == NO_PRIORITY else row["priority"],
+            arrived=arrived,
+            due_ns=due_ns,
+            own=(row["ttft_ns"], row["tpot_ns"]),
+            written=written,
+            first_ns=first_ns,
+        )
+        return ids
+
+    def _add_arrival(self, at_ns: int, template: Arrived) -> None:
+        shared = template.blocks[: self._shared_blocks(template)]
+        ids = self._prompt(shared, template.prompt_tokens, template.prompt_tokens)
+        due_ns = template.deadline_ns or template.ttft_ns or self._class_ttft_ns(template.prompt_tokens)
+        self._add(
+            ids,
+            template.max_new_tokens,
+            at_ns,
+            priority=template.priority,
+            arrived=template,
+            due_ns=at_ns + due_ns,
+            own=(template.ttft_ns, template.tpot_ns),
+        )
+
+    def _add(
+        self,
+        ids: Int32Array,
+        most: int,
+        arrival_ns: int,
+        *,
+        priority: int | None,
+        arrived: Arrived | None,
+        due_ns: int,
+        own: tuple[int, int],
+        written: int = 0,
+        first_ns: int = 0,
+    ) -> None:
+        future, number = self._future, len(self._future)
+        most = max(most, 1)
+        request = Request(
+            number=number,
+            rid="",
+            prompt_ids=ids,
+            sampling=SamplingParams(max_new_tokens=most, temperature=0.0, seed=number),
+            arrival_ns=arrival_ns,
+            priority=priority,
+            service_class=(arrived.service_class or None) if arrived is not None else None,
+            tenant=arrived.tenant if arrived is not None else "",
+            # The class's target is that of the prompt alone, which the one here may be longer than.
+            deadline_ns=due_ns - arrival_ns,
+            slo=Slo(own[0] or None, own[1] or None),
+        )
+        future.requests.append(request)
+        future.due_ns.append(due_ns)
+        future.tpot_ns.append(own[1] or round(self._settings.slo_tpot_ms * NS_PER_MS))
+        future.written.append(written)
+        future.first_ns.append(first_ns)
+        future.outputs.append(min(self._draw_rest(written), most))
+
+    def _draw_rest(self, written: int) -> int:
+        """Output tokens that are to come after so many; one that has outgrown all others is taken to come as far again.
+
+        The draw is made in any case, so that what is drawn later stays the same.
+        """
+        share, outputs = float(self._rng.random()), self._outputs
+        longer = int(np.searchsorted(outputs, written, side="right"))
+        if longer == len(outputs):
+            return max(written, 1)
+        return int(outputs[longer + int(share * (len(outputs) - longer))]) - written
+
+    def _draw_arrivals(self) -> list[tuple[int, Arrived]]:
+        """Arrivals at the weighted rate of the last minute, evenly spread, each like one of then."""
+        traffic, now = self._traffic, self._moment.now
+        if not traffic.arrivals or traffic.since_ns is None:
+            return []
+        ages = np.array([now - one.arrival_ns for one in traffic.arrivals]) / NS_PER_S
+        weights: Float64Array = 0.5 ** (ages / HALF_LIFE_S)
+        span_s = min(max(now - traffic.since_ns, NS_PER_S), MEMORY_NS) / NS_PER_S
+        weighted_s = (1.0 - 0.5 ** (span_s / HALF_LIFE_S)) * HALF_LIFE_S / np.log(2.0)
+        count = int(self._rng.poisson(min(weights.sum() / weighted_s * self._horizon_s, MOST_ARRIVALS)))
+        times = np.sort(self._rng.uniform(0.0, self._horizon_s, count))
+        chosen = self._rng.choice(len(ages), count, p=weights / weights.sum())
+        return [
+            (now + round(time * NS_PER_S), traffic.arrivals[index])
+            for time, index in zip(times.tolist(), chosen.tolist(), strict=True)
+        ]
+
+    def _shared_blocks(self, arrived: Arrived) -> int:
+        """Leading blocks that another request of the last minute had too."""
+        alone = [block not in self._common_blocks for block in arrived.blocks.tolist()]
+        return alone.index(True) if True in alone else len(alone)
+
+    @cached_property
+    def _common_blocks(self) -> set[int]:
+        """Blocks that several requests of the last minute had."""
+        blocks, times = np.unique(np.concatenate([one.blocks for one in self._traffic.arrivals]), return_counts=True)
+        return set(blocks[times > 1].tolist())
+
+    def _prompt(self, blocks: Int64Array, tokens: int, prompt_tokens: int) -> Int32Array:
+        """Token ids of a prompt that begins with these blocks, goes on by itself, and ends with its own answer."""
+        number = len(self._future)
+        shared = min(len(blocks) * BLOCK_TOKENS, tokens)
+        ids = np.empty(tokens, np.int32)
+        streams = np.repeat(blocks, BLOCK_TOKENS)[:shared]
+        ids[:shared] = stream_tokens(streams, np.arange(shared) % BLOCK_TOKENS)
+        ids[shared:prompt_tokens] = stream_tokens(UNIQUE_STREAM + number, np.arange(shared, min(prompt_tokens, tokens)))
+        ids[prompt_tokens:] = stream_tokens(ANSWER_STREAM + number, np.arange(max(tokens - prompt_tokens, 0)))
+        return ids
+
+    def _class_ttft_ns(self, prompt_tokens: int) -> int:
+        """The time to first token that is promised to a request that brings no target."""
+        unloaded_ns = self._unloaded_ns.get(prompt_tokens)
+        if unloaded_ns is None:
+            unloaded_ns = unloaded_prefill_s(self._cost, prompt_tokens) * NS_PER_S
+            self._unloaded_ns[prompt_tokens] = unloaded_ns
+        settings = self._settings
+        return round(max(settings.slo_ttft_ms * NS_PER_MS, settings.slo_ttft_scale * unloaded_ns))
+
+    def _remember_prompts(self) -> None:
+        """What the cache holds: prompts of the latest requests to end, in the order in which they did."""
+        room, found, seen = self._moment.cached_tokens, [], set[int]()
+        for arrived, ended in reversed(self._traffic.ended):
+            if room <= 0:
+                break
+            if arrived is None or not ended.whole:
+                continue
+            blocks = arrived.blocks
+            new = sum(block not in seen for block in blocks.tolist())
+            seen.update(blocks.tolist())
+            room -= new * BLOCK_TOKENS + arrived.prompt_tokens % BLOCK_TOKENS
+            found.append(self._prompt(blocks, len(blocks) * BLOCK_TOKENS, arrived.prompt_tokens))
+        self._future.cached = found[::-1] + self._future.cached
+
+
+class Fork:
+    """One candidate in one future."""
+
+    def __init__(self, moment: Moment, future: Future, event: SetPolicy) -> None:
+        self._moment, self._future = moment, future
+        self._finishes: dict[int, Finish] = {}
+        cost = LinearCost(moment.terms)
+        info = replace(moment.info, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_TOKEN,))
+        self._scheduler = Scheduler(_seating(moment.settings), info, cost)
+        outputs = np.array(future.outputs, np.int32)
+        self._executor = SimExecutor(info, cost, outputs, not moment.settings.disable_radix_cache)
+        self._seat()
+        self._change(event)
+
+    def _seat(self) -> None:
+        """Fill the cache, and compute in no time what those who run have computed."""
+        scheduler, future, now = self._scheduler, self._future, self._moment.now
+        memory = scheduler.roster.memory
+        if memory.tree.keeps:
+            for ids in future.cached:
+                memory.adopt(ids)
+        for request in future.requests[: future.running]:
+            scheduler.submit(Submit(request), now)
+        while len(scheduler.roster.waiting):
+            plan = scheduler.plan(now)
+            if plan is None:
+                break
+            _, result = self._executor.run(plan)
+            scheduler.commit(result, now)
+            if plan.decode_rows:
+                break
+        table = scheduler.roster.table
+        for row in scheduler.roster.running.rows.tolist():
+            number = int(table.number[row])
+            # The first of the tokens here counts as written when the last one so far was due by the pace since the
+            # first, so that the row is as far ahead of its pace as it is.
+            table.first_token_ns[row] = future.first_ns[number] + future.written[number] * future.tpot_ns[number]
+
+    def _change(self, event: SetPolicy) -> None:
+        """Go on under the candidate's settings, which know what answers were like."""
+        roster, moment = self._scheduler.roster, self._moment
+        roster.settings = replace(moment.settings, max_in_flight=1)
+        roster.set_policy(changed(roster.settings, event), moment.now)
+        headroom = roster.policy.headroom
+        for tokens in self._future.answers.tolist():
+            headroom.finished(tokens)
+        if hasattr(headroom, "ratio"):
+            headroom.ratio = moment.new_token_ratio
+
+    def score(self, name: str, end_ns: int) -> Score:
+        """Run to `end_ns` and judge."""
+        future, now = self._future, self._moment.now
+        replica = Replica(self._scheduler, self._executor, self._note, depth=1)
+        replica.now = now
+        first_to_come = future.running + future.waiting
+        for request in future.requests[future.running : first_to_come]:
+            replica.submit(request, now)
+        for request in future.requests[first_to_come:]:
+            replica.advance(request.arrival_ns, to_arrival=True)
+            replica.submit(request, request.arrival_ns)
+        replica.advance(end_ns)
+        return replace(self._judge(name, end_ns), steps=replica.steps)
+
+    def _note(self, finish: Finish) -> None:
+        self._finishes[finish.number] = finish
+
+    def _judge(self, name: str, end_ns: int) -> Score:
+        """Who met the targets. Left out: whoever had missed them before, and who has no first token but time for it."""
+        future, met, judged, ttft_ns, waits = self._future, 0, 0, 0, 0
+        for number, request in enumerate(future.requests):
+            begin_ns, due_ns = future.first_ns[number], future.due_ns[number]
+            if begin_ns > due_ns or (not begin_ns and due_ns < self._moment.now):
+                continue
+            first_ns, last_ns, tokens = self._progress(number, end_ns)
+            if not begin_ns:
+                ttft_ns += (first_ns or end_ns) - request.arrival_ns
+                waits += 1
+            if not first_ns and tokens >= 0 and due_ns >= end_ns:
+                continue
+            judged += 1
+            in_pace = last_ns - first_ns <= future.tpot_ns[number] * max(tokens - 1, 1)
+            met += 0 < first_ns <= due_ns and in_pace
+        return Score(name, met / judged if judged else 1.0, ttft_ns / NS_PER_S / waits if waits else 0.0, judged)
+
+    def _progress(self, number: int, end_ns: int) -> tuple[int, int, int]:
+        """When the first token came (0: not yet), when the last one did, and how many there are; -1 if refused."""
+        future, table = self._future, self._scheduler.roster.table
+        first_ns, written = future.first_ns[number], future.written[number]
+        finish = self._finishes.get(number)
+        if finish is not None:
+            if finish.reason == "abort":
+                return 0, finish.finished_ns, -1
+            return first_ns or finish.first_token_ns, finish.finished_ns, written + finish.completion_tokens
+        row = table.row_of(number)
+        if row is None:
+            return 0, end_ns, -1
+        tokens = written + int(table.known[row] - table.prompt_tokens[row])
+        # Its next token is not late before one more time per token has passed.
+        return first_ns or int(table.first_token_ns[row]), end_ns, tokens + 1
+
+
+def _seating(settings: SchedulerSettings) -> SchedulerSettings:
+    """Settings under which everybody who runs finds his place in one step."""
+    return replace(
+        settings,
+        schedule_policy="fcfs",
+        policy_options={},
+        chunked_prefill_size=-1,
+        max_prefill_tokens=UNLIMITED,
+        prefill_max_requests=-1,
+        max_queued_requests=-1,
+        prefill_decode_interval=0,
+        enable_mixed_chunk=False,
+        enable_dynamic_chunking=False,
+        enable_priority_scheduling=False,
+        schedule_low_priority_values_first=False,
+        enable_service_levels=False,
+        max_overtaken_tokens=-1,
+        step_budget="tokens",
+        headroom="none",
+        enable_kv_events=False,
+        max_in_flight=1,
+    )
