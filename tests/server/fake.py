@@ -157,7 +157,7 @@ class FakeManager:
         return self.flushable
 
     async def snapshot(self, timeout_s: float = 2.0) -> dict[str, Any]:
-        counters = {"retracted": 4, "steps": 9}
+        counters = {"retracted": 4, "steps": 9, "aborted": 2, "prompt_tokens": 40, "hit_tokens": 10}
         policy = {"policy": "priority+lpm", "policy_options": {}, "overtaking": "a bound", "policy_note": "a note"}
         load = {"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100}
         return {**load, **policy, "priority_function": "mod:f", "counters": counters}

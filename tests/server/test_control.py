@@ -151,7 +151,7 @@ def test_server_info_shows_the_sampling_defaults(start):
 
 
 def test_metrics_count_what_was_answered(start):
-    server = start(metrics_compat=["sglang", "vllm"])
+    server = start(metrics_compat=["sglang", "vllm"], info={"page_size": 16})
     body = {"prompt": "hello", "max_tokens": 5, "stream": True}
     server.client.post("/v1/completions", json=body)
     families = {family.name: family for family in text_string_to_metric_families(server.client.get("/metrics").text)}
@@ -173,6 +173,12 @@ def test_metrics_count_what_was_answered(start):
     assert samples["tokenyard_retractions_total", ("model", "fake")] == 4
     assert samples["vllm:num_preemptions_total", ("model_name", "fake")] == 4
     assert samples["sglang:num_running_reqs", ("model_name", "fake")] == 3
+    assert samples["sglang:cache_hit_rate", ("model_name", "fake")] == 0.25
+    assert samples["sglang:gen_throughput", ("model_name", "fake")] > 0
+    assert samples["sglang:num_aborted_requests_total", ("model_name", "fake")] == 2
+    assert samples["vllm:prefix_cache_queries_total", ("model_name", "fake")] == 40
+    assert samples["vllm:request_prefill_time_seconds_count", ("model_name", "fake")] == 1
+    assert samples["vllm:cache_config_info", ("block_size", "16"), ("model_name", "fake"), ("num_gpu_blocks", "6")] == 1
     assert samples["vllm:num_requests_waiting", ("model_name", "fake")] == 2
 
 

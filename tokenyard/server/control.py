@@ -141,8 +141,17 @@ async def metrics(state: State) -> Response:
     """Prometheus text; within a long step its gauges are those of up to a second ago."""
     if state.phase != "loading":
         snapshot = await state.manager.snapshot(SCRAPE_TIMEOUT_S)
-        state.metrics.set_load(load_of(snapshot), totals_of(snapshot))
+        state.metrics.set_load(load_of(snapshot) | rates_of(snapshot), totals_of(snapshot))
     return Response(state.metrics.exposition(), media_type=PROMETHEUS)
+
+
+def rates_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
+    """Our names of shares that the scheduler knows."""
+    counters = snapshot.get("counters", {})
+    return {
+        "new_token_ratio": snapshot.get("new_token_ratio", 0.0),
+        "cache_hit_rate": counters.get("hit_tokens", 0) / max(counters.get("prompt_tokens", 0), 1),
+    }
 
 
 def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
@@ -154,6 +163,8 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
         "recomputed_tokens": counters.get("recomputed_tokens", 0),
         "evicted_tokens": snapshot.get("evicted_tokens", 0),
         "scheduler_steps": counters.get("steps", 0),
+        "aborted_requests": counters.get("aborted", 0),
+        "queried_tokens": counters.get("prompt_tokens", 0),
         "relegated": snapshot.get("relegations", 0),
     }
 

@@ -19,6 +19,7 @@ from tokenyard.engine.requests import LEVEL_NAMES, level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.targets import ON_PURPOSE, kept_its_promise, targets_met
 
+THROUGHPUT_OVER_S = 5.0
 STARVED_AFTER_NS = 30 * NS_PER_S
 REFUSED_AT_ONCE = ("invalid", "queue_full", "tenant_limit")
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
@@ -30,6 +31,9 @@ _GAUGES = {
     "used_tokens": "KV tokens of running requests",
     "total_tokens": "KV tokens that the pool holds",
     "token_usage": "share of the pool in use by running requests",
+    "new_token_ratio": "share of max_new_tokens that admission sets aside for an answer",
+    "cache_hit_rate": "share of all prompt tokens so far that were found in the prefix cache",
+    "generation_throughput": "output tokens a second, over the last seconds",
     "relegated_requests": "requests that policy slo has put last and that have no first token yet",
     "step_time_error_ratio": "mean relative error of the cost model that learns step times, judged before it learns",
 }
@@ -38,6 +42,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("prompt tokens of finished requests", ()),
     "generation_tokens": ("output tokens", ()),
     "cached_tokens": ("prompt tokens found in the prefix cache", ()),
+    "queried_tokens": ("prompt tokens looked up in the prefix cache", ()),
     "targets": ("finished requests by target (ttft, tpot, deadline), own or class's", ("class", "target", "met")),
     "slo_requests": ("requests that ended, by whether all their targets, own or class's, were met", ("class", "met")),
     "goodput_tokens": ("output tokens of requests that met all their targets", ("class",)),
@@ -52,6 +57,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "recomputed_tokens": ("tokens computed again after a retraction", ()),
     "evicted_tokens": ("tokens that left the prefix cache", ()),
     "scheduler_steps": ("steps planned", ()),
+    "aborted_requests": ("requests that ended before their answer was complete", ()),
 }
 """Help text and labels of each counter."""
 
@@ -60,6 +66,8 @@ _HISTOGRAMS = {
     "inter_token_latency_seconds": (SECONDS, "seconds between output tokens"),
     "e2e_request_latency_seconds": (SECONDS, "seconds from arrival to the end"),
     "queue_time_seconds": (SECONDS, "seconds from arrival to admission"),
+    "prefill_time_seconds": (SECONDS, "seconds in place before the first token"),
+    "decode_time_seconds": (SECONDS, "seconds in place after the first token"),
     "request_prompt_tokens": (TOKENS, "prompt length"),
     "request_generation_tokens": (TOKENS, "output length"),
 }
@@ -76,6 +84,10 @@ COMPAT: dict[str, dict[str, str]] = {
         "used_tokens": "sglang:num_used_tokens",
         "total_tokens": "sglang:max_total_num_tokens",
         "token_usage": "sglang:token_usage",
+        "new_token_ratio": "sglang:new_token_ratio",
+        "cache_hit_rate": "sglang:cache_hit_rate",
+        "generation_throughput": "sglang:gen_throughput",
+        "aborted_requests": "sglang:num_aborted_requests",
         "requests": "sglang:num_requests",
         "prompt_tokens": "sglang:prompt_tokens",
         "generation_tokens": "sglang:generation_tokens",
@@ -93,11 +105,14 @@ COMPAT: dict[str, dict[str, str]] = {
         "prompt_tokens": "vllm:prompt_tokens",
         "generation_tokens": "vllm:generation_tokens",
         "cached_tokens": "vllm:prefix_cache_hits",
+        "queried_tokens": "vllm:prefix_cache_queries",
         "retractions": "vllm:num_preemptions",
         "time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
         "inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
         "e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
         "queue_time_seconds": "vllm:request_queue_time_seconds",
+        "prefill_time_seconds": "vllm:request_prefill_time_seconds",
+        "decode_time_seconds": "vllm:request_decode_time_seconds",
         "request_prompt_tokens": "vllm:request_prompt_tokens",
         "request_generation_tokens": "vllm:request_generation_tokens",
     },
@@ -134,6 +149,7 @@ class Metrics:
 
     model: str
     compat: Sequence[str] = ()
+    page_size: int = 1
     counters: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(
@@ -144,6 +160,9 @@ class Metrics:
             (name, level): Histogram(bounds) for name, (bounds, _) in _CLASS_HISTOGRAMS.items() for level in LEVEL_NAMES
         }
     )
+
+    _rated: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), 0.0))
+    """When the throughput was last looked at, and the tokens generated until then."""
 
     def __post_init__(self) -> None:
         for name, (_, labels) in _COUNTERS.items():
@@ -160,6 +179,11 @@ class Metrics:
         """Take over what the scheduler's snapshot says, under our own names."""
         self.gauges.update(gauges)
         self.counters.update({(name, ()): total for name, total in totals.items()})
+        since, tokens_then = self._rated
+        now, tokens = time.monotonic(), self.counters["generation_tokens", ()]
+        if now - since >= THROUGHPUT_OVER_S or "generation_throughput" not in self.gauges:
+            self.gauges["generation_throughput"] = (tokens - tokens_then) / max(now - since, 1e-3)
+            self._rated = (now, tokens)
 
     def tracker(self, spec: GenerateSpec) -> "Tracker":
         """What follows one request from its arrival."""
@@ -177,6 +201,9 @@ class Metrics:
             return
         if finish.admitted_ns:
             self.histograms["queue_time_seconds"].observe((finish.admitted_ns - finish.arrival_ns) / NS_PER_S)
+        if finish.first_token_ns:
+            self.histograms["prefill_time_seconds"].observe(finish.course.prefill_ns / NS_PER_S)
+            self.histograms["decode_time_seconds"].observe(finish.course.decode_ns / NS_PER_S)
         self.histograms["request_prompt_tokens"].observe(finish.prompt_tokens)
         self.histograms["request_generation_tokens"].observe(finish.completion_tokens)
 
@@ -267,6 +294,8 @@ class _Families(Collector):
         yield from self._by_class()
         for engine in self._metrics.compat:
             yield from self._named(COMPAT[engine], "model_name")
+        if "vllm" in self._metrics.compat:
+            yield self._cache_config()
 
     def _named(self, names: Mapping[str, str], model_label: str) -> Iterable[Metric]:
         """All families that `names` has a name for."""
@@ -284,6 +313,18 @@ class _Families(Collector):
                 family = HistogramMetricFamily(names[key], text, labels=[model_label])
                 family.add_metric([model], histogram.buckets(), histogram.total)
                 yield family
+
+    def _cache_config(self) -> Metric:
+        """What gateways read to know how large the KV pool is."""
+        pages = int(self._metrics.gauges.get("total_tokens", 0)) // self._metrics.page_size
+        labels = {
+            "model_name": self._metrics.model,
+            "block_size": str(self._metrics.page_size),
+            "num_gpu_blocks": str(pages),
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "size of the KV pool", labels=list(labels))
+        family.add_metric(list(labels.values()), 1.0)
+        return family
 
     def _by_class(self) -> Iterable[Metric]:
         """Histograms with a class of service."""

@@ -7,6 +7,7 @@ mode. Errors are always InvalidRequestError with the field at fault.
 import logging
 import re
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import msgspec
@@ -279,7 +280,9 @@ def _look_for_unknown(content: dict[str, Any], kind: type[Any], strict: bool) ->
     unknown = content.keys() - set(known)
     if unknown and strict:
         name = min(unknown)
-        raise InvalidRequestError(f"unknown field {name!r}; known are {', '.join(known)}", param=name)
+        near = get_close_matches(name, known, n=3)
+        hint = f"; near names: {', '.join(near)}" if near else "; /docs has all fields"
+        raise InvalidRequestError(f"unknown field {name[:64]!r}{hint}", param=name[:64])
     new = sorted(unknown - _seen_unknown)
     if new and len(_seen_unknown) < 1000:
         _seen_unknown.update(new)

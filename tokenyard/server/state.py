@@ -115,7 +115,7 @@ class ServerState:
 
     def __init__(self, options: ServerOptions, manager: Manager | None = None) -> None:
         self.options = options
-        self.metrics = Metrics(options.model_name, options.metrics_compat)
+        self.metrics = Metrics(options.model_name, options.metrics_compat, options.info.get("page_size", 1))
         self.watcher_makers: list[WatcherMaker] = [lambda spec, headers: self.metrics.tracker(spec)]
         if options.log_requests:
             self.watcher_makers.append(lambda spec, headers: RequestLog(spec, content=options.log_requests_content))
