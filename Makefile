@@ -10,13 +10,16 @@ PROBE := import sys, urllib.request as u; sys.exit(not u.urlopen(sys.argv[1] + "
 TORCH_FLAGS = $(shell command -v nvidia-smi >/dev/null 2>&1 || $(PYTHON) -c '$(PROBE)' $(TORCH_INDEX) 2>/dev/null && \
 	! command -v nvidia-smi >/dev/null 2>&1 && echo --extra-index-url $(TORCH_INDEX))
 
-.PHONY: serve test clients lint clean
+.PHONY: serve test goodput clients lint clean
 
 serve: .venv/serve  ## serve the embedded demo model on 127.0.0.1:30000
 	$(BIN)/tokenyard serve $(ARGS)
 
 test: .venv/dev  ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+goodput: .venv/dev  ## hold goodput on the recorded traces to its goals, in the simulator
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.goodput $(ARGS)
 
 clients: .venv/serve  ## try other people's clients against a running server, each in its own environment
 	CLIENT_PIP_FLAGS="$(TORCH_FLAGS)" $(BIN)/python -m tests.clients.run $(ARGS)
