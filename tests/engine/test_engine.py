@@ -15,6 +15,7 @@ import pytest
 
 from tests.engine.engines import mock_config
 from tokenyard.base import EngineDeadError, InvalidRequestError, LogprobOptions, SamplingParams, TextOptions
+from tokenyard.engine import launch
 from tokenyard.engine.launch import running_engine
 from tokenyard.engine.spec import GenerateSpec
 from tokenyard.engine.supervisor import CHILD_MODULES
@@ -254,6 +255,28 @@ def test_a_dead_child_ends_every_stream(title, before):
 
     asyncio.run(main())
     assert new_children(before) == []
+
+
+@pytest.mark.parametrize("title", ["tokenyard: scheduler", "tokenyard: detokenizer"])
+def test_a_child_that_stands_still_is_noticed_and_ended(title, before, monkeypatch, caplog, capfd):
+    monkeypatch.setattr(launch, "SILENCE_GRACE_S", 0.5)
+
+    async def main():
+        reasons = []
+        config = mock_config()
+        config.watchdog_timeout_s = 1.0
+        async with running_engine(config, reasons.append) as manager:
+            stream = manager.generate(spec(tokens=FOR_EVER))
+            await anext(stream)
+            titled(os.getpid(), title).suspend()
+            with pytest.raises(EngineDeadError, match="no sign of life"):
+                await asyncio.wait_for(read_on(stream), 20)
+        assert len(reasons) == 1
+
+    asyncio.run(main())
+    assert new_children(before) == []
+    assert "last heard" in caplog.text
+    assert "Fatal Python error: Aborted" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import shutil
@@ -66,6 +67,8 @@ def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoR
     # Ending is the parent's business: it drains open requests after a signal that reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Shows where a process hangs or dies whose Python cannot say so any more.
+    faulthandler.enable()
     task = decode_task(_read_line(STDIN))
     set_up_logging(task.config.log_level, task.config.log_format)
     try:

@@ -1,6 +1,8 @@
 """One call that brings an engine up and takes it down again."""
 
+import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +17,11 @@ from tokenyard.engine.supervisor import Supervisor
 from tokenyard.engine.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
+
+LISTEN_EVERY_S = 0.5
+SILENT_TIMES = 3
+SILENCE_GRACE_S = 2.0
+"""How much later than the watchdog inside the scheduler's process we act, which knows better what went wrong."""
 
 
 @asynccontextmanager
@@ -41,11 +48,27 @@ async def running_engine(
         info = await supervisor.start()
         manager = TokenizerManager(info, tokenizer, template, sockets.endpoints)
         managers.append(manager)
+        listener = asyncio.create_task(_end_when_silent(manager, supervisor, config.watchdog_timeout_s))
         try:
             yield manager
         finally:
+            listener.cancel()
             await manager.close()
             await supervisor.stop()
+
+
+async def _end_when_silent(manager: TokenizerManager, supervisor: Supervisor, timeout_s: float) -> None:
+    """End an engine whose heartbeats stay away: the watchdog in a process that stands still altogether cannot bark."""
+    times_silent = 0
+    while timeout_s and times_silent < SILENT_TIMES:
+        await asyncio.sleep(LISTEN_EVERY_S)
+        age_s = manager.health()
+        # More than once, as heartbeats may wait in our own socket if it is this process that stood still.
+        times_silent = times_silent + 1 if timeout_s + SILENCE_GRACE_S < age_s < math.inf else 0
+    if timeout_s:
+        reason = f"no sign of life from the scheduler or the detokenizer for {age_s:.0f} s"
+        logger.critical("%s (see --watchdog-timeout-s); last heard: %s; stacks follow", reason, manager.last_heard)
+        supervisor.end_silent(reason)
 
 
 def load_text_side(config: EngineConfig) -> tuple[Tokenizer | None, ChatTemplate]:

@@ -1,8 +1,10 @@
 """Starts the engine's child processes, waits until they are ready, watches them, and leaves none behind."""
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable
@@ -73,9 +75,11 @@ class Supervisor:
         for watcher in self._watchers:
             watcher.cancel()
         for child in self._children:
-            if child.process.stdin is not None:
-                child.process.stdin.write(STOP_WORD)
-                child.process.stdin.close()
+            stdin = child.process.stdin
+            # The pipe of a child that has died is closed already.
+            if stdin is not None and not stdin.is_closing():
+                stdin.write(STOP_WORD)
+                stdin.close()
         for child in self._children:
             try:
                 await asyncio.wait_for(child.process.wait(), STOP_TIMEOUT_S)
@@ -85,6 +89,16 @@ class Supervisor:
                 await child.process.wait()
             child.pipe.close()
         self._children = []
+
+    def end_silent(self, reason: str) -> None:
+        """End children of which nothing is heard; each leaves the stacks of its threads in the log, if it still can."""
+        for child in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGABRT)
+                child.process.send_signal(signal.SIGCONT)
+        if not self._stopping:
+            self._stopping = True
+            self._on_death(reason)
 
     async def _spawn(self, name: str) -> Child:
         read_fd, write_fd = os.pipe()

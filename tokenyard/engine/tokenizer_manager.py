@@ -216,6 +216,12 @@ class TokenizerManager:
         """The scheduler's counters of the last heartbeat, without asking; empty before the first."""
         return dict(self._heartbeat.counters) if self._heartbeat is not None else {}
 
+    @property
+    def last_heard(self) -> str:
+        """What the scheduler was doing as of its last heartbeat, with its queue, in words."""
+        beat = self._heartbeat
+        return f"{beat.doing}, {beat.steps} steps done, queue {beat.counters}" if beat is not None else "nothing"
+
     def health(self) -> float:
         """Return the seconds since the scheduler was known to be well; infinite if it never was or is dead.
 

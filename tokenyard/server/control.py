@@ -59,7 +59,8 @@ async def health(state: State) -> Response:
 async def ready(state: State) -> Response:
     """200 when requests are welcome; 503 while loading, draining or stuck."""
     good = state.phase == "ready" and state.manager.health() <= state.options.health_timeout_s
-    return Response(status_code=200) if good else Response(state.phase, 503, {"retry-after": "1"})
+    why = "stuck" if state.phase == "ready" else state.phase
+    return Response(status_code=200) if good else Response(why, 503, {"retry-after": "1"})
 
 
 @router.get("/health_generate")
