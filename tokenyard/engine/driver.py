@@ -22,6 +22,7 @@ from tokenyard.base import (
 from tokenyard.engine.guards import STALL_NS, StallGuard
 from tokenyard.engine.kv_events import KvEventPublisher
 from tokenyard.engine.liveness import LoopState
+from tokenyard.engine.lookahead import Lookahead
 from tokenyard.engine.messages import (
     ChoosePolicy,
     Explain,
@@ -88,6 +89,7 @@ class Driver:
         log: StepLog,
         state: LoopState,
         hook: PriorityHook | None = None,
+        lookahead: Lookahead | None = None,
         kv_events: KvEventPublisher | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -100,6 +102,7 @@ class Driver:
         self._failures = 0
         self._counters_at_ns = 0
         self._hook = hook
+        self._lookahead = lookahead
         self._kv_events = kv_events
         self._guard = StallGuard()
         self._stall_note = ""
@@ -132,11 +135,15 @@ class Driver:
         return plan
 
     def advise(self) -> None:
-        """Let the priority function, if there is one, look at a few waiting requests while the device works."""
+        """While the device works: let the priority function, if there is one, look at a few waiting requests, and take
+        in what looking ahead has found.
+        """
+        now = time.monotonic_ns()
         if self._hook is not None:
-            now = time.monotonic_ns()
             for update in self._hook.advise(now):
                 self._scheduler.apply(update, now)
+        if self._lookahead is not None and (event := self._lookahead.turn(now)) is not None:
+            self._change_policy(event, now)
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step on the device."""
@@ -198,6 +205,8 @@ class Driver:
             self._refused = []
         if self._hook is not None:
             self._hook.told(batch)
+        if self._lookahead is not None:
+            self._lookahead.told(batch)
         if not batch.empty:
             self._port.send(batch)
         if self._kv_events is not None:
@@ -252,9 +261,17 @@ class Driver:
         counters = asdict(self._scheduler.snapshot(now))
         counters["policy_note"] = self._stall_note or counters["policy_note"]
         counters["priority_function"] = self._hook.describe() if self._hook is not None else ""
+        counters["adaptive"] = self._lookahead.describe(now) if self._lookahead is not None else {}
         return counters
 
     def _set_policy(self, event: SetPolicy, now: int) -> str:
+        """Change the policy because somebody wants it; return why not, "" if it was done."""
+        refusal = self._change_policy(event, now)
+        if not refusal and self._lookahead is not None:
+            self._lookahead.chosen(event, now)
+        return refusal
+
+    def _change_policy(self, event: SetPolicy, now: int) -> str:
         """Change the policy; return why not, "" if it was done."""
         try:
             self._scheduler.apply(event, now)
@@ -284,6 +301,8 @@ class Driver:
         """Hand an event on; one that the scheduler refuses costs its own request only."""
         if self._hook is not None and isinstance(event, Submit):
             self._hook.submitted(event.request)
+        if self._lookahead is not None and isinstance(event, Submit):
+            self._lookahead.submitted(event.request, now)
         try:
             with self._guard.watch():
                 self._scheduler.apply(event, now)

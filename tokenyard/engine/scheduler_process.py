@@ -14,6 +14,7 @@ from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.ipc import FROM_SCHEDULER, TO_SCHEDULER, ProtocolError, pull_socket, push_socket
 from tokenyard.engine.kv_events import open_kv_events
 from tokenyard.engine.liveness import HeartbeatThread, LoopState
+from tokenyard.engine.lookahead import Lookahead
 from tokenyard.engine.messages import FromScheduler, Heartbeat, ToScheduler
 from tokenyard.engine.priority_hook import create_hook
 from tokenyard.engine.recording import build_core, open_tape
@@ -83,7 +84,8 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     state = LoopState()
     hook = create_hook(config.priority_function, core)
     log = StepLog(config.decode_log_interval)
-    driver = Driver(core, executor, port, log=log, state=state, hook=hook, kv_events=kv_events)
+    lookahead = Lookahead(core, config.scheduler_settings(executor.info))
+    driver = Driver(core, executor, port, log=log, state=state, hook=hook, lookahead=lookahead, kv_events=kv_events)
     # Sockets belong to one thread, so the heartbeat has its own.
     beats = push_socket(context, out_address)
     watchdog = Watchdog(config.watchdog_timeout_s, core, report, tape.flush if tape is not None else lambda: None)
@@ -99,6 +101,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         raise
     finally:
         heartbeat.close()
+        lookahead.close()
         if tape is not None:
             tape.close()
         executor.close()

@@ -1,0 +1,290 @@
+"""The process that looks ahead: its verdicts, its faults, and that nobody waits for it."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.servers import alive
+from tests.engine.engines import watched_mock
+from tests.engine.test_driver import ScriptedPort, submit
+from tokenyard.base import ConfigError, Finish, SchedulerSettings, SetPolicy, TokenBatch
+from tokenyard.engine import lookahead as module
+from tokenyard.engine.driver import Driver
+from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.liveness import LoopState
+from tokenyard.engine.lookahead import COMMAND, Lookahead
+from tokenyard.engine.messages import ChoosePolicy, GetSnapshot
+from tokenyard.engine.step_log import StepLog
+from tokenyard.scheduler import Scheduler
+
+ODD = Path(__file__).with_name("odd_lookahead.py")
+ROOT = ODD.parents[2]
+OPTIONS = {"interval_s": 0.1, "cpu_share": 1.0, "among": "fcfs+slo"}
+FAULTS = [
+    "dies at once",
+    "dies when asked",
+    "noise",
+    "endless",
+    "not a number",
+    "strangers",
+    "another question",
+    "talks first",
+    "deaf",
+    "sleeps",
+]
+
+
+def odd(*mode):
+    return (sys.executable, str(ODD), *mode)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "POLL_NS", 1_000_000)
+    monkeypatch.setattr(module, "FIRST_PAUSE_NS", 20_000_000)
+    monkeypatch.setattr(module, "ENVIRONMENT", {"PYTHONPATH": str(ROOT)})
+
+
+class Yard:
+    """A scheduler with waiting requests, which nobody serves, and what looks ahead for it."""
+
+    def __init__(self, command, requests=5, **options):
+        info = watched_mock(step_ms=1.0, max_total_tokens=4096).info
+        self.settings = SchedulerSettings(schedule_policy="adaptive", policy_options=OPTIONS | options)
+        self.core = Scheduler(self.settings, info)
+        self.lookahead = Lookahead(self.core, self.settings, command)
+        self.events = []
+        for number in range(requests):
+            event = submit(number, range(100, 200), tokens=20)
+            self.core.apply(event, time.monotonic_ns())
+            self.lookahead.submitted(event.request, time.monotonic_ns())
+
+    def turn_until(self, done, timeout_s=60.0):
+        end = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < end, self.state
+            event = self.lookahead.turn(time.monotonic_ns())
+            if event is not None:
+                self.events.append(event.name)
+            time.sleep(0.002)
+
+    @property
+    def state(self):
+        return self.lookahead.describe(time.monotonic_ns())
+
+    @property
+    def pid(self):
+        return self.lookahead._pipe.pid
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.lookahead.close()
+
+
+def test_the_verdict_of_the_real_process_comes_back():
+    with Yard(COMMAND, requests=40, cpu_share=0.5) as yard:
+        yard.turn_until(lambda: yard.state["looks"] >= 3)
+        state = yard.state
+        assert yard.events[0] == "fcfs"
+        assert (state["candidates"], state["failures"], state["note"]) == (["fcfs", "slo"], 0, "")
+        assert state["scores"][0]["name"] in ("fcfs", "slo")
+        assert 0.0 < state["cpu_s"] < 60.0
+        pid = yard.pid
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+    assert not alive(pid)
+
+
+def test_what_is_better_twice_becomes_the_policy():
+    with Yard(odd("better")) as yard:
+        yard.turn_until(lambda: len(yard.events) >= 2)
+        assert yard.events == ["fcfs", "slo"]
+        state = yard.state
+        assert (state["current"], state["switches"]) == ("slo", [{"candidate": "slo", "times": 1}])
+        assert "90.0%" in state["latest"][0]["reason"]
+
+
+def test_what_is_not_better_changes_nothing():
+    with Yard(odd("worse")) as yard:
+        yard.turn_until(lambda: yard.state["looks"] >= 4)
+        assert yard.events == ["fcfs"]
+
+
+@pytest.mark.parametrize("mode", FAULTS)
+def test_a_fault_leaves_the_policy_is_said_once_and_tried_again(mode, monkeypatch, caplog):
+    monkeypatch.setattr(module, "STALL_NS", 300_000_000)
+    monkeypatch.setattr(module, "MOST_UNSENT_BYTES", 200_000)
+    with Yard(odd(mode)) as yard:
+        pids = set()
+
+        def failed_thrice():
+            if yard.lookahead._pipe is not None:
+                pids.add(yard.pid)
+                # Traffic goes on; a process that does not read must not let it pile up.
+                yard.lookahead.submitted(submit(7, range(100, 2000)).request, 1)
+            return yard.state["failures"] >= 3
+
+        yard.turn_until(failed_thrice)
+        assert yard.events == ["fcfs"]
+        assert "failed" in yard.state["note"]
+        assert yard.state["looks"] == 0
+    assert len(pids) == 3
+    assert not any(alive(pid) for pid in pids)
+    assert sum(record.levelno == logging.ERROR for record in caplog.records) == 1
+
+
+def test_pauses_between_trials_grow(monkeypatch):
+    with Yard(odd("dies at once")) as yard:
+        pauses = []
+
+        def failed_often():
+            if len(pauses) < yard.state["failures"]:
+                pauses.append(yard.lookahead._pause_ns)
+            return len(pauses) == 4
+
+        yard.turn_until(failed_often)
+        assert pauses == [40_000_000, 80_000_000, 160_000_000, 320_000_000]
+        monkeypatch.setattr(module, "LONGEST_PAUSE_NS", 400_000_000)
+        yard.turn_until(lambda: yard.state["failures"] == 5)
+        assert yard.lookahead._pause_ns == 400_000_000
+
+
+def test_one_that_can_not_be_started_is_a_fault_as_well():
+    with Yard(("/no/such/program",)) as yard:
+        yard.turn_until(lambda: yard.state["failures"] >= 2)
+        assert yard.events == ["fcfs"]
+
+
+def test_after_a_fault_it_goes_on(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with Yard(odd("dies once", str(tmp_path / "died"))) as yard:
+        yard.turn_until(lambda: len(yard.events) >= 2)
+        assert yard.events == ["fcfs", "slo"]
+        assert (yard.state["failures"], yard.state["note"]) == (1, "")
+    assert "looking ahead again" in caplog.text
+
+
+def test_another_policy_ends_it_and_adaptive_begins_it():
+    with Yard(odd("worse")) as yard:
+        yard.turn_until(lambda: yard.state["looks"] >= 1)
+        pid = yard.pid
+        yard.lookahead.chosen(SetPolicy("lpm"), time.monotonic_ns())
+        yard.turn_until(lambda: not alive(pid))
+        assert yard.state == {}
+        yard.lookahead.chosen(SetPolicy("adaptive", OPTIONS | {"among": "lpm+slo"}), time.monotonic_ns())
+        yard.turn_until(lambda: yard.state["looks"] >= 1)
+        assert yard.events == ["fcfs", "lpm"]
+        # The process that is there already may still answer for the candidates of before.
+        yard.lookahead.chosen(SetPolicy("adaptive", OPTIONS | {"among": "slo+fcfs"}), time.monotonic_ns())
+        yard.turn_until(lambda: yard.state["looks"] >= 1)
+        assert yard.state["failures"] == 0
+        with pytest.raises(ConfigError, match="did you mean"):
+            yard.lookahead.chosen(SetPolicy("adaptive", {"among": "slow"}), time.monotonic_ns())
+
+
+def test_ends_are_told():
+    with Yard(odd("worse")) as yard:
+        empty = np.empty(0, np.int32)
+        batch = TokenBatch(empty.astype(np.int64), empty, empty, finished=[Finish(1, "stop", completion_tokens=3)])
+        yard.lookahead.told(batch)
+        yard.turn_until(lambda: yard.state["looks"] >= 2)
+        assert yard.state["failures"] == 0
+
+
+def test_without_work_nobody_looks():
+    with Yard(odd("worse"), requests=0) as yard:
+        begin = time.monotonic()
+        yard.turn_until(lambda: time.monotonic() > begin + 0.5)
+        assert yard.state["looks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("loop", "depth"), [(event_loop_normal, 1), (event_loop_overlap, 2)], ids=["normal", "overlap"]
+)
+@pytest.mark.parametrize("mode", ["deaf", "sleeps", "dies when asked", "noise"])
+def test_the_loop_goes_on_whatever_it_does(loop, depth, mode, monkeypatch):
+    """Were the loop to wait for such a process, this would never end."""
+    if mode in ("deaf", "sleeps"):
+        monkeypatch.setattr(module, "STALL_NS", 100_000_000)
+    executor = watched_mock(step_ms=0.5, max_total_tokens=512, max_pool_rows=8)
+    settings = SchedulerSettings(max_in_flight=depth, schedule_policy="adaptive", policy_options=OPTIONS)
+    core = Scheduler(settings, executor.info)
+    lookahead = Lookahead(core, settings, odd(mode))
+
+    class Port(ScriptedPort):
+        """Brings requests until the fault has been noticed, and lets them be served."""
+
+        brought = 0
+
+        def receive(self, timeout_ns):
+            if lookahead.describe(0)["failures"]:
+                return None if timeout_ns else []
+            if core.has_work and self.brought % 4:
+                self.brought += 0 if core.snapshot(0).waiting > 4 else 1
+                return []
+            self.brought += 1
+            return [submit(self.brought, range(3, 40), tokens=6)]
+
+    port = Port()
+    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), lookahead=lookahead))
+    lookahead.close()
+    ends = port.finished()
+    assert len(ends) > 5
+    assert {(finish.reason, finish.completion_tokens) for finish in ends.values()} == {("length", 6)}
+    assert core.snapshot(0).policy == "fcfs"
+
+
+def test_the_loop_changes_its_policy_and_people_choose():
+    executor = watched_mock(step_ms=1.0, max_total_tokens=512, max_pool_rows=8)
+    settings = SchedulerSettings(schedule_policy="adaptive", policy_options=OPTIONS)
+    core = Scheduler(settings, executor.info)
+    lookahead = Lookahead(core, settings, odd("better"))
+    numbers = iter(range(100_000))
+    seen = []
+
+    class Port(ScriptedPort):
+        """Work without end until the policy changed; then somebody chooses another one."""
+
+        def receive(self, timeout_ns):
+            seen.append(core.snapshot(0).policy)
+            if seen[-1] == "slo":
+                return [ChoosePolicy(1, "lpm"), ChoosePolicy(2, "adaptive", {"among": "slow"}), GetSnapshot(3)]
+            if seen[-1] == "lpm":
+                return None
+            return [submit(next(numbers), range(3, 30), tokens=3)]
+
+    port = Port()
+    event_loop_normal(Driver(core, executor, port, log=StepLog(0), state=LoopState(), lookahead=lookahead))
+    assert list(dict.fromkeys(seen)) == ["adaptive", "fcfs", "slo", "lpm"]
+    replies = {message.reply_id: message for message in port.sent if hasattr(message, "reply_id")}
+    assert replies[1].refusal == ""
+    assert "did you mean slo" in replies[2].refusal
+    assert replies[3].counters["adaptive"] == {}
+    lookahead.close()
+
+
+def test_it_ends_with_its_parent():
+    code = (
+        "import time\n"
+        "from tests.engine.test_lookahead import Yard, COMMAND\n"
+        "yard = Yard(COMMAND)\n"
+        "yard.turn_until(lambda: yard.state['looks'] >= 1)\n"
+        "print(yard.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    pid = int(parent.stdout.readline())
+    assert alive(pid)
+    parent.kill()
+    parent.communicate()
+    end = time.monotonic() + 20.0
+    while alive(pid):
+        assert time.monotonic() < end
+        time.sleep(0.02)

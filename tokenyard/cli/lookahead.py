@@ -1,0 +1,54 @@
+"""The process that looks ahead for a scheduler with policy `adaptive` (`python -m tokenyard.cli.lookahead`).
+
+It reads what happens to requests and questions from its standard input and writes answers to its standard output, each
+as a frame: length (uint32, little-endian), then a message of `scheduler.moment`. It ends with its parent.
+"""
+
+import os
+import signal
+import struct
+import time
+from typing import BinaryIO
+
+import setproctitle
+
+from tokenyard.engine.child import die_with_parent
+from tokenyard.scheduler.moment import Answer, Ask, decode, encode
+from tokenyard.sim.lookahead import Traffic, look_ahead
+
+LENGTH = struct.Struct("<I")
+LOWEST_PRIORITY = 19
+STDOUT, STDERR = 1, 2
+
+
+def answer_all(questions: BinaryIO, answers: BinaryIO) -> None:
+    """Answer until nothing more comes. Raises ValueError for what is no message."""
+    traffic, counted_s = Traffic(), 0.0
+    while len(head := questions.read(LENGTH.size)) == LENGTH.size:
+        message = decode(questions.read(LENGTH.unpack(head)[0]))
+        if not isinstance(message, Ask):
+            traffic.take(message)
+            continue
+        scores = look_ahead(traffic, message.moment, message.candidates, message.horizon_s, message.number)
+        spent_s = time.process_time()
+        data = encode(Answer(message.number, scores, spent_s - counted_s))
+        counted_s = spent_s
+        answers.write(LENGTH.pack(len(data)) + data)
+        answers.flush()
+
+
+def main() -> None:
+    """Answer what comes on standard input."""
+    setproctitle.setproctitle("tokenyard: lookahead")
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(LOWEST_PRIORITY)
+    # Whatever else is printed must not get among the answers.
+    answers = os.fdopen(os.dup(STDOUT), "wb")
+    os.dup2(STDERR, STDOUT)
+    with os.fdopen(0, "rb") as questions, answers:
+        answer_all(questions, answers)
+
+
+if __name__ == "__main__":
+    main()
