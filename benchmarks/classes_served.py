@@ -9,7 +9,7 @@ For each group of requests: how many were sent and were answered within the time
 waits at the end counts with the wait so far), the share with a first token within a second, the mean time per further
 token, and the output tokens a second.
 
-Run: python benchmarks/classes_served.py
+Run: python benchmarks/classes_served.py [--short]
 """
 
 import argparse
@@ -142,7 +142,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=12.0, help="length of a scene under one setting")
     parser.add_argument("--threads", default="1", help="CPU threads of the executor")
+    parser.add_argument("--short", action="store_true", help="scenes of 6 seconds")
     options = parser.parse_args()
+    if options.short:
+        options.seconds = 6.0
     for title, (scene, settings) in SCENES.items():
         print(f"\n{title}\n{'setting':12} {'group':16}  sent answered TTFT p50     p95  in 1 s  per token tokens/s")
         for name, flags in settings.items():

@@ -8,11 +8,14 @@ import resource
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 STEP_MS = 10.0
 OPEN_FILES = 8192
+CALL_S = 30
+STAGE_MS = re.compile(rb'"(?:queue|prefill|decode|requeued|recompute|paused)_ms":([\d.e+-]+)')
 TOKENS_MARK = b'"completion_tokens":'
 
 
@@ -24,6 +27,14 @@ class AnyServer:
         allow_many_sockets()
         environment = {**os.environ, "COLUMNS": "200", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
         self._process = subprocess.Popen([*base, *flags], stderr=subprocess.PIPE, text=True, env=environment)
+
+    def cpu_s(self, name):
+        """CPU seconds so far of the child process called `name`: scheduler, detokenizer."""
+        for pid in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
+            if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+                return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        raise LookupError(f"the server has no {name} process")
 
     def __enter__(self):
         for line in self._process.stderr:
@@ -53,10 +64,13 @@ def allow_many_sockets():
 
 
 def call(address, path, body=None):
-    """The JSON that a path answers; a POST if there is a body."""
+    """The JSON that a path answers; a POST if there is a body. Ends the benchmark if it is an error."""
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(f"http://{address[0]}:{address[1]}{path}", data) as answer:
-        return json.load(answer)
+    try:
+        with urllib.request.urlopen(f"http://{address[0]}:{address[1]}{path}", data, timeout=CALL_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{path}: {error.code} {error.read().decode()}")
 
 
 def snapshot(address):
@@ -67,12 +81,13 @@ def steps_done(address):
     return snapshot(address)["counters"]["steps"]
 
 
-async def open_stream(address, tokens, prompt, **fields):
+async def open_completion(address, tokens, prompt, **fields):
+    """A stream of /v1/completions, whose chunks hold the new text only (those of /generate hold all of it)."""
     reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
-    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    body = json.dumps({"text": prompt, "sampling_params": sampling, "stream": True, **fields}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    writer.write(head + body)
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True, **fields}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    data = json.dumps(body).encode()
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     return reader, writer
 
 
@@ -105,9 +120,15 @@ async def read_all(stream, counter):
 
 
 async def one_lag(address, counter, tokens, prompt, **fields):
-    """Milliseconds from the commit of a stream's last token to the client, the way of the request included."""
+    """Milliseconds from the commit of a stream's last token to the client, the way of the request included.
+
+    The time at the client less the stages that the answer itself names. Raises RuntimeError for anything but an answer.
+    """
     begin = time.monotonic()
-    tail = await read_all(await open_stream(address, tokens, prompt, **fields), counter)
+    stream = await open_completion(address, tokens, prompt, return_x_sched=True, **fields)
+    tail = await read_all(stream, counter)
     seconds = time.monotonic() - begin
-    latency = re.findall(rb'"e2e_latency":([\d.e-]+)', tail)
-    return 1000 * (seconds - float(latency[-1]))
+    stages = STAGE_MS.findall(tail)
+    if not stages:
+        raise RuntimeError(f"no answer but {tail[-500:]!r}")
+    return 1000 * seconds - sum(map(float, stages))

@@ -11,23 +11,12 @@ Run: python benchmarks/serving_mock.py
 
 import argparse
 import asyncio
-import json
 import time
 
-from mock_server import STEP_MS, Counter, Server, one_lag, read_all, steps_done
+from mock_server import STEP_MS, Counter, Server, one_lag, open_completion, read_all, steps_done
 
 SETTLE_S, WINDOW_S = 3.0, 6.0
 PROBES, PROBE_ROUNDS = 16, 16
-
-
-async def open_completion(address, tokens, prompt):
-    """A stream of /v1/completions, whose chunks hold the new text only (those of /generate hold all of it)."""
-    reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
-    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
-    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    data = json.dumps(body).encode()
-    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-    return reader, writer
 
 
 async def steady(address, streams):
