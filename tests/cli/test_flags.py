@@ -134,6 +134,15 @@ def test_mistakes_say_what_to_do(argv, words):
         settings(*argv)
 
 
+@pytest.mark.parametrize("content", ["port: [1", "a: b: c", "\t- x"])
+def test_broken_yaml_is_told_in_one_line(tmp_path, content):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"line \d+, column \d+") as error:
+        settings("--config", str(file))
+    assert "\n" not in error.value.message
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -182,7 +182,7 @@ def test_a_damaged_checkpoint_ends_the_server_with_a_reason(tmp_path, damage, sa
     shutil.copytree(DEMO_MODEL, folder)
     damage(folder)
     server = Server("--device", "cpu", "--model", str(folder), ready=False)
-    assert server.wait(60) in (1, 2)
-    (reason,) = [line for line in server.log.splitlines() if line.startswith("tokenyard: ")]
+    assert server.wait(60) == 2
+    (reason,) = server.log.splitlines()
+    assert reason.startswith("tokenyard: ")
     assert says in reason
-    assert "Traceback" not in server.log

@@ -14,7 +14,14 @@ import psutil
 import pytest
 
 from tests.engine.engines import mock_config
-from tokenyard.base import EngineDeadError, InvalidRequestError, LogprobOptions, SamplingParams, TextOptions
+from tokenyard.base import (
+    EngineDeadError,
+    InvalidRequestError,
+    LogprobOptions,
+    SamplingParams,
+    TextOptions,
+    TokenyardError,
+)
 from tokenyard.engine import launch
 from tokenyard.engine.launch import running_engine
 from tokenyard.engine.spec import GenerateSpec
@@ -287,7 +294,7 @@ def test_an_engine_that_cannot_start_says_why(options, reason, monkeypatch, tmp_
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def main():
-        with pytest.raises(EngineDeadError, match=reason):
+        with pytest.raises(TokenyardError, match=reason):
             async with running_engine(mock_config(**options)):
                 pass
 

@@ -106,6 +106,7 @@ def device() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda_devices": devices,
         "threads": torch.get_num_threads(),
+        "kernels": "torch's own" + (f", CPU level {torch.backends.cpu.get_cpu_capability()}" if not devices else ""),
         "would_choose": "cuda" if devices else "cpu",
     }
 

@@ -72,8 +72,21 @@ def parse_options(value: str | dict[str, Any]) -> dict[str, float | int | str | 
         name, equals, text = pair.partition("=")
         if not equals:
             raise ValueError(f"{pair!r} is no name=value pair")
-        options[name.strip()] = yaml.safe_load(text)
+        try:
+            options[name.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{pair!r}: {_in_one_line(error)}") from error
     return options
+
+
+def _in_one_line(error: Exception) -> str:
+    """What is wrong with a file, and where; YAML's own messages take many lines."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return " ".join(str(error).split())
 
 
 def parse_tenants(value: str | dict[str, Any]) -> dict[str, TenantSettings]:
@@ -82,7 +95,7 @@ def parse_tenants(value: str | dict[str, Any]) -> dict[str, TenantSettings]:
         try:
             value = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"{value} cannot be read: {error}") from error
+            raise ValueError(f"{value} cannot be read: {_in_one_line(error)}") from error
     try:
         return msgspec.convert(value, dict[str, TenantSettings])
     except msgspec.ValidationError as error:
@@ -213,6 +226,8 @@ def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> Non
     """Add all settings to `parser`, in groups, and `--config`. With `word`, only those it matches are in the help."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags and environment win over it")
     flags = all_flags()
+    if not any(flag.matches(word) for flag in flags):
+        parser.epilog = f"no setting is about {word!r}"
     shown = {flag.group for flag in flags if flag.matches(word)}
     groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items() if name in shown}
     for flag in flags:
@@ -256,7 +271,7 @@ def read_config_file(path: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+        raise ConfigError(f"--config {path} cannot be read: {_in_one_line(error)}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -15,7 +15,7 @@ import msgspec
 import setproctitle
 import zmq
 
-from tokenyard.base import TokenyardError
+from tokenyard.base import ConfigError, TokenyardError
 from tokenyard.engine.config import ChildReport, ChildTask, decode_task, encode_line
 
 PR_SET_PDEATHSIG = 1
@@ -57,7 +57,7 @@ def set_up_logging(level: str, form: str) -> None:
 
 
 def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoReturn:
-    """Read the task from standard input, run `work(task, report)` and exit: 0, or 1 with the reason told and logged.
+    """Read the task from standard input, run `work(task, report)` and exit: 0, or 1 with the reason told to the parent.
 
     `work` calls `report` when it is ready, and returns when there is something to read on standard input, which
     `Inbox` sees: a word if the parent wants it to end, or nothing if the parent is gone and left its socket files.
@@ -74,9 +74,11 @@ def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoR
     try:
         work(task, lambda message: _report(report_fd, message))
     except Exception as error:
-        reason = str(error) if isinstance(error, TokenyardError) else f"{type(error).__name__}: {error}"
-        logger.error("the %s ends: %s", title, reason, exc_info=not isinstance(error, TokenyardError))
-        _report(report_fd, ChildReport(failure=reason))
+        known = isinstance(error, TokenyardError)
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
+        if not known:
+            logger.exception("the %s ends", title)
+        _report(report_fd, ChildReport(failure=reason, wrong_settings=isinstance(error, ConfigError)))
         sys.exit(1)
     if not os.read(STDIN, 1):
         shutil.rmtree(task.socket_directory, ignore_errors=True)

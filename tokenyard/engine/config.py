@@ -67,9 +67,13 @@ class ChildTask(msgspec.Struct):
 
 
 class ChildReport(msgspec.Struct):
-    """What a child process answers, as lines of JSON: that it is ready, or why it cannot be or go on."""
+    """What a child process answers, as lines of JSON: that it is ready, or why it cannot be or go on.
+
+    wrong_settings: whether the failure is one of settings or files, which its text names.
+    """
 
     failure: str = ""
+    wrong_settings: bool = False
     info: ExecutorInfo | None = None
 
 

@@ -10,7 +10,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenyard.base import EngineDeadError, ExecutorInfo
+from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo
 from tokenyard.engine.config import ChildReport, ChildTask, EngineConfig, decode_report, encode_line
 from tokenyard.engine.ipc import SocketDirectory
 from tokenyard.engine.libraries import child_environment
@@ -54,7 +54,8 @@ class Supervisor:
     async def start(self) -> ExecutorInfo:
         """Start all children and return what the scheduler says of its model, when all are ready.
 
-        Raises EngineDeadError with the reason of the first child that fails; all others are stopped then.
+        Raises EngineDeadError with the reason of the first child that fails, or ConfigError where the settings are at
+        fault; all others are stopped then.
         """
         names = ["scheduler"] if self._config.skip_tokenizer_init else ["scheduler", "detokenizer"]
         try:
@@ -134,8 +135,10 @@ class Supervisor:
 
 
 async def _ready(child: Child) -> ChildReport:
-    """Wait for a child's report. Raises EngineDeadError if it is a failure or never comes."""
+    """Wait for a child's report. Raises ConfigError or EngineDeadError if it is a failure or never comes."""
     report = decode_report(await child.reports.readline())
+    if report.wrong_settings:
+        raise ConfigError(report.failure)
     if report.failure:
         raise EngineDeadError(f"the {child.name} did not start: {report.failure}")
     return report

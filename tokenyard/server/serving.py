@@ -1,6 +1,7 @@
 """The life of the HTTP server: it listens early, drains on the first signal and stops at once on the second."""
 
 import logging
+import os
 import socket
 import time
 from types import FrameType
@@ -24,7 +25,9 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        reason = error.strerror or str(error)
+        # The library writes the address into its text once more.
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.strerror or str(error)
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
 
 
