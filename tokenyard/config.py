@@ -298,7 +298,9 @@ class Settings:
                 "--default-priority-value needs --enable-priority-scheduling",
             ),
             (
-                not (self.slo_reject or self.slo_max_wait_s > 0.0) or self.schedule_policy == "slo" or self._own_policy,
+                not (self.slo_reject or self.slo_max_wait_s > 0.0)
+                or self.schedule_policy in ("slo", "adaptive")
+                or self._own_policy,
                 f"--slo-reject and --slo-max-wait-s are for --schedule-policy slo, not {self.schedule_policy}",
             ),
         )

@@ -130,3 +130,22 @@ def test_what_policy_slo_put_last_and_the_error_of_the_cost_model():
     metrics = Metrics("m")
     metrics.set_load(load_of({"step_time_error": None}), {})
     assert "step_time_error" not in metrics.exposition().decode()
+
+
+def test_what_looking_ahead_found_is_told_by_candidate():
+    metrics = Metrics("m")
+    assert b"lookahead" not in metrics.exposition()
+    metrics.adaptive = {
+        "looks": 7,
+        "cpu_s": 1.5,
+        "failures": 1,
+        "scores": [{"name": "slo", "met": 0.75, "ttft_s": 0.5}, {"name": "lpm", "met": 0.5, "ttft_s": 2.0}],
+        "switches": [{"candidate": "slo", "times": 2}],
+    }
+    text = metrics.exposition().decode()
+    assert 'tokenyard_lookahead_looks_total{model="m"} 7.0' in text
+    assert 'tokenyard_lookahead_cpu_seconds_total{model="m"} 1.5' in text
+    assert 'tokenyard_lookahead_failures_total{model="m"} 1.0' in text
+    assert 'tokenyard_lookahead_met{candidate="lpm",model="m"} 0.5' in text
+    assert 'tokenyard_lookahead_ttft_seconds{candidate="slo",model="m"} 0.5' in text
+    assert 'tokenyard_policy_switches_total{candidate="slo",model="m"} 2.0' in text

@@ -11,6 +11,7 @@ def test_the_policy_with_its_bound_its_note_and_its_settings(start):
         "overtaking": "a bound",
         "note": "a note",
         "priority_function": "mod:f",
+        "adaptive": {},
         "settings": {"slo_tpot_ms": 40.0},
     }
     assert server.client.get("/server_info").json()["internal_states"][0]["policy_note"] == "a note"

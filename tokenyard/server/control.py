@@ -143,6 +143,7 @@ async def metrics(state: State) -> Response:
     if state.phase != "loading":
         snapshot = await state.manager.snapshot(SCRAPE_TIMEOUT_S)
         state.metrics.set_load(load_of(snapshot) | rates_of(snapshot), totals_of(snapshot))
+        state.metrics.adaptive = snapshot.get("adaptive", {})
     return Response(state.metrics.exposition(), media_type=PROMETHEUS)
 
 

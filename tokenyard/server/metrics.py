@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,6 +18,7 @@ from tokenyard.base import NS_PER_S, Finish, FinishReason
 from tokenyard.engine.requests import LEVEL_NAMES, level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.targets import ON_PURPOSE, kept_its_promise, targets_met
+from tokenyard.server.lookahead import lookahead_families
 
 THROUGHPUT_OVER_S = 5.0
 STARVED_AFTER_NS = 30 * NS_PER_S
@@ -152,6 +153,7 @@ class Metrics:
     page_size: int = 1
     counters: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
+    adaptive: Mapping[str, Any] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
     )
@@ -292,6 +294,7 @@ class _Families(Collector):
         own = {name: f"tokenyard_{name}" for name in (*_GAUGES, *_COUNTERS, *_HISTOGRAMS)}
         yield from self._named(own, "model")
         yield from self._by_class()
+        yield from lookahead_families(self._metrics.model, self._metrics.adaptive)
         for engine in self._metrics.compat:
             yield from self._named(COMPAT[engine], "model_name")
         if "vllm" in self._metrics.compat:

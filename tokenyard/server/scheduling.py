@@ -18,7 +18,9 @@ CHANGEABLE = ("schedule_policy", "policy_options")
 
 @router.get("/v1/scheduler")
 async def scheduler(state: State) -> dict[str, Any]:
-    """The policy with what is put around it, what may overtake a waiting request under it, and the other settings."""
+    """The policy with what is put around it, what may overtake a waiting request under it, what `adaptive` found if it
+    was chosen, and the other settings.
+    """
     return await _described(state)
 
 
@@ -44,5 +46,6 @@ async def _described(state: ServerState) -> dict[str, Any]:
         "overtaking": snapshot.get("overtaking"),
         "note": snapshot.get("policy_note", ""),
         "priority_function": snapshot.get("priority_function", ""),
+        "adaptive": snapshot.get("adaptive", {}),
         "settings": {name: info[name] for name in names},
     }
