@@ -33,15 +33,26 @@ def about(
     aliases: tuple[str, ...] = (),
     negated: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
+    file_only: bool = False,
 ) -> dict[str, Any]:
     """Metadata of a field: what the command line must know of it.
 
     `aliases` are further flags for the same value; `negated` are flags that mean the opposite of a yes-or-no value.
+    What is `file_only` has no flag: it stands in the file of --config.
     """
-    return {"group": group, "help": help_text, "aliases": aliases, "negated": negated, "choices": choices}
+    more = {"aliases": aliases, "negated": negated, "choices": choices, "file_only": file_only}
+    return {"group": group, "help": help_text, **more}
 
 
-def setting(default: Any, group: str, help_text: str, **more: tuple[str, ...]) -> Any:
+@dataclass(frozen=True, slots=True)
+class ClassTargets:
+    """Latency targets of a service class; None leaves one to --slo-ttft-ms and --slo-ttft-scale, or --slo-tpot-ms."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+def setting(default: Any, group: str, help_text: str, **more: Any) -> Any:
     """A dataclass field with an immutable default and `about(group, help_text, **more)`."""
     return field(default=default, metadata=about(group, help_text, **more))
 
@@ -195,6 +206,10 @@ class Settings:
     slo_chunk_tokens: int = setting(64, "urgency", "prefill chunks under policy slo are multiples of this")
     tenants: dict[str, TenantSettings] = field(
         default_factory=dict, metadata=about("urgency", "YAML file with weight and limits of each tenant")
+    )
+
+    slo_classes: dict[str, ClassTargets] = field(
+        default_factory=dict, metadata=about("urgency", "targets of service classes, by name", file_only=True)
     )
 
     host: str = setting("127.0.0.1", "server", "address to listen on; 0.0.0.0 for all")

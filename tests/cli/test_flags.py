@@ -84,6 +84,33 @@ def test_tenants_from_a_file_of_their_own_or_the_config_file(tmp_path):
         settings("--tenants", str(tenants))
 
 
+def test_targets_of_service_classes_stand_in_the_config_file(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("slo-classes: {interactive: {ttft_ms: 500, tpot_ms: 30}, flex: {ttft_ms: 60000}}\n")
+    chosen = settings("--config", str(file)).settings.slo_classes
+    assert (chosen["interactive"].tpot_ms, chosen["flex"].ttft_ms, chosen["flex"].tpot_ms) == (30.0, 60000.0, None)
+    with pytest.raises(ConfigError, match="unknown argument"):
+        settings("--slo-classes", str(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("slo-classes: {a: {ttft: 5}}", "a has no setting 'ttft'; there are ttft_ms, tpot_ms"),
+        ("slo-classes: {a: {ttft_ms: -1}}", "a: ttft_ms is -1"),
+        ("slo-classes: {a: {ttft_ms: soon}}", "slo-classes"),
+        ("slo-classes: fast", "slo-classes"),
+        ("slo-classs: {}", "did you mean slo-classes"),
+        ("tenants: {acme: {wieght: 2}}", "acme has no setting 'wieght'"),
+    ],
+)
+def test_wrong_classes_and_tenants_are_refused(tmp_path, content, words):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        settings("--config", str(file))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [("prot: 1", "did you mean port"), ("port: x", "whole number"), ("- a", "name: value"), ("a: [", "cannot be read")],

@@ -5,6 +5,9 @@ from contextlib import contextmanager
 import pytest
 
 from tests.server.fake import FakeManager
+from tokenyard.base import Slo
+
+MS = 1_000_000
 
 
 @contextmanager
@@ -74,3 +77,28 @@ def test_requests_are_the_business_of_the_admin(start):
     for key, status in (("k1", 401), ("k2", 404)):
         headers = {"Authorization": f"Bearer {key}"}
         assert server.client.post("/v1/requests/x/pause", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("body", "ttft_ms", "tpot_ms"),
+    [
+        ({"service_tier": "flex"}, 60_000, None),
+        ({"priority": "interactive"}, 500, 30),
+        ({"priority": "interactive", "slo": {"tpot_ms": 10}}, 500, 10),
+        ({"priority": "interactive", "deadline_ms": 900}, None, 30),
+        ({}, 2000, None),
+        ({"service_tier": "auto"}, 2000, None),
+    ],
+)
+def test_a_request_without_targets_gets_those_of_its_class(start, body, ttft_ms, tpot_ms):
+    targets = {"flex": Slo(60_000 * MS), "interactive": Slo(500 * MS, 30 * MS), "default": Slo(2000 * MS)}
+    server = start(class_targets=targets)
+    server.client.post("/v1/completions", json={"prompt": "hello", **body}).raise_for_status()
+    found = server.manager.specs[-1].slo
+    assert (found.ttft_ns, found.tpot_ns) == tuple(None if ms is None else ms * MS for ms in (ttft_ms, tpot_ms))
+
+
+def test_a_class_without_targets_leaves_them_to_the_scheduler(start):
+    server = start(class_targets={"flex": Slo(60_000 * MS)})
+    server.client.post("/v1/completions", json={"prompt": "hello", "service_tier": "scale"}).raise_for_status()
+    assert server.manager.specs[-1].slo is None

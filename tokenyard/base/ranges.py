@@ -10,6 +10,8 @@ MOST = 1e12
 MOST_S = 1e9
 ABOVE_ZERO = 1e-6
 MOST_PRIORITY = 2**31 - 1
+LONGEST_MS = 1e10
+"""Deadlines and targets beyond are mistakes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,15 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
 from tokenyard.base import ConfigError
+from tokenyard.base.ranges import LONGEST_MS
 from tokenyard.base.settings import TenantSettings
-from tokenyard.config import GROUPS, Settings
+from tokenyard.config import GROUPS, ClassTargets, Settings
 
 ENV_PREFIX = "TOKENYARD_"
 _MULTIPLIERS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -96,10 +97,33 @@ def parse_tenants(value: str | dict[str, Any]) -> dict[str, TenantSettings]:
             value = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ValueError(f"{value} cannot be read: {_in_one_line(error)}") from error
+    return _by_name(value, "tenants", TenantSettings)
+
+
+def parse_slo_classes(value: Any) -> dict[str, ClassTargets]:
+    """A mapping of service classes to their targets. Raises ValueError."""
+    classes = _by_name(value, "slo-classes", ClassTargets)
+    for name, targets in classes.items():
+        for target, given in ((name, getattr(targets, name)) for name in ("ttft_ms", "tpot_ms")):
+            if given is not None and not 0.0 < given <= LONGEST_MS:
+                raise ValueError(f"{name}: {target} is {given:g}; it must be above 0 and at most {LONGEST_MS:g}")
+    return classes
+
+
+Named = TypeVar("Named", TenantSettings, ClassTargets)
+
+
+def _by_name(value: Any, what: str, kind: type[Named]) -> dict[str, Named]:
+    """A mapping of names to settings of one kind. Raises ValueError, also for a setting that there is none of."""
     try:
-        return msgspec.convert(value, dict[str, TenantSettings])
+        read = msgspec.convert(value, dict[str, kind])  # type: ignore[valid-type]
     except msgspec.ValidationError as error:
-        raise ValueError(f"tenants: {error}") from error
+        raise ValueError(f"{what}: {error}") from error
+    known = [item.name for item in fields(kind)]
+    for name, given in value.items():
+        for unknown in (given or {}).keys() - set(known):
+            raise ValueError(f"{what}: {name} has no setting {unknown!r}; there are {', '.join(known)}")
+    return read
 
 
 def _parser_of(annotation: Any) -> Callable[[Any], Any]:
@@ -108,6 +132,8 @@ def _parser_of(annotation: Any) -> Callable[[Any], Any]:
         annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))
     if annotation == dict[str, TenantSettings]:
         return parse_tenants
+    if annotation == dict[str, ClassTargets]:
+        return parse_slo_classes
     kind = typing.get_origin(annotation) or annotation
     parsers: dict[Any, Callable[[Any], Any]] = {
         tuple: parse_counts,
@@ -173,6 +199,7 @@ def _flag(item: "Field[Any]", annotation: Any, default: Any) -> Flag:
     dashed = item.name.replace("_", "-")
     is_bool = annotation is bool
     negated = tuple(item.metadata["negated"])
+    positive = ("--" + dashed, *item.metadata["aliases"], *(f"--no-{flag[2:]}" for flag in negated))
     return Flag(
         name=item.name,
         group=item.metadata["group"],
@@ -181,15 +208,20 @@ def _flag(item: "Field[Any]", annotation: Any, default: Any) -> Flag:
         parse=_parser_of(annotation),
         is_bool=is_bool,
         choices=tuple(item.metadata["choices"]),
-        positive=("--" + dashed, *item.metadata["aliases"], *(f"--no-{flag[2:]}" for flag in negated)),
+        positive=() if item.metadata["file_only"] else positive,
         negative=(f"--no-{dashed}", *negated) if is_bool else (),
     )
 
 
-def all_flags() -> list[Flag]:
-    """Every setting as a flag, in the order of the fields."""
+def all_settings() -> list[Flag]:
+    """Every setting, in the order of the fields; those for files alone have no flag."""
     hints, defaults = typing.get_type_hints(Settings), Settings()
     return [_flag(item, hints[item.name], getattr(defaults, item.name)) for item in fields(Settings)]
+
+
+def all_flags() -> list[Flag]:
+    """Every setting that has a flag, in the order of the fields."""
+    return [flag for flag in all_settings() if flag.positive]
 
 
 class Parser(argparse.ArgumentParser):
@@ -276,7 +308,9 @@ def read_config_file(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `name: value` lines")
-    known = {option[2:]: flag.name for flag in all_flags() for option in flag.positive if "--no-" not in option}
+    settings = all_settings()
+    known = {option[2:]: flag.name for flag in settings for option in flag.positive if "--no-" not in option}
+    known |= {flag.name.replace("_", "-"): flag.name for flag in settings if not flag.positive}
     values: dict[str, Any] = {}
     for key, value in content.items():
         dashed = str(key).replace("_", "-")
@@ -305,7 +339,7 @@ def resolve(namespace: Mapping[str, Any], environ: Mapping[str, str] | None = No
     from_file = read_config_file(path) if path else {}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for flag in all_flags():
+    for flag in all_settings():
         if namespace.get(flag.name) is not None:
             raw, sources[flag.name] = namespace[flag.name], flag.positive[0]
         elif flag.env in environ:

@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from tokenyard.base import ConfigError, ExecutorInfo, TokenyardError
+from tokenyard.base import ConfigError, ExecutorInfo, Slo, TokenyardError
 from tokenyard.cli.flags import resolve
 from tokenyard.config import Settings
 from tokenyard.engine.child import set_up_logging
 from tokenyard.engine.config import EngineConfig
 from tokenyard.engine.launch import running_engine
+from tokenyard.engine.requests import ns_from_ms
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.offline import engine_config, located
 from tokenyard.server.serving import DrainingServer, listen
@@ -63,6 +64,10 @@ def server_options(settings: Settings) -> ServerOptions:
         max_body_bytes=int(settings.max_body_mb * 1_000_000),
         info=public,
         default_sampling=read_sampling_defaults(settings.model_path, settings.sampling_defaults),
+        class_targets={
+            name: Slo(ns_from_ms(targets.ttft_ms, name), ns_from_ms(targets.tpot_ms, name))
+            for name, targets in settings.slo_classes.items()
+        },
         **values,
     )
 

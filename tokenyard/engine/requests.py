@@ -15,6 +15,7 @@ from tokenyard.base import (
     Request,
     SamplingParams,
 )
+from tokenyard.base.ranges import LONGEST_MS
 from tokenyard.engine.spec import GenerateSpec
 from tokenyard.policy.levels import level_of
 
@@ -24,7 +25,6 @@ INLINE_CHARS = 2000
 MOST_STOPS = 128
 LONGEST_STOP_CHARS = 1024
 NS_PER_MS = 1_000_000
-LONGEST_MS = 1e10
 MOST_PRIORITY = 2**31 - 1
 SEED_BITS = 62
 

@@ -13,18 +13,23 @@ from tokenyard.server.protocol import (
     OpenAIFields,
     RefusedFields,
     SamplingFields,
+    SloFields,
     UrgencyFields,
 )
 
 MAX_STOP_STRINGS = 64
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 MAX_LABEL_CHARS = 256
+DEFAULT_CLASS = "default"
 
 
-def new_spec(fields: UrgencyFields, headers: Mapping[str, str], *, rid: str | None = None) -> GenerateSpec:
+def new_spec(
+    fields: UrgencyFields, headers: Mapping[str, str], targets: Mapping[str, Slo], *, rid: str | None = None
+) -> GenerateSpec:
     """A spec with who asks and how urgently, from the body and the headers X-Request-Id, X-Tenant and X-Priority.
 
-    The body wins over the headers, `rid` over both. Raises InvalidRequestError for a priority that is neither a number
+    The body wins over the headers, `rid` over both; `targets` of its class stand in for those that it does not bring,
+    those of the class "default" where it names none. Raises InvalidRequestError for a priority that is neither a number
     nor a word, and for a deadline, target or number that is out of range.
     """
     priority, service_class = _priority(fields.priority if fields.priority is not None else headers.get("x-priority"))
@@ -43,7 +48,7 @@ def new_spec(fields: UrgencyFields, headers: Mapping[str, str], *, rid: str | No
         service_class=service_class,
         tenant=_label(fields.tenant or headers.get("x-tenant") or "", "tenant"),
         deadline_ms=fields.deadline_ms,
-        slo=_slo(fields),
+        slo=_slo(fields, targets.get(service_class or DEFAULT_CLASS)),
         cache_salt=_cache_salt(fields),
         routing_key=fields.routing_key,
     )
@@ -74,13 +79,18 @@ def _priority(value: int | str | None) -> tuple[int | None, str | None]:
     return None, text.lower()
 
 
-def _slo(fields: UrgencyFields) -> Slo | None:
-    """Latency targets in nanoseconds."""
-    if fields.slo is None:
+def _slo(fields: UrgencyFields, targets: Slo | None) -> Slo | None:
+    """Latency targets in nanoseconds: the request's own, else those of its class. A deadline of its own comes before
+    its class's time to first token.
+    """
+    if fields.slo is None and targets is None:
         return None
-    return Slo(
-        ttft_ns=ns_from_ms(fields.slo.ttft_ms, "slo.ttft_ms"), tpot_ns=ns_from_ms(fields.slo.tpot_ms, "slo.tpot_ms")
-    )
+    own = fields.slo or SloFields()
+    ttft, tpot = ns_from_ms(own.ttft_ms, "slo.ttft_ms"), ns_from_ms(own.tpot_ms, "slo.tpot_ms")
+    if targets is not None:
+        ttft = targets.ttft_ns if ttft is None and fields.deadline_ms is None else ttft
+        tpot = targets.tpot_ns if tpot is None else tpot
+    return Slo(ttft, tpot)
 
 
 def sampling_of(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from tokenyard.base import Explanation, InvalidRequestError, OverloadedError
+from tokenyard.base import Explanation, InvalidRequestError, OverloadedError, Slo
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.logprobs import TokenNames
 from tokenyard.server.metrics import Metrics
@@ -96,6 +96,7 @@ class ServerOptions:
     log_requests: bool = False
     log_requests_content: bool = False
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
+    class_targets: Mapping[str, Slo] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
 
 
