@@ -79,6 +79,127 @@ def test_the_last_message_can_be_continued(content, expected):
     assert render(source, messages, continue_final_message=True, add_generation_prompt=False) == expected
 
 
+def test_a_message_that_occurs_in_the_markup_is_continued_at_its_end():
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}"
+    messages = [*MESSAGES, {"role": "assistant", "content": " end "}]
+    assert render(source, messages, continue_final_message=True) == "<|user|>Hi<|end|><|assistant|>end"
+
+
+def test_nothing_to_continue_is_said():
+    for last in ({"role": "assistant", "content": None}, {"role": "user"}):
+        with pytest.raises(InvalidRequestError, match="no last message"):
+            render(PLAIN, [*MESSAGES, last], continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="no last message"):
+        render("{{ messages[0].role }}", continue_final_message=True)
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+LOOPS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m['content'] %}({{ part.text }}){% endfor %}{% endif %}{% endfor %}"
+)
+MACRO = (
+    "{% macro show(m) %}{% set c = m.get('content') %}{% for part in c %}({{ part.text }}){% endfor %}{% endmacro %}"
+    "{% for m in messages %}{{ show(m) }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [("{{ messages[0].content }}", "a\nb"), (LOOPS, "(a)(b)"), (MACRO, "(a)(b)"), (PLAIN, "[user]a\nb>")],
+)
+def test_parts_of_content_come_as_the_template_wants_them(source, text):
+    assert render(source, [{"role": "user", "content": PARTS}]) == text
+
+
+def test_a_last_message_in_parts_can_be_continued():
+    assert render(LOOPS, [{"role": "assistant", "content": PARTS}], continue_final_message=True) == "(a)(b"
+
+
+def test_arguments_of_tool_calls_become_objects_and_null_fields_go():
+    source = (
+        "{% for m in messages %}{{ m.content is defined }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    )
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": text}} for text in ('{"a": "ü"}', "", "{broken")
+    ]
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}]
+    assert render(source, messages) == 'True;False{"a": "ü"}{}"{broken";'
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": "ü"}'
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_is_known_by_all_its_names(name):
+    source = "{{ messages[0].reasoning_content }},{{ messages[0].thinking }}"
+    assert render(source, [{"role": "assistant", "content": "x", name: "so"}]) == "so,so"
+
+
+def test_what_a_generation_block_sets_stays_inside():
+    source = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}"
+    assert render(source) == "21"
+
+
+@pytest.mark.parametrize("case", cases())
+def test_conversations_come_out_as_with_transformers(case):
+    """Also those that the cases do not hold: tools and their calls, reasoning, parts, continuing."""
+    reference = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    variables = dict(case["data"])
+    special = {name: variables.pop(name) for name in list(variables) if name.endswith("_token")}
+    given, tools = variables.pop("messages"), variables.pop("tools", None)
+    variables.pop("add_generation_prompt", None)
+    template = ChatTemplate({"default": case["chat_template"]}, special)
+    compared = 0
+    for messages in (given, CONTINUED, CALLED):
+        for tools_given in (tools, [TOOL]):
+            for continues in (False, True):
+                options = {"add_generation_prompt": not continues, "continue_final_message": continues}
+                try:
+                    (wanted,), _ = reference(
+                        [
+                            [
+                                {name: value for name, value in message.items() if value is not None}
+                                for message in messages
+                            ]
+                        ],
+                        chat_template=case["chat_template"],
+                        tools=tools_given,
+                        **options,
+                        **special,
+                        **variables,
+                    )
+                except Exception:  # a template that refuses this conversation raises whatever it likes
+                    with pytest.raises(InvalidRequestError):
+                        template.render(messages, tools=tools_given, chat_template_kwargs=variables, **options)
+                    continue
+                found = template.render(messages, tools=tools_given, chat_template_kwargs=variables, **options)
+                assert found == wanted
+                compared += 1
+    assert compared
+
+
+CONTINUED = [{"role": "user", "content": "Hi "}, {"role": "assistant", "content": " the end "}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d<é",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "x"}}},
+    },
+}
+CALLED = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "é<"}}}],
+    },
+    {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": "22"},
+    {"role": "assistant", "content": "warm", "reasoning": "because"},
+]
+
+
 def test_an_endless_template_is_ended():
     source = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate({"default": source}, {})
@@ -104,8 +225,21 @@ def test_where_templates_are_found(tmp_path):
     assert load_chat_template(tmp_path).render(MESSAGES) == "<b>1"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}2")
     assert load_chat_template(tmp_path).render(MESSAGES) == "<b>2"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert load_chat_template(tmp_path).render(MESSAGES, tools=[TOOL]) == "tools"
     (tmp_path / "own.jinja").write_text("3")
     assert load_chat_template(tmp_path, str(tmp_path / "own.jinja")).render(MESSAGES) == "3"
+
+
+def test_other_places_of_templates_and_special_tokens(tmp_path):
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<m>", "eos_token": {"content": "<e>"}}))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ bos_token }}{{ eos_token }}"}))
+    assert load_chat_template(tmp_path).render(MESSAGES) == "<m><e>"
+    config = {"bos_token": "<c>", "chat_template": {"default": "{{ bos_token }}", "tool_use": "t"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_chat_template(tmp_path).render(MESSAGES) == "<c>"
+    assert load_chat_template(tmp_path).render(MESSAGES, tools=[TOOL]) == "t"
 
 
 def test_broken_template_files_are_named(tmp_path):

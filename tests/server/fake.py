@@ -57,7 +57,8 @@ class FakeManager:
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         self.calls.append(("render", messages, options))
-        return " ".join(message["content"] for message in messages)
+        texts = [message.get("content") or "" for message in messages]
+        return " ".join(text if isinstance(text, str) else "".join(part["text"] for part in text) for text in texts)
 
     async def generate(self, spec: GenerateSpec) -> AsyncGenerator[OutputDelta, None]:
         self.specs.append(spec)

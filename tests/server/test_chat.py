@@ -149,13 +149,13 @@ def test_null_fields_mean_not_given(server):
     assert answer.status_code == 200
 
 
-def test_text_parts_are_joined_and_template_options_passed(server):
+def test_text_parts_and_template_options_passed(server):
     parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "dog"}]
     kwargs = {"enable_thinking": False}
     messages = [{"role": "user", "content": parts}]
     assert chat(server, messages=messages, max_tokens=1, chat_template_kwargs=kwargs).status_code == 200
     _, rendered, options = server.manager.calls[0]
-    assert rendered[0]["content"] == "hello\ndog"
+    assert rendered[0]["content"] == parts
     assert options["chat_template_kwargs"] == kwargs
     assert options["add_generation_prompt"]
 

@@ -9,23 +9,25 @@ import asyncio
 import ctypes
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenyard.base import ConfigError, InvalidRequestError
+from tokenyard.engine.chat_messages import Message, ready_messages, takes_parts
+
+MARK = "<<the last message ends here>> "
+"""Ends with a space, which tells whether the template trims content."""
 
 LONGEST_PROMPT_CHARS = 64_000_000
 RENDER_TIMEOUT_S = 10.0
-
-Message = dict[str, Any]
 
 
 class TooSlowError(Exception):
@@ -37,10 +39,14 @@ class _GenerationTag(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
-    def parse(self, parser: Parser) -> list[Node]:
-        """Return the body of the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> Node:
+        """Return the body as a block of its own: what it sets stays inside, as with transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
+
+    def _inside(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -76,11 +82,13 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
+        self._parts: dict[str, bool] = {}
         self._special_tokens = dict(special_tokens)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
+                self._parts[name] = takes_parts(environment, source)
             except jinja2.TemplateSyntaxError as error:
                 raise ConfigError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
 
@@ -99,28 +107,29 @@ class ChatTemplate:
         """Return the prompt. With tools the template named "tool_use" is taken if there is one.
 
         `continue_final_message` cuts the prompt right behind the last message's content, for the model to go on.
+        Content may be a string or a list of text parts.
         Raises InvalidRequestError if there is no template, or with the message of a template that refuses.
         """
+        messages = ready_messages(messages, parts=self._parts.get(self._choose(tools), False))
         variables = {
+            "documents": None,
             **(chat_template_kwargs or {}),
             **self._special_tokens,
-            "messages": messages,
+            "messages": _marked(messages) if continue_final_message else messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         text = self.render_variables(variables)
-        return _cut_behind(text, messages) if continue_final_message else text
+        return _cut_at_mark(text) if continue_final_message else text
 
-    def _choose(self, tools: Any) -> jinja2.Template:
-        if tools and "tool_use" in self._templates:
-            return self._templates["tool_use"]
-        if "default" not in self._templates:
-            raise InvalidRequestError("this model has no chat template: use /v1/completions, or give --chat-template")
-        return self._templates["default"]
+    def _choose(self, tools: Any) -> str:
+        return "tool_use" if tools and "tool_use" in self._templates else "default"
 
     def render_variables(self, variables: Mapping[str, Any]) -> str:
         """Render with exactly these variables; raises as `render` does."""
-        template = self._choose(variables.get("tools"))
+        template = self._templates.get(self._choose(variables.get("tools")))
+        if template is None:
+            raise InvalidRequestError("this model has no chat template: use /v1/completions, or give --chat-template")
         pieces, length = [], 0
         try:
             for piece in template.generate(variables):
@@ -135,14 +144,26 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _cut_behind(text: str, messages: list[Message]) -> str:
-    """Cut a prompt behind the last message's content, keeping trailing spaces only if the template kept them."""
-    content = str(messages[-1].get("content") or "")
-    at = text.rfind(content.strip())
-    if not content.strip() or at < 0:
+def _marked(messages: list[Message]) -> list[Message]:
+    """The messages with a mark behind the last one's content. Raises InvalidRequestError if it has none."""
+    *before, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + MARK}]
+    parts = list(content) if isinstance(content, list) else []
+    for place in reversed(range(len(parts))):
+        if "text" in parts[place]:
+            parts[place] = {**parts[place], "text": parts[place]["text"] + MARK}
+            return [*before, {**last, "content": parts}]
+    raise InvalidRequestError("there is no last message to continue", param="messages")
+
+
+def _cut_at_mark(text: str) -> str:
+    """Cut a prompt at the mark; a template that trims content trims the spaces that stood before the mark too."""
+    at = text.rfind(MARK.strip())
+    if at < 0:
         raise InvalidRequestError("the chat template leaves no last message to continue", param="messages")
-    end = at + len(content.lstrip())
-    return text[:end] if text[at:end] == content.lstrip() else text[: at + len(content.strip())]
+    return text[:at] if text[at:].startswith(MARK) else text[:at].rstrip()
 
 
 class _Deadline:
@@ -191,18 +212,33 @@ async def render_within(
 
 
 def load_chat_template(folder: Path, override: str = "") -> ChatTemplate:
-    """Load a model's templates: the file `override`, else chat_template.jinja, else tokenizer_config.json.
+    """Load a model's templates: the file `override`, else those that lie beside its tokenizer.
 
-    A model may have none; rendering then says so. Raises ConfigError for files that are missing or broken.
+    There, chat_template.jinja and additional_chat_templates/NAME.jinja go before tokenizer_config.json, and that before
+    chat_template.json. A model may have none; rendering then says so. Raises ConfigError for files that are missing
+    or broken.
     """
     config = _read_json(folder / "tokenizer_config.json")
-    tokens = {name: token for name in config if name.endswith("_token") and (token := _token_text(config[name]))}
-    file = Path(override) if override else folder / "chat_template.jinja"
-    if override and not file.is_file():
-        raise ConfigError(f"--chat-template: there is no file {override}")
-    if file.is_file():
-        return ChatTemplate({"default": file.read_text(encoding="utf-8")}, tokens)
-    return ChatTemplate(_named_sources(config.get("chat_template"), folder), tokens)
+    special = _read_json(folder / "special_tokens_map.json") | config
+    tokens = {name: token for name in special if name.endswith("_token") and (token := _token_text(special[name]))}
+    if override:
+        if not Path(override).is_file():
+            raise ConfigError(f"--chat-template: there is no file {override}")
+        return ChatTemplate({"default": _read_template(Path(override))}, tokens)
+    value = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    sources = _named_sources(value, folder)
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[file.stem] = _read_template(file)
+    if (folder / "chat_template.jinja").is_file():
+        sources["default"] = _read_template(folder / "chat_template.jinja")
+    return ChatTemplate(sources, tokens)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {file} cannot be read: {error}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -210,7 +246,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a JSON object")
@@ -229,6 +265,8 @@ def _named_sources(value: Any, folder: Path) -> dict[str, str]:
         return {}
     if isinstance(value, str):
         return {"default": value}
+    if isinstance(value, dict) and all(isinstance(source, str) for source in value.values()):
+        return dict(value)
     try:
         return {str(entry["name"]): str(entry["template"]) for entry in value}
     except (TypeError, KeyError) as error:

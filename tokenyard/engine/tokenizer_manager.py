@@ -27,7 +27,8 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
-from tokenyard.engine.chat_template import ChatTemplate, Message, render_within
+from tokenyard.engine.chat_messages import Message
+from tokenyard.engine.chat_template import ChatTemplate, render_within
 from tokenyard.engine.ipc import TO_API, TO_SCHEDULER, Endpoints, ProtocolError, pull_socket, push_socket
 from tokenyard.engine.liveness import heartbeat_age_s
 from tokenyard.engine.messages import (

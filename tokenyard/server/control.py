@@ -17,7 +17,7 @@ from tokenyard.server.loads import (
     sections_of,
     wanted_sections,
 )
-from tokenyard.server.prompts import encode, plain_messages, token_ids
+from tokenyard.server.prompts import check_messages, encode, token_ids
 from tokenyard.server.protocol import AbortRequest, DetokenizeRequest, PauseRequest, TokenizeRequest, parse
 from tokenyard.server.state import ServerState
 from tokenyard.server.stream import read_body
@@ -110,9 +110,9 @@ async def tokenize(state: State, body: Body) -> dict[str, Any]:
     text = fields.prompt
     if text is None:
         text = await state.manager.render_chat(
-            plain_messages(fields.messages or []),
-            add_generation_prompt=fields.add_generation_prompt is not False,
-            continue_final_message=False,
+            check_messages(fields.messages or []),
+            add_generation_prompt=fields.add_generation_prompt is not False and not fields.continue_final_message,
+            continue_final_message=bool(fields.continue_final_message),
             tools=fields.tools,
             chat_template_kwargs=fields.chat_template_kwargs or {},
         )

@@ -23,35 +23,26 @@ class CompletionPrompt:
     echo: str = ""
 
 
-def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with their content as one string, which is what templates expect.
-
-    Raises InvalidRequestError for a message without a role, or content that is not text.
-    """
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as they are. Raises InvalidRequestError for one without a role, or with content that is not text."""
     if not messages:
         raise InvalidRequestError("messages must not be empty", param="messages")
-    plain = []
     for place, message in enumerate(messages):
         where = f"messages[{place}]"
         if not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"{where}.role must be a string", param="messages")
-        plain.append({**message, "content": _plain_content(message.get("content"), where)})
-    return plain
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise InvalidRequestError(f"{where}.content must be a string or a list of parts", param="messages")
+        for part in content if isinstance(content, list) else ():
+            _check_part(part, where)
+    return messages
 
 
-def _plain_content(content: Any, where: str) -> str:
-    """A message's content as one string; text parts are joined by newlines."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{where}.content must be a string or a list of parts", param="messages")
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise InvalidRequestError(f"{where}.content: only text parts are supported, not {kind!r}", param="messages")
-        texts.append(part["text"])
-    return "\n".join(texts)
+def _check_part(part: Any, where: str) -> None:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise InvalidRequestError(f"{where}.content: only text parts are supported, not {kind!r}", param="messages")
 
 
 async def chat_prompt(manager: Manager, body: ChatRequest) -> str:
@@ -65,7 +56,7 @@ async def chat_prompt(manager: Manager, body: ChatRequest) -> str:
     given = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
     variables = {name: value for name, value in given.items() if value is not None}
     return await manager.render_chat(
-        plain_messages(body.messages),
+        check_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         tools=body.tools if use_tools else None,
