@@ -216,6 +216,9 @@ class Settings:
     port: int = setting(30000, "server", "port to listen on; 0 takes a free one")
     api_key: str = setting("", "server", "key that clients must send as a bearer token")
     admin_api_key: str = setting("", "server", "key for flush, abort, pause and server info; the API key if absent")
+    tenant_keys: dict[str, str] = field(
+        default_factory=dict, metadata=about("server", "API keys of tenants, by tenant", file_only=True)
+    )
     cors_allow_origins: list[str] = field(
         default_factory=list, metadata=about("server", "web origins that may call, by commas; none if absent")
     )
@@ -290,6 +293,14 @@ class Settings:
             (
                 not self.priority_function or self._counts_priorities,
                 "--priority-function adds to priorities, which do not count here; add --enable-priority-scheduling",
+            ),
+            (
+                all(self.tenant_keys.values()) and len({*self.tenant_keys.values()}) == len(self.tenant_keys),
+                "tenant-keys: every tenant needs a key of its own",
+            ),
+            (
+                not self.tenant_keys or bool(self.api_key or self.admin_api_key),
+                "tenant-keys needs --admin-api-key as well, or every tenant could pause and end what others run",
             ),
             (self.health_timeout_s > 0.0, "--health-timeout-s must be above 0"),
             (

@@ -96,6 +96,30 @@ def test_targets_of_service_classes_stand_in_the_config_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
+        ("tenant-keys: {a: k}", "needs --admin-api-key"),
+        ("tenant-keys: {a: k, b: k}\napi-key: x", "a key of its own"),
+        ("tenant-keys: {a: ''}\napi-key: x", "a key of its own"),
+    ],
+)
+def test_keys_of_tenants_that_guard_nothing_are_refused(tmp_path, content, words):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        settings("--config", str(file)).settings.effective()
+
+
+def test_a_key_in_a_wrong_place_is_not_told(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("tenant-keys: [sk-secret]")
+    with pytest.raises(ConfigError) as error:
+        settings("--config", str(file))
+    assert "mapping" in str(error.value)
+    assert "sk-secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
         ("slo-classes: {a: {ttft: 5}}", "a has no setting 'ttft'; there are ttft_ms, tpot_ms"),
         ("slo-classes: {a: {ttft_ms: -1}}", "a: ttft_ms is -1"),
         ("slo-classes: {a: {ttft_ms: soon}}", "slo-classes"),

@@ -51,6 +51,20 @@ def test_the_star_stands_for_tenants_without_a_name():
     assert sorted(yard.finished) == sorted(strangers + big)
 
 
+def test_names_that_clients_make_up_take_no_room_beyond_a_number_of_them(monkeypatch):
+    monkeypatch.setattr("tokenyard.scheduler.table.MOST_TENANTS", 10)
+    yard = limited(named=TenantSettings(max_running=1), rows=4)
+    table = yard.scheduler.roster.table
+    for place in range(15):
+        yard.submit(prompt(5), max_new=1, tenant=f"made up {place}")
+        yard.rest()
+    numbers = [yard.submit(prompt(20), max_new=10, tenant=tenant) for tenant in ("new", "newer", "named", "named")]
+    new, newer, named, same = (int(table.tenant[row(yard, number)]) for number in numbers)
+    assert new == newer == 10
+    assert named == same == 0
+    assert most_running(yard, numbers[2:]) == 1
+
+
 def test_a_rate_holds_over_time_and_the_scheduler_asks_to_be_woken():
     yard = limited(metered=TenantSettings(tokens_per_s=100.0, burst_tokens=50))
     numbers = [yard.submit(prompt(49), max_new=2, tenant="metered") for _ in range(10)]

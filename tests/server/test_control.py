@@ -240,6 +240,27 @@ def test_api_key_alone_opens_admin_paths(start):
     assert status(server, "/flush_cache", "k1", "POST") == 200
 
 
+@pytest.mark.parametrize("more", [{"api_key": "k1"}, {"admin_api_key": "k2"}])
+def test_a_tenants_key_opens_what_is_its_own_and_says_whose_request_it_is(start, more):
+    server = start(tenant_keys={"acme": "ka", "other": "ko"}, **more)
+    assert status(server, "/v1/models") == 401
+    assert status(server, "/v1/models", "wrong") == 401
+    assert status(server, "/v1/models", "ko") == 200
+    assert status(server, "/flush_cache", "ka", "POST") == 401
+    body = {"prompt": "hello", "max_tokens": 1, "tenant": "other", "user": "me"}
+    headers = {"Authorization": "Bearer ka", "X-Tenant": "other"}
+    server.client.post("/v1/completions", json=body, headers=headers).raise_for_status()
+    server.client.post("/generate", json={"text": "hello", "tenant": "other"}, headers=headers).raise_for_status()
+    assert [spec.tenant for spec in server.manager.specs] == ["acme", "acme"]
+
+
+def test_the_api_key_beside_tenants_keys_leaves_the_tenant_to_the_request(start):
+    server = start(tenant_keys={"acme": "ka"}, api_key="k1")
+    headers = {"Authorization": "Bearer k1"}
+    server.client.post("/v1/completions", json={"prompt": "hello", "user": "me"}, headers=headers).raise_for_status()
+    assert server.manager.specs[-1].tenant == "me"
+
+
 def test_cors_is_off_by_default(start):
     origin = {"Origin": "http://page.example"}
     assert "access-control-allow-origin" not in start().client.get("/health", headers=origin).headers

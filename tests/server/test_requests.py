@@ -102,3 +102,20 @@ def test_a_class_without_targets_leaves_them_to_the_scheduler(start):
     server = start(class_targets={"flex": Slo(60_000 * MS)})
     server.client.post("/v1/completions", json={"prompt": "hello", "service_tier": "scale"}).raise_for_status()
     assert server.manager.specs[-1].slo is None
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "tenant"),
+    [
+        ({}, {}, ""),
+        ({"user": "u"}, {}, "u"),
+        ({"user": "u"}, {"X-Tenant": "h"}, "h"),
+        ({"user": "u", "tenant": "t"}, {"X-Tenant": "h"}, "t"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_whose_request_it_is(start, path, body, headers, tenant):
+    server = start()
+    prompt = {"text": "hello"} if path == "/generate" else {"prompt": "hello"}
+    server.client.post(path, json={**prompt, **body}, headers=headers).raise_for_status()
+    assert server.manager.specs[-1].tenant == tenant

@@ -39,7 +39,7 @@ PACKAGES = (
 )
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16")
 GIB = 1 << 30
-SECRETS = ("api_key", "admin_api_key")
+SECRETS = ("api_key", "admin_api_key", "tenant_keys")
 
 
 def doctor(namespace: argparse.Namespace) -> int:

@@ -110,6 +110,14 @@ def parse_slo_classes(value: Any) -> dict[str, ClassTargets]:
     return classes
 
 
+def parse_texts(value: Any) -> dict[str, str]:
+    """A mapping of names to texts. Raises ValueError, without telling the texts, which may be keys."""
+    try:
+        return msgspec.convert(value, dict[str, str])
+    except msgspec.ValidationError:
+        raise ValueError("this must be a mapping of names to texts") from None
+
+
 Named = TypeVar("Named", TenantSettings, ClassTargets)
 
 
@@ -134,6 +142,8 @@ def _parser_of(annotation: Any) -> Callable[[Any], Any]:
         return parse_tenants
     if annotation == dict[str, ClassTargets]:
         return parse_slo_classes
+    if annotation == dict[str, str]:
+        return parse_texts
     kind = typing.get_origin(annotation) or annotation
     parsers: dict[Any, Callable[[Any], Any]] = {
         tuple: parse_counts,

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_POLL_S = 0.05
 USAGE_ERROR = 2
-SECRETS = ("api_key", "admin_api_key")
+SECRETS = ("api_key", "admin_api_key", "tenant_keys")
 
 
 def serve(namespace: argparse.Namespace) -> int:

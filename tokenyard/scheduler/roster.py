@@ -55,7 +55,7 @@ class Roster:
         self.settings = settings
         self.info = info
         self.cost = cost
-        self.table = RequestTable()
+        self.table = RequestTable(tenants=settings.tenants)
         self.counters = Counters()
         self.outbox = Outbox()
         self.chronicle = Chronicle()

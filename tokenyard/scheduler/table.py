@@ -5,6 +5,7 @@ when a row starts, stops or moves is a `Cold` object. Rows are reused; a row's e
 of a plan for an earlier owner is recognised.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from tokenyard.scheduler.lifecycle import State
 from tokenyard.scheduler.names import Names
 
 NO_GROUP = -1
+MOST_TENANTS = 4096
+"""Those that come later count as one, as clients make up names and policies keep accounts for each."""
 
 INT32_COLUMNS = (
     "prompt_tokens",
@@ -78,12 +81,13 @@ class RequestTable:
     of ReqToTokenPool, -1 while waiting. last_step: the latest plan that contains the row. gates, state: lifecycle.
     """
 
-    def __init__(self, capacity: int = 256) -> None:
+    def __init__(self, capacity: int = 256, tenants: Iterable[str] = ()) -> None:
+        """`tenants` are those that must be told apart however many others come."""
         self._capacity = 0
         self._free: list[int] = []
         self._cold: list[Cold | None] = []
         self._row_of_number: dict[int, int] = {}
-        self._tenants: dict[str, int] = {}
+        self._tenants = {name: number for number, name in enumerate(tenants)}
         self._routing_keys = Names(first=1)
         self._next_seq = 0
         for name in INT32_COLUMNS:
@@ -146,7 +150,7 @@ class RequestTable:
         self.deadline_ns[row] = int(self.arrival_ns[row]) + (request.deadline_ns or 0) if has_deadline else NO_DEADLINE
         slo = request.slo or Slo()
         self.ttft_ns[row], self.tpot_ns[row] = slo.ttft_ns or 0, slo.tpot_ns or 0
-        self.tenant[row] = self._tenants.setdefault(request.tenant, len(self._tenants))
+        self.tenant[row] = self._tenant_number(request.tenant)
         self.level[row] = level_of(request.service_class)
         self.routing[row] = self._routing_keys.take(request.routing_key) if request.routing_key else 0
         self.prefix_group[row] = NO_GROUP
@@ -198,6 +202,12 @@ class RequestTable:
         if options is None or options.prompt_from < 0:
             return usable
         return min(usable, max(options.prompt_from - 1, 0))
+
+    def _tenant_number(self, name: str) -> int:
+        """The number of a tenant, for life; with too many of them, of the one without a name."""
+        if name not in self._tenants and len(self._tenants) >= MOST_TENANTS:
+            name = ""
+        return self._tenants.setdefault(name, len(self._tenants))
 
     def tenant_name(self, tenant: int) -> str:
         """The name behind a value of the tenant column."""

@@ -20,13 +20,14 @@ CLIENT_ABORT_STATUS = 499
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request on its way: body, headers, engine and the reply to write."""
+    """One HTTP request on its way: body, headers, engine, the reply to write and the tenant whose key it came with."""
 
     state: ServerState
     manager: Manager
     body: bytes
     headers: Mapping[str, str]
     reply: Reply
+    tenant: str = ""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.server import control, native, openai, profile, requests, scheduling
 from tokenyard.server.answers import CLIENT_ABORT_STATUS, Call
 from tokenyard.server.errors import HttpError, error_body, error_headers, internal_error
-from tokenyard.server.middleware import Authentication
+from tokenyard.server.middleware import TENANT, Authentication
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
 from tokenyard.server.reference import reference_page
 from tokenyard.server.state import ServerState
@@ -56,7 +56,8 @@ class GenerationRoute:
         except TokenyardError as error:
             await reply.fail(error)
             return
-        await while_connected(receive, self._run(Call(self._state, manager, body, headers, reply)))
+        call = Call(self._state, manager, body, headers, reply, scope.get(TENANT, ""))
+        await while_connected(receive, self._run(call))
 
     async def _run(self, call: Call) -> None:
         """Run the handler; whatever goes wrong becomes an error answer."""
@@ -104,8 +105,13 @@ def create_app(state: ServerState) -> ASGIApp:
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     app: ASGIApp = Front(api, routes)
     options = state.options
-    if options.api_key or options.admin_api_key:
-        app = Authentication(app, api_key=options.api_key, admin_api_key=options.admin_api_key)
+    if options.api_key or options.admin_api_key or options.tenant_keys:
+        app = Authentication(
+            app,
+            api_key=options.api_key,
+            admin_api_key=options.admin_api_key,
+            tenant_keys=options.tenant_keys,
+        )
     if options.cors_allow_origins:
         app = CORSMiddleware(app, options.cors_allow_origins, allow_methods=["*"], allow_headers=["*"])
     return app

@@ -24,13 +24,19 @@ DEFAULT_CLASS = "default"
 
 
 def new_spec(
-    fields: UrgencyFields, headers: Mapping[str, str], targets: Mapping[str, Slo], *, rid: str | None = None
+    fields: UrgencyFields,
+    headers: Mapping[str, str],
+    targets: Mapping[str, Slo],
+    *,
+    tenant: str = "",
+    rid: str | None = None,
 ) -> GenerateSpec:
     """A spec with who asks and how urgently, from the body and the headers X-Request-Id, X-Tenant and X-Priority.
 
-    The body wins over the headers, `rid` over both; `targets` of its class stand in for those that it does not bring,
-    those of the class "default" where it names none. Raises InvalidRequestError for a priority that is neither a number
-    nor a word, and for a deadline, target or number that is out of range.
+    The body wins over the headers, `rid` and `tenant` over both; `user` names the tenant where nothing else does.
+    `targets` of its class stand in for those that it does not bring, those of the class "default" where it names none.
+    Raises InvalidRequestError for a priority that is neither a number nor a word, and for a deadline, target or number
+    that is out of range.
     """
     priority, service_class = _priority(fields.priority if fields.priority is not None else headers.get("x-priority"))
     if fields.service_tier is not None:
@@ -46,7 +52,7 @@ def new_spec(
         rid=_label(rid, "rid"),
         priority=priority,
         service_class=service_class,
-        tenant=_label(fields.tenant or headers.get("x-tenant") or "", "tenant"),
+        tenant=_label(tenant or fields.tenant or headers.get("x-tenant") or fields.user or "", "tenant"),
         deadline_ms=fields.deadline_ms,
         slo=_slo(fields, targets.get(service_class or DEFAULT_CLASS)),
         cache_salt=_cache_salt(fields),

@@ -1,6 +1,7 @@
 """Who may call what. Pure ASGI, so that nothing stands between a stream and its socket."""
 
 import hmac
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp
 
@@ -22,6 +23,9 @@ ADMIN_PATHS = frozenset(
         "/v1/scheduler",
     }
 )
+TENANT = "tokenyard.tenant"
+"""In the scope of a request: the tenant whose key it came with."""
+
 ADMIN_PREFIX = "/v1/requests/"
 """Whoever may change a request by its id, or read about it, may do so for everybody's."""
 
@@ -29,13 +33,15 @@ ADMIN_PREFIX = "/v1/requests/"
 class Authentication:
     """Asks for the API key on every path but probes and metrics, and for the admin key on admin paths.
 
-    With only an API key, that one opens admin paths as well; with only an admin key, the other paths are open.
+    With only an API key, that one opens admin paths as well; with only an admin key, the other paths are open. A key of
+    `tenant_keys` (by tenant) opens what the API key does but for admin paths, and says whose request it is.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str, admin_api_key: str) -> None:
+    def __init__(self, app: ASGIApp, *, api_key: str, admin_api_key: str, tenant_keys: Mapping[str, str]) -> None:
         self.app = app
         self._api_key = api_key.encode()
         self._admin_api_key = (admin_api_key or api_key).encode()
+        self._tenant_keys = [(tenant, key.encode()) for tenant, key in tenant_keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through or answer 401."""
@@ -50,9 +56,25 @@ class Authentication:
         path = scope["path"]
         if path in OPEN_PATHS:
             return True
-        wanted = self._admin_api_key if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX) else self._api_key
-        if not wanted:
-            return True
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, given = header.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), wanted)
+        given = _bearer_key(scope)
+        if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX):
+            return _same(given, self._admin_api_key)
+        for tenant, key in self._tenant_keys:
+            if _same(given, key):
+                scope[TENANT] = tenant
+                return True
+        if self._tenant_keys and not self._api_key:
+            return False
+        return _same(given, self._api_key)
+
+
+def _bearer_key(scope: Scope) -> bytes:
+    """The key that a request came with, b"" for none."""
+    header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, given = header.partition(b" ")
+    return bytes(given.strip()) if scheme.lower() == b"bearer" else b""
+
+
+def _same(given: bytes, wanted: bytes) -> bool:
+    """Whether a key is the wanted one, compared in constant time; where none is wanted, any is."""
+    return not wanted or hmac.compare_digest(given, wanted)

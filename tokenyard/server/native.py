@@ -93,7 +93,7 @@ def _spec(
     """The engine's view of one prompt."""
     check_max_tokens(sampling.max_new_tokens, "max_new_tokens", least=1)
     most = NATIVE_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
-    spec = new_spec(body, call.headers, call.state.options.class_targets, rid=rid)
+    spec = new_spec(body, call.headers, call.state.options.class_targets, tenant=call.tenant, rid=rid)
     if isinstance(prompt, str):
         spec.text = prompt
     else:

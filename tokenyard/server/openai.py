@@ -118,7 +118,7 @@ def _spec(
     call: Call, body: OpenAIFields, max_tokens: int | None, *, default: int, logprobs: LogprobOptions | None
 ) -> GenerateSpec:
     """The engine's view of a body, all but the prompt. A limit that was given must fit; a default is cut to fit."""
-    spec = new_spec(body, call.headers, call.state.options.class_targets, rid=body.request_id)
+    spec = new_spec(body, call.headers, call.state.options.class_targets, tenant=call.tenant, rid=body.request_id)
     most = default if max_tokens is None else max_tokens
     spec.sampling = sampling_of(
         body, call.state.options.default_sampling, max_new_tokens=most, min_new_tokens=body.min_tokens

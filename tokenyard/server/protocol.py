@@ -73,6 +73,7 @@ class UrgencyFields:
     priority: Priority = None
     service_tier: str | None = None
     tenant: str | None = None
+    user: str | None = None
     deadline_ms: float | None = None
     slo: SloFields | None = None
     cache_salt: str | None = None
@@ -117,7 +118,6 @@ class RefusedFields:
 class IdleFields:
     """What clients may send that changes nothing here: hints, and wishes that are met anyway."""
 
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     prediction: dict[str, Any] | None = None

@@ -86,6 +86,7 @@ class ServerOptions:
     model_name: str = "model"
     api_key: str = ""
     admin_api_key: str = ""
+    tenant_keys: Mapping[str, str] = field(default_factory=dict)
     cors_allow_origins: list[str] = field(default_factory=list)
     max_body_bytes: int = 32_000_000
     max_prompts: int = 1024
