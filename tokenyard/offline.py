@@ -33,7 +33,6 @@ from tokenyard.base import (
 from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
 from tokenyard.engine.config import EngineConfig
-from tokenyard.engine.detokenizer import load_tokenizer
 from tokenyard.engine.driver import Driver
 from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.kv_events import open_kv_events
@@ -46,6 +45,7 @@ from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.scheduler_process import load_executor
 from tokenyard.engine.step_log import StepLog
 from tokenyard.engine.text import TextAssembler
+from tokenyard.engine.tokenizer_files import load_tokenizer
 from tokenyard.executor.hub import find_model
 from tokenyard.policy.hook import load_priority_function
 from tokenyard.policy.registry import create_policy

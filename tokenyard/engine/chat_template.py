@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenyard.base import ConfigError, InvalidRequestError
 from tokenyard.engine.chat_messages import Message, ready_messages, takes_parts
+from tokenyard.engine.tokenizer_files import read_json, token_text
 
 MARK = "<<the last message ends here>> "
 """Ends with a space, which tells whether the template trims content."""
@@ -218,14 +219,14 @@ def load_chat_template(folder: Path, override: str = "") -> ChatTemplate:
     chat_template.json. A model may have none; rendering then says so. Raises ConfigError for files that are missing
     or broken.
     """
-    config = _read_json(folder / "tokenizer_config.json")
-    special = _read_json(folder / "special_tokens_map.json") | config
-    tokens = {name: token for name in special if name.endswith("_token") and (token := _token_text(special[name]))}
+    config = read_json(folder / "tokenizer_config.json")
+    special = read_json(folder / "special_tokens_map.json") | config
+    tokens = {name: token for name in special if name.endswith("_token") and (token := token_text(special[name]))}
     if override:
         if not Path(override).is_file():
             raise ConfigError(f"--chat-template: there is no file {override}")
         return ChatTemplate({"default": _read_template(Path(override))}, tokens)
-    value = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    value = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     sources = _named_sources(value, folder)
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         sources[file.stem] = _read_template(file)
@@ -239,25 +240,6 @@ def _read_template(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the chat template {file} cannot be read: {error}") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} must hold a JSON object")
-    return content
-
-
-def _token_text(value: Any) -> str:
-    """Return a special token written as a string or as an object with its `content`."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
 
 
 def _named_sources(value: Any, folder: Path) -> dict[str, str]:

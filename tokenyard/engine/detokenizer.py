@@ -1,34 +1,20 @@
 """The detokenizer process: token ids in, text out (`python -m tokenyard.engine.detokenizer`)."""
 
 import logging
-from pathlib import Path
 
 import zmq
-from tokenizers import Tokenizer
 
-from tokenyard.base import ConfigError, TokenBatch
+from tokenyard.base import TokenBatch
 from tokenyard.engine.child import Inbox, ReportReady, run_child
 from tokenyard.engine.config import ChildReport, ChildTask
 from tokenyard.engine.ipc import FROM_SCHEDULER, TO_API, TO_SCHEDULER, ProtocolError, pull_socket, push_socket
 from tokenyard.engine.messages import FromScheduler
 from tokenyard.engine.text import TextAssembler
+from tokenyard.engine.tokenizer_files import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 WAIT_MS = 60_000
-
-
-def load_tokenizer(path: str) -> Tokenizer:
-    """Load tokenizer.json from a folder, or that file. Raises ConfigError where there is none or it is broken."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(f"there is no tokenizer at {file}; give --tokenizer-path or --skip-tokenizer-init")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises a bare Exception
-        raise ConfigError(f"{file} is not a tokenizer: {error}") from error
 
 
 def run_detokenizer(task: ChildTask, report: ReportReady) -> None:

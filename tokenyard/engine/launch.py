@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from tokenyard.engine.chat_template import ChatTemplate, load_chat_template
 from tokenyard.engine.config import EngineConfig
-from tokenyard.engine.detokenizer import load_tokenizer
 from tokenyard.engine.ipc import SocketDirectory
 from tokenyard.engine.supervisor import Supervisor
+from tokenyard.engine.tokenizer_files import load_tokenizer
 from tokenyard.engine.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
