@@ -7,8 +7,8 @@ Vidur, at a lower load on the same kind of machine: about 145 requests/s. The tr
 given with --trace; without one, made-up traffic of the same rate and lengths is used, and the table says so.
 
 --day repeats the trace until a day holds a million requests (11.6 a second on average) and prints speed and memory on
-the way. What is kept of each request (some columns of the workload and of the outcome, 100 bytes) is there from the
-start; whatever else grew would show. It takes about ten minutes; with --limit it is the first N requests of that day.
+the way. What becomes of each request is kept, some 50 bytes in columns, which the system provides as they are filled;
+anything else that grew would show. It takes about ten minutes; with --limit it is the first N requests of that day.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.presets import preset, preset_names
 from tokenyard.sim.synthetic import synthetic
 from tokenyard.sim.traces import read_trace
-from tokenyard.sim.workload import Workload
+from tokenyard.sim.workload import COLUMNS, Workload
 
 AZURE = Path(__file__).resolve().parents[2] / "shared/traces/azure2023/AzureLLMInferenceTrace_conv.csv.gz"
 AZURE_REQUESTS, AZURE_RATE = 19_366, 5.53
@@ -82,9 +82,9 @@ def repeated(workload: Workload, requests: int, seconds: float) -> Workload:
     times = -(-requests // len(workload))
     length_s = float(workload.arrival_s[-1]) * len(workload) / (len(workload) - 1)
     begins = np.repeat(np.arange(times) * length_s, len(workload))
-    columns = ("prompt_tokens", "output_tokens", "tenant", "service_class", "priority", "deadline_s")
-    longer = {name: np.tile(getattr(workload, name), times) for name in columns}
-    day = replace(workload, arrival_s=begins + np.tile(workload.arrival_s, times), **longer).limited(requests)
+    longer = {name: np.tile(getattr(workload, name), times) for name in COLUMNS}
+    longer["arrival_s"] += begins
+    day = replace(workload, **longer).limited(requests)
     return day.scaled(float(day.arrival_s[-1]) / seconds)
 
 

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.sim.small import setup, workload
-from tokenyard.base import ConfigError, StepWork
+from tokenyard.base import ConfigError, Slo, StepWork
 from tokenyard.sim.content import ANSWER_STREAM, SegmentContent
 from tokenyard.sim.engine import FINISHED, REJECTED, SloTargets, simulate
 from tokenyard.sim.metrics import summary
@@ -97,6 +99,35 @@ def test_a_slow_answer_misses_its_token_target():
     strict = setup(settings={"slo_tpot_ms": 1.0})
     outcome = simulate(workload((0.0, 100, 40), (0.0, 100, 1)), strict)
     assert outcome.met.tolist() == [False, True], "an answer of one token has no time per token"
+
+
+def test_targets_of_a_requests_own_come_before_those_of_the_run():
+    plain = workload((0.0, 20_000, 1), (0.0, 100, 40), (0.0, 100, 40), (0.0, 100, 40))
+    none = np.full(4, np.nan)
+    traffic = replace(plain, slo_ttft_s=np.array([0.2, np.nan, np.nan, 9.0]), slo_tpot_s=none.copy(), deadline_s=none)
+    traffic.slo_tpot_s[1] = 0.001
+    outcome = simulate(traffic, setup())
+    assert simulate(plain, setup()).met.all()
+    assert outcome.met.tolist() == [False, False, True, True]
+    assert outcome.ttft_slo_s.tolist()[::3] == [0.2, 9.0]
+    assert outcome.late_s[0] == pytest.approx(outcome.ttft_s[0] - 0.2)
+    assert outcome.late_s[1:].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_deadline_is_to_the_end_and_stands_in_for_the_first_token():
+    strict = {"slo_ttft_ms": 1.0, "slo_ttft_scale": 0.0}
+    plain = workload((0.0, 4000, 40), (100.0, 4000, 40), (200.0, 4000, 40))
+    took_s = float(simulate(plain, setup()).e2e_s[0])
+    traffic = replace(plain, deadline_s=np.array([took_s + 0.01, took_s - 0.01, np.nan]))
+    outcome = simulate(traffic, setup(settings=strict))
+    assert outcome.met.tolist() == [True, False, False]
+    assert outcome.late_s[:2] == pytest.approx([0.0, 0.01])
+
+
+def test_the_scheduler_is_told_of_targets_and_deadlines():
+    one = replace(workload((0.0, 9, 1)), slo_ttft_s=np.array([0.5]), slo_tpot_s=np.array([0.25]))
+    assert one.request(0).slo == Slo(500_000_000, 250_000_000)
+    assert workload((0.0, 9, 1)).request(0).slo is None
 
 
 def test_replicas_share_the_load():

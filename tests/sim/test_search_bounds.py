@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,14 @@ def test_the_bound_bites_under_overload_and_grows_with_replicas():
     assert one < 0.95
     assert one < two
     assert attainment_bound(traffic.scaled(0.01), PROFILE, SloTargets()) == 1.0
+
+
+def test_targets_of_a_requests_own_move_the_bound():
+    traffic = synthetic("plain", 2000, 60.0, seed=7)
+    patient = replace(traffic, slo_ttft_s=np.full(2000, 60.0), slo_tpot_s=np.full(2000, 1.0))
+    due = replace(patient, deadline_s=np.full(2000, 0.5))
+    bounds = [attainment_bound(one, PROFILE, SloTargets()) for one in (due, traffic, patient)]
+    assert bounds == sorted(set(bounds))
 
 
 def test_least_work_is_less_than_any_real_run_takes():

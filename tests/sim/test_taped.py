@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.harness import Yard, make_info
-from tokenyard.base import Cancel, ConfigError, SamplingParams, SchedulerSettings, StopFound, Update
+from tokenyard.base import NS_PER_S, Cancel, ConfigError, SamplingParams, SchedulerSettings, Slo, StopFound, Update
 from tokenyard.cost import LinearCost, LinearTerms, get_profile
 from tokenyard.executor.mock import MockExecutor
 from tokenyard.scheduler.recorder import Recorder
@@ -67,7 +67,9 @@ def chat(yard, turns=3, users=6):
     for _ in range(turns):
         for user in range(users):
             sampling = SamplingParams(max_new_tokens=6 + user, temperature=0.0, ignore_eos=True, seed=user)
-            number = yard.submit(said[user], sampling=sampling, arrival_ns=yard.now - 1000, tenant=f"user {user}")
+            own = {"slo": Slo(3 * NS_PER_S, 250 * NS_PER_MS), "deadline_ns": 9 * NS_PER_S} if user == 0 else {}
+            asked = {"sampling": sampling, "arrival_ns": yard.now - 1000, "tenant": f"user {user}"}
+            number = yard.submit(said[user], **asked, **own)
             yard.turns(yard.now + 40 * NS_PER_MS)
             said[user] = [*said[user], number]
         yard.run()
@@ -118,6 +120,10 @@ def test_the_trace_file_simulates_like_the_tape(chatted, tmp_path):
     again = read_trace(tmp_path / "t.jsonl", "tokenyard", ReadOptions())
     setup = Setup(history.profile()[0], run.scheduler.roster.settings)
     assert simulate(again, setup).decision_hash == simulate(workload, setup).decision_hash
+    for one in (again, workload):
+        targets = np.stack((one.slo_ttft_s, one.slo_tpot_s, one.deadline_s), axis=1)
+        assert (targets[one.tenant == one.tenant[0]] == [3.0, 0.25, 9.0]).all()
+        assert np.isnan(targets[one.tenant != one.tenant[0]]).all()
 
 
 def test_what_a_simulation_leaves_out_is_said():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenyard.base import ConfigError
+from tokenyard.base import ConfigError, Slo
 from tokenyard.sim.content import TokenContent, UniqueContent
 from tokenyard.sim.traces import TRACE_FORMATS, ReadOptions, read_trace
 from tokenyard.sim.workload import NO_PRIORITY
@@ -94,13 +94,15 @@ def test_tokenyard_form_with_every_field(tmp_path):
     path = write_lines(
         tmp_path / "t.jsonl",
         {"arrival_s": 1.5, "prompt_tokens": 700, "output_tokens": 3, "hash_ids": [1, 2], "tenant": "a", "class": "x"},
-        {"arrival_s": 2, "prompt_tokens": 600, "output_tokens": 4, "hash_ids": [1, 9], "priority": 3, "deadline_s": 9},
+        {"arrival_s": 2, "prompt_tokens": 600, "output_tokens": 4, "hash_ids": [1, 9], "priority": 3, "deadline_s": 9}
+        | {"slo_ttft_s": 0.5, "slo_tpot_s": 0.25},
     )
     workload = read_trace(path, "tokenyard")
     assert workload.arrival_s.tolist() == [0.0, 0.5]
     first, second = workload.request(0), workload.request(1)
     assert (first.tenant, first.service_class, first.priority, first.deadline_ns) == ("a", "x", None, None)
     assert (second.tenant, second.priority, second.deadline_ns) == ("", 3, 9_000_000_000)
+    assert (first.slo, second.slo) == (None, Slo(500_000_000, 250_000_000))
     assert workload.priority.tolist() == [NO_PRIORITY, 3]
     assert (first.prompt_ids[:512] == second.prompt_ids[:512]).all()
     assert first.sampling.max_new_tokens == 4, "the true length of an answer is not told"
@@ -135,6 +137,8 @@ GOOD = {"arrival_s": 1.0, "prompt_tokens": 5, "output_tokens": 1}
     [
         ([], "holds no request"),
         ([GOOD, {**GOOD, "arrival_s": 0.5}], "line 2: the clock goes backwards"),
+        ([{**GOOD, "slo_ttft_s": 0}], "slo_ttft_s is 0"),
+        ([{**GOOD, "deadline_s": -1}], "deadline_s is -1"),
         ([{**GOOD, "prompt_tokens": 0}], "a prompt of 0 tokens"),
         ([{**GOOD, "prompt_tokens": 2.5}], "not a whole number"),
         ([{**GOOD, "output_tokens": -1}], "an answer of -1 tokens"),

@@ -41,10 +41,11 @@ def attainment_bound(workload: Workload, profile: Profile, slo: SloTargets, repl
     """
     work, arrival = least_work_s(workload, profile), workload.arrival_s
     unloaded = np.array([unloaded_prefill_s(profile.cost(), int(tokens)) for tokens in workload.prompt_tokens])
-    deadline = arrival + np.maximum(slo.ttft_s, slo.ttft_scale * unloaded)
-    deadline += slo.tpot_s * (workload.output_tokens - 1)
+    per_token_s = slo.per_token_s(workload)
+    within_s = slo.first_token_s(workload, unloaded) + per_token_s * (workload.output_tokens - 1)
+    deadline = arrival + np.fmin(within_s, workload.deadline_s)
     constant_s = (profile.terms.step_ms + profile.terms.dense_ms + profile.terms.tp_step_ms) / MS_PER_S
-    speed = replicas * max(1.0 - constant_s / slo.tpot_s, 1e-9)
+    speed = replicas * max(1.0 - constant_s / float(per_token_s.max()), 1e-9)
     edges = np.linspace(0.0, float(deadline.max()) + 1e-6, WINDOW_EDGES)
     # missed[j]: the most misses that windows ending at or before edge j can prove.
     missed = np.zeros(WINDOW_EDGES, np.int64)

@@ -39,6 +39,8 @@ Progress = Callable[[int, int], None]
 class SloTargets:
     """When a request counts as served well: TTFT at most max(`ttft_s`, `ttft_scale` x its unloaded prefill), and the
     mean time per output token at most `tpot_s`.
+
+    Targets of a request's own come before these; a deadline stands in for the first token's target (as `base.Promise`).
     """
 
     ttft_s: float = 1.0
@@ -51,6 +53,16 @@ class SloTargets:
             raise ConfigError("SLO targets must not be negative, and the time per output token above 0")
         if max(self.ttft_s, self.ttft_scale) == 0.0:
             raise ConfigError("--slo-ttft-ms and --slo-ttft-scale are both 0; no request could meet that")
+
+    def first_token_s(self, workload: Workload, unloaded_s: Float64Array) -> Float64Array:
+        """float64[n], the target for each request's first token; infinite where only the end has a deadline."""
+        common = np.maximum(self.ttft_s, self.ttft_scale * unloaded_s)
+        none_given = np.where(np.isnan(workload.deadline_s), common, np.inf)
+        return np.where(np.isnan(workload.slo_ttft_s), none_given, workload.slo_ttft_s)
+
+    def per_token_s(self, workload: Workload) -> Float64Array:
+        """float64[n], the target for each request's mean time per output token."""
+        return np.where(np.isnan(workload.slo_tpot_s), self.tpot_s, workload.slo_tpot_s)
 
 
 @dataclass(frozen=True)
@@ -141,15 +153,29 @@ class Outcome:
 
     @property
     def ttft_slo_s(self) -> Float64Array:
-        """float64[n], the first-token target of each request."""
-        target: Float64Array = np.maximum(self.setup.slo.ttft_s, self.setup.slo.ttft_scale * self.unloaded_s)
-        return target
+        """float64[n], the first-token target of each request; infinite where only the end has a deadline."""
+        return self.setup.slo.first_token_s(self.workload, self.unloaded_s)
+
+    @property
+    def late_s(self) -> Float64Array:
+        """float64[n], how far each request's first token or end was beyond its target; NaN if unfinished."""
+        late: Float64Array = np.maximum(self.ttft_s - self.ttft_slo_s, self._overdue_s)
+        return np.maximum(late, 0.0)
+
+    @property
+    def _overdue_s(self) -> Float64Array:
+        """float64[n], how far each end was beyond its deadline, far below 0 where there is none."""
+        overdue: Float64Array = self.e2e_s - np.where(
+            np.isnan(self.workload.deadline_s), np.inf, self.workload.deadline_s
+        )
+        return overdue
 
     @property
     def met(self) -> BoolArray:
-        """bool[n], whether each request met its SLO; rejected and unfinished requests did not."""
+        """bool[n], whether each request met its own targets or the run's; rejected and unfinished ones did not."""
         with np.errstate(invalid="ignore"):
-            met: BoolArray = self.served & (self.ttft_s <= self.ttft_slo_s) & (self.tpot_s <= self.setup.slo.tpot_s)
+            fast = self.tpot_s <= self.setup.slo.per_token_s(self.workload)
+            met: BoolArray = self.served & (self.late_s <= 0.0) & fast
         return met
 
     def _seconds(self, spans: Int64Array) -> Float64Array:

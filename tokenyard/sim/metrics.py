@@ -29,12 +29,6 @@ def wait_s(outcome: Outcome) -> Float64Array:
     return outcome.ttft_s - outcome.unloaded_s
 
 
-def late_s(outcome: Outcome) -> Float64Array:
-    """float64[n], time to first token beyond its target, 0 where the target was met; NaN if unfinished."""
-    late: Float64Array = np.maximum(outcome.ttft_s - outcome.ttft_slo_s, 0.0)
-    return late
-
-
 def length_classes(outcome: Outcome) -> dict[str, BoolArray]:
     """Masks over the requests by prompt length: the quartiles, shortest first, and the longest 5 %."""
     lengths = outcome.workload.prompt_tokens
@@ -70,7 +64,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "tpot_s": quantiles(outcome.tpot_s),
         "e2e_s": quantiles(outcome.e2e_s),
         "wait_s": quantiles(wait_s(outcome)),
-        "late_s": quantiles(late_s(outcome)),
+        "late_s": quantiles(outcome.late_s),
         "throughput_tokens_per_s": round(float(outcome.completion_tokens.sum()) / seconds, 3),
         "computed_tokens_per_s": round(computed / seconds, 3),
         "prefix_hit_rate": round(counters["hit_tokens"] / max(counters["prompt_tokens"], 1), 6),

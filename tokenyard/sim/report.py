@@ -10,7 +10,7 @@ import numpy as np
 from tokenyard.base import Float64Array
 from tokenyard.sim.charts import STYLE, Chart
 from tokenyard.sim.engine import Outcome
-from tokenyard.sim.metrics import late_s, length_classes, summary, wait_s
+from tokenyard.sim.metrics import length_classes, summary, wait_s
 from tokenyard.sim.timeline import Timeline
 
 CDF_POINTS = 300
@@ -98,7 +98,7 @@ def _quality_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
     by_length = Chart("SLO attainment by prompt length", "", "met (%)", y_from_zero=True)
     payers = Chart("Who pays: TTFT by prompt length", "prompt tokens", "TTFT (s)", x_log=True, y_log=True)
     waits = Chart("Wait: TTFT beyond the unloaded prefill", "wait (s)", "requests waiting longer (%)", True, True)
-    late = Chart("Late: TTFT beyond its target", "late (s)", "requests later than this (%)", True, True)
+    late = Chart("Late: first token or end beyond its target", "late (s)", "requests later than this (%)", True, True)
     for name, outcome in outcomes.items():
         classes = length_classes(outcome)
         shares = [100.0 * float(outcome.met[mask].mean()) if mask.any() else 0.0 for mask in classes.values()]
@@ -108,9 +108,10 @@ def _quality_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
             payers.dots(outcome.workload.prompt_tokens[shown], outcome.ttft_s[shown], name)
         payers.line(*_p99_by_length(outcome), f"{name}: p99")
         waits.line(*_beyond(wait_s(outcome)), name)
-        late.line(*_beyond(late_s(outcome)), name)
+        late.line(*_beyond(outcome.late_s), name)
     first = next(iter(outcomes.values()))
     order = np.argsort(first.workload.prompt_tokens)[_some(len(first.workload), CDF_POINTS)]
+    order = order[np.isfinite(first.ttft_slo_s[order])]
     payers.line(first.workload.prompt_tokens[order], first.ttft_slo_s[order], "target", dashed=True)
     return [by_length, payers, waits, late]
 
@@ -228,7 +229,7 @@ def _facts(outcome: Outcome) -> str:
         f"{escape(outcome.setup.profile.name)} (numbers: {escape(outcome.setup.profile.source)}). A request meets its "
         f"SLO if its first token comes within max({slo.ttft_s:g} s, {slo.ttft_scale:g} x the unloaded prefill of its "
         f"whole prompt) and its mean time per output token is at most {1000 * slo.tpot_s:g} ms; rejected and "
-        "unfinished requests are misses.</p>"
+        "unfinished requests are misses. Targets and deadlines of a request's own come before these.</p>"
     )
 
 

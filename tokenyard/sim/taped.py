@@ -13,6 +13,7 @@ from tokenyard.base import (
     Finish,
     Int32Array,
     Request,
+    Slo,
     StepPlan,
     StepResult,
     StepWork,
@@ -94,6 +95,7 @@ class History:
         answers = self._in_order()
         for index, answer in enumerate(answers):
             request, tokens = answer.request, answer.output_tokens
+            slo = request.slo or Slo()
             prompt = conversations.add(index, request.prompt_ids, np.array(answer.tokens[:tokens], np.int32))
             builder.add(
                 f"{name}, request {request.number}",
@@ -104,7 +106,9 @@ class History:
                 tenant=request.tenant,
                 service_class=request.service_class or "",
                 priority=request.priority,
-                deadline_s=None if request.deadline_ns is None else request.deadline_ns / NS_PER_S,
+                deadline_s=_seconds(request.deadline_ns),
+                slo_ttft_s=_seconds(slo.ttft_ns),
+                slo_tpot_s=_seconds(slo.tpot_ns),
             )
         return builder.build()
 
@@ -167,13 +171,13 @@ class History:
         answers = self._in_order()
         gone = sum(one.finish is not None and one.finish.status == CLIENT_GONE for one in answers)
         refused = sum(_status(one) == REJECTED and not one.tokens for one in answers)
-        apart = sum(bool(one.request.namespace or one.request.slo) for one in answers)
+        apart = sum(bool(one.request.namespace) for one in answers)
         changes = sum(self._events[name] for name in ("Update", "Pause", "SetPolicy"))
         found = (
             (gone, "answers were given up by their clients: they count with the tokens they had by then"),
             (sum(one.finish is None for one in answers), "answers had not ended: they count with the tokens so far"),
             (refused, "answers ended before their first token: they count with one"),
-            (apart, "answers had a cache salt, an adapter or targets of their own: these are left out"),
+            (apart, "answers had a cache salt or an adapter: these are left out"),
             (changes, "changes of urgency or policy, or pauses, happened on the way: these are left out"),
         )
         return [f"{count} {what}" for count, what in found if count]
@@ -181,6 +185,10 @@ class History:
     def _in_order(self) -> list[Answer]:
         answers = (answer for answer in self._answers.values() if len(answer.request.prompt_ids))
         return sorted(answers, key=lambda answer: answer.arrival_ns)
+
+
+def _seconds(nanoseconds: int | None) -> float | None:
+    return nanoseconds / NS_PER_S if nanoseconds else None
 
 
 def _status(answer: Answer) -> int:
@@ -198,6 +206,7 @@ def write_trace(workload: Workload, path: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for index in range(len(workload)):
             request = workload.request(index)
+            slo = request.slo or Slo()
             line = {
                 "arrival_s": float(workload.arrival_s[index]),
                 "token_ids": request.prompt_ids.tolist(),
@@ -205,6 +214,8 @@ def write_trace(workload: Workload, path: Path) -> None:
                 "tenant": request.tenant,
                 "class": request.service_class or "",
                 "priority": None if workload.priority[index] == NO_PRIORITY else int(workload.priority[index]),
-                "deadline_s": None if request.deadline_ns is None else request.deadline_ns / NS_PER_S,
+                "deadline_s": _seconds(request.deadline_ns),
+                "slo_ttft_s": _seconds(slo.ttft_ns),
+                "slo_tpot_s": _seconds(slo.tpot_ns),
             }
             file.write(json.dumps({key: value for key, value in line.items() if value not in (None, "")}) + "\n")

@@ -159,12 +159,16 @@ def read_vidur(path: Path, options: ReadOptions) -> Workload:
     return builder.build()
 
 
+_OWN_TARGETS = ("deadline_s", "slo_ttft_s", "slo_tpot_s")
+
+
 def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
     """Our own form, a JSON object a line.
 
     Needed: `arrival_s`; `output_tokens`; and the prompt as `prompt_tokens` (a count), `token_ids` (a list), or
     `prompt_tokens` with `hash_ids` (one id per `block_tokens` tokens, 512 unless said; equal ids from the left mean an
-    equal prefix). Optional: `tenant`, `class`, `priority` (whole number), `deadline_s` (after arrival).
+    equal prefix). Optional: `tenant`, `class`, `priority` (whole number), `deadline_s` (from arrival to the end),
+    `slo_ttft_s` and `slo_tpot_s` (targets of its own).
     """
     builder = WorkloadBuilder(path.name)
     for where, record in islice(read_json_lines(path), options.limit):
@@ -181,7 +185,7 @@ def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
             tenant=str(record.get("tenant", "")),
             service_class=str(record.get("class", "")),
             priority=whole(record, "priority", where) if record.get("priority") is not None else None,
-            deadline_s=number(record, "deadline_s", where) if record.get("deadline_s") is not None else None,
+            **{name: number(record, name, where) for name in _OWN_TARGETS if record.get(name) is not None},
         )
     return builder.build()
 

@@ -2,14 +2,37 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import isnan, nan
 
 import numpy as np
 
-from tokenyard.base import NS_PER_S, ConfigError, Float64Array, Int32Array, Int64Array, Request, SamplingParams
+from tokenyard.base import (
+    NS_PER_S,
+    BoolArray,
+    ConfigError,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    Request,
+    SamplingParams,
+    Slo,
+)
 from tokenyard.sim.content import Content, SegmentContent, TokenContent, UniqueContent
 
 NO_PRIORITY = -(2**31)
 MAX_TOKENS = 1 << 20
+MAX_TARGET_S = 1e9
+COLUMNS = (
+    "arrival_s",
+    "prompt_tokens",
+    "output_tokens",
+    "tenant",
+    "service_class",
+    "priority",
+    "deadline_s",
+    "slo_ttft_s",
+    "slo_tpot_s",
+)
 
 
 @dataclass(frozen=True)
@@ -18,7 +41,8 @@ class Workload:
 
     arrival_s: float64[n], from 0, ascending. prompt_tokens, output_tokens: int32[n], at least 1. tenants, classes:
     names; tenant and service_class (int32[n]) index them. priority: int32[n] or NO_PRIORITY. deadline_s: float64[n]
-    after arrival, NaN for none.
+    from arrival to the end, NaN for none. slo_ttft_s, slo_tpot_s: float64[n], the request's own targets for its first
+    token and, on average, for every further one; NaN where those of the run hold.
     """
 
     name: str
@@ -32,6 +56,8 @@ class Workload:
     service_class: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     priority: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     deadline_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
+    slo_ttft_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
+    slo_tpot_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -58,8 +84,11 @@ class Workload:
             return self
         if requests < 1:
             raise ConfigError(f"--limit is {requests}; it must be at least 1")
-        columns = ("arrival_s", "prompt_tokens", "output_tokens", "tenant", "service_class", "priority", "deadline_s")
-        return replace(self, **{name: getattr(self, name)[:requests] for name in columns})
+        return self.only(slice(requests))
+
+    def only(self, chosen: slice | BoolArray) -> "Workload":
+        """Those requests. They are numbered anew, so what prompts share stays right only for the first ones."""
+        return replace(self, **{name: getattr(self, name)[chosen] for name in COLUMNS})
 
     def request(self, index: int, content: Content | None = None, *, true_length: bool = False) -> Request:
         """Request `index` as the engine sees it: max_new_tokens is the largest answer of the workload.
@@ -67,7 +96,8 @@ class Workload:
         With `true_length` it is the length of its own answer. The seed is the request's number; the simulated executor
         finds the true output length by it.
         """
-        priority, deadline_s = int(self.priority[index]), float(self.deadline_s[index])
+        priority = int(self.priority[index])
+        slo = Slo(_ns_or_none(self.slo_ttft_s[index]), _ns_or_none(self.slo_tpot_s[index]))
         tokens = int(self.prompt_tokens[index])
         longest = int(self.output_tokens[index]) if true_length else self.max_output_tokens
         return Request(
@@ -79,13 +109,18 @@ class Workload:
             priority=None if priority == NO_PRIORITY else priority,
             service_class=self.classes[self.service_class[index]] or None,
             tenant=self.tenants[self.tenant[index]],
-            deadline_ns=None if np.isnan(deadline_s) else to_ns(deadline_s),
+            deadline_ns=_ns_or_none(self.deadline_s[index]),
+            slo=None if slo.ttft_ns is slo.tpot_ns is None else slo,
         )
 
 
 def to_ns(seconds: float) -> int:
     """Whole nanoseconds."""
     return round(seconds * NS_PER_S)
+
+
+def _ns_or_none(seconds: float) -> int | None:
+    return None if isnan(seconds) else to_ns(float(seconds))
 
 
 class WorkloadBuilder:
@@ -107,6 +142,8 @@ class WorkloadBuilder:
         self._class: list[int] = []
         self._priority: list[int] = []
         self._deadline: list[float] = []
+        self._ttft: list[float] = []
+        self._tpot: list[float] = []
         self._ids: list[Int32Array] = []
         self._streams: list[Int64Array] = []
         self._lengths: list[Int32Array] = []
@@ -127,19 +164,28 @@ class WorkloadBuilder:
         service_class: str = "",
         priority: int | None = None,
         deadline_s: float | None = None,
+        slo_ttft_s: float | None = None,
+        slo_tpot_s: float | None = None,
     ) -> None:
         """Take in one request. `segments` are (stream, tokens) pairs (see `SegmentContent`).
 
         Raises ConfigError, in one line, for a bad number or a clock going backwards.
         """
         self._check(where, arrival_s, prompt_tokens, output_tokens)
+        for column, name, seconds in (
+            (self._deadline, "deadline_s", deadline_s),
+            (self._ttft, "slo_ttft_s", slo_ttft_s),
+            (self._tpot, "slo_tpot_s", slo_tpot_s),
+        ):
+            if seconds is not None and not 0.0 < seconds < MAX_TARGET_S:
+                raise ConfigError(f"{where}: {name} is {seconds}; it must be above 0 and below {MAX_TARGET_S:g} s")
+            column.append(nan if seconds is None else seconds)
         self._arrivals.append(arrival_s)
         self._prompts.append(prompt_tokens)
         self._outputs.append(max(output_tokens, 1))
         self._tenant.append(self._tenants.setdefault(tenant, len(self._tenants)))
         self._class.append(self._classes.setdefault(service_class, len(self._classes)))
         self._priority.append(NO_PRIORITY if priority is None else priority)
-        self._deadline.append(float("nan") if deadline_s is None else deadline_s)
         if ids is not None:
             self._ids.append(ids)
         if segments is not None:
@@ -183,6 +229,8 @@ class WorkloadBuilder:
             service_class=np.array(self._class, np.int32)[order],
             priority=np.array(self._priority, np.int32)[order],
             deadline_s=np.array(self._deadline)[order],
+            slo_ttft_s=np.array(self._ttft)[order],
+            slo_tpot_s=np.array(self._tpot)[order],
         )
 
     def _content(self, order: Int64Array) -> Content:
@@ -198,8 +246,9 @@ class WorkloadBuilder:
 def uniform_columns(
     name: str, arrival_s: Float64Array, prompt_tokens: Int32Array, output_tokens: Int32Array, content: Content
 ) -> Workload:
-    """A workload of one tenant and one class, without priorities and deadlines. `arrival_s` must ascend."""
+    """A workload of one tenant and one class, without priorities, deadlines and targets. `arrival_s` must ascend."""
     count = len(arrival_s)
+    none = np.full(count, nan)
     return Workload(
         name=name,
         arrival_s=arrival_s,
@@ -209,5 +258,7 @@ def uniform_columns(
         tenant=np.zeros(count, np.int32),
         service_class=np.zeros(count, np.int32),
         priority=np.full(count, NO_PRIORITY, np.int32),
-        deadline_s=np.full(count, np.nan),
+        deadline_s=none,
+        slo_ttft_s=none,
+        slo_tpot_s=none,
     )
