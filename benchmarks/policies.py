@@ -1,33 +1,36 @@
 """What the policies promise beyond goodput, on seeded made-up traffic: one question per table.
 
-    python benchmarks/policies.py [tenants] [locality] [overload] [headroom] [silos]
+    python benchmarks/policies.py [tenants] [locality] [overload] [headroom] [adaptive] [--short]
 
 One H100 with Llama-3-8B in the simulator. tenants: one of four floods; how far apart are two that both wait, and what
 does it cost the others (bound: Sheng et al. 2024)? locality: tenants with system prompts of their own; what does
 fairness cost in throughput (DLPM, Cao et al. 2025)? overload: bursts beyond capacity with three classes; does the
 top class notice, and does the low one get its turn within the bound of aging? headroom: long answers and a small pool;
-how many preemptions does each rule of admission save? silos: three classes with targets of their own, in bursts; how
-many devices does it take to keep each class at 99 %, apart and together (Niyama, Goel et al. 2025)?
+how many preemptions does each rule of admission save? adaptive: a day of traffic that shifts, cut to half an hour (with
+--short to six minutes); does looking ahead find what suits it?
 """
 
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tokenyard.base import SchedulerSettings
+from tokenyard.base import Int32Array, SchedulerSettings
 from tokenyard.cost import get_profile
-from tokenyard.sim.bounds import least_work_s
-from tokenyard.sim.content import SegmentContent
+from tokenyard.policy.adaptive import CANDIDATES, SEPARATOR, changed
+from tokenyard.sim.content import VOCAB_SIZE, SegmentContent
 from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.metrics import summary, wait_s
 from tokenyard.sim.presets import common_settings
 from tokenyard.sim.synthetic import bursts, classes, lengths, plain, poisson, tenants
+from tokenyard.sim.traces import ReadOptions, read_trace
 from tokenyard.sim.workload import Workload, uniform_columns
 
 PROFILE = get_profile("h100", "llama-3-8b")
+TRACES = Path(__file__).resolve().parents[2] / "shared/traces"
 GRID = 1500
 PREFILL_WEIGHT, DECODE_WEIGHT = 1.0, 2.0
 
@@ -76,7 +79,7 @@ def ask_tenants() -> None:
     workload = tenants(6000, 32.0, seed=1)
     pool = PROFILE.kv_pool_tokens
     bound = 2 * max(PREFILL_WEIGHT * workload.max_prompt_tokens, DECODE_WEIGHT * pool)
-    alone = run(workload.only(workload.tenant != 0))
+    alone = run(replace_rows(workload, workload.tenant != 0))
     alone_ttft = float(np.quantile(alone.ttft_s, 0.99))
     others_alone = f"others' TTFT p99 s (alone {alone_ttft:.2f})"
     print(f"\n| tenants, one floods | largest gap, k tokens (bound {bound / 1e3:.0f}) | {others_alone} |")
@@ -85,6 +88,12 @@ def ask_tenants() -> None:
         outcome = run(workload, schedule_policy=policy, disable_radix_cache=False)
         others = outcome.ttft_s[workload.tenant != 0]
         print(f"| {policy} | {backlogged_gap(outcome) / 1e3:.0f} | {np.nanquantile(others, 0.99):.2f} |")
+
+
+def replace_rows(workload: Workload, keep: np.ndarray) -> Workload:
+    """Only the requests where `keep` holds."""
+    columns = ("arrival_s", "prompt_tokens", "output_tokens", "tenant", "service_class", "priority", "deadline_s")
+    return replace(workload, **{name: getattr(workload, name)[keep] for name in columns})
 
 
 def tenant_prefixes(requests: int, rate: float, seed: int) -> Workload:
@@ -159,55 +168,91 @@ def ask_headroom() -> None:
         print(f"| {headroom} | {wasted} | {quality} | {len(workload) / outcome.sim_seconds:.2f} |")
 
 
-QOS = (
-    # name, first token within so many seconds (None: the run's target), seconds per output token
-    ("interactive", None, 0.05),
-    ("standard", 20.0, 0.1),
-    ("batch", 60.0, 0.2),
-)
-QOS_SHARE = 0.99
+class Joined:
+    """The content of several workloads one after the other. Their token ids are kept apart."""
+
+    def __init__(self, parts: list[Workload]) -> None:
+        self._parts = parts
+        self._begins = np.cumsum([0, *(len(part) for part in parts)])
+
+    def prompt_ids(self, index: int, tokens: int) -> Int32Array:
+        """See `Content.prompt_ids`."""
+        part = int(np.searchsorted(self._begins, index, side="right")) - 1
+        ids = self._parts[part].content.prompt_ids(index - int(self._begins[part]), tokens)
+        apart: Int32Array = (ids.astype(np.int64) + 1_000_003 * part) % (VOCAB_SIZE - 1) + 1
+        return apart.astype(np.int32)
 
 
-def qos_classes(requests: int, rate: float, seed: int) -> Workload:
-    """Three classes of equal size that come in bursts of 30 s; prompts of about 2,500 tokens, answers of about 250."""
-    rng, shape = np.random.default_rng(seed), bursts(requests, rate, seed)
-    prompts, outputs = lengths(2500, requests, rng, 16_000), lengths(250, requests, rng, 2000)
-    made = uniform_columns("qos classes", shape.arrival_s, prompts, outputs, shape.content)
-    chosen = rng.integers(0, len(QOS), requests).astype(np.int32)
-    return replace(
-        made,
-        classes=tuple(name for name, _, _ in QOS),
-        service_class=chosen,
-        slo_ttft_s=np.array([np.nan if ttft_s is None else ttft_s for _, ttft_s, _ in QOS])[chosen],
-        slo_tpot_s=np.array([tpot_s for _, _, tpot_s in QOS])[chosen],
-    )
+def joined(parts: list[Workload], part_s: float) -> Workload:
+    """The first `part_s` seconds of each workload, one after the other."""
+    kept = [replace_rows(part, part.arrival_s < part_s) for part in parts]
+    arrivals = np.concatenate([one.arrival_s + place * part_s for place, one in enumerate(kept)])
+    prompts = np.concatenate([one.prompt_tokens for one in kept])
+    outputs = np.concatenate([one.output_tokens for one in kept])
+    # Rows are taken from the front only, so that a row's content is that of its place.
+    return uniform_columns("a day", arrivals, prompts, outputs, Joined(kept))
 
 
-def replicas_needed(workload: Workload, **changes: Any) -> int:
-    """The fewest devices, behind a router that goes by load, on which every class meets its targets."""
-    count = int(np.ceil(least_work_s(workload, PROFILE).sum() / workload.arrival_s[-1]))
-    while True:
-        setup = Setup(PROFILE, settings(workload, **changes), replicas=count, router="least_load")
-        shares = summary(simulate(workload, setup))["slo_attainment_by_class"]
-        if min(shares.values()) >= QOS_SHARE:
-            return count
-        count += 1
+def prefix_families(requests: int, rate: float, seed: int) -> Workload:
+    """One of a hundred system prompts of 8,000 tokens, more than the cache holds; own parts of about 200 tokens."""
+    rng = np.random.default_rng(seed)
+    family, own, outputs = rng.integers(0, 100, requests), lengths(200, requests, rng), lengths(100, requests, rng, 800)
+    streams = np.stack((family, 100 + np.arange(requests)), axis=1).astype(np.int64)
+    parts = np.stack((np.full(requests, 8000), own), axis=1).astype(np.int32)
+    content = SegmentContent(streams.ravel(), parts.ravel(), 2 * np.arange(requests + 1, dtype=np.int64))
+    return uniform_columns("families", poisson(requests, rate, rng), (own + 8000).astype(np.int32), outputs, content)
 
 
-def ask_silos() -> None:
-    """A device for each class, or all classes on all devices. The search begins where the work alone fills them."""
-    workload = qos_classes(20_000, 44.0, seed=1)
-    print("\n| devices for 99 % of each class | interactive | standard | batch | apart | together | fewer % |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    cases: dict[str, dict[str, Any]] = {
-        "fcfs": {},
-        "slo": {"schedule_policy": "slo", "max_partial_prefills": 4},
+def shifting_day(part_s: float, seed: int) -> Workload:
+    """Calm chat, Azure's conversations at three times their rate, system prompts, bursts, Mooncake's conversations."""
+
+    def many(rate: float) -> int:
+        return int(2 * rate * part_s) + 100
+
+    azure = read_trace(TRACES / "azure2023/AzureLLMInferenceTrace_conv.csv.gz", "azure", ReadOptions(seed=seed))
+    mooncake_file = TRACES / "mooncake/conversation_trace.jsonl.gz"
+    mooncake = read_trace(mooncake_file, "mooncake", ReadOptions(seed=seed, limit=4000))
+    parts = [
+        plain(many(6.0), 6.0, seed),
+        azure.scaled(3.0),
+        prefix_families(many(7.0), 7.0, seed),
+        bursts(many(14.0), 14.0, seed),
+        mooncake.scaled(0.25),
+        plain(many(20.0), 20.0, seed + 1),
+    ]
+    return joined(parts, part_s)
+
+
+def ask_adaptive(*, short: bool = False) -> None:
+    """Each candidate for the whole day, and looking ahead: as it is, beginning with the worst, and without slo."""
+    workload = shifting_day(60.0 if short else 300.0, seed=1)
+    base = settings(workload, disable_radix_cache=False)
+    fixed = {name: changed(base, event) for name, event in CANDIDATES.items()}
+    worst_first = list(reversed(CANDIDATES))
+    looking = {
+        "adaptive": list(CANDIDATES),
+        "adaptive, worst first": worst_first,
+        "adaptive without slo": [name for name in worst_first if name != "slo"],
     }
-    for name, changes in cases.items():
-        alone = [replicas_needed(workload.only(workload.service_class == one), **changes) for one in range(len(QOS))]
-        apart, together = sum(alone), replicas_needed(workload, **changes)
-        counts = " | ".join(map(str, (*alone, apart, together)))
-        print(f"| {name} | {counts} | {100 * (1 - together / apart):.0f} |", flush=True)
+    runs = dict(fixed)
+    for name, among in looking.items():
+        options = {"among": SEPARATOR.join(among)}
+        runs[name] = replace(base, schedule_policy="adaptive", policy_options=options)
+    what = f"{workload.arrival_s[-1] / 60:.0f} minutes, {len(workload)} requests"
+    print(f"\n| {what} | met % | of the best | over the worst | TTFT p50, p99 s | wait max s | changes |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
+    met: dict[str, float] = {}
+    for name, chosen in runs.items():
+        outcome = simulate(workload, Setup(PROFILE, chosen))
+        met[name] = 100 * float(outcome.met.mean())
+        others = [met[one] for one in looking.get(name, ())]
+        against = (
+            f"{100 * met[name] / max(others):.1f} % | {100 * met[name] / min(others) - 100:+.0f} %" if others else " | "
+        )
+        ttft = "{p50:.2f}, {p99:.1f}".format(**summary(outcome)["ttft_s"])
+        changes = ", ".join(f"{one.candidate} at {one.at_ns / 1e9:.0f} s" for one in outcome.switches)
+        longest = np.nanmax(wait_s(outcome))
+        print(f"| {name} | {met[name]:.1f} | {against} | {ttft} | {longest:.0f} | {changes} |", flush=True)
 
 
 QUESTIONS: dict[str, Callable[[], None]] = {
@@ -215,7 +260,7 @@ QUESTIONS: dict[str, Callable[[], None]] = {
     "locality": ask_locality,
     "overload": ask_overload,
     "headroom": ask_headroom,
-    "silos": ask_silos,
+    "adaptive": ask_adaptive,
 }
 
 
@@ -223,12 +268,16 @@ def main() -> None:
     """Print the tables asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", default=list(QUESTIONS), help=f"some of {', '.join(QUESTIONS)}")
+    parser.add_argument("--short", action="store_true", help="a shorter day for adaptive")
     args = parser.parse_args()
     unknown = [name for name in args.questions if name not in QUESTIONS]
     if unknown:
         parser.error(f"unknown question {unknown[0]!r}; choose from {', '.join(QUESTIONS)}")
     for name in args.questions:
-        QUESTIONS[name]()
+        if name == "adaptive":
+            ask_adaptive(short=args.short)
+        else:
+            QUESTIONS[name]()
 
 
 if __name__ == "__main__":

@@ -122,6 +122,7 @@ def _usable(name: str, settings: SchedulerSettings) -> bool:
 class Score:
     """How a candidate did in a look ahead: `met`, the share of `requests` that met their targets, those left out that
     could not be judged by the end of it, and the mean time to first token in seconds, of those still waiting so far.
+    `steps` is how many were simulated.
     """
 
     name: str

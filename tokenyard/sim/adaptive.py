@@ -6,9 +6,9 @@ from tokenyard.scheduler.moment import Arrived, Ended
 from tokenyard.sim.lookahead import Traffic, look_ahead
 from tokenyard.sim.replica import Replica
 
-LOOK_S, STEP_S = 0.05, 0.0002
-"""CPU time that is counted for a look and for each step in it, so that looks come as often as in a server, and yet at
-the same times on any machine.
+FORK_S, REQUEST_S, STEP_S = 0.02, 0.0006, 0.00002
+"""CPU time that is counted for each candidate of a look, and in it for each request and each step: about what it takes,
+so that looks come as often as in a server, and yet at the same times on any machine.
 """
 
 
@@ -48,4 +48,5 @@ class Adapter:
         event = judge.take(scores, now)
         if event is not None:
             self._replica.scheduler.apply(event, now)
-        self._pace.looked(now, LOOK_S + STEP_S * sum(score.steps for score in scores))
+        cpu_s = sum(FORK_S + REQUEST_S * score.requests + STEP_S * score.steps for score in scores)
+        self._pace.looked(now, cpu_s)
