@@ -66,7 +66,7 @@ def test_a_model_on_the_cpu_gives_way_to_the_rest_of_the_server():
         niceness = [os.getpriority(os.PRIO_PROCESS, pid) for pid in (*server.children(), server.process.pid)]
         scheduler, detokenizer, api = niceness
         assert detokenizer == api
-        assert scheduler >= api + child.MODEL_NICE
+        assert scheduler == min(api + child.MODEL_NICE, 19)
     finally:
         server.close()
 

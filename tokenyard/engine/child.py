@@ -97,7 +97,7 @@ def _read_line(fd: int) -> bytes:
     return bytes(line)
 
 
-def yield_cores(nice: int = MODEL_NICE) -> None:
+def yield_cores() -> None:
     """Have all threads of this process give way to the rest of the server; does nothing but on Linux.
 
     A model that computes on the CPU would otherwise keep probes and streams waiting for a core.
@@ -106,7 +106,7 @@ def yield_cores(nice: int = MODEL_NICE) -> None:
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
                 now = os.getpriority(os.PRIO_PROCESS, int(thread))
-                os.setpriority(os.PRIO_PROCESS, int(thread), max(nice, now))
+                os.setpriority(os.PRIO_PROCESS, int(thread), now + MODEL_NICE)
 
 
 def die_with_parent() -> None:
