@@ -149,12 +149,10 @@ def test_the_snapshot_counts_who_is_put_last_until_its_prompt_is_done():
     yard = make_clocked(schedule_policy="slo")
     hopeless = [yard.submit(prompt(3000), max_new=3, **due(10)) for _ in range(2)]
     yard.turn()
-    state = yard.scheduler.snapshot(yard.now)
-    assert (state.relegated, state.relegations) == (2, 2)
+    assert yard.scheduler.snapshot(yard.now).measures == {"relegated": 2, "relegated_requests": 2}
     while yard.scheduler.roster.waiting or yard.scheduler.roster.partial:
         yard.turn()
-    state = yard.scheduler.snapshot(yard.now)
-    assert (state.relegated, state.relegations) == (0, 2)
+    assert yard.scheduler.snapshot(yard.now).measures == {"relegated": 2, "relegated_requests": 0}
     yard.rest()
     assert sorted(yard.finished) == hopeless
 

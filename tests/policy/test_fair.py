@@ -21,6 +21,18 @@ def warm(yard, tokens, tenant="warm-up"):
     yard.rest()
 
 
+def test_the_gap_between_tenants_that_wait_is_told():
+    yard = make_clocked(schedule_policy="vtc", rows=1)
+    for tenant in ("a", "b", "a", "b"):
+        yard.submit(prompt(100), max_new=10, tenant=tenant)
+    yard.turn()
+    while yard.scheduler.roster.running:
+        yard.turn()
+    assert yard.scheduler.snapshot(yard.now).measures == {"service_gap_tokens": pytest.approx(100 + 2 * 10, abs=2)}
+    yard.rest()
+    assert yard.scheduler.snapshot(yard.now).measures == {"service_gap_tokens": 0.0}
+
+
 def test_prompt_and_output_tokens_are_charged_by_their_weights():
     yard = fair()
     number = yard.submit(prompt(30), max_new=50, tenant="a")

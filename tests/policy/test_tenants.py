@@ -51,6 +51,14 @@ def test_the_star_stands_for_tenants_without_a_name():
     assert sorted(yard.finished) == sorted(strangers + big)
 
 
+def test_borrowed_kv_is_told():
+    yard = limited(pages=1000, owner=TenantSettings(kv_share=0.5), small=TenantSettings(kv_share=0.05))
+    for tenant, tokens in (("owner", 300), ("small", 80), ("none", 40)):
+        yard.submit(prompt(tokens), max_new=50, tenant=tenant)
+    yard.turn()
+    assert yard.scheduler.snapshot(yard.now).measures == {"borrowed_tokens": (80 - 50) + 40}
+
+
 def test_names_that_clients_make_up_take_no_room_beyond_a_number_of_them(monkeypatch):
     monkeypatch.setattr("tokenyard.scheduler.table.MOST_TENANTS", 10)
     yard = limited(named=TenantSettings(max_running=1), rows=4)

@@ -75,7 +75,7 @@ def test_goodput_counts_requests_that_met_all_their_targets():
     plain, high = GenerateSpec(), GenerateSpec(service_class="high")
     found = counted(
         (promised("length", 5, ttft_ms=10_000), plain),
-        (promised("length", 7, deadline_ms=1), high),
+        (promised("length", 7, deadline_ms=0.5), high),
         (promised("abort", cause="overdue", status=503), plain),
         (promised("abort", cause="cancelled", status=499), plain),
         (promised("abort", cause="invalid", status=400), plain),
@@ -85,7 +85,7 @@ def test_goodput_counts_requests_that_met_all_their_targets():
     assert found["slo_requests_total", "normal", "no"] == 1
     assert found["goodput_tokens_total", "normal"] == 5
     assert found["slo_requests_total", "high", "no"] == 1
-    assert found["deadline_misses_total", "high"] == 1
+    assert found["deadline_misses_total", "high", "queue"] == 1
     assert found["targets_total", "high", "no", "deadline"] == 1
     assert found["targets_total", "normal", "yes", "ttft"] == 1
     assert ("goodput_tokens_total", "high") not in found
@@ -112,6 +112,12 @@ def test_one_token_has_no_time_per_token():
     assert targets_met(promised("length", 1, tpot_ms=0.001)) == []
 
 
+@pytest.mark.parametrize(("deadline_ms", "stage"), [(0.5, "queue"), (1.5, "prefill"), (2.5, "decode")])
+def test_a_missed_deadline_is_told_by_where_the_request_was(deadline_ms, stage):
+    found = counted((promised("length", 3, deadline_ms=deadline_ms), GenerateSpec()))
+    assert found["deadline_misses_total", "normal", stage] == 1
+
+
 def test_inversion_is_told_by_class():
     end = finish("length", output=1)
     end.course = Course(inverted_ns=1_500 * MS)
@@ -120,15 +126,17 @@ def test_inversion_is_told_by_class():
     assert ("priority_inversion_seconds_total", "normal") not in found
 
 
-def test_what_policy_slo_put_last_and_the_error_of_the_cost_model():
-    state = {"relegated": 3, "relegations": 8, "step_time_error": 0.25}
+def test_what_policies_and_limits_tell_and_the_error_of_the_cost_model():
+    told = {"relegated": 8, "relegated_requests": 3, "service_gap_tokens": 5.0, "borrowed_tokens": 7.0}
+    state = {"measures": told, "step_time_error": 0.25}
     metrics = Metrics("m")
     metrics.set_load(load_of(state), totals_of(state))
     text = metrics.exposition().decode()
-    for line in ("relegated_requests", "relegated_total", "step_time_error_ratio"):
-        assert f'tokenyard_{line}{{model="m"}}' in text
-    metrics = Metrics("m")
+    lines = {"relegated_requests": 3.0, "relegated_total": 8.0, "service_gap_tokens": 5.0, "borrowed_tokens": 7.0}
+    for line, value in (lines | {"step_time_error_ratio": 0.25}).items():
+        assert f'tokenyard_{line}{{model="m"}} {value}\n' in text
     metrics.set_load(load_of({"step_time_error": None}), {})
+    assert "service_gap_tokens" not in metrics.exposition().decode(), "another policy tells nothing of it"
     assert "step_time_error" not in metrics.exposition().decode()
 
 

@@ -32,3 +32,11 @@ def kept_its_promise(finish: Finish) -> bool | None:
     if finish.cause in SAYS_NOTHING or not finish.promise.tpot_ns:
         return None
     return finish.reason != "abort" and all(met for _, met in targets_met(finish))
+
+
+def stage_at_deadline(finish: Finish) -> str:
+    """Where a request was when its deadline passed: queue, prefill or decode."""
+    due_ns = finish.arrival_ns + finish.promise.deadline_ns
+    if not 0 < finish.admitted_ns <= due_ns:
+        return "queue"
+    return "decode" if 0 < finish.first_token_ns <= due_ns else "prefill"

@@ -97,9 +97,9 @@ class Policy:
     def charge_decode(self, rows: Int32Array) -> None:
         """Each of `rows` decodes one token; called only if `charges_decode`."""
 
-    def relegated(self, rows: Int32Array) -> tuple[int, int]:
-        """How many requests were put last so far, and how many of the waiting or started `rows` are."""
-        return 0, 0
+    def measures(self, rows: Int32Array) -> dict[str, float]:
+        """Numbers for whoever watches, by the name of their metric; `rows` wait or are being prefilled."""
+        return {}
 
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
         """The one of the `waiting` rows that leaves a full queue for the row `newcomer`; None refuses the newcomer."""

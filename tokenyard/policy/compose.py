@@ -75,9 +75,9 @@ class Wrapper(Policy):
         """See `Policy.charge_decode`."""
         self.inner.charge_decode(rows)
 
-    def relegated(self, rows: Int32Array) -> tuple[int, int]:
-        """See `Policy.relegated`."""
-        return self.inner.relegated(rows)
+    def measures(self, rows: Int32Array) -> dict[str, float]:
+        """See `Policy.measures`."""
+        return self.inner.measures(rows)
 
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
         """See `Policy.displaced`."""

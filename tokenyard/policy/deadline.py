@@ -115,9 +115,10 @@ class ServiceLevel(EarliestDeadline):
         now, queue = self.views.now, self.queue
         return [row for lane in queue.lanes() for row in lane[queue.last[lane] & (queue.due_ns[lane] <= now)].tolist()]
 
-    def relegated(self, rows: Int32Array) -> tuple[int, int]:
-        """See `Policy.relegated`."""
-        return self._relegated, 0 if self.views is None else self.queue.count_last(self.views.columns, rows)
+    def measures(self, rows: Int32Array) -> dict[str, float]:
+        """See `Policy.measures`. relegated: requests put last so far; relegated_requests: those among `rows`."""
+        now = 0 if self.views is None else self.queue.count_last(self.views.columns, rows)
+        return {"relegated": self._relegated, "relegated_requests": now}
 
     def _walk(self, views: Views) -> None:
         """Put last whoever has to be, most urgent lane first; the work of more urgent lanes comes before all others."""

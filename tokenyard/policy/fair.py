@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tokenyard.base import BoolArray, Int32Array, SchedulerSettings
+from tokenyard.base import BoolArray, Float64Array, Int32Array, SchedulerSettings
 from tokenyard.policy.base import Option, Policy
 from tokenyard.policy.order import best_first
 from tokenyard.policy.tenants import TenantBook
@@ -61,6 +61,19 @@ class TenantService(Policy, ABC):
         tokens = np.bincount(self.views.columns.tenant[rows], minlength=len(self._weight))
         for tenant in np.flatnonzero(tokens).tolist():
             self.serve(tenant, OUTPUT_WEIGHT * int(tokens[tenant]) / float(self._weight[tenant]))
+
+    def measures(self, rows: Int32Array) -> dict[str, float]:
+        """See `Policy.measures`. service_gap_tokens: the most that two tenants of `rows` are apart, by weight."""
+        if self.views is None:
+            return {}
+        tenants = self.views.columns.tenant[rows]
+        accounts = self.accounts[tenants[tenants < len(self.accounts)]]
+        return {"service_gap_tokens": float(np.ptp(accounts)) if len(accounts) else 0.0}
+
+    @property
+    @abstractmethod
+    def accounts(self) -> Float64Array:
+        """What tells tenants apart, by tenant: its growth, or its fall, is service in tokens of weight 1."""
 
     @abstractmethod
     def serve(self, tenant: int, service: float) -> None:
@@ -125,6 +138,11 @@ class VirtualTokenCounter(TenantService):
             else:
                 heapq.heappop(heap)
 
+    @property
+    def accounts(self) -> Float64Array:
+        """See `TenantService.accounts`: the service of each."""
+        return self.served
+
     def serve(self, tenant: int, service: float) -> None:
         """See `TenantService.serve`."""
         self.served[tenant] += service
@@ -171,6 +189,11 @@ class DeficitLongestPrefixMatch(TenantService):
                     drawn[row] = True
                     yield row
             left = left[~drawn[left]]
+
+    @property
+    def accounts(self) -> Float64Array:
+        """See `TenantService.accounts`: the credit of each."""
+        return self.credit
 
     def serve(self, tenant: int, service: float) -> None:
         """See `TenantService.serve`. Credit is in tokens of weight 1."""

@@ -87,9 +87,9 @@ class Guarded(Wrapper):
         """See `Policy.charge_decode`."""
         self._ask(lambda: self.inner.charge_decode(rows), None)
 
-    def relegated(self, rows: Int32Array) -> tuple[int, int]:
-        """See `Policy.relegated`."""
-        return self._ask(lambda: self.inner.relegated(rows), (0, 0))
+    def measures(self, rows: Int32Array) -> dict[str, float]:
+        """See `Policy.measures`."""
+        return self._ask(lambda: self.inner.measures(rows), {})
 
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
         """See `Policy.displaced`."""

@@ -76,6 +76,10 @@ class Limits:
         """Running rows that give way to the waiting `row` because they hold what is its tenant's."""
         return iter(())
 
+    def measures(self, columns: Columns, held: Int32Array, total_tokens: int) -> dict[str, float]:
+        """Numbers for whoever watches, by the name of their metric; the rows `held` have KV, out of `total_tokens`."""
+        return {}
+
     def borrowers_first(self, views: Views, victims: list[int]) -> list[int]:
         """The same rows, in the same order but for those whose tenants are beyond their share, which come first."""
         return victims
@@ -90,6 +94,7 @@ class TenantLimits(Limits):
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
+        self._named = settings.tenants
         self._book = TenantBook(settings.tenants)
         self._rate = self._burst = self._bucket = self._share = np.empty(0, np.float64)
         self._most_running = self._running = self._used = np.empty(0, np.int64)
@@ -175,6 +180,14 @@ class TenantLimits(Limits):
             used[tenant] -= int(columns.planned[victim] - columns.hit[victim])
             over = [number for number in over if queues[number] and used[number] > share[number]]
             yield victim
+
+    def measures(self, columns: Columns, held: Int32Array, total_tokens: int) -> dict[str, float]:
+        """See `Limits.measures`. borrowed_tokens: KV that tenants hold beyond their own shares, if any has one."""
+        if not any(tenant.kv_share for tenant in self._named.values()):
+            return {}
+        self._learn(columns, held)
+        beyond = self._held_tokens(columns, held) - self._share * total_tokens
+        return {"borrowed_tokens": float(np.maximum(beyond, 0.0).sum())}
 
     def borrowers_first(self, views: Views, victims: list[int]) -> list[int]:
         """See `Limits.borrowers_first`."""

@@ -287,6 +287,13 @@ class Roster:
             prefixes=self._index.forest if self._index.active else None,
         )
 
+    def measures(self) -> dict[str, float]:
+        """What the policy and the limits of tenants tell, by the name of the metric."""
+        waiting, partial, running = self.waiting.rows, self.partial.rows, self.running.rows
+        total = self.memory.num_pages * self.memory.page_size
+        told = self.policy.measures(np.concatenate((waiting, partial)))
+        return told | self.limits.measures(self.table, np.concatenate((running, partial)), total)
+
     def explain(self, row: int, now: int) -> Explanation:
         """Where the time of a request went that has not ended yet."""
         table, clock = self.table, self.table.cold(row).clock

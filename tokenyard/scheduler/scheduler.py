@@ -364,7 +364,6 @@ class Scheduler:
         size, tree = self.roster.memory.page_size, self.roster.memory.tree
         total = self.roster.memory.num_pages * size
         cached = tree.evictable_pages * size
-        ever, last = self.roster.policy.relegated(np.concatenate((self.roster.waiting.rows, self.roster.partial.rows)))
         return Snapshot(
             now=now,
             waiting=len(self.roster.waiting),
@@ -376,9 +375,8 @@ class Scheduler:
             total_tokens=total,
             evicted_tokens=self.roster.memory.evicted_tokens,
             new_token_ratio=getattr(self.roster.policy.headroom, "ratio", 0.0),
-            relegated=last,
-            relegations=ever,
             step_time_error=getattr(self.roster.cost, "relative_error", None),
+            measures=self.roster.measures(),
             policy=self.roster.policy.describe(),
             policy_options=dict(self.roster.policy.chosen),
             overtaking=self.roster.policy.overtaking,

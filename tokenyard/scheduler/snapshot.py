@@ -29,8 +29,8 @@ class Counters:
 class Snapshot:
     """The state at one moment. used_tokens: KV held by rows and locked prefixes; cached_tokens: evictable KV.
 
-    relegated: requests that wait or are being prefilled and were put last; relegations: how many ever were, since the
-    policy was chosen. step_time_error: running mean of |predicted - measured| / measured, None if no cost model learns.
+    step_time_error: running mean of |predicted - measured| / measured, None if no cost model learns. measures: what the
+    policy and the limits of tenants tell, by the name of the metric (`Policy.measures`).
     overtaking: the policy's stated bound. policy_note: why it is not the one that was asked for, if it is not.
     """
 
@@ -44,9 +44,8 @@ class Snapshot:
     total_tokens: int
     evicted_tokens: int
     new_token_ratio: float
-    relegated: int
-    relegations: int
     step_time_error: float | None
+    measures: dict[str, float]
     policy: str
     policy_options: dict[str, float | int | str | bool]
     overtaking: str

@@ -12,6 +12,7 @@ from tokenyard.engine.spec import GenerateSpec
 from tokenyard.server.loads import (
     DEFAULT_SECTIONS,
     FORMATS,
+    RELEGATED,
     as_prometheus,
     load_of,
     sections_of,
@@ -167,7 +168,7 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
         "scheduler_steps": counters.get("steps", 0),
         "aborted_requests": counters.get("aborted", 0),
         "queried_tokens": counters.get("prompt_tokens", 0),
-        "relegated": snapshot.get("relegations", 0),
+        RELEGATED: snapshot.get("measures", {}).get(RELEGATED, 0),
     }
 
 

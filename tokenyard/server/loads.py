@@ -10,6 +10,9 @@ from tokenyard.base import InvalidRequestError
 SECTIONS = ("core", "memory", "queues", "disagg", "spec")
 DEFAULT_SECTIONS = "core,queues"
 MEMORY = ("used_tokens", "cached_tokens", "total_tokens", "evicted_tokens", "new_token_ratio")
+RELEGATED = "relegated"
+"""The one of a policy's measures that only grows."""
+
 FORMATS = ("json", "prometheus")
 
 
@@ -23,7 +26,7 @@ def load_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
         "used_tokens": used,
         "total_tokens": total,
         "token_usage": used / total if total else 0.0,
-        "relegated_requests": snapshot.get("relegated", 0),
+        **{name: value for name, value in snapshot.get("measures", {}).items() if name != RELEGATED},
         **({} if error is None else {"step_time_error_ratio": error}),
     }
 

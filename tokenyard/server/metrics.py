@@ -17,9 +17,10 @@ from prometheus_client.registry import Collector
 from tokenyard.base import NS_PER_S, Finish, FinishReason
 from tokenyard.engine.requests import LEVEL_NAMES, level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.engine.targets import ON_PURPOSE, kept_its_promise, targets_met
+from tokenyard.engine.targets import ON_PURPOSE, kept_its_promise, stage_at_deadline, targets_met
 from tokenyard.server.lookahead import lookahead_families
 
+THROUGHPUT = "generation_throughput"
 THROUGHPUT_OVER_S = 5.0
 STARVED_AFTER_NS = 30 * NS_PER_S
 REFUSED_AT_ONCE = ("invalid", "queue_full", "tenant_limit")
@@ -36,6 +37,8 @@ _GAUGES = {
     "cache_hit_rate": "share of all prompt tokens so far that were found in the prefix cache",
     "generation_throughput": "output tokens a second, over the last seconds",
     "relegated_requests": "requests that policy slo has put last and that have no first token yet",
+    "service_gap_tokens": "most service, by weight, that two waiting tenants are apart, under vtc and dlpm",
+    "borrowed_tokens": "KV tokens that tenants hold beyond their own shares",
     "step_time_error_ratio": "mean relative error of the cost model that learns step times, judged before it learns",
 }
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -47,7 +50,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "targets": ("finished requests by target (ttft, tpot, deadline), own or class's", ("class", "target", "met")),
     "slo_requests": ("requests that ended, by whether all their targets, own or class's, were met", ("class", "met")),
     "goodput_tokens": ("output tokens of requests that met all their targets", ("class",)),
-    "deadline_misses": ("requests that ended after their deadline, or were refused for it", ("class",)),
+    "deadline_misses": ("requests that were not done by their deadline, by where they were then", ("class", "stage")),
     "priority_inversion_seconds": ("time that requests waited while a less urgent one had a place", ("class",)),
     "relegated": ("requests that policy slo has put last", ()),
     "starvation": ("requests that waited for their first place for more than 30 s", ("class",)),
@@ -179,12 +182,14 @@ class Metrics:
 
     def set_load(self, gauges: Mapping[str, float], totals: Mapping[str, float]) -> None:
         """Take over what the scheduler's snapshot says, under our own names."""
-        self.gauges.update(gauges)
+        # What another policy told is over.
+        kept = self.gauges.get(THROUGHPUT)
+        self.gauges = dict(gauges) if kept is None else {**gauges, THROUGHPUT: kept}
         self.counters.update({(name, ()): total for name, total in totals.items()})
         since, tokens_then = self._rated
         now, tokens = time.monotonic(), self.counters["generation_tokens", ()]
-        if now - since >= THROUGHPUT_OVER_S or "generation_throughput" not in self.gauges:
-            self.gauges["generation_throughput"] = (tokens - tokens_then) / max(now - since, 1e-3)
+        if now - since >= THROUGHPUT_OVER_S or kept is None:
+            self.gauges[THROUGHPUT] = (tokens - tokens_then) / max(now - since, 1e-3)
             self._rated = (now, tokens)
 
     def tracker(self, spec: GenerateSpec) -> "Tracker":
@@ -237,7 +242,7 @@ class Metrics:
             if finish.reason != "abort":
                 self.count("targets", 1, level, target, _word(met))
             if target == "deadline" and not met:
-                self.count("deadline_misses", 1, level)
+                self.count("deadline_misses", 1, level, stage_at_deadline(finish))
 
     def exposition(self) -> bytes:
         """The Prometheus text."""
