@@ -1,7 +1,6 @@
 """`tokenyard compare`: several settings on one trace, in parallel, into one report."""
 
 import argparse
-import json
 import multiprocessing
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -11,23 +10,21 @@ from typing import Any
 
 from rich.console import Console
 
-from tokenyard.base import ConfigError
 from tokenyard.cli.simulation import (
     ORACLE,
-    add_device_arguments,
     add_oracle_argument,
-    add_scheduler_arguments,
-    add_workload_arguments,
-    check_arguments,
+    add_run_arguments,
+    add_setting_names,
+    check_named,
     load_workload,
-    make_setup,
+    named_setup,
     outcome_table,
     progress_bar,
+    write_numbers,
 )
 from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.metrics import summary
 from tokenyard.sim.oracle import with_oracle
-from tokenyard.sim.presets import preset_names
 from tokenyard.sim.report import write_report
 from tokenyard.sim.timeline import Timeline
 from tokenyard.sim.workload import Workload
@@ -40,15 +37,8 @@ _done: Any = None
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """All arguments of `tokenyard compare`."""
-    parser.add_argument(
-        "names",
-        nargs="+",
-        metavar="NAME",
-        help=f"presets ({', '.join(preset_names())}) or policies of --schedule-policy",
-    )
-    add_workload_arguments(parser)
-    add_device_arguments(parser)
-    add_scheduler_arguments(parser)
+    add_setting_names(parser)
+    add_run_arguments(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers of all settings")
     group.add_argument("--report", type=Path, metavar="OUT", help="write one page with all settings")
@@ -66,30 +56,13 @@ def run_compare(args: argparse.Namespace) -> int:
         setups |= {f"{name}{ORACLE}": with_oracle(setup) for name, setup in setups.items()}
     results = simulate_all(workload, setups, args.jobs, args.quiet)
     numbers = {name: summary(outcome) for name, (outcome, _) in results.items()}
-    if args.json is not None:
-        args.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    write_numbers(args.json, numbers)
     if args.report is not None:
         outcomes = {name: outcome for name, (outcome, _) in results.items()}
         write_report(args.report, outcomes, {name: timeline for name, (_, timeline) in results.items()})
     if not args.quiet:
         Console().print(outcome_table(numbers))
     return 0
-
-
-def check_named(args: argparse.Namespace) -> None:
-    """`check_arguments`, and ConfigError where a preset or policy is given by a flag and not as a name."""
-    check_arguments(args)
-    if args.preset is not None or args.schedule_policy is not None:
-        raise ConfigError("presets and policies are given as names here, not as --preset or --schedule-policy")
-    if getattr(args, "jobs", 1) < 1:
-        raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
-
-
-def named_setup(args: argparse.Namespace, workload: Workload, name: str) -> Setup:
-    """The setup called `name`: a preset, or the server's own settings with that policy."""
-    if name in preset_names():
-        return make_setup(args, workload, name)
-    return make_setup(argparse.Namespace(**{**vars(args), "schedule_policy": name}), workload, None)
 
 
 def simulate_all(

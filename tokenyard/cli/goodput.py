@@ -1,7 +1,6 @@
 """`tokenyard goodput`: the largest load at which enough requests still meet their SLO."""
 
 import argparse
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tokenyard.base import ConfigError
-from tokenyard.cli.compare import check_named, named_setup
 from tokenyard.cli.simulation import (
-    add_device_arguments,
-    add_scheduler_arguments,
-    add_workload_arguments,
+    add_run_arguments,
+    add_setting_names,
+    check_named,
     load_workload,
+    named_setup,
     progress_bar,
+    write_numbers,
 )
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.metrics import summary
-from tokenyard.sim.presets import preset_names
 from tokenyard.sim.report import write_curves
 from tokenyard.sim.search import largest_scale
 from tokenyard.sim.workload import Workload
@@ -29,15 +28,8 @@ from tokenyard.sim.workload import Workload
 
 def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
     """All arguments of `tokenyard goodput`. `--rate-scale` is where the search begins."""
-    parser.add_argument(
-        "names",
-        nargs="+",
-        metavar="NAME",
-        help=f"presets ({', '.join(preset_names())}) or policies of --schedule-policy",
-    )
-    add_workload_arguments(parser)
-    add_device_arguments(parser)
-    add_scheduler_arguments(parser)
+    add_setting_names(parser)
+    add_run_arguments(parser)
     group = parser.add_argument_group("search")
     group.add_argument("--targets", default="0.9,0.99", metavar="A,B", help="attainment to hold [0.9,0.99]")
     group.add_argument("--max-wait-s", type=float, metavar="S", help="also hold the p99.9 wait of the served below S")
@@ -116,9 +108,7 @@ def _targets(text: str) -> list[float]:
 
 def _write(args: argparse.Namespace, found: dict[str, dict[str, float]], curves: dict[str, Curve]) -> None:
     points = {name: sorted(curve.points.items()) for name, curve in curves.items()}
-    if args.json is not None:
-        document = {"largest_scale": found, "points": points}
-        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_numbers(args.json, {"largest_scale": found, "points": points})
     if args.report is not None:
         lines = {name: [(scale, run["slo_attainment"]) for scale, run in runs] for name, runs in points.items()}
         write_curves(args.report, lines, found, f"Goodput on {next(iter(curves.values())).workload.name}")

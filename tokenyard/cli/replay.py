@@ -1,7 +1,6 @@
 """`tokenyard replay`: a tape through the scheduler once more, as it was or with other settings."""
 
 import argparse
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from rich.console import Console
 
 from tokenyard.base import ConfigError
 from tokenyard.cli.flags import Flag, all_flags
-from tokenyard.cli.simulation import outcome_table, scheduler_flags
+from tokenyard.cli.simulation import outcome_table, scheduler_flags, write_numbers
 from tokenyard.cost import find_profile
 from tokenyard.scheduler.replay import Replay, ReplayReport
 from tokenyard.scheduler.tape import Origin, Tape
@@ -121,5 +120,4 @@ def compare(history: History, lived: Outcome, was: Setup, what_if: WhatIf, json_
     for note in history.notes():
         print(f"note: {note}")
     Console().print(outcome_table(results))
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_numbers(None if json_path is None else Path(json_path), results)

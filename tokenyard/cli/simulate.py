@@ -1,7 +1,6 @@
 """`tokenyard simulate`: a trace through the scheduler in virtual time."""
 
 import argparse
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,15 +13,14 @@ from rich.progress import Progress
 from tokenyard.base import ConfigError, StepPlan, StepWork
 from tokenyard.cli.simulation import (
     ORACLE,
-    add_device_arguments,
     add_oracle_argument,
-    add_scheduler_arguments,
-    add_workload_arguments,
+    add_run_arguments,
     check_arguments,
     load_workload,
     make_setup,
     outcome_table,
     progress_bar,
+    write_numbers,
 )
 from tokenyard.scheduler.recorder import Core
 from tokenyard.sim.bounds import attainment_bound, infinite_cache_hit_rate
@@ -37,9 +35,7 @@ from tokenyard.sim.workload import Workload
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """All arguments of `tokenyard simulate`."""
-    add_workload_arguments(parser)
-    add_device_arguments(parser)
-    add_scheduler_arguments(parser)
+    add_run_arguments(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers")
     group.add_argument("--report", type=Path, metavar="OUT", help="write a page with charts")
@@ -67,9 +63,7 @@ def run_simulate(args: argparse.Namespace) -> int:
             outcomes[told] = simulate(workload, with_oracle(setup), None, _progress(bar, told, workload))
     table = {one: summary(outcome) for one, outcome in outcomes.items()}
     table[name] |= oracle_bounds(workload, setup) if args.bound else {}
-    if args.json is not None:
-        numbers = table[name] | ({"oracle": table[told]} if args.oracle else {})
-        args.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    write_numbers(args.json, table[name] | ({"oracle": table[told]} if args.oracle else {}))
     if timeline is not None:
         write_report(args.report, outcomes, {name: timeline})
     if perfetto is not None:

@@ -1,6 +1,7 @@
 """What `simulate`, `compare` and `goodput` share: their arguments, and the workload and setup those ask for."""
 
 import argparse
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,23 @@ OUTPUT_FLAGS = ("json", "report", "perfetto")
 SCHEDULER_GROUPS = ("scheduler", "urgency")
 MODEL_FLAGS = ("page_size", "max_total_tokens", "context_length")
 REPLACED_FLAGS = ("disable_overlap_schedule",)
+
+
+def add_setting_names(parser: argparse.ArgumentParser) -> None:
+    """Which settings are put side by side."""
+    parser.add_argument(
+        "names",
+        nargs="+",
+        metavar="NAME",
+        help=f"presets ({', '.join(preset_names())}) or policies of --schedule-policy",
+    )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is served, what serves it, and how it is scheduled."""
+    add_workload_arguments(parser)
+    add_device_arguments(parser)
+    add_scheduler_arguments(parser)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,6 +182,22 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
     )
 
 
+def check_named(args: argparse.Namespace) -> None:
+    """`check_arguments`, and ConfigError where a preset or policy is given by a flag and not as a name."""
+    check_arguments(args)
+    if args.preset is not None or args.schedule_policy is not None:
+        raise ConfigError("presets and policies are given as names here, not as --preset or --schedule-policy")
+    if getattr(args, "jobs", 1) < 1:
+        raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
+
+
+def named_setup(args: argparse.Namespace, workload: Workload, name: str) -> Setup:
+    """The setup called `name`: a preset, or the server's own settings with that policy."""
+    if name in preset_names():
+        return make_setup(args, workload, name)
+    return make_setup(argparse.Namespace(**{**vars(args), "schedule_policy": name}), workload, None)
+
+
 def _given_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The scheduler flags on the command line, by field name."""
     words = [(flag, getattr(args, flag.name, None)) for flag in scheduler_flags()]
@@ -174,6 +208,12 @@ def _base_settings(preset_name: str | None, context_length: int, profile: Profil
     if preset_name is not None:
         return preset(preset_name, context_length)
     return Settings(page_size=profile.page_size).scheduler_settings(context_length=context_length)
+
+
+def write_numbers(path: Path | None, numbers: object) -> None:
+    """Write `numbers` as JSON, unless `path` is None."""
+    if path is not None:
+        path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
 
 
 def progress_bar(quiet: bool) -> Progress:

@@ -80,84 +80,49 @@ class Profile:
         return LinearCost(self.terms, dict(self.links))
 
 
+REFERENCE = "the project's reference simulation"
+FITTED = "linear operators fitted to Vidur's tables; attention scaled from h100/llama-3-8b"
+FITTED_70B = f"{FITTED} (Llama-2-70B, the same shape); all-reduce estimated"
+GUESSED = "estimated for two server cores in float32; run `tokenyard calibrate` for your own"
+
+_MODELS = {
+    # KV bytes per token, context length
+    "llama-3-8b": (131_072, 131_072),
+    "llama-2-7b": (524_288, 4096),
+    "llama-3-70b": (327_680, 131_072),
+    "smollm2-135m": (46_080, 8192),
+    "demo": (4096, 2048),
+}
+
+
+def _profile(
+    name: str, terms: LinearTerms, kv_pool_tokens: int, source: str, tp: int = 1, links: dict[str, Link] = LINKS_GPU
+) -> Profile:
+    device, model = name.split("/")
+    return Profile(device, model, terms, kv_pool_tokens, *_MODELS[model], source, tp, links=dict(links))
+
+
 def _h100_profiles() -> list[Profile]:
-    vidur = "linear operators fitted to Vidur's tables; attention scaled from h100/llama-3-8b"
+    llama_8b = LinearTerms(1.0, 5.6, 2.88, 0.02021, 4.9e-5, 1.3e-6)
+    llama_7b = replace(llama_8b, context_ms=4 * llama_8b.context_ms)
+    on_four = LinearTerms(1.0, 14.3, 10.2, 0.0523, 3.06e-5, 1.63e-6, tp_step_ms=1.6, tp_token_ms=0.0087)
+    on_eight = LinearTerms(1.0, 8.4, 8.5, 0.0278, 1.53e-5, 8.1e-7, tp_step_ms=1.6, tp_token_ms=0.0102)
     return [
-        Profile(
-            "h100",
-            "llama-3-8b",
-            LinearTerms(1.0, 5.6, 2.88, 0.02021, 4.9e-5, 1.3e-6),
-            kv_pool_tokens=427_000,
-            kv_bytes_per_token=131_072,
-            context_length=131_072,
-            source="the project's reference simulation",
-        ),
-        Profile(
-            "h100",
-            "llama-2-7b",
-            LinearTerms(1.0, 5.6, 2.88, 0.02021, 4 * 4.9e-5, 1.3e-6),
-            kv_pool_tokens=111_000,
-            kv_bytes_per_token=524_288,
-            context_length=4096,
-            source=vidur,
-        ),
-        Profile(
-            "h100",
-            "llama-3-70b",
-            LinearTerms(1.0, 14.3, 10.2, 0.0523, 3.06e-5, 1.63e-6, tp_step_ms=1.6, tp_token_ms=0.0087),
-            kv_pool_tokens=451_000,
-            kv_bytes_per_token=327_680,
-            context_length=131_072,
-            tp=4,
-            source=f"{vidur} (Llama-2-70B, the same shape); all-reduce estimated",
-        ),
-        Profile(
-            "h100",
-            "llama-3-70b",
-            LinearTerms(1.0, 8.4, 8.5, 0.0278, 1.53e-5, 8.1e-7, tp_step_ms=1.6, tp_token_ms=0.0102),
-            kv_pool_tokens=1_330_000,
-            kv_bytes_per_token=327_680,
-            context_length=131_072,
-            tp=8,
-            source=f"{vidur} (Llama-2-70B, the same shape); all-reduce estimated",
-        ),
+        _profile("h100/llama-3-8b", llama_8b, 427_000, REFERENCE),
+        _profile("h100/llama-2-7b", llama_7b, 111_000, FITTED),
+        _profile("h100/llama-3-70b", on_four, 451_000, FITTED_70B, tp=4),
+        _profile("h100/llama-3-70b", on_eight, 1_330_000, FITTED_70B, tp=8),
     ]
 
 
 def _a100_profiles() -> list[Profile]:
     context_8b, area_8b = 4.9e-5 * A100_MEMORY_RATIO, 1.3e-6 * A100_COMPUTE_RATIO
-    vidur = "linear operators fitted to Vidur's tables; attention scaled from h100/llama-3-8b"
+    context_70b, area_70b = 1.53e-5 * A100_MEMORY_RATIO, 8.1e-7 * A100_COMPUTE_RATIO
+    on_eight = LinearTerms(1.0, 14.2, 5.2, 0.0855, context_70b, area_70b, tp_step_ms=1.6, tp_token_ms=0.0153)
     return [
-        Profile(
-            "a100",
-            "llama-3-8b",
-            LinearTerms(1.0, 9.7, 8.17, 0.06607, context_8b, area_8b),
-            kv_pool_tokens=427_000,
-            kv_bytes_per_token=131_072,
-            context_length=131_072,
-            source=vidur,
-        ),
-        Profile(
-            "a100",
-            "llama-2-7b",
-            LinearTerms(1.0, 9.3, 2.17, 0.06418, 4 * context_8b, area_8b),
-            kv_pool_tokens=111_000,
-            kv_bytes_per_token=524_288,
-            context_length=4096,
-            source=vidur,
-        ),
-        Profile(
-            "a100",
-            "llama-3-70b",
-            LinearTerms(
-                1.0, 14.2, 5.2, 0.0855, 1.53e-5 * A100_MEMORY_RATIO, 8.1e-7 * A100_COMPUTE_RATIO, 0.0, 1.6, 0.0153
-            ),
-            kv_pool_tokens=1_330_000,
-            kv_bytes_per_token=327_680,
-            context_length=131_072,
-            tp=8,
-            source=f"{vidur} (Llama-2-70B, the same shape); all-reduce estimated",
-        ),
+        _profile("a100/llama-3-8b", LinearTerms(1.0, 9.7, 8.17, 0.06607, context_8b, area_8b), 427_000, FITTED),
+        _profile("a100/llama-2-7b", LinearTerms(1.0, 9.3, 2.17, 0.06418, 4 * context_8b, area_8b), 111_000, FITTED),
+        _profile("a100/llama-3-70b", on_eight, 1_330_000, FITTED_70B, tp=8),
     ]
 
 
@@ -172,28 +137,11 @@ def _h200_profile(h100: Profile, kv_pool_tokens: int) -> Profile:
 
 
 def _cpu_profiles() -> list[Profile]:
-    source = "estimated for two server cores in float32; run `tokenyard calibrate` for your own"
+    smollm2 = LinearTerms(1.0, 25.0, 12.0, 2.4, 2.5e-3, 6e-5, 0.05)
+    demo = LinearTerms(1.0, 2.0, 1.5, 0.05, 1e-4, 2e-6, 0.02)
     return [
-        Profile(
-            "cpu",
-            "smollm2-135m",
-            LinearTerms(1.0, 25.0, 12.0, 2.4, 2.5e-3, 6e-5, 0.05),
-            kv_pool_tokens=65_536,
-            kv_bytes_per_token=46_080,
-            context_length=8192,
-            source=source,
-            links=dict(LINKS_CPU),
-        ),
-        Profile(
-            "cpu",
-            "demo",
-            LinearTerms(1.0, 2.0, 1.5, 0.05, 1e-4, 2e-6, 0.02),
-            kv_pool_tokens=65_536,
-            kv_bytes_per_token=4096,
-            context_length=2048,
-            source=source,
-            links=dict(LINKS_CPU),
-        ),
+        _profile("cpu/smollm2-135m", smollm2, 65_536, GUESSED, links=LINKS_CPU),
+        _profile("cpu/demo", demo, 65_536, GUESSED, links=LINKS_CPU),
     ]
 
 
