@@ -1,13 +1,14 @@
 """What the policies promise beyond goodput, on seeded made-up traffic: one question per table.
 
-    python benchmarks/policies.py [tenants] [locality] [overload] [headroom] [adaptive] [--short]
+    python benchmarks/policies.py [tenants] [locality] [overload] [headroom] [silos] [adaptive] [--short]
 
 One H100 with Llama-3-8B in the simulator. tenants: one of four floods; how far apart are two that both wait, and what
 does it cost the others (bound: Sheng et al. 2024)? locality: tenants with system prompts of their own; what does
 fairness cost in throughput (DLPM, Cao et al. 2025)? overload: bursts beyond capacity with three classes; does the
 top class notice, and does the low one get its turn within the bound of aging? headroom: long answers and a small pool;
-how many preemptions does each rule of admission save? adaptive: a day of traffic that shifts, cut to half an hour (with
---short to six minutes); does looking ahead find what suits it?
+how many preemptions does each rule of admission save? silos: three classes with targets of their own, in bursts; how
+many devices does it take to keep each class at 99 %, apart and together (Niyama, Goel et al. 2025)? adaptive: a day of
+traffic that shifts, cut to half an hour (with --short to six minutes); does looking ahead find what suits it?
 """
 
 import argparse
@@ -21,6 +22,7 @@ import numpy as np
 from tokenyard.base import Int32Array, SchedulerSettings
 from tokenyard.cost import get_profile
 from tokenyard.policy.adaptive import CANDIDATES, SEPARATOR, changed
+from tokenyard.sim.bounds import least_work_s
 from tokenyard.sim.content import VOCAB_SIZE, SegmentContent
 from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.metrics import summary, wait_s
@@ -79,7 +81,7 @@ def ask_tenants() -> None:
     workload = tenants(6000, 32.0, seed=1)
     pool = PROFILE.kv_pool_tokens
     bound = 2 * max(PREFILL_WEIGHT * workload.max_prompt_tokens, DECODE_WEIGHT * pool)
-    alone = run(replace_rows(workload, workload.tenant != 0))
+    alone = run(workload.only(workload.tenant != 0))
     alone_ttft = float(np.quantile(alone.ttft_s, 0.99))
     others_alone = f"others' TTFT p99 s (alone {alone_ttft:.2f})"
     print(f"\n| tenants, one floods | largest gap, k tokens (bound {bound / 1e3:.0f}) | {others_alone} |")
@@ -88,12 +90,6 @@ def ask_tenants() -> None:
         outcome = run(workload, schedule_policy=policy, disable_radix_cache=False)
         others = outcome.ttft_s[workload.tenant != 0]
         print(f"| {policy} | {backlogged_gap(outcome) / 1e3:.0f} | {np.nanquantile(others, 0.99):.2f} |")
-
-
-def replace_rows(workload: Workload, keep: np.ndarray) -> Workload:
-    """Only the requests where `keep` holds."""
-    columns = ("arrival_s", "prompt_tokens", "output_tokens", "tenant", "service_class", "priority", "deadline_s")
-    return replace(workload, **{name: getattr(workload, name)[keep] for name in columns})
 
 
 def tenant_prefixes(requests: int, rate: float, seed: int) -> Workload:
@@ -168,6 +164,57 @@ def ask_headroom() -> None:
         print(f"| {headroom} | {wasted} | {quality} | {len(workload) / outcome.sim_seconds:.2f} |")
 
 
+QOS = (
+    # name, first token within so many seconds (None: the run's target), seconds per output token
+    ("interactive", None, 0.05),
+    ("standard", 20.0, 0.1),
+    ("batch", 60.0, 0.2),
+)
+QOS_SHARE = 0.99
+
+
+def qos_classes(requests: int, rate: float, seed: int) -> Workload:
+    """Three classes of equal size that come in bursts of 30 s; prompts of about 2,500 tokens, answers of about 250."""
+    rng, shape = np.random.default_rng(seed), bursts(requests, rate, seed)
+    prompts, outputs = lengths(2500, requests, rng, 16_000), lengths(250, requests, rng, 2000)
+    made = uniform_columns("qos classes", shape.arrival_s, prompts, outputs, shape.content)
+    chosen = rng.integers(0, len(QOS), requests).astype(np.int32)
+    return replace(
+        made,
+        classes=tuple(name for name, _, _ in QOS),
+        service_class=chosen,
+        slo_ttft_s=np.array([np.nan if ttft_s is None else ttft_s for _, ttft_s, _ in QOS])[chosen],
+        slo_tpot_s=np.array([tpot_s for _, _, tpot_s in QOS])[chosen],
+    )
+
+
+def replicas_needed(workload: Workload, **changes: Any) -> int:
+    """The fewest devices, behind a router that goes by load, on which every class meets its targets."""
+    count = int(np.ceil(least_work_s(workload, PROFILE).sum() / workload.arrival_s[-1]))
+    while True:
+        setup = Setup(PROFILE, settings(workload, **changes), replicas=count, router="least_load")
+        shares = summary(simulate(workload, setup))["slo_attainment_by_class"]
+        if min(shares.values()) >= QOS_SHARE:
+            return count
+        count += 1
+
+
+def ask_silos() -> None:
+    """A device for each class, or all classes on all devices. The search begins where the work alone fills them."""
+    workload = qos_classes(20_000, 44.0, seed=1)
+    print("\n| devices for 99 % of each class | interactive | standard | batch | apart | together | fewer % |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    cases: dict[str, dict[str, Any]] = {
+        "fcfs": {},
+        "slo": {"schedule_policy": "slo", "max_partial_prefills": 4},
+    }
+    for name, changes in cases.items():
+        alone = [replicas_needed(workload.only(workload.service_class == one), **changes) for one in range(len(QOS))]
+        apart, together = sum(alone), replicas_needed(workload, **changes)
+        counts = " | ".join(map(str, (*alone, apart, together)))
+        print(f"| {name} | {counts} | {100 * (1 - together / apart):.0f} |", flush=True)
+
+
 class Joined:
     """The content of several workloads one after the other. Their token ids are kept apart."""
 
@@ -185,7 +232,7 @@ class Joined:
 
 def joined(parts: list[Workload], part_s: float) -> Workload:
     """The first `part_s` seconds of each workload, one after the other."""
-    kept = [replace_rows(part, part.arrival_s < part_s) for part in parts]
+    kept = [part.only(part.arrival_s < part_s) for part in parts]
     arrivals = np.concatenate([one.arrival_s + place * part_s for place, one in enumerate(kept)])
     prompts = np.concatenate([one.prompt_tokens for one in kept])
     outputs = np.concatenate([one.output_tokens for one in kept])
@@ -260,6 +307,7 @@ QUESTIONS: dict[str, Callable[[], None]] = {
     "locality": ask_locality,
     "overload": ask_overload,
     "headroom": ask_headroom,
+    "silos": ask_silos,
     "adaptive": ask_adaptive,
 }
 
