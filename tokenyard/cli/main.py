@@ -54,7 +54,9 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
     parser.add_argument("--input", metavar="FILE", help="prompts: one a line, or .jsonl with prompt or messages")
     parser.add_argument("--output", metavar="FILE", help="write answers there as .jsonl instead of printing them")
-    parser.add_argument("--max-tokens", "--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of an answer [128]")
+    parser.add_argument(
+        "--max-tokens", "--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of an answer [128]"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token [the model's]")
     parser.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling [the model's]")
     parser.add_argument("--sampling-seed", type=int, default=0, metavar="N", help="seed of the sampling [0]")
