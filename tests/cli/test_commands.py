@@ -57,6 +57,12 @@ def test_doctor_reports_as_json(capsys):
     assert "secret" not in text
 
 
+def test_doctor_shows_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("tokenyard.cli.doctor.device", lambda: {"torch": None, "would_choose": "mock"})
+    assert main(["doctor"]) == 1
+    assert "tokenyard[torch]" in capsys.readouterr().out
+
+
 def test_doctor_finds_a_missing_model(tmp_path, capsys):
     assert main(["doctor", "--json", "--model", str(tmp_path)]) == 1
     problems = " ".join(json.loads(capsys.readouterr().out)["problems"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tokenyard import __version__
@@ -165,7 +166,7 @@ def _print_report(report: dict[str, Any]) -> None:
         table.add_row(name, _shown(entry["value"]), entry["from"])
     console.print(table if report["settings"] else f"all {len(fields(Settings))} settings are defaults")
     for problem in report["problems"]:
-        console.print(f"[red]problem:[/red] {problem}")
+        console.print(f"[red]problem:[/red] {escape(problem)}")
     if not report["problems"]:
         console.print("[green]a server would start with these flags[/green]")
 
