@@ -98,7 +98,7 @@ def test_the_verdict_of_the_real_process_comes_back():
         assert state["scores"][0]["name"] in ("fcfs", "slo")
         assert 0.0 < state["cpu_s"] < 60.0
         pid = yard.pid
-        assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+        assert os.getpriority(os.PRIO_PROCESS, pid) >= 10
     assert not alive(pid)
 
 

@@ -1,6 +1,7 @@
 """Looking ahead: the forward run from a moment of a running scheduler, and policy `adaptive` in virtual time."""
 
 import io
+import itertools
 from dataclasses import replace
 
 import msgspec
@@ -113,8 +114,9 @@ def test_who_runs_goes_on_from_what_is_computed(busy):
         assert roster.table.first_token_ns[row] + tpot == due or not moment.rows["first_token_ns"][number]
 
 
-def test_a_forward_run_drains():
-    yard = Yard(plain(60, 30.0, 2), 2.0)
+@pytest.mark.parametrize("work", [plain(300, 30.0, 2), shared_prefix(300, 30.0, 2)], ids=["plain", "shared"])
+def test_a_forward_run_drains(work):
+    yard = Yard(work, 8.0)
     yard.traffic.arrivals.clear()
     moment = yard.scheduler.moment(yard.now)
     for name in NAMES:
@@ -152,6 +154,21 @@ def test_common_prefixes_are_found_again_in_the_forward_run():
     fork = Fork(alone.scheduler.moment(alone.now), alone.future(), SetPolicy("lpm"))
     fork.score("lpm", alone.now + 10 * NS_PER_S)
     assert fork._scheduler.roster.counters.hit_tokens == 0
+
+
+def test_the_cache_holds_what_ended_lately_and_open_requests_keep_their_prefixes():
+    work = shared_prefix(400, 30.0, 1)
+    yard = Yard(work, 12.0, max_running_requests=8)
+    moment, future = yard.scheduler.moment(yard.now), yard.future()
+    tree = Fork(moment, future, SetPolicy("lpm"))._scheduler.roster.memory.tree
+    real = yard.scheduler.roster.memory.tree
+    assert 0.7 < tree.total_pages / real.total_pages < 1.1
+    numbers = moment.rows["number"].tolist()
+    assert future.waiting > 20
+    for first, second in itertools.pairwise(range(future.running, future.running + future.waiting)):
+        here = [future.requests[place].prompt_ids[:2048] for place in (first, second)]
+        there = [work.request(numbers[place]).prompt_ids[:2048] for place in (first, second)]
+        assert np.array_equal(*here) == np.array_equal(*there)
 
 
 def test_own_targets_and_deadlines_count():

@@ -25,7 +25,7 @@ COMMAND = (sys.executable, "-m", "tokenyard.cli.lookahead")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 POLL_NS = NS_PER_S // 50
 STALL_NS = 60 * NS_PER_S
-"""Longest time for an answer. The process has the lowest priority, so on a busy machine it may take long."""
+"""Longest time for an answer. The process has a low priority, so on a busy machine it may take long."""
 
 FIRST_PAUSE_NS = 5 * NS_PER_S
 LONGEST_PAUSE_NS = 300 * NS_PER_S
