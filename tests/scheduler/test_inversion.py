@@ -84,6 +84,24 @@ def test_a_changed_priority_counts_from_then_on_and_a_pause_does_not_count():
     assert inverted(yard, late) == yard.finished[first].finished_ns - begin
 
 
+def test_priorities_may_stop_counting():
+    yard = make_clocked(rows=1, disable_priority_preemption=True, schedule_policy="priority")
+    _, high = (yard.submit(prompt(10), max_new=50, priority=priority) for priority in (9, 10))
+    yard.turn()
+    low = yard.submit(prompt(10), max_new=50, priority=0)
+    while not yard.scheduler.roster.table.admitted_ns[yard.scheduler.roster.table.row_of(low)]:
+        yard.turn()
+    late = yard.submit(prompt(10), max_new=5, priority=5)
+    begin = yard.now
+    for _ in range(10):
+        yard.turn()
+    until = yard.now
+    yard.scheduler.apply(SetPolicy("fcfs"), until)
+    yard.rest()
+    assert inverted(yard, high) == 0
+    assert inverted(yard, late) == until - yard.finished[late].arrival_ns <= until - begin
+
+
 def test_priorities_may_begin_to_count_later():
     yard = make_clocked(rows=1, disable_priority_preemption=True)
     first, high = (yard.submit(prompt(10), max_new=50, priority=priority) for priority in (0, 9))

@@ -213,20 +213,19 @@ class Roster:
         self.memory.release(release)
 
     def stands(self, row: int, now: int) -> None:
-        """Let it be counted whether a request in line is behind a less urgent one; for every change of either."""
+        """Let it be counted whether a request in line is behind a less urgent one; for every change of either. Where
+        priorities do not count all are alike.
+        """
+        if not self._priorities_count:
+            return
         clock = self.table.cold(row).clock
         if clock.stage == "paused":
             wronged = self.inversion.leaves(row, now)
         else:
             verb = self.inversion.waits if clock.stage in ("queue", "requeued") else self.inversion.seated
-            wronged = verb(row, self._level(row), now)
+            level = int(self.policy.urgency.levels(self.table, np.array([row], np.int32))[0])
+            wronged = verb(row, level, now)
         clock.course.inverted_ns += wronged
-
-    def _level(self, row: int) -> int:
-        """How urgent a row is where priorities count; otherwise all are alike."""
-        if not self._priorities_count:
-            return 0
-        return int(self.policy.urgency.levels(self.table, np.array([row], np.int32))[0])
 
     def open_group(self, row: int) -> None:
         """The group's prompt is in the tree, or its first answer has ended: the others may start."""
@@ -329,6 +328,7 @@ class Roster:
         self.policy: Policy = policy
         self._priorities_count = settings.uses_priorities
         for row in self.known_rows(self.table.numbers()):
+            self.table.cold(row).clock.course.inverted_ns += self.inversion.leaves(row, now)
             self.stands(row, now)
         self._watch_tree()
 
