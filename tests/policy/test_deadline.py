@@ -332,3 +332,21 @@ def test_slo_meets_more_targets_than_the_others_when_too_much_comes():
         limits = {number: 500 if number % 10 != 1 else 2005 for number in numbers}
         met[policy] = sum(yard.ttft_ms(number) <= limits[number] for number in numbers)
     assert met["slo"] > 1.3 * max(met["fcfs"], met["edf"])
+
+
+@pytest.mark.parametrize(
+    ("work", "due", "may_wait", "chosen"),
+    [
+        ([], [], [], []),
+        ([5, 5, 3], [6, 8, 12], [0, 0, 1], [2]),
+        ([5, 5, 3], [6, 8, 14], [0, 0, 1], []),
+        ([5, 5, 3], [6, 8, 12], [0, 0, 0], []),
+        ([5, 9, 1, 1], [6, 20, 7, 20], [1, 1, 1, 1], [1]),
+        ([2, 6, 1, 1], [6, 8, 7, 20], [1, 1, 1, 1], [1]),
+        ([4, 1, 1], [3, 1, 2], [1, 1, 1], [0]),
+        ([4, 1, 1], [3, 1, 2], [0, 1, 1], [1, 2]),
+    ],
+)
+def test_the_walk_chooses_the_largest_that_may_wait_before_each_late_one(work, due, may_wait, chosen):
+    arrays = (np.array(work, float), np.array(due, float), np.array(may_wait, bool))
+    assert _largest_of_late(0.0, *arrays) == chosen
