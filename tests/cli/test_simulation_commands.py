@@ -42,6 +42,16 @@ def test_simulate_writes_numbers_report_and_steps(tmp_path, capsys):
     assert "SLO attainment" in capsys.readouterr().out
 
 
+def test_adaptive_tells_its_changes_and_refuses_wrong_candidates(tmp_path):
+    out, words = tmp_path / "o.json", ["--schedule-policy", "adaptive", "--policy-options"]
+    rush = ["--synthetic", "plain", "--request-rate", "30", "--limit", "400", "--quiet"]
+    assert run_simulate(simulate_args(*rush, *words, "among=fcfs+slo,interval_s=3", "--json", str(out))) == 0
+    changes = json.loads(out.read_text())["policy_changes"]
+    assert [change["candidate"] for change in changes] == ["slo"]
+    with pytest.raises(ConfigError, match="did you mean slo"):
+        run_simulate(simulate_args(*rush, *words, "among=slow"))
+
+
 def test_quiet_says_nothing(capsys):
     assert run_simulate(simulate_args(*SMALL, "--preset", "vllm-default", "--quiet")) == 0
     assert capsys.readouterr().out == ""

@@ -268,3 +268,10 @@ def test_adaptive_begins_with_its_first_candidate_and_serves_after_idle_times():
     outcome = adaptive(gap, among="slo+fcfs")
     assert outcome.served.all()
     assert outcome.switches == []
+
+
+def test_every_replica_looks_ahead_for_itself():
+    chosen = {"schedule_policy": "adaptive", "policy_options": {"interval_s": 2.0, "among": "fcfs+slo"}}
+    outcome = simulate(plain(500, 60.0, 1), setup("vllm-default", chosen, replicas=2))
+    assert outcome.served.all()
+    assert [switch.candidate for switch in outcome.switches] == ["slo", "slo"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import BoolArray, Float64Array
+from tokenyard.base import NS_PER_S, BoolArray, Float64Array
 from tokenyard.sim.engine import REJECTED, UNFINISHED, Outcome
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999), ("max", 1.0))
@@ -71,6 +71,10 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "preemptions": counters["preempted"] + counters["retracted"],
         "recomputed_tokens": counters["recomputed_tokens"],
         "utilisation": round(outcome.busy_seconds / seconds / outcome.setup.replicas, 6),
+        "policy_changes": [
+            {"at_s": round(one.at_ns / NS_PER_S, 6), "candidate": one.candidate, "reason": one.reason}
+            for one in outcome.switches
+        ],
         "steps": counters["steps"],
         "sim_seconds": round(outcome.sim_seconds, 6),
         "wall_seconds": round(outcome.wall_seconds, 3),
