@@ -128,6 +128,20 @@ def test_second_signal_stops_at_once(slow_server):
     assert wait_until(lambda: not any(alive(pid) for pid in children))
 
 
+def test_a_signal_while_the_model_loads_ends_at_once():
+    server = Server("--device", "cpu", ready=False)
+    try:
+        assert wait_until(lambda: len(server.children()) == 2, timeout_s=30.0)
+        children = server.children()
+        server.signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        assert "did not end by itself" not in server.log
+        assert not any(map(alive, children))
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+
+
 def test_a_dead_engine_ends_requests_and_the_server(slow_server):
     stream = Stream(slow_server, 900)
     assert stream.begun.wait(20)

@@ -63,6 +63,10 @@ class Supervisor:
                 self._children.append(await self._spawn(name))
             reports = await asyncio.gather(*(_ready(child) for child in self._children))
         except BaseException:
+            # Who still loads listens to nobody, and has nothing to lose.
+            for child in self._children:
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.kill()
             await self.stop()
             raise
         self._watchers = [asyncio.create_task(self._watch(child)) for child in self._children]
