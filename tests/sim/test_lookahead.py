@@ -134,6 +134,16 @@ def test_arrivals_come_as_often_as_lately():
     assert np.std(come) > 2
 
 
+def test_more_arrivals_than_are_kept_count_at_their_rate():
+    yard = Yard(workload((0.0, 10, 1)), 20.0)
+    for number in range(1, 10_000):
+        one = msgspec.structs.replace(yard.traffic.arrivals[0], number=number, arrival_ns=2_000_000 * number)
+        yard.traffic.take(one)
+    assert len(yard.traffic.arrivals) == 4096
+    future = yard.future(2.0)
+    assert 850 < len(future) - future.running - future.waiting < 1150
+
+
 def test_arrivals_of_long_ago_are_forgotten():
     yard = Yard(workload(*((0.1 * i, 100, 2) for i in range(50)), (100.0, 100, 2)), 101.0)
     yard.future()

@@ -5,7 +5,8 @@ from what will happen in that
 
 - output lengths are not known: each is drawn from the latest answers, for a request under way from those longer than
   what it has written;
-- requests to come are drawn from those of the last minute, recent ones more often, with their shared prefixes;
+- requests to come are drawn from those of the last minute, recent ones more often, with their shared prefixes; one for
+  several answers comes as one for one;
 - the cache holds the prompts of the latest requests to end, without their answers, as many as it held tokens; prompts
   are known to whole blocks of 128 tokens;
 - a request whose prompt is half computed waits, with the computed half in the cache, and one that runs counts as a
@@ -64,14 +65,14 @@ class Traffic:
         self.arrivals: deque[Arrived] = deque(maxlen=MOST_ARRIVALS)
         self.open: dict[int, Arrived] = {}
         self.ended: deque[tuple[Arrived | None, Ended]] = deque(maxlen=MOST_ENDED)
-        self.since_ns: int | None = None
+        self._first_ns: int | None = None
 
     def take(self, event: Arrived | Ended) -> None:
         """Take in what happened to a request."""
         if isinstance(event, Ended):
             self.ended.append((self.open.pop(event.number, None), event))
             return
-        self.since_ns = event.arrival_ns if self.since_ns is None else self.since_ns
+        self._first_ns = event.arrival_ns if self._first_ns is None else self._first_ns
         self.arrivals.append(event)
         for number in range(event.number, event.number + event.answers):
             self.open[number] = event
@@ -82,6 +83,12 @@ class Traffic:
         """Forget arrivals of more than a minute ago."""
         while self.arrivals and self.arrivals[0].arrival_ns < now - MEMORY_NS:
             self.arrivals.popleft()
+
+    def since_ns(self) -> int:
+        """From when on all arrivals are known, but for those of more than a minute ago."""
+        if self._first_ns is None or len(self.arrivals) == MOST_ARRIVALS:
+            return self.arrivals[0].arrival_ns
+        return self._first_ns
 
     def outputs(self) -> Int64Array:
         """Lengths of the latest whole answers, in ascending order; a guess if there is none."""
@@ -253,11 +260,11 @@ class _Oracle:
     def _draw_arrivals(self) -> list[tuple[int, Arrived]]:
         """Arrivals at the weighted rate of the last minute, evenly spread, each like one of then."""
         traffic, now = self._traffic, self._moment.now
-        if not traffic.arrivals or traffic.since_ns is None:
+        if not traffic.arrivals:
             return []
         ages = np.array([now - one.arrival_ns for one in traffic.arrivals]) / NS_PER_S
         weights: Float64Array = 0.5 ** (ages / HALF_LIFE_S)
-        span_s = min(max(now - traffic.since_ns, NS_PER_S), MEMORY_NS) / NS_PER_S
+        span_s = min(max(now - traffic.since_ns(), NS_PER_S), MEMORY_NS) / NS_PER_S
         weighted_s = (1.0 - 0.5 ** (span_s / HALF_LIFE_S)) * HALF_LIFE_S / np.log(2.0)
         count = int(self._rng.poisson(min(weights.sum() / weighted_s * self._horizon_s, MOST_ARRIVALS)))
         times = np.sort(self._rng.uniform(0.0, self._horizon_s, count))
