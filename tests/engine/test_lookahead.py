@@ -1,5 +1,6 @@
 """The process that looks ahead: its verdicts, its faults, and that nobody waits for it."""
 
+import io
 import logging
 import os
 import subprocess
@@ -22,6 +23,9 @@ from tokenyard.engine.lookahead import COMMAND, Lookahead
 from tokenyard.engine.messages import ChoosePolicy, GetSnapshot
 from tokenyard.engine.step_log import StepLog
 from tokenyard.scheduler import Scheduler
+from tokenyard.scheduler.recorder import Recorder
+from tokenyard.scheduler.replay import replay
+from tokenyard.scheduler.tape import Origin, Tape
 
 ODD = Path(__file__).with_name("odd_lookahead.py")
 ROOT = ODD.parents[2]
@@ -244,7 +248,8 @@ def test_the_loop_goes_on_whatever_it_does(loop, depth, mode, monkeypatch):
 def test_the_loop_changes_its_policy_and_people_choose():
     executor = watched_mock(step_ms=1.0, max_total_tokens=512, max_pool_rows=8)
     settings = SchedulerSettings(schedule_policy="adaptive", policy_options=OPTIONS)
-    core = Scheduler(settings, executor.info)
+    sink = io.BytesIO()
+    core = Recorder(Origin(settings, executor.info), sink, None, "test")
     lookahead = Lookahead(core, settings, odd("better"))
     numbers = iter(range(100_000))
     seen = []
@@ -268,6 +273,13 @@ def test_the_loop_changes_its_policy_and_people_choose():
     assert "did you mean slo" in replies[2].refusal
     assert replies[3].counters["adaptive"] == {}
     lookahead.close()
+    # The tape knows the changes, so that it replays without the process.
+    tape = Tape(sink.getvalue(), "tape")
+    changes = [record.body.name for record in tape.records() if isinstance(record.body, SetPolicy)]
+    assert changes == ["fcfs", "slo", "lpm", "adaptive"]
+    report = replay(tape)
+    assert report.difference is None
+    assert report.plans == report.equal > 10
 
 
 def test_it_ends_with_its_parent():
