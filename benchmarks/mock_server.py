@@ -5,8 +5,10 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -40,12 +42,15 @@ class AnyServer:
         for line in self._process.stderr:
             match = re.search(r"ready at http://([\d.]+):(\d+)", line)
             if match:
+                # A server that nobody listens to stands still once the pipe is full.
+                rest = self._process.stderr, sys.stderr
+                threading.Thread(target=shutil.copyfileobj, args=rest, daemon=True).start()
                 return match[1], int(match[2])
         sys.exit(f"the server did not start: {self._process.args}")
 
     def __exit__(self, *_):
         self._process.terminate()
-        self._process.communicate()
+        self._process.wait()
 
 
 class Server(AnyServer):

@@ -114,7 +114,7 @@ async def measure(server, address, around, names, options):
         steps, tokens, cpu_ms, lags = await window(server, address, load, options)
         load.check()
         state = await asyncio.to_thread(snapshot, address)
-        assert state["policy"] == described["policy"], state["policy_note"]
+        assert name == "adaptive" or state["policy"] == described["policy"], state["policy_note"]
         p50, p99 = (lags[int(len(lags) * share)] for share in (0.5, 0.99)) if lags else (float("nan"),) * 2
         row = f"{name:12} {around:36} {100 * steps:6.1f} % {100 * tokens:6.1f} % {p50:6.1f} ms {p99:6.1f} ms"
         print(f"{row} {cpu_ms:5.2f} ms {state['running']:7} {state['waiting']:7}", flush=True)
