@@ -102,6 +102,7 @@ def test_goodput_counts_requests_that_met_all_their_targets():
         (promised("length", 3, deadline_ms=4), True),
         (promised("length", 3, deadline_ms=2), False),
         (promised("abort", cause="queue_full"), False),
+        (promised("abort", cause="tenant_limit"), None),
     ],
 )
 def test_a_promise_is_kept_if_every_target_is(end, kept):

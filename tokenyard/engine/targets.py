@@ -5,7 +5,7 @@ from tokenyard.base import Finish
 ON_PURPOSE = ("cancelled", "paused")
 """Causes of an abort that say nothing about how the server did."""
 
-SAYS_NOTHING = (*ON_PURPOSE, "invalid")
+SAYS_NOTHING = (*ON_PURPOSE, "invalid", "tenant_limit")
 
 
 def targets_met(finish: Finish) -> list[tuple[str, bool]]:
@@ -26,8 +26,8 @@ def targets_met(finish: Finish) -> list[tuple[str, bool]]:
 def kept_its_promise(finish: Finish) -> bool | None:
     """Whether an answer met all its targets; one that was refused or failed did not.
 
-    None for one that somebody ended on purpose, for one that could never have been served, and where nothing was
-    promised because the request never reached the scheduler.
+    None for one that somebody ended on purpose, for one that could never have been served or was beyond what its tenant
+    may have, and where nothing was promised because the request never reached the scheduler.
     """
     if finish.cause in SAYS_NOTHING or not finish.promise.tpot_ns:
         return None
