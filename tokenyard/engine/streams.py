@@ -8,7 +8,7 @@ from tokenyard.engine.messages import TextBatch
 from tokenyard.engine.spec import NO_TOKENS, OutputDelta
 
 MOST_PENDING_DELTAS = 4096
-STREAMS_AT_ONCE = 32
+STREAMS_AT_ONCE = 64
 
 
 class Stream:
