@@ -268,6 +268,7 @@ def test_the_simulator_serves_alike(name, pool_tokens):
         {"schedule_policy": "vtc", "tenants": {"": TenantSettings(tokens_per_s=3000.0, burst_tokens=99)}},
         {"queue_timeout_s": 0.5, "run_timeout_s": 2.0},
         {"max_in_flight": 2},
+        {"schedule_policy": "adaptive"},
     ],
 )
 def test_it_does_under_any_policy(changes):

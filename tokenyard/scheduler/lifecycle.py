@@ -8,11 +8,9 @@ There is no state for a request that has left: its table row is free at once, an
 plan in flight still reads.
 """
 
-from enum import IntEnum, IntFlag
 
-
-class State(IntEnum):
-    """Where a row stands."""
+class State:
+    """Where a row stands. Plain numbers, as numpy takes several times longer to compare with members of an enum."""
 
     FREE = 0
     WAITING = 1
@@ -20,8 +18,8 @@ class State(IntEnum):
     RUNNING = 3
 
 
-class Gate(IntFlag):
-    """Why a waiting row may not start yet; a row with any bit set is no candidate."""
+class Gate:
+    """Why a waiting row may not start yet, as bits; a row with any of them is no candidate."""
 
     GROUP = 1
     """Its group's first answer has not put the common prompt into the tree yet."""

@@ -127,7 +127,7 @@ _MESSAGES: tuple[type, ...] = (Arrived, Ended, Ask)
 def take_moment(roster: Roster, now: int) -> Moment:
     """The state at `now`."""
     table, waiting = roster.table, roster.waiting.rows
-    waiting = waiting[(table.gates[waiting] & ~int(Gate.GROUP)) == 0]
+    waiting = waiting[(table.gates[waiting] & ~Gate.GROUP) == 0]
     if len(waiting) > MOST_WAITING:
         waiting = waiting[np.linspace(0, len(waiting) - 1, MOST_WAITING).astype(np.int64)]
     rows = np.concatenate((roster.running.rows, roster.partial.rows, waiting))
