@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.policy.clocked import MS, S, make_clocked, prompt
 from tests.policy.lines import line, row
 from tokenyard.base import Pause, Promise, Resume, SamplingParams, Slo, Update
+from tokenyard.policy.answers import FEWEST_TO_JUDGE
 from tokenyard.policy.deadline import MOST_PUT_LAST, _largest_of_late
 
 
@@ -177,7 +178,7 @@ def test_an_end_tells_what_the_request_was_served_by():
 def test_whoever_is_held_back_for_a_while_stays_last():
     yard = make_clocked(schedule_policy="slo")
     busy(yard)
-    hopeless = yard.submit(prompt(3000), **due(1))
+    hopeless = yard.submit(prompt(3000), deadline_ns=MS)
     others = [yard.submit(prompt(100), **due(2000)) for _ in range(2)]
     assert line(yard) == [*others, hopeless]
     yard.apply(Pause(numbers=[hopeless]))
@@ -350,3 +351,19 @@ def test_slo_meets_more_targets_than_the_others_when_too_much_comes():
 def test_the_walk_chooses_the_largest_that_may_wait_before_each_late_one(work, due, may_wait, chosen):
     arrays = (np.array(work, float), np.array(due, float), np.array(may_wait, bool))
     assert _largest_of_late(0.0, *arrays) == chosen
+
+
+def test_a_deadline_leaves_time_for_an_answer_as_long_as_those_before():
+    yard = make_clocked(schedule_policy="edf", slo_tpot_ms=10.0)
+    for _ in range(FEWEST_TO_JUDGE):
+        yard.submit(prompt(100), max_new=21)
+    yard.rest()
+    queue, table = yard.scheduler.roster.policy.queue, yard.scheduler.roster.table
+    both = [
+        yard.submit(prompt(100), max_new=most, deadline_ns=1000 * MS, **extra)
+        for most, extra in ((50, {}), (11, {}), (50, {"slo": Slo(ttft_ns=700 * MS)}))
+    ]
+    yard.launch()
+    waits = [int(queue.due_ns[row(yard, n)] - table.arrival_ns[row(yard, n)]) for n in both]
+    # Answers had 21 tokens, which take 210 ms at the target pace; 11 take 110 ms; an own target is due before.
+    assert waits == [790 * MS, 890 * MS, 700 * MS]

@@ -3,7 +3,7 @@ import pytest
 
 from tests.policy.lines import line, make_yard, row
 from tokenyard.base import SetPolicy
-from tokenyard.policy.short import FEWEST_TO_JUDGE, REMEMBERED, AnswerHistory
+from tokenyard.policy.answers import FEWEST_TO_JUDGE, REMEMBERED, AnswerHistory
 
 S = 10**9
 

@@ -186,7 +186,8 @@ def test_own_targets_and_deadlines_count():
     cases = {
         "none": (base, 1_000_000_000),
         "own": (replace(base, slo=Slo(ttft_ns=5)), 5),
-        "deadline": (replace(base, slo=Slo(ttft_ns=5), deadline_ns=7), 7),
+        "deadline": (replace(base, deadline_ns=7), 7),
+        "both": (replace(base, slo=Slo(ttft_ns=5), deadline_ns=7), 5),
     }
     for name, (request, due) in cases.items():
         yard = Yard(workload((0.0, 200, 1)), 1.0)

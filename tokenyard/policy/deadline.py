@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from tokenyard.base import BoolArray, Float64Array, Int32Array, SchedulerSettings
+from tokenyard.policy.answers import AnswerPredictor
 from tokenyard.policy.base import Policy
 from tokenyard.policy.deadline_queue import NS_PER_S, DeadlineQueue
 from tokenyard.policy.prefill_time import PrefillTime
@@ -19,6 +20,9 @@ from tokenyard.policy.time_budget import TimeBudgetRule
 from tokenyard.policy.views import Columns, Views
 
 WALK_INTERVAL_NS = 100_000_000
+ANSWER_QUANTILE = 0.9
+"""Of the answers before, so many are not longer than the one that a deadline leaves time for."""
+
 MOST_PUT_LAST = 16
 """Requests put last in one walk over a lane; if more have to be, the next step goes on."""
 
@@ -26,10 +30,12 @@ MOST_PUT_LAST = 16
 class EarliestDeadline(Policy):
     """The earliest deadline first, started or not, so that a long prefill gives way at the edge of a chunk.
 
-    The first token of a request is due at its own deadline, or else its time to first token after arrival (its own, or
-    the class's: the larger of `slo_ttft_ms` and `slo_ttft_scale` times its unloaded prefill). With priorities enabled
-    they come first, without aging. If all deadlines can be met this order meets them (Dertouzos 1974); if not, it may
-    miss them all.
+    The first token of a request is due its time to first token after arrival, and so early that the answer can be whole
+    by its deadline at its target pace; for that its length is taken to be one that 90 % of the answers before, by the
+    same tenant to prompts of like length, did not exceed (nothing, as long as there are few). What brings neither a
+    deadline nor a target has its class's: the larger of `slo_ttft_ms` and `slo_ttft_scale` times its unloaded prefill.
+    With priorities enabled they come first, without aging. If all deadlines can be met this order meets them (Dertouzos
+    1974); if not, it may miss them all.
     """
 
     name = "edf"
@@ -49,7 +55,8 @@ class EarliestDeadline(Policy):
         self._priority = (
             Priority(strict, Policy(replace(strict, policy_options={}))) if settings.uses_priorities else None
         )
-        self.queue = DeadlineQueue(settings, self.urgency.levels if self._priority else None)
+        self._answers = AnswerPredictor(ANSWER_QUANTILE)
+        self.queue = DeadlineQueue(settings, self._answers, self.urgency.levels if self._priority else None)
 
     def begin_step(self, views: Views) -> None:
         """See `Policy.begin_step`."""
@@ -76,6 +83,11 @@ class EarliestDeadline(Policy):
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
         """See `Policy.displaced`."""
         return self._priority.displaced(columns, waiting, newcomer) if self._priority else None
+
+    def finished(self, row: int) -> None:
+        """See `Policy.finished`."""
+        if self.views is not None:
+            self._answers.learn(self.views.columns, row)
 
 
 class ServiceLevel(EarliestDeadline):

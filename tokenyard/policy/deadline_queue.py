@@ -6,7 +6,8 @@ import numpy as np
 
 from tokenyard.base import BoolArray, CostModel, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.cost import unloaded_prefill_s
-from tokenyard.policy.targets import class_ttft_ns
+from tokenyard.policy.answers import AnswerPredictor
+from tokenyard.policy.targets import class_ttft_ns, tpot_ns
 from tokenyard.policy.views import NO_DEADLINE, Columns, Views
 
 NS_PER_S = 1_000_000_000
@@ -28,9 +29,10 @@ class DeadlineQueue:
     the one that `due_ns` was worked out for; a row is in its lane as long as its `_mark` is the current tick.
     """
 
-    def __init__(self, settings: SchedulerSettings, urgencies: Urgencies | None) -> None:
-        """Without `urgencies` (of rows, larger is more urgent) all are alike."""
+    def __init__(self, settings: SchedulerSettings, answers: AnswerPredictor, urgencies: Urgencies | None) -> None:
+        """Without `urgencies` (of rows, larger is more urgent) all are alike. `answers` foresees how long they get."""
         self._settings = settings
+        self._answers = answers
         self._urgencies = urgencies
         self._lanes: dict[int, Int32Array] = {}
         self.due_ns = self.own_ns = self._key = self._given = self._urgent = np.empty(0, np.int64)
@@ -108,10 +110,14 @@ class DeadlineQueue:
         """Work out when the row's first token is due, and the key that it has if it is put last."""
         settings, arrival, ttft = self._settings, int(columns.arrival_ns[row]), int(columns.ttft_ns[row])
         unloaded = round(unloaded_prefill_s(cost, int(columns.prompt_tokens[row])) * NS_PER_S)
-        if ttft <= 0:
-            ttft = class_ttft_ns(settings, unloaded)
         given = int(columns.deadline_ns[row])
-        due = min(given if given != NO_DEADLINE else arrival + ttft, FAR_NS)
+        if given != NO_DEADLINE:
+            # The whole answer is due then, so its first token has to come that much earlier.
+            token_ns = int(tpot_ns(columns, np.array([row], np.int32), settings)[0])
+            given -= self._answers.foreseen(columns, row) * token_ns
+        elif ttft <= 0:
+            ttft = class_ttft_ns(settings, unloaded)
+        due = min(given, arrival + ttft if ttft > 0 else FAR_NS, FAR_NS)
         self.due_ns[row] = due
         wait_s = settings.slo_max_wait_s
         self.own_ns[row] = arrival + unloaded + round(wait_s * NS_PER_S) if wait_s > 0.0 else due + FAR_NS

@@ -1,87 +1,17 @@
 """Orders that favour short requests: shortest predicted work first, and multi-level feedback."""
 
-from bisect import bisect_right, insort
-from collections import deque
 from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 
 from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings
+from tokenyard.policy.answers import AnswerPredictor
 from tokenyard.policy.base import Option, Policy
 from tokenyard.policy.order import best_first
 from tokenyard.policy.views import Columns, Views
 
-TENANT_SLOTS = 1024
-LENGTH_BUCKETS = 32
-REMEMBERED = 500
-FEWEST_TO_JUDGE = 8
 MOST_LEVELS = 16
-
-
-class AnswerHistory:
-    """Lengths of the latest answers of one kind of request, and what they say about the next one."""
-
-    def __init__(self, quantile: float) -> None:
-        self._quantile = quantile
-        self._latest: deque[int] = deque()
-        self._ascending: list[int] = []
-
-    def add(self, tokens: int) -> None:
-        """An answer had so many tokens."""
-        if len(self._latest) == REMEMBERED:
-            oldest = self._latest.popleft()
-            del self._ascending[bisect_right(self._ascending, oldest) - 1]
-        self._latest.append(tokens)
-        insort(self._ascending, tokens)
-
-    def predict(self, written: int) -> int | None:
-        """The quantile of the lengths among answers longer than `written`; None with too few of them to judge."""
-        start = bisect_right(self._ascending, written)
-        count = len(self._ascending) - start
-        if count < FEWEST_TO_JUDGE:
-            return None
-        return self._ascending[start + min(int(self._quantile * count), count - 1)]
-
-
-class AnswerPredictor:
-    """Predicts answers from those before by the same tenant to prompts of like length (powers of two).
-
-    Before there is data it says max_new_tokens, and never more than that. Beyond `TENANT_SLOTS` tenants share.
-    """
-
-    def __init__(self, quantile: float) -> None:
-        self._quantile = quantile
-        self._histories: dict[int, AnswerHistory] = {}
-        self._fresh = np.full(TENANT_SLOTS * LENGTH_BUCKETS, np.iinfo(np.int64).max)
-
-    def learn(self, columns: Columns, row: int) -> None:
-        """The answer in `row` is complete."""
-        kind = int(_kinds(columns, np.array([row], np.int32))[0])
-        history = self._histories.setdefault(kind, AnswerHistory(self._quantile))
-        history.add(int(columns.known[row]) - int(columns.prompt_tokens[row]))
-        predicted = history.predict(0)
-        if predicted is not None:
-            self._fresh[kind] = predicted
-
-    def rest(self, columns: Columns, rows: Int32Array) -> Int64Array:
-        """Output tokens still to come, int64[len(rows)]."""
-        kinds = _kinds(columns, rows)
-        written = columns.known[rows] - columns.prompt_tokens[rows]
-        total = self._fresh[kinds]
-        for place in np.flatnonzero(written).tolist():
-            history = self._histories.get(int(kinds[place]))
-            predicted = None if history is None else history.predict(int(written[place]))
-            total[place] = np.iinfo(np.int64).max if predicted is None else predicted
-        allowed = columns.limit[rows].astype(np.int64) + 1 - columns.prompt_tokens[rows]
-        rest: Int64Array = np.minimum(total, allowed) - written
-        return rest
-
-
-def _kinds(columns: Columns, rows: Int32Array) -> Int64Array:
-    buckets = np.frexp(columns.prompt_tokens[rows].astype(np.float64))[1]
-    kinds: Int64Array = columns.tenant[rows].astype(np.int64) % TENANT_SLOTS * LENGTH_BUCKETS + buckets
-    return kinds
 
 
 class ShortFirst(Policy):

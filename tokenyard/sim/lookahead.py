@@ -180,18 +180,16 @@ class _Oracle:
         arrived = self._traffic.open.get(row["number"])
         ids = self._prompt(arrived.blocks if arrived is not None else NO_BLOCKS, tokens, row["prompt_tokens"])
         most = row["limit"] - tokens + 1
-        arrival_ns, prompt = row["arrival_ns"], row["prompt_tokens"]
-        due_ns = row["deadline_ns"]
-        if due_ns == NO_DEADLINE:
-            due_ns = arrival_ns + (row["ttft_ns"] or self._class_ttft_ns(prompt))
+        arrival_ns, deadline_ns = row["arrival_ns"], row["deadline_ns"]
         self._add(
             ids,
             most,
             arrival_ns,
             priority=None if row["priority"] == NO_PRIORITY else row["priority"],
             arrived=arrived,
-            due_ns=due_ns,
-            own=(row["ttft_ns"], row["tpot_ns"]),
+            prompt_tokens=row["prompt_tokens"],
+            deadline_ns=0 if deadline_ns == NO_DEADLINE else deadline_ns - arrival_ns,
+            targets_ns=(row["ttft_ns"], row["tpot_ns"]),
             written=written,
             first_ns=first_ns,
         )
@@ -200,15 +198,15 @@ class _Oracle:
     def _add_arrival(self, at_ns: int, template: Arrived) -> None:
         shared = template.blocks[: self._shared_blocks(template)]
         ids = self._prompt(shared, template.prompt_tokens, template.prompt_tokens)
-        due_ns = template.deadline_ns or template.ttft_ns or self._class_ttft_ns(template.prompt_tokens)
         self._add(
             ids,
             template.max_new_tokens,
             at_ns,
             priority=template.priority,
             arrived=template,
-            due_ns=at_ns + due_ns,
-            own=(template.ttft_ns, template.tpot_ns),
+            prompt_tokens=template.prompt_tokens,
+            deadline_ns=template.deadline_ns,
+            targets_ns=(template.ttft_ns, template.tpot_ns),
         )
 
     def _add(
@@ -219,13 +217,17 @@ class _Oracle:
         *,
         priority: int | None,
         arrived: Arrived | None,
-        due_ns: int,
-        own: tuple[int, int],
+        prompt_tokens: int,
+        deadline_ns: int,
+        targets_ns: tuple[int, int],
         written: int = 0,
         first_ns: int = 0,
     ) -> None:
+        """A request that brings a deadline (ns after arrival) and targets (ttft, tpot), each 0 for none."""
         future, number = self._future, len(self._future)
-        most = max(most, 1)
+        most, (ttft_ns, tpot_ns) = max(most, 1), targets_ns
+        if not ttft_ns:
+            ttft_ns = deadline_ns or self._class_ttft_ns(prompt_tokens)
         request = Request(
             number=number,
             rid="",
@@ -235,13 +237,13 @@ class _Oracle:
             priority=priority,
             service_class=(arrived.service_class or None) if arrived is not None else None,
             tenant=arrived.tenant if arrived is not None else "",
+            deadline_ns=deadline_ns or None,
             # The class's target is that of the prompt alone, which the one here may be longer than.
-            deadline_ns=due_ns - arrival_ns,
-            slo=Slo(own[0] or None, own[1] or None),
+            slo=Slo(ttft_ns, tpot_ns or None),
         )
         future.requests.append(request)
-        future.due_ns.append(due_ns)
-        future.tpot_ns.append(own[1] or round(self._settings.slo_tpot_ms * NS_PER_MS))
+        future.due_ns.append(arrival_ns + (min(ttft_ns, deadline_ns) if deadline_ns else ttft_ns))
+        future.tpot_ns.append(tpot_ns or round(self._settings.slo_tpot_ms * NS_PER_MS))
         future.written.append(written)
         future.first_ns.append(first_ns)
         future.outputs.append(min(self._draw_rest(written), most))
