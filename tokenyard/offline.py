@@ -19,6 +19,7 @@ from tokenyard.base import (
     Cancel,
     ConfigError,
     EngineDeadError,
+    ExecutorInfo,
     Finish,
     FinishReason,
     Int32Array,
@@ -241,20 +242,17 @@ class LLM:
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self._tape = open_tape(config)
         self._kv_events = open_kv_events(config)
-        self._executor = load_executor(config)
-        self.info = self._executor.info
-        core = build_core(config, self.info, self._tape)
         self._port = _LocalPort(TextAssembler(self.tokenizer))
         self._numbers = itertools.count(1)
         self._failure: Exception | None = None
-        steps = StepLog(config.decode_log_interval)
-        hook = create_hook(config.priority_function, core)
-        driver = Driver(
-            core, self._executor, self._port, log=steps, state=LoopState(), hook=hook, kv_events=self._kv_events
-        )
-        loop = event_loop_overlap if config.overlaps(self.info) else event_loop_normal
-        self._thread = threading.Thread(target=self._run, args=(loop, driver), name="tokenyard", daemon=True)
+        ready: Future[ExecutorInfo] = Future()
+        self._thread = threading.Thread(target=self._run, args=(config, ready), name="tokenyard", daemon=True)
         self._thread.start()
+        try:
+            self.info = ready.result()
+        except BaseException:
+            self._close_files()
+            raise
         atexit.register(self.close)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
@@ -299,12 +297,15 @@ class LLM:
             self._port.inbox.put(None)
             self._thread.join()
             self._executor.close()
+        self._close_files()
+        self._failure = self._failure or EngineDeadError("the LLM was closed")
+        self._port.fail_all(self._failure)
+
+    def _close_files(self) -> None:
         if self._tape is not None:
             self._tape.close()
         if self._kv_events is not None:
             self._kv_events.close()
-        self._failure = self._failure or EngineDeadError("the LLM was closed")
-        self._port.fail_all(self._failure)
 
     def __enter__(self) -> "LLM":
         return self
@@ -312,14 +313,35 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, loop: Any, driver: Driver) -> None:
-        """The thread's work: the event loop, until told to stop or broken."""
+    def _run(self, config: EngineConfig, ready: "Future[ExecutorInfo]") -> None:
+        """The thread's work: load the model, then the event loop until told to stop or broken.
+
+        The model is loaded where it runs: OpenMP keeps a number of threads for each thread that calls it, and with a
+        second pool of them, made while loading, more threads than cores wait for work and wake up slowly.
+        """
         try:
+            self._executor = load_executor(config)
+            driver = self._driver(config)
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        ready.set_result(self._executor.info)
+        try:
+            loop = event_loop_overlap if config.overlaps(self._executor.info) else event_loop_normal
             loop(driver)
         except Exception as error:
             log.exception("the engine failed")
             self._failure = EngineDeadError(f"the engine failed: {error}")
             self._port.fail_all(self._failure)
+
+    def _driver(self, config: EngineConfig) -> Driver:
+        """What the event loop drives."""
+        core = build_core(config, self._executor.info, self._tape)
+        hook = create_hook(config.priority_function, core)
+        steps = StepLog(config.decode_log_interval)
+        return Driver(
+            core, self._executor, self._port, log=steps, state=LoopState(), hook=hook, kv_events=self._kv_events
+        )
 
     def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
         """A request, checked. Its answers take the next n numbers."""
