@@ -1,11 +1,11 @@
 """What a request gets that leaves a sampling field out: the model's own values, or those of the OpenAI API."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError, InvalidRequestError, SamplingParams
+from tokenyard.engine.tokenizer_files import read_json
 
 SAMPLING_DEFAULTS = ("model", "openai")
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -19,15 +19,9 @@ def read_sampling_defaults(model_path: str, kind: str) -> dict[str, float | int]
     `SamplingParams`. Raises ConfigError for a file that cannot be read or holds values that cannot be used.
     """
     file = Path(model_path) / "generation_config.json"
-    if kind == "openai" or not file.is_file():
+    if kind == "openai":
         return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} does not hold a JSON object")
-    return _checked(content, f"{file} (--sampling-defaults openai leaves it aside)")
+    return _checked(read_json(file), f"{file} (--sampling-defaults openai leaves it aside)")
 
 
 def _checked(content: Mapping[str, Any], where: str) -> dict[str, float | int]:

@@ -20,7 +20,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a JSON object")
     return content
