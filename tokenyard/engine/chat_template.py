@@ -22,7 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenyard.base import ConfigError, InvalidRequestError
 from tokenyard.engine.chat_messages import Message, ready_messages, takes_parts
-from tokenyard.engine.tokenizer_files import read_json, token_text
+from tokenyard.engine.model_files import read_json
+from tokenyard.engine.tokenizer_files import token_text
 
 MARK = "<<the last message ends here>> "
 """Ends with a space, which tells whether the template trims content."""
