@@ -38,7 +38,8 @@ def about(
     """Metadata of a field: what the command line must know of it.
 
     `aliases` are further flags for the same value; `negated` are flags that mean the opposite of a yes-or-no value.
-    What is `file_only` has no flag: it stands in the file of --config.
+    What is `file_only` has no flag but stands in the file of --config, or in the environment: tables, and constants of
+    a method that hardly anybody turns.
     """
     more = {"aliases": aliases, "negated": negated, "choices": choices, "file_only": file_only}
     return {"group": group, "help": help_text, **more}
@@ -136,10 +137,13 @@ class Settings:
         0, "scheduler", "with more requests waiting, lpm falls back to fcfs; 0 for never"
     )
     in_batch_prefix_caching_check_threshold: int = setting(
-        32, "scheduler", "lpm: longest cached prefix of a request that may wait for another one with its prefix; -1 off"
+        32,
+        "scheduler",
+        "lpm: longest cached prefix of a request that may wait for another one with its prefix; -1 off",
+        file_only=True,
     )
     in_batch_prefix_caching_deprioritize_threshold: int = setting(
-        32, "scheduler", "lpm: shortest prefix shared with another waiting request to wait for it"
+        32, "scheduler", "lpm: shortest prefix shared with another waiting request to wait for it", file_only=True
     )
     enable_dynamic_chunking: bool = setting(False, "scheduler", "size prefill chunks by the time they take")
     step_budget: str = setting(
@@ -150,11 +154,19 @@ class Settings:
         "length", "scheduler", "who gives way when pages run out", choices=RETRACTION_POLICIES
     )
     schedule_conservativeness: float = setting(1.0, "scheduler", "above 1 admits fewer requests and retracts less")
-    init_new_token_ratio: float = setting(0.7, "scheduler", "share of max_new_tokens first set aside for an answer")
-    min_new_token_ratio_factor: float = setting(0.14, "scheduler", "lower bound of that share, as a factor of it")
-    new_token_ratio_decay_steps: int = setting(600, "scheduler", "decode steps until the lower bound is reached")
-    clip_max_new_tokens: int = setting(4096, "scheduler", "most output tokens set aside for one answer")
-    retract_decode_steps: int = setting(20, "scheduler", "decode steps that a retraction makes room for")
+    init_new_token_ratio: float = setting(
+        0.7, "scheduler", "share of max_new_tokens first set aside for an answer", file_only=True
+    )
+    min_new_token_ratio_factor: float = setting(
+        0.14, "scheduler", "lower bound of that share, as a factor of it", file_only=True
+    )
+    new_token_ratio_decay_steps: int = setting(
+        600, "scheduler", "decode steps until the lower bound is reached", file_only=True
+    )
+    clip_max_new_tokens: int = setting(4096, "scheduler", "most output tokens set aside for one answer", file_only=True)
+    retract_decode_steps: int = setting(
+        20, "scheduler", "decode steps that a retraction makes room for", file_only=True
+    )
     disable_radix_cache: bool = setting(
         False, "scheduler", "do not reuse the KV of common prefixes", negated=("--enable-prefix-caching",)
     )
@@ -192,7 +204,9 @@ class Settings:
     )
     enable_service_levels: bool = setting(False, "urgency", "part the queue by service class (high, normal, low)")
     service_level_weights: tuple[int, ...] = setting((8, 4, 1), "urgency", "shares of the levels high, normal and low")
-    service_level_quantum_tokens: int = setting(1024, "urgency", "prompt tokens of one turn per unit of weight")
+    service_level_quantum_tokens: int = setting(
+        1024, "urgency", "prompt tokens of one turn per unit of weight", file_only=True
+    )
     strict_level_share: float = setting(0.5, "urgency", "share of prefill tokens that the strict level may take")
     max_overtaken_tokens: int = setting(
         -1, "urgency", "prompt tokens of later arrivals that may start before a waiting request; -1 for no limit"
@@ -202,8 +216,12 @@ class Settings:
     slo_tpot_ms: float = setting(50.0, "urgency", "target for every further token, on average")
     slo_max_wait_s: float = setting(-1.0, "urgency", "longest wait of requests that missed their target; -1 for none")
     slo_reject: bool = setting(False, "urgency", "refuse requests that cannot meet their target any more")
-    slo_idle_step_ms: float = setting(200.0, "urgency", "length of a step while nobody decodes, under policy slo")
-    slo_chunk_tokens: int = setting(64, "urgency", "prefill chunks under policy slo are multiples of this")
+    slo_idle_step_ms: float = setting(
+        200.0, "urgency", "length of a step while nobody decodes, under policy slo", file_only=True
+    )
+    slo_chunk_tokens: int = setting(
+        64, "urgency", "prefill chunks under policy slo are multiples of this", file_only=True
+    )
     tenants: dict[str, TenantSettings] = field(
         default_factory=dict, metadata=about("urgency", "YAML file with weight and limits of each tenant")
     )

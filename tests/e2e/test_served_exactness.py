@@ -22,7 +22,7 @@ SETTINGS = [
     ("--enable-mixed-chunk",),
     ("--enable-overlap-schedule",),
     ("--disable-radix-cache",),
-    ("--max-total-tokens", "160", "--schedule-conservativeness", "0.01", "--clip-max-new-tokens", "1"),
+    ("--max-total-tokens", "160", "--schedule-conservativeness", "0.01"),
 ]
 ONES = list(itertools.combinations(range(1, 6), 3))
 ROOMY = ("--max-total-tokens", "4096")

@@ -8,6 +8,8 @@ import argparse
 import difflib
 import os
 import re
+import shutil
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -194,7 +196,8 @@ class Flag:
 
     def matches(self, word: str) -> bool:
         """Whether `--help WORD` should show this flag."""
-        return any(word.lower() in text.lower() for text in (*self.positive, *self.negative, self.help_text))
+        names = (self.name.replace("_", "-"), *self.positive, *self.negative)
+        return any(word.lower() in text.lower() for text in (*names, self.help_text))
 
     def describe(self) -> str:
         """Help text with choices, default and environment name."""
@@ -247,10 +250,18 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].split("=")[0]
             known = _options_of(self, namespace)
-            near = difflib.get_close_matches(word, known, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else "see --help, or --help WORD to search"
-            raise ConfigError(f"unknown argument {word}; {hint}")
+            raise ConfigError(f"unknown argument {word}; {_hint(word, known)}")
         return namespace
+
+
+def _hint(word: str, known: Sequence[str]) -> str:
+    """What an unknown flag may have been meant to be."""
+    setting = word.lstrip("-").replace("-", "_")
+    for flag in all_settings():
+        if flag.name == setting and not flag.positive:
+            return f"it has no flag: set {word.lstrip('-')} in the file of --config, or {flag.env} in the environment"
+    near = difflib.get_close_matches(word, known, n=3)
+    return f"did you mean {' or '.join(near)}?" if near else "see --help, or --help WORD to search"
 
 
 def _options_of(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> list[str]:
@@ -268,7 +279,8 @@ def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> Non
     """Add all settings to `parser`, in groups, and `--config`. With `word`, only those it matches are in the help."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags and environment win over it")
     flags = all_flags()
-    if not any(flag.matches(word) for flag in flags):
+    file_only = [flag for flag in all_settings() if not flag.positive and flag.matches(word)]
+    if not file_only and not any(flag.matches(word) for flag in flags):
         parser.epilog = f"no setting is about {word!r}"
     shown = {flag.group for flag in flags if flag.matches(word)}
     groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items() if name in shown}
@@ -287,6 +299,22 @@ def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> Non
             )
         else:
             target.add_argument(*flag.positive, metavar=flag.name.rsplit("_", 1)[-1].upper(), **options)
+    if file_only:
+        _list_file_only(parser, file_only)
+
+
+def _list_file_only(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
+    """Put settings that have no flag at the end of the help, as argparse knows of none but flags."""
+    width = shutil.get_terminal_size().columns - 2
+    lines = ["without a flag, in the file of --config or the environment:"]
+    for flag in flags:
+        text = f"{flag.name.replace('_', '-')}: {flag.describe()}".replace("%%", "%")
+        lines.append(
+            textwrap.fill(text, width, initial_indent="  ", subsequent_indent=" " * 24, break_on_hyphens=False)
+        )
+    note = textwrap.fill(parser.epilog or "", width)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join([*lines, "", note]).replace("%", "%%")
 
 
 def hide_other_flags(parser: argparse.ArgumentParser, word: str) -> None:
