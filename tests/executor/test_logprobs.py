@@ -76,3 +76,18 @@ def test_a_row_that_changes_owner_reports_no_more(make_driver):
     second = driver.start(prompt_of(8, seed=7))
     driver.generate(second, 2)
     assert second.logprobs == []
+
+
+def test_rows_of_one_step_get_as_many_alternatives_as_each_asked_for(make_driver):
+    driver = make_driver(CASE)
+    sequences = [
+        driver.start(prompt_of(9 + top, seed=top), logprobs=LogprobOptions(output=True, top=top)) for top in (0, 4, 2)
+    ]
+    driver.step(*[(sequence, None) for sequence in sequences])
+    driver.step(*[(sequence, 1) for sequence in sequences])
+    for sequence, top in zip(sequences, (0, 4, 2), strict=True):
+        for position, (token, value, ids, values) in collected(sequence).items():
+            row = judged(sequence.known)[position - 1]
+            assert (token, len(ids)) == (sequence.known[position], top)
+            assert value == pytest.approx(float(row[token]), abs=2e-3)
+            assert values == pytest.approx(row.topk(top).values.tolist(), abs=2e-3)

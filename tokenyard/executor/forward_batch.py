@@ -54,9 +54,18 @@ class PageTable:
 
 def upload(columns: Sequence[npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
     """Send equally long number columns to the device in one copy: int64[columns, length]."""
-    host = torch.from_numpy(np.stack(columns).astype(np.int64, copy=False))
+    return send(np.stack(columns).astype(np.int64, copy=False), device)
+
+
+def send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Send an array to the device without waiting for it; on a CPU the tensor shares the array's memory.
+
+    Every array of a step goes this way: a copy out of memory that is not pinned waits for all work queued before it.
+    """
+    host = torch.from_numpy(array)
     if device.type != "cuda":
         return host
+    # The allocator of pinned memory does not hand it out again before the copy is done.
     return host.pin_memory().to(device, non_blocking=True)
 
 

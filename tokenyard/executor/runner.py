@@ -16,7 +16,7 @@ from tokenyard.executor.sampling.logprobs import (
     LogprobPiece,
     join_pieces,
     keep_output,
-    output_pieces,
+    output_piece,
     prompt_pieces,
 )
 from tokenyard.executor.sampling.sampler import Sampler
@@ -112,7 +112,8 @@ class ModelExecutor:
         if logits is not None:
             kept = keep_output(plan, self._sampler.rows, logits)
             tokens = self._choose(plan, logits)
-            ticket.pieces += output_pieces(kept, plan, tokens)
+            if kept is not None:
+                ticket.pieces.append(output_piece(kept, tokens))
         ticket.logits = None
         self._send(ticket, tokens)
         ticket.clock.stop()

@@ -5,12 +5,13 @@ as OpenAI's API and vLLM report them by default.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tokenyard.base import RowLogprobs, StepPlan
+from tokenyard.executor.forward_batch import send
 from tokenyard.executor.sampling.rows import LOGPROBS, SamplingRows
 
 PIECE_POSITIONS = 256
@@ -18,14 +19,26 @@ PIECE_POSITIONS = 256
 
 
 @dataclass(slots=True)
-class LogprobPiece:
-    """Log-probabilities of consecutive positions of one plan row; tensors lead with the number of positions.
+class LogprobRun:
+    """`count` consecutive positions of one plan row, from `position` upwards, with `top` alternatives each.
 
-    tokens, logprobs: [positions]; top_tokens, top_logprobs: [positions, top].
+    index: the row's place in the plan.
     """
 
     index: int
     position: int
+    count: int
+    top: int
+
+
+@dataclass(slots=True)
+class LogprobPiece:
+    """Log-probabilities of the positions of some runs, one run after the other.
+
+    tokens, logprobs: [positions]; top_tokens, top_logprobs: [positions, the most that a run wants], best first.
+    """
+
+    runs: list[LogprobRun]
     tokens: torch.Tensor
     logprobs: torch.Tensor
     top_tokens: torch.Tensor
@@ -40,13 +53,12 @@ class LogprobPiece:
 class OutputLogprobs:
     """What must be kept of the raw logits until the tokens are sampled.
 
-    places: which of the sampled rows report; plan_rows: their indices in the plan. logprobs: float32[m, vocabulary].
+    places: int64[m] on the device, which of the sampled rows report. logprobs: float32[m, vocabulary].
     """
 
-    places: list[int] = field(default_factory=list)
-    plan_rows: list[int] = field(default_factory=list)
-    tops: list[int] = field(default_factory=list)
-    logprobs: torch.Tensor | None = None
+    runs: list[LogprobRun]
+    places: torch.Tensor
+    logprobs: torch.Tensor
 
 
 def prompt_pieces(
@@ -73,52 +85,56 @@ def prompt_pieces(
             # The logits at a position are about the token that follows it.
             token = int(offsets[i]) + position - 1 - begin
             logprobs = torch.log_softmax(logits_of(token, token + end - position), dim=-1)
-            tokens = torch.from_numpy(start.known_ids[position:end].astype(np.int64)).to(logprobs.device)
-            pieces.append(_piece(i, position, logprobs, tokens, options.top))
+            tokens = send(start.known_ids[position:end].astype(np.int64), logprobs.device)
+            pieces.append(_piece([LogprobRun(i, position, end - position, options.top)], logprobs, tokens))
     return pieces
 
 
-def keep_output(plan: StepPlan, rows: SamplingRows, logits: torch.Tensor) -> OutputLogprobs:
+def keep_output(plan: StepPlan, rows: SamplingRows, logits: torch.Tensor) -> OutputLogprobs | None:
     """Keep the log-probabilities of sampled rows that report them, before sampling changes the logits."""
-    kept = OutputLogprobs()
     if not rows.starts:
-        return kept
+        return None
     sampled = np.flatnonzero(plan.sampled)
+    places, runs = [], []
     for place in np.flatnonzero(rows.kinds[plan.pool_rows[sampled]] & LOGPROBS).tolist():
-        options = rows.starts[int(plan.pool_rows[sampled[place]])].logprobs
+        row = int(sampled[place])
+        options = rows.starts[int(plan.pool_rows[row])].logprobs
         if options is not None and options.output:
-            kept.places.append(place)
-            kept.plan_rows.append(int(sampled[place]))
-            kept.tops.append(options.top)
-    if kept.places:
-        kept.logprobs = torch.log_softmax(logits[torch.tensor(kept.places, device=logits.device)], dim=-1)
-    return kept
+            places.append(place)
+            runs.append(LogprobRun(row, int(plan.starts[row] + plan.counts[row]), 1, options.top))
+    if not runs:
+        return None
+    on_device = send(np.array(places, dtype=np.int64), logits.device)
+    return OutputLogprobs(runs, on_device, torch.log_softmax(logits[on_device], dim=-1))
 
 
-def output_pieces(kept: OutputLogprobs, plan: StepPlan, tokens: torch.Tensor) -> list[LogprobPiece]:
+def output_piece(kept: OutputLogprobs, tokens: torch.Tensor) -> LogprobPiece:
     """Return the log-probabilities of the sampled int64[n] tokens, for the rows that were kept."""
-    if kept.logprobs is None:
-        return []
-    pieces = []
-    for at, (place, row, top) in enumerate(zip(kept.places, kept.plan_rows, kept.tops, strict=True)):
-        position = int(plan.starts[row] + plan.counts[row])
-        pieces.append(_piece(row, position, kept.logprobs[at : at + 1], tokens[place : place + 1], top))
-    return pieces
+    return _piece(kept.runs, kept.logprobs, tokens[kept.places])
 
 
-def _piece(index: int, position: int, logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> LogprobPiece:
-    best = torch.topk(logprobs, min(top, logprobs.shape[-1]), dim=-1)
+def _piece(runs: list[LogprobRun], logprobs: torch.Tensor, tokens: torch.Tensor) -> LogprobPiece:
+    """Read what the runs want off float32[positions, vocabulary], for all of them at once."""
+    best = torch.topk(logprobs, min(max(run.top for run in runs), logprobs.shape[-1]), dim=-1)
     own = logprobs.gather(1, tokens[:, None]).squeeze(1)
-    return LogprobPiece(index, position, tokens, own, best.indices, best.values)
+    return LogprobPiece(runs, tokens, own, best.indices, best.values)
 
 
 def join_pieces(pieces: list[LogprobPiece]) -> list[RowLogprobs]:
-    """Put the pieces of each plan row together, in order of position; tensors must be on the host by now."""
+    """Put the positions of each plan row together; tensors must be on the host by now.
+
+    Pieces must come in order of position: those of a prompt first, as they were made, then that of the answers.
+    """
     joined: dict[int, RowLogprobs] = {}
-    for piece in sorted(pieces, key=lambda piece: (piece.index, piece.position)):
-        row = joined.setdefault(piece.index, RowLogprobs(piece.index, piece.position, [], []))
-        row.tokens += piece.tokens.tolist()
-        row.logprobs += piece.logprobs.tolist()
-        row.top_tokens += piece.top_tokens.tolist()
-        row.top_logprobs += piece.top_logprobs.tolist()
-    return list(joined.values())
+    for piece in pieces:
+        tokens, logprobs, top_tokens, top_logprobs = (tensor.tolist() for tensor in piece.tensors())
+        first = 0
+        for run in piece.runs:
+            own = slice(first, first + run.count)
+            row = joined.setdefault(run.index, RowLogprobs(run.index, run.position, [], []))
+            row.tokens += tokens[own]
+            row.logprobs += logprobs[own]
+            row.top_tokens += [ids[: run.top] for ids in top_tokens[own]]
+            row.top_logprobs += [values[: run.top] for values in top_logprobs[own]]
+            first += run.count
+    return [joined[index] for index in sorted(joined)]

@@ -1,10 +1,10 @@
 """Penalties on tokens a row has seen, with the counts kept on the device."""
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array, RowStart
+from tokenyard.executor.forward_batch import send
 from tokenyard.executor.sampling.rows import SamplingRows
 
 FIRST_CAPACITY = 8
@@ -35,9 +35,11 @@ class Penalties:
         if self._places[row] < 0:
             self._places[row] = self._new_place()
         place = int(self._places[row])
-        known = torch.from_numpy(start.known_ids.astype(np.int64)).to(self._sampled.device)
-        self._sampled[place] = torch.bincount(known[start.prompt_tokens :], minlength=self._vocab_size)
-        self._in_prompt[place] = torch.bincount(known[: start.prompt_tokens], minlength=self._vocab_size) > 0
+        known = send(start.known_ids.astype(np.int64), self._sampled.device)
+        prompt, answer = known[: start.prompt_tokens], known[start.prompt_tokens :]
+        self._in_prompt[place].zero_().index_fill_(0, prompt, True)
+        # Not bincount, which on a GPU asks for the largest id and so waits for the device.
+        self._sampled[place].zero_().scatter_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
     def apply(
         self, logits: torch.Tensor, pool_rows: Int32Array, device_rows: torch.Tensor, rows: SamplingRows
@@ -61,8 +63,7 @@ class Penalties:
         self._sampled[self._device_places(pool_rows), tokens] += 1
 
     def _device_places(self, pool_rows: Int32Array) -> torch.Tensor:
-        places: npt.NDArray[np.int64] = self._places[pool_rows]
-        return torch.from_numpy(places).to(self._sampled.device, non_blocking=True)
+        return send(self._places[pool_rows], self._sampled.device)
 
     def _new_place(self) -> int:
         if not self._free:

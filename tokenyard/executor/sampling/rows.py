@@ -5,6 +5,7 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array, RowStart, SamplingParams
+from tokenyard.executor.forward_batch import send
 from tokenyard.executor.sampling.noise import signed_seed
 
 RANDOM = 1
@@ -69,9 +70,9 @@ class SamplingRows:
             sampling = start.sampling
             floats[i] = [getattr(sampling, name) for name in _FLOATS]
             integers[i] = self._take_row(start), signed_seed(sampling.seed)
-        rows = torch.tensor([start.pool_row for start in starts], device=self._device)
-        self._floats[rows] = torch.from_numpy(floats).to(self._device)
-        self._integers[rows] = torch.from_numpy(integers).to(self._device)
+        rows = send(np.array([start.pool_row for start in starts], dtype=np.int64), self._device)
+        self._floats[rows] = send(floats, self._device)
+        self._integers[rows] = send(integers, self._device)
 
     def _take_row(self, start: RowStart) -> int:
         """Write what the host keeps of a row; returns its top_k, the vocabulary's size for "all"."""

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array, RowStart
-from tokenyard.executor.forward_batch import upload
+from tokenyard.executor.forward_batch import send, upload
 from tokenyard.executor.sampling import draw
 from tokenyard.executor.sampling.noise import uniform
 from tokenyard.executor.sampling.penalties import Penalties
@@ -58,7 +58,7 @@ class Sampler:
     def _edit(self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array, places: Int64Array) -> None:
         rows, ids, values = self.rows.edits_of(pool_rows, positions, places)
         index = upload((rows, ids), self._device)
-        logits[index[0], index[1]] += torch.from_numpy(values.astype(np.float32)).to(self._device, non_blocking=True)
+        logits[index[0], index[1]] += send(values.astype(np.float32), self._device)
 
     def _penalise(self, logits: torch.Tensor, pool_rows: Int32Array, places: Int64Array) -> None:
         own = pool_rows[places]
