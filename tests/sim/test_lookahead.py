@@ -15,7 +15,8 @@ from tokenyard.scheduler.moment import MOST_WAITING, Answer, Arrived, Ask, Ended
 from tokenyard.scheduler.replay import replay
 from tokenyard.scheduler.tape import Origin, Tape
 from tokenyard.sim.engine import executor_info, simulate
-from tokenyard.sim.lookahead import Fork, Traffic, _Oracle, look_ahead
+from tokenyard.sim.forecast import Traffic, forecast
+from tokenyard.sim.lookahead import Fork, look_ahead
 from tokenyard.sim.replica import Replica, SimExecutor
 from tokenyard.sim.synthetic import plain, shared_prefix
 from tokenyard.sim.workload import Workload
@@ -46,7 +47,7 @@ class Yard:
         self.replica.advance(self.now)
 
     def future(self, horizon_s=10.0, number=0):
-        return _Oracle(self.traffic, self.scheduler.moment(self.now), horizon_s, number).future()
+        return forecast(self.traffic, self.scheduler.moment(self.now), horizon_s, number)
 
     def look(self, number=0, horizon_s=4.0, names=NAMES):
         return look_ahead(self.traffic, self.scheduler.moment(self.now), names, horizon_s, number)

@@ -14,7 +14,8 @@ import setproctitle
 
 from tokenyard.engine.child import die_with_parent
 from tokenyard.scheduler.moment import Answer, Ask, decode, encode
-from tokenyard.sim.lookahead import Traffic, look_ahead
+from tokenyard.sim.forecast import Traffic
+from tokenyard.sim.lookahead import look_ahead
 
 LENGTH = struct.Struct("<I")
 NICE = 10

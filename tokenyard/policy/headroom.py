@@ -18,7 +18,12 @@ GOLDEN_STEP = 0.6180339887498949
 
 
 class Headroom(Protocol):
-    """Foresees the growth of requests. Told what happens, asked at admission."""
+    """Foresees the growth of requests. Told what happens, asked at admission.
+
+    ratio: the share of what answers may still be that is held back; 0 where the method knows no such share.
+    """
+
+    ratio: float
 
     def running_tokens(self, views: Views) -> int:
         """Tokens to hold back for the rows that run already. Asked at the start of a step's admission."""
@@ -44,6 +49,8 @@ class Headroom(Protocol):
 
 class NoHeadroom:
     """Hold nothing back, as vLLM does: what does not fit later is retracted and computed anew."""
+
+    ratio = 0.0
 
     def running_tokens(self, views: Views) -> int:
         """See `Headroom.running_tokens`."""

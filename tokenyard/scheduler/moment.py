@@ -138,7 +138,7 @@ def take_moment(roster: Roster, now: int) -> Moment:
         terms=_terms(roster),
         rows={name: getattr(table, name)[rows].astype(np.int64) for name in COLUMNS},
         cached_tokens=roster.memory.tree.evictable_pages * roster.memory.page_size,
-        new_token_ratio=float(getattr(roster.policy.headroom, "ratio", 0.0)),
+        new_token_ratio=roster.policy.headroom.ratio,
     )
 
 

@@ -374,7 +374,7 @@ class Scheduler:
             cached_tokens=cached,
             total_tokens=total,
             evicted_tokens=self.roster.memory.evicted_tokens,
-            new_token_ratio=getattr(self.roster.policy.headroom, "ratio", 0.0),
+            new_token_ratio=self.roster.policy.headroom.ratio,
             step_time_error=getattr(self.roster.cost, "relative_error", None),
             measures=self.roster.measures(),
             policy=self.roster.policy.describe(),

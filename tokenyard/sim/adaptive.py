@@ -3,7 +3,8 @@
 from tokenyard.base import Finish, Request, SchedulerSettings
 from tokenyard.policy.adaptive import Judge, Outlook, Pace
 from tokenyard.scheduler.moment import Arrived, Ended
-from tokenyard.sim.lookahead import Traffic, look_ahead
+from tokenyard.sim.forecast import Traffic
+from tokenyard.sim.lookahead import look_ahead
 from tokenyard.sim.replica import Replica
 
 FORK_S, REQUEST_S, STEP_S = 0.02, 0.0006, 0.00002
