@@ -195,3 +195,16 @@ def test_a_simulated_run_leaves_a_tape_like_a_served_one(learn):
     report = Replay(Tape(file.getvalue(), "t"), None, False).run()
     assert report.difference is None
     assert report.plans == taped.counters["steps"] > 100
+
+
+def test_the_hosts_share_leaves_out_rests_and_counts_slow_turns():
+    yard = TimedYard(SchedulerSettings(context_length=256), make_info(4096, 1, 32, 256))
+    for user in range(3):
+        yard.now += 10 * NS_PER_S
+        yard.submit([user + 1] * 20, max_new=10)
+        turns = 0
+        while yard.launch() or yard.tickets:
+            turns += 1
+            yard.now += (1 + 2 * (turns % 2)) * NS_PER_MS
+            yard.commit()
+    assert yard.history()[0].host_s == pytest.approx(0.002, rel=0.1)

@@ -21,7 +21,7 @@ from tokenyard.base import (
     TokenBatch,
     step_work,
 )
-from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
+from tokenyard.cost import LinearCost, OnlineCost, Profile, refit_terms, relative_errors, unloaded_prefill_s
 from tokenyard.policy import NO_PRIORITY
 from tokenyard.scheduler.roster import first_belief
 from tokenyard.scheduler.snapshot import Counters
@@ -32,6 +32,7 @@ from tokenyard.sim.workload import Workload, WorkloadBuilder
 
 FIT_STEPS = 20_000
 FIT_PASSES = 3
+LONGEST_HOST_SHARE = 0.99
 CLIENT_GONE = 499
 
 
@@ -61,6 +62,8 @@ class History:
         self._host_ns: deque[int] = deque(maxlen=FIT_STEPS)
         self._busy_s = 0.0
         self._end_ns = 0
+        self._open = 0
+        self._rested = True
 
     def applied(self, event: Event, now: int) -> None:
         """See `Observer.applied`."""
@@ -68,15 +71,19 @@ class History:
             self._events[type(event).__name__] += 1
             return
         request = event.request
+        self._rested = self._rested or self._open == 0
+        self._open += request.sampling.n
         for number in range(request.number, request.number + request.sampling.n):
             self._answers[number] = Answer(request, request.arrival_ns or now)
 
     def committed(self, plan: StepPlan, result: StepResult, now: int) -> None:
         """See `Observer.committed`."""
-        self._steps.append((step_work(plan), result.seconds))
-        self._host_ns.append(now - self._end_ns - round(result.seconds * NS_PER_S))
+        if result.seconds > 0.0 and len(plan.pool_rows):
+            self._steps.append((step_work(plan), result.seconds))
+        if not self._rested:
+            self._host_ns.append(now - self._end_ns - round(result.seconds * NS_PER_S))
         self._busy_s += result.seconds
-        self._end_ns = now
+        self._end_ns, self._rested = now, False
 
     def told(self, batch: TokenBatch) -> None:
         """See `Observer.told`."""
@@ -85,6 +92,7 @@ class History:
         for finish in batch.finished:
             if finish.number in self._answers:
                 self._answers[finish.number].finish = finish
+                self._open -= 1
 
     def workload(self, name: str) -> Workload:
         """The answers in the order of their arrival, each as a request of its own that asks for as much as it got.
@@ -122,10 +130,11 @@ class History:
             for work, seconds in self._steps:
                 fit.learn(work, seconds)
             prior = LinearCost(fit.terms, prior.links)
+        terms = refit_terms(prior.terms, self._steps)
         profile = Profile(
             device=info.device,
             model=info.model,
-            terms=prior.terms,
+            terms=terms,
             kv_pool_tokens=info.num_pages * info.page_size,
             kv_bytes_per_token=max(info.kv_bytes_per_token, 1),
             context_length=info.context_length,
@@ -133,14 +142,19 @@ class History:
             page_size=info.page_size,
             links=prior.links,
         )
-        return profile, fit.relative_error
+        errors = np.abs(relative_errors(terms, self._steps))
+        return profile, float(errors.mean()) if len(errors) else 0.0
 
     @property
     def host_s(self) -> float:
-        """Median time between two steps beyond the device's work: the host's share of a turn where nothing overlaps."""
+        """Mean time between two steps beyond the device's work: the host's share of a turn where nothing overlaps.
+
+        Turns before which nobody was waiting are left out, and the longest hundredth of the others (pauses).
+        """
         if not self._host_ns or self._origin.settings.max_in_flight > 1:
             return 0.0
-        return max(float(np.median(np.array(self._host_ns))), 0.0) / NS_PER_S
+        turns = np.sort(np.array(self._host_ns))
+        return max(float(turns[: max(int(LONGEST_HOST_SHARE * len(turns)), 1)].mean()), 0.0) / NS_PER_S
 
     def outcome(self, workload: Workload, setup: Setup, counters: Counters) -> Outcome:
         """How `workload` really went, for the same numbers and charts as a simulated run."""
