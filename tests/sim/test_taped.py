@@ -118,6 +118,8 @@ def test_the_trace_file_simulates_like_the_tape(chatted, tmp_path):
     workload = history.workload("t")
     write_trace(workload, tmp_path / "t.jsonl")
     again = read_trace(tmp_path / "t.jsonl", "tokenyard", ReadOptions())
+    assert (again.priority == workload.priority).all()
+    assert "priority" not in (tmp_path / "t.jsonl").read_text()
     setup = Setup(history.profile()[0], run.scheduler.roster.settings)
     assert simulate(again, setup).decision_hash == simulate(workload, setup).decision_hash
     for one in (again, workload):

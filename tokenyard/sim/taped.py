@@ -22,13 +22,12 @@ from tokenyard.base import (
     step_work,
 )
 from tokenyard.cost import LinearCost, OnlineCost, Profile, refit_terms, relative_errors, unloaded_prefill_s
-from tokenyard.policy import NO_PRIORITY
 from tokenyard.scheduler.roster import first_belief
 from tokenyard.scheduler.snapshot import Counters
 from tokenyard.scheduler.tape import Origin
 from tokenyard.sim.conversations import Conversations
 from tokenyard.sim.engine import FINISHED, REJECTED, UNFINISHED, Outcome, Setup
-from tokenyard.sim.workload import Workload, WorkloadBuilder
+from tokenyard.sim.workload import NO_PRIORITY, Workload, WorkloadBuilder
 
 FIT_STEPS = 20_000
 FIT_PASSES = 3
