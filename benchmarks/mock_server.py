@@ -31,11 +31,12 @@ class AnyServer:
         self._process = subprocess.Popen([*base, *flags], stderr=subprocess.PIPE, text=True, env=environment)
 
     def cpu_s(self, name):
-        """CPU seconds so far of the child process called `name`: scheduler, detokenizer."""
+        """CPU seconds so far of the process called `name`: api, scheduler, detokenizer."""
+        if name == "api":
+            return _cpu_s(self._process.pid)
         for pid in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
             if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
-                return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+                return _cpu_s(pid)
         raise LookupError(f"the server has no {name} process")
 
     def __enter__(self):
@@ -51,6 +52,11 @@ class AnyServer:
     def __exit__(self, *_):
         self._process.terminate()
         self._process.wait()
+
+
+def _cpu_s(pid):
+    user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 class Server(AnyServer):

@@ -1,32 +1,38 @@
 """Does any policy cost the device time? 256 requests run and 2,000 wait, on the mock executor with steps of 10 ms.
 
 Each client sends its next request as soon as one is answered, with a prefix that many share, and a tenant, priority,
-service class and routing key of its own. The policy is changed while they run (`POST /v1/scheduler`); for each, over a
-window: the steps that the device did against those it could have done, the tokens that clients received against those
-it could have made with 256 running, and for streams that ended in it the time from the commit of the last token to the
-client (see serving_mock.py), and the CPU time of the scheduler's process a step, which is less at the mercy of whatever
-else the machine does.
+service class and routing key of its own. They stand for other machines, so they live in one process of a lower
+priority that does as little as it can (see light_clients.py). The policy is changed while they run (`POST
+/v1/scheduler`); for each, over a window: the steps that the device did against those it could have done, the tokens
+that clients received against those it could have made with 256 running, for streams that ended in it the time from the
+commit of the last token to the client, the CPU time a step of the scheduler's process, the API process, the detokenizer
+and the clients, which is less at the mercy of whatever else the machine does, and the fewest that ran and waited.
 
 Run: python benchmarks/policies_served.py [--short] [--policies slo hrrn] [--running 256] [--window 4]
 """
 
 import argparse
-import asyncio
-import itertools
 import json
 import sys
 import tempfile
 import time
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
-from mock_server import STEP_MS, Counter, Server, call, one_lag, snapshot, steps_done
+from light_clients import Clients
+from mock_server import STEP_MS, Server, call, snapshot
 
 from tokenyard.policy import POLICIES
 
 ANSWER_TOKENS = 400
 FILL_S = 60
-CLIENTS_PER_S = 200
-"""So many come a second in the beginning, as the lag contains the way in, which is long where all come at once."""
+SPARE = 48
+"""Clients beyond those that run and wait: some are always between two requests."""
+
+LOOK_EVERY_S = 0.5
+LEAST_SHARE, MOST_LAG_MS = 0.97, 50.0
+PROCESSES = ("scheduler", "api", "detokenizer")
 
 PREFIXES = [f"You are the {word} station master of a small yard. " * 8 for word in ("first", "next", "third", "last")]
 TENANTS = {f"tenant {number}": {"weight": 1 + number % 3, "kv_share": 0.1} for number in range(8)}
@@ -50,75 +56,87 @@ def urgency(number):
     }
 
 
-class Load:
-    """Clients that keep the server full, what they received, and (when it ended, its lag in ms) of each stream."""
-
-    def __init__(self, address, clients):
-        self._address = address
-        self._numbers = itertools.count()
-        self.counter = Counter()
-        self.ends = []
-        self.tasks = [asyncio.create_task(self._client(place / CLIENTS_PER_S)) for place in range(clients)]
-
-    async def _client(self, delay_s):
-        await asyncio.sleep(delay_s)
-        while True:
-            number = next(self._numbers)
-            prompt = f"{PREFIXES[number % len(PREFIXES)]} Train {number}"
-            tokens = ANSWER_TOKENS // 2 + 37 * number % ANSWER_TOKENS
-            lag = await one_lag(self._address, self.counter, tokens, prompt, **urgency(number))
-            self.ends.append((time.monotonic(), lag))
-
-    def check(self):
-        """Raise what a client died of, as the others would not fill the server without it."""
-        for task in self.tasks:
-            if task.done():
-                task.result()
-
-    async def stop(self):
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+def body(number):
+    """What the client with this number asks for."""
+    return {
+        "prompt": f"{PREFIXES[number % len(PREFIXES)]} Train {number}",
+        "max_tokens": ANSWER_TOKENS // 2 + 37 * number % ANSWER_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "return_x_sched": True,
+        **urgency(number),
+    }
 
 
-async def fill(address, load, options):
+@dataclass
+class Window:
+    """What happened in `seconds`: snapshots from begin to end, tokens that clients received, the sorted lags (ms) of
+    streams that ended, and the CPU seconds of `PROCESSES` and the clients.
+    """
+
+    seconds: float
+    states: list
+    tokens: int
+    lags: list
+    cpu_s: list
+
+
+def fill(address, clients, options):
     """Wait until everybody is there."""
     state, begin = {"waiting": 0, "running": 0}, time.monotonic()
-    while state["waiting"] < 0.95 * options.waiting or state["running"] < 0.9 * options.running:
+    while state["waiting"] < options.waiting or state["running"] < 0.9 * options.running:
         if time.monotonic() - begin > FILL_S:
             sys.exit(f"after {FILL_S} s only {state['waiting']} requests wait and {state['running']} run")
-        await asyncio.sleep(0.2)
-        load.check()
-        state = await asyncio.to_thread(snapshot, address)
+        time.sleep(0.2)
+        clients.take()
+        state = snapshot(address)
 
 
-async def window(server, address, load, options):
-    """Shares of possible steps and tokens, the scheduler's CPU ms a step, and the sorted lags of streams that ended."""
-    steps, received, begin = await asyncio.to_thread(steps_done, address), load.counter.tokens, time.monotonic()
-    cpu_s = server.cpu_s("scheduler")
-    await asyncio.sleep(options.window)
-    steps = await asyncio.to_thread(steps_done, address) - steps
-    received, seconds = load.counter.tokens - received, time.monotonic() - begin
-    cpu_ms = 1000 * (server.cpu_s("scheduler") - cpu_s) / max(steps, 1)
-    possible = seconds * 1000 / STEP_MS
-    lags = sorted(lag for end, lag in load.ends if end >= begin)
-    return steps / possible, received / (possible * options.running), cpu_ms, lags
+def window(server, address, clients, options):
+    """Look on for as long as a window lasts."""
+    clients.take()
+    begin, cpu_s = time.monotonic(), [server.cpu_s(process) for process in PROCESSES]
+    states = [snapshot(address)]
+    while (left := begin + options.window - time.monotonic()) > 0:
+        time.sleep(min(left, LOOK_EVERY_S))
+        states.append(snapshot(address))
+    tokens, lags, clients_s = clients.take()
+    seconds = time.monotonic() - begin
+    used = [server.cpu_s(process) - before for process, before in zip(PROCESSES, cpu_s, strict=True)]
+    return Window(seconds, states, tokens, sorted(lags), [*used, clients_s])
 
 
-async def measure(server, address, around, names, options):
-    load = Load(address, options.running + options.waiting)
-    await fill(address, load, options)
-    for name in names:
-        described = await asyncio.to_thread(call, address, "/v1/scheduler", {"policy": name})
-        await asyncio.sleep(options.settle)
-        steps, tokens, cpu_ms, lags = await window(server, address, load, options)
-        load.check()
-        state = await asyncio.to_thread(snapshot, address)
-        assert name == "adaptive" or state["policy"] == described["policy"], state["policy_note"]
-        p50, p99 = (lags[int(len(lags) * share)] for share in (0.5, 0.99)) if lags else (float("nan"),) * 2
-        row = f"{name:12} {around:36} {100 * steps:6.1f} % {100 * tokens:6.1f} % {p50:6.1f} ms {p99:6.1f} ms"
-        print(f"{row} {cpu_ms:5.2f} ms {state['running']:7} {state['waiting']:7}", flush=True)
-    await load.stop()
+def measure(server, address, around, names, options):
+    with closing(Clients(address, options.running + options.waiting + SPARE, body)) as clients:
+        fill(address, clients, options)
+        for name in names:
+            described = call(address, "/v1/scheduler", {"policy": name})
+            time.sleep(options.settle)
+            found = window(server, address, clients, options)
+            last = found.states[-1]
+            assert name == "adaptive" or last["policy"] == described["policy"], last["policy_note"]
+            print(f"{name:12} {around:36} {row(found, options)}", flush=True)
+
+
+def row(found, options):
+    """The figures of one window, and whether it met its targets."""
+    first, last = found.states[0], found.states[-1]
+    steps = last["counters"]["steps"] - first["counters"]["steps"]
+    step_share = steps * STEP_MS * 1e6 / (last["now"] - first["now"])
+    token_share = found.tokens * STEP_MS / (found.seconds * 1000 * options.running)
+    p50, p99 = (
+        (found.lags[int(len(found.lags) * share)] for share in (0.5, 0.99)) if found.lags else (float("nan"),) * 2
+    )
+    cpu_ms = " ".join(f"{1000 * used / max(steps, 1):6.2f}" for used in found.cpu_s)
+    running, waiting = (min(state[kind] for state in found.states) for kind in ("running", "waiting"))
+    met = step_share >= LEAST_SHARE and token_share >= LEAST_SHARE and p99 < MOST_LAG_MS
+    verdict = "met" if met else "MISSED"
+    if waiting < options.waiting:
+        verdict = "too few waited"
+    shares = f"{100 * step_share:6.1f} % {100 * token_share:6.1f} %"
+    return f"{shares} {p50:6.1f} ms {p99:6.1f} ms {cpu_ms} {running:7} {waiting:7}  {verdict}"
 
 
 def main():
@@ -132,7 +150,10 @@ def main():
     options = parser.parse_args()
     if options.short:
         options.running, options.policies = 64, ["fcfs", "lpm", "hrrn", "slo"]
-    print(f"{'policy':12} {'with':36}    steps   tokens   lag p50       p99  CPU/step running waiting")
+    print(f"{'':12} {'':36} {'':37} CPU ms a step of            fewest")
+    print(
+        f"{'policy':12} {'with':36}    steps   tokens   lag p50       p99  sched    api  detok client running waiting"
+    )
     with tempfile.TemporaryDirectory() as folder:
         tenants = Path(folder) / "tenants.json"
         tenants.write_text(json.dumps(TENANTS))
@@ -143,7 +164,7 @@ def main():
                 continue
             server = Server("--enable-mixed-chunk", "--max-running-requests", str(options.running), *flags, *files)
             with server as address:
-                asyncio.run(measure(server, address, around, chosen, options))
+                measure(server, address, around, chosen, options)
 
 
 if __name__ == "__main__":
