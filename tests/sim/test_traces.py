@@ -146,8 +146,21 @@ GOOD = {"arrival_s": 1.0, "prompt_tokens": 5, "output_tokens": 1}
         ([{**GOOD, "arrival_s": "soon"}], "arrival_s is 'soon', not a number"),
         ([{**GOOD, "hash_ids": []}], "hash_ids must hold 1 ids"),
         ([{**GOOD, "hash_ids": ["x"]}], "must be whole numbers"),
-        ([{**GOOD, "token_ids": [-1]}], "not negative"),
+        ([{**GOOD, "token_ids": [-1]}], "list of token ids"),
         ([GOOD, {**GOOD, "hash_ids": [1]}], "use one form"),
+        ([{**GOOD, "prompt_tokens": float("nan")}], "finite"),
+        ([{**GOOD, "prompt_tokens": 10**400}], "finite"),
+        ([{**GOOD, "prompt_tokens": 10.5}], "not a whole number"),
+        ([GOOD, {**GOOD, "arrival_s": 2e9}], "after the first"),
+        ([{**GOOD, "priority": 2**31}], "priority is"),
+        ([{**GOOD, "tenant": ["a"]}], "tenant is"),
+        ([{**GOOD, "hash_ids": [1], "block_tokens": 0}], "block_tokens is 0"),
+        ([{**GOOD, "hash_ids": [1], "block_tokens": 2**40}], "block_tokens is"),
+        ([{**GOOD, "token_ids": [1, 2], "prompt_tokens": 77}], "holds 2 ids"),
+        ([{**GOOD, "token_ids": [1], "hash_ids": [1]}], "not both"),
+        ([{"arrival_s": 0, "output_tokens": 1, "token_ids": [1.5]}], "list of token ids"),
+        ([{"arrival_s": 0, "output_tokens": 1, "token_ids": ["7"]}], "list of token ids"),
+        ([{"arrival_s": 0, "output_tokens": 1, "token_ids": [[1], [2, 3]]}], "list of token ids"),
         ([[1, 2]], "a JSON object is needed"),
     ],
 )
@@ -155,6 +168,49 @@ def test_a_bad_tokenyard_trace_is_one_clear_line(tmp_path, records, complaint):
     with pytest.raises(ConfigError, match=complaint) as caught:
         read_trace(write_lines(tmp_path / "t.jsonl", *records), "tokenyard")
     assert "\n" not in caught.value.message
+
+
+def test_json_nested_too_deeply_is_one_clear_line(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="line 1: cut off or not JSON"):
+        read_trace(path, "tokenyard")
+
+
+def test_null_means_absent(tmp_path):
+    optional = ("token_ids", "hash_ids", "block_tokens", "tenant", "class", "priority", "deadline_s")
+    workload = read_trace(write_lines(tmp_path / "t.jsonl", {**GOOD, **dict.fromkeys(optional)}), "tokenyard")
+    assert workload.tenants == workload.classes == ("",)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+@pytest.mark.parametrize("trace_format", sorted(TRACE_FORMATS))
+def test_limits_below_one_are_refused_by_every_reader(tmp_path, trace_format, limit):
+    with pytest.raises(ConfigError, match="--limit is"):
+        read_trace(tmp_path / "t", trace_format, ReadOptions(limit=limit))
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("2023-11-16 18:15:46.68,12.7,2", "not a number of tokens"),
+        ("2023-11-16 18:15:46.68,inf,2", "not a number of tokens"),
+        ("20231116.5,12,2", "no time stamp"),
+        ("2023-11-16 18:15:46.68," + "1" * 200_000 + ",2", "no line of a CSV file"),
+    ],
+)
+def test_a_bad_csv_line_is_one_clear_line(tmp_path, line, complaint):
+    path = tmp_path / "a.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{line}\n")
+    with pytest.raises(ConfigError, match=f"line 2: .*{complaint}"):
+        read_trace(path, "azure")
+
+
+def test_a_clock_going_backwards_is_told_by_how_much(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,1,2\n2023-11-16 18:15:46.25,1,2\n")
+    with pytest.raises(ConfigError, match="line 3: the clock goes backwards, by 0[.]25 s"):
+        read_trace(path, "azure")
 
 
 def test_files_cut_off_are_refused(tmp_path):
@@ -220,6 +276,62 @@ def test_an_answer_without_length_is_not_guessed(tmp_path):
     path = write_lines(tmp_path / "t.jsonl", {"timestamp": 1, "prompt": "x"})
     with pytest.raises(ConfigError, match="answer's length is missing"):
         read_trace(path, "openai-jsonl", ReadOptions(tokenize=words))
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"timestamp": 1.7e12, "prompt": "x"}, "Unix seconds"),
+        (
+            {"timestamp": 1, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "something else than text",
+        ),
+        ({"timestamp": 1, "messages": [{"role": "user", "content": 5}]}, "something else than text"),
+        ({"timestamp": 1, "prompt": "x", "user": {}}, "user is"),
+    ],
+)
+def test_bodies_that_would_mislead_are_refused(tmp_path, fields, complaint):
+    path = write_lines(tmp_path / "t.jsonl", {**fields, "output_tokens": 1})
+    with pytest.raises(ConfigError, match=complaint):
+        read_trace(path, "openai-jsonl", ReadOptions(tokenize=words))
+
+
+def test_the_length_may_stand_in_the_body_of_the_response(tmp_path):
+    response = {"status_code": 200, "body": {"usage": {"completion_tokens": 7}}}
+    path = write_lines(tmp_path / "t.jsonl", {"timestamp": 1, "body": {"prompt": "x"}, "response": response})
+    assert read_trace(path, "openai-jsonl", ReadOptions(tokenize=words)).output_tokens.tolist() == [7]
+
+
+@pytest.mark.parametrize("text", ["{}\n", '{"timestamp": 1, "input": null, "output": "x"}\n', "cut"])
+def test_a_bad_session_is_one_clear_line(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=r"a.jsonl, line 1: "):
+        read_trace(tmp_path, "lmcache-agent", ReadOptions(tokenize=words))
+
+
+def test_sessions_may_hold_blank_lines_and_odd_separators(tmp_path):
+    call = '{"timestamp": 1, "input": "a\u2028b", "output": "c"}\n'
+    (tmp_path / "a.jsonl").write_text("\ufeff" + call + "\n" + call, encoding="utf-8")
+    assert len(read_trace(tmp_path, "lmcache-agent", ReadOptions(tokenize=words))) == 2
+
+
+@pytest.mark.parametrize(
+    ("window", "lengths", "complaint"),
+    [
+        ("0,nan,1,Gamma,1.0,0.5", "{10: 1.0}", "no window"),
+        ("0,1,1,Gamma,-1.0,0.5", "{10: 1.0}", "no window"),
+        ("0,1,1,Gamma,1.0,0", "{10: 1.0}", "requests in a window"),
+        ("0,1,1,Gamma,1.0,0.5", "{10: -1.0, 20: 0.5}", "dataset.json"),
+        ("0,1,1,Gamma,1.0,0.5", "{99999999999: 1.0}", "dataset.json"),
+        ("0,1,1,Gamma,1.0,0.5", "{10: 0.0}", "dataset.json"),
+    ],
+)
+def test_bad_client_models_are_one_clear_line(tmp_path, window, lengths, complaint):
+    (tmp_path / "chunk-0-trace.csv").write_text(window + "\n")
+    steps = {"0": {"input_tokens": lengths, "output_tokens": "{3: 1.0}"}}
+    (tmp_path / "chunk-0-dataset.json").write_text(json.dumps(steps))
+    with pytest.raises(ConfigError, match=complaint):
+        read_trace(tmp_path, "servegen")
 
 
 def test_client_models_from_a_folder_and_a_tar(tmp_path):

@@ -30,6 +30,7 @@ OUTPUT_FLAGS = ("json", "report", "perfetto")
 SCHEDULER_GROUPS = ("scheduler", "urgency")
 MODEL_FLAGS = ("page_size", "max_total_tokens", "context_length")
 REPLACED_FLAGS = ("disable_overlap_schedule",)
+MOST_HOST_US = 1e9
 
 
 def add_setting_names(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +118,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     checks = (
         (args.seed >= 0, f"--seed is {args.seed}; it must be at least 0"),
         (0.0 < args.request_rate < float("inf"), f"--request-rate is {args.request_rate}; it must be above 0"),
-        (args.host_us >= 0.0, f"--host-us is {args.host_us}; it must be at least 0"),
+        (0.0 <= args.host_us <= MOST_HOST_US, f"--host-us is {args.host_us}; it must be from 0 to {MOST_HOST_US:g}"),
         (args.cost_error > -1.0, f"--cost-error is {args.cost_error}; it must be above -1"),
     )
     for holds, message in checks:
@@ -157,7 +158,8 @@ def load_tokenizer(path: Path) -> Tokenize:
         raise ConfigError(f"--tokenizer {file} cannot be read: {error}") from None
 
     def tokenize(text: str) -> Int32Array:
-        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        whole_characters = text.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs have no UTF-8
+        return np.array(tokenizer.encode(whole_characters, add_special_tokens=False).ids, np.int32)
 
     return tokenize
 

@@ -11,6 +11,9 @@ from typing import Any, TextIO
 
 from tokenyard.base import ConfigError
 
+MOST = 1e20
+"""Larger numbers are mistakes: even nanoseconds since 1970 are below."""
+
 
 def read_bytes(path: Path) -> bytes:
     """The whole file, unpacked by its ending `.gz` or `.zst`. Raises ConfigError if it cannot be read or is cut off."""
@@ -76,13 +79,18 @@ def _open_text(path: Path) -> TextIO:
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """One JSON object a line. Raises ConfigError naming the line that is cut off or no object."""
     for where, line in read_lines(path):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            raise ConfigError(f"{where}: cut off or not JSON: {line[:60]!r}") from None
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where}: a JSON object is needed, not {line[:60]!r}")
-        yield where, value
+        yield where, json_object(line, where)
+
+
+def json_object(line: str, where: str) -> dict[str, Any]:
+    """The JSON object of one line. Raises ConfigError if it is cut off or something else."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{where}: cut off or not JSON: {line[:60]!r}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: a JSON object is needed, not {line[:60]!r}")
+    return value
 
 
 def read_members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
@@ -103,11 +111,13 @@ def read_members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
 
 
 def number(record: dict[str, Any], key: str, where: str) -> float:
-    """`record[key]` as a number. Raises ConfigError if it is missing or something else."""
+    """`record[key]` as a number. Raises ConfigError if it is missing, something else, or absurd."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         what = "is missing" if key not in record else f"is {str(value)[:40]!r}, not a number"
         raise ConfigError(f"{where}: {key} {what}; is this the right --trace-format?")
+    if not abs(value) < MOST:
+        raise ConfigError(f"{where}: {key} is {str(value)[:40]}; it must be a finite number below {MOST:g}")
     return value
 
 

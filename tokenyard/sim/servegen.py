@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,12 @@ import numpy as np
 from tokenyard.base import ConfigError, Float64Array, Int32Array
 from tokenyard.sim.content import UniqueContent
 from tokenyard.sim.files import read_members
-from tokenyard.sim.workload import Workload, uniform_columns
+from tokenyard.sim.workload import MAX_TOKENS, Workload, uniform_columns
 
 WINDOW_S = 600.0
 MODEL_COLUMNS = 6
 DRAWN_AT_ONCE = 64
+MOST_IN_WINDOW = 1_000_000
 
 _PAIR = re.compile(r"(\d+):\s*([-+.\deE]+)")
 
@@ -63,6 +65,10 @@ def _renewals(distribution: str, shape: float, scale: float, rng: np.random.Gene
             raise ConfigError(f"{where}: unknown distribution {distribution!r}; known are Gamma and Weibull")
         parts.append(elapsed + np.cumsum(gaps))
         elapsed = float(parts[-1][-1])
+        if len(parts) * DRAWN_AT_ONCE > MOST_IN_WINDOW:
+            raise ConfigError(
+                f"{where}: over {MOST_IN_WINDOW} requests in a window of {WINDOW_S:g} s; are the gaps right?"
+            )
     times = np.concatenate(parts)
     within: Float64Array = times[times < WINDOW_S]
     return within
@@ -112,7 +118,10 @@ def _windows(raw: bytes, name: str) -> dict[float, tuple[float, str, float, floa
         try:
             if len(cells) != MODEL_COLUMNS:
                 raise ValueError
-            windows[float(cells[0])] = (float(cells[1]), cells[3], float(cells[4]), float(cells[5]))
+            start_s, rate, first, second = (float(cells[place]) for place in (0, 1, 4, 5))
+            if not all(0.0 <= value < inf for value in (start_s, rate, first, second)):
+                raise ValueError
+            windows[start_s] = (rate, cells[3], first, second)
         except ValueError:
             raise ConfigError(f"{name}, line {line_number}: cut off or no window of a client model") from None
     return windows
@@ -127,12 +136,16 @@ def _lengths(raw: bytes, name: str) -> list[tuple[float, Histogram, Histogram]]:
             for start, step in steps.items()
         ]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{name}: its dataset.json is cut off or lacks input_tokens and output_tokens") from None
+        raise ConfigError(
+            f"{name}: its dataset.json is cut off or lacks usable input_tokens and output_tokens"
+        ) from None
     filled = [item for item in found if len(item[1].values) and len(item[2].values)]
     return sorted(filled, key=lambda item: item[0])
 
 
 def _histogram(text: str) -> Histogram:
     pairs = _PAIR.findall(text)
-    values = np.array([int(value) for value, _ in pairs], np.int32)
-    return Histogram(values, np.cumsum([float(share) for _, share in pairs]))
+    values, shares = [int(value) for value, _ in pairs], [float(share) for _, share in pairs]
+    if pairs and not (max(values) < MAX_TOKENS and min(shares) >= 0.0 and 0.0 < sum(shares) < inf):
+        raise ValueError
+    return Histogram(np.array(values, np.int32), np.cumsum(shares))

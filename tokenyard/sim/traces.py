@@ -11,25 +11,25 @@ lmcache-agent folder or tar of sessions, whole texts; needs a tokenizer
 """
 
 import csv
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tokenyard.base import ConfigError, Int32Array
-from tokenyard.sim.files import number, read_json_lines, read_lines, read_members, whole
+from tokenyard.sim.files import json_object, number, read_json_lines, read_lines, read_members, whole
 from tokenyard.sim.servegen import read_servegen
-from tokenyard.sim.workload import Workload, WorkloadBuilder
+from tokenyard.sim.workload import MAX_TOKENS, Workload, WorkloadBuilder
 
 Tokenize = Callable[[str], Int32Array]
 
 HASH_BLOCK_TOKENS = 512
+LAST_UNIX_SECOND = 1e11
+"""Larger stamps count something smaller than seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class ReadOptions:
     seed: int = 0
     tokenize: Tokenize | None = None
     limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"--limit is {self.limit}; it must be at least 1")
 
     def tokenizer(self, path: Path) -> Tokenize:
         """The tokenizer. Raises ConfigError if none was given."""
@@ -84,7 +88,7 @@ def _chain(record: dict[str, Any], where: str, tokens: int, block_tokens: int) -
     if not isinstance(blocks, list) or len(blocks) < needed:
         raise ConfigError(f"{where}: hash_ids must hold {needed} ids, one per {block_tokens} tokens of the prompt")
     if not all(isinstance(block, int) and 0 <= block < 1 << 40 for block in blocks):
-        raise ConfigError(f"{where}: hash_ids must be whole numbers from 0 to 2**40")
+        raise ConfigError(f"{where}: hash_ids must be whole numbers from 0 to 2**40 - 1")
     return [(block, block_tokens) for block in blocks[:needed]]
 
 
@@ -104,7 +108,10 @@ def read_azure(path: Path, options: ReadOptions) -> Workload:
 def _csv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
     header: list[str] = []
     for where, line in read_lines(path):
-        values = next(csv.reader([line]))
+        try:
+            values = next(csv.reader([line]))
+        except csv.Error as error:
+            raise ConfigError(f"{where}: no line of a CSV file: {error}") from None
         if not header:
             header = values
             missing = [column for column in columns if column not in header]
@@ -119,7 +126,7 @@ def _csv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, 
 
 def _digits(record: dict[str, str], key: str, where: str) -> int:
     value = _float(record, key, where)
-    if not isfinite(value):
+    if not value.is_integer():
         raise ConfigError(f"{where}: {key} is {record[key]!r}, not a number of tokens")
     return int(value)
 
@@ -136,6 +143,8 @@ def _seconds(stamp: str, where: str) -> float:
     whole_part, _, fraction = stamp.partition(".")
     zone = fraction.lstrip("0123456789")
     try:
+        if "-" not in whole_part:
+            raise ValueError  # a bare number would be taken for a date without dashes
         moment = datetime.fromisoformat(whole_part + zone)
         digits = fraction[: len(fraction) - len(zone)]
         part = float(f"0.{digits}") if digits else 0.0
@@ -172,31 +181,54 @@ def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
     """
     builder = WorkloadBuilder(path.name)
     for where, record in islice(read_json_lines(path), options.limit):
-        ids = _token_ids(record, "token_ids", where) if "token_ids" in record else None
+        given = {key for key, value in record.items() if value is not None}
+        if {"token_ids", "hash_ids"} <= given:
+            raise ConfigError(f"{where}: give token_ids or hash_ids, not both")
+        ids = _token_ids(record, "token_ids", "prompt_tokens", where) if "token_ids" in given else None
         tokens = len(ids) if ids is not None else whole(record, "prompt_tokens", where)
-        block = whole(record, "block_tokens", where) if "block_tokens" in record else HASH_BLOCK_TOKENS
         builder.add(
             where,
             number(record, "arrival_s", where),
             tokens,
             whole(record, "output_tokens", where),
             ids=ids,
-            segments=_chain(record, where, tokens, block) if "hash_ids" in record else None,
-            tenant=str(record.get("tenant", "")),
-            service_class=str(record.get("class", "")),
-            priority=whole(record, "priority", where) if record.get("priority") is not None else None,
-            **{name: number(record, name, where) for name in _OWN_TARGETS if record.get(name) is not None},
+            segments=_chain(record, where, tokens, _block_tokens(record, where)) if "hash_ids" in given else None,
+            tenant=_name(record, "tenant", where),
+            service_class=_name(record, "class", where),
+            priority=whole(record, "priority", where) if "priority" in given else None,
+            **{name: number(record, name, where) for name in _OWN_TARGETS if name in given},
         )
     return builder.build()
 
 
-def _token_ids(record: dict[str, Any], key: str, where: str) -> Int32Array:
+def _block_tokens(record: dict[str, Any], where: str) -> int:
+    if record.get("block_tokens") is None:
+        return HASH_BLOCK_TOKENS
+    tokens = whole(record, "block_tokens", where)
+    if not 0 < tokens < MAX_TOKENS:
+        raise ConfigError(f"{where}: block_tokens is {tokens}; it must be from 1 to {MAX_TOKENS - 1}")
+    return tokens
+
+
+def _name(record: dict[str, Any], key: str, where: str) -> str:
+    """The name of a tenant or class; numbers are names as well, and null is none."""
+    name = record.get(key)
+    if name is not None and not isinstance(name, str | int):
+        raise ConfigError(f"{where}: {key} is {str(name)[:40]!r}, not a name")
+    return "" if name is None else str(name)
+
+
+def _token_ids(record: dict[str, Any], key: str, count_key: str, where: str) -> Int32Array:
+    """The list `record[key]`, which must be as long as `record[count_key]` says, if that is there."""
     try:
-        ids = np.array(record[key], np.int64)
-    except (KeyError, ValueError, TypeError, OverflowError):
-        raise ConfigError(f"{where}: {key} must be a list of token ids") from None
-    if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= 2**31:
-        raise ConfigError(f"{where}: {key} must be a list of token ids that are not negative")
+        ids = np.array(record.get(key))
+    except ValueError:  # lists of several lengths
+        ids = np.empty(0)
+    if ids.ndim != 1 or ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= 2**31:
+        raise ConfigError(f"{where}: {key} must be a list of token ids, whole numbers from 0 to 2**31 - 1")
+    count = record.get(count_key)
+    if count is not None and count != len(ids):
+        raise ConfigError(f"{where}: {key} holds {len(ids)} ids, but {count_key} is {count}")
     return ids.astype(np.int32)
 
 
@@ -204,8 +236,8 @@ def read_openai(path: Path, options: ReadOptions) -> Workload:
     """Logged request bodies: a JSON object a line with `timestamp` (Unix seconds or ISO 8601) and the body.
 
     The body is the line itself or its field `body`: `messages` (role and text content) or `prompt`. The answer's length
-    is `usage.completion_tokens` of the line or its `response`, or `output_tokens`; without any of them the line is
-    refused, for a guess would decide the result. `user` is the tenant, `priority` the priority.
+    is `usage.completion_tokens` of the line, of its `response` or of the `body` of that, or `output_tokens`; without
+    any of them the line is refused, for a guess would decide the result. `user` is the tenant, `priority` the priority.
     """
     tokenize = options.tokenizer(path)
     builder = WorkloadBuilder(path.name)
@@ -218,7 +250,7 @@ def read_openai(path: Path, options: ReadOptions) -> Workload:
             len(ids),
             _completion_tokens(record, where),
             ids=ids,
-            tenant=str(body.get("user") or ""),
+            tenant=_name(body, "user", where),
             priority=whole(body, "priority", where) if body.get("priority") is not None else None,
         )
     return builder.build()
@@ -226,9 +258,12 @@ def read_openai(path: Path, options: ReadOptions) -> Workload:
 
 def _stamp(record: dict[str, Any], where: str) -> float:
     stamp = record.get("timestamp")
-    return (
-        _seconds(stamp.replace("Z", "+00:00"), where) if isinstance(stamp, str) else number(record, "timestamp", where)
-    )
+    if isinstance(stamp, str):
+        return _seconds(stamp, where)
+    seconds = number(record, "timestamp", where)
+    if seconds > LAST_UNIX_SECOND:
+        raise ConfigError(f"{where}: timestamp is {seconds:.15g}; Unix seconds are needed, not milliseconds or less")
+    return seconds
 
 
 def _prompt_text(body: dict[str, Any], where: str) -> str:
@@ -237,32 +272,40 @@ def _prompt_text(body: dict[str, Any], where: str) -> str:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ConfigError(f"{where}: the request body has neither messages nor a prompt of text")
-    return "".join(f"<|{message.get('role')}|>\n{_message_text(message)}\n" for message in messages)
+    return "".join(f"<|{message.get('role')}|>\n{_message_text(message, where)}\n" for message in messages)
 
 
-def _message_text(message: dict[str, Any]) -> str:
+def _message_text(message: dict[str, Any], where: str) -> str:
     content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return str(content or "")
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    found = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) < len(found):
+        raise ConfigError(f"{where}: a message holds something else than text, whose tokens cannot be counted")
+    return "".join(texts)
 
 
 def _completion_tokens(record: dict[str, Any], where: str) -> int:
     if "output_tokens" in record:
         return whole(record, "output_tokens", where)
-    response = record.get("response")
-    for holder in (record, response if isinstance(response, dict) else {}):
-        usage = holder.get("usage")
-        if isinstance(usage, dict):
+    response = _object(record, "response")
+    for holder in (record, response, _object(response, "body")):
+        usage = _object(holder, "usage")
+        if "completion_tokens" in usage:
             return whole(usage, "completion_tokens", where)
     raise ConfigError(f"{where}: the answer's length is missing; give output_tokens or usage.completion_tokens")
+
+
+def _object(record: dict[str, Any], key: str) -> dict[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def read_vllm_measured(path: Path, options: ReadOptions) -> Workload:
     """Workloads of LLMServingSim's measured vLLM runs."""
     builder = WorkloadBuilder(path.name)
     for where, record in islice(read_json_lines(path), options.limit):
-        ids = _token_ids(record, "input_tok_ids", where)
+        ids = _token_ids(record, "input_tok_ids", "input_toks", where)
         arrival_s = number(record, "arrival_time_ns", where) / 1e9
         builder.add(where, arrival_s, len(ids), whole(record, "output_toks", where), ids=ids)
     return builder.build()
@@ -273,13 +316,14 @@ def read_lmcache_agent(path: Path, options: ReadOptions) -> Workload:
     tokenize = options.tokenizer(path)
     builder = WorkloadBuilder(path.name, sort=True)
     for name, raw in read_members(path, ".jsonl"):
-        for line_number, line in enumerate(raw.decode("utf-8", "replace").splitlines(), start=1):
+        for line_number, line in enumerate(raw.decode("utf-8-sig", "replace").split("\n"), start=1):
+            if not line.strip():
+                continue
             where = f"{name}, line {line_number}"
-            try:
-                record = json.loads(line)
-                prompt, answer = str(record["input"]), str(record["output"])
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(f"{where}: cut off, or lacks input and output") from None
+            record = json_object(line, where)
+            prompt, answer = record.get("input"), record.get("output")
+            if not isinstance(prompt, str) or not isinstance(answer, str):
+                raise ConfigError(f"{where}: input and output must be texts; is this the right --trace-format?")
             ids = tokenize(prompt)
             arrival_s = number(record, "timestamp", where) / 1e6
             builder.add(where, arrival_s, len(ids), len(tokenize(answer)), ids=ids, tenant=name.removesuffix(".jsonl"))

@@ -22,6 +22,8 @@ from tokenyard.sim.content import Content, SegmentContent, TokenContent, UniqueC
 NO_PRIORITY = -(2**31)
 MAX_TOKENS = 1 << 20
 MAX_TARGET_S = 1e9
+MAX_SPAN_S = 1e9
+MAX_PRIORITY = 2**31 - 1
 COLUMNS = (
     "arrival_s",
     "prompt_tokens",
@@ -58,6 +60,13 @@ class Workload:
     deadline_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
     slo_ttft_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
     slo_tpot_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
+
+    def __post_init__(self) -> None:
+        span_s = float(self.arrival_s[-1]) if len(self) else 0.0
+        if not span_s < MAX_SPAN_S:
+            raise ConfigError(
+                f"{self.name}: the last request comes {span_s:g} s after the first; it must be below {MAX_SPAN_S:g} s"
+            )
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -172,6 +181,8 @@ class WorkloadBuilder:
         Raises ConfigError, in one line, for a bad number or a clock going backwards.
         """
         self._check(where, arrival_s, prompt_tokens, output_tokens)
+        if priority is not None and abs(priority) > MAX_PRIORITY:
+            raise ConfigError(f"{where}: priority is {priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
         for column, name, seconds in (
             (self._deadline, "deadline_s", deadline_s),
             (self._ttft, "slo_ttft_s", slo_ttft_s),
@@ -200,10 +211,8 @@ class WorkloadBuilder:
         if not np.isfinite(arrival_s):
             raise ConfigError(f"{where}: the arrival time {arrival_s} is no finite number")
         if not self._sort and self._arrivals and arrival_s < self._arrivals[-1]:
-            before = self._arrivals[-1]
-            raise ConfigError(
-                f"{where}: the clock goes backwards, from {before:g} s to {arrival_s:g} s; sort the trace"
-            )
+            back_s = self._arrivals[-1] - arrival_s
+            raise ConfigError(f"{where}: the clock goes backwards, by {back_s:g} s; sort the trace")
 
     def build(self) -> Workload:
         """The workload, arrivals counted from the first. Raises ConfigError if there is no request."""
