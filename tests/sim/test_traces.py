@@ -209,7 +209,7 @@ def test_a_bad_csv_line_is_one_clear_line(tmp_path, line, complaint):
 def test_a_clock_going_backwards_is_told_by_how_much(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,1,2\n2023-11-16 18:15:46.25,1,2\n")
-    with pytest.raises(ConfigError, match="line 3: the clock goes backwards, by 0[.]25 s"):
+    with pytest.raises(ConfigError, match=r"line 3: the clock goes backwards, by 0\.25 s"):
         read_trace(path, "azure")
 
 
