@@ -63,6 +63,23 @@ def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, ch
     assert driver.generate(driver.start(prompt), 2, chunk=chunk) == greedy(case, prompt, 2)
 
 
+def test_what_a_decode_gathers_is_bounded_and_grows_seldom(make_driver, monkeypatch):
+    # A token's keys and values in one layer of the tiny llama take 192 bytes.
+    monkeypatch.setattr("tokenyard.executor.attention.paged.GATHER_BYTES", 192 * 100)
+    driver = make_driver("llama")
+    prompts = [prompt_of(length, seed=length) for length in (30, 33, 34, 41, 70)]
+    sequences = [driver.start(prompt) for prompt in prompts]
+    for sequence in sequences:
+        driver.prefill(sequence)
+    spaces = set()
+    for _ in range(8):
+        driver.step(*[(sequence, 1) for sequence in sequences])
+        spaces.add(driver.executor._attention._workspace.data_ptr())
+    assert [sequence.output for sequence in sequences] == [greedy("llama", prompt, 9) for prompt in prompts]
+    assert driver.executor._attention._workspace.nbytes <= 1.25 * 192 * 100
+    assert len(spaces) <= 2
+
+
 def test_a_retracted_row_is_taken_up_again(make_driver):
     driver = make_driver("qwen2", page_size=4)
     prompt, other = prompt_of(30, seed=4), prompt_of(50, seed=5)

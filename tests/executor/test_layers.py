@@ -50,10 +50,11 @@ def test_future_map_fills_in_what_the_host_does_not_know():
     assert tokens.tolist() == [7, 30, 10, 8]
 
 
-@given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=50))
-def test_groups_hold_every_row_once_and_pad_little(lengths):
-    groups = group_by_length(np.array(lengths))
+@given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=50), most_tokens=st.integers(1, 300_000))
+def test_groups_hold_every_row_once_and_pad_little(lengths, most_tokens):
+    groups = group_by_length(np.array(lengths), most_tokens)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
     for group in groups:
         members = [lengths[i] for i in group]
         assert max(members) - min(members) <= max(PADDING_TOKENS, PADDING_SHARE * max(members))
+        assert len(members) == 1 or len(members) * max(members) <= most_tokens

@@ -18,6 +18,10 @@ PADDING_TOKENS = 64
 PADDING_SHARE = 0.25
 """A decode row joins a group if it is padded by at most this many tokens, or this share of the group's length."""
 
+GATHER_BYTES = 1 << 29
+"""Decode rows attend in groups whose gathered keys and values take at most this much, or one row's. The pool's size is
+no bound: rows that share a prefix each get a copy of it."""
+
 MASK_ELEMENTS = 1 << 24
 """Queries that need a mask attend in blocks whose mask has at most this many elements."""
 
@@ -102,8 +106,10 @@ class PagedAttention:
         """Return keys and values [*rows, kv heads, keys, head_dim]; they are valid until the next call."""
         count = len(vectors)
         if self._workspace.shape[1] < count:
-            # One space for all layers and steps: on a CPU, fresh memory of this size costs more than filling it.
-            self._workspace = self._workspace.new_empty(2, count, self._head_dim)
+            # One space for all layers and steps: on a CPU, fresh memory of this size costs more than filling it. With
+            # room to spare, because each step of a decode needs a little more than the one before.
+            self._workspace = self._workspace.new_empty(2, 0, self._head_dim)
+            self._workspace = self._workspace.new_empty(2, count + count // 4, self._head_dim)
         found = []
         for source, target in zip(self._pool.layer(layer), self._workspace, strict=True):
             target = target[:count]
@@ -119,8 +125,9 @@ class PagedAttention:
         lengths = batch.starts[: batch.decode_rows] + 1
         if window:
             lengths = np.minimum(lengths, window)
+        bytes_per_token = 2 * self._kv_heads * self._head_dim * self._pool.tensor.itemsize
         groups = []
-        for members in group_by_length(lengths):
+        for members in group_by_length(lengths, GATHER_BYTES // bytes_per_token):
             whole = len(members) == len(lengths)
             index = None if whole else upload((members,), batch.positions.device)[0]
             groups.append(self._decode_group(batch, index, lengths[members], window))
@@ -186,16 +193,22 @@ class PagedAttention:
         return self._vectors(self._pages.slots(row, torch.arange(begin, end, device=row.device)))
 
 
-def group_by_length(lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """Part rows into groups of like length, so that short rows are not padded to a long one: lists of indices."""
-    if int(lengths.max()) - int(lengths.min()) <= max(PADDING_TOKENS, PADDING_SHARE * float(lengths.max())):
+def group_by_length(lengths: npt.NDArray[np.int64], most_tokens: int) -> list[npt.NDArray[np.int64]]:
+    """Part rows into groups of like length, so that short rows are not padded to a long one: lists of indices.
+
+    A group has one row, or at most `most_tokens` tokens with its padding.
+    """
+    longest = int(lengths.max())
+    alike = longest - int(lengths.min()) <= max(PADDING_TOKENS, PADDING_SHARE * longest)
+    if alike and len(lengths) * longest <= most_tokens:
         return [np.arange(len(lengths))]
     order = np.argsort(-lengths, kind="stable")
     groups = []
     while len(order):
-        longest = float(lengths[order[0]])
+        longest = int(lengths[order[0]])
         enough = longest - max(PADDING_TOKENS, PADDING_SHARE * longest)
         members = int(np.searchsorted(-lengths[order], -enough, side="right"))
+        members = max(1, min(members, most_tokens // longest))
         groups.append(order[:members])
         order = order[members:]
     return groups
