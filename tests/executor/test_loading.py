@@ -12,7 +12,7 @@ from tests.executor.driver import Driver
 from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
-from tokenyard.executor.load import choose_dtype, load_executor, read_folder_config
+from tokenyard.executor.load import choose_device, choose_dtype, load_executor, read_folder_config
 from tokenyard.executor.models.config import read_model_config
 
 
@@ -215,3 +215,20 @@ def test_auto_dtype_follows_the_device(copy, monkeypatch):
     monkeypatch.setattr("tokenyard.executor.load.cpu_has_bfloat16", lambda: False)
     assert choose_dtype("auto", cpu, config) == torch.float32
     assert choose_dtype("auto", cuda, config) == torch.bfloat16
+
+
+def test_a_pool_beyond_memory_is_refused(copy):
+    refused(copy, "GiB, more than cpu has free; lower max_total_tokens", max_total_tokens=10**13)
+
+
+def test_a_device_has_one_name(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [str(choose_device(name)) for name in ("auto", "cuda", "cuda:1", "cpu")] == [
+        "cuda:0",
+        "cuda:0",
+        "cuda:1",
+        "cpu",
+    ]
+    with pytest.raises(ConfigError, match="sees 2 CUDA devices"):
+        choose_device("cuda:2")

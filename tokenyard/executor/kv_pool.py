@@ -71,6 +71,8 @@ def _default_tokens(per_token: int, device: torch.device, mem_fraction_static: f
     if device.type == "cuda":
         if not 0.0 < mem_fraction_static <= 1.0:
             raise ConfigError(f"mem_fraction_static is {mem_fraction_static}; it must be above 0 and at most 1")
+        # What loading left behind in torch's allocator counts as taken until it is given back.
+        torch.cuda.empty_cache()
         free_bytes, all_bytes = torch.cuda.mem_get_info(device)
         return max(0, int(free_bytes - all_bytes * (1.0 - mem_fraction_static))) // per_token
     tokens = min(CPU_DEFAULT_TOKENS, CPU_DEFAULT_BYTES // per_token)

@@ -47,6 +47,8 @@ def load_executor(
     whatever does not fit.
     """
     target = choose_device(device)
+    if target.type == "cuda":
+        _prepare_cuda(target)
     if threads:
         torch.set_num_threads(threads)
     if min(page_size, max_pool_rows) < 1:
@@ -55,7 +57,10 @@ def load_executor(
     config = read_folder_config(folder)
     kind = choose_dtype(dtype, target, config)
     length = _context_length(context_length, config)
-    model = _load_model(config, folder, load_format, target, kind, length, seed)
+    try:
+        model = _load_model(config, folder, load_format, target, kind, length, seed)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the weights of {model_path} do not fit the free memory of {target}") from error
     num_pages = choose_num_pages(
         config,
         page_size=page_size,
@@ -76,7 +81,15 @@ def load_executor(
         max_pool_rows=max_pool_rows,
         kv_bytes_per_token=kv_bytes_per_token(config, kind),
     )
-    return ModelExecutor(model, KvPool(config, num_pages, page_size, target, kind), info, target)
+    try:
+        pool = KvPool(config, num_pages, page_size, target, kind)
+    except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no error of their own for it
+        gib = num_pages * page_size * info.kv_bytes_per_token / 2**30
+        raise ConfigError(
+            f"a KV pool of {num_pages * page_size} tokens takes {gib:.1f} GiB, more than {target} has free;"
+            " lower max_total_tokens or mem_fraction_static"
+        ) from error
+    return ModelExecutor(model, pool, info, target)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
@@ -86,7 +99,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
 
 
 def choose_device(name: str) -> torch.device:
-    """Turn "auto", "cpu", "cuda" or "cuda:N" into a device that is there. Raises ConfigError."""
+    """Turn "auto", "cpu", "cuda" (the same as cuda:0) or "cuda:N" into a device that is there. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
@@ -95,9 +108,22 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
+    if device.type == "cpu":
+        return device
+    device = torch.device("cuda", device.index or 0)
+    if not torch.cuda.is_available() or device.index >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def _prepare_cuda(device: torch.device) -> None:
+    """Set what torch keeps per process: the current device, and how products and attention are computed."""
+    # Events and pinned memory belong to the current device, whatever device the tensors are on.
+    torch.cuda.set_device(device)
+    # Images of some vendors turn TF32 on, which keeps 10 of the 23 bits of a float32.
+    torch.set_float32_matmul_precision("highest")
+    # cuDNN builds a new graph for every number of keys, and a decode has one more key at every step.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:
