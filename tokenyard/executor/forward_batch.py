@@ -63,7 +63,7 @@ def send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     Every array of a step goes this way: a copy out of memory that is not pinned waits for all work queued before it.
     """
     host = torch.from_numpy(array)
-    if device.type != "cuda":
+    if device.type == "cpu":
         return host
     # The allocator of pinned memory does not hand it out again before the copy is done.
     return host.pin_memory().to(device, non_blocking=True)

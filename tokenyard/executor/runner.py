@@ -26,32 +26,32 @@ class StepClock:
     """Measures how long the device works on a step, and tells when what the step sends to the host has arrived."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._on_cpu = device.type == "cpu"
         self._seconds = 0.0
-        if self._on_cuda:
+        if not self._on_cpu:
             self._begin, self._end = (_timing_event() for _ in range(2))
         self._begin_s = 0.0
 
     def start(self) -> None:
         """Note the begin of the step's work."""
-        if self._on_cuda:
-            self._begin.record()
-        else:
+        if self._on_cpu:
             self._begin_s = time.perf_counter()
+        else:
+            self._begin.record()
 
     def stop(self) -> None:
         """Note its end; a CPU may start and stop several times, and the times add up."""
-        if self._on_cuda:
-            self._end.record()
-        else:
+        if self._on_cpu:
             self._seconds += time.perf_counter() - self._begin_s
+        else:
+            self._end.record()
 
     def wait(self) -> float:
         """Wait for the end; returns the seconds the device worked."""
-        if self._on_cuda:
-            self._end.synchronize()
-            return float(self._begin.elapsed_time(self._end)) / 1000.0
-        return self._seconds
+        if self._on_cpu:
+            return self._seconds
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) / 1000.0
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class ModelExecutor:
     def sample(self, ticket: Ticket) -> None:
         """Sample a launched step; see Executor."""
         plan, logits = ticket.plan, ticket.logits
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             ticket.clock.start()
         tokens = torch.empty(0, dtype=torch.int64, device=self._device)
         if logits is not None:
@@ -168,7 +168,7 @@ class ModelExecutor:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type != "cuda":
+    if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
