@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 import types
 
@@ -12,7 +13,7 @@ from tests.engine.engines import mock_config, watched_mock
 from tests.engine.test_driver import LOOPS, ScriptedPort, both_loops, run, submit
 from tokenyard.base import ConfigError, SchedulerSettings, SetPolicy
 from tokenyard.engine.driver import Driver
-from tokenyard.engine.guards import MOST_MISTAKES, STALL_NS, WINDOW_CALLS, StallGuard
+from tokenyard.engine.guards import MOST_MISTAKES, STALL_NS, WINDOW_CALLS, StalledError, StallGuard, broken_off
 from tokenyard.engine.launch import running_engine
 from tokenyard.engine.liveness import LoopState
 from tokenyard.engine.messages import ChoosePolicy, GetSnapshot, PolicyReply
@@ -87,8 +88,13 @@ def own_policies():
             time.sleep(2 * STALL_NS / 1e9)
             return super().order(views)
 
+    class Endless(Policy):
+        def order(self, views):
+            while True:
+                pass
+
     made = types.ModuleType("my_policies")
-    made.Slow, made.Quick = Slow, type("Quick", (Policy,), {})
+    made.Slow, made.Endless, made.Quick = Slow, Endless, type("Quick", (Policy,), {})
     sys.modules["my_policies"] = made
     yield
     del sys.modules["my_policies"]
@@ -130,6 +136,48 @@ def test_a_stalling_policy_makes_way_for_fcfs_and_a_tape_shows_when(loop, depth,
     assert change.name == "fcfs"
     report = replay(tape, own_policies=True)
     assert (report.difference, report.plans) == (None, report.equal)
+
+
+@both_loops
+def test_a_policy_that_never_comes_back_is_broken_off(loop, depth, own_policies):
+    port = ScriptedPort([submit(number, tokens=2) for number in range(1, 5)], [GetSnapshot(1)])
+    run(loop, depth, port, schedule_policy="my_policies:Endless")
+    assert {finish.reason for finish in port.finished().values()} == {"length"}
+    state = port.sent[-1].counters
+    assert "fcfs (my_policies:Endless failed: it raised StalledError" in state["policy"]
+
+
+def test_only_what_the_guarded_function_calls_is_broken_off():
+    def guarded(work):
+        try:
+            work()
+        except StalledError as error:
+            return str(error)
+
+    def spin(seconds=0.12):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
+    with broken_off(0.01, inside=guarded.__code__):
+        spin()
+        assert "longer than 0.01 s" in guarded(spin)
+    spin()
+    with pytest.raises(StalledError), broken_off(0.01):
+        spin()
+
+
+def test_outside_the_main_thread_nothing_is_broken_off():
+    def work():
+        with broken_off(0.001):
+            time.sleep(0.02)
+        done.append(True)
+
+    done = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done
 
 
 @both_loops

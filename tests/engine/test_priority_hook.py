@@ -322,3 +322,14 @@ def test_an_open_gate_or_an_empty_batch_changes_nothing():
     bench.core.apply(OpenGate(1, 1), 0)
     bench.hook.told(TokenBatch(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32)))
     assert bench.advise() == []
+
+
+def test_one_that_never_comes_back_is_switched_off_at_once():
+    def endless(view, system):
+        while True:
+            pass
+
+    bench = Bench(endless)
+    bench.submit(request(1))
+    assert bench.advise() == []
+    assert "broken off" in bench.hook.describe()

@@ -1,18 +1,65 @@
 """Watches the clock over code of the user's, which the scheduler core cannot do: it has none."""
 
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType, FrameType
 
 from tokenyard.base import NS_PER_S
+from tokenyard.policy.own import ASKS
 
 MOST_MISTAKES = 3
 WINDOW_CALLS = 100
 STALL_NS = NS_PER_S // 20
 """What a policy may take for one step."""
 
+LONGEST_S = 1.0
+"""A call that takes longer is broken off: it may never return."""
+
+RING_AGAIN_S = 0.05
+
 Clock = Callable[[], int]
+
+
+class StalledError(Exception):
+    """Raised inside code of the user's that does not come back."""
+
+
+@contextmanager
+def broken_off(seconds: float = LONGEST_S, inside: CodeType | None = None) -> Iterator[None]:
+    """Raise StalledError in a block that takes longer.
+
+    With `inside`, only in what a function of that code calls, so that nothing else is broken off half-way.
+
+    Works by a signal, so only in the main thread, where the scheduler process has its loop; elsewhere it does nothing.
+    Code that does not return to the interpreter cannot be broken off.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(_number: int, frame: FrameType | None) -> None:
+        if inside is None or _is_called_by(frame, inside):
+            raise StalledError(f"it took longer than {seconds:g} s and was broken off")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, RING_AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _is_called_by(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is code:
+            return True
+    return False
 
 
 class Mistakes:
@@ -35,7 +82,7 @@ class Mistakes:
 
 
 class StallGuard:
-    """Measures how long the scheduler takes under a policy of the user's own."""
+    """Measures how long the scheduler takes under a policy of the user's own, and breaks off what never ends."""
 
     def __init__(self, clock: Clock = time.monotonic_ns) -> None:
         self._clock = clock
@@ -56,5 +103,6 @@ class StallGuard:
             yield
             return
         begin_ns = self._clock()
-        yield
+        with broken_off(inside=ASKS):
+            yield
         self.stalled |= self._mistakes.count(self._clock() - begin_ns > STALL_NS)

@@ -2,7 +2,7 @@
 
 Its answers become `Update` events with a boost, so that they stand on the tape. A request is asked about on arrival and
 then every quarter of a second, a few at a time while the device works; a function that fails, answers nonsense or takes
-too long is switched off.
+too long is switched off, at once if it does not come back at all.
 """
 
 import logging
@@ -11,7 +11,7 @@ from collections import deque
 
 from tokenyard.base import NS_PER_S, Request, TokenBatch, Update
 from tokenyard.engine.attainment import Attainment
-from tokenyard.engine.guards import Clock, Mistakes
+from tokenyard.engine.guards import Clock, Mistakes, StalledError, broken_off
 from tokenyard.policy.hook import PriorityFunction, SystemView, load_priority_function, to_boost
 from tokenyard.scheduler.recorder import Core
 
@@ -90,15 +90,16 @@ class PriorityHook:
         request = self._core.request_view(number, now)
         if request is None:
             return None
-        begin_ns, boost, mistake = self._clock(), None, ""
+        begin_ns, boost, mistake, stalled = self._clock(), None, "", False
         try:
-            boost = to_boost(self._function(request, system))
+            with broken_off():
+                boost = to_boost(self._function(request, system))
         except Exception as error:
-            mistake = f"failed: {error!r}"
+            mistake, stalled = f"failed: {error!r}", isinstance(error, StalledError)
         took_ns = self._clock() - begin_ns
         if not mistake and took_ns > BUDGET_NS:
             mistake = f"took {took_ns // 1000} us for one request; {BUDGET_NS // 1000} are allowed"
-        if self._mistakes.count(bool(mistake)):
+        if self._mistakes.count(bool(mistake)) or stalled:
             self.failure = mistake
             logger.error("the priority function %s is switched off: it %s", self._path, mistake)
         return boost

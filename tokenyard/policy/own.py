@@ -139,3 +139,7 @@ class Guarded(Wrapper):
 
     def _fail(self, why: str) -> None:
         self.failure = why
+
+
+ASKS = Guarded._ask.__code__
+"""The function that calls the user's: an exception in what it calls, wherever it comes from, harms nobody else."""
