@@ -1,18 +1,24 @@
 """What the executor does on a CUDA device: is it right, how near to the bandwidth floor, does overlap hide the host.
 
-Run from the repository root: `python -m benchmarks.gpu [--output result.json]`. It takes a few minutes and needs no
-checkpoint; weights are random. Without a CUDA device it says so and ends well.
+Run from the repository root: `python -m benchmarks.gpu [--steps 30]`. It takes a few minutes and needs no checkpoint;
+weights are random. Each result is one line of JSON, printed as soon as it is there; a part that fails says so in its
+line and the others go on. Ends with 1 if a part failed or the device computes other tokens than the CPU. Without a CUDA
+device it says so and ends well; `--rehearse` then runs all parts on the CPU with tiny shapes, where only failures mean
+something.
 
 The floor of a decode step is the time to read all weights and the KV of all rows once, at the bandwidth of a large
-copy measured in the same run. The device's idle share is one minus the kernels' time (profiler) over the wall time of
+copy measured in the same run. The device's idle share is one minus the time it works (profiler) over the wall time of
 a step.
 """
 
 import argparse
+import gc
 import json
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +26,9 @@ import torch
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.step_plans import EqualRows
+from benchmarks.step_plans import GREEDY, EqualRows
+from tests.executor.driver import Driver
+from tokenyard.base import SamplingParams
 from tokenyard.executor.load import load_executor, read_folder_config
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
@@ -53,9 +61,6 @@ SHAPES = {
         "rope_theta": 500000.0,
     },
 }
-BATCHES = (1, 16, 64, 256)
-CONTEXT_TOKENS = 1024
-
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 120,
@@ -75,6 +80,47 @@ EXACT_CASES = {
     },
     "qwen3, tied": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, **HEADS},
 }
+EXACT_STEPS = 24
+NUCLEUS = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured, and where."""
+
+    device: torch.device
+    shapes: dict[str, dict]
+    batches: tuple[int, ...]
+    context_tokens: int
+    chunk_tokens: int
+    copy_bytes: int
+    steps: int
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Most tokens that a row of `measure_decode` comes to have."""
+        return self.context_tokens + 4 * self.steps + 8
+
+    @property
+    def on_gpu(self) -> bool:
+        """False in a rehearsal."""
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all its work."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+def full_scale(steps: int) -> Scale:
+    """What a run on a GPU measures."""
+    return Scale(torch.device("cuda:0"), SHAPES, (1, 16, 64, 256), 1024, 4096, 4 << 30, steps)
+
+
+def rehearsal() -> Scale:
+    """The same parts in a few seconds on a CPU."""
+    shapes = {"tiny": {"architectures": ["LlamaForCausalLM"], **SMALL, **HEADS}}
+    return Scale(torch.device("cpu"), shapes, (1, 4), 64, 128, 1 << 24, 3)
 
 
 class RecordedWeights(DummyWeights):
@@ -101,48 +147,53 @@ def write_model(folder: Path, config: dict, *, with_weights: bool) -> Path:
     return folder
 
 
-def greedy_tokens(folder: Path, device: str, page_size: int) -> list[list[int]]:
-    """Prefill five rows one by one and decode all of them 24 steps, greedily, in float32."""
+def greedy_tokens(folder: Path, device: torch.device, page_size: int) -> list[list[int]]:
+    """Answers of five rows in float32, with all that a schedule can do: prompts of unlike length at once, one that
+    comes late in chunks while the others decode, pages out of order, two steps in flight.
+    """
     executor = load_executor(
-        str(folder), device=device, dtype="float32", page_size=page_size, max_total_tokens=2048, max_pool_rows=8
+        str(folder), device=str(device), dtype="float32", page_size=page_size, max_total_tokens=2048, max_pool_rows=8
     )
-    rows = EqualRows(executor.info, 5, 128)
-    prompts = np.random.default_rng(1).integers(0, executor.info.vocab_size, (5, 77))
-    answers = [run(executor, rows.prefill(row, prompt)) for row, prompt in enumerate(prompts)]
-    tokens = [np.concatenate(answers)] + [run(executor, rows.decode()) for _ in range(24)]
+    driver, draw = Driver(executor), np.random.default_rng(1)
+    prompts = [draw.integers(0, executor.info.vocab_size, length).tolist() for length in (3, 150, 45, 46, 77)]
+    *early, late = [driver.start(prompt) for prompt in prompts]
+    flying = deque([driver.launch(*[(row, None) for row in early])])
+    for step in range(EXACT_STEPS):
+        joining = [(late, 30 if step < 2 else None)]
+        flying.append(driver.launch(*joining, *[(row, 1) for row in early]))
+        driver.collect(flying.popleft())
+    driver.collect(flying.popleft())
     executor.close()
-    return np.stack(tokens, axis=1).tolist()
+    return [row.output for row in (*early, late)]
 
 
-def run(executor: ModelExecutor, plan) -> np.ndarray:
-    """One step from launch to tokens."""
-    return executor.collect(executor.launch(plan)).tokens
-
-
-def check_exactness(scratch: Path, device: str) -> dict[str, bool]:
+def check_exactness(scale: Scale, scratch: Path) -> Iterator[dict]:
     """Whether greedy tokens in float32 are those of the CPU, which the tests hold to transformers."""
-    same = {}
     for number, (name, fields) in enumerate(EXACT_CASES.items()):
         folder = write_model(scratch / f"exact{number}", {**SMALL, **fields}, with_weights=True)
         for page_size in (1, 16):
-            same[f"{name}, page {page_size}"] = greedy_tokens(folder, device, page_size) == greedy_tokens(
-                folder, "cpu", page_size
-            )
-    return same
+            here, on_cpu = (greedy_tokens(folder, device, page_size) for device in (scale.device, torch.device("cpu")))
+            yield {"case": name, "page_size": page_size, "tokens_as_on_cpu": here == on_cpu}
 
 
-def copy_bandwidth(device: torch.device, num_bytes: int = 4 << 30) -> float:
+def copy_bandwidth(scale: Scale) -> float:
     """Bytes a second that a large copy reads and writes, best of five."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    source = torch.empty(scale.copy_bytes, dtype=torch.uint8, device=scale.device)
     target = torch.empty_like(source)
     best_s = float("inf")
     for _ in range(5):
-        torch.cuda.synchronize(device)
+        scale.synchronize()
         begin_s = time.perf_counter()
         target.copy_(source)
-        torch.cuda.synchronize(device)
+        scale.synchronize()
         best_s = min(best_s, time.perf_counter() - begin_s)
-    return 2 * num_bytes / best_s
+    return 2 * scale.copy_bytes / best_s
+
+
+def describe(scale: Scale) -> Iterator[dict]:
+    """The device, and how fast it copies."""
+    name = torch.cuda.get_device_name(scale.device) if scale.on_gpu else "a CPU, as a rehearsal"
+    yield {"device": name, "torch": torch.__version__, "copy_gb_s": copy_bandwidth(scale) / 1e9}
 
 
 def weight_bytes_read(config: ModelConfig, bytes_per_value: int) -> int:
@@ -151,6 +202,11 @@ def weight_bytes_read(config: ModelConfig, bytes_per_value: int) -> int:
     attention = hidden * head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
     layer = attention + 3 * hidden * config.intermediate_size
     return (config.num_layers * layer + config.vocab_size * hidden) * bytes_per_value
+
+
+def run(executor: ModelExecutor, plan) -> np.ndarray:
+    """One step from launch to tokens."""
+    return executor.collect(executor.launch(plan)).tokens
 
 
 def wall_per_step(executor: ModelExecutor, rows: EqualRows, steps: int, in_flight: int) -> float:
@@ -166,101 +222,125 @@ def wall_per_step(executor: ModelExecutor, rows: EqualRows, steps: int, in_fligh
     return (time.perf_counter() - begin_s) / steps
 
 
-def kernels_per_step(executor: ModelExecutor, rows: EqualRows, steps: int) -> float:
-    """Seconds per decode step that kernels run on the device."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        wall_per_step(executor, rows, steps, in_flight=2)
-    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6 / steps
+def device_per_step(executor: ModelExecutor, rows: EqualRows, scale: Scale) -> float:
+    """Seconds per decode step that the device works."""
+    activity = ProfilerActivity.CUDA if scale.on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        wall_per_step(executor, rows, 3, in_flight=2)
+    total_us = sum(event.self_device_time_total for event in profiler.key_averages())
+    if scale.on_gpu and not total_us:
+        raise RuntimeError("the profiler saw no kernel")
+    return total_us / 1e6 / 3
 
 
-def measure_decode(executor: ModelExecutor, batch: int, floor_s: float, steps: int) -> dict[str, float]:
-    """Time decode steps of `batch` rows at CONTEXT_TOKENS of context."""
-    rows = EqualRows(executor.info, batch, CONTEXT_TOKENS + 4 * steps + 8)
-    run(executor, rows.pretend(CONTEXT_TOKENS))
+def decoding_rows(executor: ModelExecutor, batch: int, scale: Scale, sampling: SamplingParams = GREEDY) -> EqualRows:
+    """Rows with `context_tokens` of context, after a few steps to warm up."""
+    rows = EqualRows(executor.info, batch, scale.tokens_per_row, sampling)
+    run(executor, rows.pretend(scale.context_tokens))
     wall_per_step(executor, rows, 5, in_flight=1)
-    alone_s = wall_per_step(executor, rows, steps, in_flight=1)
-    overlapped_s = wall_per_step(executor, rows, steps, in_flight=2)
-    kernels_s = kernels_per_step(executor, rows, 5)
-    return {
-        "step_ms": alone_s * 1e3,
-        "step_overlapped_ms": overlapped_s * 1e3,
-        "kernels_ms": kernels_s * 1e3,
-        "floor_ms": floor_s * 1e3,
-        "floor_share": floor_s / overlapped_s,
-        "idle_share": max(0.0, 1.0 - kernels_s / alone_s),
-        "idle_share_overlapped": max(0.0, 1.0 - kernels_s / overlapped_s),
-        "tokens_per_s": batch / overlapped_s,
-    }
+    return rows
 
 
-def measure_shape(folder: Path, device: str, bandwidth: float, steps: int) -> dict[str, dict[str, float]]:
-    """Decode figures of one model shape in bfloat16, by batch; batches whose KV does not fit are left out."""
-    per_row = CONTEXT_TOKENS + 4 * steps + 8
-    config = read_folder_config(folder)
-    weights = weight_bytes_read(config, 2)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    room_tokens = int((free_bytes * 0.8 - weights) // (2 * config.kv_values_per_token))
-    batches = [batch for batch in BATCHES if batch * per_row <= room_tokens]
-    if not batches:
-        return {}
-    executor = load_executor(
+def load_shape(folder: Path, scale: Scale, max_total_tokens: int | None) -> ModelExecutor:
+    """Load random weights in bfloat16; the pool is of the default size without `max_total_tokens`."""
+    return load_executor(
         str(folder),
-        device=device,
+        device=str(scale.device),
         dtype="bfloat16",
         load_format="dummy",
-        max_total_tokens=max(batches) * per_row,
-        max_pool_rows=max(batches),
+        max_total_tokens=max_total_tokens,
+        max_pool_rows=max(scale.batches),
     )
-    found = {}
-    for batch in batches:
-        kv_bytes = batch * CONTEXT_TOKENS * executor.info.kv_bytes_per_token
-        found[str(batch)] = measure_decode(executor, batch, (weights + kv_bytes) / bandwidth, steps)
-    executor.close()
-    return found
 
 
-def report(results: dict) -> None:
-    """Print the results as text."""
-    print(f"{results['device']}, torch {results['torch']}, copy {results['bandwidth_gb_s']:.0f} GB/s")
-    for name, same in results["exact"].items():
-        print(f"float32 greedy as on the CPU: {name}: {'yes' if same else 'NO'}")
-    for shape, batches in results["decode"].items():
-        for batch, row in batches.items():
-            print(
-                f"{shape} batch {batch}: {row['step_ms']:.2f} ms, overlapped {row['step_overlapped_ms']:.2f} ms"
-                f" ({row['floor_share']:.0%} of the bandwidth floor), kernels {row['kernels_ms']:.2f} ms,"
-                f" idle {row['idle_share']:.0%}, overlapped {row['idle_share_overlapped']:.0%}"
-            )
+def measure_shape(folder: Path, scale: Scale) -> Iterator[dict]:
+    """Decode figures of one model shape in bfloat16, by batch; what needs the profiler comes last."""
+    bandwidth = copy_bandwidth(scale)
+    weights = weight_bytes_read(read_folder_config(folder), 2)
+    executor = load_shape(folder, scale, max(scale.batches) * scale.tokens_per_row)
+    walls = {}
+    for batch in scale.batches:
+        rows = decoding_rows(executor, batch, scale)
+        alone_s, overlapped_s = walls[batch] = [wall_per_step(executor, rows, scale.steps, depth) for depth in (1, 2)]
+        floor_s = (weights + batch * scale.context_tokens * executor.info.kv_bytes_per_token) / bandwidth
+        yield {
+            "batch": batch,
+            "step_ms": alone_s * 1e3,
+            "step_overlapped_ms": overlapped_s * 1e3,
+            "floor_ms": floor_s * 1e3,
+            "floor_share": floor_s / overlapped_s,
+            "tokens_per_s": batch / overlapped_s,
+        }
+    for batch, (alone_s, overlapped_s) in walls.items():
+        device_s = device_per_step(executor, decoding_rows(executor, batch, scale), scale)
+        yield {
+            "batch": batch,
+            "device_ms": device_s * 1e3,
+            "idle_share": 1.0 - device_s / alone_s,
+            "idle_share_overlapped": 1.0 - device_s / overlapped_s,
+        }
+
+
+def largest_steps(folder: Path, scale: Scale) -> Iterator[dict]:
+    """Does a pool of the default size leave enough memory? Two chunks of a prompt, then full batches that sample."""
+    if scale.on_gpu:
+        torch.cuda.reset_peak_memory_stats(scale.device)
+    executor = load_shape(folder, scale, None)
+    driver = Driver(executor)
+    prompt = np.random.default_rng(2).integers(0, executor.info.vocab_size, 2 * scale.chunk_tokens - 1).tolist()
+    row = driver.start(prompt)
+    seconds = [driver.step((row, count)).seconds for count in (scale.chunk_tokens, None)]
+    yield {"pool_tokens": executor.info.num_pages, "chunk_tokens": scale.chunk_tokens, "chunks_s": seconds}
+    for sampling in (GREEDY, NUCLEUS):
+        rows = decoding_rows(executor, max(scale.batches), scale, sampling)
+        step_s = wall_per_step(executor, rows, scale.steps, in_flight=2)
+        yield {"batch": max(scale.batches), "top_p": sampling.top_p, "step_overlapped_ms": step_s * 1e3}
+    if scale.on_gpu:
+        free_bytes, all_bytes = torch.cuda.mem_get_info(scale.device)
+        peak_bytes = torch.cuda.max_memory_allocated(scale.device)
+        yield {"gib": {"peak": peak_bytes / 2**30, "free": free_bytes / 2**30, "all": all_bytes / 2**30}}
+
+
+def tell(part: str, lines: Iterator[dict]) -> bool:
+    """Print the lines of a part as they come; returns whether all went well."""
+    good = True
+    try:
+        for line in lines:
+            print(json.dumps({"part": part, **line}), flush=True)
+            good = good and line.get("tokens_as_on_cpu", True)
+    except Exception as error:  # whatever it is, the other parts are worth having
+        print(json.dumps({"part": part, "error": f"{type(error).__name__}: {error}"}), flush=True)
+        good = False
+    # A failure may have left a model behind, and the next part needs the memory.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return good
+
+
+def measure(scale: Scale) -> bool:
+    """Run all parts; returns whether all went well."""
+    good = [tell("device", describe(scale))]
+    with tempfile.TemporaryDirectory() as scratch:
+        good.append(tell("float32 greedy", check_exactness(scale, Path(scratch))))
+        for number, (shape, config) in enumerate(scale.shapes.items()):
+            folder = write_model(Path(scratch) / f"shape{number}", config, with_weights=False)
+            good.append(tell(f"decode, {shape}", measure_shape(folder, scale)))
+            good.append(tell(f"largest steps, {shape}", largest_steps(folder, scale)))
+    return all(good)
 
 
 def main() -> int:
-    """Run everything; returns 1 if the device computes other tokens than the CPU."""
+    """Run all parts on the GPU, or what there is."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file too")
     parser.add_argument("--steps", type=int, default=30, help="decode steps per figure")
+    parser.add_argument("--rehearse", action="store_true", help="run all parts on the CPU with tiny shapes")
     options = parser.parse_args()
+    if options.rehearse:
+        return 0 if measure(rehearsal()) else 1
     if not torch.cuda.is_available():
         print("no CUDA device here, nothing to measure")
         return 0
-    device = "cuda:0"
-    bandwidth = copy_bandwidth(torch.device(device))
-    torch.cuda.empty_cache()
-    results: dict = {
-        "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "bandwidth_gb_s": bandwidth / 1e9,
-        "context_tokens": CONTEXT_TOKENS,
-        "decode": {},
-    }
-    with tempfile.TemporaryDirectory() as scratch:
-        results["exact"] = check_exactness(Path(scratch), device)
-        for number, (shape, config) in enumerate(SHAPES.items()):
-            folder = write_model(Path(scratch) / f"shape{number}", config, with_weights=False)
-            results["decode"][shape] = measure_shape(folder, device, bandwidth, options.steps)
-    report(results)
-    if options.output:
-        options.output.write_text(json.dumps(results, indent=2))
-    return 0 if all(results["exact"].values()) else 1
+    return 0 if measure(full_scale(options.steps)) else 1
 
 
 if __name__ == "__main__":

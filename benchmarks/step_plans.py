@@ -4,6 +4,8 @@ import numpy as np
 
 from tokenyard.base import LAST_SAMPLED, ExecutorInfo, RowStart, SamplingParams, StepPlan
 
+GREEDY = SamplingParams(temperature=0.0)
+
 
 class EqualRows:
     """Makes plans for `rows` requests that all have the same number of tokens.
@@ -11,14 +13,14 @@ class EqualRows:
     Pages are dealt out in a shuffled order, because after some hours of serving that is what they are like.
     """
 
-    def __init__(self, info: ExecutorInfo, rows: int, max_tokens: int) -> None:
+    def __init__(self, info: ExecutorInfo, rows: int, max_tokens: int, sampling: SamplingParams = GREEDY) -> None:
         pages_per_row = -(-max_tokens // info.page_size)
         if rows * pages_per_row > info.num_pages or rows > info.max_pool_rows:
             raise ValueError(f"{rows} rows of {max_tokens} tokens do not fit {info.num_pages} pages")
         self._pages = np.random.default_rng(0).permutation(info.num_pages)[: rows * pages_per_row] + 1
         self._rows = np.arange(rows, dtype=np.int32)
         self._pages_per_row = pages_per_row
-        self._vocab_size = info.vocab_size
+        self._sampling = sampling
         self._step = 0
         self._length = 0
 
@@ -52,7 +54,7 @@ class EqualRows:
         return plan
 
     def _start(self, row: int, known: np.ndarray) -> RowStart:
-        return RowStart(row, SamplingParams(temperature=0.0), known.astype(np.int32), len(known))
+        return RowStart(row, self._sampling, known.astype(np.int32), len(known))
 
     def _plan(self, rows: np.ndarray, start: int, tokens: np.ndarray, decode_rows: int) -> StepPlan:
         self._step += 1
