@@ -20,20 +20,8 @@ from pathlib import Path
 import numpy as np
 from mock_server import AnyServer, snapshot
 from serving_mock import open_completion
+from smollm2 import SHAPE
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
 PROMPT_TOKENS, PREFILLS_AT_ONCE = 4000, 2
 RUNNING = 1000
 DEVICE_TRACK = 2

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.vs_transformers import SHAPE
+from benchmarks.smollm2 import SHAPE
 from tokenyard import LLM, SamplingParams
 from tokenyard.executor.load import DTYPES
 

@@ -15,20 +15,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.smollm2 import SHAPE
 from benchmarks.step_plans import EqualRows
 from tokenyard.executor.load import DTYPES, load_executor
 from tokenyard.executor.runner import ModelExecutor
-
-SHAPE = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
 
 
 def run_ours(executor: ModelExecutor, prompts: np.ndarray, new_tokens: int) -> tuple[float, float]:
