@@ -9,7 +9,7 @@ from tokenyard.base import ConfigError
 from tokenyard.sim.charts import Chart, picture
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.presets import preset, preset_names
-from tokenyard.sim.report import service_gap_over_time, write_curves, write_report
+from tokenyard.sim.report import _beyond, service_gap_over_time, write_curves, write_report
 from tokenyard.sim.synthetic import synthetic
 from tokenyard.sim.timeline import MOST_SAMPLES, PerfettoTrace, Timeline
 
@@ -44,6 +44,32 @@ def test_a_picture_is_an_svg_file_with_the_charts_side_by_side():
 
 def test_an_empty_chart_says_so():
     assert "nothing to show" in Chart("t", "x", "y").svg()
+
+
+def test_a_narrow_log_axis_still_has_numbers():
+    chart = Chart("t", "x", "y", x_log=True)
+    chart.line([0.0066, 0.0067], [0, 100])
+    assert len([text for text in marks(chart, "text") if text.get("text-anchor") == "middle"]) >= 4
+
+
+def test_a_wide_log_axis_keeps_its_numbers_apart():
+    chart = Chart("t", "x", "y", x_log=True)
+    chart.line([1e-18, 1.0], [0, 100])
+    numbers = [text for text in marks(chart, "text") if text.get("class") == "tick" and text.get("y") == "310"]
+    assert 3 <= len(numbers) <= 9
+
+
+def test_long_labels_have_room_in_the_legend():
+    chart = Chart("t", "x", "y")
+    for label in ("short", "another", "a label that is as long as half of the whole picture"):
+        chart.line([1, 2], [1, 2], label)
+    lines = {text.text: int(text.get("y")) for text in marks(chart, "text") if text.get("x") == "81"}
+    assert len(set(lines.values())) == 3
+
+
+def test_rounding_errors_are_no_waits():
+    above = dict(zip(*_beyond(np.array([1e-18, 2e-9, 0.5, np.nan])), strict=True))
+    assert above == {0.0: 50.0, 0.5: 25.0}
 
 
 def test_bars_stand_side_by_side_on_zero():
@@ -109,6 +135,7 @@ def test_perfetto_slices_follow_each_other(tmp_path):
     trace.write(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"scheduler", "steps on the device"}
     assert len(slices) == outcome.counters["steps"]
     ends = [event["ts"] + event["dur"] for event in slices]
     assert all(begin["ts"] >= end - 1e-6 for begin, end in zip(slices[1:], ends, strict=False))

@@ -13,14 +13,13 @@ WIDTH, HEIGHT = 620, 340
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 46
 MOST_STEPS = 6
 LEGEND_ROW = 16
-LEGEND_PER_ROW = 3
+LEGEND_CHAR, LEGEND_KEY = 6.2, 24
+MOST_DECADES = 8
 STYLE = """
 svg text { font: 12px system-ui, sans-serif } svg .title { font-size: 14px; font-weight: 600 }
 svg .tick { font-size: 11px; fill: #4b5563 } svg .grid { stroke: #e5e7eb } svg .axis { stroke: #111827 }
 """
 """What the charts' classes look like; the page around them includes it."""
-
-_EMPTY = f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">nothing to show: no request has one</text>'
 
 
 @dataclass
@@ -34,7 +33,10 @@ class _Series:
 
 @dataclass
 class Chart:
-    """One chart: add series, then take `svg()`. On a log axis values that are not above 0 are left out."""
+    """One chart: add series, then take `svg()`. On a log axis values that are not above 0 are left out.
+
+    `empty` is what it says where nothing is left.
+    """
 
     title: str
     x_label: str
@@ -42,6 +44,7 @@ class Chart:
     x_log: bool = False
     y_log: bool = False
     y_from_zero: bool = False
+    empty: str = "nothing to show"
     series: list[_Series] = field(default_factory=list)
     categories: tuple[str, ...] = ()
 
@@ -76,19 +79,23 @@ class Chart:
     def svg(self) -> str:
         """The chart as an `<svg>` element."""
         legend = [series for series in self.series if series.label]
-        top = TOP + LEGEND_ROW * (-(-len(legend) // LEGEND_PER_ROW))
+        per_row = _legend_per_row(legend)
+        top = TOP + LEGEND_ROW * (-(-len(legend) // per_row))
         x_axis = self._x_axis()
         y_axis = _Axis.over([series.y for series in self.series], self.y_log, HEIGHT - BOTTOM, top, self._zero_based())
         shown = any(len(series.x) for series in self.series)
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">',
             f'<text class="title" x="{LEFT}" y="18">{escape(self.title)}</text>',
-            *_legend(legend),
-            *(self._grid(x_axis, y_axis, top) if shown else [_EMPTY]),
+            *_legend(legend, per_row),
+            *(self._grid(x_axis, y_axis, top) if shown else [self._nothing()]),
             *(mark for index, series in enumerate(self.series) for mark in self._marks(series, index, x_axis, y_axis)),
             "</svg>",
         ]
         return "\n".join(parts)
+
+    def _nothing(self) -> str:
+        return f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">{escape(self.empty)}</text>'
 
     def _zero_based(self) -> bool:
         return self.y_from_zero or any(series.kind in ("area", "bars") for series in self.series)
@@ -208,7 +215,11 @@ class _Axis:
             exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             wide = self.high / self.low > 1e3
             steps = (1.0,) if wide else (1.0, 2.0, 5.0)
-            return [m * 10.0**e for e in exponents for m in steps if self.low <= m * 10.0**e <= self.high]
+            apart = -(-len(exponents) // MOST_DECADES)
+            powers = [10.0**e for e in exponents if e % apart == 0]
+            ticks = [m * power for power in powers for m in steps if self.low <= m * power <= self.high]
+            if len(ticks) > 1:
+                return ticks
         rough = (self.high - self.low) / MOST_STEPS
         size = 10.0 ** math.floor(math.log10(rough))
         step = next(size * m for m in (1, 2, 5, 10) if size * m >= rough)
@@ -216,11 +227,17 @@ class _Axis:
         return [step * i for i in range(first, math.floor(self.high / step) + 1)]
 
 
-def _legend(series: Sequence[_Series]) -> list[str]:
+def _legend_per_row(series: Sequence[_Series]) -> int:
+    """How many keys stand beside each other, so that the longest label has room."""
+    longest = max((len(one.label) for one in series), default=0)
+    return max(1, min(3, int((WIDTH - LEFT - RIGHT) / (LEGEND_KEY + LEGEND_CHAR * longest))))
+
+
+def _legend(series: Sequence[_Series], per_row: int) -> list[str]:
     parts = []
     for place, one in enumerate(series):
-        x = LEFT + (place % LEGEND_PER_ROW) * (WIDTH - LEFT - RIGHT) / LEGEND_PER_ROW
-        y = TOP + LEGEND_ROW * (place // LEGEND_PER_ROW)
+        x = LEFT + (place % per_row) * (WIDTH - LEFT - RIGHT) / per_row
+        y = TOP + LEGEND_ROW * (place // per_row)
         if one.kind == "dashed":
             ends = f'x1="{x:.0f}" x2="{x + 13:.0f}" y1="{y - 4}" y2="{y - 4}"'
             parts.append(f'<line {ends} stroke="{one.colour}" stroke-width="1.6" stroke-dasharray="5 3"/>')

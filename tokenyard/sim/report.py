@@ -17,14 +17,16 @@ CDF_POINTS = 300
 SCATTER_POINTS = 1500
 GAP_POINTS = 300
 LENGTH_SLICES = 20
+SHORTEST_S = 1e-6
+"""Waits below are rounding errors, for which an axis should not make room."""
 MOST_TENANTS = 64
 VTC_PREFILL_WEIGHT, VTC_DECODE_WEIGHT = 1.0, 2.0
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #111827; max-width: 1320px; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em } p { max-width: 60em }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-td, th { padding: .25em .7em; text-align: right } td { white-space: nowrap }
+.table { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
+td, th { padding: .25em .5em; text-align: right } td { white-space: nowrap }
 th { vertical-align: bottom; border-bottom: 2px solid #111827 }
 td { border-bottom: 1px solid #e5e7eb } td:first-child { text-align: left }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(540px, 1fr)); gap: 1em }
@@ -59,7 +61,9 @@ def write_report(
     if gaps:
         sections.append(_section("Fairness between tenants", gaps))
     for name, timeline in (timelines or {}).items():
-        sections.append(_section(f"Over time: {name}", timeline_charts(timeline)))
+        replicas = outcomes[name].setup.replicas
+        which = f" (the first of {replicas} replicas)" if replicas > 1 else ""
+        sections.append(_section(f"Over time: {name}{which}", timeline_charts(timeline)))
     first = next(iter(outcomes.values()))
     heading = title or f"{first.workload.name} on {first.setup.profile.name}"
     page = _page(heading, _facts(first) + _table({name: summary(one) for name, one in outcomes.items()}), sections)
@@ -90,7 +94,7 @@ def write_curves(
         f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{scale:.2f}</td>" for _, scale in sorted(one.items())) + "</tr>"
         for name, one in found.items()
     )
-    lead = f"<table><tr><th></th>{head}</tr>{rows}</table>"
+    lead = f'<div class="table"><table><tr><th></th>{head}</tr>{rows}</table></div>'
     path.write_text(_page(title, lead, [_section("Against load", [chart])]), encoding="utf-8")
 
 
@@ -99,6 +103,7 @@ def _quality_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
     payers = Chart("Who pays: TTFT by prompt length", "prompt tokens", "TTFT (s)", x_log=True, y_log=True)
     waits = Chart("Wait: TTFT beyond the unloaded prefill", "wait (s)", "requests waiting longer (%)", True, True)
     late = Chart("Late: first token or end beyond its target", "late (s)", "requests later than this (%)", True, True)
+    late.empty = "nobody was late"
     for name, outcome in outcomes.items():
         classes = length_classes(outcome)
         shares = [100.0 * float(outcome.met[mask].mean()) if mask.any() else 0.0 for mask in classes.values()]
@@ -185,10 +190,10 @@ def timeline_charts(timeline: Timeline) -> list[Chart]:
     samples = timeline.samples
     at = [sample.at_s for sample in samples]
     queue = Chart("Queue and running requests", "time (s)", "requests")
-    queue.area(at, [sample.waiting for sample in samples], "waiting")
-    queue.line(at, [sample.running for sample in samples], "running")
+    queue.area(*_held(at, [sample.waiting for sample in samples]), "waiting")
+    queue.line(*_held(at, [sample.running for sample in samples]), "running")
     kv = Chart("KV pool", "time (s)", "tokens held by requests")
-    kv.area(at, [sample.kv_tokens for sample in samples], "held")
+    kv.area(*_held(at, [sample.kv_tokens for sample in samples]), "held")
     if samples:
         kv.line([at[0], at[-1]], [timeline.total_kv_tokens] * 2, "pool", dashed=True)
     batch = Chart("Batch: what a step computes", "time (s)", "tokens in the step", y_from_zero=True)
@@ -197,6 +202,11 @@ def timeline_charts(timeline: Timeline) -> list[Chart]:
     step = Chart("Step time", "time (s)", "milliseconds", y_from_zero=True)
     step.dots(at, [1000.0 * sample.step_s for sample in samples], "step")
     return [queue, kv, batch, step]
+
+
+def _held(at: Sequence[float], values: Sequence[int]) -> tuple[Float64Array, Float64Array]:
+    """Points of a line on which each value stays until the next one."""
+    return np.repeat(np.array(at, np.float64), 2)[1:], np.repeat(np.array(values, np.float64), 2)[:-1]
 
 
 def _cdf(values: Float64Array) -> tuple[Float64Array, Float64Array]:
@@ -212,6 +222,7 @@ def _beyond(values: Float64Array) -> tuple[Float64Array, Float64Array]:
     known = np.sort(values[~np.isnan(values)])
     if not len(known):
         return known, known
+    known[known < SHORTEST_S] = 0.0
     above = 100.0 * (len(values) - np.arange(1, len(known) + 1)) / len(values)
     shown = np.unique(np.concatenate((_some(len(known), CDF_POINTS), np.arange(max(len(known) - 200, 0), len(known)))))
     return known[shown], above[shown]
@@ -239,7 +250,7 @@ def _table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
         f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell(one)}</td>" for _, cell in _COLUMNS) + "</tr>"
         for name, one in summaries.items()
     )
-    return f"<table><tr><th></th>{head}</tr>{rows}</table>"
+    return f'<div class="table"><table><tr><th></th>{head}</tr>{rows}</table></div>'
 
 
 def _percent(value: float | None) -> str:

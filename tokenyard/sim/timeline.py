@@ -83,8 +83,10 @@ class PerfettoTrace:
 
     def write(self, path: Path) -> None:
         """Write the JSON that ui.perfetto.dev opens; steps left out for size are counted in its metadata."""
+        names = (("process_name", "scheduler"), ("thread_name", "steps on the device"))
+        named = [{"name": key, "ph": "M", "pid": 1, "tid": 1, "args": {"name": name}} for key, name in names]
         document = {
-            "traceEvents": self._events,
+            "traceEvents": named + self._events,
             "displayTimeUnit": "ms",
             "metadata": {"steps_left_out": self._left_out},
         }
