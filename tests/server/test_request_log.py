@@ -2,9 +2,11 @@
 
 import json
 import logging
+import time
 
 from tests.server.fake import FakeManager
 from tokenyard.engine.child import JsonFormatter
+from tokenyard.sim.traces import read_trace
 
 
 def lines(caplog):
@@ -25,6 +27,23 @@ def test_ids_and_lengths_but_no_text(start, caplog):
     assert "prompt_tokens=2 output_tokens=2 cached_tokens=2" in message
     assert "dog" not in message
     assert "world" not in message
+
+
+def test_the_json_lines_are_a_trace(start, caplog, tmp_path):
+    caplog.set_level("INFO", logger="tokenyard.requests")
+    server, began = start(log_requests=True), time.time()
+    ask(server, priority=3, deadline_ms=5000)
+    ask(server, text="hello hello dog", n=2)
+    log = tmp_path / "server.log"
+    other = '{"logger": "tokenyard.engine", "message": "x"}\n'
+    records = [JsonFormatter().format(record) + "\n" for record in lines(caplog)]
+    log.write_text("a box\n" + other + "".join(reversed(records)))
+    workload = read_trace(log, "tokenyard-log")
+    assert workload.prompt_tokens.tolist() == [2, 3, 3]
+    assert workload.output_tokens.tolist() == [2, 2, 2]
+    assert workload.priority.tolist()[0] == 3
+    assert workload.deadline_s.tolist()[0] == 5.0
+    assert began - 0.1 < json.loads(records[0])["arrival_s"] < time.time() + 0.1
 
 
 def test_the_text_if_asked_for_on_one_line(start, caplog):

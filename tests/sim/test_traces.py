@@ -266,6 +266,12 @@ def test_missing_files_are_refused_by_every_reader(tmp_path, trace_format):
         read_trace(tmp_path / "absent.jsonl", trace_format, ReadOptions(tokenize=words))
 
 
+def test_a_log_without_requests_is_refused(tmp_path):
+    path = write_lines(tmp_path / "server.log", {"logger": "tokenyard.engine", "message": "x"})
+    with pytest.raises(ConfigError, match="holds no line of"):
+        read_trace(path, "tokenyard-log")
+
+
 def test_text_traces_ask_for_a_tokenizer(tmp_path):
     path = write_lines(tmp_path / "t.jsonl", {"timestamp": 1, "prompt": "x", "output_tokens": 1})
     with pytest.raises(ConfigError, match="--tokenizer"):

@@ -1,6 +1,10 @@
-"""One log line for every finished answer: ids and lengths, and the text itself only if that is asked for."""
+"""One log line for every finished answer: ids and lengths, and the text itself only if that is asked for.
+
+As JSON these lines are a trace for the simulator (`--trace-format tokenyard-log`).
+"""
 
 import logging
+import time
 from typing import Any
 
 from tokenyard.base import Finish
@@ -9,6 +13,8 @@ from tokenyard.engine.spec import GenerateSpec, OutputDelta
 log = logging.getLogger("tokenyard.requests")
 
 NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+MS_PER_S = 1000
 MOST_CHARS = 2000
 """More of a prompt or answer is cut off."""
 
@@ -41,11 +47,15 @@ class RequestLog:
             "cached_tokens": finish.cached_tokens,
             "queue_ms": round(finish.course.queue_ns / NS_PER_MS, 1),
             "e2e_ms": round((finish.finished_ns - finish.arrival_ns) / NS_PER_MS, 1),
+            "arrival_s": round(time.time() - (time.monotonic_ns() - finish.arrival_ns) / NS_PER_S, 6),
+            "class": self._spec.service_class,
+            "priority": self._spec.priority,
+            "deadline_s": None if self._spec.deadline_ms is None else self._spec.deadline_ms / MS_PER_S,
         }
         if self._content:
             prompt = self._spec.text if self._spec.text is not None else f"{finish.prompt_tokens} token ids"
             fields |= {"prompt": prompt[:MOST_CHARS], "output": self._texts.get(index, "")[:MOST_CHARS]}
-        words = " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value != "")
+        words = " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value not in ("", None))
         log.info("Finish: %s", words, extra={"fields": fields})
 
 

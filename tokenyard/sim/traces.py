@@ -4,6 +4,7 @@ mooncake      JSON lines: timestamp (ms), input_length, output_length, hash_ids 
 azure         CSV: TIMESTAMP, ContextTokens, GeneratedTokens
 vidur         CSV: num_prefill_tokens, num_decode_tokens; without arrived_at arrivals are drawn, one a second on average
 tokenyard     JSON lines, our own form (see `read_tokenyard`)
+tokenyard-log what `serve --log-requests --log-format json` writes
 openai-jsonl  JSON lines: request bodies of chat completions with a time stamp (see `read_openai`)
 servegen      folder or tar of client models; requests are drawn from them
 vllm-measured JSON lines: input_toks, output_toks, arrival_time_ns, input_tok_ids
@@ -28,6 +29,7 @@ from tokenyard.sim.workload import MAX_TOKENS, Workload, WorkloadBuilder
 Tokenize = Callable[[str], Int32Array]
 
 HASH_BLOCK_TOKENS = 512
+REQUEST_LOGGER = "tokenyard.requests"
 LAST_UNIX_SECOND = 1e11
 """Larger stamps count something smaller than seconds."""
 
@@ -181,23 +183,42 @@ def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
     """
     builder = WorkloadBuilder(path.name)
     for where, record in islice(read_json_lines(path), options.limit):
-        given = {key for key, value in record.items() if value is not None}
-        if {"token_ids", "hash_ids"} <= given:
-            raise ConfigError(f"{where}: give token_ids or hash_ids, not both")
-        ids = _token_ids(record, "token_ids", "prompt_tokens", where) if "token_ids" in given else None
-        tokens = len(ids) if ids is not None else whole(record, "prompt_tokens", where)
-        builder.add(
-            where,
-            number(record, "arrival_s", where),
-            tokens,
-            whole(record, "output_tokens", where),
-            ids=ids,
-            segments=_chain(record, where, tokens, _block_tokens(record, where)) if "hash_ids" in given else None,
-            tenant=_name(record, "tenant", where),
-            service_class=_name(record, "class", where),
-            priority=whole(record, "priority", where) if "priority" in given else None,
-            **{name: number(record, name, where) for name in _OWN_TARGETS if name in given},
-        )
+        _add_own(builder, where, record)
+    return builder.build()
+
+
+def _add_own(builder: WorkloadBuilder, where: str, record: dict[str, Any]) -> None:
+    given = {key for key, value in record.items() if value is not None}
+    if {"token_ids", "hash_ids"} <= given:
+        raise ConfigError(f"{where}: give token_ids or hash_ids, not both")
+    ids = _token_ids(record, "token_ids", "prompt_tokens", where) if "token_ids" in given else None
+    tokens = len(ids) if ids is not None else whole(record, "prompt_tokens", where)
+    builder.add(
+        where,
+        number(record, "arrival_s", where),
+        tokens,
+        whole(record, "output_tokens", where),
+        ids=ids,
+        segments=_chain(record, where, tokens, _block_tokens(record, where)) if "hash_ids" in given else None,
+        tenant=_name(record, "tenant", where),
+        service_class=_name(record, "class", where),
+        priority=whole(record, "priority", where) if "priority" in given else None,
+        **{name: number(record, name, where) for name in _OWN_TARGETS if name in given},
+    )
+
+
+def read_log(path: Path, options: ReadOptions) -> Workload:
+    """The log of `serve --log-requests --log-format json`: a request per line of the logger `REQUEST_LOGGER`.
+
+    Lines come as answers end and are sorted by arrival; lines of other loggers, or that are no JSON, are passed over.
+    """
+    builder = WorkloadBuilder(path.name, sort=True)
+    for where, line in read_lines(path):
+        record = json_object(line, where) if line.startswith("{") else {}
+        if record.get("logger") == REQUEST_LOGGER:
+            _add_own(builder, where, record)
+    if not len(builder):
+        raise ConfigError(f"{path.name} holds no line of `tokenyard serve --log-requests --log-format json`")
     return builder.build()
 
 
@@ -339,6 +360,7 @@ TRACE_FORMATS: dict[str, Callable[[Path, ReadOptions], Workload]] = {
     "azure": read_azure,
     "vidur": read_vidur,
     "tokenyard": read_tokenyard,
+    "tokenyard-log": read_log,
     "openai-jsonl": read_openai,
     "servegen": _servegen,
     "vllm-measured": read_vllm_measured,
