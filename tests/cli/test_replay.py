@@ -90,6 +90,20 @@ def test_wrong_arguments_are_one_clear_line(tape, capsys, argv, complaint):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--json", "n.json"], "give scheduler flags or --profile"),
+        (["--to-trace", "absent/t.jsonl"], "lies in a folder that does not exist"),
+        (["--profile", "cpu/demo", "--json", "."], "is a folder"),
+    ],
+)
+def test_outputs_that_cannot_be_are_refused_before_the_work(tape, capsys, argv, complaint):
+    status, out, err = run(capsys, tape, *argv)
+    assert (status, out) == (2, "")
+    assert complaint in err
+
+
 def test_a_missing_or_foreign_file_is_one_clear_line(tmp_path, capsys):
     (tmp_path / "x").write_text("hello")
     for path, complaint in ((tmp_path / "nothing", "cannot read"), (tmp_path / "x", "is no tape")):

@@ -13,9 +13,12 @@ from tokenyard.cli.flags import Parser
 from tokenyard.cli.goodput import add_goodput_arguments, run_goodput
 from tokenyard.cli.main import main
 from tokenyard.cli.simulate import add_simulate_arguments, run_simulate
-from tokenyard.cli.simulation import load_tokenizer, load_workload, make_setup
+from tokenyard.cli.simulation import load_tokenizer, load_workload, make_setup, print_outcomes
 from tokenyard.config import DEMO_MODEL
 from tokenyard.cost import get_profile, save_profile
+from tokenyard.sim.engine import simulate
+from tokenyard.sim.metrics import summary
+from tokenyard.sim.synthetic import synthetic
 
 SMALL = ["--synthetic", "plain", "--limit", "60", "--request-rate", "20"]
 
@@ -50,6 +53,22 @@ def test_adaptive_tells_its_changes_and_refuses_wrong_candidates(tmp_path):
     assert [change["candidate"] for change in changes] == ["slo"]
     with pytest.raises(ConfigError, match="did you mean slo"):
         run_simulate(simulate_args(*rush, *words, "among=slow"))
+
+
+def test_a_narrow_terminal_gets_several_tables_and_every_figure(monkeypatch, capsys):
+    outcome = simulate(
+        synthetic("plain", 40, 20.0), make_setup(simulate_args(*SMALL), synthetic("plain", 40, 20.0), None)
+    )
+    numbers = {f"setting-{place}": summary(outcome) for place in range(5)}
+    pages = {}
+    for columns in (40, 80, 300):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        print_outcomes(numbers)
+        pages[columns] = capsys.readouterr().out
+    assert [page.count("decision hash") for page in pages.values()] == [5, 2, 1]
+    for page in pages.values():
+        assert all(name in page for name in numbers)
+        assert page.count(summary(outcome)["decision_hash"][:12]) == 5
 
 
 def test_quiet_says_nothing(capsys):

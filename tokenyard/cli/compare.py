@@ -8,8 +8,6 @@ from ctypes import c_int64
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tokenyard.cli.simulation import (
     ORACLE,
     add_oracle_argument,
@@ -18,7 +16,7 @@ from tokenyard.cli.simulation import (
     check_named,
     load_workload,
     named_setup,
-    outcome_table,
+    print_outcomes,
     progress_bar,
     write_numbers,
 )
@@ -61,7 +59,7 @@ def run_compare(args: argparse.Namespace) -> int:
         outcomes = {name: outcome for name, (outcome, _) in results.items()}
         write_report(args.report, outcomes, {name: timeline for name, (_, timeline) in results.items()})
     if not args.quiet:
-        Console().print(outcome_table(numbers))
+        print_outcomes(numbers)
     return 0
 
 

@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tokenyard.base import ConfigError
 from tokenyard.cli.flags import Flag, all_flags
-from tokenyard.cli.simulation import outcome_table, scheduler_flags, write_numbers
+from tokenyard.cli.simulation import check_output, print_outcomes, scheduler_flags, write_numbers
 from tokenyard.cost import find_profile
 from tokenyard.scheduler.replay import Replay, ReplayReport
 from tokenyard.scheduler.tape import Origin, Tape
@@ -36,6 +34,10 @@ def replay(namespace: argparse.Namespace) -> int:
     tape's.
     """
     what_if = read_what_if(namespace)
+    if namespace.json and what_if is None:
+        raise ConfigError("--json takes the numbers of what is tried; give scheduler flags or --profile as well")
+    for flag, out in (("--json", namespace.json), ("--to-trace", namespace.to_trace)):
+        check_output(Path(out) if out else None, flag)
     path = Path(namespace.file)
     tape = Tape(read_bytes(path), path.name)
     history = History(tape.header.origin)
@@ -119,5 +121,5 @@ def compare(history: History, lived: Outcome, was: Setup, what_if: WhatIf, json_
     }
     for note in history.notes():
         print(f"note: {note}")
-    Console().print(outcome_table(results))
+    print_outcomes(results)
     write_numbers(None if json_path is None else Path(json_path), results)

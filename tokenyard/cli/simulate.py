@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from rich.console import Console
 from rich.progress import Progress
 
 from tokenyard.base import ConfigError, StepPlan, StepWork
@@ -18,7 +17,7 @@ from tokenyard.cli.simulation import (
     check_arguments,
     load_workload,
     make_setup,
-    outcome_table,
+    print_outcomes,
     progress_bar,
     write_numbers,
 )
@@ -69,7 +68,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     if perfetto is not None:
         perfetto.write(args.perfetto)
     if not args.quiet:
-        Console().print(outcome_table(table))
+        print_outcomes(table)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -31,6 +33,7 @@ SCHEDULER_GROUPS = ("scheduler", "urgency")
 MODEL_FLAGS = ("page_size", "max_total_tokens", "context_length")
 REPLACED_FLAGS = ("disable_overlap_schedule",)
 MOST_HOST_US = 1e9
+ANY_WIDTH = 100_000
 
 
 def add_setting_names(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +136,8 @@ def check_output(path: Path | None, flag: str) -> None:
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         what = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
         raise ConfigError(f"{flag} {path} {what}; name a file")
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path} may not be written; name another file")
 
 
 def load_workload(args: argparse.Namespace) -> Workload:
@@ -238,10 +243,10 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("  longest quarter", lambda s: _share(s["slo_attainment_by_length"]["longest_quarter"])),
     ("  longest 5 %", lambda s: _share(s["slo_attainment_by_length"]["longest_5_percent"])),
     ("  bound", lambda s: _share(s.get("bound_slo_attainment"))),
-    ("TTFT p50 / p99", lambda s: _seconds(s["ttft_s"], "p50", "p99")),
-    ("TPOT p50 / p99", lambda s: _seconds(s["tpot_s"], "p50", "p99")),
-    ("wait p99.9 / max", lambda s: _seconds(s["wait_s"], "p999", "max")),
-    ("late p99.9 / max", lambda s: _seconds(s["late_s"], "p999", "max")),
+    ("TTFT p50 / p99 (s)", lambda s: _pair(s["ttft_s"], "p50", "p99")),
+    ("TPOT p50 / p99 (s)", lambda s: _pair(s["tpot_s"], "p50", "p99")),
+    ("wait p99.9 / max (s)", lambda s: _pair(s["wait_s"], "p999", "max")),
+    ("late p99.9 / max (s)", lambda s: _pair(s["late_s"], "p999", "max")),
     ("output tokens/s", lambda s: f"{s['throughput_tokens_per_s']:.0f}"),
     ("prefix hit rate", lambda s: _share(s["prefix_hit_rate"])),
     ("preemptions", lambda s: f"{s['preemptions']}"),
@@ -249,6 +254,20 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("simulated / wall", lambda s: f"{s['sim_seconds']:.0f} s / {s['wall_seconds']:.1f} s"),
     ("decision hash", lambda s: s["decision_hash"][:12]),
 )
+
+
+def print_outcomes(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print the main numbers of each setting side by side, in several tables where the terminal is too narrow."""
+    console = Console()
+    names = list(results)
+    for most in range(len(names), 0, -1):
+        groups = [names[begin : begin + most] for begin in range(0, len(names), most)]
+        tables = [outcome_table({name: results[name] for name in group}) for group in groups]
+        unbounded = console.options.update(width=ANY_WIDTH)
+        if all(Measurement.get(console, unbounded, table).maximum <= console.width for table in tables):
+            break
+    for table in tables:
+        console.print(table)
 
 
 def outcome_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -268,5 +287,5 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _seconds(values: Mapping[str, float | None], low: str, high: str) -> str:
-    return " / ".join("-" if values[key] is None else f"{values[key]:.3g}" for key in (low, high)) + " s"
+def _pair(values: Mapping[str, float | None], low: str, high: str) -> str:
+    return " / ".join("-" if values[key] is None else f"{values[key]:.3g}" for key in (low, high))
