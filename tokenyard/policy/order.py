@@ -137,7 +137,8 @@ class DfsWeight(Policy):
                 stack.append((child, child.heaviest_first()))
                 continue
             stack.pop()
-            found.extend(_own_rows(views, branch, wanted))
+            if branch.own:
+                found.extend(_own_rows(views, branch, wanted))
         return found
 
 
@@ -145,7 +146,8 @@ def _own_rows(views: Views, branch: PrefixBranch, wanted: BoolArray) -> list[int
     """Wanted rows at `branch`, in order of arrival."""
     columns = views.columns
     if branch.own <= DRAWN_AT_ONCE:
-        return sorted((row for row in branch.rows() if wanted[row]), key=lambda row: int(columns.seq[row]))
+        own = [row for row in branch.rows() if wanted[row]]
+        return own if len(own) < 2 else sorted(own, key=lambda row: int(columns.seq[row]))
     rows = views.waiting[columns.branch[views.waiting] == branch.birth]
     listed: list[int] = rows[wanted[rows]].tolist()
     return listed

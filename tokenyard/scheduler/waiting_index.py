@@ -21,6 +21,7 @@ from tokenyard.scheduler.table import NO_GROUP, RequestTable
 TOKEN_BYTES = 4
 NO_PAGE = b""
 _FEWEST_STALE = 64
+_FEW_CHILDREN = 8
 
 
 class Branch:
@@ -43,7 +44,12 @@ class Branch:
         self._fresh_length = 0
 
     def heaviest_first(self) -> "Iterator[Branch]":
-        """Children by falling weight, among equals the oldest. Lazy, O(log n) each."""
+        """Children by falling weight, among equals the oldest. Lazy, O(log n) each, where there are many."""
+        if len(self.heap) <= _FEW_CHILDREN:
+            return iter([entry[2] for entry in sorted(self.heap) if entry[2].entry is entry])
+        return self._heaviest_of_many()
+
+    def _heaviest_of_many(self) -> "Iterator[Branch]":
         heap = self.heap
         ahead = [(heap[0], 0)] if heap else []
         while ahead:
