@@ -52,7 +52,7 @@ class AnswerPredictor:
 
     def learn(self, columns: Columns, row: int) -> None:
         """The answer in `row` is complete."""
-        kind = int(_kinds(columns, np.array([row], np.int32))[0])
+        kind = _kind(columns, row)
         history = self._histories.setdefault(kind, AnswerHistory(self._quantile))
         history.add(int(columns.known[row]) - int(columns.prompt_tokens[row]))
         predicted = history.predict(0)
@@ -61,26 +61,33 @@ class AnswerPredictor:
 
     def rest(self, columns: Columns, rows: Int32Array) -> Int64Array:
         """Output tokens still to come, int64[len(rows)]."""
-        kinds = _kinds(columns, rows)
-        written = columns.known[rows] - columns.prompt_tokens[rows]
+        prompt = columns.prompt_tokens[rows]
+        kinds = _kinds(columns.tenant[rows], prompt)
+        written = columns.known[rows] - prompt
         total = self._fresh[kinds]
         for place in np.flatnonzero(written).tolist():
             history = self._histories.get(int(kinds[place]))
             predicted = None if history is None else history.predict(int(written[place]))
             total[place] = np.iinfo(np.int64).max if predicted is None else predicted
-        allowed = columns.limit[rows].astype(np.int64) + 1 - columns.prompt_tokens[rows]
+        allowed = columns.limit[rows].astype(np.int64) + 1 - prompt
         rest: Int64Array = np.minimum(total, allowed) - written
         return rest
 
     def foreseen(self, columns: Columns, row: int) -> int:
         """The same for one row, but 0 as long as there is no data."""
         prompt, written = int(columns.prompt_tokens[row]), int(columns.known[row]) - int(columns.prompt_tokens[row])
-        history = self._histories.get(int(_kinds(columns, np.array([row], np.int32))[0]))
+        history = self._histories.get(_kind(columns, row))
         predicted = None if history is None else history.predict(written)
         return 0 if predicted is None else min(predicted, int(columns.limit[row]) + 1 - prompt) - written
 
 
-def _kinds(columns: Columns, rows: Int32Array) -> Int64Array:
-    buckets = np.frexp(columns.prompt_tokens[rows].astype(np.float64))[1]
-    kinds: Int64Array = columns.tenant[rows].astype(np.int64) % TENANT_SLOTS * LENGTH_BUCKETS + buckets
-    return kinds
+def _kind(columns: Columns, row: int) -> int:
+    """What `_kinds` says of one row."""
+    return int(columns.tenant[row]) % TENANT_SLOTS * LENGTH_BUCKETS + int(columns.prompt_tokens[row]).bit_length()
+
+
+def _kinds(tenants: Int32Array, prompt_tokens: Int32Array) -> Int32Array:
+    """Places in the table of kinds, int32[n]; the bucket of a prompt is how many binary digits its length has."""
+    buckets = np.frexp(prompt_tokens.astype(np.float64))[1]
+    # Slots are a power of two, and this is several times faster than a remainder.
+    return (tenants & (TENANT_SLOTS - 1)) * LENGTH_BUCKETS + buckets
