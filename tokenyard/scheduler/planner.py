@@ -47,7 +47,8 @@ class Planner:
                 adder = PrefillAdder(roster, views, budget, draft)
                 adder.fill()
                 refused = adder.refused
-                roster.sweep()
+                if draft.chunks:
+                    roster.sweep()
             decoding = views.running if budget.with_decode or draft.empty else NO_ROWS
         if len(decoding):
             self._decode(draft, decoding, now)
