@@ -1,5 +1,6 @@
 """The scheduler process: one scheduler, one executor, one loop (`python -m tokenyard.engine.scheduler_process`)."""
 
+import gc
 import importlib
 import logging
 from typing import cast
@@ -90,6 +91,9 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     beats = push_socket(context, out_address)
     watchdog = Watchdog(config.watchdog_timeout_s, core, report, tape.flush if tape is not None else lambda: None)
     heartbeat = HeartbeatThread(state, lambda beat: _send_beat(beats, beat, watchdog), lambda: end_with_parent(task))
+    # What was loaded so far lives for ever; a walk of the collector over all of it would hold up several steps.
+    gc.collect()
+    gc.freeze()
     report(ChildReport(info=executor.info))
     heartbeat.start()
     try:
