@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.executor.driver import Driver
-from tests.executor.tiny_models import CASES, judge
+from tests.executor.tiny_models import saver
 from tokenyard.executor.load import load_executor
 
 
@@ -13,17 +13,8 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Folder of a tiny model, saved once."""
-    made = {}
-
-    def get(case):
-        if case not in made:
-            made[case] = tmp_path_factory.mktemp(case)
-            judge(case).save_pretrained(made[case])
-        return str(made[case])
-
-    assert CASES
-    return get
+    """From a case to the folder of its tiny model."""
+    return saver(tmp_path_factory)
 
 
 @pytest.fixture

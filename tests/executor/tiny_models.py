@@ -75,6 +75,18 @@ def judge(case):
     return model
 
 
+def saver(tmp_path_factory):
+    """Return a function from a case to the folder of its model, which is saved once."""
+
+    @functools.cache
+    def folder(case):
+        made = tmp_path_factory.mktemp(case)
+        judge(case).save_pretrained(made)
+        return str(made)
+
+    return folder
+
+
 def greedy(case, prompt, tokens):
     """Greedy continuation by transformers, without cache, so that nothing but the model itself decides."""
     ids = list(prompt)

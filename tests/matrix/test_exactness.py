@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.executor.tiny_models import CASES, greedy, judge, prompt_of
+from tests.executor.tiny_models import CASES, greedy, prompt_of
 from tests.scheduler.harness import Yard
 from tokenyard.base import SchedulerSettings
 from tokenyard.executor.load import load_executor
@@ -38,24 +38,11 @@ def prompts():
     return made
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made = {}
-
-    def get(case):
-        if case not in made:
-            made[case] = tmp_path_factory.mktemp(case)
-            judge(case).save_pretrained(made[case])
-        return str(made[case])
-
-    return get
-
-
 @pytest.mark.parametrize(("case", "page_size", "chunk", "mixed", "depth", "no_cache", "pool"), MATRIX)
-def test_greedy_tokens_do_not_depend_on_the_schedule(folders, case, page_size, chunk, mixed, depth, no_cache, pool):
+def test_greedy_tokens_do_not_depend_on_the_schedule(folder, case, page_size, chunk, mixed, depth, no_cache, pool):
     torch.set_num_threads(1)
     executor = load_executor(
-        folders(case),
+        folder(case),
         device="cpu",
         dtype="float32",
         page_size=page_size,
