@@ -95,19 +95,55 @@ def test_weights_share_the_service_out():
     assert 2.5 <= heavy / (len(started) - heavy) <= 3.5
 
 
-def test_nobody_saves_up_service_by_staying_away():
-    yard = fair()
+def late_among_busy(saved_tokens):
+    """What was admitted from the first to the last of ten requests that come after the other tenant had 20 turns."""
+    yard = fair(policy_options={"saved_tokens": saved_tokens})
     busy = [yard.submit(prompt(50), max_new=2, tenant="busy") for _ in range(30)]
     for _ in range(20):
         yard.turn()
     late = [yard.submit(prompt(50), max_new=2, tenant="late") for _ in range(10)]
-    # Without the lift, all of `late` would come before the next of `busy`.
-    first = line(yard)[:2]
-    assert len({number in late for number in first}) == 1 or first[0] in late
     yard.rest()
     order = admissions(yard)
     between = order[order.index(late[0]) : order.index(late[-1])]
-    assert sum(number in busy for number in between) >= 7
+    return sum(number in busy for number in between)
+
+
+def test_nobody_saves_up_service_by_staying_away():
+    # Without the lift, all of `late` would come before the next of `busy`.
+    assert late_among_busy(0) >= 7
+
+
+def test_what_is_saved_up_by_staying_away_is_bounded():
+    # 150 tokens are about three requests of 50 tokens and an answer, after which turns are taken again.
+    assert 4 <= late_among_busy(150) <= 8
+    assert late_among_busy(10_000) <= 1
+
+
+def test_who_sends_little_need_not_take_turns_with_a_flood():
+    yard = fair()
+    flood = [yard.submit(prompt(50), max_new=5, tenant="flood") for _ in range(20)]
+    for _ in range(8):
+        yard.turn()
+    waited = []
+    for _ in range(3):
+        quiet = [yard.submit(prompt(50), max_new=5, tenant="quiet") for _ in range(2)]
+        waited.append(line(yard)[:2] == quiet)
+        for _ in range(8):
+            yard.turn()
+    assert waited == [True, True, True]
+    yard.rest()
+    assert [number for number in admissions(yard) if number in flood] == flood
+
+
+def test_a_long_prompt_gives_way_at_the_edge_of_a_chunk_to_tenants_with_less_service():
+    yard = fair(chunked_prefill_size=16, max_partial_prefills=2)
+    long = yard.submit(prompt(100), max_new=2, tenant="a")
+    yard.turn()
+    same = yard.submit(prompt(10), max_new=2, tenant="a")
+    other = yard.submit(prompt(10), max_new=2, tenant="b")
+    yard.rest()
+    first = {number: yard.finished[number].first_token_ns for number in (long, same, other)}
+    assert first[other] < first[long] < first[same]
 
 
 def test_dlpm_prefers_what_is_cached_among_tenants_with_credit():

@@ -8,6 +8,7 @@ from tests.policy.clocked import make_clocked, prompt
 from tokenyard.base import TenantSettings
 
 POOL, LONGEST, QUANTUM = 160, 60, 50
+SAVED = 300
 OUTPUT_WEIGHT = 2
 
 TENANT = st.fixed_dictionaries(
@@ -36,7 +37,7 @@ def serve(policy, tenants, mixed, depth):
         headroom="ratio",
         schedule_conservativeness=0.1,
         tenants={str(number): TenantSettings(weight=tenant["weight"]) for number, tenant in enumerate(tenants)},
-        policy_options={"quantum_tokens": QUANTUM} if policy == "dlpm" else {},
+        policy_options={"dlpm": {"quantum_tokens": QUANTUM}, "vtc": {"saved_tokens": SAVED}}.get(policy, {}),
     )
     numbers = [[] for _ in tenants]
     service, waits = [], []

@@ -92,17 +92,26 @@ class TenantService(Policy, ABC):
 
 
 class VirtualTokenCounter(TenantService):
-    """The waiting tenant with the least service first, within a tenant by arrival (VTC, Sheng et al. 2024).
+    """The tenant with the least service first, within a tenant by arrival (VTC, Sheng et al. 2024).
 
-    A tenant that comes back is lifted to the least among those who wait, so nobody saves up service by staying away.
-    Two tenants that both keep waiting are never further apart than 2 * max(longest prompt, OUTPUT_WEIGHT * KV pool).
+    A started prefill gives way to tenants with less service at the edge of a chunk. A tenant that comes back to wait is
+    lifted to the least among those who do, or to `saved_tokens` below the most if that is less: who stays away saves up
+    that much and no more (as Linux's CFS credits sleepers; 0 is the paper's rule). Without it somebody who sends little
+    is put beside the one who floods with each request anew. Two tenants that both keep waiting are never further apart
+    than 2 * max(longest prompt, OUTPUT_WEIGHT * KV pool, saved_tokens).
     """
 
     name = "vtc"
-    overtaking = "between tenants by the service gap of at most 2 * max(prompt, 2 * pool) tokens; none within a tenant"
+    options: ClassVar[dict[str, Option]] = {"saved_tokens": 32768}
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {"saved_tokens": (0, 2**40)}
+    overtaking = (
+        "between tenants by the service gap of at most 2 * max(prompt, 2 * pool, saved_tokens) tokens; none within a "
+        "tenant"
+    )
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
+        self._saved = float(self.chosen["saved_tokens"])
         self.served = np.empty(0, np.float64)
         self._waited: BoolArray = np.empty(0, np.bool_)
         self._level = 0.0
@@ -112,19 +121,32 @@ class VirtualTokenCounter(TenantService):
         super().begin_step(views)
         waits = np.bincount(views.columns.tenant[views.waiting], minlength=len(self.served)) > 0
         stayed, joined, left = waits & self._waited, waits & ~self._waited, self._waited & ~waits
-        if stayed.any():
-            self._level = float(self.served[stayed].min())
-        elif left.any():
-            self._level = float(self.served[left].min())
+        there = stayed if stayed.any() else left
+        if there.any():
+            served = self.served[there]
+            self._level = float(min(served.min(), served.max() - self._saved))
         self.served[joined] = np.maximum(self.served[joined], self._level)
         self._waited = waits
 
+    def candidates(self) -> Iterator[int]:
+        """See `Policy.candidates`; here a started prefill precedes only the newcomers of its own tenant."""
+        assert self.views is not None
+        return self._by_service(self.views, np.concatenate((self.views.partial, self.views.waiting)))
+
+    def unfinished(self) -> Iterator[int]:
+        """See `Policy.unfinished`."""
+        assert self.views is not None
+        return self._by_service(self.views, self.views.partial)
+
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""
-        tenants = views.columns.tenant[views.waiting]
+        return self._by_service(views, views.waiting)
+
+    def _by_service(self, views: Views, rows: Int32Array) -> Iterator[int]:
+        """Rows by the service of their tenants at the moment at which they are drawn, within a tenant as they stand."""
+        tenants = views.columns.tenant[rows]
         # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
-        grouped = np.argsort(tenants.astype(np.int16) if len(self.served) < SMALL_SORT else tenants, kind="stable")
-        rows = views.waiting[grouped]
+        rows = rows[np.argsort(tenants.astype(np.int16) if len(self.served) < SMALL_SORT else tenants, kind="stable")]
         ends = np.cumsum(np.bincount(tenants, minlength=len(self.served))).tolist()
         places = [0, *ends[:-1]]
         heap = [self._entry(views, rows, tenant, places) for tenant in np.flatnonzero(np.diff([0, *ends])).tolist()]
