@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.base import Int32Array, SchedulerSettings, TenantSettings
 from tokenyard.cost import get_profile
 from tokenyard.policy.adaptive import CANDIDATES, SEPARATOR, changed
 from tokenyard.sim.bounds import least_work_s
@@ -77,19 +77,34 @@ def _runs(mask: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def ask_tenants() -> None:
-    """One of four tenants floods."""
+    """One of four tenants floods. Each setting is compared with the others' requests alone, under fcfs and that mix."""
     workload = tenants(6000, 32.0, seed=1)
-    pool = PROFILE.kv_pool_tokens
-    bound = 2 * max(PREFILL_WEIGHT * workload.max_prompt_tokens, DECODE_WEIGHT * pool)
-    alone = run(workload.only(workload.tenant != 0))
-    alone_ttft = float(np.quantile(alone.ttft_s, 0.99))
-    others_alone = f"others' TTFT p99 s (alone {alone_ttft:.2f})"
-    print(f"\n| tenants, one floods | largest gap, k tokens (bound {bound / 1e3:.0f}) | {others_alone} |")
-    print("| --- | ---: | ---: |")
-    for policy in ("fcfs", "vtc", "dlpm"):
-        outcome = run(workload, schedule_policy=policy, disable_radix_cache=False)
-        others = outcome.ttft_s[workload.tenant != 0]
-        print(f"| {policy} | {backlogged_gap(outcome) / 1e3:.0f} | {np.nanquantile(others, 0.99):.2f} |")
+    flooded = workload.tenant == 0
+    bound = 2 * max(PREFILL_WEIGHT * workload.max_prompt_tokens, DECODE_WEIGHT * PROFILE.kv_pool_tokens)
+    shares = {name: TenantSettings(kv_share=1.0 / len(workload.tenants)) for name in workload.tenants}
+    print(
+        f"\n| tenants, one floods | largest gap, k tokens (bound {bound / 1e3:.0f}) | others' TTFT p99 s | alone |",
+        end="",
+    )
+    print(" the others' TPOT p99 ms | recomputed k tokens |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    cases: dict[str, dict[str, Any]] = {
+        "fcfs": {},
+        "vtc as in the paper": {"schedule_policy": "vtc", "policy_options": {"saved_tokens": 0}},
+        "vtc": {"schedule_policy": "vtc"},
+        "dlpm": {"schedule_policy": "dlpm"},
+        "vtc, shares of the pool": {"schedule_policy": "vtc", "tenants": shares},
+    }
+    for mixed in (True, False):
+        base = replace(settings(workload, disable_radix_cache=False), enable_mixed_chunk=mixed)
+        alone = np.quantile(simulate(workload.only(~flooded), Setup(PROFILE, base)).ttft_s, 0.99)
+        for name, changes in cases.items():
+            outcome = simulate(workload, Setup(PROFILE, replace(base, **changes)))
+            ttft, tpot = (np.nanquantile(column[~flooded], 0.99) for column in (outcome.ttft_s, outcome.tpot_s))
+            wasted = summary(outcome)["recomputed_tokens"] / 1e3
+            numbers = (
+                f"{backlogged_gap(outcome) / 1e3:.0f} | {ttft:.2f} | {alone:.2f} | {1e3 * tpot:.0f} | {wasted:.0f}"
+            )
+            print(f"| {name}, {'mixed steps' if mixed else 'prefill first'} | {numbers} |", flush=True)
 
 
 def tenant_prefixes(requests: int, rate: float, seed: int) -> Workload:
