@@ -19,8 +19,10 @@ from typing import Any
 from mock_server import STAGE_MS, tokens_so_far
 
 ROUND_S = 0.005
-COMES_PER_S = 200
-"""So many come a second in the beginning, as the lag contains the way in, which is long where all come at once."""
+COMES_PER_S = 100
+"""So many come a second in the beginning: hardly more than later on, as the lag contains the way in, which is long where
+all come at once.
+"""
 
 NICE = 5
 TAIL_BYTES = 2000

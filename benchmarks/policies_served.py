@@ -26,7 +26,7 @@ from mock_server import STEP_MS, Server, call, snapshot
 from tokenyard.policy import POLICIES
 
 ANSWER_TOKENS = 400
-FILL_S = 60
+FILL_S = 120
 SPARE = 48
 """Clients beyond those that run and wait: some are always between two requests."""
 
