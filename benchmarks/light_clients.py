@@ -20,8 +20,8 @@ from mock_server import STAGE_MS, tokens_so_far
 
 ROUND_S = 0.005
 COMES_PER_S = 100
-"""So many come a second in the beginning: hardly more than later on, as the lag contains the way in, which is long where
-all come at once.
+"""So many come a second in the beginning: hardly more than later on, as the lag contains the way in, which is long
+where all come at once.
 """
 
 NICE = 5
