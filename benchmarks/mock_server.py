@@ -40,14 +40,16 @@ class AnyServer:
         raise LookupError(f"the server has no {name} process")
 
     def __enter__(self):
+        said = []
         for line in self._process.stderr:
+            said.append(line)
             match = re.search(r"ready at http://([\d.]+):(\d+)", line)
             if match:
                 # A server that nobody listens to stands still once the pipe is full.
                 rest = self._process.stderr, sys.stderr
                 threading.Thread(target=shutil.copyfileobj, args=rest, daemon=True).start()
                 return match[1], int(match[2])
-        sys.exit(f"the server did not start: {self._process.args}")
+        sys.exit(f"the server did not start: {self._process.args}\n{''.join(said)}")
 
     def __exit__(self, *_):
         self._process.terminate()
