@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.executor.driver import Driver
-from tests.executor.tiny_models import saver
+from tests.executor.tiny_models import DEVICE, saver
 from tokenyard.executor.load import load_executor
 
 
@@ -19,12 +19,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def make_driver(folder):
-    """Make a driver over a tiny model in float32 on the CPU."""
+    """Make a driver over a tiny model in float32."""
 
     def make(case="llama", *, page_size=1, max_total_tokens=1024, max_pool_rows=8, **options):
         executor = load_executor(
             folder(case),
-            device="cpu",
+            device=DEVICE,
             dtype="float32",
             page_size=page_size,
             max_total_tokens=max_total_tokens,

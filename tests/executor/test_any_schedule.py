@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.executor.driver import Driver
-from tests.executor.tiny_models import greedy, judge, prompt_of
+from tests.executor.tiny_models import DEVICE, greedy, judge, prompt_of
 from tokenyard.executor.load import load_executor
 
 CASE = "qwen3-layers"
@@ -19,7 +19,7 @@ def executor(page_size):
     with tempfile.TemporaryDirectory() as folder:
         judge(CASE).save_pretrained(folder)
         return load_executor(
-            folder, device="cpu", dtype="float32", page_size=page_size, max_total_tokens=2048, max_pool_rows=4
+            folder, device=DEVICE, dtype="float32", page_size=page_size, max_total_tokens=2048, max_pool_rows=4
         )
 
 

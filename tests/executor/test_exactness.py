@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.executor.tiny_models import CASES, greedy, logits, prompt_of
+from tests.executor.tiny_models import CASES, DEVICE, greedy, logits, prompt_of
 from tokenyard.executor.attention.attend import ByProducts, Fused
 
 TOKENS = 10
@@ -29,7 +29,7 @@ def test_logits_are_close_to_those_of_transformers(make_driver, case):
     sequence = driver.start(prompt)
     driver.step((sequence, 23))
     _, _, ticket = driver.launch((sequence, None), delay=True)
-    torch.testing.assert_close(ticket.logits[0], logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ticket.logits[0].cpu(), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("attend", [Fused, ByProducts])
@@ -166,8 +166,8 @@ def test_half_formats_stay_near_float32(folder, make_driver, dtype):
 
     prompt = prompt_of(40, seed=13)
     driver = make_driver("qwen3")
-    driver.executor = load_executor(folder("qwen3"), device="cpu", dtype=dtype, max_total_tokens=1024, max_pool_rows=8)
+    driver.executor = load_executor(folder("qwen3"), device=DEVICE, dtype=dtype, max_total_tokens=1024, max_pool_rows=8)
     _, _, ticket = driver.launch((driver.start(prompt), None), delay=True)
     assert ticket.logits.dtype == torch.float32
     expected = logits("qwen3", prompt)[-1]
-    assert torch.cosine_similarity(ticket.logits[0], expected, dim=0) > 0.99
+    assert torch.cosine_similarity(ticket.logits[0].cpu(), expected, dim=0) > 0.99

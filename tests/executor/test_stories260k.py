@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from tests.executor.driver import Driver
 from tests.executor.stories260k import SOURCE, convert, read_pieces
+from tests.executor.tiny_models import DEVICE
 from tokenyard.executor.load import load_executor
 
 pytestmark = pytest.mark.skipif(not SOURCE.exists(), reason="needs shared/models/stories260K beside the checkout")
@@ -31,7 +32,7 @@ def expected():
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_greedy_story(model_folder, expected, page_size):
     executor = load_executor(
-        str(model_folder), device="cpu", dtype="float32", page_size=page_size, max_total_tokens=512, max_pool_rows=2
+        str(model_folder), device=DEVICE, dtype="float32", page_size=page_size, max_total_tokens=512, max_pool_rows=2
     )
     assert executor.info.eos_token_ids == (1, 2)
     driver = Driver(executor)

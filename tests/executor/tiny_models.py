@@ -1,11 +1,15 @@
 """Small random models of every supported kind, made by transformers, which is the judge of what is right."""
 
 import functools
+import os
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 VOCAB = 199
+
+DEVICE = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu")
+"""Where our executor runs in the tests of exactness; transformers always runs on the CPU."""
 
 SMALL = {
     "vocab_size": VOCAB,

@@ -1,7 +1,8 @@
 """Greedy tokens are those of transformers under every schedule.
 
 Every combination of page size, chunk, mixed chunks, plans in flight, prefix cache and pool size runs in `make test`,
-each with other architectures; `TOKENYARD_FULL_MATRIX=1` runs every combination with every architecture.
+each with other architectures; `TOKENYARD_FULL_MATRIX=1` runs every combination with every architecture, and
+`TOKENYARD_TEST_DEVICE=cuda` (for the tests of the executor too) runs our side on a GPU.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.executor.tiny_models import CASES, greedy, prompt_of
+from tests.executor.tiny_models import CASES, DEVICE, greedy, prompt_of
 from tests.scheduler.harness import Yard
 from tokenyard.base import SchedulerSettings
 from tokenyard.executor.load import load_executor
@@ -43,7 +44,7 @@ def test_greedy_tokens_do_not_depend_on_the_schedule(folder, case, page_size, ch
     torch.set_num_threads(1)
     executor = load_executor(
         folder(case),
-        device="cpu",
+        device=DEVICE,
         dtype="float32",
         page_size=page_size,
         max_total_tokens=POOL_TOKENS[pool],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.executor.tiny_models import greedy
+from tests.executor.tiny_models import DEVICE, greedy
 from tests.matrix.test_exactness import TOKENS, prompts
 from tests.scheduler.harness import Yard
 from tokenyard.base import Pause, Resume, SchedulerSettings, Update
@@ -20,7 +20,7 @@ PAUSES = 6
 def make_yard(folder, name, depth):
     """A scheduler over a pool that is much too small, in which any difference in priority preempts."""
     executor = load_executor(
-        folder(CASE), device="cpu", dtype="float32", page_size=4, max_total_tokens=96, max_pool_rows=6 + depth
+        folder(CASE), device=DEVICE, dtype="float32", page_size=4, max_total_tokens=96, max_pool_rows=6 + depth
     )
     settings = SchedulerSettings(
         schedule_policy=name,
