@@ -14,6 +14,10 @@ from tokenyard.engine.sampling_defaults import SAMPLING_DEFAULTS
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 DEFAULT_CONTEXT_LENGTH = 2048
+MOST_SLOTS = 2**31
+"""Slots of the KV pool are numbered in 32 bits."""
+MOST_THREADS = 4096
+MOST_BODY_MB = 1e6
 MOCK_PROFILE = "h100/llama-3-8b"
 
 GROUPS = {
@@ -298,12 +302,18 @@ class Settings:
             (0 <= self.port <= 65535, f"--port is {self.port}; it must be between 0 and 65535"),
             (0.0 < self.mem_fraction_static <= 1.0, "--mem-fraction-static must be above 0 and at most 1"),
             (context is None or context >= 2, f"--context-length is {context}; it must be at least 2"),
-            (total is None or total >= self.page_size, f"--max-total-tokens is {total}; it must hold a page"),
+            (
+                total is None or self.page_size <= total < MOST_SLOTS,
+                f"--max-total-tokens is {total}; it must hold a page and be below {MOST_SLOTS}",
+            ),
             (self.mock_step_ms is None or self.executor == "mock", "--mock-step-ms needs --executor mock"),
             (self.mock_step_ms is None or self.mock_step_ms >= 0.0, "--mock-step-ms must not be negative"),
-            (self.threads >= 0, f"--threads is {self.threads}; it must be 0 (automatic) or more"),
+            (
+                0 <= self.threads <= MOST_THREADS,
+                f"--threads is {self.threads}; it must be 0 (automatic) or up to {MOST_THREADS}",
+            ),
             (self.stream_interval >= 1, f"--stream-interval is {self.stream_interval}; it must be at least 1"),
-            (self.max_body_mb > 0.0, "--max-body-mb must be above 0"),
+            (0.0 < self.max_body_mb <= MOST_BODY_MB, f"--max-body-mb must be above 0 and at most {MOST_BODY_MB:g}"),
             (self.max_prompts >= 1, "--max-prompts must be at least 1"),
             (self.shutdown_timeout_s >= 0.0, "--shutdown-timeout-s must not be negative"),
             (self.watchdog_timeout_s >= 0.0, "--watchdog-timeout-s must be 0 (any time) or above"),

@@ -199,6 +199,9 @@ def test_broken_yaml_is_told_in_one_line(tmp_path, content):
         (["--enable-kv-events", "--disable-radix-cache"], "switches off"),
         (["--otlp-traces-endpoint", "host:4318"], "must begin with http"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
+        (["--max-total-tokens", str(10**20)], "--max-total-tokens"),
+        (["--threads", str(10**20)], "--threads"),
+        (["--max-body-mb", "inf"], "--max-body-mb"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(argv, words):

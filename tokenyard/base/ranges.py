@@ -48,7 +48,7 @@ TENANT_RANGES = {
 
 SCHEDULER_RANGES = {
     "page_size": Allowed(1),
-    "max_running_requests": Allowed(1),
+    "max_running_requests": Allowed(1, 1_000_000),
     "max_queued_requests": COUNT_OR_NO_LIMIT,
     "chunked_prefill_size": Allowed(1, other=-1, meaning="no chunking"),
     "max_prefill_tokens": Allowed(1),

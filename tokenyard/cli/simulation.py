@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
+from tokenyard.base.ranges import Allowed
 from tokenyard.cli.flags import Flag, all_flags
-from tokenyard.config import Settings
+from tokenyard.config import MOST_SLOTS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
 from tokenyard.router.choice import CHOOSERS
 from tokenyard.sim.engine import Setup
@@ -29,9 +30,8 @@ ORACLE = ", oracle"
 """Behind the name of a setting that was told the true lengths of answers."""
 
 OUTPUT_FLAGS = ("json", "report", "perfetto")
-SCHEDULER_GROUPS = ("scheduler", "urgency")
-MODEL_FLAGS = ("page_size", "max_total_tokens", "context_length")
-REPLACED_FLAGS = ("disable_overlap_schedule",)
+CONTEXT_RANGE = Allowed(2, 1 << 22)
+POOL_RANGE = Allowed(1, MOST_SLOTS - 1)
 MOST_HOST_US = 1e9
 ANY_WIDTH = 100_000
 
@@ -95,8 +95,8 @@ def add_oracle_argument(group: argparse._ArgumentGroup) -> None:
 
 def scheduler_flags() -> list[Flag]:
     """The server's flags that mean something to a simulated scheduler."""
-    scheduler = [flag for flag in all_flags() if flag.group in SCHEDULER_GROUPS or flag.name in MODEL_FLAGS]
-    return [flag for flag in scheduler if flag.name not in REPLACED_FLAGS]
+    names = {field.name for field in fields(SchedulerSettings)} | {"max_total_tokens"}
+    return [flag for flag in all_flags() if flag.name in names]
 
 
 def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,8 +174,11 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
     profile = load_profile(args.profile) if args.profile is not None else get_profile(args.device, args.profile_model)
     given = _given_flags(args)
     pool_tokens = given.pop("max_total_tokens", None)
-    context = given.pop("context_length", None) or workload.max_prompt_tokens + workload.max_output_tokens + 1
+    context = given.pop("context_length", workload.max_prompt_tokens + workload.max_output_tokens + 1)
+    CONTEXT_RANGE.check("--context-length", context)
+    POOL_RANGE.check("--max-total-tokens", pool_tokens)
     settings = replace(_base_settings(preset_name, context, profile), **given, max_in_flight=2 if args.overlap else 1)
+    settings.validate()
     return Setup(
         profile=profile,
         settings=settings,
