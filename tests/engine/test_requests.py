@@ -1,4 +1,4 @@
-"""From spec to request: limits, defaults and refusals; and the streams that carry the answers back."""
+"""From spec to request: limits, defaults and refusals."""
 
 import asyncio
 
@@ -9,18 +9,12 @@ from tokenizers import Tokenizer
 from tests.engine.text_helpers import DEMO_TOKENIZER
 from tokenyard.base import (
     ContextLengthError,
-    EngineDeadError,
     ExecutorInfo,
-    Finish,
     InvalidRequestError,
-    OverloadedError,
     SamplingParams,
 )
-from tokenyard.engine import streams
-from tokenyard.engine.messages import TextBatch
 from tokenyard.engine.requests import RequestMaker
 from tokenyard.engine.spec import GenerateSpec
-from tokenyard.engine.streams import Stream, StreamTable
 
 INFO = ExecutorInfo("m", "cpu", "float32", 2048, 20, (1,), 1, 100, 8)
 
@@ -110,80 +104,3 @@ def test_wrong_specs_are_refused_with_the_reason(spec, words):
 def test_stop_strings_have_limits(tokenizer, stop):
     with pytest.raises(InvalidRequestError, match="stop takes at most"):
         make(of_ids(3, stop=stop), tokenizer)
-
-
-def news(numbers, finished=()):
-    count = len(numbers)
-    ones = np.ones(count, np.int32)
-    return TextBatch(np.array(numbers, np.int64), ["x"] * count, ones, ones, ones, ones, list(finished))
-
-
-def test_news_reach_their_own_stream_and_end_it():
-    async def main():
-        table, one, two = StreamTable(), Stream(1, "a", 2, 5), Stream(3, "b", 1, 6)
-        table.add(one)
-        table.add(two)
-        assert len(table) == 2
-        await table.deliver(news([3, 2, 99], [Finish(3, "length"), Finish(1, "abort", status=503), Finish(98, "stop")]))
-        last = await two.get()
-        assert (last.text, last.index, last.prompt_tokens, last.finish.reason) == ("x", 0, 6, "length")
-        assert await two.get() is None
-        deltas = [await one.get(), await one.get()]
-        assert [(delta.index, delta.finish and delta.finish.status) for delta in deltas] == [(1, None), (0, 503)]
-        assert one.open_answers == 1
-        table.remove(two)
-        assert [stream.rid for stream in table.with_rid(None)] == ["a"]
-        assert table.with_rid("b") == []
-
-    asyncio.run(main())
-
-
-def test_others_have_their_turn_while_the_news_of_many_streams_come():
-    async def main():
-        table, order = StreamTable(), []
-        for number in range(1, 201):
-            table.add(Stream(number, str(number), 1, 5))
-
-        async def deliver():
-            assert await table.deliver(news(range(1, 201))) == []
-            order.append("delivered")
-
-        async def probe():
-            order.append("probed")
-
-        await asyncio.gather(deliver(), probe())
-        assert order == ["probed", "delivered"]
-        assert all([(await stream.get()).text == "x" for stream in table.with_rid(None)])
-
-    asyncio.run(main())
-
-
-def test_a_reader_that_is_too_slow_loses_its_stream(monkeypatch):
-    monkeypatch.setattr(streams, "MOST_PENDING_DELTAS", 3)
-
-    async def main():
-        table, slow, other = StreamTable(), Stream(1, "a", 1, 5), Stream(2, "b", 1, 5)
-        table.add(slow)
-        table.add(other)
-        for _ in range(3):
-            assert await table.deliver(news([1])) == []
-        assert await table.deliver(news([1, 2])) == [slow]
-        assert await table.deliver(news([1, 2])) == []
-        with pytest.raises(OverloadedError, match="too slowly"):
-            await slow.get()
-        assert (await other.get()).text == "x"
-
-    asyncio.run(main())
-
-
-def test_a_waiting_reader_hears_of_the_end_of_the_engine():
-    async def main():
-        table, stream = StreamTable(), Stream(1, "a", 1, 5)
-        table.add(stream)
-        reader = asyncio.create_task(stream.get())
-        await asyncio.sleep(0)
-        table.fail_all(EngineDeadError("gone"))
-        with pytest.raises(EngineDeadError, match="gone"):
-            await reader
-
-    asyncio.run(main())

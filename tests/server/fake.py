@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import WordPiece
 
@@ -21,6 +21,7 @@ from tokenyard.base import (
     TokenLogprobs,
 )
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.engine.streams import Reader
 
 WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()  # noqa: SIM905
 PROMISE = Promise(ttft_ns=10**15, tpot_ns=1)
@@ -75,7 +76,7 @@ class FakeManager:
                 raise ContextLengthError(f"{len(prompt)} + {count} tokens do not fit", param="max_tokens")
             count = self.context_length - len(prompt)
         if self.reject is not None:
-            yield OutputDelta(0, "", np.empty(0, np.int32), len(prompt), 0, 0, self.reject)
+            yield OutputDelta(0, "", [], len(prompt), 0, 0, self.reject)
             return
         ended = 0
         try:
@@ -91,6 +92,11 @@ class FakeManager:
             if ended < spec.sampling.n:
                 self.closed.append(spec.rid)
 
+    async def feed(self, spec: GenerateSpec, reader: Reader) -> None:
+        async with aclosing(self.generate(spec)) as deltas:
+            async for delta in deltas:
+                await reader(delta)
+
     def _delta(self, spec: GenerateSpec, prompt: list[int], index: int, place: int, count: int) -> OutputDelta:
         token = place % len(WORDS) + 1
         text = ("" if place == 0 else " ") + WORDS[token - 1]
@@ -98,7 +104,7 @@ class FakeManager:
         return OutputDelta(
             index=index,
             text=text,
-            token_ids=np.array([token], np.int32),
+            token_ids=[token],
             prompt_tokens=len(prompt),
             completion_tokens=place + 1,
             cached_tokens=2,

@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tokenyard.base import Finish, Int32Array, LogprobOptions, SamplingParams, Slo, TextOptions, TokenLogprobs
-
-NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -43,17 +39,26 @@ class GenerateSpec:
 class OutputDelta:
     """News of one answer.
 
-    `index` says which of the n answers. `text` and `token_ids` (int32[m]) are new since its last delta; text that may
-    still turn into a stop string or that ends inside a character is held back together with its tokens. `logprobs`
+    `index` says which of the n answers. `text` and `token_ids` are new since its last delta; text that may still
+    turn into a stop string or that ends inside a character is held back together with its tokens. `logprobs`
     holds the entries of prompt positions first. The counts are totals so far. `finish` is set on the last delta of
     each answer and on no other.
     """
 
     index: int
     text: str
-    token_ids: Int32Array
+    token_ids: list[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     finish: Finish | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def extend(self, later: "OutputDelta") -> None:
+        """Take in the next news of the same answer, as if both had come at once."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.completion_tokens = later.completion_tokens
+        self.cached_tokens = later.cached_tokens
+        self.finish = later.finish

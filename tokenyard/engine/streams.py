@@ -2,17 +2,26 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from types import coroutine
+from typing import Any
 
 from tokenyard.base import Finish, OverloadedError, TokenLogprobs, TokenyardError
 from tokenyard.engine.messages import TextBatch
-from tokenyard.engine.spec import NO_TOKENS, OutputDelta
+from tokenyard.engine.spec import OutputDelta
 
-MOST_PENDING_DELTAS = 4096
-STREAMS_AT_ONCE = 64
+Reader = Callable[[OutputDelta], Coroutine[Any, Any, None]]
+
+MOST_PENDING_TOKENS = 4096
+STREAMS_AT_ONCE = 32
 
 
 class Stream:
-    """The deltas of one request's answers, between the messages that bring them and the reader that takes them."""
+    """The news of one request's answers, between the messages that bring them and the reader that takes them.
+
+    News that come before the reader took the last ones of the same answer become one delta with them, so that whoever
+    is behind, this process or its client, has fewer and larger pieces to deal with.
+    """
 
     def __init__(self, number: int, rid: str, answers: int, prompt_tokens: int) -> None:
         self.number = number
@@ -20,60 +29,127 @@ class Stream:
         self.answers = answers
         self.prompt_tokens = prompt_tokens
         self.open_answers = answers
-        self._pending: deque[OutputDelta] = deque()
+        self.error: TokenyardError | None = None
+        self._pending: dict[int, OutputDelta] = {}
         self._waiter: asyncio.Future[None] | None = None
-        self._error: TokenyardError | None = None
+        self._reader: Reader | None = None
+        self._unfinished: Awaitable[None] | None = None
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of all answers."""
         return list(range(self.number, self.number + self.answers))
 
-    @property
-    def failed(self) -> bool:
-        """Whether the reader will get an error."""
-        return self._error is not None
+    def put(self, delta: OutputDelta) -> bool:
+        """Add a delta; return whether it is the first one that waits, so that the reader should be woken.
 
-    def put(self, delta: OutputDelta) -> None:
-        """Add a delta; a reader that is too far behind loses its stream (`failed`)."""
-        if len(self._pending) >= MOST_PENDING_DELTAS:
-            self.fail(OverloadedError(f"the client reads too slowly: {MOST_PENDING_DELTAS} deltas are waiting for it"))
-            return
-        self._pending.append(delta)
+        A reader that is too far behind loses its stream (`error`).
+        """
+        first = not self._pending
+        waiting = self._pending.get(delta.index)
+        if waiting is None:
+            self._pending[delta.index] = delta
+        elif len(waiting.token_ids) < MOST_PENDING_TOKENS:
+            waiting.extend(delta)
+        else:
+            self.fail(OverloadedError(f"the client reads too slowly: {MOST_PENDING_TOKENS} tokens are waiting for it"))
+            return False
         if delta.finish is not None:
             self.open_answers -= 1
-        self._wake()
+        return first
 
     def fail(self, error: TokenyardError) -> None:
         """End the stream with an error, at once."""
-        self._error = self._error or error
+        self.error = self.error or error
         self._pending.clear()
-        self._wake()
+        self.wake()
 
-    async def get(self) -> OutputDelta | None:
-        """Return the next delta, or None after the end of the last answer. Raises the error of a failed stream."""
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if not self.open_answers:
-                return None
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._pending.popleft()
+    def take(self) -> OutputDelta | None:
+        """Return the next delta, None if there is none now. Raises the error of a failed stream."""
+        if self._pending:
+            return self._pending.pop(next(iter(self._pending)))
+        if self.error is not None:
+            raise self.error
+        return None
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+    async def arrival(self) -> None:
+        """Wait until `take` should be tried again."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    async def feed(self, reader: Reader) -> None:
+        """Give each delta to `reader` until the last answer ends. Raises the error of a failed stream, or the reader's.
+
+        As long as the reader need not wait, it runs right where the news arrive, which spares waking a task for each.
+        """
+        try:
+            while True:
+                if (delta := self.take()) is not None:
+                    await reader(delta)
+                elif not self.open_answers:
+                    return
+                else:
+                    self._reader = reader
+                    await self.arrival()
+                    if self._unfinished is not None:
+                        rest, self._unfinished = self._unfinished, None
+                        await rest
+        finally:
+            self._reader = None
+
+    def wake(self) -> None:
+        """Let the reader take what there is."""
+        if self._reader is not None:
+            self._read(self._reader)
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _read(self, reader: Reader) -> None:
+        """Run the reader on what there is; hand over to its task where it has to wait, fails or is done."""
+        try:
+            while self._unfinished is None and (delta := self.take()) is not None:
+                self._unfinished = begin(reader(delta))
+        except Exception as error:
+            self._hand_over(error)
+        if self._unfinished is not None or not self.open_answers:
+            self._hand_over(None)
+
+    def _hand_over(self, error: Exception | None) -> None:
+        self._reader = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if error is None:
+            self._waiter.set_result(None)
+        else:
+            self._waiter.set_exception(error)
+
+
+def begin(work: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
+    """Run a coroutine up to where it first waits; return what is left of it, None if it came to its end."""
+    try:
+        awaited = work.send(None)
+    except StopIteration:
+        return None
+    return _rest(work, awaited)
+
+
+@coroutine
+def _rest(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """Go on with a coroutine that waits for `awaited`."""
+    try:
+        yield awaited
+    except BaseException:
+        work.close()
+        raise
+    yield from work.__await__()
 
 
 class StreamTable:
-    """All open streams by the numbers of their answers."""
+    """All open streams by the numbers of their answers. Used from one event loop."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, Stream] = {}
+        self._to_wake: deque[Stream] = deque()
 
     def __len__(self) -> int:
         return len({id(stream) for stream in self._by_number.values()})
@@ -101,58 +177,69 @@ class StreamTable:
         for stream in list(self._by_number.values()):
             stream.fail(error)
 
-    async def deliver(self, batch: TextBatch) -> list[Stream]:
-        """Hand every piece of news to its stream; return the streams that failed over it.
+    async def deliver(self, batches: Sequence[TextBatch]) -> list[Stream]:
+        """Hand the news of messages to their streams; return the streams that failed over them.
 
-        Readers and whoever else waits for the event loop have their turn in between: writing out a step of a thousand
-        streams at once would hold up a probe for tens of milliseconds.
+        Readers, and whoever else waits for the event loop, have their turn in between, a few at a time: writing out a
+        step of a thousand streams in one go would hold up a probe for tens of milliseconds. Where several messages
+        have come, readers get the news of all of them as one.
         """
+        failed: list[Stream] = []
+        for behind, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
+            for place, (stream, delta) in enumerate(self._news(batch), 1):
+                if stream.error is not None:
+                    continue
+                if stream.put(delta):
+                    self._to_wake.append(stream)
+                elif stream.error is not None:
+                    failed.append(stream)
+                if not behind and not place % STREAMS_AT_ONCE:
+                    await self._wake_some()
+        while self._to_wake:
+            await self._wake_some()
+        return failed
+
+    def _news(self, batch: TextBatch) -> Iterator[tuple[Stream, OutputDelta]]:
+        """Each piece of news with its stream."""
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for entry in batch.logprobs:
             logprobs.setdefault(entry.number, []).append(entry)
         ends = {finish.number: finish for finish in batch.finished}
-        failed: list[Stream] = []
-        start = 0
+        numbers, tokens = batch.numbers.tolist(), batch.tokens.tolist()
+        last_place = {number: place for place, number in enumerate(numbers)} if ends else {}
         columns = zip(
-            batch.numbers.tolist(),
+            numbers,
             batch.texts,
             batch.token_counts.tolist(),
             batch.completion_tokens.tolist(),
             batch.cached_tokens.tolist(),
             strict=True,
         )
-        last_place = {number: place for place, number in enumerate(batch.numbers.tolist())} if ends else {}
+        start = 0
         for place, (number, text, count, completion, cached) in enumerate(columns):
-            if place % STREAMS_AT_ONCE == STREAMS_AT_ONCE - 1:
-                await asyncio.sleep(0)
+            begin, start = start, start + count
             stream = self._by_number.get(number)
-            if stream is not None and not stream.failed:
-                finish = ends.pop(number, None) if last_place.get(number) == place else None
-                tokens = batch.tokens[start : start + count]
-                delta = OutputDelta(
-                    number - stream.number, text, tokens, stream.prompt_tokens, completion, cached, finish
-                )
-                if logprobs:
-                    delta.logprobs = logprobs.pop(number, [])
-                stream.put(delta)
-                if stream.failed:
-                    failed.append(stream)
-            start += count
-        for finish in ends.values():
-            self._end(finish)
-        return failed
+            if stream is None:
+                continue
+            finish = ends.pop(number, None) if last_place.get(number) == place else None
+            index, prompt = number - stream.number, stream.prompt_tokens
+            delta = OutputDelta(index, text, tokens[begin:start], prompt, completion, cached, finish)
+            if logprobs:
+                delta.logprobs = logprobs.pop(number, [])
+            yield stream, delta
+        for number, finish in ends.items():
+            stream = self._by_number.get(number)
+            if stream is not None:
+                yield stream, _end(stream, finish)
 
-    def _end(self, finish: Finish) -> None:
-        """Tell the end of an answer that has no other news."""
-        stream = self._by_number.get(finish.number)
-        if stream is not None and not stream.failed:
-            delta = OutputDelta(
-                finish.number - stream.number,
-                "",
-                NO_TOKENS,
-                stream.prompt_tokens,
-                finish.completion_tokens,
-                finish.cached_tokens,
-                finish,
-            )
-            stream.put(delta)
+    async def _wake_some(self) -> None:
+        """Give a few readers their turn."""
+        for _ in range(min(STREAMS_AT_ONCE, len(self._to_wake))):
+            self._to_wake.popleft().wake()
+        await asyncio.sleep(0)
+
+
+def _end(stream: Stream, finish: Finish) -> OutputDelta:
+    """The end of an answer that has no other news."""
+    index = finish.number - stream.number
+    return OutputDelta(index, "", [], stream.prompt_tokens, finish.completion_tokens, finish.cached_tokens, finish)

@@ -1,6 +1,7 @@
 """The engine's front in the API process: text to token ids on the way in, deltas of text on the way out."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -10,7 +11,6 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import zmq
-import zmq.asyncio
 from tokenizers import Tokenizer
 
 from tokenyard.base import (
@@ -50,7 +50,7 @@ from tokenyard.engine.messages import (
 from tokenyard.engine.recent import RecentRequests
 from tokenyard.engine.requests import RequestMaker, check_priority, ns_from_ms
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.engine.streams import Stream, StreamTable
+from tokenyard.engine.streams import Reader, Stream, StreamTable
 from tokenyard.engine.text import TextAssembler
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,13 @@ class TokenizerManager:
         self._heartbeat: Heartbeat | None = None
         self._death: str | None = None
         self._context: zmq.Context[Any] = zmq.Context()
-        self._inbox = pull_socket(zmq.asyncio.Context.shadow(self._context), endpoints.api)
+        self._inbox = pull_socket(self._context, endpoints.api)
         self._outbox = push_socket(self._context, endpoints.scheduler)
-        self._receiver = asyncio.get_running_loop().create_task(self._receive())
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._inbox.fileno(), self._receive)
+        self._news: list[TextBatch] = []
+        self._has_news = asyncio.Event()
+        self._teller = self._loop.create_task(self._tell())
 
     @property
     def context_length(self) -> int:
@@ -105,8 +109,21 @@ class TokenizerManager:
         """
         stream = await self._submit(spec)
         try:
-            while (delta := await stream.get()) is not None:
-                yield delta
+            while True:
+                if (delta := stream.take()) is not None:
+                    yield delta
+                elif stream.open_answers:
+                    await stream.arrival()
+                else:
+                    break
+        finally:
+            self._close_stream(stream)
+
+    async def feed(self, spec: GenerateSpec, reader: Reader) -> None:
+        """Answer one request as `generate` does, and give each delta to `reader`, which must not wait for long."""
+        stream = await self._submit(spec)
+        try:
+            await stream.feed(reader)
         finally:
             self._close_stream(stream)
 
@@ -244,8 +261,9 @@ class TokenizerManager:
     async def close(self) -> None:
         """Cancel what is open and close the sockets."""
         self.engine_died("the server is shutting down")
-        self._receiver.cancel()
-        await asyncio.gather(self._receiver, return_exceptions=True)
+        self._teller.cancel()
+        await asyncio.gather(self._teller, return_exceptions=True)
+        self._loop.remove_reader(self._inbox.fileno())
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
         self._context.term()
@@ -268,7 +286,7 @@ class TokenizerManager:
     def _close_stream(self, stream: Stream) -> None:
         """Forget a stream; if its request may still run, cancel it."""
         self._streams.remove(stream)
-        if (stream.open_answers or stream.failed) and self._death is None:
+        if (stream.open_answers or stream.error is not None) and self._death is None:
             self._send(Cancel(stream.numbers, "the client went away"))
 
     def _check_alive(self) -> None:
@@ -293,23 +311,27 @@ class TokenizerManager:
         finally:
             del self._replies[reply_id]
 
-    async def _receive(self) -> None:
-        """Take in messages until closed; whatever goes wrong with one costs that one only."""
-        while True:
-            frame = await self._inbox.recv()
-            try:
-                await self._take(TO_API.decode(frame))
-            except ProtocolError as error:
-                logger.error("dropped a message: %s", error)
-            except Exception:
-                logger.exception("a message from the engine could not be taken in")
+    def _receive(self) -> None:
+        """Take in all that the socket holds: its descriptor tells of new messages only once none is left."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._take_frame(self._inbox.recv(zmq.NOBLOCK))
 
-    async def _take(self, message: ToApi) -> None:
+    def _take_frame(self, frame: bytes) -> None:
+        """Take in one message; whatever goes wrong with it costs that one only."""
+        try:
+            self._take(TO_API.decode(frame))
+        except ProtocolError as error:
+            logger.error("dropped a message: %s", error)
+        except Exception:
+            logger.exception("a message from the engine could not be taken in")
+
+    def _take(self, message: ToApi) -> None:
         match message:
             case TextBatch():
-                await self._deliver(message)
+                self._add_news(message)
             case TokenBatch():
-                await self._deliver(self._assembler.step(message)[0])
+                self._add_news(self._assembler.step(message)[0])
             case Heartbeat():
                 self._heartbeat = message
             case (
@@ -323,6 +345,18 @@ class TokenizerManager:
                 if reply is not None and not reply.done():
                     reply.set_result(value)
 
-    async def _deliver(self, batch: TextBatch) -> None:
-        for stream in await self._streams.deliver(batch):
-            self._send(Cancel(stream.numbers, "the client reads too slowly"))
+    def _add_news(self, batch: TextBatch) -> None:
+        self._news.append(batch)
+        self._has_news.set()
+
+    async def _tell(self) -> None:
+        """Hand news to their streams until closed; all that came during one round is the next one."""
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            batches, self._news = self._news, []
+            try:
+                for stream in await self._streams.deliver(batches):
+                    self._send(Cancel(stream.numbers, "the client reads too slowly"))
+            except Exception:
+                logger.exception("news from the engine could not be handed on")

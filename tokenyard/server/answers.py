@@ -2,8 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,9 @@ from tokenyard.server.state import Manager, ServerState
 from tokenyard.server.stream import Reply
 
 CLIENT_ABORT_STATUS = 499
+
+Take = Callable[[int, OutputDelta], Coroutine[Any, Any, None]]
+"""Takes in news of the spec with this place."""
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class Answer:
         self.finish = delta.finish
         if keep:
             self.text += delta.text
-            self.token_ids += delta.token_ids.tolist()
+            self.token_ids += delta.token_ids
             self.logprobs += delta.logprobs
 
 
@@ -90,55 +92,44 @@ def failure(finish: Finish, *, shutting_down: bool) -> TokenyardError | None:
     return HttpError(finish.status, finish.message or "the request was aborted", code="aborted")
 
 
-def run(call: Call, specs: Sequence[GenerateSpec]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-    """Run all `specs` at once and yield (place of the spec, delta) as news comes.
+def run(call: Call, specs: Sequence[GenerateSpec], take: Take) -> Coroutine[Any, Any, None]:
+    """Run all `specs` at once; `take` gets (place of the spec, delta) as news comes.
 
-    Raises what the engine raises, and the error of a request that was refused or failed on the way.
+    Raises what the engine and `take` raise, and the error of a request that was refused or failed on the way.
     """
-    return _one(call, specs[0], 0) if len(specs) == 1 else _many(call, specs)
+    return _one(call, specs[0], 0, take) if len(specs) == 1 else _many(call, specs, take)
 
 
-async def _one(call: Call, spec: GenerateSpec, place: int) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+async def _one(call: Call, spec: GenerateSpec, place: int, take: Take) -> None:
     """Run one spec, under the eyes of metrics, log and traces."""
     state = call.state
     spec.rid = spec.rid or uuid.uuid4().hex
     with state.open_request(spec.rid):
         watchers = state.watchers(spec, call.headers)
-        async with aclosing(call.manager.generate(spec)) as deltas:
-            async for delta in deltas:
-                for watcher in watchers:
-                    watcher.delta(delta)
-                if delta.finish is not None:
-                    error = failure(delta.finish, shutting_down=state.shutting_down)
-                    if error is not None:
-                        raise error
-                yield place, delta
+
+        def watch(delta: OutputDelta) -> Coroutine[Any, Any, None]:
+            for watcher in watchers:
+                watcher.delta(delta)
+            if delta.finish is not None:
+                error = failure(delta.finish, shutting_down=state.shutting_down)
+                if error is not None:
+                    raise error
+            return take(place, delta)
+
+        await call.manager.feed(spec, watch)
 
 
-async def _many(call: Call, specs: Sequence[GenerateSpec]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-    """Run several specs side by side; the first error ends them all."""
-    queue: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue(maxsize=256)
+async def _many(call: Call, specs: Sequence[GenerateSpec], take: Take) -> None:
+    """Run several specs side by side, with one at a time at `take`; the first error ends them all."""
+    turn = asyncio.Lock()
 
-    async def feed(place: int, spec: GenerateSpec) -> None:
-        try:
-            async with aclosing(_one(call, spec, place)) as news:
-                async for item in news:
-                    await queue.put(item)
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
+    async def take_in_turn(place: int, delta: OutputDelta) -> None:
+        async with turn:
+            await take(place, delta)
 
-    tasks = [asyncio.ensure_future(feed(place, spec)) for place, spec in enumerate(specs)]
+    tasks = [asyncio.ensure_future(_one(call, spec, place, take_in_turn)) for place, spec in enumerate(specs)]
     try:
-        left = len(tasks)
-        while left:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield item
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
@@ -148,7 +139,9 @@ async def _many(call: Call, specs: Sequence[GenerateSpec]) -> AsyncGenerator[tup
 async def collect(call: Call, specs: Sequence[GenerateSpec], n: int) -> list[Answer]:
     """All answers in full: the n of the first spec, then the n of the second, and so on."""
     answers = [Answer() for _ in range(len(specs) * n)]
-    async with aclosing(run(call, specs)) as news:
-        async for place, delta in news:
-            answers[place * n + delta.index].add(delta, keep=True)
+
+    async def take(place: int, delta: OutputDelta) -> None:
+        answers[place * n + delta.index].add(delta, keep=True)
+
+    await run(call, specs, take)
     return answers

@@ -21,6 +21,7 @@ from tokenyard.engine.targets import ON_PURPOSE, kept_its_promise, stage_at_dead
 from tokenyard.server.lookahead import lookahead_families
 
 THROUGHPUT = "generation_throughput"
+GENERATION_TOKENS = ("generation_tokens", ())
 THROUGHPUT_OVER_S = 5.0
 STARVED_AFTER_NS = 30 * NS_PER_S
 REFUSED_AT_ONCE = ("invalid", "queue_full", "tenant_limit")
@@ -187,7 +188,7 @@ class Metrics:
         self.gauges = dict(gauges) if kept is None else {**gauges, THROUGHPUT: kept}
         self.counters.update({(name, ()): total for name, total in totals.items()})
         since, tokens_then = self._rated
-        now, tokens = time.monotonic(), self.counters["generation_tokens", ()]
+        now, tokens = time.monotonic(), self.counters[GENERATION_TOKENS]
         if now - since >= THROUGHPUT_OVER_S or kept is None:
             self.gauges[THROUGHPUT] = (tokens - tokens_then) / max(now - since, 1e-3)
             self._rated = (now, tokens)
@@ -258,34 +259,39 @@ def _word(met: bool) -> str:
 class Tracker:
     """Follows one request, for the latency histograms. One call a delta."""
 
-    __slots__ = ("_arrival", "_last", "_metrics", "_spec")
+    __slots__ = ("_arrival", "_between_tokens", "_last", "_metrics", "_spec")
 
     def __init__(self, metrics: Metrics, spec: GenerateSpec) -> None:
         self._metrics = metrics
+        self._between_tokens = metrics.histograms["inter_token_latency_seconds"]
         self._spec = spec
         self._arrival = time.monotonic()
         self._last: dict[int, float] = {}
 
     def delta(self, delta: OutputDelta) -> None:
         """Take in what came for one answer."""
-        metrics, count = self._metrics, len(delta.token_ids)
-        now = time.monotonic()
+        count, now = len(delta.token_ids), time.monotonic()
         if count:
             last = self._last.get(delta.index)
             if last is not None:
-                metrics.histograms["inter_token_latency_seconds"].observe((now - last) / count, count)
+                self._between_tokens.observe((now - last) / count, count)
             elif delta.finish is None:
-                metrics.histograms["time_to_first_token_seconds"].observe(now - self._arrival)
+                self._metrics.histograms["time_to_first_token_seconds"].observe(now - self._arrival)
             self._last[delta.index] = now
-            metrics.count("generation_tokens", count)
-        finish = delta.finish
-        if finish is not None:
-            if count and count == delta.completion_tokens and finish.first_token_ns:
-                first = (finish.first_token_ns - finish.arrival_ns) / NS_PER_S
-                metrics.histograms["time_to_first_token_seconds"].observe(first)
-            if finish.reason != "abort":
-                metrics.histograms["e2e_request_latency_seconds"].observe(now - self._arrival)
-            metrics.finished(finish, self._spec)
+            self._metrics.counters[GENERATION_TOKENS] += count
+        if delta.finish is not None:
+            self._end(delta, delta.finish, now)
+
+    def _end(self, delta: OutputDelta, finish: Finish, now: float) -> None:
+        """Take in the last delta of an answer."""
+        histograms = self._metrics.histograms
+        whole = delta.completion_tokens == len(delta.token_ids) > 0
+        if whole and finish.first_token_ns:
+            first = (finish.first_token_ns - finish.arrival_ns) / NS_PER_S
+            histograms["time_to_first_token_seconds"].observe(first)
+        if finish.reason != "abort":
+            histograms["e2e_request_latency_seconds"].observe(now - self._arrival)
+        self._metrics.finished(finish, self._spec)
 
 
 class _Families(Collector):

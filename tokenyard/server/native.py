@@ -1,14 +1,13 @@
 """`POST /generate` in SGLang's shape: one prompt or a batch, text or token ids, cumulative text in streams."""
 
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from tokenyard.base import NS_PER_S, Finish, Int32Array, InvalidRequestError, LogprobOptions
-from tokenyard.engine.spec import GenerateSpec
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.answers import Answer, Call, collect, run
 from tokenyard.server.convert import check_max_tokens, new_spec, refuse_unsupported, sampling_of, text_options_of
 from tokenyard.server.logprobs import native_logprobs
@@ -125,14 +124,16 @@ async def _stream(call: Call, job: NativeJob) -> None:
     """Write the answers as events; each repeats all text and tokens so far, as SGLang's clients expect."""
     answers = [Answer() for _ in range(len(job.specs) * job.n)]
     several = job.batch or job.n > 1
-    async with aclosing(run(call, job.specs)) as news:
-        async for place, delta in news:
-            index = place * job.n + delta.index
-            answers[index].add(delta, keep=True)
-            result = _result(call, job, index, answers[index])
-            if several:
-                result["index"] = index
-            await call.reply.event(b"data: " + orjson.dumps(result) + b"\n\n")
+
+    async def take(place: int, delta: OutputDelta) -> None:
+        index = place * job.n + delta.index
+        answers[index].add(delta, keep=True)
+        result = _result(call, job, index, answers[index])
+        if several:
+            result["index"] = index
+        await call.reply.event(b"data: " + orjson.dumps(result) + b"\n\n")
+
+    await run(call, job.specs, take)
     await call.reply.event(DONE)
     await call.reply.end()
 

@@ -2,14 +2,13 @@
 
 import time
 import uuid
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
 from tokenyard.base import Finish, InvalidRequestError, LogprobOptions
-from tokenyard.engine.spec import NO_TOKENS, GenerateSpec, OutputDelta
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.answers import Answer, Call, collect, run, stage_times, usage_of
 from tokenyard.server.convert import (
     check_max_tokens,
@@ -245,23 +244,26 @@ async def _stream(call: Call, job: Job) -> None:
     offsets = [0] * len(answers)
     special = job.want_logprobs or job.want_token_ids or job.want_usage_always
     left = len(answers)
-    async with aclosing(run(call, job.specs)) as news:
-        async for place, delta in news:
-            index = place * job.n + delta.index
-            writer, opening = writers[index], b""
-            if writer is None:
-                writer = ChunkWriter(job.head, index, chat=job.chat, null_usage=job.want_usage)
-                writers[index], opening = writer, _opening(job, index, writer)
-            if delta.finish is None and not special:
-                chunk = writer.plain(delta.text) if delta.text else b""
-            else:
-                answers[index].add(delta, keep=False)
-                chunk = _full_chunk(call, job, writer, delta, answers[index], offsets, index)
-            left -= delta.finish is not None
-            if not left:
-                chunk += _closing(job, answers)
-            if opening or chunk:
-                await call.reply.event(opening + chunk)
+
+    async def take(place: int, delta: OutputDelta) -> None:
+        nonlocal left
+        index = place * job.n + delta.index
+        writer, opening = writers[index], b""
+        if writer is None:
+            writer = ChunkWriter(job.head, index, chat=job.chat, null_usage=job.want_usage)
+            writers[index], opening = writer, _opening(job, index, writer)
+        if delta.finish is None and not special:
+            chunk = writer.plain(delta.text) if delta.text else b""
+        else:
+            answers[index].add(delta, keep=False)
+            chunk = _full_chunk(call, job, writer, delta, answers[index], offsets, index)
+        left -= delta.finish is not None
+        if not left:
+            chunk += _closing(job, answers)
+        if opening or chunk:
+            await call.reply.event(opening + chunk)
+
+    await run(call, job.specs, take)
     await call.reply.end()
 
 
@@ -279,7 +281,7 @@ def _full_chunk(
 ) -> bytes:
     """A chunk that carries more than text."""
     if job.drop_output:
-        delta = replace(delta, text="", token_ids=NO_TOKENS)
+        delta = replace(delta, text="", token_ids=[])
     logprobs, names = None, call.state.names
     if job.want_logprobs and delta.logprobs:
         if job.chat:
@@ -292,7 +294,7 @@ def _full_chunk(
         finish_reason=_reason(job, delta.finish),
         matched=delta.finish.matched if delta.finish else None,
         logprobs=logprobs,
-        token_ids=delta.token_ids.tolist() if job.want_token_ids else None,
+        token_ids=delta.token_ids if job.want_token_ids else None,
         usage=usage_of([answer], 1) if job.want_usage_always else None,
     )
 

@@ -44,13 +44,17 @@ class Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": fields})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def event(self, data: bytes) -> None:
+    def event(self, data: bytes) -> Awaitable[None]:
         """Send finished event bytes; the first call opens the stream."""
-        if not self.started:
-            self.started = True
-            fields = [*_STREAM_HEADERS, *self._headers]
-            await self._send({"type": "http.response.start", "status": 200, "headers": fields})
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        body = {"type": "http.response.body", "body": data, "more_body": True}
+        return self._send(body) if self.started else self._open(body)
+
+    async def _open(self, body: Message) -> None:
+        """Send the headers of a stream and its first bytes."""
+        self.started = True
+        fields = [*_STREAM_HEADERS, *self._headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": fields})
+        await self._send(body)
 
     async def end(self) -> None:
         """Close a stream."""

@@ -1,0 +1,232 @@
+"""The streams that carry answers back: nothing lost, in order, merged where somebody is behind, bounded."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tokenyard.base import EngineDeadError, Finish, OverloadedError, TokenLogprobs
+from tokenyard.engine import streams
+from tokenyard.engine.messages import TextBatch
+from tokenyard.engine.streams import Stream, StreamTable
+
+
+def news(numbers, *, text="x", token=7, done=1, finished=(), logprobs=()):
+    """A message with one token for each answer; `done` is how many each has then."""
+    count = len(numbers)
+    ones = np.ones(count, np.int32)
+    return TextBatch(
+        np.array(numbers, np.int64),
+        [text] * count,
+        ones,
+        token * ones,
+        done * ones,
+        ones,
+        list(finished),
+        list(logprobs),
+    )
+
+
+def letters(number, text):
+    """One message for each letter, with tokens 0, 1, 2...; the last one ends the answer."""
+    end = [Finish(number, "length", completion_tokens=len(text))]
+    return [
+        news([number], text=letter, token=place, done=place + 1, finished=end if place + 1 == len(text) else ())
+        for place, letter in enumerate(text)
+    ]
+
+
+def opened(*answers):
+    """A table with a stream for each count of answers."""
+    table, found, number = StreamTable(), [], 1
+    for count in answers:
+        found.append(Stream(number, f"r{number}", count, 5))
+        table.add(found[-1])
+        number += count
+    return table, found
+
+
+def test_news_reach_their_own_stream_and_end_it():
+    async def main():
+        table, (one, two) = opened(2, 1)
+        assert len(table) == 2
+        ends = [Finish(3, "length"), Finish(1, "abort", status=503), Finish(98, "stop")]
+        await table.deliver([news([3, 2, 99], finished=ends)])
+        last = two.take()
+        assert (last.text, last.index, last.prompt_tokens, last.finish.reason) == ("x", 0, 5, "length")
+        assert two.take() is None
+        assert two.open_answers == 0
+        deltas = [one.take(), one.take()]
+        assert [(delta.index, delta.finish and delta.finish.status) for delta in deltas] == [(1, None), (0, 503)]
+        assert one.open_answers == 1
+        table.remove(two)
+        assert [stream.rid for stream in table.with_rid(None)] == ["r1"]
+        assert table.with_rid("r3") == []
+
+    asyncio.run(main())
+
+
+def test_messages_that_come_together_make_one_delta_of_each_answer():
+    async def main():
+        table, (both, other) = opened(2, 1)
+        scored = [[TokenLogprobs(1, place, place, -0.5, [], [])] for place in range(3)]
+        end = [Finish(1, "length", completion_tokens=3)]
+        await table.deliver(
+            [
+                news([1, 2], text="a", token=0, done=1, logprobs=scored[0]),
+                news([1, 3], text="b", token=1, done=2, logprobs=scored[1]),
+                news([1], text="c", token=2, done=3, logprobs=scored[2], finished=end),
+            ]
+        )
+        merged, beside = both.take(), both.take()
+        assert (merged.index, merged.text, merged.token_ids, merged.completion_tokens) == (0, "abc", [0, 1, 2], 3)
+        assert [entry.position for entry in merged.logprobs] == [0, 1, 2]
+        assert merged.finish is end[0]
+        assert (beside.index, beside.text, beside.token_ids, beside.finish) == (1, "a", [0], None)
+        assert (both.take(), both.open_answers) == (None, 1)
+        assert other.take().text == "b"
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_keeps_up_gets_every_message_by_itself():
+    async def main():
+        table, (stream,) = opened(1)
+        read = []
+
+        async def reader(delta):
+            read.append((delta.text, delta.token_ids, delta.completion_tokens))
+
+        feeding = asyncio.create_task(stream.feed(reader))
+        await asyncio.sleep(0)
+        for message in letters(1, "abc"):
+            await table.deliver([message])
+        await feeding
+        assert read == [("a", [0], 1), ("b", [1], 2), ("c", [2], 3)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stuck_at", ["a", "c", "f"])
+def test_a_reader_that_has_to_wait_gets_the_rest_in_order_and_in_one_piece(stuck_at):
+    async def main():
+        table, (stream,) = opened(1)
+        read, free = [], asyncio.Event()
+
+        async def reader(delta):
+            if delta.text == stuck_at:
+                await asyncio.sleep(0)
+                await free.wait()
+            read.append((delta.text, delta.token_ids))
+
+        feeding = asyncio.create_task(stream.feed(reader))
+        await asyncio.sleep(0)
+        for message in letters(1, "abcdef"):
+            await table.deliver([message])
+            await asyncio.sleep(0)
+        place = "abcdef".index(stuck_at)
+        assert [text for text, _ in read] == list("abcdef"[:place])
+        free.set()
+        await feeding
+        rest = "abcdef"[place + 1 :]
+        assert [text for text, _ in read[place:]] == [stuck_at, *filter(None, [rest])]
+        assert [token for _, tokens in read for token in tokens] == [0, 1, 2, 3, 4, 5]
+
+    asyncio.run(main())
+
+
+def test_the_fault_of_a_reader_is_its_own():
+    async def main():
+        table, (bad, good) = opened(1, 1)
+        read = []
+
+        async def fail(delta):
+            raise ValueError(delta.text)
+
+        async def reader(delta):
+            read.append(delta.text)
+
+        feeding = [asyncio.create_task(bad.feed(fail)), asyncio.create_task(good.feed(reader))]
+        await asyncio.sleep(0)
+        assert await table.deliver([news([1, 2], finished=[Finish(2, "length")])]) == []
+        with pytest.raises(ValueError, match="x"):
+            await feeding[0]
+        await feeding[1]
+        assert read == ["x"]
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_is_cancelled_where_it_waits_cleans_up_and_reads_no_more():
+    async def main():
+        table, (stream,) = opened(1)
+        told = []
+
+        async def reader(delta):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                told.append(delta.text)
+
+        feeding = asyncio.create_task(stream.feed(reader))
+        await asyncio.sleep(0)
+        await table.deliver([news([1], text="a")])
+        await asyncio.sleep(0)
+        feeding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await feeding
+        await table.deliver([news([1], text="b")])
+        assert told == ["a"]
+
+    asyncio.run(main())
+
+
+def test_others_have_their_turn_while_the_news_of_many_streams_come():
+    async def main():
+        table, many = opened(*[1] * 200)
+        order = []
+
+        async def deliver():
+            assert await table.deliver([news(range(1, 201)), news(range(1, 201))]) == []
+            order.append("delivered")
+
+        async def probe():
+            order.append("probed")
+
+        await asyncio.gather(deliver(), probe())
+        assert order == ["probed", "delivered"]
+        assert [stream.take().text for stream in many] == ["xx"] * 200
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_is_too_slow_loses_its_stream(monkeypatch):
+    monkeypatch.setattr(streams, "MOST_PENDING_TOKENS", 3)
+
+    async def main():
+        table, (slow, other) = opened(1, 1)
+        for _ in range(3):
+            assert await table.deliver([news([1])]) == []
+        assert await table.deliver([news([1, 2])]) == [slow]
+        assert await table.deliver([news([1, 2])]) == []
+        with pytest.raises(OverloadedError, match="too slowly"):
+            slow.take()
+        assert other.take().text == "xx"
+
+    asyncio.run(main())
+
+
+def test_a_waiting_reader_hears_of_the_end_of_the_engine():
+    async def main():
+        table, (stream,) = opened(1)
+
+        async def reader(delta):
+            raise AssertionError("there is nothing to read")
+
+        waiting = asyncio.create_task(stream.feed(reader))
+        await asyncio.sleep(0)
+        table.fail_all(EngineDeadError("gone"))
+        with pytest.raises(EngineDeadError, match="gone"):
+            await waiting
+
+    asyncio.run(main())
