@@ -71,6 +71,26 @@ def test_a_narrow_terminal_gets_several_tables_and_every_figure(monkeypatch, cap
         assert page.count(summary(outcome)["decision_hash"][:12]) == 5
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--schedule-policy", "lpm", "--disable-radix-cache"], "using fcfs"),
+        (["--schedule-policy", "breaking:Breaking", "--replicas", "2"], "RuntimeError('no')"),
+        (["--schedule-policy", "fcfs"], ""),
+    ],
+)
+def test_a_policy_that_was_replaced_is_told(tmp_path, monkeypatch, capsys, flags, words):
+    (tmp_path / "breaking.py").write_text(
+        "from tokenyard.policy import Policy\n\n\nclass Breaking(Policy):\n    name = 'breaking'\n\n"
+        "    def order(self, views):\n        raise RuntimeError('no')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    out, report = tmp_path / "o.json", tmp_path / "r.html"
+    assert run_simulate(simulate_args(*SMALL, *flags, "--json", str(out), "--report", str(report))) == 0
+    assert words in json.loads(out.read_text())["policy_note"]
+    assert ("note: " in capsys.readouterr().out) == ("Note on " in report.read_text()) == bool(words)
+
+
 def test_quiet_says_nothing(capsys):
     assert run_simulate(simulate_args(*SMALL, "--preset", "vllm-default", "--quiet")) == 0
     assert capsys.readouterr().out == ""
@@ -93,11 +113,11 @@ def test_without_a_preset_the_servers_own_settings_are_simulated():
 
 
 def test_targets_and_headroom_reach_the_scheduler_and_the_judge():
-    urgent = ["--schedule-policy", "slo", "--slo-max-wait-s", "58", "--slo-reject", "--slo-ttft-ms", "500"]
+    urgent = ["--schedule-policy", "slo", "--slo-max-wait-s", "58", "--slo-ttft-ms", "500"]
     args = simulate_args(*SMALL, *urgent, "--slo-tpot-ms", "40", "--headroom", "past-future")
     setup = make_setup(args, load_workload(args), None)
     settings = setup.settings
-    assert (settings.slo_max_wait_s, settings.slo_reject, settings.headroom) == (58.0, True, "past-future")
+    assert (settings.slo_max_wait_s, settings.slo_reject, settings.headroom) == (58.0, False, "past-future")
     assert (setup.slo.ttft_s, setup.slo.ttft_scale, setup.slo.tpot_s) == (0.5, 5.0, 0.04)
 
 

@@ -271,6 +271,9 @@ def print_outcomes(results: Mapping[str, Mapping[str, Any]]) -> None:
             break
     for table in tables:
         console.print(table)
+    for name, numbers in results.items():
+        if numbers["policy_note"]:
+            print(f"note: {name}: {numbers['policy_note']}")
 
 
 def outcome_table(results: Mapping[str, Mapping[str, Any]]) -> Table:

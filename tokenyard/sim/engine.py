@@ -102,7 +102,8 @@ class Outcome:
     """What became of each request, as columns by request number, and of the whole run.
 
     status: int32[n], UNFINISHED, FINISHED or REJECTED. Times in ns from the start of the trace, 0 where a stage was
-    never reached. unloaded_s: float64[n], see `unloaded_prefill_s`. replica: int32[n], who served it.
+    never reached. unloaded_s: float64[n], see `unloaded_prefill_s`. replica: int32[n], who served it. policy_note: why
+    the policy was not the one that was asked for, if it was not.
     """
 
     workload: Workload
@@ -118,6 +119,7 @@ class Outcome:
     unloaded_s: Float64Array
     counters: dict[str, int] = field(default_factory=dict)
     switches: list[Switch] = field(default_factory=list)
+    policy_note: str = ""
     sim_seconds: float = 0.0
     busy_seconds: float = 0.0
     wall_seconds: float = 0.0
@@ -243,6 +245,7 @@ class _Run:
         self._replicas = [self._replica(observer, tape), *others]
         adaptive = setup.settings.schedule_policy == Adaptive.name
         self._adapters = [Adapter(setup.settings, replica) for replica in self._replicas] if adaptive else []
+        self._described = self._replicas[0].scheduler.snapshot(0).policy
         self._loads = [WorkerLoad() for _ in self._replicas]
         self._chooser: Chooser = make_chooser(setup.router, setup.replicas, setup.seed)
 
@@ -287,6 +290,13 @@ class _Run:
             seconds = self._unloaded_s[prompt_tokens] = unloaded_prefill_s(self._truth, prompt_tokens)
         return seconds
 
+    def _policy_note(self, replica: Replica) -> str:
+        """Why this replica did not decide by the policy it was given, "" if it did."""
+        state = replica.scheduler.snapshot(replica.now)
+        if state.policy_note or self._adapters or state.policy == self._described:
+            return state.policy_note
+        return f"ended as {state.policy}"
+
     def _note_finish(self, finish: Finish) -> None:
         outcome, number = self._outcome, finish.number
         outcome.status[number] = REJECTED if finish.reason == "abort" else FINISHED
@@ -310,6 +320,7 @@ class _Run:
         outcome.decision_hash = b"".join(replica.decision_hash() for replica in self._replicas).hex()[:64]
         outcome.counters = _sum_counters(self._replicas)
         outcome.switches = [switch for adapter in self._adapters for switch in adapter.judge.latest]
+        outcome.policy_note = "; ".join(dict.fromkeys(filter(None, map(self._policy_note, self._replicas))))
         return outcome
 
 

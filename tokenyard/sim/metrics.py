@@ -51,6 +51,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "trace": workload.name,
         "profile": outcome.setup.profile.name,
         "policy": outcome.setup.settings.schedule_policy,
+        "policy_note": outcome.policy_note,
         "replicas": outcome.setup.replicas,
         "requests": len(workload),
         "finished": int(outcome.served.sum()),

@@ -66,7 +66,8 @@ def write_report(
         sections.append(_section(f"Over time: {name}{which}", timeline_charts(timeline)))
     first = next(iter(outcomes.values()))
     heading = title or f"{first.workload.name} on {first.setup.profile.name}"
-    page = _page(heading, _facts(first) + _table({name: summary(one) for name, one in outcomes.items()}), sections)
+    lead = _facts(first) + _table({name: summary(one) for name, one in outcomes.items()}) + _notes(outcomes)
+    page = _page(heading, lead, sections)
     path.write_text(page, encoding="utf-8")
 
 
@@ -251,6 +252,12 @@ def _table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
         for name, one in summaries.items()
     )
     return f'<div class="table"><table><tr><th></th>{head}</tr>{rows}</table></div>'
+
+
+def _notes(outcomes: Mapping[str, Outcome]) -> str:
+    """Which settings did not run by the policy they name."""
+    notes = [f"Note on {name}: {outcome.policy_note}" for name, outcome in outcomes.items() if outcome.policy_note]
+    return "".join(f"<p>{escape(note)}</p>" for note in notes)
 
 
 def _percent(value: float | None) -> str:
