@@ -94,10 +94,6 @@ class KvCheck:
                 )
             row.append(int(tokens[i]))
 
-    def token_at(self, pool_row: int, position: int) -> int:
-        """Return the token that a row holds at a position it knows."""
-        return int(self._rows[pool_row].tokens[position])
-
     def _write_pages(self, plan: StepPlan) -> None:
         ids = plan.page_ids
         if len(ids) and (ids.min() < 1 or ids.max() > self._info.num_pages):

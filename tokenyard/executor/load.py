@@ -57,10 +57,7 @@ def load_executor(
     config = read_folder_config(folder)
     kind = choose_dtype(dtype, target, config)
     length = _context_length(context_length, config)
-    try:
-        model = _load_model(config, folder, load_format, target, kind, length, seed)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the weights of {model_path} do not fit the free memory of {target}") from error
+    model = _load_model(config, folder, load_format, target, kind, length, seed)
     num_pages = choose_num_pages(
         config,
         page_size=page_size,
@@ -81,15 +78,7 @@ def load_executor(
         max_pool_rows=max_pool_rows,
         kv_bytes_per_token=kv_bytes_per_token(config, kind),
     )
-    try:
-        pool = KvPool(config, num_pages, page_size, target, kind)
-    except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no error of their own for it
-        gib = num_pages * page_size * info.kv_bytes_per_token / 2**30
-        raise ConfigError(
-            f"a KV pool of {num_pages * page_size} tokens takes {gib:.1f} GiB, more than {target} has free;"
-            " lower max_total_tokens or mem_fraction_static"
-        ) from error
-    return ModelExecutor(model, pool, info, target)
+    return ModelExecutor(model, _make_pool(config, info, target, kind), info, target)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
@@ -164,11 +153,25 @@ def _load_model(
     context_length: int,
     seed: int,
 ) -> Decoder:
-    if load_format == "dummy":
-        return Decoder(config, DummyWeights(device, dtype, seed), device, context_length)
-    if load_format not in ("auto", "safetensors"):
+    if load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError(f"load_format {load_format!r} is unknown; use auto, safetensors or dummy")
-    weights = SafetensorsWeights(folder, device, dtype)
-    model = Decoder(config, weights, device, context_length)
+    try:
+        if load_format == "dummy":
+            return Decoder(config, DummyWeights(device, dtype, seed), device, context_length)
+        weights = SafetensorsWeights(folder, device, dtype)
+        model = Decoder(config, weights, device, context_length)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
     weights.warn_unused()
     return model
+
+
+def _make_pool(config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype) -> KvPool:
+    try:
+        return KvPool(config, info.num_pages, info.page_size, device, dtype)
+    except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no error of their own for it
+        tokens = info.num_pages * info.page_size
+        raise ConfigError(
+            f"a KV pool of {tokens} tokens takes {tokens * info.kv_bytes_per_token / 2**30:.1f} GiB, more than {device}"
+            " has free; lower max_total_tokens or mem_fraction_static"
+        ) from error

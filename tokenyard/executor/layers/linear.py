@@ -12,7 +12,7 @@ class Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
+        self._outputs = weight.shape[0]
         self._bias = bias
         self._packed = can_prepack(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
@@ -23,7 +23,7 @@ class Linear:
             found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return found
         if self._packed:
-            return x.new_empty(0, self.out_features)
+            return x.new_empty(0, self._outputs)
         return F.linear(x, self._weight, self._bias)
 
 
