@@ -2,7 +2,6 @@
 
 import asyncio
 import atexit
-import itertools
 import logging
 import queue
 import threading
@@ -243,7 +242,7 @@ class LLM:
         self._tape = open_tape(config)
         self._kv_events = open_kv_events(config)
         self._port = _LocalPort(TextAssembler(self.tokenizer))
-        self._numbers = itertools.count(1)
+        self._next_number, self._numbering = 1, threading.Lock()
         self._failure: Exception | None = None
         ready: Future[ExecutorInfo] = Future()
         self._thread = threading.Thread(target=self._run, args=(config, ready), name="tokenyard", daemon=True)
@@ -350,11 +349,11 @@ class LLM:
             raise InvalidRequestError("stop strings need a tokenizer", param="stop")
         ids = self._ids(prompt)
         room = min(self.info.context_length, self.info.num_pages * self.info.page_size) - len(ids)
-        if room < 1 or not len(ids):
+        if not len(ids):
+            raise InvalidRequestError("the prompt is empty")
+        if room < 1:
             raise InvalidRequestError(f"the prompt has {len(ids)} tokens; it must leave room for an answer")
-        number = next(self._numbers)
-        for _ in range(sampling.n - 1):
-            next(self._numbers)
+        number = self._take_numbers(sampling.n)
         most = min(sampling.max_new_tokens, room)
         return Request(
             number=number,
@@ -365,13 +364,24 @@ class LLM:
             arrival_ns=time.monotonic_ns(),
         )
 
+    def _take_numbers(self, count: int) -> int:
+        """The first of `count` numbers that nobody else has: several threads may ask at once."""
+        with self._numbering:
+            self._next_number += count
+            return self._next_number - count
+
     def _ids(self, prompt: Prompt) -> Int32Array:
-        """A prompt as token ids, int32[n]. Raises InvalidRequestError for ids outside of the vocabulary."""
+        """A prompt as token ids, int32[n]. Raises InvalidRequestError for anything else and for unknown ids."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequestError("there is no tokenizer: give token ids")
             return np.array(self.tokenizer.encode(prompt).ids, dtype=np.int32)
-        ids = np.asarray(prompt, dtype=np.int64)
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # lists of several lengths
+            ids = np.asarray(None)
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise InvalidRequestError("a prompt must be a text or a list of token ids")
         if len(ids) and not (ids.min() >= 0 and ids.max() < self.info.vocab_size):
             raise InvalidRequestError(f"token ids must be between 0 and {self.info.vocab_size - 1}")
         return ids.astype(np.int32)
@@ -390,6 +400,8 @@ class LLM:
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt or several, as a list of prompts."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+        return [prompts]  # type: ignore[list-item]
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

@@ -1,7 +1,9 @@
 """The offline LLM over the mock executor."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from tokenyard import LLM, SamplingParams
@@ -64,12 +66,35 @@ def test_async_answers(llm):
 def test_wrong_requests_are_refused(llm):
     with pytest.raises(InvalidRequestError, match="token ids"):
         llm.generate([10**6])
+    for no_prompt in (None, 5, [1.5], b"x", [["a"]], ["a", None], [[1], [[2], [3, 4]]]):
+        with pytest.raises(InvalidRequestError, match="a text or a list of token ids"):
+            llm.generate(no_prompt)
+    with pytest.raises(InvalidRequestError, match="empty"):
+        llm.generate([[]])
     with pytest.raises(InvalidRequestError, match="room"):
         llm.generate([1] * 5000)
     with pytest.raises(InvalidRequestError, match="sampling params"):
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(InvalidRequestError, match="temperature"):
         llm.generate("a", SamplingParams(temperature=-1.0))
+
+
+def test_an_array_is_a_prompt(llm):
+    greedy = SamplingParams(max_new_tokens=4, temperature=0.0)
+    from_list, from_array = (llm.generate(ids, greedy)[0].text for ids in ([5, 6, 7], np.array([5, 6, 7])))
+    assert from_list == from_array
+
+
+def test_several_threads_get_their_own_answers(llm):
+    greedy = SamplingParams(max_new_tokens=6, temperature=0.0, n=3)
+    prompts = ["Once upon", "The fox", "A bear", "My dog"]
+
+    def texts(prompt):
+        return [completion.text for completion in llm.generate(prompt, greedy)[0].completions]
+
+    alone = {prompt: texts(prompt) for prompt in prompts}
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(texts, prompts * 6)) == list(alone.values()) * 6
 
 
 def test_without_params_the_models_own_defaults_count(llm):
