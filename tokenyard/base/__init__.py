@@ -40,10 +40,11 @@ from tokenyard.base.request import (
     Slo,
     TextOptions,
 )
-from tokenyard.base.settings import NS_PER_S, SchedulerSettings, TenantSettings
+from tokenyard.base.settings import NS_PER_MS, NS_PER_S, SchedulerSettings, TenantSettings
 
 __all__ = [
     "LAST_SAMPLED",
+    "NS_PER_MS",
     "NS_PER_S",
     "AbortCause",
     "BoolArray",

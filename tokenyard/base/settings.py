@@ -6,6 +6,7 @@ from tokenyard.base.errors import ConfigError
 from tokenyard.base.ranges import SCHEDULER_RANGES, TENANT_RANGES
 
 NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
 HEADROOMS = ("ratio", "history", "past-future", "limit", "none")
 RETRACTION_POLICIES = ("length", "newest", "priority", "slack", "fewest-lost")
 STEP_BUDGETS = ("auto", "tokens", "time")

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tokenyard.base import StepPlan, StepResult
+from tokenyard.base import NS_PER_S, StepPlan, StepResult
 
 MOST_EVENTS = 200_000
 NS_PER_US = 1000
@@ -80,7 +80,7 @@ class StepProfile:
             return
         begin_ns, plan = launched
         begin_ns = max(begin_ns, self._device_free_ns)
-        end_ns = min(begin_ns + round(result.seconds * 1e9), collected_ns)
+        end_ns = min(begin_ns + round(result.seconds * NS_PER_S), collected_ns)
         self._device_free_ns = end_ns
         sizes = {"step": plan.step, "rows": len(plan.pool_rows), "decode_rows": plan.decode_rows}
         self._span(plan.forward_mode, DEVICE, begin_ns, end_ns, {**sizes, "tokens": len(plan.tokens)})

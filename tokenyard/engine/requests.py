@@ -8,6 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tokenyard.base import (
+    NS_PER_MS,
     ContextLengthError,
     ExecutorInfo,
     Int32Array,
@@ -24,7 +25,6 @@ INLINE_CHARS = 2000
 
 MOST_STOPS = 128
 LONGEST_STOP_CHARS = 1024
-NS_PER_MS = 1_000_000
 MOST_PRIORITY = 2**31 - 1
 SEED_BITS = 62
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import zmq
 
-from tokenyard.base import ConfigError, Executor
+from tokenyard.base import NS_PER_MS, ConfigError, Executor
 from tokenyard.engine.child import Inbox, ReportReady, die_with_parent, end_with_parent, run_child, yield_cores
 from tokenyard.engine.config import ChildReport, ChildTask, EngineConfig
 from tokenyard.engine.driver import DeviceBrokenError, Driver
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 EXECUTORS = {"torch": "tokenyard.executor.load", "mock": "tokenyard.executor.mock"}
 """Module of each executor; it has a function `load_executor(model_path, **options)`."""
-
-NS_PER_MS = 1_000_000
 
 
 def load_executor(config: EngineConfig) -> Executor:

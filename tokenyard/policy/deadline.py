@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from tokenyard.base import BoolArray, Float64Array, Int32Array, SchedulerSettings
+from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array, SchedulerSettings
 from tokenyard.policy.answers import AnswerPredictor
 from tokenyard.policy.base import Policy
-from tokenyard.policy.deadline_queue import NS_PER_S, DeadlineQueue
+from tokenyard.policy.deadline_queue import DeadlineQueue
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.priority import Priority
 from tokenyard.policy.time_budget import TimeBudgetRule

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tokenyard.base import BoolArray, CostModel, Int32Array, Int64Array, SchedulerSettings
+from tokenyard.base import NS_PER_S, BoolArray, CostModel, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.cost import unloaded_prefill_s
 from tokenyard.policy.answers import AnswerPredictor
 from tokenyard.policy.targets import class_ttft_ns, tpot_ns
 from tokenyard.policy.views import NO_DEADLINE, Columns, Views
 
-NS_PER_S = 1_000_000_000
 FAR_NS = 1 << 61
 """Added to a deadline, puts a request behind all that have one and keeps the order among themselves."""
 

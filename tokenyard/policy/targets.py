@@ -2,11 +2,9 @@
 
 import numpy as np
 
-from tokenyard.base import NS_PER_S, CostModel, Int32Array, Int64Array, Promise, SchedulerSettings
+from tokenyard.base import NS_PER_MS, NS_PER_S, CostModel, Int32Array, Int64Array, Promise, SchedulerSettings
 from tokenyard.cost import unloaded_prefill_s
 from tokenyard.policy.views import NO_DEADLINE, Columns, tokens_generated
-
-NS_PER_MS = 1_000_000
 
 
 def class_ttft_ns(settings: SchedulerSettings, unloaded_ns: int) -> int:

@@ -17,7 +17,6 @@ from tokenyard.server.protocol import (
     UrgencyFields,
 )
 
-MAX_STOP_STRINGS = 64
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 MAX_LABEL_CHARS = 256
 DEFAULT_CLASS = "default"
@@ -151,8 +150,6 @@ def _refuse_constraints(fields: SamplingFields) -> None:
 def _stop_strings(stop: str | list[str] | None) -> list[str]:
     """Stop strings as a list; empty ones would stop at once and are refused."""
     stops = [stop] if isinstance(stop, str) else list(stop or [])
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"stop may hold {MAX_STOP_STRINGS} strings at most", param="stop")
     if any(not text for text in stops):
         raise InvalidRequestError("stop must not hold empty strings", param="stop")
     return stops

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from tokenyard.base import Course, Explanation, Starts
+from tokenyard.base import NS_PER_MS, Course, Explanation, Starts
 
-NS_PER_MS = 1_000_000
 STAGES = ("queue", "prefill", "decode", "requeued", "recompute", "paused")
 
 RidOf = Callable[[int], str | None]

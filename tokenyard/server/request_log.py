@@ -7,13 +7,11 @@ import logging
 import time
 from typing import Any
 
-from tokenyard.base import Finish
+from tokenyard.base import NS_PER_MS, NS_PER_S, Finish
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 
 log = logging.getLogger("tokenyard.requests")
 
-NS_PER_MS = 1_000_000
-NS_PER_S = 1_000_000_000
 MS_PER_S = 1000
 MOST_CHARS = 2000
 """More of a prompt or answer is cut off."""

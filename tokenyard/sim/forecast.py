@@ -18,15 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tokenyard.base import (
-    NS_PER_S,
-    Float64Array,
-    Int32Array,
-    Int64Array,
-    Request,
-    SamplingParams,
-    Slo,
-)
+from tokenyard.base import NS_PER_MS, NS_PER_S, Float64Array, Int32Array, Int64Array, Request, SamplingParams, Slo
 from tokenyard.cost import LinearCost, unloaded_prefill_s
 from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
 from tokenyard.scheduler.lifecycle import State
@@ -41,7 +33,6 @@ MOST_ARRIVALS = 4096
 MOST_ENDED = 512
 MOST_OPEN = 20_000
 FIRST_GUESS_TOKENS = 200
-NS_PER_MS = 1_000_000
 NO_BLOCKS = np.empty(0, np.int64)
 
 
