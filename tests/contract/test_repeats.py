@@ -73,7 +73,7 @@ def whole_state(scheduler: Scheduler) -> Any:
 def told(scheduler: Scheduler) -> tuple[Any, ...]:
     batch = scheduler.drain()
     columns = (batch.numbers.tolist(), batch.tokens.tolist(), batch.hits.tolist())
-    return *columns, batch.started, batch.finished, state(scheduler.kv_records(), {})
+    return *columns, state(batch.started, {}), batch.finished, state(scheduler.kv_records(), {})
 
 
 class Twins:

@@ -1,5 +1,6 @@
 """Builds an engine's scheduler, and keeps a tape of it if asked for."""
 
+import contextlib
 import logging
 import os
 import secrets
@@ -59,6 +60,8 @@ class TapeFile:
 
     def _give_up(self, error: OSError) -> None:
         self._usable = False
+        with contextlib.suppress(OSError):  # it tries once more to write what is left
+            self._file.close()
         logger.error("the tape %s ends here: %s; serving goes on without it", self._path, error.strerror)
 
 
