@@ -12,7 +12,7 @@ from tests.executor.driver import Driver
 from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
-from tokenyard.executor.load import choose_device, choose_dtype, load_executor, read_folder_config
+from tokenyard.executor.load import _prepare_cuda, choose_device, choose_dtype, load_executor, read_folder_config
 from tokenyard.executor.models.config import read_model_config
 
 
@@ -232,3 +232,17 @@ def test_a_device_has_one_name(monkeypatch):
     ]
     with pytest.raises(ConfigError, match="sees 2 CUDA devices"):
         choose_device("cuda:2")
+
+
+def test_a_gpu_computes_exactly_and_needs_no_graph_per_length(monkeypatch):
+    chosen, cudnn, precision = [], torch.backends.cuda.cudnn_sdp_enabled(), torch.get_float32_matmul_precision()
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    torch.set_float32_matmul_precision("high")
+    try:
+        _prepare_cuda(torch.device("cuda:1"))
+        assert chosen == [torch.device("cuda:1")]
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        torch.set_float32_matmul_precision(precision)

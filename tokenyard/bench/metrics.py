@@ -13,7 +13,6 @@ from tokenyard.bench.load import Run
 
 PERCENTILES = (90, 95, 99)
 MS = 1000.0
-DEFAULT_TARGETS = "ttft:1000,tpot:50"
 
 
 def tpot_s(answer: Answer) -> float | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenyard.base import StepPlan, StepWork
+from tokenyard.base import NS_PER_S, StepPlan, StepWork
 from tokenyard.scheduler.recorder import Core
 
 MOST_SAMPLES = 2048
@@ -44,8 +44,8 @@ class Timeline:
         self.total_kv_tokens = snapshot.total_tokens
         self.samples.append(
             Sample(
-                at_s=end_ns / 1e9,
-                step_s=(end_ns - begin_ns) / 1e9,
+                at_s=end_ns / NS_PER_S,
+                step_s=(end_ns - begin_ns) / NS_PER_S,
                 decode_rows=work.decode_rows,
                 prefill_tokens=work.prefill_tokens,
                 waiting=snapshot.waiting,
