@@ -1,12 +1,11 @@
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.cost.test_online import some_work
 from tokenyard.base import ConfigError, StepWork
-from tokenyard.cost import LinearTerms, fit_terms, get_profile, refit_terms, relative_errors
+from tokenyard.cost import LinearTerms, fit_terms, get_profile, relative_errors
 
 
 def samples_of(terms: LinearTerms, count: int, noise: float = 0.0):
@@ -30,35 +29,6 @@ def test_noise_moves_the_fit_by_less_than_itself():
     truth = get_profile("h100", "llama-3-8b").terms
     fitted = fit_terms(samples_of(truth, 60, noise=0.1))
     assert np.abs(relative_errors(fitted, samples_of(truth, 90))).mean() < 0.05
-
-
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_a_busy_device_is_foretold_its_mean_time(kind):
-    truth = get_profile("cpu", "demo").terms
-    rng = random.Random(3)
-    held_up = [(work, seconds * (1.0 + rng.expovariate(2.0))) for work, seconds in samples_of(truth, 2000)]
-    fitted, refitted = fit_terms(held_up), refit_terms(fit_terms(held_up), held_up)
-    some = [(work, seconds) for work, seconds in held_up if (work.prefill_tokens > 0) == (kind == "prefill")]
-    took_ms = sum(seconds for _, seconds in some) * 1e3
-    assert sum(fitted.step(work) for work, _ in some) < 0.95 * took_ms
-    assert sum(refitted.step(work) for work, _ in some) == pytest.approx(took_ms, rel=0.02)
-
-
-def test_a_step_that_stood_still_is_not_learnt():
-    truth = replace(get_profile("h100", "llama-3-8b").terms, step_ms=0.0)
-    samples = samples_of(truth, 60)
-    stood_still = [(samples[0][0], 100.0 * samples[0][1])]
-    assert np.abs(relative_errors(refit_terms(truth, samples + stood_still), samples)).max() < 1e-6
-
-
-def test_terms_that_no_step_tells_of_stay():
-    believed = replace(get_profile("cpu", "demo").terms, step_ms=0.0, tp_token_ms=0.01)
-    truth = replace(believed, floor_ms=3.0, dense_ms=2.5, context_ms=2e-4)
-    refitted = refit_terms(believed, [one for one in samples_of(truth, 200) if not one[0].prefill_tokens])
-    assert refitted.area_ms == pytest.approx(believed.area_ms)
-    assert refitted.tp_token_ms == believed.tp_token_ms
-    assert refitted.context_ms == pytest.approx(truth.context_ms, rel=0.05)
-    assert refit_terms(believed, []) == believed
 
 
 def test_no_term_is_ever_below_zero():

@@ -36,6 +36,33 @@ def test_a_wrong_prior_is_corrected_by_measured_steps(factor):
     assert online.relative_error < 0.05
 
 
+@pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_busy_device_is_foretold_its_mean_time(kind, factor):
+    truth = get_profile("cpu", "demo").cost()
+    online = OnlineCost(scaled(truth.terms, factor))
+    rng = random.Random(3)
+    took_s = foretold_s = 0.0
+    for turn in range(4000):
+        work = some_work(rng)
+        seconds = truth.step(work) * (1.0 + rng.expovariate(2.0))
+        if turn > 1000 and (work.prefill_tokens > 0) == (kind == "prefill"):
+            took_s += seconds
+            foretold_s += online.step(work)
+        online.learn(work, seconds)
+    assert foretold_s == pytest.approx(took_s, rel=0.04)
+
+
+def test_a_step_that_stood_still_changes_little():
+    truth = get_profile("h100", "llama-3-8b").cost()
+    online = OnlineCost(truth)
+    rng = random.Random(8)
+    for turn in range(320):
+        work = some_work(rng)
+        online.learn(work, truth.step(work) * (1000.0 if turn == 10 else 1.0))
+    assert mean_error(online, truth, random.Random(4)) < 0.02
+
+
 def test_terms_never_measured_keep_their_prior():
     truth = get_profile("h100", "llama-3-8b").cost()
     online = OnlineCost(truth)

@@ -1,6 +1,6 @@
 """How long work takes: `StepWork` to seconds, in one form for simulator, deadlines, budgets and router."""
 
-from tokenyard.cost.fit import fit_terms, refit_terms, relative_errors
+from tokenyard.cost.fit import fit_terms, relative_errors
 from tokenyard.cost.linear import LinearCost, LinearTerms, Link, unloaded_prefill_s
 from tokenyard.cost.online import OnlineCost
 from tokenyard.cost.profiles import Profile, find_profile, get_profile, load_profile, profile_names, save_profile
@@ -16,7 +16,6 @@ __all__ = [
     "get_profile",
     "load_profile",
     "profile_names",
-    "refit_terms",
     "relative_errors",
     "save_profile",
     "unloaded_prefill_s",

@@ -1,7 +1,6 @@
 """Terms of the cost model from measured steps, all at once; `OnlineCost` does it step by step while serving."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -16,9 +15,6 @@ Sample = tuple[StepWork, float]
 FITTED = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
 LEAST_FLOOR_MS = 1e-6
 FEWEST_SAMPLES = len(FITTED) + 2
-REFITS = 4
-OUTLIER = 5.0
-PRIOR_WEIGHT = 0.01
 
 
 def fit_terms(samples: Sequence[Sample]) -> LinearTerms:
@@ -37,23 +33,6 @@ def fit_terms(samples: Sequence[Sample]) -> LinearTerms:
     return min(tried, key=lambda terms: float(np.square(relative_errors(terms, samples)).sum()))
 
 
-def refit_terms(terms: LinearTerms, samples: Sequence[Sample]) -> LinearTerms:
-    """`terms` (whose step_ms and tp_step_ms are 0), corrected so that the times of `samples` are met on average.
-
-    What holds a step up makes it longer, never shorter. Errors as shares of the measured time, which `fit_terms` and
-    `OnlineCost` make small, count such steps too little, so on a busy device their sums come out short. Here errors are
-    shares of the time foretold, by the terms of the pass before (iteratively reweighted least squares). Steps that took
-    `OUTLIER` times as long as foretold are left out. Terms that the samples say nothing of stay as they are. Times must
-    be above 0.
-    """
-    if not samples:
-        return terms
-    prior = terms
-    for _ in range(REFITS):
-        terms = _refit(terms, prior, samples)
-    return terms
-
-
 def relative_errors(terms: LinearTerms, samples: Sequence[Sample]) -> npt.NDArray[np.float64]:
     """float64[n], by how much each sample is predicted too long (above 0) or too short, as a share of its time."""
     return np.array([terms.step(work) / (seconds * MS_PER_S) - 1.0 for work, seconds in samples])
@@ -64,31 +43,9 @@ def _fit_with_floor_below(samples: Sequence[Sample], tokens: int) -> LinearTerms
     rows = [_features(work, work.tokens < tokens) for work, _ in samples]
     shares = np.array(rows) / np.array([[seconds * MS_PER_S] for _, seconds in samples])
     found = dict(zip(FITTED, _non_negative(shares, np.ones(len(samples))).tolist(), strict=True))
-    return _with_floor(LinearTerms(step_ms=0.0, **{**found, "floor_ms": max(found["floor_ms"], LEAST_FLOOR_MS)}))
-
-
-def _refit(terms: LinearTerms, prior: LinearTerms, samples: Sequence[Sample]) -> LinearTerms:
-    foretold_ms = np.array([terms.step(work) for work, _ in samples])
-    measured_ms = np.array([seconds * MS_PER_S for _, seconds in samples])
-    fitted_ms = measured_ms - np.array([terms.tp_token_ms * work.tokens for work, _ in samples])
-    rows = np.array([_features(work, _on_floor(terms, work)) for work, _ in samples])
-    usual = measured_ms < OUTLIER * foretold_ms
-    shares = rows[usual] / foretold_ms[usual, None]
-    held = np.array([getattr(prior, name) for name in FITTED])
-    ridge = np.diag(np.sqrt(PRIOR_WEIGHT) / np.where(held > 0.0, held, np.inf))
-    matrix = np.concatenate((shares, ridge))
-    wanted = np.concatenate((fitted_ms[usual] / foretold_ms[usual], ridge @ held))
-    found = _non_negative(matrix, wanted).tolist()
-    return _with_floor(replace(terms, **dict(zip(FITTED, found, strict=True))))
-
-
-def _on_floor(terms: LinearTerms, work: StepWork) -> bool:
-    return terms.dense_ms + terms.token_ms * work.tokens <= terms.floor_ms
-
-
-def _with_floor(terms: LinearTerms) -> LinearTerms:
-    """Without steps on the floor nothing says how low it is: it ends where the line begins."""
-    return replace(terms, floor_ms=max(terms.floor_ms, terms.dense_ms + terms.token_ms))
+    # Without steps on the floor nothing says how low it is: it ends where the line begins.
+    found["floor_ms"] = max(found["floor_ms"], found["dense_ms"] + found["token_ms"], LEAST_FLOOR_MS)
+    return LinearTerms(step_ms=0.0, **found)
 
 
 def _features(work: StepWork, on_floor: bool) -> tuple[float, ...]:
@@ -98,9 +55,6 @@ def _features(work: StepWork, on_floor: bool) -> tuple[float, ...]:
 
 def _non_negative(matrix: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """x >= 0 with the least |matrix @ x - wanted|, by trying every set of columns that may be above 0."""
-    # The triangle of a QR decomposition is the same problem in a handful of rows.
-    triangle = np.linalg.qr(np.column_stack((matrix, wanted))).R
-    matrix, wanted = triangle[:, :-1], triangle[:, -1]
     size = np.linalg.norm(matrix, axis=0)
     usable = np.flatnonzero(size > 0.0).tolist()
     best, best_error = np.zeros(matrix.shape[1]), float(wanted @ wanted)

@@ -7,6 +7,7 @@ from tokenyard.cost.linear import MS_PER_S, LinearCost, LinearTerms
 
 REFIT_STEPS = 32
 SWEEPS = 32
+LEAST_SHARE, MOST_SHARE = 0.2, 2.0
 FITTED = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
 TYPICAL_MS = (5.0, 2.0, 0.02, 5e-5, 1e-6, 0.01)
 """Sizes of the fitted terms where the prior says zero, so that they can still be learnt."""
@@ -15,9 +16,12 @@ TYPICAL_MS = (5.0, 2.0, 0.02, 5e-5, 1e-6, 0.01)
 class OnlineCost:
     """Least squares with forgetting over the terms of `LinearCost`, starting from a prior.
 
-    Errors count relative to the measured time, so short decode steps weigh as much as long prefills. Old steps fade
-    by `forgetting` per step (recursive least squares with forgetting). The prior enters as a ridge of `prior_weight`,
-    in units of squared shares of a step's time, so a term that hardly matters in what was measured stays what it was.
+    Errors count relative to the foretold time, so short decode steps weigh as much as long prefills. (Relative to the
+    measured time, steps that were held up would count less than others, and a busy device be thought faster than it is
+    on average.) What was foretold below `LEAST_SHARE` or above `MOST_SHARE` of its time, as by a belief that is far
+    off or for a step that stood still, counts relative to that share of it. Old steps fade by `forgetting` per step
+    (recursive least squares with forgetting). The prior enters as a ridge of `prior_weight`, in units of squared shares
+    of a step's time, so a term that hardly matters in what was measured stays what it was.
     Every `REFIT_STEPS` steps the normal equations are solved by coordinate descent that keeps terms above or at zero.
     `relative_error` is the running mean of |predicted - measured| / measured, each step judged before it is learnt.
 
@@ -55,8 +59,9 @@ class OnlineCost:
         if not seconds > 0.0 or work.tokens <= 0:
             return
         measured_ms = seconds * MS_PER_S
-        self._note_error(abs(self.terms.step(work) - measured_ms) / measured_ms)
-        self._accumulate(work, measured_ms)
+        foretold_ms = self.terms.step(work)
+        self._note_error(abs(foretold_ms - measured_ms) / measured_ms)
+        self._accumulate(work, measured_ms, _scale(foretold_ms, measured_ms))
         self._since_refit += 1
         if self._since_refit >= REFIT_STEPS:
             self._since_refit = 0
@@ -67,11 +72,11 @@ class OnlineCost:
         share = max(1.0 / self.steps_learned, 1.0 - self._forgetting)
         self.relative_error += share * (error - self.relative_error)
 
-    def _accumulate(self, work: StepWork, measured_ms: float) -> None:
-        """Add one observation to the normal equations, everything as shares of the measured time."""
-        explained = (measured_ms - self.terms.tp_token_ms * work.tokens) / measured_ms
+    def _accumulate(self, work: StepWork, measured_ms: float, scale_ms: float) -> None:
+        """Add one observation to the normal equations, everything as shares of `scale_ms`."""
+        explained = (measured_ms - self.terms.tp_token_ms * work.tokens) / scale_ms
         features = _features(self.terms, work)
-        shares = [x * unit / measured_ms for x, unit in zip(features, self._unit, strict=True)]
+        shares = [x * unit / scale_ms for x, unit in zip(features, self._unit, strict=True)]
         keep = self._forgetting
         for i, x in enumerate(shares):
             row = self._gram[i]
@@ -99,6 +104,11 @@ def _folded(terms: LinearTerms) -> LinearTerms:
     return replace(
         terms, step_ms=0.0, tp_step_ms=0.0, floor_ms=terms.floor_ms + constant, dense_ms=terms.dense_ms + constant
     )
+
+
+def _scale(foretold_ms: float, measured_ms: float) -> float:
+    """What an error is a share of."""
+    return min(max(foretold_ms, LEAST_SHARE * measured_ms), MOST_SHARE * measured_ms)
 
 
 def _features(terms: LinearTerms, work: StepWork) -> tuple[float, ...]:

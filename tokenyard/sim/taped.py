@@ -21,7 +21,7 @@ from tokenyard.base import (
     TokenBatch,
     step_work,
 )
-from tokenyard.cost import LinearCost, OnlineCost, Profile, refit_terms, relative_errors, unloaded_prefill_s
+from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
 from tokenyard.scheduler.roster import first_belief
 from tokenyard.scheduler.snapshot import Counters
 from tokenyard.scheduler.tape import Origin
@@ -77,8 +77,7 @@ class History:
 
     def committed(self, plan: StepPlan, result: StepResult, now: int) -> None:
         """See `Observer.committed`."""
-        if result.seconds > 0.0 and len(plan.pool_rows):
-            self._steps.append((step_work(plan), result.seconds))
+        self._steps.append((step_work(plan), result.seconds))
         if not self._rested:
             self._host_ns.append(now - self._end_ns - round(result.seconds * NS_PER_S))
         self._busy_s += result.seconds
@@ -124,16 +123,16 @@ class History:
         info = self._origin.info
         prior = self._origin.prior or first_belief(info)
         for _ in range(FIT_PASSES):
-            # Each pass judges anew which side of the floor a step stands on, by the terms of the pass before.
+            # Each pass judges anew, by the terms of the pass before, which side of the floor a step stands on and what
+            # its error is a share of.
             fit = OnlineCost(prior, forgetting=1.0)
             for work, seconds in self._steps:
                 fit.learn(work, seconds)
             prior = LinearCost(fit.terms, prior.links)
-        terms = refit_terms(prior.terms, self._steps)
         profile = Profile(
             device=info.device,
             model=info.model,
-            terms=terms,
+            terms=prior.terms,
             kv_pool_tokens=info.num_pages * info.page_size,
             kv_bytes_per_token=max(info.kv_bytes_per_token, 1),
             context_length=info.context_length,
@@ -141,8 +140,7 @@ class History:
             page_size=info.page_size,
             links=prior.links,
         )
-        errors = np.abs(relative_errors(terms, self._steps))
-        return profile, float(errors.mean()) if len(errors) else 0.0
+        return profile, fit.relative_error
 
     @property
     def host_s(self) -> float:
