@@ -1,19 +1,29 @@
 """Does the simulator foretell our own server on the CPU? The same requests, simulated and served, by several settings.
 
 Run from the repository root: `python -m benchmarks.simulated_vs_served [--model smollm2] [--short]`. One thread
-computes, so that client and server processes have a core to themselves. First a run of other traffic is recorded;
-device costs and host time are fitted to its tape, and nothing else is learnt from the server. The arrival rate is the
-one at which the simulated fcfs keeps the targets of 75 % of the requests. Then each setting serves the same requests,
-measured at the client, beside its simulation. Prints attainment, goodput and first-token times of both and exits with 1
-if a goodput is off by more than 10 % or the order of the settings is another one (settings whose goodput differs by
-less than 5 % count as equal).
+computes, so that client and server processes have a core to themselves.
+
+The traffic is bursts that build up a queue and drain: half of the prompts begin with one of a few long prefixes. Their
+size is what the simulated server works off in a few seconds. The targets are absolute: a first token as 60 % of the
+simulated requests have it with fcfs, and twice their median time per further token.
+
+The speed of a machine changes. So each setting has a server of its own which is calibrated by a burst of other requests
+before and after every measured run, and a run is simulated with the costs and the host time that the tape has of the
+two bursts around it; nothing else is learnt from the server, and nothing from the measured run. If those two bursts
+took times that differ by more than `MOST_DRIFT`, the run is done again, at most `SPARE_RUNS` times, after which the
+steadiest ones count. The output says how often, and how much the bursts of the runs that count differ. A third row,
+which counts for nothing, is simulated with the costs of the measured run itself: where it agrees with the server and
+the second row does not, the machine changed its speed.
+
+Exits with 1 if a goodput is off by more than 10 % or the order of the settings is another one (settings whose goodput
+differs by less than 5 % count as equal).
 """
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
@@ -22,42 +32,135 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.mock_server import AnyServer
 from benchmarks.vs_transformers import SHAPE
-from tokenyard.bench.backends import CompletionsBackend, RequestOptions
+from tokenyard.base import Event, Flush, StepPlan, StepResult, TokenBatch
+from tokenyard.bench.backends import Answer, NativeBackend, RequestOptions
 from tokenyard.bench.datasets import Prompt
 from tokenyard.bench.load import Target, run_load
 from tokenyard.bench.metrics import tpot_s
-from tokenyard.config import Settings
-from tokenyard.cost import unloaded_prefill_s
-from tokenyard.cost.profiles import Profile, save_profile
 from tokenyard.scheduler.replay import Replay
-from tokenyard.scheduler.tape import Tape
-from tokenyard.sim.content import UniqueContent
+from tokenyard.scheduler.tape import Origin, Tape
+from tokenyard.sim.content import SegmentContent
 from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.search import largest_scale
-from tokenyard.sim.synthetic import lengths, poisson
+from tokenyard.sim.synthetic import lengths
 from tokenyard.sim.taped import History
 from tokenyard.sim.workload import Workload, uniform_columns
 
-CONTEXT, TARGET_SHARE = 1024, 0.75
+CONTEXT = 1024
+GROUPS, PREFIX_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 4, 256, 96, 32
+OFFERED_SHARE, PERIOD = 0.3, 1.5
+"""A burst's requests come within this share of the time it takes, and the next burst after so many times that time."""
+
+COMMON = {"chunked_prefill_size": 128, "max_running_requests": 16, "slo_ttft_scale": 0.0}
 SETTINGS = {
     "fcfs": {},
-    "fcfs, mixed chunks of 256": {"enable_mixed_chunk": True, "chunked_prefill_size": 256},
+    "fcfs, nothing cached": {"disable_radix_cache": True},
+    "fcfs, mixed chunks of 64": {"enable_mixed_chunk": True, "chunked_prefill_size": 64},
+    "lpm": {"schedule_policy": "lpm"},
     "short-first": {"schedule_policy": "short-first"},
     "slo": {"schedule_policy": "slo"},
 }
-MODELS = {
-    # requests, time-to-first-token target (s), time per output token target (s), first guess of the rate
-    "demo": (600, 0.25, 0.05, 8.0),
-    "smollm2": (150, 2.0, 0.20, 1.0),
-}
+MOST_DRIFT, SPARE_RUNS = 0.08, 2
 WORST_GOODPUT_ERROR, EQUAL = 0.10, 0.05
+CALIBRATION_SEED, MEASURED_SEED = 1, 2
 
 
-def traffic(requests: int, rate: float, seed: int) -> Workload:
-    """Independent prompts of about 200 tokens, a few up to 880, and answers of about 40, at `rate` a second."""
+@dataclass(frozen=True)
+class Model:
+    """A model to serve. `scale` shrinks all lengths; `burst_s` is how long a burst is to take, `bursts` how many make a
+    run, `first_guess` how many requests a burst has until that is known.
+    """
+
+    scale: float
+    burst_s: float
+    bursts: int
+    first_guess: int
+    vocabulary: int
+
+
+MODELS = {
+    "demo": Model(scale=1.0, burst_s=3.0, bursts=3, first_guess=48, vocabulary=2048),
+    "smollm2": Model(scale=0.5, burst_s=6.0, bursts=2, first_guess=12, vocabulary=SHAPE["vocab_size"]),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run at the server: the answers, and how much longer the calibration after it took than the one
+    before. `number` is its place among all of its server, those that do not count too.
+    """
+
+    number: int
+    answers: list[Answer]
+    drift: float
+
+
+@dataclass
+class Calibrations:
+    """Watches a replay (`scheduler.replay.Observer`) in which each flush of the cache begins the next part: first
+    a warm-up, then a calibration, then by turns a measured run and a calibration.
+
+    around[i]: what the calibrations before and after run i tell. own[i]: what the run itself would have told.
+    """
+
+    origin: Origin
+    around: list[History] = field(default_factory=list)
+    own: list[History] = field(default_factory=list)
+    _part: int = -1
+
+    @property
+    def _listeners(self) -> list[History]:
+        turn, measured = divmod(max(self._part, 0), 2)
+        return self.own[turn:] if measured else self.around[max(turn - 1, 0) : turn + 1]
+
+    def applied(self, event: Event, now: int) -> None:
+        """See `Observer.applied`."""
+        if isinstance(event, Flush):
+            self._part += 1
+            (self.own if self._part % 2 else self.around).append(History(self.origin))
+        for history in self._listeners:
+            history.applied(event, now)
+
+    def committed(self, plan: StepPlan, result: StepResult, now: int) -> None:
+        """See `Observer.committed`."""
+        for history in self._listeners:
+            history.committed(plan, result, now)
+
+    def told(self, batch: TokenBatch) -> None:
+        """See `Observer.told`."""
+        for history in self._listeners:
+            history.told(batch)
+
+    def setup(self, history: History) -> Setup:
+        """What to simulate with. The clients ask for as many tokens as they get, hence `oracle`."""
+        settings, learns = self.origin.settings, self.origin.learns
+        return Setup(history.profile()[0], settings, host_s=history.host_s, learn=learns, oracle=True)
+
+
+def traffic(model: Model, bursts: int, requests: int, seed: int) -> Workload:
+    """`bursts` bursts of `requests` requests each; the groups' prefixes differ from seed to seed."""
     rng = np.random.default_rng(seed)
-    prompts, outputs = lengths(200, requests, rng, 880), lengths(40, requests, rng, 140)
-    return uniform_columns("chat", poisson(requests, rate, rng), prompts, np.maximum(outputs, 2), UniqueContent())
+    count = bursts * requests
+    begins = np.repeat(np.arange(bursts) * PERIOD * model.burst_s, requests)
+    arrivals = np.sort(begins + rng.uniform(0.0, OFFERED_SHARE * model.burst_s, count))
+    arrivals -= arrivals[0]
+    shared = (rng.random(count) < 0.5) * int(PREFIX_TOKENS * model.scale)
+    own = lengths(OWN_TOKENS * model.scale, count, rng, CONTEXT // 2)
+    outputs = np.maximum(lengths(OUTPUT_TOKENS * model.scale, count, rng, 4 * OUTPUT_TOKENS), 2)
+    first_stream = 1_000_000 * seed
+    streams = np.stack((first_stream + rng.integers(0, GROUPS, count), first_stream + GROUPS + np.arange(count)), 1)
+    parts = np.stack((shared, own), 1).astype(np.int32)
+    content = SegmentContent(streams.ravel(), parts.ravel(), 2 * np.arange(count + 1))
+    return uniform_columns("bursts", arrivals, (shared + own).astype(np.int32), outputs, content)
+
+
+def prompts_of(workload: Workload, model: Model) -> list[Prompt]:
+    """The requests with token ids that the model knows."""
+    rows = enumerate(zip(workload.prompt_tokens.tolist(), workload.output_tokens.tolist(), strict=True))
+    few = model.vocabulary - 8
+    return [
+        Prompt((workload.request(index).prompt_ids % few + 8).tolist(), tokens, output)
+        for index, (tokens, output) in rows
+    ]
 
 
 def flags(settings: dict) -> list[str]:
@@ -69,69 +172,113 @@ def flags(settings: dict) -> list[str]:
     return words
 
 
-def serve(model: list[str], settings: dict, workload: Workload, vocabulary: int) -> list:
-    """What the clients saw of each request, at the server with `settings`."""
-    prompts = [
-        Prompt((workload.request(index).prompt_ids % (vocabulary - 8) + 8).tolist(), int(tokens), int(output))
-        for index, (tokens, output) in enumerate(zip(workload.prompt_tokens, workload.output_tokens, strict=True))
-    ]
-    with AnyServer(*model, "--threads", "1", *flags(settings)) as (host, port):
-        return asyncio.run(_load(f"http://{host}:{port}", prompts, workload.arrival_s.tolist()))
+class Client:
+    """Sends traffic to a server, each part after emptying its cache."""
+
+    def __init__(self, target: Target, backend: NativeBackend, model: Model) -> None:
+        self._target, self._backend, self._model = target, backend, model
+
+    async def play(self, workload: Workload) -> list[Answer]:
+        """All answers to a workload. Ends the benchmark if one is an error."""
+        await self._target.flush_cache()
+        prompts, times = prompts_of(workload, self._model), workload.arrival_s.tolist()
+        answers = (await run_load(self._target, self._backend, prompts, times, max_concurrency=None)).answers
+        failed = [answer.error for answer in answers if answer.error]
+        if failed:
+            sys.exit(f"{len(failed)} requests failed: {failed[0]}")
+        return answers
+
+    async def runs(self, measured: Workload, calibration: Workload, wanted: int) -> list[Run]:
+        """`wanted` runs of `measured` between calibrations, and those that were done in vain."""
+        runs: list[Run] = []
+        before_s = end_s(await self.play(calibration))
+        while len(runs) < wanted + SPARE_RUNS and sum(steady(run) for run in runs) < wanted:
+            answers = await self.play(measured)
+            after_s = end_s(await self.play(calibration))
+            runs.append(Run(len(runs), answers, after_s / before_s - 1.0))
+            before_s = after_s
+        return runs
 
 
-async def _load(url: str, prompts: list[Prompt], arrivals_s: list[float]) -> list:
-    async with Target(url, {}) as target:
-        name = (await target.get("/v1/models"))["data"][0]["id"]
-        backend = CompletionsBackend(RequestOptions(model=name, ignore_eos=True, extra={}))
-        await run_load(target, backend, prompts[:8], [0.0] * 8, max_concurrency=None)
-        await target.flush_cache()
-        answers = (await run_load(target, backend, prompts, arrivals_s, max_concurrency=None)).answers
-    failed = [answer.error for answer in answers if answer.error]
-    assert not failed, failed[0]
-    return answers
+def steady(run: Run) -> bool:
+    """Whether the machine was as fast after a run as before it."""
+    return abs(run.drift) <= MOST_DRIFT
 
 
-def learn(tape_path: Path) -> tuple[Profile, float, float]:
-    """Device costs, host seconds a step and the fit's relative error, from a tape."""
-    tape = Tape(tape_path.read_bytes(), tape_path.name)
-    history = History(tape.header.origin)
-    Replay(tape, history, own_policies=False).run()
-    profile, error = history.profile()
-    return profile, history.host_s, error
+def end_s(answers: list[Answer]) -> float:
+    """Seconds from the first request to the last answer's end."""
+    return max(answer.sent_s + answer.latency_s for answer in answers)
 
 
-def foretold(workload: Workload, profile: Profile, host_s: float, settings: dict) -> Outcome:
-    """The same requests in the simulator."""
-    chosen = Settings(page_size=profile.page_size, **settings).scheduler_settings(context_length=CONTEXT)
-    return simulate(workload, Setup(profile=profile, settings=chosen, host_s=host_s, learn=True))
+def serve(command: list[str], model: Model, settings: dict, *parts: Workload, wanted: int) -> tuple[list[Run], Tape]:
+    """The runs of `parts` (measured, calibration) at a server with `settings`, and its tape."""
+
+    async def load(url: str) -> list[Run]:
+        async with Target(url, {}) as target:
+            name = (await target.get("/v1/models"))["data"][0]["id"]
+            backend = NativeBackend(RequestOptions(model=name, ignore_eos=True, extra={}))
+            client = Client(target, backend, model)
+            await run_load(target, backend, prompts_of(parts[1], model)[:8], [0.0] * 8, max_concurrency=None)
+            return await client.runs(*parts, wanted)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "tape")
+        with AnyServer(*command, "--threads", "1", "--record", str(path), *flags(settings)) as (host, port):
+            runs = asyncio.run(load(f"http://{host}:{port}"))
+        return runs, Tape(path.read_bytes(), path.name)
 
 
-def measured(answers: list, workload: Workload, profile: Profile, targets: dict) -> dict[str, float]:
-    """Numbers of the clients, as `simulated` has them."""
-    cost = profile.cost()
-    ttft = np.array([answer.ttft_s for answer in answers])
-    tpot = np.array([tpot_s(answer) or 0.0 for answer in answers])
-    unloaded = np.array([unloaded_prefill_s(cost, int(tokens)) for tokens in workload.prompt_tokens])
-    most = np.maximum(targets["slo_ttft_ms"] / 1e3, targets["slo_ttft_scale"] * unloaded)
-    met = (ttft <= most) & (tpot <= targets["slo_tpot_ms"] / 1e3)
-    end_s = max(answer.sent_s + answer.latency_s for answer in answers)
-    return numbers(met, end_s, ttft, tpot)
+def calibrated(tape: Tape) -> Calibrations:
+    """What the calibrations on a tape tell."""
+    found = Calibrations(tape.header.origin)
+    report = Replay(tape, found, own_policies=False).run()
+    assert report.difference is None, report.difference
+    return found
 
 
-def simulated(outcome: Outcome) -> dict[str, float]:
-    """Numbers of a simulated run."""
-    return numbers(outcome.met, outcome.finished_ns.max() / 1e9, outcome.ttft_s, outcome.tpot_s)
+def fitting_size(model: Model, setup: Setup) -> int:
+    """How many requests the simulated server works off in `burst_s`."""
+    for requests in range(4, 1000, 2):
+        if simulate(traffic(model, 1, requests, MEASURED_SEED), setup).finished_ns.max() / 1e9 >= model.burst_s:
+            return requests
+    sys.exit("this machine is too fast for these bursts; make the requests longer")
 
 
-def numbers(met: np.ndarray, end_s: float, ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:
-    """Attainment, goodput (requests in target a second), and quantiles in ms."""
+def targets_from(outcome: Outcome) -> dict[str, float]:
+    """Targets that about 60 % of the simulated requests keep, as settings."""
     return {
+        "slo_ttft_ms": round(1e3 * float(np.quantile(outcome.ttft_s, 0.6)), 1),
+        "slo_tpot_ms": round(2e3 * float(np.median(outcome.tpot_s)), 1),
+    }
+
+
+def numbers(ttft: np.ndarray, tpot: np.ndarray, seconds: float, targets: dict[str, float]) -> dict[str, float]:
+    """Attainment, goodput (requests in target a second), and latencies in ms."""
+    met = (1e3 * ttft <= targets["slo_ttft_ms"]) & (1e3 * tpot <= targets["slo_tpot_ms"])
+    return {
+        "goodput": float(met.sum() / seconds),
         "attainment": float(met.mean()),
-        "goodput": float(met.sum() / end_s),
+        "seconds": seconds,
         "ttft_p50_ms": float(np.median(ttft) * 1e3),
         "ttft_p90_ms": float(np.quantile(ttft, 0.9) * 1e3),
         "tpot_p50_ms": float(np.median(tpot) * 1e3),
+        "tpot_p90_ms": float(np.quantile(tpot, 0.9) * 1e3),
     }
+
+
+def measured_numbers(runs: list[Run], targets: dict[str, float]) -> dict[str, float]:
+    """What the clients saw in these runs."""
+    answers = [answer for run in runs for answer in run.answers]
+    ttft = np.array([answer.ttft_s for answer in answers])
+    tpot = np.array([tpot_s(answer) or 0.0 for answer in answers])
+    return numbers(ttft, tpot, sum(end_s(run.answers) for run in runs), targets)
+
+
+def simulated_numbers(outcomes: list[Outcome], targets: dict[str, float]) -> dict[str, float]:
+    """The same of simulated runs."""
+    ttft = np.concatenate([outcome.ttft_s for outcome in outcomes])
+    tpot = np.concatenate([outcome.tpot_s for outcome in outcomes])
+    return numbers(ttft, tpot, sum(outcome.finished_ns.max() / 1e9 for outcome in outcomes), targets)
 
 
 def same_order(rows: dict[str, tuple[dict, dict]]) -> bool:
@@ -143,44 +290,54 @@ def same_order(rows: dict[str, tuple[dict, dict]]) -> bool:
     return True
 
 
+def compare(name: str, runs: list[Run], tape: Tape, workload: Workload, wanted: int, targets: dict) -> tuple:
+    """Numbers of a setting, served and simulated; prints them."""
+    counted = sorted(runs, key=lambda run: abs(run.drift))[:wanted]
+    found = calibrated(tape)
+    real = measured_numbers(counted, targets)
+    told, own = (
+        simulated_numbers([simulate(workload, found.setup(heard[run.number])) for run in counted], targets)
+        for heard in (found.around, found.own)
+    )
+    print(
+        f"{name}: {len(runs) - len(counted)} runs done again, calibrations of the others "
+        f"{100 * max(abs(run.drift) for run in counted):.1f} % apart at most"
+    )
+    for what, row in (("served", real), ("simulated", told), ("at the run's own speed", own)):
+        print(f"{what:>24}: " + ", ".join(f"{key} {value:.3g}" for key, value in row.items()), flush=True)
+    return real, told
+
+
+def command_of(model_name: str, folder: str) -> list[str]:
+    """The server's arguments for a model, which is written to `folder` if it has to be made."""
+    if model_name == "demo":
+        return []
+    AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).bfloat16().save_pretrained(folder)
+    return [folder, "--skip-tokenizer-init", "--context-length", str(CONTEXT)]
+
+
 def main() -> None:
-    """Fit, choose the rate, and run all settings both ways."""
+    """Choose the load and the targets, and run all settings both ways."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=list(MODELS), default="demo")
-    parser.add_argument("--short", action="store_true", help="a third of the requests")
+    parser.add_argument("--short", action="store_true", help="one run for each setting, not two")
     options = parser.parse_args()
-    requests, ttft_s, tpot, rate = MODELS[options.model]
-    requests //= 3 if options.short else 1
-    targets = {"slo_ttft_ms": ttft_s * 1e3, "slo_ttft_scale": 5.0, "slo_tpot_ms": tpot * 1e3}
+    model, wanted = MODELS[options.model], 1 if options.short else 2
     with tempfile.TemporaryDirectory() as folder:
-        model, vocabulary = [], 2048
-        if options.model == "smollm2":
-            shape = LlamaConfig(**SHAPE)
-            AutoModelForCausalLM.from_config(shape).bfloat16().save_pretrained(folder)
-            model = [folder, "--skip-tokenizer-init", "--context-length", str(CONTEXT)]
-            vocabulary = SHAPE["vocab_size"]
-        tape = Path(folder, "calibration.tape")
-        serve([*model, "--record", str(tape)], {}, traffic(requests // 2, rate, seed=1), vocabulary)
-        profile, host_s, error = learn(tape)
-        save_profile(profile, Path(folder, "profile.json"))
-        print(f"fitted to the tape: {100 * error:.1f} % mean error a step, {1e3 * host_s:.2f} ms host time a step")
-
-        def kept(scale: float) -> bool:
-            outcome = foretold(traffic(requests, scale, seed=2), profile, host_s, targets)
-            return float(outcome.met.mean()) >= TARGET_SHARE
-
-        rate = largest_scale(kept, start=rate)
-        workload = traffic(requests, rate, seed=2)
-        print(f"{requests} requests at {rate:.2f} a second; targets {json.dumps(targets)}")
+        command = command_of(options.model, folder)
+        guessed = traffic(model, 1, model.first_guess, CALIBRATION_SEED)
+        first = calibrated(serve(command, model, COMMON, guessed, guessed, wanted=1)[1])
+        setup = first.setup(first.around[-2])
+        requests = fitting_size(model, setup)
+        workload = traffic(model, model.bursts, requests, MEASURED_SEED)
+        calibration = traffic(model, 1, requests, CALIBRATION_SEED)
+        targets = targets_from(simulate(workload, setup))
+        print(f"{model.bursts} bursts of {requests} requests, one each {PERIOD * model.burst_s:g} s; targets {targets}")
         rows = {}
         for name, settings in SETTINGS.items():
-            chosen = {**targets, **settings}
-            told = simulated(foretold(workload, profile, host_s, chosen))
-            served = serve([*model, "--cost-profile", str(Path(folder, "profile.json"))], chosen, workload, vocabulary)
-            rows[name] = measured(served, workload, profile, targets), told
-            for what, found in zip(("served", "simulated"), rows[name], strict=True):
-                shown = ", ".join(f"{key} {value:.3g}" for key, value in found.items())
-                print(f"{name:>26} {what:>9}: {shown}", flush=True)
+            chosen = {**COMMON, **targets, **settings}
+            runs, tape = serve(command, model, chosen, workload, calibration, wanted=wanted)
+            rows[name] = compare(name, runs, tape, workload, wanted, targets)
     errors = {name: told["goodput"] / max(real["goodput"], 1e-9) - 1.0 for name, (real, told) in rows.items()}
     print("goodput off by " + ", ".join(f"{name} {100 * error:+.1f} %" for name, error in errors.items()))
     alike = same_order(rows)
