@@ -86,6 +86,32 @@ def test_answers_are_the_same_streamed_or_not_and_count_right():
     assert with_engine(work, overlap=True) == with_engine(work, overlap=False)
 
 
+def test_a_process_that_stood_still_gets_what_it_missed_in_one_piece():
+    async def work(manager):
+        options = {"n": 2, "logprobs": LogprobOptions(output=True), "tokens": 200}
+        whole = await collect(manager, spec(stream=False, **options))
+        read = []
+
+        async def reader(delta):
+            if not read:
+                time.sleep(0.15)
+            read.append(delta)
+
+        await manager.feed(spec(**options), reader)
+        for index in range(2):
+            (expected,) = [delta for delta in whole if delta.index == index]
+            deltas = [delta for delta in read if delta.index == index]
+            assert "".join(delta.text for delta in deltas) == expected.text
+            assert [token for delta in deltas for token in delta.token_ids] == expected.token_ids
+            told = [(entry.position, entry.token) for delta in deltas for entry in delta.logprobs]
+            assert told == [(entry.position, entry.token) for entry in expected.logprobs]
+            assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+            assert deltas[-1].completion_tokens == 200
+            assert max(len(delta.token_ids) for delta in deltas) > 10
+
+    with_engine(work)
+
+
 def test_many_requests_at_once_each_get_their_own():
     async def work(manager):
         texts = [f"Story number {i}, with more words" for i in range(40)]

@@ -26,7 +26,7 @@ from tokenyard.server.stream import read_body
 router = APIRouter()
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-SCRAPE_TIMEOUT_S = 0.005
+SCRAPE_TIMEOUT_S = 0.002
 """Who scrapes every few seconds is better served by the last heartbeat's counters than by waiting for a step to end."""
 
 
