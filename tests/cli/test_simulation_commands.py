@@ -151,6 +151,8 @@ def test_a_profile_file_takes_the_place_of_device_and_model(tmp_path):
         ([*SMALL, "--chunked-prefill-size", "7"], "--chunked-prefill-size"),
         ([*SMALL, "--json", "nowhere/o.json"], "--json nowhere/o.json lies in a folder"),
         ([*SMALL, "--report", "/"], "--report / is a folder"),
+        ([*SMALL, "--json", "o", "--report", "./o"], "another file of this run"),
+        (["--trace", "t.jsonl", "--tape", "t.jsonl"], "another file of this run"),
         ([*SMALL, "--seed", "-1"], "--seed"),
         ([*SMALL, "--host-us", "-1"], "--host-us"),
         ([*SMALL, "--host-us", "inf"], "--host-us"),
@@ -222,6 +224,16 @@ def test_goodput_finds_a_load_and_draws_its_curve(tmp_path, capsys):
     assert any(run["slo_attainment"] < 0.9 for at, run in points.items() if at > scale)
     assert "90 %" in report.read_text()
     assert "90 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [("--tolerance", ["0", "nan", "inf"]), ("--max-rejected", ["-1", "nan", "2"]), ("--max-wait-s", ["-1", "nan"])],
+)
+def test_goodput_refuses_a_search_that_can_find_nothing(flag, values):
+    for value in values:
+        with pytest.raises(ConfigError, match=f"^{flag} is"):
+            run_goodput(parse(add_goodput_arguments, "fcfs", *SMALL, flag, value))
 
 
 def test_goodput_refuses_targets_that_are_no_shares():

@@ -10,6 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tokenyard.base import ConfigError
+from tokenyard.base.ranges import MOST_S, Allowed
 from tokenyard.cli.simulation import (
     add_run_arguments,
     add_setting_names,
@@ -24,6 +25,12 @@ from tokenyard.sim.metrics import summary
 from tokenyard.sim.report import write_curves
 from tokenyard.sim.search import largest_scale
 from tokenyard.sim.workload import Workload
+
+SEARCH_RANGES = {
+    "tolerance": Allowed(1e-4, 0.5),
+    "max_rejected": Allowed(0, 1),
+    "max_wait_s": Allowed(0, MOST_S),
+}
 
 
 def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +84,8 @@ def run_goodput(args: argparse.Namespace) -> int:
     """Search for every setting and target and write what was asked for. Returns the exit status."""
     check_named(args)
     targets = _targets(args.targets)
-    if not args.tolerance > 0.0:
-        raise ConfigError(f"--tolerance is {args.tolerance}; it must be above 0")
+    for flag, allowed in SEARCH_RANGES.items():
+        allowed.check(f"--{flag.replace('_', '-')}", getattr(args, flag))
     start = args.rate_scale
     workload = load_workload(argparse.Namespace(**{**vars(args), "rate_scale": 1.0}))
     found: dict[str, dict[str, float]] = {}

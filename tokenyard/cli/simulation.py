@@ -29,7 +29,7 @@ from tokenyard.sim.workload import Workload
 ORACLE = ", oracle"
 """Behind the name of a setting that was told the true lengths of answers."""
 
-OUTPUT_FLAGS = ("json", "report", "perfetto")
+OUTPUT_FLAGS = ("json", "report", "perfetto", "tape")
 CONTEXT_RANGE = Allowed(2, 1 << 22)
 POOL_RANGE = Allowed(1, MOST_SLOTS - 1)
 MOST_HOST_US = 1e9
@@ -127,8 +127,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     for holds, message in checks:
         if not holds:
             raise ConfigError(message)
-    for name in OUTPUT_FLAGS:
-        check_output(getattr(args, name, None), f"--{name}")
+    written = {f"--{name}": path for name in OUTPUT_FLAGS if (path := getattr(args, name, None)) is not None}
+    files = [path.resolve() for path in (*written.values(), args.trace, args.profile) if path is not None]
+    for flag, path in written.items():
+        check_output(path, flag)
+        if files.count(path.resolve()) > 1:
+            raise ConfigError(f"{flag} {path} is another file of this run as well; name a file of its own")
 
 
 def check_output(path: Path | None, flag: str) -> None:
