@@ -218,7 +218,8 @@ def serve(command: list[str], model: Model, settings: dict, *parts: Workload, wa
             name = (await target.get("/v1/models"))["data"][0]["id"]
             backend = NativeBackend(RequestOptions(model=name, ignore_eos=True, extra={}))
             client = Client(target, backend, model)
-            await run_load(target, backend, prompts_of(parts[1], model)[:8], [0.0] * 8, max_concurrency=None)
+            warm_up = prompts_of(parts[1], model)[:8]
+            await run_load(target, backend, warm_up, [0.0] * len(warm_up), max_concurrency=None)
             return await client.runs(*parts, wanted)
 
     with tempfile.TemporaryDirectory() as folder:
