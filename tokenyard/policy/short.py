@@ -5,15 +5,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array, Int64Array, SchedulerSettings
+from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.policy.answers import AnswerPredictor
 from tokenyard.policy.base import Option, Policy
 from tokenyard.policy.order import best_first
 from tokenyard.policy.views import Columns, Views
 
 MOST_LEVELS = 16
-MANTISSA_BITS, EXPONENT_OF_ONE = 52, 1023
-"""Of a float64."""
 
 
 class ShortFirst(Policy):
@@ -91,7 +89,8 @@ class MultiLevelFeedback(Policy):
     def charge(self, row: int, prefill_tokens: int) -> None:
         """See `Policy.charge`."""
         assert self.views is not None
-        if self._promoted(self.views, np.array([row], np.int32))[0]:
+        since = max(int(self._idle_since[row]), int(self.views.columns.arrival_ns[row]))
+        if self.views.now - since >= self._promote_ns:
             self._served[row] = 0
         self._served[row] += prefill_tokens
         self._idle_since[row] = self.views.now
@@ -115,20 +114,11 @@ class MultiLevelFeedback(Policy):
 
     def _levels(self, columns: Columns, rows: Int32Array) -> Int64Array:
         """0 is the top; level k is left after (2^(k+1) - 1) quanta."""
-        join = columns.target[rows] - columns.matchable[rows]
-        fits = _doublings_up(np.maximum(join / self._quantum, 1.0))
-        sunk = _doublings_down(self._served[rows] / self._quantum + 1.0)
-        return np.minimum(np.maximum(fits, sunk), MOST_LEVELS)
-
-
-def _doublings_down(ratio: Float64Array) -> Int64Array:
-    """The whole part of log2 of float64[n] from 1 on, int64[n]: their exponents, which are far cheaper to read off."""
-    return (ratio.view(np.int64) >> MANTISSA_BITS) - EXPONENT_OF_ONE
-
-
-def _doublings_up(ratio: Float64Array) -> Int64Array:
-    """log2 of float64[n] from 1 on, rounded up, int64[n]: one more than of the next smaller number, rounded down."""
-    return (ratio.view(np.int64) - 1 >> MANTISSA_BITS) - (EXPONENT_OF_ONE - 1)
+        join = np.maximum(columns.target[rows] - columns.matchable[rows], 1)
+        fits = np.ceil(np.log2(np.maximum(join / self._quantum, 1.0)))
+        sunk = np.floor(np.log2(self._served[rows] / self._quantum + 1.0))
+        levels: Int64Array = np.minimum(np.maximum(fits, sunk), MOST_LEVELS).astype(np.int64)
+        return levels
 
 
 POLICIES: list[type[Policy]] = [ShortFirst, MultiLevelFeedback]
