@@ -27,7 +27,7 @@ from tokenyard.policy import POLICIES
 
 ANSWER_TOKENS = 400
 FILL_S = 120
-SPARE = 48
+SPARE = 96
 """Clients beyond those that run and wait: some are always between two requests."""
 
 LOOK_EVERY_S = 0.5
