@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from tests.scheduler.harness import Yard, make_info
-from tokenyard.base import NS_PER_S, Cancel, ConfigError, SamplingParams, SchedulerSettings, Slo, StopFound, Update
+from tokenyard.base import (
+    NS_PER_S,
+    Cancel,
+    ConfigError,
+    SamplingParams,
+    SchedulerSettings,
+    Slo,
+    StepWork,
+    StopFound,
+    Update,
+)
 from tokenyard.cost import LinearCost, LinearTerms, get_profile
 from tokenyard.executor.mock import MockExecutor
 from tokenyard.scheduler.recorder import Recorder
@@ -210,3 +220,12 @@ def test_the_hosts_share_leaves_out_rests_and_counts_slow_turns():
             yard.now += (1 + 2 * (turns % 2)) * NS_PER_MS
             yard.commit()
     assert yard.history()[0].host_s == pytest.approx(0.002, rel=0.1)
+
+
+def test_a_tape_of_a_few_steps_is_learnt_from_too():
+    yard = TimedYard(SchedulerSettings(context_length=256), make_info(4096, 1, 32, 256))
+    yard.submit([5] * 20, max_new=10)
+    yard.run()
+    profile, _ = yard.history()[0].profile()
+    work = StepWork(tokens=1, rows=1, decode_rows=1, decode_context=25)
+    assert profile.cost().step(work) == pytest.approx(TRUTH.step(work), rel=0.05)

@@ -65,7 +65,7 @@ class OnlineCost:
         self._since_refit += 1
         if self._since_refit >= REFIT_STEPS:
             self._since_refit = 0
-            self._refit()
+            self.refit()
 
     def _note_error(self, error: float) -> None:
         self.steps_learned += 1
@@ -84,8 +84,8 @@ class OnlineCost:
                 row[j] = keep * row[j] + x * y
             self._moment[i] = keep * self._moment[i] + x * explained
 
-    def _refit(self) -> None:
-        """Solve for the terms: non-negative least squares with a ridge towards the prior, from the present terms."""
+    def refit(self) -> None:
+        """Solve for the terms now: non-negative least squares from the present ones, with a ridge towards the prior."""
         unit, gram = self._unit, self._gram
         prior = [value / one for value, one in zip(self._prior, unit, strict=True)]
         x = [getattr(self.terms, name) / one for name, one in zip(FITTED, unit, strict=True)]

@@ -128,6 +128,7 @@ class History:
             fit = OnlineCost(prior, forgetting=1.0)
             for work, seconds in self._steps:
                 fit.learn(work, seconds)
+            fit.refit()
             prior = LinearCost(fit.terms, prior.links)
         profile = Profile(
             device=info.device,
