@@ -97,7 +97,7 @@ def test_a_process_that_stood_still_gets_what_it_missed_in_one_piece():
                 time.sleep(0.15)
             read.append(delta)
 
-        await manager.feed(spec(**options), reader)
+        await manager.feed(spec(**options), reader, read.append)
         for index in range(2):
             (expected,) = [delta for delta in whole if delta.index == index]
             deltas = [delta for delta in read if delta.index == index]
@@ -108,6 +108,27 @@ def test_a_process_that_stood_still_gets_what_it_missed_in_one_piece():
             assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
             assert deltas[-1].completion_tokens == 200
             assert max(len(delta.token_ids) for delta in deltas) > 10
+
+    with_engine(work)
+
+
+def test_whoever_leaves_is_followed_to_the_end():
+    async def work(manager):
+        read, ends = [], asyncio.Queue()
+
+        async def reader(delta):
+            read.append(delta)
+
+        feeding = asyncio.create_task(manager.feed(spec(n=2, tokens=2000), reader, ends.put_nowait))
+        while len(read) < 10:
+            await asyncio.sleep(0.01)
+        feeding.cancel()
+        told = [await asyncio.wait_for(ends.get(), 5.0) for _ in range(2)]
+        assert sorted(delta.index for delta in told) == [0, 1]
+        for delta in told:
+            assert (delta.finish.reason, delta.finish.cause) == ("abort", "cancelled")
+            assert 0 < delta.completion_tokens < 2000
+        assert manager.open_requests == 0
 
     with_engine(work)
 

@@ -21,7 +21,7 @@ from tokenyard.base import (
     TokenLogprobs,
 )
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.engine.streams import Reader
+from tokenyard.engine.streams import Ended, Reader
 
 WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()  # noqa: SIM905
 PROMISE = Promise(ttft_ns=10**15, tpot_ns=1)
@@ -92,7 +92,7 @@ class FakeManager:
             if ended < spec.sampling.n:
                 self.closed.append(spec.rid)
 
-    async def feed(self, spec: GenerateSpec, reader: Reader) -> None:
+    async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
         async with aclosing(self.generate(spec)) as deltas:
             async for delta in deltas:
                 await reader(delta)

@@ -11,6 +11,8 @@ from tokenyard.engine.messages import TextBatch
 from tokenyard.engine.spec import OutputDelta
 
 Reader = Callable[[OutputDelta], Coroutine[Any, Any, None]]
+Ended = Callable[[OutputDelta], None]
+"""Told of the end of an answer that nobody reads any more."""
 
 MOST_PENDING_TOKENS = 4096
 STREAMS_AT_ONCE = 32
@@ -149,6 +151,7 @@ class StreamTable:
 
     def __init__(self) -> None:
         self._by_number: dict[int, Stream] = {}
+        self._left: dict[int, tuple[Stream, Ended]] = {}
         self._to_wake: deque[Stream] = deque()
 
     def __len__(self) -> int:
@@ -163,6 +166,12 @@ class StreamTable:
         """Forget a stream; news about it are dropped from now on."""
         for number in stream.numbers:
             self._by_number.pop(number, None)
+
+    def leave(self, stream: Stream, ended: Ended) -> None:
+        """Forget a stream but for the ends of its answers, of which `ended` is told."""
+        self.remove(stream)
+        for number in stream.numbers:
+            self._left[number] = stream, ended
 
     def with_rid(self, rid: str | None) -> list[Stream]:
         """Return the streams with this request id, or all for None."""
@@ -231,6 +240,9 @@ class StreamTable:
             stream = self._by_number.get(number)
             if stream is not None:
                 yield stream, _end(stream, finish)
+            elif number in self._left:
+                stream, ended = self._left.pop(number)
+                ended(_end(stream, finish))
 
     async def _wake_some(self) -> None:
         """Give a few readers their turn."""

@@ -50,7 +50,7 @@ from tokenyard.engine.messages import (
 from tokenyard.engine.recent import RecentRequests
 from tokenyard.engine.requests import RequestMaker, check_priority, ns_from_ms
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.engine.streams import Reader, Stream, StreamTable
+from tokenyard.engine.streams import Ended, Reader, Stream, StreamTable
 from tokenyard.engine.text import TextAssembler
 
 logger = logging.getLogger(__name__)
@@ -119,13 +119,16 @@ class TokenizerManager:
         finally:
             self._close_stream(stream)
 
-    async def feed(self, spec: GenerateSpec, reader: Reader) -> None:
-        """Answer one request as `generate` does, and give each delta to `reader`, which must not wait for long."""
+    async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
+        """Answer one request as `generate` does, and give each delta to `reader`, which must not wait for long.
+
+        Where the reader goes or is too slow, `ended` is told how each answer that was still open came to its end.
+        """
         stream = await self._submit(spec)
         try:
             await stream.feed(reader)
         finally:
-            self._close_stream(stream)
+            self._close_stream(stream, ended)
 
     async def render_chat(self, messages: list[Message], **options: Any) -> str:
         """Return the prompt of a conversation; `options` are those of `ChatTemplate.render`.
@@ -283,10 +286,12 @@ class TokenizerManager:
         self._send(Submit(request))
         return stream
 
-    def _close_stream(self, stream: Stream) -> None:
+    def _close_stream(self, stream: Stream, ended: Ended | None = None) -> None:
         """Forget a stream; if its request may still run, cancel it."""
         self._streams.remove(stream)
         if (stream.open_answers or stream.error is not None) and self._death is None:
+            if ended is not None:
+                self._streams.leave(stream, ended)
             self._send(Cancel(stream.numbers, "the client went away"))
 
     def _check_alive(self) -> None:

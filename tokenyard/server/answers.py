@@ -107,16 +107,19 @@ async def _one(call: Call, spec: GenerateSpec, place: int, take: Take) -> None:
     with state.open_request(spec.rid):
         watchers = state.watchers(spec, call.headers)
 
-        def watch(delta: OutputDelta) -> Coroutine[Any, Any, None]:
+        def see(delta: OutputDelta) -> None:
             for watcher in watchers:
                 watcher.delta(delta)
+
+        def watch(delta: OutputDelta) -> Coroutine[Any, Any, None]:
+            see(delta)
             if delta.finish is not None:
                 error = failure(delta.finish, shutting_down=state.shutting_down)
                 if error is not None:
                     raise error
             return take(place, delta)
 
-        await call.manager.feed(spec, watch)
+        await call.manager.feed(spec, watch, see)
 
 
 async def _many(call: Call, specs: Sequence[GenerateSpec], take: Take) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from tokenyard.base import Explanation, InvalidRequestError, OverloadedError, Slo
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.engine.streams import Reader
+from tokenyard.engine.streams import Ended, Reader
 from tokenyard.server.logprobs import TokenNames
 from tokenyard.server.metrics import Metrics
 from tokenyard.server.request_log import RequestLog
@@ -31,8 +31,8 @@ class Manager(Protocol):
     def generate(self, spec: GenerateSpec) -> AsyncGenerator[OutputDelta, None]:
         """Answer one request; closing the iterator cancels it."""
 
-    async def feed(self, spec: GenerateSpec, reader: Reader) -> None:
-        """Answer one request and give each delta to `reader`."""
+    async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
+        """Answer one request and give each delta to `reader`; tell `ended` of ends that it does not wait for."""
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The prompt for a conversation."""
