@@ -16,13 +16,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mock_server import STAGE_MS, tokens_so_far
+from mock_server import lag_ms, tokens_so_far
 
 ROUND_S = 0.005
 COMES_PER_S = 100
-"""So many come a second in the beginning: hardly more than later on, as the lag contains the way in, which is long
-where all come at once.
-"""
+"""So many come a second in the beginning, hardly more than later on."""
 
 NICE = 5
 TAIL_BYTES = 2000
@@ -32,7 +30,7 @@ class Stream:
     """One request under way, begun when it is made."""
 
     def __init__(self, address, body):
-        self.begin, self.tokens, self._tail = time.monotonic(), 0, b""
+        self.tokens, self._tail = 0, b""
         self.socket = socket.create_connection(address)
         self.socket.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
@@ -42,8 +40,7 @@ class Stream:
     def read(self):
         """Take what has come; returns how many tokens that is, and the lag in ms if the stream has ended.
 
-        The lag is from the commit of the last token to here, the way of the request included: the time until now less
-        the stages that the answer itself names. Raises RuntimeError for anything but an answer.
+        See `lag_ms`. Raises RuntimeError for anything but an answer.
         """
         data = self.socket.recv(1 << 17)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
@@ -52,10 +49,7 @@ class Stream:
         if data and b"[DONE]" not in self._tail:
             return new, None
         self.socket.close()
-        stages = STAGE_MS.findall(self._tail)
-        if not stages:
-            raise RuntimeError(f"no answer but {self._tail[-500:]!r}")
-        return new, 1000 * (time.monotonic() - self.begin) - sum(map(float, stages))
+        return new, lag_ms(self._tail)
 
 
 class Clients:

@@ -143,7 +143,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--waiting", type=int, default=2000)
     parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--settle", type=float, default=1.0, help="seconds between a change of policy and its window")
+    parser.add_argument("--settle", type=float, default=2.0, help="seconds between a change of policy and its window")
     parser.add_argument("--window", type=float, default=4.0, help="seconds")
     parser.add_argument("--policies", nargs="*", help="only these")
     parser.add_argument("--short", action="store_true", help="64 running, four policies: half a minute a setting")

@@ -2,9 +2,8 @@
 
 Counts, over a window in which all streams run: the steps that the device did against those it could have done, and
 the tokens that clients received against those it could have made. Then, over short streams beside many long ones, the
-time from the commit of a request's last token to its arrival at the client: the client's clock minus the server's own
-end-to-end time, so the figure contains the way in as well and errs on the high side. Overlap and normal loops run one
-after the other.
+time from the commit of a request's last token, which the answer names, to its arrival at the client. Overlap and normal
+loops run one after the other.
 
 Run: python benchmarks/serving_mock.py
 """

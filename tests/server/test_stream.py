@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenyard.engine.spec import OutputDelta
+from tokenyard.server.answers import Answer, usage_of, usage_so_far
 from tokenyard.server.errors import HttpError
 from tokenyard.server.stream import ChunkWriter, ClientGoneError, closing_event, read_body, while_connected
 
@@ -39,6 +41,10 @@ def test_plain_and_full_agree():
     writer = ChunkWriter(HEAD, 3, chat=True, null_usage=False)
     assert payload(writer.plain("a")) == payload(writer.full("a"))
     assert payload(writer.full("a", usage={"n": 1}))["usage"] == {"n": 1}
+    delta = OutputDelta(0, "a", [5, 6], prompt_tokens=7, completion_tokens=9, cached_tokens=4)
+    answer = Answer()
+    answer.add(delta, keep=False)
+    assert payload(writer.counted("a", usage_so_far(delta))) == payload(writer.full("a", usage=usage_of([answer], 1)))
     assert payload(writer.role())["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert payload(closing_event(HEAD, {"usage": {"n": 1}})) == {**HEAD, "choices": [], "usage": {"n": 1}}
 

@@ -10,11 +10,13 @@ from tokenyard.base import Finish, InvalidRequestError, OverloadedError, TokenLo
 from tokenyard.engine.requests import level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.errors import HttpError
-from tokenyard.server.explain import stages_ms
+from tokenyard.server.explain import stages_ms, wall_s
 from tokenyard.server.state import Manager, ServerState
 from tokenyard.server.stream import Reply
 
 CLIENT_ABORT_STATUS = 499
+
+_USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
 
 Take = Callable[[int, OutputDelta], Coroutine[Any, Any, None]]
 """Takes in news of the spec with this place."""
@@ -69,13 +71,20 @@ def usage_of(answers: Sequence[Answer], n: int) -> dict[str, Any]:
     }
 
 
+def usage_so_far(delta: OutputDelta) -> bytes:
+    """`usage_of` one answer as it stands with this delta, as JSON; made for every chunk, so without a dict."""
+    prompt, completion = delta.prompt_tokens, delta.completion_tokens
+    return _USAGE % (prompt, completion, prompt + completion, delta.cached_tokens)
+
+
 def stage_times(finish: Finish, spec: GenerateSpec) -> dict[str, Any]:
-    """The `x_sched` block: how long each stage took and what got in the way."""
+    """The `x_sched` block: how long each stage took, what got in the way, and when (Unix time) it ended."""
     return {
         "class": level_name(spec.service_class),
         **{f"{stage}_ms": time_ms for stage, time_ms in stages_ms(finish.course).items()},
         "cached_tokens": finish.cached_tokens,
         "preemptions": finish.retractions,
+        "finished_at": wall_s(finish.finished_ns),
     }
 
 

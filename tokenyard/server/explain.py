@@ -1,9 +1,10 @@
 """`GET /v1/requests/{id}/explain`: where a request's time went, behind whom it waited and by which rule."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-from tokenyard.base import NS_PER_MS, Course, Explanation, Starts
+from tokenyard.base import NS_PER_MS, NS_PER_S, Course, Explanation, Starts
 
 STAGES = ("queue", "prefill", "decode", "requeued", "recompute", "paused")
 
@@ -46,6 +47,11 @@ def explained(told: Explanation, rid_of: RidOf) -> dict[str, Any]:
 def stages_ms(course: Course) -> dict[str, float]:
     """Milliseconds of each stage; they add up to the request's age."""
     return {stage: getattr(course, f"{stage}_ns") / NS_PER_MS for stage in STAGES}
+
+
+def wall_s(stamp_ns: int) -> float:
+    """A stamp of the monotonic clock, on which the engine's processes agree, as seconds of Unix time."""
+    return round(time.time() - (time.monotonic_ns() - stamp_ns) / NS_PER_S, 6)
 
 
 def summary(told: Explanation) -> str:

@@ -9,7 +9,7 @@ import orjson
 
 from tokenyard.base import Finish, InvalidRequestError, LogprobOptions
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.server.answers import Answer, Call, collect, run, stage_times, usage_of
+from tokenyard.server.answers import Answer, Call, collect, run, stage_times, usage_of, usage_so_far
 from tokenyard.server.convert import (
     check_max_tokens,
     new_spec,
@@ -242,7 +242,7 @@ async def _stream(call: Call, job: Job) -> None:
     answers = [Answer() for _ in range(len(job.specs) * job.n)]
     writers: list[ChunkWriter | None] = [None] * len(answers)
     offsets = [0] * len(answers)
-    special = job.want_logprobs or job.want_token_ids or job.want_usage_always
+    special = job.want_logprobs or job.want_token_ids
     left = len(answers)
 
     async def take(place: int, delta: OutputDelta) -> None:
@@ -253,7 +253,10 @@ async def _stream(call: Call, job: Job) -> None:
             writer = ChunkWriter(job.head, index, chat=job.chat, null_usage=job.want_usage)
             writers[index], opening = writer, _opening(job, index, writer)
         if delta.finish is None and not special:
-            chunk = writer.plain(delta.text) if delta.text else b""
+            if job.want_usage_always:
+                chunk = writer.counted(delta.text, usage_so_far(delta))
+            else:
+                chunk = writer.plain(delta.text) if delta.text else b""
         else:
             answers[index].add(delta, keep=False)
             chunk = _full_chunk(call, job, writer, delta, answers[index], offsets, index)

@@ -4,11 +4,11 @@ As JSON these lines are a trace for the simulator (`--trace-format tokenyard-log
 """
 
 import logging
-import time
 from typing import Any
 
-from tokenyard.base import NS_PER_MS, NS_PER_S, Finish
+from tokenyard.base import NS_PER_MS, Finish
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.server.explain import wall_s
 
 log = logging.getLogger("tokenyard.requests")
 
@@ -45,7 +45,7 @@ class RequestLog:
             "cached_tokens": finish.cached_tokens,
             "queue_ms": round(finish.course.queue_ns / NS_PER_MS, 1),
             "e2e_ms": round((finish.finished_ns - finish.arrival_ns) / NS_PER_MS, 1),
-            "arrival_s": round(time.time() - (time.monotonic_ns() - finish.arrival_ns) / NS_PER_S, 6),
+            "arrival_s": wall_s(finish.arrival_ns),
             "class": self._spec.service_class,
             "priority": self._spec.priority,
             "deadline_s": None if self._spec.deadline_ms is None else self._spec.deadline_ms / MS_PER_S,

@@ -121,6 +121,7 @@ class ChunkWriter:
         opening = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":%d,' % index
         self._close = b"}" if chat else b""
         self._usage = b',"usage":null' if null_usage else b""
+        self._counted = self._close + b',"logprobs":null,"finish_reason":null}],"usage":'
         self._tail = self._close + b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
         self._head = opening + (b'"delta":{"content":' if chat else b'"text":')
         self._role = opening + b'"delta":{"role":"assistant","content":""' + self._tail
@@ -132,6 +133,10 @@ class ChunkWriter:
     def plain(self, text: str) -> bytes:
         """A chunk with text and nothing else."""
         return b"".join((self._head, orjson.dumps(text), self._tail))
+
+    def counted(self, text: str, usage: bytes) -> bytes:
+        """A chunk with text and the usage so far (JSON), which some clients want with each."""
+        return b"".join((self._head, orjson.dumps(text), self._counted, usage, b"}\n\n"))
 
     def full(
         self,
