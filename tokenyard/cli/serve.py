@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import logging
 import math
 import sys
@@ -119,9 +118,7 @@ async def _run_engine(settings: Settings, config: EngineConfig, state: ServerSta
             while math.isinf(manager.health()) and not dead.is_set():
                 await asyncio.sleep(HEARTBEAT_POLL_S)
             if not dead.is_set():
-                # What was loaded so far lives for ever; the collector need not walk it again and again.
-                gc.collect()
-                gc.freeze()
+                server.settle()
                 state.set_ready(manager)
                 _print_box(settings, manager.info)
             await dead.wait()
