@@ -339,7 +339,11 @@ def main() -> None:
             chosen = {**COMMON, **targets, **settings}
             runs, tape = serve(command, model, chosen, workload, calibration, wanted=wanted)
             rows[name] = compare(name, runs, tape, workload, wanted, targets)
-    errors = {name: told["goodput"] / max(real["goodput"], 1e-9) - 1.0 for name, (real, told) in rows.items()}
+    # Where both are 0 they agree, though there is nothing to divide.
+    errors = {
+        name: (told["goodput"] - real["goodput"]) / (real["goodput"] or told["goodput"] or 1.0)
+        for name, (real, told) in rows.items()
+    }
     print("goodput off by " + ", ".join(f"{name} {100 * error:+.1f} %" for name, error in errors.items()))
     alike = same_order(rows)
     print(f"the order of the settings is {'the same' if alike else 'ANOTHER ONE'}")
