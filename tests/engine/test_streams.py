@@ -55,10 +55,10 @@ def test_news_reach_their_own_stream_and_end_it():
         last = two.take()
         assert (last.text, last.index, last.prompt_tokens, last.finish.reason) == ("x", 0, 5, "length")
         assert two.take() is None
-        assert two.open_answers == 0
+        assert not two.open_answers
         deltas = [one.take(), one.take()]
         assert [(delta.index, delta.finish and delta.finish.status) for delta in deltas] == [(1, None), (0, 503)]
-        assert one.open_answers == 1
+        assert one.open_answers == {1}
         table.remove(two)
         assert [stream.rid for stream in table.with_rid(None)] == ["r1"]
         assert table.with_rid("r3") == []
@@ -83,8 +83,22 @@ def test_messages_that_come_together_make_one_delta_of_each_answer():
         assert [entry.position for entry in merged.logprobs] == [0, 1, 2]
         assert merged.finish is end[0]
         assert (beside.index, beside.text, beside.token_ids, beside.finish) == (1, "a", [0], None)
-        assert (both.take(), both.open_answers) == (None, 1)
+        assert (both.take(), both.open_answers) == (None, {1})
         assert other.take().text == "b"
+
+    asyncio.run(main())
+
+
+def test_who_has_left_is_told_of_open_answers_only_and_then_forgotten():
+    async def main():
+        table, (stream,) = opened(2)
+        await table.deliver([news([1], finished=[Finish(1, "length")])])
+        told = []
+        table.leave(stream, told.append)
+        assert table._left.keys() == {2}
+        await table.deliver([news([2], finished=[Finish(2, "abort", completion_tokens=4)])])
+        assert [(delta.index, delta.finish.reason, delta.completion_tokens) for delta in told] == [(1, "abort", 4)]
+        assert not table._left
 
     asyncio.run(main())
 

@@ -30,7 +30,8 @@ class Stream:
         self.rid = rid
         self.answers = answers
         self.prompt_tokens = prompt_tokens
-        self.open_answers = answers
+        self.open_answers = set(range(answers))
+        """Indices of the answers that have not ended."""
         self.error: TokenyardError | None = None
         self._pending: dict[int, OutputDelta] = {}
         self._waiter: asyncio.Future[None] | None = None
@@ -48,6 +49,8 @@ class Stream:
         A reader that is too far behind loses its stream (`error`).
         """
         first = not self._pending
+        if delta.finish is not None:
+            self.open_answers.discard(delta.index)
         waiting = self._pending.get(delta.index)
         if waiting is None:
             self._pending[delta.index] = delta
@@ -56,8 +59,6 @@ class Stream:
         else:
             self.fail(OverloadedError(f"the client reads too slowly: {MOST_PENDING_TOKENS} tokens are waiting for it"))
             return False
-        if delta.finish is not None:
-            self.open_answers -= 1
         return first
 
     def fail(self, error: TokenyardError) -> None:
@@ -168,10 +169,10 @@ class StreamTable:
             self._by_number.pop(number, None)
 
     def leave(self, stream: Stream, ended: Ended) -> None:
-        """Forget a stream but for the ends of its answers, of which `ended` is told."""
+        """Forget a stream but for the ends of its open answers, of which `ended` is told."""
         self.remove(stream)
-        for number in stream.numbers:
-            self._left[number] = stream, ended
+        for index in stream.open_answers:
+            self._left[stream.number + index] = stream, ended
 
     def with_rid(self, rid: str | None) -> list[Stream]:
         """Return the streams with this request id, or all for None."""
