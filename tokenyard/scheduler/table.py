@@ -209,10 +209,6 @@ class RequestTable:
             name = ""
         return self._tenants.setdefault(name, len(self._tenants))
 
-    def tenant_name(self, tenant: int) -> str:
-        """The name behind a value of the tenant column."""
-        return list(self._tenants)[tenant]
-
     def numbers(self) -> list[int]:
         """The numbers of all requests, in order of arrival."""
         return sorted(self._row_of_number, key=lambda number: int(self.seq[self._row_of_number[number]]))
