@@ -195,7 +195,8 @@ def test_limits_below_one_are_refused_by_every_reader(tmp_path, trace_format, li
     [
         ("2023-11-16 18:15:46.68,12.7,2", "not a number of tokens"),
         ("2023-11-16 18:15:46.68,inf,2", "not a number of tokens"),
-        ("20231116.5,12,2", "no time stamp"),
+        ("1700158546680,12,2", "Unix seconds are needed"),
+        ("16.11.2023 18:15,12,2", "no time stamp"),
         ("2023-11-16 18:15:46.68," + "1" * 200_000 + ",2", "no line of a CSV file"),
     ],
 )
@@ -319,6 +320,7 @@ def test_sessions_may_hold_blank_lines_and_odd_separators(tmp_path):
     call = '{"timestamp": 1, "input": "a\u2028b", "output": "c"}\n'
     (tmp_path / "a.jsonl").write_text("\ufeff" + call + "\n" + call, encoding="utf-8")
     assert len(read_trace(tmp_path, "lmcache-agent", ReadOptions(tokenize=words))) == 2
+    assert len(read_trace(tmp_path / "a.jsonl", "lmcache-agent", ReadOptions(tokenize=words))) == 2
 
 
 @pytest.mark.parametrize(
@@ -400,6 +402,34 @@ def test_a_limit_reads_no_further(tmp_path):
     np.testing.assert_allclose(workload.arrival_s, [0.0, 1.007405], atol=1e-6)
     with pytest.raises(ConfigError, match="line 4: 1 columns instead of 3"):
         read_trace(path, "azure")
+
+
+def test_a_table_is_read_by_its_names(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text("\ufeff, generatedtokens,TimeStamp,more,CONTEXTTOKENS\r\n0,5,17,x,9\r\n1,6,18.5,y,8", newline="")
+    workload = read_trace(path, "azure")
+    assert workload.arrival_s.tolist() == [0.0, 1.5]
+    assert workload.prompt_tokens.tolist() == [9, 8]
+    assert workload.output_tokens.tolist() == [5, 6]
+
+
+def test_burstgpt_seconds_are_spread_where_many_share_one(tmp_path):
+    path = tmp_path / "burst.csv"
+    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    lines = [f"{second},ChatGPT,{472 + second},18,490,Conversation log\n" for second in (5, 45, 118)]
+    path.write_text(header + "".join(lines))
+    workload = read_trace(path, "burstgpt")
+    assert workload.arrival_s.tolist() == [0.0, 40.0, 113.0]
+    assert workload.prompt_tokens.tolist() == [477, 517, 590]
+    path.write_text(header + 4 * lines[0] + 4 * lines[0].replace("5,", "6,", 1))
+    arrivals = read_trace(path, "burstgpt").arrival_s
+    assert len(set(arrivals.tolist())) == 8
+    assert 0.0 < arrivals[0] < arrivals[3] < 1.0 < arrivals[4] < arrivals[7] < 2.0
+
+
+def test_a_trace_cut_from_the_middle_begins_at_once(tmp_path):
+    path = mooncake_file(tmp_path / "later.jsonl", [1800000] * 4 + [1803000] * 4)
+    assert read_trace(path, "mooncake").arrival_s[0] < 3.0
 
 
 def test_vidur_with_times(tmp_path):

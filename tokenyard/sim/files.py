@@ -94,10 +94,16 @@ def json_object(line: str, where: str) -> dict[str, Any]:
 
 
 def read_members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
-    """Files ending with `suffix` in a folder or a tar archive (plain, .gz or .zst), by name."""
+    """Files ending with `suffix` in a folder or a tar archive, by name, or the one such file itself.
+
+    Archive and file may be packed (.gz or .zst).
+    """
     if path.is_dir():
         for entry in sorted(path.rglob(f"*{suffix}")):
             yield entry.name, read_bytes(entry)
+        return
+    if path.name.removesuffix(".gz").removesuffix(".zst").endswith(suffix):
+        yield path.name, read_bytes(path)
         return
     try:
         with tarfile.open(fileobj=io.BytesIO(read_bytes(path))) as archive:

@@ -2,17 +2,19 @@
 
 mooncake      JSON lines: timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens)
 azure         CSV: TIMESTAMP, ContextTokens, GeneratedTokens
+burstgpt      CSV: Timestamp (s), Request tokens, Response tokens
 vidur         CSV: num_prefill_tokens, num_decode_tokens; without arrived_at arrivals are drawn, one a second on average
 tokenyard     JSON lines, our own form (see `read_tokenyard`)
 tokenyard-log what `serve --log-requests --log-format json` writes
 openai-jsonl  JSON lines: request bodies of chat completions with a time stamp (see `read_openai`)
 servegen      folder or tar of client models; requests are drawn from them
 vllm-measured JSON lines: input_toks, output_toks, arrival_time_ns, input_tok_ids
-lmcache-agent folder or tar of sessions, whole texts; needs a tokenizer
+lmcache-agent folder or tar of sessions, or one session's file, whole texts; needs a tokenizer
 """
 
 import csv
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -61,27 +63,17 @@ def read_mooncake(path: Path, options: ReadOptions) -> Workload:
     """Mooncake's traces (Qin et al. 2024). Where time stamps tick, as by 3 s in the published conversations, they are
     spread over the tick with the seed.
     """
-    records = list(read_json_lines(path))
-    stamps = [number(record, "timestamp", where) for where, record in records]
-    builder = WorkloadBuilder(path.name, options.seed, spread_s=_tick_s(stamps))
-    for (where, record), stamp_ms in zip(records, stamps, strict=True):
+    builder = WorkloadBuilder(path.name, options.seed, spread=True)
+    for where, record in read_json_lines(path):
         tokens = whole(record, "input_length", where)
         builder.add(
             where,
-            stamp_ms / 1000.0,
+            number(record, "timestamp", where) / 1000.0,
             tokens,
             whole(record, "output_length", where),
             segments=_chain(record, where, tokens, HASH_BLOCK_TOKENS),
         )
     return builder.build()
-
-
-def _tick_s(stamps_ms: list[float]) -> float:
-    """The step of the trace's clock in whole seconds; 0 if it runs finely, so that few requests share a stamp."""
-    distinct = np.unique(np.array(stamps_ms))
-    if not 1 < len(distinct) <= len(stamps_ms) / 2:
-        return 0.0
-    return float(np.round(np.diff(distinct).min() / 1000.0))
 
 
 def _chain(record: dict[str, Any], where: str, tokens: int, block_tokens: int) -> list[tuple[int, int]]:
@@ -96,18 +88,28 @@ def _chain(record: dict[str, Any], where: str, tokens: int, block_tokens: int) -
 
 def read_azure(path: Path, options: ReadOptions) -> Workload:
     """Azure's LLM inference traces (Patel et al., Splitwise, 2024)."""
-    builder = WorkloadBuilder(path.name)
-    for where, record in islice(_csv(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")), options.limit):
+    return _read_csv(path, options, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+
+
+def read_burstgpt(path: Path, options: ReadOptions) -> Workload:
+    """BurstGPT's traces (Wang et al. 2024). Its whole seconds are spread where many requests share one."""
+    return _read_csv(path, options, ("Timestamp", "Request tokens", "Response tokens"), spread=True)
+
+
+def _read_csv(path: Path, options: ReadOptions, columns: tuple[str, str, str], spread: bool = False) -> Workload:
+    """A table with a column of time stamps, one of prompt lengths and one of answer lengths."""
+    stamp, prompt, output = columns
+    builder = WorkloadBuilder(path.name, options.seed, spread)
+    for where, record in islice(_csv(path, columns), options.limit):
         builder.add(
-            where,
-            _seconds(record["TIMESTAMP"], where),
-            _digits(record, "ContextTokens", where),
-            _digits(record, "GeneratedTokens", where),
+            where, _seconds(record[stamp], where), _digits(record, prompt, where), _digits(record, output, where)
         )
     return builder.build()
 
 
 def _csv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each line by the names of its columns, of which `columns` must be there, in any case and order."""
+    wanted = {column.lower(): column for column in columns}
     header: list[str] = []
     for where, line in read_lines(path):
         try:
@@ -115,7 +117,7 @@ def _csv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, 
         except csv.Error as error:
             raise ConfigError(f"{where}: no line of a CSV file: {error}") from None
         if not header:
-            header = values
+            header = [wanted.get(value.strip().lower(), value.strip()) for value in values]
             missing = [column for column in columns if column not in header]
             if missing:
                 lacks = f"{path.name} lacks the columns {', '.join(missing)}"
@@ -141,12 +143,12 @@ def _float(record: dict[str, str], key: str, where: str) -> float:
 
 
 def _seconds(stamp: str, where: str) -> float:
-    """Seconds of a stamp like `2023-11-16 18:15:46.6805900`; more digits than microseconds are kept."""
+    """Seconds of a plain number, or of a stamp like `2023-11-16 18:15:46.6805900` with all its digits."""
+    with suppress(ValueError):
+        return _in_seconds(float(stamp), where)
     whole_part, _, fraction = stamp.partition(".")
     zone = fraction.lstrip("0123456789")
     try:
-        if "-" not in whole_part:
-            raise ValueError  # a bare number would be taken for a date without dashes
         moment = datetime.fromisoformat(whole_part + zone)
         digits = fraction[: len(fraction) - len(zone)]
         part = float(f"0.{digits}") if digits else 0.0
@@ -155,6 +157,12 @@ def _seconds(stamp: str, where: str) -> float:
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return moment.timestamp() + part
+
+
+def _in_seconds(stamp: float, where: str) -> float:
+    if stamp > LAST_UNIX_SECOND:
+        raise ConfigError(f"{where}: the time stamp is {stamp:.15g}; Unix seconds are needed, not milliseconds or less")
+    return stamp
 
 
 def read_vidur(path: Path, options: ReadOptions) -> Workload:
@@ -281,10 +289,7 @@ def _stamp(record: dict[str, Any], where: str) -> float:
     stamp = record.get("timestamp")
     if isinstance(stamp, str):
         return _seconds(stamp, where)
-    seconds = number(record, "timestamp", where)
-    if seconds > LAST_UNIX_SECOND:
-        raise ConfigError(f"{where}: timestamp is {seconds:.15g}; Unix seconds are needed, not milliseconds or less")
-    return seconds
+    return _in_seconds(number(record, "timestamp", where), where)
 
 
 def _prompt_text(body: dict[str, Any], where: str) -> str:
@@ -358,6 +363,7 @@ def _servegen(path: Path, options: ReadOptions) -> Workload:
 TRACE_FORMATS: dict[str, Callable[[Path, ReadOptions], Workload]] = {
     "mooncake": read_mooncake,
     "azure": read_azure,
+    "burstgpt": read_burstgpt,
     "vidur": read_vidur,
     "tokenyard": read_tokenyard,
     "tokenyard-log": read_log,

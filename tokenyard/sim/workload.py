@@ -135,13 +135,13 @@ def _ns_or_none(seconds: float) -> int | None:
 class WorkloadBuilder:
     """Collects requests line by line and checks each; `where` in complaints is the file and line.
 
-    `spread_s` is the tick of the trace's clock: arrivals are moved by a seeded uniform draw from [0, spread_s) and
-    sorted, else everybody seems to arrive in bursts on the tick. With `sort` any order of arrivals is taken; otherwise
-    a clock that goes backwards is refused.
+    With `spread`, where the trace's clock ticks, arrivals are moved by a seeded uniform draw from [0, tick) and sorted,
+    else everybody seems to arrive in bursts on the tick. With `sort` any order of arrivals is taken; otherwise a clock
+    that goes backwards is refused.
     """
 
-    def __init__(self, name: str, seed: int = 0, spread_s: float = 0.0, sort: bool = False) -> None:
-        self._name, self._seed, self._spread_s, self._sort = name, seed, spread_s, sort
+    def __init__(self, name: str, seed: int = 0, spread: bool = False, sort: bool = False) -> None:
+        self._name, self._seed, self._spread, self._sort = name, seed, spread, sort
         self._arrivals: list[float] = []
         self._prompts: list[int] = []
         self._outputs: list[int] = []
@@ -223,12 +223,14 @@ class WorkloadBuilder:
                 f"{self._name}: some requests say what their prompt holds and others do not; use one form"
             )
         arrivals = np.array(self._arrivals)
-        if self._spread_s > 0.0:
-            arrivals += np.random.default_rng(self._seed).uniform(0.0, self._spread_s, len(arrivals))
+        arrivals -= arrivals.min()
+        tick_s = _tick_s(arrivals) if self._spread else 0.0
+        if tick_s > 0.0:
+            arrivals += np.random.default_rng(self._seed).uniform(0.0, tick_s, len(arrivals))
         order = np.argsort(arrivals, kind="stable")
         return Workload(
             name=self._name,
-            arrival_s=arrivals[order] - (0.0 if self._spread_s else arrivals[order[0]]),
+            arrival_s=arrivals[order],
             prompt_tokens=np.array(self._prompts, np.int32)[order],
             output_tokens=np.array(self._outputs, np.int32)[order],
             content=self._content(order),
@@ -250,6 +252,14 @@ class WorkloadBuilder:
         lengths = [self._lengths[i] for i in order]
         offsets = np.concatenate(([0], np.cumsum([len(part) for part in lengths]))).astype(np.int64)
         return SegmentContent(np.concatenate([self._streams[i] for i in order]), np.concatenate(lengths), offsets)
+
+
+def _tick_s(arrival_s: Float64Array) -> float:
+    """The step of a clock in whole seconds; 0 if it runs finely, so that few requests share a stamp."""
+    distinct = np.unique(arrival_s)
+    if not 1 < len(distinct) <= len(arrival_s) / 2:
+        return 0.0
+    return float(np.round(np.diff(distinct).min()))
 
 
 def uniform_columns(
