@@ -99,6 +99,7 @@ def test_the_workload_is_what_was_asked(chatted):
     workload = history.workload("t")
     assert len(workload) == len(yard.finished) == 18
     assert workload.output_tokens.tolist() == [6 + user for user in range(6)] * 3
+    assert workload.max_new_tokens.tolist() == workload.output_tokens.tolist()
     assert workload.prompt_tokens.tolist()[:6] == [13] * 6
     arrivals = np.array([finish.arrival_ns for _, finish in sorted(yard.finished.items())])
     assert workload.arrival_s.tolist() == ((arrivals - arrivals[0]) / 1e9).tolist()
@@ -162,9 +163,11 @@ def test_what_a_simulation_leaves_out_is_said():
     assert "1 changes of urgency" in notes
     workload = history.workload("t")
     assert workload.output_tokens.tolist() == [len(yard.tokens[first]), 1, 1, 1]
+    assert workload.max_new_tokens.tolist()[:2] == [20, 20]
+    assert workload.request(0).sampling.max_new_tokens == 20
     setup = Setup(history.profile()[0], SchedulerSettings())
     lived = history.outcome(workload, setup, run.scheduler.snapshot(0).counters)
-    assert lived.status.tolist() == [2, 1, 0, 2]
+    assert lived.status.tolist() == [1, 1, 0, 2]
     assert yard.finished[refused].status == 503
 
 

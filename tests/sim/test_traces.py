@@ -95,7 +95,7 @@ def test_tokenyard_form_with_every_field(tmp_path):
         tmp_path / "t.jsonl",
         {"arrival_s": 1.5, "prompt_tokens": 700, "output_tokens": 3, "hash_ids": [1, 2], "tenant": "a", "class": "x"},
         {"arrival_s": 2, "prompt_tokens": 600, "output_tokens": 4, "hash_ids": [1, 9], "priority": 3, "deadline_s": 9}
-        | {"slo_ttft_s": 0.5, "slo_tpot_s": 0.25},
+        | {"slo_ttft_s": 0.5, "slo_tpot_s": 0.25, "max_new_tokens": 50},
     )
     workload = read_trace(path, "tokenyard")
     assert workload.arrival_s.tolist() == [0.0, 0.5]
@@ -106,6 +106,7 @@ def test_tokenyard_form_with_every_field(tmp_path):
     assert workload.priority.tolist() == [NO_PRIORITY, 3]
     assert (first.prompt_ids[:512] == second.prompt_ids[:512]).all()
     assert first.sampling.max_new_tokens == 4, "the true length of an answer is not told"
+    assert second.sampling.max_new_tokens == 50
 
 
 def test_tokenyard_form_with_token_ids(tmp_path):
@@ -142,6 +143,7 @@ GOOD = {"arrival_s": 1.0, "prompt_tokens": 5, "output_tokens": 1}
         ([{**GOOD, "prompt_tokens": 0}], "a prompt of 0 tokens"),
         ([{**GOOD, "prompt_tokens": 2.5}], "not a whole number"),
         ([{**GOOD, "output_tokens": -1}], "an answer of -1 tokens"),
+        ([{**GOOD, "output_tokens": 9, "max_new_tokens": 8}], "max_new_tokens is 8; it must be from 9"),
         ([{"timestamp": 1, "input_length": 5}], "prompt_tokens is missing"),
         ([{**GOOD, "arrival_s": "soon"}], "arrival_s is 'soon', not a number"),
         ([{**GOOD, "hash_ids": []}], "hash_ids must hold 1 ids"),

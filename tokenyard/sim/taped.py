@@ -93,7 +93,7 @@ class History:
                 self._open -= 1
 
     def workload(self, name: str) -> Workload:
-        """The answers in the order of their arrival, each as a request of its own that asks for as much as it got.
+        """The answers in the order of their arrival, each as a request of its own.
 
         Raises ConfigError if there is none.
         """
@@ -108,6 +108,7 @@ class History:
                 (answer.arrival_ns - answers[0].arrival_ns) / NS_PER_S,
                 len(prompt),
                 tokens,
+                max_new_tokens=max(request.sampling.max_new_tokens, 1),
                 ids=prompt,
                 tenant=request.tenant,
                 service_class=request.service_class or "",
@@ -182,13 +183,13 @@ class History:
         """What a simulation of this workload leaves out, one sentence each."""
         answers = self._in_order()
         gone = sum(one.finish is not None and one.finish.status == CLIENT_GONE for one in answers)
-        refused = sum(_status(one) == REJECTED and not one.tokens for one in answers)
+        empty = sum(one.finish is not None and not one.tokens for one in answers)
         apart = sum(bool(one.request.namespace) for one in answers)
         changes = sum(self._events[name] for name in ("Update", "Pause", "SetPolicy"))
         found = (
             (gone, "answers were given up by their clients: they count with the tokens they had by then"),
             (sum(one.finish is None for one in answers), "answers had not ended: they count with the tokens so far"),
-            (refused, "answers ended before their first token: they count with one"),
+            (empty, "answers ended before their first token: they count with one"),
             (apart, "answers had a cache salt or an adapter: these are left out"),
             (changes, "changes of urgency or policy, or pauses, happened on the way: these are left out"),
         )
@@ -204,8 +205,11 @@ def _seconds(nanoseconds: int | None) -> float | None:
 
 
 def _status(answer: Answer) -> int:
+    """What became of it; a client that gave up was served until then, if it saw anything."""
     if answer.finish is None:
         return UNFINISHED
+    if answer.finish.status == CLIENT_GONE:
+        return FINISHED if answer.tokens else UNFINISHED
     return REJECTED if answer.finish.reason == "abort" else FINISHED
 
 
@@ -223,6 +227,7 @@ def write_trace(workload: Workload, path: Path) -> None:
                 "arrival_s": float(workload.arrival_s[index]),
                 "token_ids": request.prompt_ids.tolist(),
                 "output_tokens": int(workload.output_tokens[index]),
+                "max_new_tokens": request.sampling.max_new_tokens,
                 "tenant": request.tenant,
                 "class": request.service_class or "",
                 "priority": None if workload.priority[index] == NO_PRIORITY else int(workload.priority[index]),

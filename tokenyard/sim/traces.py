@@ -186,8 +186,8 @@ def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
 
     Needed: `arrival_s`; `output_tokens`; and the prompt as `prompt_tokens` (a count), `token_ids` (a list), or
     `prompt_tokens` with `hash_ids` (one id per `block_tokens` tokens, 512 unless said; equal ids from the left mean an
-    equal prefix). Optional: `tenant`, `class`, `priority` (whole number), `deadline_s` (from arrival to the end),
-    `slo_ttft_s` and `slo_tpot_s` (targets of its own).
+    equal prefix). Optional: `max_new_tokens` (what was asked for; else the trace's largest answer), `tenant`, `class`,
+    `priority` (whole number), `deadline_s` (from arrival to the end), `slo_ttft_s`, `slo_tpot_s` (targets of its own).
     """
     builder = WorkloadBuilder(path.name)
     for where, record in islice(read_json_lines(path), options.limit):
@@ -206,6 +206,7 @@ def _add_own(builder: WorkloadBuilder, where: str, record: dict[str, Any]) -> No
         number(record, "arrival_s", where),
         tokens,
         whole(record, "output_tokens", where),
+        max_new_tokens=whole(record, "max_new_tokens", where) if "max_new_tokens" in given else None,
         ids=ids,
         segments=_chain(record, where, tokens, _block_tokens(record, where)) if "hash_ids" in given else None,
         tenant=_name(record, "tenant", where),

@@ -28,6 +28,7 @@ COLUMNS = (
     "arrival_s",
     "prompt_tokens",
     "output_tokens",
+    "max_new_tokens",
     "tenant",
     "service_class",
     "priority",
@@ -41,10 +42,11 @@ COLUMNS = (
 class Workload:
     """Requests in order of arrival, as columns of equal length.
 
-    arrival_s: float64[n], from 0, ascending. prompt_tokens, output_tokens: int32[n], at least 1. tenants, classes:
-    names; tenant and service_class (int32[n]) index them. priority: int32[n] or NO_PRIORITY. deadline_s: float64[n]
-    from arrival to the end, NaN for none. slo_ttft_s, slo_tpot_s: float64[n], the request's own targets for its first
-    token and, on average, for every further one; NaN where those of the run hold.
+    arrival_s: float64[n], from 0, ascending. prompt_tokens, output_tokens: int32[n], at least 1. max_new_tokens:
+    int32[n], what each asks for, or 0 for as much as the largest answer of all. tenants, classes: names; tenant and
+    service_class (int32[n]) index them. priority: int32[n] or NO_PRIORITY. deadline_s: float64[n] from arrival to the
+    end, NaN for none. slo_ttft_s, slo_tpot_s: float64[n], the request's own targets for its first token and, on
+    average, for every further one; NaN where those of the run hold.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Workload:
     prompt_tokens: Int32Array
     output_tokens: Int32Array
     content: Content
+    max_new_tokens: Int32Array
     tenants: tuple[str, ...] = ("",)
     tenant: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     classes: tuple[str, ...] = ("",)
@@ -73,7 +76,7 @@ class Workload:
 
     @property
     def max_output_tokens(self) -> int:
-        """The largest answer: what a request asks for as max_new_tokens."""
+        """The largest answer."""
         return int(self.output_tokens.max())
 
     @property
@@ -100,15 +103,16 @@ class Workload:
         return replace(self, **{name: getattr(self, name)[chosen] for name in COLUMNS})
 
     def request(self, index: int, content: Content | None = None, *, true_length: bool = False) -> Request:
-        """Request `index` as the engine sees it: max_new_tokens is the largest answer of the workload.
+        """Request `index` as the engine sees it; with `true_length` its max_new_tokens is the length of its own answer.
 
-        With `true_length` it is the length of its own answer. The seed is the request's number; the simulated executor
+        The seed is the request's number; the simulated executor
         finds the true output length by it.
         """
         priority = int(self.priority[index])
         slo = Slo(_ns_or_none(self.slo_ttft_s[index]), _ns_or_none(self.slo_tpot_s[index]))
         tokens = int(self.prompt_tokens[index])
-        longest = int(self.output_tokens[index]) if true_length else self.max_output_tokens
+        asked = int(self.max_new_tokens[index]) or self.max_output_tokens
+        longest = int(self.output_tokens[index]) if true_length else asked
         return Request(
             number=index,
             rid=str(index),
@@ -145,6 +149,7 @@ class WorkloadBuilder:
         self._arrivals: list[float] = []
         self._prompts: list[int] = []
         self._outputs: list[int] = []
+        self._asked: list[int] = []
         self._tenants: dict[str, int] = {"": 0}
         self._tenant: list[int] = []
         self._classes: dict[str, int] = {"": 0}
@@ -167,6 +172,7 @@ class WorkloadBuilder:
         prompt_tokens: int,
         output_tokens: int,
         *,
+        max_new_tokens: int | None = None,
         ids: Int32Array | None = None,
         segments: Sequence[tuple[int, int]] | None = None,
         tenant: str = "",
@@ -181,6 +187,11 @@ class WorkloadBuilder:
         Raises ConfigError, in one line, for a bad number or a clock going backwards.
         """
         self._check(where, arrival_s, prompt_tokens, output_tokens)
+        least = max(output_tokens, 1)
+        if max_new_tokens is not None and not least <= max_new_tokens < MAX_TOKENS:
+            raise ConfigError(
+                f"{where}: max_new_tokens is {max_new_tokens}; it must be from {least} to {MAX_TOKENS - 1}"
+            )
         if priority is not None and abs(priority) > MAX_PRIORITY:
             raise ConfigError(f"{where}: priority is {priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
         for column, name, seconds in (
@@ -193,7 +204,8 @@ class WorkloadBuilder:
             column.append(nan if seconds is None else seconds)
         self._arrivals.append(arrival_s)
         self._prompts.append(prompt_tokens)
-        self._outputs.append(max(output_tokens, 1))
+        self._outputs.append(least)
+        self._asked.append(max_new_tokens or 0)
         self._tenant.append(self._tenants.setdefault(tenant, len(self._tenants)))
         self._class.append(self._classes.setdefault(service_class, len(self._classes)))
         self._priority.append(NO_PRIORITY if priority is None else priority)
@@ -234,6 +246,7 @@ class WorkloadBuilder:
             prompt_tokens=np.array(self._prompts, np.int32)[order],
             output_tokens=np.array(self._outputs, np.int32)[order],
             content=self._content(order),
+            max_new_tokens=np.array(self._asked, np.int32)[order],
             tenants=tuple(self._tenants),
             tenant=np.array(self._tenant, np.int32)[order],
             classes=tuple(self._classes),
@@ -274,6 +287,7 @@ def uniform_columns(
         prompt_tokens=prompt_tokens,
         output_tokens=np.maximum(output_tokens, 1).astype(np.int32),
         content=content,
+        max_new_tokens=np.zeros(count, np.int32),
         tenant=np.zeros(count, np.int32),
         service_class=np.zeros(count, np.int32),
         priority=np.full(count, NO_PRIORITY, np.int32),
