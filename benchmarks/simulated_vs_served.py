@@ -4,16 +4,17 @@ Run from the repository root: `python -m benchmarks.simulated_vs_served [--model
 computes, so that client and server processes have a core to themselves.
 
 The traffic is bursts that build up a queue and drain: half of the prompts begin with one of a few long prefixes. Their
-size is what the simulated server works off in a few seconds. The targets are absolute: a first token as 60 % of the
-clients had it with fcfs, which is served first, and a time per further token as 90 % of them had it.
+size is what the simulated server works off in a few seconds. A run is one burst, and each run brings other requests,
+the same ones for every setting. The targets are absolute: a first token as 60 % of the clients had it with fcfs, which
+is served first, and a time per further token as 90 % of them had it.
 
-The speed of a machine changes. So each setting has a server of its own which is calibrated by a burst of other requests
-before and after every measured run, and a run is simulated with the costs and the host time that the tape has of the
-two bursts around it; nothing else is learnt from the server, and nothing from the measured run. If those two bursts
-took times that differ by more than `MOST_DRIFT`, the run is done again, at most `SPARE_RUNS` times, after which the
-steadiest ones count. The output says how often, and how much the bursts of the runs that count differ. A third row,
-which counts for nothing, is simulated with the costs of the measured run itself: where it agrees with the server and
-the second row does not, the machine changed its speed.
+The speed of a machine changes. So runs are short, each setting has a server of its own which is calibrated by one more
+burst before and after every measured run, and a run is simulated with the costs and the host time that the tape has of
+the two bursts around it; nothing else is learnt from the server, and nothing from the measured run. If those two bursts
+took times that differ by more than `MOST_DRIFT`, the run does not count, unless too few are left after `SPARE_SHARE`
+more of them, in which case the steadiest ones count. The output says how often, and how much the bursts of the runs
+that count differ. A third row, which counts for nothing, is simulated with the costs of the measured runs themselves:
+where it agrees with the server and the second row does not, the machine changed its speed.
 
 Exits with 1 if a goodput is off by more than 10 % or the order of the settings is another one (settings whose goodput
 differs by less than 5 % count as equal).
@@ -46,9 +47,10 @@ from tokenyard.sim.taped import History
 from tokenyard.sim.workload import Workload, uniform_columns
 
 CONTEXT = 1024
+WARM_UP = 8
 GROUPS, PREFIX_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 4, 256, 96, 32
-OFFERED_SHARE, PERIOD = 0.3, 1.5
-"""A burst's requests come within this share of the time it takes, and the next burst after so many times that time."""
+OFFERED_SHARE = 0.3
+"""A burst's requests come within this share of the time it takes."""
 
 COMMON = {"chunked_prefill_size": 128, "max_running_requests": 16, "slo_ttft_scale": 0.0}
 SETTINGS = {
@@ -59,37 +61,38 @@ SETTINGS = {
     "short-first": {"schedule_policy": "short-first"},
     "slo": {"schedule_policy": "slo"},
 }
-MOST_DRIFT, SPARE_RUNS = 0.08, 2
+MOST_DRIFT, SPARE_SHARE = 0.08, 0.5
 WORST_GOODPUT_ERROR, EQUAL = 0.10, 0.05
-CALIBRATION_SEED, MEASURED_SEED = 1, 2
+CALIBRATION_SEED, FIRST_SEED = 1, 2
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to serve. `scale` shrinks all lengths; `burst_s` is how long a burst is to take, `bursts` how many make a
-    run, `first_guess` how many requests a burst has until that is known.
+    """A model to serve. `scale` shrinks all lengths; `burst_s` is how long a burst is to take, `runs` how many of them
+    are measured, `first_guess` how many requests a burst has until that is known.
     """
 
     scale: float
     burst_s: float
-    bursts: int
+    runs: int
     first_guess: int
     vocabulary: int
 
 
 MODELS = {
-    "demo": Model(scale=1.0, burst_s=3.0, bursts=3, first_guess=48, vocabulary=2048),
-    "smollm2": Model(scale=0.5, burst_s=6.0, bursts=2, first_guess=12, vocabulary=SHAPE["vocab_size"]),
+    "demo": Model(scale=1.0, burst_s=3.0, runs=8, first_guess=48, vocabulary=2048),
+    "smollm2": Model(scale=0.5, burst_s=6.0, runs=6, first_guess=12, vocabulary=SHAPE["vocab_size"]),
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """One measured run at the server: the answers, and how much longer the calibration after it took than the one
-    before. `number` is its place among all of its server, those that do not count too.
+    """One measured run at the server: what was asked, the answers, and how much longer the calibration after it took
+    than the one before. `number` is its place among all of its server, those that do not count too.
     """
 
     number: int
+    workload: Workload
     answers: list[Answer]
     drift: float
 
@@ -136,12 +139,10 @@ class Calibrations:
         return Setup(history.profile()[0], settings, host_s=history.host_s, learn=learns, oracle=True)
 
 
-def traffic(model: Model, bursts: int, requests: int, seed: int) -> Workload:
-    """`bursts` bursts of `requests` requests each; the groups' prefixes differ from seed to seed."""
+def burst(model: Model, count: int, seed: int) -> Workload:
+    """A burst of `count` requests; the groups' prefixes differ from seed to seed."""
     rng = np.random.default_rng(seed)
-    count = bursts * requests
-    begins = np.repeat(np.arange(bursts) * PERIOD * model.burst_s, requests)
-    arrivals = np.sort(begins + rng.uniform(0.0, OFFERED_SHARE * model.burst_s, count))
+    arrivals = np.sort(rng.uniform(0.0, OFFERED_SHARE * model.burst_s, count))
     arrivals -= arrivals[0]
     shared = (rng.random(count) < 0.5) * int(PREFIX_TOKENS * model.scale)
     own = lengths(OWN_TOKENS * model.scale, count, rng, CONTEXT // 2)
@@ -150,7 +151,7 @@ def traffic(model: Model, bursts: int, requests: int, seed: int) -> Workload:
     streams = np.stack((first_stream + rng.integers(0, GROUPS, count), first_stream + GROUPS + np.arange(count)), 1)
     parts = np.stack((shared, own), 1).astype(np.int32)
     content = SegmentContent(streams.ravel(), parts.ravel(), 2 * np.arange(count + 1))
-    return uniform_columns("bursts", arrivals, (shared + own).astype(np.int32), outputs, content)
+    return uniform_columns("burst", arrivals, (shared + own).astype(np.int32), outputs, content)
 
 
 def prompts_of(workload: Workload, model: Model) -> list[Prompt]:
@@ -188,14 +189,16 @@ class Client:
             sys.exit(f"{len(failed)} requests failed: {failed[0]}")
         return answers
 
-    async def runs(self, measured: Workload, calibration: Workload, wanted: int) -> list[Run]:
-        """`wanted` runs of `measured` between calibrations, and those that were done in vain."""
+    async def runs(self, requests: int, wanted: int) -> list[Run]:
+        """`wanted` bursts of `requests` between calibrations, and those that were done in vain."""
         runs: list[Run] = []
+        calibration = burst(self._model, requests, CALIBRATION_SEED)
         before_s = end_s(await self.play(calibration))
-        while len(runs) < wanted + SPARE_RUNS and sum(steady(run) for run in runs) < wanted:
-            answers = await self.play(measured)
+        while len(runs) < wanted * (1.0 + SPARE_SHARE) and sum(steady(run) for run in runs) < wanted:
+            workload = burst(self._model, requests, FIRST_SEED + len(runs))
+            answers = await self.play(workload)
             after_s = end_s(await self.play(calibration))
-            runs.append(Run(len(runs), answers, after_s / before_s - 1.0))
+            runs.append(Run(len(runs), workload, answers, after_s / before_s - 1.0))
             before_s = after_s
         return runs
 
@@ -210,17 +213,17 @@ def end_s(answers: list[Answer]) -> float:
     return max(answer.sent_s + answer.latency_s for answer in answers)
 
 
-def serve(command: list[str], model: Model, settings: dict, *parts: Workload, wanted: int) -> tuple[list[Run], Tape]:
-    """The runs of `parts` (measured, calibration) at a server with `settings`, and its tape."""
+def serve(command: list[str], model: Model, settings: dict, requests: int, wanted: int) -> tuple[list[Run], Tape]:
+    """`wanted` runs of `requests` each at a server with `settings`, and its tape."""
 
     async def load(url: str) -> list[Run]:
         async with Target(url, {}) as target:
             name = (await target.get("/v1/models"))["data"][0]["id"]
             backend = NativeBackend(RequestOptions(model=name, ignore_eos=True, extra={}))
             client = Client(target, backend, model)
-            warm_up = prompts_of(parts[1], model)[:8]
+            warm_up = prompts_of(burst(model, WARM_UP, CALIBRATION_SEED), model)
             await run_load(target, backend, warm_up, [0.0] * len(warm_up), max_concurrency=None)
-            return await client.runs(*parts, wanted)
+            return await client.runs(requests, wanted)
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tape")
@@ -240,7 +243,7 @@ def calibrated(tape: Tape) -> Calibrations:
 def fitting_size(model: Model, setup: Setup) -> int:
     """How many requests the simulated server works off in `burst_s`."""
     for requests in range(4, 1000, 2):
-        if simulate(traffic(model, 1, requests, MEASURED_SEED), setup).finished_ns.max() / 1e9 >= model.burst_s:
+        if simulate(burst(model, requests, FIRST_SEED), setup).finished_ns.max() / 1e9 >= model.burst_s:
             return requests
     sys.exit("this machine is too fast for these bursts; make the requests longer")
 
@@ -301,17 +304,17 @@ def steadiest(runs: list[Run], wanted: int) -> list[Run]:
     return sorted(runs, key=lambda run: abs(run.drift))[:wanted]
 
 
-def compare(name: str, runs: list[Run], tape: Tape, workload: Workload, wanted: int, targets: dict) -> tuple:
+def compare(name: str, runs: list[Run], tape: Tape, wanted: int, targets: dict) -> tuple:
     """Numbers of a setting, served and simulated; prints them."""
     counted = steadiest(runs, wanted)
     found = calibrated(tape)
     real = measured_numbers(counted, targets)
     told, own = (
-        simulated_numbers([simulate(workload, found.setup(heard[run.number])) for run in counted], targets)
+        simulated_numbers([simulate(run.workload, found.setup(heard[run.number])) for run in counted], targets)
         for heard in (found.around, found.own)
     )
     print(
-        f"{name}: {len(runs) - len(counted)} runs done again, calibrations of the others "
+        f"{name}: {len(runs) - len(counted)} of {len(runs)} runs left out, calibrations of the others "
         f"{100 * max(abs(run.drift) for run in counted):.1f} % apart at most"
     )
     for what, row in (("served", real), ("simulated", told), ("at the run's own speed", own)):
@@ -331,27 +334,25 @@ def main() -> None:
     """Choose the load and the targets, and run all settings both ways."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=list(MODELS), default="demo")
-    parser.add_argument("--short", action="store_true", help="one run for each setting, not two")
+    parser.add_argument("--short", action="store_true", help="two runs for each setting")
     options = parser.parse_args()
-    model, wanted = MODELS[options.model], 1 if options.short else 2
+    model = MODELS[options.model]
+    wanted = 2 if options.short else model.runs
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(options.model, folder)
-        guessed = traffic(model, 1, model.first_guess, CALIBRATION_SEED)
-        first = calibrated(serve(command, model, COMMON, guessed, guessed, wanted=1)[1])
+        first = calibrated(serve(command, model, COMMON, model.first_guess, wanted=1)[1])
         setup = first.setup(first.around[-2])
         requests = fitting_size(model, setup)
-        workload = traffic(model, model.bursts, requests, MEASURED_SEED)
-        calibration = traffic(model, 1, requests, CALIBRATION_SEED)
-        print(f"{model.bursts} bursts of {requests} requests, one each {PERIOD * model.burst_s:g} s")
+        print(f"{wanted} bursts of {requests} requests for each setting")
         targets: dict[str, float] = {}
         rows = {}
         for name, settings in SETTINGS.items():
             chosen = {**COMMON, **targets, **settings}
-            runs, tape = serve(command, model, chosen, workload, calibration, wanted=wanted)
+            runs, tape = serve(command, model, chosen, requests, wanted)
             if not targets:  # fcfs, which does not go by any
                 targets = targets_seen(steadiest(runs, wanted))
                 print(f"targets {targets}", flush=True)
-            rows[name] = compare(name, runs, tape, workload, wanted, targets)
+            rows[name] = compare(name, runs, tape, wanted, targets)
     # Where both are 0 they agree, though there is nothing to divide.
     errors = {
         name: (told["goodput"] - real["goodput"]) / (real["goodput"] or told["goodput"] or 1.0)
