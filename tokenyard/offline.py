@@ -38,6 +38,7 @@ from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.kv_events import open_kv_events
 from tokenyard.engine.libraries import set_library_environment
 from tokenyard.engine.liveness import LoopState
+from tokenyard.engine.lookahead import Lookahead
 from tokenyard.engine.messages import FromScheduler, ToScheduler
 from tokenyard.engine.priority_hook import create_hook
 from tokenyard.engine.recording import build_core, load_prior, open_tape
@@ -49,6 +50,7 @@ from tokenyard.engine.tokenizer_files import load_tokenizer
 from tokenyard.executor.hub import find_model
 from tokenyard.policy.hook import load_priority_function
 from tokenyard.policy.registry import create_policy
+from tokenyard.scheduler.recorder import Core
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +322,9 @@ class LLM:
         """
         try:
             self._executor = load_executor(config)
-            driver = self._driver(config)
+            core = build_core(config, self._executor.info, self._tape)
+            lookahead = Lookahead(core, config.scheduler_settings(self._executor.info))
+            driver = self._driver(config, core, lookahead)
         except BaseException as error:
             ready.set_exception(error)
             return
@@ -332,14 +336,20 @@ class LLM:
             log.exception("the engine failed")
             self._failure = EngineDeadError(f"the engine failed: {error}")
             self._port.fail_all(self._failure)
+        finally:
+            lookahead.close()
 
-    def _driver(self, config: EngineConfig) -> Driver:
+    def _driver(self, config: EngineConfig, core: Core, lookahead: Lookahead) -> Driver:
         """What the event loop drives."""
-        core = build_core(config, self._executor.info, self._tape)
-        hook = create_hook(config.priority_function, core)
-        steps = StepLog(config.decode_log_interval)
         return Driver(
-            core, self._executor, self._port, log=steps, state=LoopState(), hook=hook, kv_events=self._kv_events
+            core,
+            self._executor,
+            self._port,
+            log=StepLog(config.decode_log_interval),
+            state=LoopState(),
+            hook=create_hook(config.priority_function, core),
+            lookahead=lookahead,
+            kv_events=self._kv_events,
         )
 
     def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:

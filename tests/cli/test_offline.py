@@ -4,12 +4,15 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 
 from tokenyard import LLM, SamplingParams
 from tokenyard.base import ConfigError, EngineDeadError, InvalidRequestError
 from tokenyard.config import DEMO_MODEL
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
+from tokenyard.scheduler.replay import Replay
+from tokenyard.scheduler.tape import Tape
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
 
@@ -127,3 +130,17 @@ def test_closing_ends_what_is_open():
         future.result(timeout=5)
     with pytest.raises(EngineDeadError):
         llm.generate("b")
+
+
+def test_adaptive_looks_ahead_until_it_is_closed(tmp_path):
+    def children():
+        return {child.pid for child in psutil.Process().children()}
+
+    tape, before = tmp_path / "a.tape", children()
+    with LLM(executor="mock", mock_step_ms=1.0, schedule_policy="adaptive", record=str(tape)) as llm:
+        llm.generate(["a"] * 4, SamplingParams(max_new_tokens=60, ignore_eos=True))
+        assert len(children() - before) == 1
+    assert children() == before
+    replay = Replay(Tape(tape.read_bytes(), "a"), None, False)
+    assert replay.run().difference is None
+    assert "slo" in replay.scheduler.snapshot(0).policy, "adaptive begins with its first candidate"
