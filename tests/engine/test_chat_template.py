@@ -118,15 +118,42 @@ def test_a_last_message_in_parts_can_be_continued():
 
 def test_arguments_of_tool_calls_become_objects_and_null_fields_go():
     source = (
-        "{% for m in messages %}{{ m.content is defined }}{% for c in m.tool_calls or [] %}"
+        "{% for m in messages %}{{ m.refusal is not defined }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
     )
     calls = [
         {"type": "function", "function": {"name": "f", "arguments": text}} for text in ('{"a": "ü"}', "", "{broken")
     ]
-    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}]
-    assert render(source, messages) == 'True;False{"a": "ü"}{}"{broken";'
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}]
+    assert render(source, messages) == 'True;True{"a": "ü"}{}"{broken";'
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": "ü"}'
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+
+
+@pytest.mark.parametrize("absent", [{}, {"content": None}])
+def test_content_that_is_absent_is_empty_unless_the_template_asks_for_none(absent):
+    messages = [{"role": "assistant", **absent, "tool_calls": [CALL]}, {"role": "assistant", **absent}]
+    adds = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"
+    assert render(adds, messages) == "[assistant][assistant]"
+    asks = "{% for m in messages %}{% set c = m.content %}{{ c is none }}{% endfor %}"
+    assert render(asks, messages) == "TrueFalse"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_a_template_that_joins_arguments_gets_them_as_text(arguments):
+    source = "{% for c in messages[0]['tool_calls'] %}{{ '<' + c['function']['arguments'] + '>' }}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert render(source, [{"role": "assistant", "content": "", "tool_calls": [call]}]) == '<{"a": 1}>'
+
+
+def test_a_loop_over_what_may_be_calls_does_not_want_content_in_parts():
+    source = (
+        "{% for m in messages %}{% if m.tool_calls is defined %}{% set calls = m.tool_calls %}{% else %}"
+        "{% set calls = m.content %}{% endif %}{% for c in calls %}{% endfor %}{{ m.content + '.' }}{% endfor %}"
+    )
+    assert render(source, [{"role": "user", "content": PARTS}]) == "a\nb."
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
@@ -151,17 +178,13 @@ def test_conversations_come_out_as_with_transformers(case):
     template = ChatTemplate({"default": case["chat_template"]}, special)
     compared = 0
     for messages in (given, CONTINUED, CALLED):
+        as_they_are = messages_of_reference(messages, case["name"])
         for tools_given in (tools, [TOOL]):
             for continues in (False, True):
                 options = {"add_generation_prompt": not continues, "continue_final_message": continues}
                 try:
                     (wanted,), _ = reference(
-                        [
-                            [
-                                {name: value for name, value in message.items() if value is not None}
-                                for message in messages
-                            ]
-                        ],
+                        [as_they_are],
                         chat_template=case["chat_template"],
                         tools=tools_given,
                         **options,
@@ -176,6 +199,29 @@ def test_conversations_come_out_as_with_transformers(case):
                 assert found == wanted
                 compared += 1
     assert compared
+
+
+ASK_FOR_NONE = ("deepseek-ai/DeepSeek-R1", "meetkai/functionary-medium-v2.2")
+"""Cases that ask whether content is none, and join the arguments of calls to strings."""
+
+
+def messages_of_reference(messages, name):
+    """What a user of transformers has to hand over: the library takes messages as they are."""
+    if name in ASK_FOR_NONE:
+        return [
+            {**message, "tool_calls": [with_json_arguments(call) for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else message
+            for message in messages
+        ]
+    return [{**message, "content": message.get("content") or ""} for message in messages]
+
+
+def with_json_arguments(call):
+    arguments = call["function"]["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 CONTINUED = [{"role": "user", "content": "Hi "}, {"role": "assistant", "content": " the end "}]

@@ -1,6 +1,7 @@
 """Messages as clients send them, made into what chat templates expect (the conventions of HF transformers)."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, nodes
@@ -10,60 +11,103 @@ Message = dict[str, Any]
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
-def takes_parts(environment: Environment, source: str) -> bool:
-    """Whether a template loops over the parts of a message's content, and so wants it as a list where it is one.
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """In which form a template wants what messages hold.
 
-    Most templates write content out as a string. Raises jinja2.TemplateSyntaxError.
+    parts: content that is a list of parts stays one, in place of their joined text. null_content: a message that only
+    calls tools has the content null, in place of "". json_arguments: those of a call are JSON text, in place of an
+    object.
+    """
+
+    parts: bool = False
+    null_content: bool = False
+    json_arguments: bool = False
+
+
+def wants_of(environment: Environment, source: str) -> Wants:
+    """What a template wants, read off its source: whether it loops over content, asks whether content is none, and
+    joins arguments to strings without a filter such as tojson. Raises jinja2.TemplateSyntaxError.
     """
     tree = environment.parse(source)
-    names = {"content"}
+    names = _names_of_content(tree)
+    joined = (_field(side) for total in tree.find_all(nodes.Add) for side in (total.left, total.right))
+    filtered = (_field(step.node) for step in tree.find_all(nodes.Filter))
+    return Wants(
+        parts=any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)),
+        null_content=any(test.name == "none" and _is_content(test.node, names) for test in tree.find_all(nodes.Test)),
+        json_arguments="arguments" in joined and "arguments" not in filtered,
+    )
+
+
+def _names_of_content(tree: nodes.Template) -> set[str]:
+    """Variables that a template sets to a message's content, and never to its tool calls, as some of Mistral's do."""
+    fields: dict[str, set[str | None]] = {}
     for assignment in tree.find_all(nodes.Assign):
-        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, set()):
-            names.add(assignment.target.name)
-    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+        if isinstance(assignment.target, nodes.Name):
+            fields.setdefault(assignment.target.name, set()).add(_field(_unfiltered(assignment.node)))
+    return {name for name, found in fields.items() if "content" in found and "tool_calls" not in found}
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
     """Whether an expression is a message's content, perhaps filtered, or one of `names` that stand for it."""
-    if isinstance(node, nodes.Filter) and node.node is not None:
-        return _is_content(node.node, names)
+    node = _unfiltered(node)
+    return _field(node) == "content" or (isinstance(node, nodes.Name) and node.name in names)
+
+
+def _unfiltered(node: nodes.Node) -> nodes.Node:
+    """An expression without the filters that it goes through."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    return node
+
+
+def _field(node: nodes.Node | None) -> str | None:
+    """The field that an expression takes from a message or the like, in any of Jinja's ways; None for other ones."""
     if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
+        return node.attr
     if isinstance(node, nodes.Getitem):
-        return _is_word(node.arg)
-    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
-        return node.node.attr == "get" and bool(node.args) and _is_word(node.args[0])
-    return isinstance(node, nodes.Name) and node.name in names
+        return _word(node.arg)
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get" and node.args:
+        return _word(node.args[0])
+    return None
 
 
-def _is_word(node: nodes.Node) -> bool:
-    return isinstance(node, nodes.Const) and node.value == "content"
+def _word(node: nodes.Node) -> str | None:
+    return node.value if isinstance(node, nodes.Const) and isinstance(node.value, str) else None
 
 
-def ready_messages(messages: list[Message], *, parts: bool) -> list[Message]:
-    """Copies of `messages` for a template; with `parts`, content that is a list of text parts stays one.
+def ready_messages(messages: list[Message], wants: Wants) -> list[Message]:
+    """Copies of `messages` in the form that a template wants.
 
-    Fields that are null are left out, reasoning is given under each of its names, and the arguments of tool calls,
-    which clients send as JSON text, become objects.
+    Other fields that are null are left out, and reasoning is given under each of its names.
     """
-    ready = []
-    for message in messages:
-        kept = {name: value for name, value in message.items() if value is not None}
-        if isinstance(kept.get("content"), list) and not parts:
-            kept["content"] = "\n".join(part["text"] for part in kept["content"] if "text" in part)
-        if isinstance(kept.get("tool_calls"), list):
-            kept["tool_calls"] = [_ready_call(call) for call in kept["tool_calls"]]
-        reasoning = next((kept[name] for name in REASONING_NAMES if name in kept), None)
-        ready.append(kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning})
-    return ready
+    return [_ready_message(message, wants) for message in messages]
 
 
-def _ready_call(call: Any) -> Any:
+def _ready_message(message: Message, wants: Wants) -> Message:
+    ready = {name: value for name, value in message.items() if value is not None}
+    if isinstance(ready.get("tool_calls"), list):
+        ready["tool_calls"] = [_ready_call(call, wants) for call in ready["tool_calls"]]
+    if "content" not in ready:
+        ready["content"] = None if wants.null_content and ready.get("tool_calls") else ""
+    elif isinstance(ready["content"], list) and not wants.parts:
+        ready["content"] = "\n".join(part["text"] for part in ready["content"] if "text" in part)
+    reasoning = next((ready[name] for name in REASONING_NAMES if name in ready), None)
+    return ready if reasoning is None else {"thinking": reasoning, **ready, "reasoning_content": reasoning}
+
+
+def _ready_call(call: Any, wants: Wants) -> Any:
+    """A tool call with its arguments in the form that is wanted; clients should send JSON text, some send objects."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or "arguments" not in function:
         return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call
+    arguments = function["arguments"]
+    if isinstance(arguments, str) and not wants.json_arguments:
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            return call
+    elif isinstance(arguments, dict) and wants.json_arguments:
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenyard.base import ConfigError, InvalidRequestError
-from tokenyard.engine.chat_messages import Message, ready_messages, takes_parts
+from tokenyard.engine.chat_messages import Message, Wants, ready_messages, wants_of
 from tokenyard.engine.model_files import read_json
 from tokenyard.engine.tokenizer_files import token_text
 
@@ -84,13 +84,13 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
-        self._parts: dict[str, bool] = {}
+        self._wants: dict[str, Wants] = {}
         self._special_tokens = dict(special_tokens)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
-                self._parts[name] = takes_parts(environment, source)
+                self._wants[name] = wants_of(environment, source)
             except jinja2.TemplateSyntaxError as error:
                 raise ConfigError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
 
@@ -112,12 +112,13 @@ class ChatTemplate:
         Content may be a string or a list of text parts.
         Raises InvalidRequestError if there is no template, or with the message of a template that refuses.
         """
-        messages = ready_messages(messages, parts=self._parts.get(self._choose(tools), False))
+        if continue_final_message:
+            messages = _marked(messages)
         variables = {
             "documents": None,
             **(chat_template_kwargs or {}),
             **self._special_tokens,
-            "messages": _marked(messages) if continue_final_message else messages,
+            "messages": ready_messages(messages, self._wants.get(self._choose(tools), Wants())),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
