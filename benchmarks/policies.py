@@ -12,7 +12,7 @@ traffic that shifts, cut to half an hour (with --short to six minutes); does loo
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from tokenyard.policy.adaptive import CANDIDATES, SEPARATOR, changed
 from tokenyard.sim.bounds import least_work_s
 from tokenyard.sim.content import VOCAB_SIZE, SegmentContent
 from tokenyard.sim.engine import Outcome, Setup, simulate
+from tokenyard.sim.fairness import gap_bound, service_gap
 from tokenyard.sim.metrics import summary, wait_s
 from tokenyard.sim.presets import common_settings
 from tokenyard.sim.synthetic import bursts, classes, lengths, plain, poisson, tenants
@@ -35,8 +36,6 @@ from tokenyard.sim.workload import Workload, uniform_columns
 
 PROFILE = get_profile("h100", "llama-3-8b")
 TRACES = Path(__file__).resolve().parents[2] / "shared/traces"
-GRID = 1500
-PREFILL_WEIGHT, DECODE_WEIGHT = 1.0, 2.0
 
 
 def settings(workload: Workload, **changes: Any) -> SchedulerSettings:
@@ -50,39 +49,16 @@ def run(workload: Workload, kv_pool_tokens: int | None = None, **changes: Any) -
     return simulate(workload, Setup(PROFILE, settings(workload, **changes), kv_pool_tokens=kv_pool_tokens))
 
 
-def backlogged_gap(outcome: Outcome) -> float:
-    """Largest difference in service that two tenants get over any time in which both have someone waiting."""
-    workload, times = outcome.workload, np.linspace(0.0, outcome.sim_seconds, GRID)
-    service, waits = [], []
-    for tenant in np.unique(workload.tenant):
-        mine = np.flatnonzero(workload.tenant == tenant)
-        first, last = outcome.first_token_ns[mine] / 1e9, outcome.finished_ns[mine] / 1e9
-        computed = PREFILL_WEIGHT * (workload.prompt_tokens[mine] - outcome.cached_tokens[mine])
-        answers, span = DECODE_WEIGHT * outcome.completion_tokens[mine], np.maximum(last - first, 1e-9)
-        service.append([(computed * (first <= t) + answers * np.clip((t - first) / span, 0, 1)).sum() for t in times])
-        arrived, admitted = workload.arrival_s[mine], outcome.admitted_ns[mine] / 1e9
-        waits.append([bool(((arrived <= t) & (t < admitted)).any()) for t in times])
-    worst = 0.0
-    for one in range(len(service)):
-        for other in range(one):
-            apart = np.array(service[one]) - np.array(service[other])
-            both = np.array(waits[one]) & np.array(waits[other])
-            worst = max(worst, max((float(np.ptp(apart[part])) for part in _runs(both)), default=0.0))
-    return worst
-
-
-def _runs(mask: np.ndarray) -> Iterator[np.ndarray]:
-    """Indices of each unbroken stretch of True."""
-    places = np.flatnonzero(mask)
-    if len(places):
-        yield from np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+def largest_gap(outcome: Outcome) -> float:
+    """How far the service of two tenants drifted apart while both had someone waiting, in weighted tokens."""
+    return float(service_gap(outcome)[1].max())
 
 
 def ask_tenants() -> None:
     """One of four tenants floods. Each setting is compared with the others' requests alone, under fcfs and that mix."""
     workload = tenants(6000, 32.0, seed=1)
     flooded = workload.tenant == 0
-    bound = 2 * max(PREFILL_WEIGHT * workload.max_prompt_tokens, DECODE_WEIGHT * PROFILE.kv_pool_tokens)
+    bound = gap_bound(workload, PROFILE.kv_pool_tokens)
     shares = {name: TenantSettings(kv_share=1.0 / len(workload.tenants)) for name in workload.tenants}
     print(
         f"\n| tenants, one floods | largest gap, k tokens (bound {bound / 1e3:.0f}) | others' TTFT p99 s | alone |",
@@ -103,9 +79,7 @@ def ask_tenants() -> None:
             outcome = simulate(workload, Setup(PROFILE, replace(base, **changes)))
             ttft, tpot = (np.nanquantile(column[~flooded], 0.99) for column in (outcome.ttft_s, outcome.tpot_s))
             wasted = summary(outcome)["recomputed_tokens"] / 1e3
-            numbers = (
-                f"{backlogged_gap(outcome) / 1e3:.0f} | {ttft:.2f} | {alone:.2f} | {1e3 * tpot:.0f} | {wasted:.0f}"
-            )
+            numbers = f"{largest_gap(outcome) / 1e3:.0f} | {ttft:.2f} | {alone:.2f} | {1e3 * tpot:.0f} | {wasted:.0f}"
             print(f"| {name}, {'mixed steps' if mixed else 'prefill first'} | {numbers} |", flush=True)
 
 
@@ -131,7 +105,7 @@ def ask_locality() -> None:
         outcome = run(workload, 120_000, schedule_policy=policy, disable_radix_cache=False)
         numbers = summary(outcome)
         rate, hits = len(workload) / outcome.sim_seconds, 100 * numbers["prefix_hit_rate"]
-        print(f"| {policy} | {rate:.1f} | {hits:.1f} | {backlogged_gap(outcome) / 1e3:.0f} |")
+        print(f"| {policy} | {rate:.1f} | {hits:.1f} | {largest_gap(outcome) / 1e3:.0f} |")
 
 
 def ask_overload() -> None:

@@ -97,9 +97,10 @@ def run_goodput(args: argparse.Namespace) -> int:
                 f"{target:g}": largest_scale(lambda s, c=curve, t=target: c.meets(s, t), start, args.tolerance)  # type: ignore[misc]
                 for target in targets
             }
-    _write(args, found, curves)
+    rate = len(workload) / max(float(workload.arrival_s[-1]), 1e-9)
+    _write(args, found, curves, rate)
     if not args.quiet:
-        Console().print(_table(found, len(workload) / max(float(workload.arrival_s[-1]), 1e-9)))
+        Console().print(_table(found, rate))
     return 0
 
 
@@ -113,12 +114,12 @@ def _targets(text: str) -> list[float]:
     return targets
 
 
-def _write(args: argparse.Namespace, found: dict[str, dict[str, float]], curves: dict[str, Curve]) -> None:
+def _write(args: argparse.Namespace, found: dict[str, dict[str, float]], curves: dict[str, Curve], rate: float) -> None:
     points = {name: sorted(curve.points.items()) for name, curve in curves.items()}
     write_numbers(args.json, {"largest_scale": found, "points": points})
     if args.report is not None:
         lines = {name: [(scale, run["slo_attainment"]) for scale, run in runs] for name, runs in points.items()}
-        write_curves(args.report, lines, found, f"Goodput on {next(iter(curves.values())).workload.name}")
+        write_curves(args.report, lines, found, f"Goodput on {next(iter(curves.values())).workload.name}", rate)
 
 
 def _table(found: dict[str, dict[str, float]], rate: float) -> Table:

@@ -133,12 +133,12 @@ class Chart:
         points = list(zip(xs.tolist(), ys.tolist(), strict=True))
         if not points:
             return []
-        if series.kind == "dots":
+        if series.kind == "bars":
+            return self._bars(series, index, points, x_axis, y_axis)
+        if series.kind == "dots" or len(points) == 1:
             return [
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.6" fill="{series.colour}" opacity=".45"/>' for x, y in points
             ]
-        if series.kind == "bars":
-            return self._bars(series, index, points, x_axis, y_axis)
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         dash = ' stroke-dasharray="5 4"' if series.kind == "dashed" else ""
         marks = [f'<path d="{path}" fill="none" stroke="{series.colour}" stroke-width="1.6"{dash}/>']

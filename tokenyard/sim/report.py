@@ -10,17 +10,16 @@ import numpy as np
 from tokenyard.base import Float64Array
 from tokenyard.sim.charts import STYLE, Chart
 from tokenyard.sim.engine import Outcome
+from tokenyard.sim.fairness import gap_bound, service_gap
 from tokenyard.sim.metrics import length_classes, summary, wait_s
 from tokenyard.sim.timeline import Timeline
 
 CDF_POINTS = 300
 SCATTER_POINTS = 1500
-GAP_POINTS = 300
 LENGTH_SLICES = 20
 SHORTEST_S = 1e-6
 """Waits below are rounding errors, for which an axis should not make room."""
 MOST_TENANTS = 64
-VTC_PREFILL_WEIGHT, VTC_DECODE_WEIGHT = 1.0, 2.0
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #111827; max-width: 1320px; margin: 2em auto; padding: 0 1em }
@@ -36,7 +35,7 @@ svg { width: 100%; background: #fff; border: 1px solid #e5e7eb; border-radius: 6
 _COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("SLO met", lambda s: _percent(s["slo_attainment"])),
     ("longest quarter", lambda s: _percent(s["slo_attainment_by_length"]["longest_quarter"])),
-    ("longest 5 %", lambda s: _percent(s["slo_attainment_by_length"]["longest_5_percent"])),
+    ("longest 5\N{NO-BREAK SPACE}%", lambda s: _percent(s["slo_attainment_by_length"]["longest_5_percent"])),
     ("rejected", lambda s: f"{s['rejected']}"),
     ("TTFT p50 / p99 (s)", lambda s: _pair(s["ttft_s"], "p50", "p99")),
     ("TPOT p50 / p99 (ms)", lambda s: _pair(s["tpot_s"], "p50", "p99", 1000.0)),
@@ -76,12 +75,14 @@ def write_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]],
     found: Mapping[str, Mapping[str, float]],
     title: str,
+    rate: float,
 ) -> None:
     """Write a page with goodput curves: per policy the (rate scale, SLO attainment) points that were run.
 
-    `found` are the largest scales: policy -> target -> scale.
+    `rate` is the trace's own, in requests a second. `found` are the largest scales: policy -> target -> scale.
     """
-    chart = Chart("Goodput: SLO attainment against load", "rate scale of the trace", "requests that met their SLO (%)")
+    load = f"rate scale of the trace (1 is {rate:.3g} requests/s)"
+    chart = Chart("Goodput: SLO attainment against load", load, "requests that met their SLO (%)")
     for name, points in curves.items():
         ordered = sorted(points)
         chart.line([scale for scale, _ in ordered], [100.0 * share for _, share in ordered], name)
@@ -102,8 +103,8 @@ def write_curves(
 def _quality_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
     by_length = Chart("SLO attainment by prompt length", "", "met (%)", y_from_zero=True)
     payers = Chart("Who pays: TTFT by prompt length", "prompt tokens", "TTFT (s)", x_log=True, y_log=True)
-    waits = Chart("Wait: TTFT beyond the unloaded prefill", "wait (s)", "requests waiting longer (%)", True, True)
-    late = Chart("Late: first token or end beyond its target", "late (s)", "requests later than this (%)", True, True)
+    waits = Chart("Wait: TTFT beyond the unloaded prefill", "wait (s)", "waiting this long or longer (%)", True, True)
+    late = Chart("Late: first token or end beyond its target", "late (s)", "this late or later (%)", True, True)
     late.empty = "nobody was late"
     for name, outcome in outcomes.items():
         classes = length_classes(outcome)
@@ -153,37 +154,17 @@ def _by_class(outcome: Outcome, values: Float64Array, name: str) -> list[tuple[s
 
 
 def _gap_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
-    """Largest difference between tenants' service over time, with the bound of virtual token counters (Sheng 2024)."""
-    tenants = np.unique(next(iter(outcomes.values())).workload.tenant)
-    if not 2 <= len(tenants) <= MOST_TENANTS:
-        return []
-    chart = Chart("Largest service gap between two tenants", "time (s)", "weighted tokens", y_from_zero=True)
-    for name, outcome in outcomes.items():
-        chart.line(*service_gap_over_time(outcome), name)
+    """How far the service of two waiting tenants drifts apart, with the bound of virtual token counters."""
     first = next(iter(outcomes.values()))
-    pool = first.setup.kv_pool_tokens or first.setup.profile.kv_pool_tokens
-    bound = 2.0 * max(VTC_PREFILL_WEIGHT * first.workload.max_prompt_tokens, VTC_DECODE_WEIGHT * pool)
-    chart.line([0.0, first.sim_seconds], [bound, bound], "bound while both are backlogged", dashed=True)
+    if not 2 <= len(np.unique(first.workload.tenant)) <= MOST_TENANTS:
+        return []
+    title = "Service gap between two tenants since both have requests waiting"
+    chart = Chart(title, "time (s)", "weighted tokens", y_from_zero=True)
+    for name, outcome in outcomes.items():
+        chart.line(*service_gap(outcome), name)
+    bound = gap_bound(first.workload, first.setup.kv_pool_tokens or first.setup.profile.kv_pool_tokens)
+    chart.line([0.0, first.sim_seconds], [bound, bound], "bound of virtual token counters", dashed=True)
     return [chart]
-
-
-def service_gap_over_time(outcome: Outcome) -> tuple[Float64Array, Float64Array]:
-    """Times and the gap between the most and the least served tenant then, both float64[GAP_POINTS].
-
-    A prompt counts when its first token is out, an answer evenly between its first token and its end.
-    """
-    times = np.linspace(0.0, outcome.sim_seconds, GAP_POINTS)
-    totals = []
-    for tenant in np.unique(outcome.workload.tenant):
-        mine = np.flatnonzero((outcome.workload.tenant == tenant) & outcome.served)
-        first, last = outcome.first_token_ns[mine] / 1e9, outcome.finished_ns[mine] / 1e9
-        prompts = VTC_PREFILL_WEIGHT * (outcome.workload.prompt_tokens[mine] - outcome.cached_tokens[mine])
-        answers = VTC_DECODE_WEIGHT * outcome.completion_tokens[mine]
-        span = np.maximum(last - first, 1e-9)
-        done = [float((prompts * (first <= t) + answers * np.clip((t - first) / span, 0.0, 1.0)).sum()) for t in times]
-        totals.append(done)
-    table = np.array(totals)
-    return times, table.max(axis=0) - table.min(axis=0)
 
 
 def timeline_charts(timeline: Timeline) -> list[Chart]:
@@ -219,14 +200,14 @@ def _cdf(values: Float64Array) -> tuple[Float64Array, Float64Array]:
 
 
 def _beyond(values: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """Value against the share of all requests above it; requests that did not finish are above everything."""
+    """Value against the share of all requests with at least that; those that did not finish have more than anyone."""
     known = np.sort(values[~np.isnan(values)])
     if not len(known):
         return known, known
     known[known < SHORTEST_S] = 0.0
-    above = 100.0 * (len(values) - np.arange(1, len(known) + 1)) / len(values)
+    shares = 100.0 * (len(values) - np.arange(len(known))) / len(values)
     shown = np.unique(np.concatenate((_some(len(known), CDF_POINTS), np.arange(max(len(known) - 200, 0), len(known)))))
-    return known[shown], above[shown]
+    return known[shown], shares[shown]
 
 
 def _some(count: int, most: int) -> Any:
@@ -241,7 +222,8 @@ def _facts(outcome: Outcome) -> str:
         f"{escape(outcome.setup.profile.name)} (numbers: {escape(outcome.setup.profile.source)}). A request meets its "
         f"SLO if its first token comes within max({slo.ttft_s:g} s, {slo.ttft_scale:g} x the unloaded prefill of its "
         f"whole prompt) and its mean time per output token is at most {1000 * slo.tpot_s:g} ms; rejected and "
-        "unfinished requests are misses. Targets and deadlines of a request's own come before these.</p>"
+        "unfinished requests are misses, and count as waiting for ever. Targets and deadlines of a request's own come "
+        "before these.</p>"
     )
 
 
