@@ -3,14 +3,16 @@
 import asyncio
 import atexit
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tokenyard.base import (
@@ -220,11 +222,15 @@ class LLM:
     device="cpu" or schedule_policy="lpm". Raises ConfigError for settings or a model that cannot work.
     """
 
-    def __init__(self, model: str = "", **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
+        given = {"model_path": os.fspath(model), **settings}
         try:
-            chosen = Settings(model_path=model, **settings)
+            Settings(**given)
+            chosen = msgspec.convert(given, Settings)
         except TypeError as error:
             raise ConfigError(f"unknown setting: {error}") from error
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"a setting has the wrong type: {error}") from error
         self._start_engine(chosen)
 
     @classmethod
@@ -354,7 +360,7 @@ class LLM:
 
     def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
         """A request, checked. Its answers take the next n numbers."""
-        sampling.validate()
+        sampling = _checked(sampling)
         if sampling.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer", param="stop")
         ids = self._ids(prompt)
@@ -406,6 +412,21 @@ class LLM:
         self._port.inbox.put(Submit(request))
         future.add_done_callback(lambda done: self._port.inbox.put(Cancel(numbers)) if done.cancelled() else None)
         return future
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
+    """The same parameters; one stop string may stand for a list of it. Raises InvalidRequestError for wrong ones."""
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequestError(f"sampling params must be SamplingParams, not {type(sampling).__name__}")
+    given = {item.name: getattr(sampling, item.name) for item in fields(sampling)}
+    if isinstance(sampling.stop, str):
+        given["stop"] = [sampling.stop]
+    try:
+        checked = msgspec.convert(given, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"a sampling parameter has the wrong type: {error}") from error
+    checked.validate()
+    return checked
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -35,6 +35,15 @@ def test_generate_from_files(tmp_path, capsys):
     assert answers[1]["messages"] == messages
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--max-tokens", "0"], "at least 1"), (["--stop", ""], "empty strings"), (["--top-p", "0"], "top_p")],
+)
+def test_generate_refuses_what_the_server_refuses(arguments, words, capsys):
+    assert main(["generate", "Hello", *arguments, *MOCK]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_unreadable_inputs_name_the_line(tmp_path, capsys):
     file = tmp_path / "p.jsonl"
     file.write_text('"fine"\n{"x": 1}\n')

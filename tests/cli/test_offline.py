@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -80,6 +81,18 @@ def test_wrong_requests_are_refused(llm):
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(InvalidRequestError, match="temperature"):
         llm.generate("a", SamplingParams(temperature=-1.0))
+    with pytest.raises(InvalidRequestError, match="empty strings"):
+        llm.generate("a", SamplingParams(stop=[""]))
+    with pytest.raises(InvalidRequestError, match=r"wrong type.*max_new_tokens"):
+        llm.generate("a", SamplingParams(max_new_tokens="many"))
+    with pytest.raises(InvalidRequestError, match="not dict"):
+        llm.generate("a", {"max_new_tokens": 3})
+
+
+def test_one_stop_string_needs_no_list(llm):
+    greedy = SamplingParams(max_new_tokens=12, temperature=0.0)
+    text = llm.generate("Hello there", greedy)[0].text
+    assert llm.generate("Hello there", replace(greedy, stop=text[8:11]))[0].text == text[: text.index(text[8:11])]
 
 
 def test_an_array_is_a_prompt(llm):
@@ -112,6 +125,17 @@ def test_without_params_the_models_own_defaults_count(llm):
 def test_unknown_settings_are_refused():
     with pytest.raises(ConfigError, match="unknown setting"):
         LLM(colour="red")
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_total_tokens", "many"), ("page_size", 1.5), ("tenants", ["a"])])
+def test_settings_of_the_wrong_type_are_named(name, value):
+    with pytest.raises(ConfigError, match=f"wrong type.*{name}"):
+        LLM(executor="mock", **{name: value})
+
+
+def test_the_model_may_be_a_path():
+    with LLM(DEMO_MODEL, executor="mock", mock_step_ms=0.0) as llm:
+        assert llm.info.model == str(DEMO_MODEL)
 
 
 def test_a_cancelled_future_frees_its_place():

@@ -63,6 +63,7 @@ class SamplingParams:
             ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
             ("n", 1 <= self.n <= 128, "between 1 and 128"),
+            ("stop", all(self.stop), "without empty strings"),
         )
         for name, holds, rule in checks:
             if not holds:

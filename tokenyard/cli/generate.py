@@ -40,7 +40,9 @@ def generate(namespace: argparse.Namespace) -> int:
 
 
 def _sampling(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `SamplingParams` from the command line; what is not given is left to the model."""
+    """Fields of `SamplingParams` from the command line; what is not given is left to the model. Raises ConfigError."""
+    if namespace.max_tokens < 1:
+        raise ConfigError(f"--max-tokens is {namespace.max_tokens}; it must be at least 1")
     given: dict[str, Any] = {
         "max_new_tokens": namespace.max_tokens,
         "seed": namespace.sampling_seed,
@@ -64,7 +66,8 @@ def read_inputs(prompt: str | None, path: str | None) -> Iterator[str | Conversa
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--input {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--input {path} cannot be read: {reason}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield _from_json(line, f"{path}, line {number}") if path.endswith(".jsonl") else line

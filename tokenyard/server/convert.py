@@ -130,7 +130,7 @@ def sampling_of(
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens or 0,
-        stop=_stop_strings(fields.stop),
+        stop=[fields.stop] if isinstance(fields.stop, str) else fields.stop or [],
         stop_token_ids=fields.stop_token_ids or [],
         ignore_eos=bool(fields.ignore_eos),
         logit_bias=_logit_bias(fields.logit_bias),
@@ -145,14 +145,6 @@ def _refuse_constraints(fields: SamplingFields) -> None:
     for name in ("regex", "ebnf", "json_schema", "structural_tag", "stop_regex", "custom_params"):
         if getattr(fields, name):
             raise _unsupported(name, f"{name} is not supported by this server")
-
-
-def _stop_strings(stop: str | list[str] | None) -> list[str]:
-    """Stop strings as a list; empty ones would stop at once and are refused."""
-    stops = [stop] if isinstance(stop, str) else list(stop or [])
-    if any(not text for text in stops):
-        raise InvalidRequestError("stop must not hold empty strings", param="stop")
-    return stops
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
