@@ -7,6 +7,7 @@ SGLang, with vLLM's as aliases.
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.base.settings import HEADROOMS, RETRACTION_POLICIES, STEP_BUDGETS, TenantSettings
@@ -340,8 +341,8 @@ class Settings:
                 "--log-requests-content adds to the lines of --log-requests; add that too",
             ),
             (
-                not self.otlp_traces_endpoint or self.otlp_traces_endpoint.startswith(("http://", "https://")),
-                f"--otlp-traces-endpoint is {self.otlp_traces_endpoint!r}; it must begin with http:// or https://",
+                not self.otlp_traces_endpoint or _is_url(self.otlp_traces_endpoint),
+                f"--otlp-traces-endpoint is {self.otlp_traces_endpoint!r}; it must be like http://host:4318/v1/traces",
             ),
             (
                 not (self.skip_tokenizer_init and self.chat_template),
@@ -407,3 +408,12 @@ class Settings:
             "threads": self.threads,
             "seed": self.random_seed,
         }
+
+
+def _is_url(text: str) -> bool:
+    """Whether a text is an address for HTTP, with a host."""
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # brackets or a port that make no sense
+        return False

@@ -5,7 +5,15 @@ import dataclasses
 import pytest
 
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.cli.flags import Parser, add_setting_flags, all_flags, parse_count, resolve, split_help_word
+from tokenyard.cli.flags import (
+    FOREIGN_FLAGS,
+    Parser,
+    add_setting_flags,
+    all_flags,
+    parse_count,
+    resolve,
+    split_help_word,
+)
 from tokenyard.cli.main import build_parser, main
 from tokenyard.config import DEMO_MODEL, Settings
 
@@ -172,11 +180,26 @@ def test_flags_and_their_aliases(argv, name, value):
         (["--metrics-compat", "sglang,x"], "choose from sglang, vllm"),
         (["--max-runing-requests", "1"], "did you mean --max-running-requests"),
         (["--schedule-conservativeness", "nan"], "no number"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size; one device runs the whole model"),
+        (["--enable-metrics"], "leave it out: metrics are always there"),
     ],
 )
 def test_mistakes_say_what_to_do(argv, words):
     with pytest.raises(ConfigError, match=words):
         settings(*argv)
+
+
+def test_flags_of_others_are_none_of_ours():
+    own = {option[2:] for flag in all_flags() for option in (*flag.positive, *flag.negative)}
+    assert not own & {name for names in FOREIGN_FLAGS.values() for name in names.split()}
+
+
+def test_variables_that_are_empty_or_come_from_kubernetes_are_refused():
+    with pytest.raises(ConfigError, match="TOKENYARD_ADMIN_API_KEY is empty"):
+        settings(env={"TOKENYARD_ADMIN_API_KEY": ""})
+    with pytest.raises(ConfigError, match="enableServiceLinks"):
+        settings(env={"TOKENYARD_PORT": "tcp://10.0.0.1:80"})
 
 
 @pytest.mark.parametrize("content", ["port: [1", "a: b: c", "\t- x"])
@@ -197,7 +220,9 @@ def test_broken_yaml_is_told_in_one_line(tmp_path, content):
         (["--port", "70000"], "--port"),
         (["--log-requests-content"], "add that too"),
         (["--enable-kv-events", "--disable-radix-cache"], "switches off"),
-        (["--otlp-traces-endpoint", "host:4318"], "must begin with http"),
+        (["--otlp-traces-endpoint", "host:4318"], "must be like http://host"),
+        (["--otlp-traces-endpoint", "http://"], "must be like http://host"),
+        (["--otlp-traces-endpoint", "http://host:port/"], "must be like http://host"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
         (["--max-total-tokens", str(10**20)], "--max-total-tokens"),
         (["--threads", str(10**20)], "--threads"),

@@ -26,6 +26,23 @@ from tokenyard.base.settings import TenantSettings
 from tokenyard.config import GROUPS, ClassTargets, Settings
 
 ENV_PREFIX = "TOKENYARD_"
+KEYS = ("api_key", "admin_api_key")
+FOREIGN_FLAGS = {
+    "one device runs the whole model": "tp-size tp pp-size dp-size dp ep-size tensor-parallel-size "
+    "pipeline-parallel-size data-parallel-size enable-expert-parallel enable-dp-attention nnodes node-rank dist-init-addr use-ray",
+    "weights and KV are kept in --dtype": "quantization kv-cache-dtype",
+    "models run by this package's own code alone": "trust-remote-code attention-backend sampling-backend model-impl",
+    "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",
+    "output is not constrained or parsed": "grammar-backend tool-call-parser reasoning-parser enable-auto-tool-choice",
+    "there is no speculative decoding": "speculative-algorithm speculative-config speculative-num-steps",
+    "prefill and decode run in one engine": "disaggregation-mode disaggregation-transfer-backend kv-transfer-config",
+    "there are no CUDA graphs to switch off": "disable-cuda-graph cuda-graph-max-bs enforce-eager compilation-config",
+    "leave it out: metrics are always there": "enable-metrics disable-log-stats",
+    "leave it out: answers always tell of cached tokens": "enable-cache-report enable-prompt-tokens-details",
+    "leave it out: prefill is always in chunks": "enable-chunked-prefill",
+    "leave it out: requests are not logged": "disable-log-requests no-enable-log-requests",
+}
+"""Flags of SGLang and vLLM that are not here, by the reason."""
 _MULTIPLIERS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -256,10 +273,14 @@ class Parser(argparse.ArgumentParser):
 
 def _hint(word: str, known: Sequence[str]) -> str:
     """What an unknown flag may have been meant to be."""
-    setting = word.lstrip("-").replace("-", "_")
+    name = word.lstrip("-")
+    for reason, names in FOREIGN_FLAGS.items():
+        if name in names.split():
+            return reason
+    setting = name.replace("-", "_")
     for flag in all_settings():
         if flag.name == setting and not flag.positive:
-            return f"it has no flag: set {word.lstrip('-')} in the file of --config, or {flag.env} in the environment"
+            return f"it has no flag: set {name} in the file of --config, or {flag.env} in the environment"
     near = difflib.get_close_matches(word, known, n=3)
     return f"did you mean {' or '.join(near)}?" if near else "see --help, or --help WORD to search"
 
@@ -382,9 +403,21 @@ def resolve(namespace: Mapping[str, Any], environ: Mapping[str, str] | None = No
             raw, sources[flag.name] = namespace[flag.name], flag.positive[0]
         elif flag.env in environ:
             raw, sources[flag.name] = environ[flag.env], flag.env
+            _check_not_of_kubernetes(flag.env, raw)
         elif flag.name in from_file:
             raw, sources[flag.name] = from_file[flag.name], f"{path}: {flag.name}"
         else:
             continue
         values[flag.name] = flag.read(raw, sources[flag.name])
+        if flag.name in KEYS and not values[flag.name]:
+            raise ConfigError(f"{sources[flag.name]} is empty; leave it out if everybody may call")
     return Resolved(Settings(**values), sources)
+
+
+def _check_not_of_kubernetes(name: str, value: str) -> None:
+    """Raise ConfigError for a variable that Kubernetes set, as it does in every pod beside a service `tokenyard`."""
+    if value.startswith("tcp://") and name == ENV_PREFIX + "PORT":
+        raise ConfigError(
+            f"{name} is {value}, which Kubernetes sets for a service named tokenyard; set enableServiceLinks: false in"
+            " the pod, or name the service otherwise"
+        )
