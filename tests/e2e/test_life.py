@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -126,6 +128,39 @@ def test_second_signal_stops_at_once(slow_server):
     slow_server.signal(signal.SIGTERM)
     slow_server.wait(15)
     assert wait_until(lambda: not any(alive(pid) for pid in children))
+
+
+def test_a_request_that_never_comes_in_full_holds_up_no_exit(slow_server):
+    host, port = slow_server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        assert wait_until(lambda: httpx2.get(f"{slow_server.url}/ready").status_code == 200)
+        slow_server.signal(signal.SIGTERM)
+        assert slow_server.wait() == 0
+    assert "Traceback" not in slow_server.log
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+@pytest.mark.parametrize("files", ["<&- >&- 2>&-", "2>/dev/full"])
+def test_a_server_that_cannot_write_its_log_serves(files):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = f"exec {sys.executable} -m tokenyard serve --executor mock --mock-step-ms 1 --port {port} {files}"
+    process = subprocess.Popen(["/bin/sh", "-c", command], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        assert wait_until(lambda: answers(port), timeout_s=60.0)
+        body = {"prompt": "Hello there", "max_tokens": 3}
+        assert httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json=body).status_code == 200
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def answers(port):
+    try:
+        return httpx2.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+    except httpx2.TransportError:
+        return False
 
 
 def test_a_signal_while_the_model_loads_ends_at_once():

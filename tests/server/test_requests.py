@@ -39,6 +39,21 @@ def test_a_request_is_changed_paused_and_resumed_by_its_id(start):
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "noted"),
+    [("fcfs", True), ("levels+lpm", True), ("priority+fcfs", False), ("vtc+priority", False), ("mine:Own", False)],
+)
+def test_a_priority_that_does_not_count_is_noted(start, monkeypatch, policy, noted):
+    async def snapshot(self):
+        return {"policy": policy}
+
+    monkeypatch.setattr(FakeManager, "snapshot", snapshot)
+    with streaming(start, rid="x") as server:
+        note = server.client.patch("/v1/requests/x", json={"priority": 1}).json().get("note", "")
+        assert ("--enable-priority-scheduling" in note) == noted
+        assert "note" not in server.client.patch("/v1/requests/x", json={"deadline_ms": 5}).json()
+
+
 def test_the_id_of_the_answer_will_do(start):
     with streaming(start, "/v1/completions", rid="x") as server:
         assert server.client.patch("/v1/requests/cmpl-x", json={"priority": 1}).status_code == 200

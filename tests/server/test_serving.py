@@ -1,9 +1,14 @@
-"""When the server collects garbage."""
+"""When the server collects garbage, and whom it does not wait for when it drains."""
+
+import asyncio
+import contextlib
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from tokenyard.server import serving
-from tokenyard.server.serving import DUE_COLLECTIONS, LONGEST_UNCOLLECTED_S, DrainingServer
+from tokenyard.server.serving import DUE_COLLECTIONS, LONGEST_UNCOLLECTED_S, STALLED_S, DrainingServer
 from tokenyard.server.state import ServerOptions, ServerState
 
 
@@ -50,3 +55,48 @@ def test_a_server_that_is_never_idle_collects_now_and_then(collector):
         for _ in range(3):
             server._collect_garbage()
     assert collector.collections == 1
+
+
+class Connection:
+    """A connection with bytes that its client has not taken, and perhaps a request."""
+
+    def __init__(self, unread=0, **cycle):
+        self.unread, self.aborted = unread, False
+        self.transport = SimpleNamespace(get_write_buffer_size=lambda: self.unread, abort=self._abort)
+        self.cycle = SimpleNamespace(**cycle) if cycle else None
+
+    def _abort(self):
+        self.aborted = True
+
+
+def draining(*connections):
+    server = DrainingServer(ServerState(ServerOptions()), shutdown_timeout_s=60.0)
+    server.server_state.connections = set(connections)
+    return server
+
+
+def test_a_client_that_takes_nothing_is_not_waited_for():
+    stalled, slow, reading = Connection(1000), Connection(1000), Connection(0)
+    server, begin = draining(stalled, slow, reading), time.monotonic()
+    for second in range(int(STALLED_S) + 2):
+        slow.unread -= 100
+        server._drop_stalled(begin + second)
+    assert [connection.aborted for connection in (stalled, slow, reading)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("late", "aborted"), [(False, [True, False, False, False]), (True, [True, True, False, False])]
+)
+def test_the_end_does_not_wait_for_what_cannot_come(late, aborted):
+    connections = [
+        Connection(more_body=True, response_complete=False),
+        Connection(more_body=False, response_complete=False),
+        Connection(more_body=False, response_complete=True),
+        Connection(),
+    ]
+    server = draining(*connections)
+    until = time.monotonic() - (60.0 if late else 0.0)
+    with server.state.open_request("a") if late else contextlib.nullcontext():
+        asyncio.run(server._drain(until))
+    assert server.should_exit
+    assert [connection.aborted for connection in connections] == aborted

@@ -28,8 +28,8 @@ from tokenyard.config import GROUPS, ClassTargets, Settings
 ENV_PREFIX = "TOKENYARD_"
 KEYS = ("api_key", "admin_api_key")
 FOREIGN_FLAGS = {
-    "one device runs the whole model": "tp-size tp pp-size dp-size dp ep-size tensor-parallel-size "
-    "pipeline-parallel-size data-parallel-size enable-expert-parallel enable-dp-attention nnodes node-rank dist-init-addr use-ray",
+    "one device runs the whole model": "tp-size tp pp-size dp-size dp ep-size enable-dp-attention tensor-parallel-size "
+    "pipeline-parallel-size data-parallel-size enable-expert-parallel nnodes node-rank dist-init-addr use-ray",
     "weights and KV are kept in --dtype": "quantization kv-cache-dtype",
     "models run by this package's own code alone": "trust-remote-code attention-backend sampling-backend model-impl",
     "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",

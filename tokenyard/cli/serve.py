@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -31,17 +32,26 @@ from tokenyard.server.tracing import open_tracing
 log = logging.getLogger(__name__)
 
 HEARTBEAT_POLL_S = 0.05
+STDERR = 2
 USAGE_ERROR = 2
 SECRETS = ("api_key", "admin_api_key", "tenant_keys")
 
 
 def serve(namespace: argparse.Namespace) -> int:
     """Serve until told to stop. Returns 0 after a signal, 2 for wrong settings or 1 if the engine failed."""
+    _fill_standard_files()
     settings = located(resolve(vars(namespace)).settings)
     setproctitle.setproctitle("tokenyard: api")
     set_up_logging(settings.log_level, settings.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings))
+
+
+def _fill_standard_files() -> None:
+    """Open the null device for standard files that the caller closed, or a socket would take the place of one."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(descriptor)
 
 
 def _loop_factory() -> Any:
@@ -132,7 +142,10 @@ async def _run_engine(settings: Settings, config: EngineConfig, state: ServerSta
 
 
 def _print_box(settings: Settings, info: ExecutorInfo) -> None:
-    """Say on the terminal where the server is and what it serves; one stable line for scripts follows."""
+    """Say on the terminal where the server is and what it serves; one stable line for scripts follows.
+
+    Where nothing can be written, as on a full disk, the server runs all the same.
+    """
     url = f"http://{settings.host}:{settings.port}"
     table = Table.grid(padding=(0, 2))
     rows = (
@@ -145,5 +158,6 @@ def _print_box(settings: Settings, info: ExecutorInfo) -> None:
     )
     for name, value in rows:
         table.add_row(f"[bold]{name}[/bold]", value)
-    Console(stderr=True).print(Panel.fit(table, title="Tokenyard"))
-    print(f"Tokenyard is ready at {url}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        Console(stderr=True).print(Panel.fit(table, title="Tokenyard"))
+        print(f"Tokenyard is ready at {url}", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from tokenyard.server.control import Body, State
 from tokenyard.server.errors import HttpError
 from tokenyard.server.explain import explained
 from tokenyard.server.protocol import UpdateRequest, parse
+from tokenyard.server.scheduling import OWN_POLICY_MARK
 from tokenyard.server.state import ServerState, matching
 
 router = APIRouter(prefix="/v1/requests")
@@ -20,13 +21,20 @@ router = APIRouter(prefix="/v1/requests")
 
 @router.patch("/{request_id:path}")
 async def update_request(state: State, request_id: str, body: Body) -> dict[str, Any]:
-    """Change the priority or the deadline (counted from arrival) of a request that waits or runs; 404 if it is gone."""
+    """Change the priority or the deadline (counted from arrival) of a request that waits or runs; 404 if it is gone.
+
+    A `note` says so where priorities do not count.
+    """
     fields = parse(body, UpdateRequest, strict=state.options.strict_api)
     priority, deadline_ms = fields.priority, fields.deadline_ms
     if priority is None and deadline_ms is None:
         raise InvalidRequestError("give priority, deadline_ms or both", param="priority")
     await _reach(state, request_id, lambda rid: state.manager.update(rid, priority=priority, deadline_ms=deadline_ms))
-    return {"id": request_id, "priority": priority, "deadline_ms": deadline_ms}
+    told = {"id": request_id, "priority": priority, "deadline_ms": deadline_ms}
+    policy = (await state.manager.snapshot()).get("policy", "")
+    if priority is not None and not _counts_priorities(policy):
+        told["note"] = f"priorities do not count under policy {policy}; see --enable-priority-scheduling"
+    return told
 
 
 @router.post("/{request_id:path}/pause")
@@ -53,6 +61,11 @@ async def explain_request(state: State, request_id: str) -> dict[str, Any]:
         message = f"nothing is known of request {request_id!r}; it ended too long ago, or never came"
         raise HttpError(404, message, code="request_not_found")
     return {"id": request_id, "answers": told}
+
+
+def _counts_priorities(policy: str) -> bool:
+    """Whether a policy looks at priorities, by the names of its parts; one's own may."""
+    return "priority" in policy.split("+") or OWN_POLICY_MARK in policy
 
 
 async def _reach(state: ServerState, request_id: str, verb: Callable[[str], Awaitable[bool]]) -> None:

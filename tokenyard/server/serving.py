@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 LAST_WORDS_S = 2.0
 """How long aborted requests have to send their last event."""
+
+STALLED_S = 5.0
+"""A client that takes nothing for so long while the server drains is not waited for any more."""
 
 NEVER = 2**31 - 1
 DUE_COLLECTIONS = 10
@@ -66,6 +70,7 @@ class DrainingServer(uvicorn.Server):
         self._drain_until: float | None = None
         self._collected_s = time.monotonic()
         self._cut_off = False
+        self._unread: dict[Any, tuple[int, float]] = {}
 
     def stop(self, reason: str, *, exit_status: int = 1) -> None:
         """End the server because of a failure; the first reason counts."""
@@ -107,11 +112,35 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self, until: float) -> None:
         """Exit when no request is open; abort them when the time is over."""
-        late_s = time.monotonic() - until
+        now = time.monotonic()
+        late_s = now - until
+        self._drop_stalled(now)
         if self.state.open_requests == 0 or late_s > LAST_WORDS_S:
             self.should_exit = True
+            self._drop_unfinished(late=late_s > LAST_WORDS_S)
         elif late_s > 0 and not self._cut_off:
             self._cut_off = True
             log.warning("shutdown timeout: aborting %d open requests", self.state.open_requests)
             self.state.cut_off()
             await self.state.manager.abort(None)
+
+    def _drop_stalled(self, now: float) -> None:
+        """End connections whose client takes nothing any more, and with them their requests."""
+        before, self._unread = self._unread, {}
+        for connection in self.server_state.connections:
+            size = connection.transport.get_write_buffer_size()
+            known, since = before.get(connection, (0, now))
+            if size:
+                self._unread[connection] = (size, since if size == known else now)
+        for connection, (_, since) in self._unread.items():
+            if now - since > STALLED_S:
+                connection.transport.abort()
+
+    def _drop_unfinished(self, *, late: bool) -> None:
+        """End connections that uvicorn would wait for in vain: whose request has not come in full, and if it is `late`
+        whose answer is not out.
+        """
+        for connection in self.server_state.connections:
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_complete and (late or cycle.more_body):
+                connection.transport.abort()
