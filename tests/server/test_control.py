@@ -1,5 +1,7 @@
 """Probes, models, tokenizing, metrics, authentication and the other routes without generation."""
 
+import gzip
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -195,6 +197,7 @@ def test_errors_of_the_framework_wear_our_envelope(server):
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     wrong = server.client.get("/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
+    assert (wrong.json()["error"]["code"], wrong.headers["allow"]) == ("method_not_allowed", "POST")
 
 
 def test_body_limit(start):
@@ -266,3 +269,14 @@ def test_cors_is_off_by_default(start):
     assert "access-control-allow-origin" not in start().client.get("/health", headers=origin).headers
     allowed = start(cors_allow_origins=["http://page.example"]).client.get("/health", headers=origin)
     assert allowed.headers["access-control-allow-origin"] == "http://page.example"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_compressed_body_is_refused_by_name(server, path):
+    body = gzip.compress(b'{"prompt": "hello"}')
+    answer = server.client.post(path, content=body, headers={"content-encoding": "gzip"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+    assert "compressed (gzip)" in answer.json()["error"]["message"]
+    for harmless in ("identity", "utf-8"):
+        plain = server.client.post(path, content=b'{"prompt": "hello"}', headers={"content-encoding": harmless})
+        assert plain.status_code == 200

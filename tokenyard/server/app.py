@@ -18,7 +18,7 @@ from tokenyard import __version__
 from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.server import control, native, openai, profile, requests, scheduling
 from tokenyard.server.answers import CLIENT_ABORT_STATUS, Call
-from tokenyard.server.errors import HttpError, error_body, error_headers, internal_error
+from tokenyard.server.errors import HttpError, check_encoding, error_body, error_headers, internal_error
 from tokenyard.server.middleware import TENANT, Authentication
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
 from tokenyard.server.reference import reference_page
@@ -49,6 +49,7 @@ class GenerationRoute:
         request_id = headers.get("x-request-id")
         reply = Reply(send, {"x-request-id": request_id} if request_id else None)
         try:
+            check_encoding(headers.get("content-encoding", ""))
             body = await read_body(receive, self._state.options.max_body_bytes)
             manager = self._state.admit()
         except ClientGoneError:
@@ -143,7 +144,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = {404: "there is nothing at this path", 405: "this path does not take that method"}
     message = f"{what.get(error.status_code, error.detail)}: {request.method} {request.url.path}"
-    return _error_response(HttpError(error.status_code, message, code="not_found"))
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    response = _error_response(HttpError(error.status_code, message, code=code))
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from tokenyard import __version__
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
 from tokenyard.engine.spec import GenerateSpec
+from tokenyard.server.errors import check_encoding
 from tokenyard.server.loads import (
     DEFAULT_SECTIONS,
     FORMATS,
@@ -36,7 +37,8 @@ async def _state(request: Request) -> ServerState:
 
 
 async def _body(request: Request) -> bytes:
-    """The request's body, within the limit. Raises HttpError (413) beyond it."""
+    """The request's body, within the limit. Raises HttpError: 413 beyond it, 415 for one that is compressed."""
+    check_encoding(request.headers.get("content-encoding", ""))
     return await read_body(request.receive, (await _state(request)).options.max_body_bytes)
 
 

@@ -5,6 +5,7 @@ import orjson
 from tokenyard.base import TokenyardError
 
 RETRY_AFTER_S = 1
+COMPRESSIONS = ("gzip", "x-gzip", "deflate", "br", "zstd", "compress")
 
 _TYPES = {
     400: "invalid_request_error",
@@ -47,3 +48,9 @@ def error_headers(status: int) -> dict[str, str]:
 def internal_error() -> TokenyardError:
     """What a client is told of a fault of ours; the log has the rest."""
     return TokenyardError("the server met an internal error; its log says more")
+
+
+def check_encoding(encoding: str) -> None:
+    """Raise HttpError (415) for a body that is compressed, by its header Content-Encoding."""
+    if encoding.lower() in COMPRESSIONS:
+        raise HttpError(415, f"the body is compressed ({encoding}); send it as it is", code="unsupported_encoding")
