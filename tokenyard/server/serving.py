@@ -12,6 +12,7 @@ import uvicorn
 
 from tokenyard.base import ConfigError
 from tokenyard.server.app import create_app
+from tokenyard.server.http import HttpProtocol
 from tokenyard.server.state import ServerState
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, state: ServerState, *, shutdown_timeout_s: float) -> None:
         config = uvicorn.Config(
             create_app(state),
+            http=HttpProtocol,
             log_config=None,
             log_level="warning",
             access_log=False,
