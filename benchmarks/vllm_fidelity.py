@@ -1,6 +1,6 @@
 """Does the simulator foretell a real engine? vLLM on an RTX PRO 6000, as LLMServingSim recorded it.
 
-    python benchmarks/vllm_fidelity.py [--runs FOLDER] [--json OUT]
+    python benchmarks/vllm_fidelity.py [--folder FOLDER] [--workload FILE --run FOLDER] [--json OUT]
 
 The cost terms are fitted to the times of half of the requests and judged on the other half, which the fit has not seen:
 once with every other request, once with the earlier ones foretelling the later ones (which end in small batches that
@@ -8,7 +8,9 @@ the earlier ones never saw). The record holds times per request, no steps, so th
 which steps an answer spans, and solves for terms that give the spans their recorded length, from values that the
 device's data sheet suggests. Errors are those of the distribution: the
 simulated p50 against the recorded p50, and so on; `tpot` is the mean relative error over requests. vLLM 0.19 plans a
-step ahead, and so does the simulated engine.
+step ahead, and so does the simulated engine. Where the record is of several engines side by side (data parallel), so
+many are simulated, which get requests in turn. vLLM stamps a request as queued between two steps (in these records 23
+and 27 ms on average after the client's own stamp), so a short TTFT is recorded shorter than it was.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from tokenyard.sim.presets import preset
 from tokenyard.sim.replica import StepObserver
 from tokenyard.sim.workload import Workload, uniform_columns
 
-RUNS = Path(__file__).resolve().parents[2] / "shared/traces/vllm-measured"
+TRACES = Path(__file__).resolve().parents[2] / "shared/traces/vllm-measured"
 WORKLOAD, RUN = "sharegpt-llama-3.1-8b-300-sps10.jsonl.gz", "RTXPRO6000/Llama-3.1-8B"
 KV_BYTES_PER_TOKEN, KV_POOL_TOKENS = 131_072, 500_000
 
@@ -47,12 +49,17 @@ class Record:
     tpot_s: np.ndarray
     settings: dict
 
+    @property
+    def replicas(self) -> int:
+        """Engines side by side."""
+        return int(self.settings.get("data_parallel_size") or 1)
 
-def read_record(folder: Path) -> Record:
+
+def read_record(workload_file: Path, run_folder: Path) -> Record:
     """The workload with its recorded arrivals, and what became of it."""
-    with gzip.open(folder / WORKLOAD, "rt") as lines:
+    with gzip.open(workload_file, "rt") as lines:
         sent = [json.loads(line) for line in lines]
-    with open(folder / RUN / "requests.jsonl") as lines:
+    with open(run_folder / "requests.jsonl") as lines:
         rows = [json.loads(line) for line in lines]
     rows.sort(key=lambda row: row["queued_ts"])
     sources = [sent[int(row["request_id"].removeprefix("bench-"))] for row in rows]
@@ -63,7 +70,7 @@ def read_record(folder: Path) -> Record:
     prompts = [np.array(source["input_tok_ids"], np.int32) for source in sources]
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     workload = uniform_columns("vllm-measured", queued - queued[0], lengths, outputs, TokenContent(prompts))
-    settings = json.loads((folder / RUN / "meta.json").read_text())["engine_kwargs"]
+    settings = json.loads((run_folder / "meta.json").read_text())["engine_kwargs"]
     return Record(workload, first - queued, (last - first) / (outputs - 1), settings)
 
 
@@ -78,11 +85,11 @@ def run(record: Record, terms: LinearTerms, observer: StepObserver | None = None
         max_in_flight=2,
     )
     profile = Profile("rtx-pro-6000", "llama-3.1-8b", terms, KV_POOL_TOKENS, KV_BYTES_PER_TOKEN, context, "fitted")
-    return simulate(record.workload, Setup(profile, settings), observer)
+    return simulate(record.workload, Setup(profile, settings, record.replicas), observer)
 
 
 class StepFeatures:
-    """A step observer that notes what each fitted term is multiplied with, and when the step ended."""
+    """Notes what each fitted term is multiplied with, and when the step ended, for the steps of the first engine."""
 
     def __init__(self, terms: LinearTerms) -> None:
         self.terms = terms
@@ -114,8 +121,10 @@ def fit(record: Record, half: slice) -> LinearTerms:
         error = errors(record, outcome, half)["tpot"] + errors(record, outcome, half)["ttft_p90"]
         if error < best_error:
             best, best_error = terms, error
-        spans_ms = 1000.0 * record.tpot_s[half] * (record.workload.output_tokens[half] - 1)
-        matrix = features.between(outcome.first_token_ns[half], outcome.finished_ns[half]) / spans_ms[:, None]
+        seen = np.arange(len(record.workload))[half]
+        seen = seen[outcome.replica[seen] == 0]
+        spans_ms = 1000.0 * record.tpot_s[seen] * (record.workload.output_tokens[seen] - 1)
+        matrix = features.between(outcome.first_token_ns[seen], outcome.finished_ns[seen]) / spans_ms[:, None]
         solved = _not_negative(matrix, np.array([getattr(FIRST_GUESS, name) for name in FITTED]))
         now = {name: 0.5 * (getattr(terms, name) + value) for name, value in zip(FITTED, solved, strict=True)}
         terms = replace(terms, **now)
@@ -150,10 +159,12 @@ def errors(record: Record, outcome: Outcome, half: slice) -> dict[str, float]:
 def main() -> None:
     """Fit, judge, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--folder", type=Path, default=TRACES)
+    parser.add_argument("--workload", default=WORKLOAD, help="file in the folder")
+    parser.add_argument("--run", default=RUN, help="folder in the folder, with requests.jsonl and meta.json")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    record = read_record(args.runs)
+    record = read_record(args.folder / args.workload, args.folder / args.run)
     middle = len(record.workload) // 2
     splits = {
         "every other": (slice(0, None, 2), slice(1, None, 2)),
