@@ -127,11 +127,10 @@ def test_a_long_body_and_many_requests_on_a_connection_are_no_long_head():
             connection.data_received(head[:30])
             connection.data_received(head[30:] % (2 * LONGEST_HEAD_BYTES))
             connection.data_received(b"x" * 2 * LONGEST_HEAD_BYTES)
-        return connection.transport
+        assert not connection.transport.closed
+        assert not connection.transport.written
 
-    transport = asyncio.run(send())
-    assert not transport.closed
-    assert not transport.written
+    asyncio.run(send())
 
 
 def draining(*connections):
