@@ -371,12 +371,13 @@ class LLM:
             raise InvalidRequestError(f"the prompt has {len(ids)} tokens; it must leave room for an answer")
         number = self._take_numbers(sampling.n)
         most = min(sampling.max_new_tokens, room)
+        least = min(sampling.min_new_tokens, most)
         return Request(
             number=number,
             rid=str(number),
             prompt_ids=ids,
-            sampling=replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most)),
-            text=TextOptions(),
+            sampling=replace(sampling, max_new_tokens=most, min_new_tokens=least),
+            text=TextOptions(min_tokens=least),
             arrival_ns=time.monotonic_ns(),
         )
 

@@ -52,6 +52,11 @@ def test_texts_of_any_length_are_tokenized(tokenizer, length):
     assert make(spec, tokenizer, info).prompt_ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def test_stop_strings_wait_for_min_new_tokens(tokenizer):
+    assert make(of_ids(3, min_new_tokens=5, max_new_tokens=9, stop=["a"]), tokenizer).text.min_tokens == 5
+    assert make(of_ids(3, max_new_tokens=9, stop=["a"]), tokenizer).text.min_tokens == 0
+
+
 def test_max_new_tokens_is_cut_or_refused():
     assert make(of_ids(12, max_new_tokens=128, min_new_tokens=50)).sampling.max_new_tokens == 8
     assert make(of_ids(12, max_new_tokens=128, min_new_tokens=50)).sampling.min_new_tokens == 8
@@ -100,7 +105,7 @@ def test_wrong_specs_are_refused_with_the_reason(spec, words):
         make(spec)
 
 
-@pytest.mark.parametrize("stop", [[""], ["x"] * 200, ["y" * 2000]])
+@pytest.mark.parametrize("stop", [["x"] * 200, ["y" * 2000]])
 def test_stop_strings_have_limits(tokenizer, stop):
     with pytest.raises(InvalidRequestError, match="stop takes at most"):
         make(of_ids(3, stop=stop), tokenizer)

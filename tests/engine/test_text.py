@@ -112,6 +112,17 @@ def test_stop_strings(tokenizer, stop, text, matched, stream):
     assert run.tokens == kept
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_stop_strings_wait_for_the_least_number_of_tokens(tokenizer, stream):
+    text = "one two three one two three"
+    ids = ids_of(tokenizer, text)
+    least = len(ids_of(tokenizer, "one two three"))
+    run = Run(tokenizer, ids, stop=[" two"], min_tokens=least, stream=stream)
+    assert (run.text, run.finish.matched) == ("one two three one", " two")
+    assert run.finish.completion_tokens > least
+    assert Run(tokenizer, ids, stop=[" two"], min_tokens=len(ids), stream=stream).text == text
+
+
 def test_no_stop_trim_keeps_the_stop_string(tokenizer):
     ids = ids_of(tokenizer, "one two three four")
     assert Run(tokenizer, ids, stop=["three"], no_stop_trim=True).text == "one two three"

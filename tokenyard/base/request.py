@@ -75,13 +75,17 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class TextOptions:
-    """What the detokenizer needs to turn one request's tokens into text."""
+    """What the detokenizer needs to turn one request's tokens into text.
+
+    min_tokens: stop strings are looked for only in the text of later tokens.
+    """
 
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     stream: bool = False
     stream_interval: int = 1
+    min_tokens: int = 0
 
 
 @dataclass(slots=True)

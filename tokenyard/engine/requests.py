@@ -86,12 +86,15 @@ class RequestMaker:
         """Return the request for these prompt ids. Raises InvalidRequestError or ContextLengthError."""
         sampling = self._sampling(spec, len(ids))
         check_priority(spec.priority)
+        text = spec.text_options
+        if sampling.stop and sampling.min_new_tokens:
+            text = replace(text, min_tokens=sampling.min_new_tokens)
         return Request(
             number=number,
             rid=rid,
             prompt_ids=ids,
             sampling=sampling,
-            text=spec.text_options,
+            text=text,
             logprobs=spec.logprobs,
             arrival_ns=arrival_ns,
             priority=spec.priority,
@@ -150,7 +153,7 @@ class RequestMaker:
         stops = sampling.stop
         if stops and self._tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        if len(stops) > MOST_STOPS or any(not 1 <= len(stop) <= LONGEST_STOP_CHARS for stop in stops):
+        if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP_CHARS for stop in stops):
             raise InvalidRequestError(
-                f"stop takes at most {MOST_STOPS} strings of 1 to {LONGEST_STOP_CHARS} characters", param="stop"
+                f"stop takes at most {MOST_STOPS} strings of up to {LONGEST_STOP_CHARS} characters", param="stop"
             )

@@ -23,6 +23,7 @@ class _Answer:
         "interval",
         "logprobs",
         "matcher",
+        "min_tokens",
         "new_tokens",
         "number",
         "pieces",
@@ -42,6 +43,7 @@ class _Answer:
         self.interval = max(1, options.stream_interval) if options.stream else 0
         self.text = tokenizer and IncrementalText(tokenizer, started.prompt_ids, options.skip_special_tokens)
         self.matcher = StopMatcher(started.stop) if started.stop else None
+        self.min_tokens = options.min_tokens
         self.stopped_by: str | None = None
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -98,7 +100,7 @@ class _Answer:
 
     def _show(self, piece: str) -> bool:
         """Pass a piece on through the stop strings; return whether one was found."""
-        if self.matcher is None or not piece:
+        if self.matcher is None or not piece or self.completion_tokens <= self.min_tokens:
             self._show_raw(piece)
             return False
         shown = self.matcher.feed(piece)
