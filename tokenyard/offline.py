@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,11 +45,12 @@ from tokenyard.engine.lookahead import Lookahead
 from tokenyard.engine.messages import FromScheduler, ToScheduler
 from tokenyard.engine.priority_hook import create_hook
 from tokenyard.engine.recording import build_core, load_prior, open_tape
+from tokenyard.engine.requests import further_ends
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.scheduler_process import load_executor
 from tokenyard.engine.step_log import StepLog
 from tokenyard.engine.text import TextAssembler
-from tokenyard.engine.tokenizer_files import load_tokenizer
+from tokenyard.engine.tokenizer_files import load_tokenizer, special_tokens
 from tokenyard.executor.hub import find_model
 from tokenyard.policy.hook import load_priority_function
 from tokenyard.policy.registry import create_policy
@@ -260,6 +262,9 @@ class LLM:
         except BaseException:
             self._close_files()
             raise
+        folder = Path(config.tokenizer_path)
+        eos_token = special_tokens(folder if folder.is_dir() else folder.parent).get("eos_token", "")
+        self._more_ends = further_ends(self.info, self.tokenizer, eos_token)
         atexit.register(self.close)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
@@ -376,7 +381,12 @@ class LLM:
             number=number,
             rid=str(number),
             prompt_ids=ids,
-            sampling=replace(sampling, max_new_tokens=most, min_new_tokens=least),
+            sampling=replace(
+                sampling,
+                max_new_tokens=most,
+                min_new_tokens=least,
+                stop_token_ids=sampling.stop_token_ids + ([] if sampling.ignore_eos else self._more_ends),
+            ),
             text=TextOptions(min_tokens=least),
             arrival_ns=time.monotonic_ns(),
         )

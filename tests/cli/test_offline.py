@@ -1,6 +1,8 @@
 """The offline LLM over the mock executor."""
 
 import asyncio
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -93,6 +95,24 @@ def test_one_stop_string_needs_no_list(llm):
     greedy = SamplingParams(max_new_tokens=12, temperature=0.0)
     text = llm.generate("Hello there", greedy)[0].text
     assert llm.generate("Hello there", replace(greedy, stop=text[8:11]))[0].text == text[: text.index(text[8:11])]
+
+
+def test_the_tokenizers_end_mark_ends_an_answer(tmp_path):
+    greedy = SamplingParams(max_new_tokens=9, temperature=0.0)
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    with LLM(folder, executor="mock", mock_step_ms=0.0) as llm:
+        tokens = llm.generate("Hello there", greedy)[0].completions[0].token_ids
+        mark = llm.tokenizer.id_to_token(tokens[4])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": mark}))
+    with LLM(folder, executor="mock", mock_step_ms=0.0) as llm:
+        ended, whole = (
+            llm.generate("Hello there", replace(greedy, ignore_eos=ignored))[0].completions[0]
+            for ignored in (False, True)
+        )
+    assert (ended.finish_reason, ended.matched) == ("stop", tokens[4])
+    assert ended.token_ids == tokens[: tokens.index(tokens[4]) + 1]
+    assert whole.token_ids == tokens
 
 
 def test_an_array_is_a_prompt(llm):

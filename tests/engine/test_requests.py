@@ -1,6 +1,7 @@
 """From spec to request: limits, defaults and refusals."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,6 +51,23 @@ def test_texts_of_any_length_are_tokenized(tokenizer, length):
     info = ExecutorInfo("m", "cpu", "float32", 2048, 10**5, (1,), 1, 10**5, 8)
     spec = GenerateSpec(text=text, add_special_tokens=False)
     assert make(spec, tokenizer, info).prompt_ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_the_tokenizers_end_mark_ends_answers_too(tokenizer):
+    mark = tokenizer.id_to_token(7)
+
+    def stops(eos_token, info=INFO, **sampling):
+        maker = RequestMaker(info, tokenizer, eos_token)
+        spec = of_ids(3, **sampling)
+        ids = asyncio.run(maker.prompt_ids(spec))
+        return maker.make(spec, ids, number=1, rid="r", arrival_ns=5).sampling.stop_token_ids
+
+    assert stops(mark) == [7]
+    assert stops(mark, stop_token_ids=[3]) == [3, 7]
+    assert stops(mark, ignore_eos=True) == []
+    assert stops(mark, replace(INFO, eos_token_ids=(7,))) == []
+    assert stops(mark, replace(INFO, vocab_size=7)) == []
+    assert stops("no such token") == []
 
 
 def test_stop_strings_wait_for_min_new_tokens(tokenizer):

@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenyard.base import ConfigError, InvalidRequestError
 from tokenyard.engine.chat_messages import Message, Wants, ready_messages, wants_of
 from tokenyard.engine.model_files import read_json
-from tokenyard.engine.tokenizer_files import token_text
+from tokenyard.engine.tokenizer_files import special_tokens
 
 MARK = "<<the last message ends here>> "
 """Ends with a space, which tells whether the template trims content."""
@@ -85,7 +85,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
         self._wants: dict[str, Wants] = {}
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
@@ -117,7 +117,7 @@ class ChatTemplate:
         variables = {
             "documents": None,
             **(chat_template_kwargs or {}),
-            **self._special_tokens,
+            **self.special_tokens,
             "messages": ready_messages(messages, self._wants.get(self._choose(tools), Wants())),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
@@ -222,8 +222,7 @@ def load_chat_template(folder: Path, override: str = "") -> ChatTemplate:
     or broken.
     """
     config = read_json(folder / "tokenizer_config.json")
-    special = read_json(folder / "special_tokens_map.json") | config
-    tokens = {name: token for name in special if name.endswith("_token") and (token := token_text(special[name]))}
+    tokens = special_tokens(folder)
     if override:
         if not Path(override).is_file():
             raise ConfigError(f"--chat-template: there is no file {override}")

@@ -53,12 +53,21 @@ def check_priority(priority: int | None) -> None:
         raise InvalidRequestError(f"priority must be between -{MOST_PRIORITY} and {MOST_PRIORITY}", param="priority")
 
 
+def further_ends(info: ExecutorInfo, tokenizer: Tokenizer | None, eos_token: str) -> list[int]:
+    """Ids that end an answer beside those of the model's config: that of the tokenizer's `eos_token` ("" for none),
+    as some checkpoints name the mark that ends a turn only there.
+    """
+    end = tokenizer.token_to_id(eos_token) if tokenizer is not None and eos_token else None
+    return [] if end is None or end in info.eos_token_ids or end >= info.vocab_size else [end]
+
+
 class RequestMaker:
     """Knows the limits of one engine. `longest` is the most tokens of prompt and answer together."""
 
-    def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer | None, eos_token: str = "") -> None:
         self._vocab_size = info.vocab_size
         self._tokenizer = tokenizer
+        self._more_ends = further_ends(info, tokenizer, eos_token)
         # The last token of an answer is never fed back, so it needs no place in the pool.
         self.longest = min(info.context_length, info.num_pages * info.page_size + 1)
 
@@ -146,6 +155,7 @@ class RequestMaker:
             sampling,
             max_new_tokens=limit,
             min_new_tokens=min(sampling.min_new_tokens, limit),
+            stop_token_ids=sampling.stop_token_ids + ([] if sampling.ignore_eos else self._more_ends),
             seed=seed % 2**SEED_BITS,
         )
 

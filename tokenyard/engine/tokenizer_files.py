@@ -20,6 +20,12 @@ def token_text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The text of each special token that the files beside a tokenizer name, such as eos_token. Raises ConfigError."""
+    found = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+    return {name: text for name in found if name.endswith("_token") and (text := token_text(found[name]))}
+
+
 def load_tokenizer(path: str) -> Tokenizer:
     """Load tokenizer.json from a folder, or that file, with what tokenizer_config.json beside it says.
 

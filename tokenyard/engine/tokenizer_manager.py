@@ -71,7 +71,7 @@ class TokenizerManager:
         self.info = info
         self.tokenizer = tokenizer
         self._template = template
-        self._requests = RequestMaker(info, tokenizer)
+        self._requests = RequestMaker(info, tokenizer, template.special_tokens.get("eos_token", ""))
         # Without a detokenizer process the scheduler's own messages arrive here.
         self._assembler = TextAssembler(None)
         self._streams = StreamTable()
