@@ -142,6 +142,8 @@ def test_unused_tensors_are_named(copy, caplog):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_key_value_heads": 3}, "cannot share 3"),
         ({"head_dim": 7}, "even head_dim"),
+        ({"num_key_value_heads": "many"}, "wrong type.*many"),
+        ({"rope_parameters": "x"}, "wrong type"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
         ({"intermediate_size": 64}, "mlp.gate_proj.weight' has shape .80, 48., but config.json means .64, 48."),

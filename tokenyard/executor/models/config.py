@@ -115,6 +115,14 @@ def read_model_config(raw: RawConfig, generation: RawConfig | None = None) -> Mo
 
     Raises ConfigError for an architecture or a feature that is not supported and for missing or odd fields.
     """
+    try:
+        return _read_fields(raw, generation or {})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"config.json or generation_config.json has a field of the wrong type: {error}") from error
+
+
+def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
+    """See `read_model_config`; raises whatever a field of the wrong type leads to."""
     architecture = _architecture(raw)
     traits = ARCHITECTURES[architecture](raw)
     heads = _positive(raw, "num_attention_heads")
@@ -145,7 +153,7 @@ def read_model_config(raw: RawConfig, generation: RawConfig | None = None) -> Mo
         output_bias=traits.output_bias,
         mlp_bias=traits.mlp_bias,
         qk_norm=traits.qk_norm,
-        eos_token_ids=_eos_token_ids(raw, generation or {}),
+        eos_token_ids=_eos_token_ids(raw, generation),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
     )
 
