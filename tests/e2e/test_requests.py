@@ -6,6 +6,7 @@ import httpx2
 import pytest
 
 from tests.server.sse import events
+from tokenyard.cli.main import main
 
 BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 150, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
 
@@ -60,3 +61,10 @@ def test_a_profile_of_a_real_server(mock_server):
     (stream,) = [event for event in events if event["name"] == "drawn/0" and event["ph"] == "b"]
     assert len(steps) == 4
     assert all(event["ts"] >= stream["ts"] for event in steps), "both processes use one clock"
+
+
+def test_explain_goes_past_proxies(mock_server, monkeypatch, capsys):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    httpx2.post(f"{mock_server.url}/v1/completions", json={**BODY, "max_tokens": 1, "rid": "direct"}, trust_env=False)
+    assert main(["explain", "direct", "--url", mock_server.url]) == 0
+    assert "direct" in capsys.readouterr().out

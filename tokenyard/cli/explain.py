@@ -6,6 +6,7 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,9 @@ from rich.table import Table
 from tokenyard.base import TokenyardError
 
 TIMEOUT_S = 35.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Past any proxy of the environment, as `tokenyard bench` goes: it would look for 127.0.0.1 on its own machine."""
+
 KEY_VARIABLES = ("TOKENYARD_ADMIN_API_KEY", "TOKENYARD_API_KEY")
 
 
@@ -36,11 +40,11 @@ def fetch(url: str, request_id: str, key: str | None) -> dict[str, Any]:
     address = f"{url.rstrip('/')}/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain"
     try:
         request = urllib.request.Request(address, headers={"Authorization": f"Bearer {key}"} if key else {})
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with DIRECT.open(request, timeout=TIMEOUT_S) as answer:
             return dict(json.load(answer))
     except urllib.error.HTTPError as error:
         raise TokenyardError(_message(error)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise TokenyardError(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
 
 
