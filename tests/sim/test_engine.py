@@ -7,7 +7,7 @@ from tests.sim.small import setup, workload
 from tokenyard.base import ConfigError, Slo, StepWork
 from tokenyard.sim.content import ANSWER_STREAM, SegmentContent
 from tokenyard.sim.engine import FINISHED, REJECTED, SloTargets, simulate
-from tokenyard.sim.metrics import summary
+from tokenyard.sim.metrics import length_classes, summary
 from tokenyard.sim.synthetic import synthetic
 
 
@@ -173,6 +173,18 @@ def test_summary_adds_up_and_has_the_promised_fields():
     for name in ("throughput_tokens_per_s", "prefix_hit_rate", "preemptions", "recomputed_tokens", "utilisation"):
         assert numbers[name] >= 0
     assert len(numbers["decision_hash"]) == 32
+
+
+def test_an_answer_that_the_pool_cuts_off_is_told():
+    numbers = summary(simulate(workload((0.0, 15_900, 500), (0.0, 100, 5)), setup(kv_pool_tokens=16_000)))
+    assert (numbers["finished"], numbers["cut_short"]) == (2, 1)
+    assert summary(simulate(workload((0.0, 100, 5)), setup()))["cut_short"] == 0
+
+
+def test_many_prompts_as_long_as_the_longest_are_the_longest():
+    outcome = simulate(workload(*[(0.0, 50, 2)] * 8, *[(0.0, 7000, 2)] * 12), setup())
+    classes = length_classes(outcome)
+    assert classes["longest_5_percent"].sum() == classes["longest_quarter"].sum() == 12
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from tests.sim.small import setup, workload
 from tokenyard.base import ConfigError
 from tokenyard.cost import get_profile
-from tokenyard.sim.bounds import attainment_bound, infinite_cache_hit_rate, least_work_s
+from tokenyard.sim.bounds import attainment_bound, endless_cache, least_work_s
 from tokenyard.sim.engine import SloTargets, simulate
 from tokenyard.sim.search import largest_scale
 from tokenyard.sim.synthetic import SYNTHETIC, synthetic
@@ -59,16 +59,35 @@ def test_least_work_is_less_than_any_real_run_takes():
     assert least_work_s(traffic, PROFILE)[0] < simulate(traffic, setup()).e2e_s[0]
 
 
-def test_infinite_cache_counts_whole_blocks_from_the_left():
-    traffic = synthetic("shared-prefix", 200, 5.0)
-    prompts = [traffic.content.prompt_ids(i, int(traffic.prompt_tokens[i])) for i in range(200)]
-    seen, hits = set(), 0
-    for prompt in prompts:
-        blocks = [prompt[:end].tobytes() for end in range(512, len(prompt) + 1, 512)]
-        hits += 512 * next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
-        seen.update(blocks)
-    assert infinite_cache_hit_rate(traffic) == pytest.approx(hits / sum(map(len, prompts)))
-    assert infinite_cache_hit_rate(synthetic("plain", 20, 5.0)) == 0.0
+@pytest.mark.parametrize("kind", ["shared-prefix", "multi-turn"])
+def test_no_cache_hits_more_than_an_endless_one(kind):
+    traffic = synthetic(kind, 200, 5.0)
+    cache = endless_cache(traffic, 16)
+    settings = {"disable_radix_cache": False}
+    outcome = simulate(traffic, setup("vllm-default", settings, kv_pool_tokens=10_000_000))
+    hits = outcome.cached_tokens
+    assert 0.3 < hits.sum() / traffic.prompt_tokens.sum() <= cache.hit_rate < 1.0
+    assert (hits <= cache.shared_tokens).all()
+    assert (cache.shared_tokens <= traffic.prompt_tokens).all()
+    one_by_one = simulate(traffic.scaled(0.001), setup("vllm-default", settings, kv_pool_tokens=10_000_000))
+    assert one_by_one.cached_tokens.sum() / traffic.prompt_tokens.sum() == pytest.approx(cache.hit_rate, rel=0.001)
+
+
+def test_an_endless_cache_of_what_is_never_said_twice():
+    assert endless_cache(synthetic("plain", 20, 5.0), 16).hit_rate == 0.0
+
+
+def test_the_bound_counts_what_a_cache_saves():
+    traffic = synthetic("shared-prefix", 1500, 25.0)
+    reached = simulate(traffic, setup("vllm-default", {"disable_radix_cache": False})).met.mean()
+    assert attainment_bound(traffic, PROFILE, SloTargets()) < reached
+    assert attainment_bound(traffic, PROFILE, SloTargets(), 1, endless_cache(traffic, 16).shared_tokens) >= reached
+
+
+def test_prefill_alone_may_take_long_steps():
+    traffic = workload(*[(0.0, 4096, 1)] * 10)
+    assert simulate(traffic, setup()).met.all()
+    assert attainment_bound(traffic, PROFILE, SloTargets()) == 1.0
 
 
 @pytest.mark.parametrize("kind", sorted(SYNTHETIC))

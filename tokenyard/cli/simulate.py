@@ -22,7 +22,7 @@ from tokenyard.cli.simulation import (
     write_numbers,
 )
 from tokenyard.scheduler.recorder import Core
-from tokenyard.sim.bounds import attainment_bound, infinite_cache_hit_rate
+from tokenyard.sim.bounds import attainment_bound, endless_cache
 from tokenyard.sim.engine import Setup, simulate
 from tokenyard.sim.metrics import summary
 from tokenyard.sim.oracle import with_oracle
@@ -102,8 +102,7 @@ class Observers:
 
 def oracle_bounds(workload: Workload, setup: Setup) -> dict[str, float]:
     """What no scheduler could beat on this workload, as further fields of the numbers."""
-    pooled = attainment_bound(workload, setup.profile, setup.slo, setup.replicas)
-    return {
-        "bound_slo_attainment": round(pooled, 6),
-        "bound_prefix_hit_rate": round(infinite_cache_hit_rate(workload), 6),
-    }
+    cache = endless_cache(workload, setup.settings.page_size)
+    cached_tokens = None if setup.settings.disable_radix_cache else cache.shared_tokens
+    pooled = attainment_bound(workload, setup.profile, setup.slo, setup.replicas, cached_tokens)
+    return {"bound_slo_attainment": round(pooled, 6), "bound_prefix_hit_rate": round(cache.hit_rate, 6)}

@@ -247,6 +247,7 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("requests", lambda s: f"{s['requests']}"),
     ("rejected", lambda s: f"{s['rejected']}"),
     ("unfinished", lambda s: f"{s['unfinished']}"),
+    ("answers cut short", lambda s: f"{s['cut_short']}" if s["cut_short"] else "-"),
     ("SLO attainment", lambda s: _share(s["slo_attainment"])),
     ("  longest quarter", lambda s: _share(s["slo_attainment_by_length"]["longest_quarter"])),
     ("  longest 5 %", lambda s: _share(s["slo_attainment_by_length"]["longest_5_percent"])),

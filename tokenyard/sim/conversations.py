@@ -5,23 +5,44 @@ the recorded ids of that conversation's answers have to give way to the made-up 
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenyard.base import Int32Array
 from tokenyard.sim.content import ANSWER_STREAM, stream_tokens
 
+UInt64Array = npt.NDArray[np.uint64]
+
 _BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)
 
 
-class Conversations:
-    """Prompts and answers so far, found by a rolling hash of the prompt (Karp and Rabin 1987), modulo 2**64."""
+class PrefixHashes:
+    """A rolling hash of every prefix of token ids (Karp and Rabin 1987), modulo 2**64."""
 
     def __init__(self) -> None:
-        self._powers = np.ones(1, np.uint64)
+        self._powers: UInt64Array = np.ones(1, np.uint64)
+
+    def of(self, ids: Int32Array) -> UInt64Array:
+        """uint64[n], the hashes of the first 1, 2, ... n ids."""
+        missing = len(ids) - len(self._powers)
+        if missing > 0:
+            factors = np.concatenate((self._powers[-1:], np.full(missing, _BASE)))
+            self._powers = np.concatenate((self._powers[:-1], np.multiply.accumulate(factors)))
+        mixed = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
+        mixed ^= mixed >> np.uint64(29)
+        hashes: UInt64Array = np.cumsum(mixed * self._powers[: len(ids)], dtype=np.uint64)
+        return hashes
+
+
+class Conversations:
+    """Prompts and answers so far, found by the hash of the prompt."""
+
+    def __init__(self) -> None:
+        self._hashes = PrefixHashes()
         self._answers: dict[int, list[tuple[int, Int32Array]]] = {}
 
     def add(self, index: int, prompt: Int32Array, answer: Int32Array) -> Int32Array:
         """Take in request `index` and return its prompt, int32[n], with earlier answers in it as simulated ones."""
-        hashes = self._prefix_hashes(prompt)
+        hashes: list[int] = self._hashes.of(prompt).tolist()
         told = prompt.copy()
         for place, key in enumerate(hashes[:-1], start=1):
             if key in self._answers:
@@ -36,17 +57,6 @@ class Conversations:
         best = int(np.argmax(lengths))
         positions = np.arange(lengths[best])
         told[place : place + lengths[best]] = stream_tokens(ANSWER_STREAM + answers[best][0], positions)
-
-    def _prefix_hashes(self, ids: Int32Array) -> list[int]:
-        """The hashes of the first 1, 2, ... n ids."""
-        missing = len(ids) - len(self._powers)
-        if missing > 0:
-            factors = np.concatenate((self._powers[-1:], np.full(missing, _BASE)))
-            self._powers = np.concatenate((self._powers[:-1], np.multiply.accumulate(factors)))
-        mixed = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
-        mixed ^= mixed >> np.uint64(29)
-        hashes: list[int] = np.cumsum(mixed * self._powers[: len(ids)], dtype=np.uint64).tolist()
-        return hashes
 
 
 def _common(left: Int32Array, right: Int32Array) -> int:

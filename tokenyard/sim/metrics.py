@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import NS_PER_S, BoolArray, Float64Array
+from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array
 from tokenyard.sim.engine import REJECTED, UNFINISHED, Outcome
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999), ("max", 1.0))
@@ -30,16 +30,24 @@ def wait_s(outcome: Outcome) -> Float64Array:
 
 
 def length_classes(outcome: Outcome) -> dict[str, BoolArray]:
-    """Masks over the requests by prompt length: the quartiles, shortest first, and the longest 5 %."""
+    """Masks over the requests by prompt length: the quartiles, shortest first, and the longest 5 %.
+
+    Where more than that are as long as the longest, these are the longest.
+    """
     lengths = outcome.workload.prompt_tokens
     low, middle, high, top = np.quantile(lengths, (0.25, 0.5, 0.75, 0.95))
     return {
         "shortest_quarter": lengths <= low,
         "second_quarter": (lengths > low) & (lengths <= middle),
         "third_quarter": (lengths > middle) & (lengths <= high),
-        "longest_quarter": lengths > high,
-        "longest_5_percent": lengths > top,
+        "longest_quarter": _longer(lengths, high),
+        "longest_5_percent": _longer(lengths, top),
     }
+
+
+def _longer(lengths: Int32Array, edge: float) -> BoolArray:
+    longer: BoolArray = lengths > edge
+    return longer if longer.any() else lengths >= edge
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
@@ -57,6 +65,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "finished": int(outcome.served.sum()),
         "rejected": int((outcome.status == REJECTED).sum()),
         "unfinished": int((outcome.status == UNFINISHED).sum()),
+        "cut_short": int((outcome.served & (np.maximum(outcome.completion_tokens, 1) < workload.output_tokens)).sum()),
         "slo_attainment": share(outcome.met),
         "slo_attainment_by_length": {name: share(outcome.met[mask]) for name, mask in length_classes(outcome).items()},
         "slo_attainment_by_class": _by_name(outcome, workload.classes, workload.service_class),
