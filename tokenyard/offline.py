@@ -73,7 +73,10 @@ def located(settings: Settings) -> Settings:
     own_tokenizer = chosen.tokenizer_path == chosen.model_path and not chosen.skip_tokenizer_init
     if chosen.executor == "mock" and not own_tokenizer:
         return chosen
-    folder = str(find_model(chosen.model_path))
+    found = find_model(chosen.model_path)
+    if chosen.executor == "torch" and not (found / "config.json").is_file():
+        raise ConfigError(f"there is no config.json in {found}; give the folder of a Hugging Face checkpoint")
+    folder = str(found)
     return replace(chosen, model_path=folder, tokenizer_path=folder if own_tokenizer else chosen.tokenizer_path)
 
 

@@ -92,6 +92,18 @@ def test_a_client_that_hangs_up_frees_its_place(slow_server, stream):
     assert wait_until(lambda: running(slow_server) == 0, timeout_s=3.0)
 
 
+def test_the_address_of_the_box_can_be_called():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    server = Server("--executor", "mock", "--host", "::1")
+    try:
+        assert httpx2.get(f"{server.url}/health").status_code == 200
+    finally:
+        server.close()
+
+
 def test_first_signal_drains(slow_server):
     stream = Stream(slow_server, 40)
     assert stream.begun.wait(20)
@@ -192,6 +204,9 @@ def test_a_model_that_cannot_load_ends_with_a_reason(tmp_path):
     server = Server("--executor", "mock", "--model", str(tmp_path), ready=False)
     assert server.wait(60) == 2
     assert "there is no tokenizer" in server.log
+    server = Server("--device", "cpu", "--model", str(tmp_path), ready=False)
+    assert server.wait(60) == 2
+    assert server.log.startswith(f"tokenyard: there is no config.json in {tmp_path}")
 
 
 @pytest.mark.parametrize("flags", [["--executor", "mock"], ["--device", "cpu"]])

@@ -146,7 +146,8 @@ def _print_box(settings: Settings, info: ExecutorInfo) -> None:
 
     Where nothing can be written, as on a full disk, the server runs all the same.
     """
-    url = f"http://{settings.host}:{settings.port}"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{settings.port}"
     table = Table.grid(padding=(0, 2))
     rows = (
         ("URL", f"{url}/v1"),
