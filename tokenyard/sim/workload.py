@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isnan, nan
 
 import numpy as np
@@ -74,7 +75,7 @@ class Workload:
     def __len__(self) -> int:
         return len(self.arrival_s)
 
-    @property
+    @cached_property
     def max_output_tokens(self) -> int:
         """The largest answer."""
         return int(self.output_tokens.max())
