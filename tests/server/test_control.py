@@ -280,3 +280,11 @@ def test_a_compressed_body_is_refused_by_name(server, path):
     for harmless in ("identity", "utf-8"):
         plain = server.client.post(path, content=b'{"prompt": "hello"}', headers={"content-encoding": harmless})
         assert plain.status_code == 200
+
+
+def test_a_wrong_argument_is_named_without_telling_of_our_files(server):
+    answer = server.client.get("/v1/loads?dp_rank=x")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "dp_rank")
+    assert "integer" in error["message"]
+    assert ".py" not in error["message"]

@@ -152,7 +152,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     """Arguments that FastAPI refused; always 400, never 422."""
-    return _error_response(InvalidRequestError(f"the request is not valid: {error}"))
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return _error_response(InvalidRequestError(f"{name}: {first['msg']}", param=name))
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
