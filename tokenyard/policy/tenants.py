@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tokenyard.base import BoolArray, Int32Array, Int64Array, SchedulerSettings, TenantSettings
+from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings, TenantSettings
 from tokenyard.base.settings import ANY_TENANT
 from tokenyard.policy.views import Columns, Views
 
-NS_PER_S = 1e9
 NO_LIMIT = 2**31 - 1
 
 

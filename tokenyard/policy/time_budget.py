@@ -6,7 +6,7 @@ idea, the reference notes on goodput the figures).
 
 from dataclasses import dataclass
 
-from tokenyard.base import SchedulerSettings, StepWork
+from tokenyard.base import NS_PER_S, SchedulerSettings, StepWork
 from tokenyard.policy.budget import UNLIMITED, BudgetRule, default_budget
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.targets import ahead_ns, tpot_ns
@@ -19,7 +19,6 @@ LEAST_PREFILL_SHARE = 0.1
 SAFETY_S = 0.001
 LEAST_PARTIALS = 4
 PATIENCE_STEPS = 8
-NS_PER_S = 1e9
 S_PER_MS = 1e-3
 
 
