@@ -138,7 +138,7 @@ def order_step(scheduler, policy, now):
 
     def step():
         policy.begin_step(views)
-        for row in islice(policy.candidates(), DRAWN):
+        for row in islice(policy.candidates(views), DRAWN):
             policy.charge(row, int(columns.target[row] - columns.matchable[row]))
 
     return step

@@ -23,7 +23,7 @@ def line(yard, now=None):
     views = roster.views(yard.now if now is None else now)
     roster.policy.begin_step(views)
     started = set(views.partial.tolist())
-    return [int(roster.table.number[row]) for row in roster.policy.candidates() if row not in started]
+    return [int(roster.table.number[row]) for row in roster.policy.candidates(views) if row not in started]
 
 
 def row(yard, number):

@@ -1,11 +1,12 @@
 import inspect
 from collections import Counter
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policy.lines import line, make_yard, watch_admissions
-from tokenyard.base import SchedulerSettings
+from tests.policy.lines import admissions, line, make_yard, watch_admissions
+from tokenyard.base import SchedulerSettings, TenantSettings
 from tokenyard.policy import Policy, create_policy
 from tokenyard.policy.compose import Wrapper
 from tokenyard.policy.own import Guarded
@@ -65,13 +66,18 @@ def test_a_row_that_is_put_in_front_is_not_looked_for_again():
 
 
 def overtaken_tokens(yard):
-    """By number of a request, the prompt tokens of later arrivals that start before it; filled as the yard runs."""
+    """By number of a request, the prompt tokens of later arrivals that start before it although its tenant has nobody
+    running; filled as the yard runs.
+    """
     overtaken = Counter()
-    table = yard.scheduler.roster.table
+    roster = yard.scheduler.roster
+    table = roster.table
 
     def look(row, hit, earlier):
+        seated = table.tenant[np.concatenate((roster.partial.rows, roster.running.rows))]
         for other in earlier:
-            overtaken[int(table.number[other])] += int(table.target[row]) - hit
+            if not roster.settings.tenants or table.tenant[other] not in seated:
+                overtaken[int(table.number[other])] += int(table.target[row]) - hit
 
     watch_admissions(yard, look)
     return overtaken
@@ -83,24 +89,37 @@ def overtaken_tokens(yard):
     bound=st.integers(0, 120),
     arrivals=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 3)), min_size=5, max_size=40),
     every=st.integers(1, 4),
+    tenants=st.sampled_from([{}, {"*": TenantSettings(max_running=1)}]),
 )
-def test_no_order_passes_more_tokens_than_the_bound(policy, bound, arrivals, every):
+def test_no_order_passes_more_tokens_than_the_bound(policy, bound, arrivals, every, tenants):
     yard = make_yard(
         schedule_policy=policy,
         max_overtaken_tokens=bound,
         rows=3,
         prefill_max_requests=2,
         schedule_conservativeness=1.0,
+        tenants=tenants,
     )
     watch = overtaken_tokens(yard)
     for index, (prompt, new, kind) in enumerate(arrivals):
-        yard.submit([5 + kind] * prompt + [20 + index], max_new=new, routing_key=str(kind))
+        yard.submit([5 + kind] * prompt + [20 + index], max_new=new, routing_key=str(kind), tenant=str(kind))
         if index % every == 0:
             yard.launch()
             yard.commit()
     yard.run()
     assert len(yard.finished) == len(arrivals)
     assert max(watch.values(), default=0) <= bound
+
+
+def test_who_is_held_back_by_a_limit_is_not_passed_anew_each_time():
+    yard = make_yard(schedule_policy="lof", max_overtaken_tokens=50, tenants={"t": TenantSettings(max_running=1)})
+    held = yard.submit([5] * 10, max_new=1, tenant="t")
+    long = [yard.submit([6 + index] * 40, max_new=8, tenant="t") for index in range(6)]
+    for index in range(40):
+        yard.submit([20 + index], max_new=1 + 2 * (index % 2), tenant="other")
+    yard.run()
+    before = admissions(yard)[: admissions(yard).index(held)]
+    assert [number for number in before if number in long] == long[:1]
 
 
 def test_without_the_bound_lof_passes_more():

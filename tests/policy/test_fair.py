@@ -155,7 +155,7 @@ def test_dlpm_prefers_what_is_cached_among_tenants_with_credit():
 
 
 def test_dlpm_serves_the_other_tenant_once_the_credit_is_gone():
-    yard = fair("dlpm", disable_radix_cache=False, policy_options={"quantum_tokens": 60})
+    yard = fair("dlpm", disable_radix_cache=False, policy_options={"quantum_tokens": 60, "saved_tokens": 0})
     warm(yard, prompt(10))
     hits = [yard.submit([*prompt(10), *prompt(40, start=30 + index)], max_new=1, tenant="a") for index in range(4)]
     cold = yard.submit(prompt(45, start=20), max_new=1, tenant="b")
@@ -163,6 +163,30 @@ def test_dlpm_serves_the_other_tenant_once_the_credit_is_gone():
     order = admissions(yard)
     assert order[1] == hits[0]
     assert order.index(cold) == 3, "two requests of 40 tokens use 60 tokens of credit up"
+
+
+def test_dlpm_prefers_the_tenant_with_more_credit_among_equal_hits():
+    yard = fair("dlpm", disable_radix_cache=False)
+    flood = [yard.submit(prompt(50), max_new=5, tenant="flood", cache_salt=str(index)) for index in range(20)]
+    for _ in range(3):
+        yard.turn()
+    quiet = yard.submit(prompt(50), max_new=5, tenant="quiet", cache_salt="quiet")
+    assert line(yard)[0] == quiet
+    yard.rest()
+    assert [number for number in admissions(yard) if number in flood] == flood
+
+
+def test_dlpm_lets_who_stays_away_save_up_a_bounded_credit():
+    options = {"quantum_tokens": 60, "saved_tokens": 100}
+    yard = fair("dlpm", disable_radix_cache=False, policy_options=options)
+    warm(yard, prompt(10), tenant="away")
+    for index in range(10):
+        yard.submit(prompt(50), max_new=5, tenant="busy", cache_salt=str(index))
+    for _ in range(50):
+        yard.turn()
+    roster = yard.scheduler.roster
+    assert roster.policy.credit[0] == 100
+    yard.rest()
 
 
 @pytest.mark.parametrize("policy", ["vtc", "dlpm"])

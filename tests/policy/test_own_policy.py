@@ -91,9 +91,21 @@ MISTAKES = {
     "order is no iterator": ("order", 7),
     "order names strangers": ("order", lambda self: iter([10**6])),
     "order names nonsense": ("order", lambda self: iter(["first"])),
+    "order names a list": ("order", lambda self: iter([[1]])),
+    "order names all at once": ("order", lambda self: iter([self.views.waiting])),
+    "order writes to a column": ("order", lambda self: self.views.columns.target.fill(1)),
+    "order sorts what it was shown": ("order", lambda self: self.views.waiting.sort()),
+    "order leaves": ("order", lambda self: sys.exit()),
     "order names somebody twice": ("order", lambda self: iter(self.views.waiting.tolist() * 2)),
     "begin_step raises": ("begin_step", ValueError("oops")),
     "budget raises": ("budget", ValueError("oops")),
+    "budget is a number": ("budget", 5),
+    "budget is nothing": ("budget", None),
+    "chunk raises": ("budget", lambda self: Allowance(None)),
+    "chunk is no whole number": ("budget", lambda self: Allowance(2.5)),
+    "chunk is below 0": ("budget", lambda self: Allowance(-1)),
+    "chunk is beyond the prompt": ("budget", lambda self: Allowance(10**6)),
+    "begin_step takes rows away": ("begin_step", lambda self: self.views.running.fill(0)),
     "victims raise": ("victims", ValueError("oops")),
     "victims are strangers": ("victims", lambda self: iter([10**6])),
     "outranked raises": ("outranked", ValueError("oops")),
@@ -104,7 +116,29 @@ MISTAKES = {
     "removed raises": ("removed", ValueError("oops")),
     "overdue names strangers": ("overdue", lambda self: [10**6]),
     "displaced raises": ("displaced", ValueError("oops")),
+    "displaced is a list": ("displaced", lambda self: [0]),
+    "displaced is no whole number": ("displaced", 0.5),
+    "measures are no numbers": ("measures", lambda self: {"a": "b"}),
+    "measures are a list": ("measures", lambda self: [1]),
 }
+
+
+class Allowance:
+    """A budget of which every chunk has the size that it was made with; None raises."""
+
+    prefill = with_decode = True
+    max_requests = max_partials = 1
+
+    def __init__(self, size):
+        self.size = size
+
+    def chunk(self, prefix, remaining):
+        if self.size is None:
+            raise ValueError("oops")
+        return self.size
+
+    def spend(self, prefix, tokens):
+        pass
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -120,6 +154,7 @@ def test_a_mistake_puts_fcfs_in_its_place_and_harms_nobody(module, mistake):
     )
     numbers = [yard.submit([5 + i] * 8, max_new=8) for i in range(8)]
     yard.run()
+    yard.scheduler.snapshot(1)
     assert sorted(yard.finished) == numbers
     assert all(yard.finished[number].completion_tokens == 8 for number in numbers[:6])
     assert [yard.finished[number].status for number in numbers[6:]] == [503, 503]
@@ -127,9 +162,26 @@ def test_a_mistake_puts_fcfs_in_its_place_and_harms_nobody(module, mistake):
     assert yard.scheduler.snapshot(1).policy.startswith(f"levels+fcfs ({path} failed: ")
 
 
-def test_a_policy_that_names_nobody_does_not_hang_the_engine(module):
-    yard = make_yard(schedule_policy=add(module, broken("order", lambda self: iter(()))))
-    numbers = [yard.submit([5 + i]) for i in range(3)]
+def frozen_budget(**fields):
+    """A budget that allows nothing."""
+    made = Allowance(0)
+    vars(made).update(fields)
+    return made
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("order", lambda self: iter(())),
+        ("budget", lambda self: frozen_budget()),
+        ("budget", lambda self: frozen_budget(prefill=False, with_decode=False)),
+        ("budget", lambda self: frozen_budget(max_requests=0, max_partials=0)),
+    ],
+)
+@pytest.mark.parametrize("around", [{}, {"enable_priority_scheduling": True, "enable_service_levels": True}])
+def test_a_policy_that_lets_nobody_start_does_not_hang_the_engine(module, mistake, around):
+    yard = make_yard(schedule_policy=add(module, broken(*mistake)), chunked_prefill_size=4, **around)
+    numbers = [yard.submit([5 + i] * 9) for i in range(3)]
     yard.run()
     assert sorted(yard.finished) == numbers
 

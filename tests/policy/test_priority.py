@@ -39,6 +39,14 @@ def test_low_values_first_and_none_given_is_still_the_lowest():
     assert line(yard) == [numbers[i] for i in (2, 3, 1, 0)]
 
 
+def test_an_absurdly_low_priority_does_not_hold_up_those_without_one():
+    yard = make_yard(**ON)
+    absurd = yard.submit([5], priority=-(10**9), arrival_ns=S)
+    none, urgent = (yard.submit([5], priority=priority, arrival_ns=2 * S) for priority in (None, 0))
+    late = yard.submit([5], priority=0, arrival_ns=2 * S + 1002 * 5 * S)
+    assert line(yard) == [urgent, absurd, none, late]
+
+
 def test_the_policy_named_priority_is_fcfs_with_priorities():
     yard = make_yard(schedule_policy="priority")
     numbers = [yard.submit([5], priority=priority) for priority in (0, 9)]
@@ -50,6 +58,18 @@ def test_default_priority_value_stands_in_for_none():
     yard = make_yard(**NO_AGING, default_priority_value=5)
     numbers = [yard.submit([5], priority=priority) for priority in (4, None, 6)]
     assert line(yard) == numbers[::-1]
+
+
+def test_among_equals_a_started_prefill_gives_way_as_the_policy_inside_has_it():
+    yard = make_yard(**NO_AGING, schedule_policy="vtc", chunked_prefill_size=16, max_partial_prefills=2)
+    long = yard.submit([5] * 100, max_new=2, tenant="a", priority=1)
+    yard.launch()
+    yard.commit()
+    low = yard.submit([6] * 10, max_new=2, tenant="b", priority=0)
+    same, other = (yard.submit([6 + i] * 10, max_new=2, tenant="ab"[i], priority=1) for i in range(2))
+    yard.run()
+    first = {number: yard.finished[number].first_token_ns for number in (long, low, same, other)}
+    assert first[other] < first[long] < first[same] < first[low]
 
 
 def test_equals_are_ordered_by_the_policy_inside():

@@ -27,7 +27,7 @@ class Policy:
     overtake a waiting request. A policy that weighs priorities itself says so with `ranks_priorities`; otherwise
     --enable-priority-scheduling puts `priority.Priority` around it. `options` are the names and defaults of its
     --policy-options, `ranges` the least and most value of those that have bounds. `begin_step` is called once before
-    any other question about a step.
+    any other question about a step; later questions may come with a part of its rows only.
     """
 
     name = "fcfs"
@@ -57,16 +57,14 @@ class Policy:
         """Look at the state before a step is planned."""
         self.views = views
 
-    def candidates(self) -> Iterator[int]:
-        """Rows for the step's prefill, best first: unfinished prefills before newcomers, then by arrival."""
-        assert self.views is not None
-        yield from self.views.partial.tolist()
-        yield from self.order(self.views)
+    def candidates(self, views: Views) -> Iterator[int]:
+        """Rows for the step's prefill, started and waiting ones, best first; here all started ones before newcomers."""
+        yield from self.unfinished(views)
+        yield from self.order(views)
 
-    def unfinished(self) -> Iterator[int]:
+    def unfinished(self, views: Views) -> Iterator[int]:
         """Started prefills, best first. Those not drawn yet go on after a newcomer found no place."""
-        assert self.views is not None
-        return iter(self.views.partial.tolist())
+        return iter(views.partial.tolist())
 
     def overdue(self) -> list[int]:
         """Waiting or started rows that are to be refused now, as they cannot be served in time."""

@@ -1,6 +1,6 @@
 """Policies made out of others: a wrapper changes some answers of the policy inside it and passes on the rest."""
 
-import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from tokenyard.base import Int32Array, SchedulerSettings
@@ -39,13 +39,13 @@ class Wrapper(Policy):
         self.views = views
         self.inner.begin_step(views)
 
-    def candidates(self) -> Iterator[int]:
+    def candidates(self, views: Views) -> Iterator[int]:
         """See `Policy.candidates`."""
-        return self.inner.candidates()
+        return self.inner.candidates(views)
 
-    def unfinished(self) -> Iterator[int]:
+    def unfinished(self, views: Views) -> Iterator[int]:
         """See `Policy.unfinished`."""
-        return self.inner.unfinished()
+        return self.inner.unfinished(views)
 
     def overdue(self) -> list[int]:
         """See `Policy.overdue`."""
@@ -92,27 +92,70 @@ class Wrapper(Policy):
         self.inner.removed(row)
 
 
+class Starts:
+    """The tokens of those who have started, by their arrival. A sum over later arrivals costs as much as its border has
+    moved since the last one.
+    """
+
+    def __init__(self) -> None:
+        self._seqs: list[int] = []
+        self._tokens: list[int] = []
+        self._border_seq = -1
+        self._border = 0
+        self._after = 0
+
+    def add(self, seq: int, tokens: int) -> None:
+        """The `seq`-th to arrive has started with so many tokens."""
+        place = bisect_right(self._seqs, seq)
+        self._seqs.insert(place, seq)
+        self._tokens.insert(place, tokens)
+        if seq > self._border_seq:
+            self._after += tokens
+        else:
+            self._border += 1
+
+    def after(self, seq: int) -> int:
+        """Tokens of all who arrived after the `seq`-th."""
+        border = bisect_right(self._seqs, seq)
+        self._after += sum(self._tokens[border : self._border]) - sum(self._tokens[self._border : border])
+        self._border_seq, self._border = seq, border
+        return self._after
+
+    def forget(self, seq: int) -> None:
+        """Nobody will ask for a border before the `seq`-th any more."""
+        place = bisect_left(self._seqs, seq)
+        if place:
+            self.after(seq)
+            del self._seqs[:place], self._tokens[:place]
+            self._border -= place
+
+
 class BoundedOvertaking(Wrapper):
     """Any order, but at most `max_overtaken_tokens` prompt tokens of later arrivals start before a waiting request.
 
-    It is enough to watch the request that has waited for longest: whoever arrived later was overtaken by no more.
+    It is enough to watch the request that has waited for longest among those that may start: whoever arrived later was
+    overtaken by no more. What starts while a limit of its tenant holds a request back counts as having passed it too,
+    or it could be passed anew after each of the tenant's other requests.
     """
 
     def __init__(self, settings: SchedulerSettings, inner: Policy) -> None:
         super().__init__(settings, inner, "bounded")
         self.overtaking = f"{settings.max_overtaken_tokens} prompt tokens of later arrivals"
         self._limit = settings.max_overtaken_tokens
-        self._started: list[tuple[int, int]] = []
-        self._started_tokens = 0
+        self._starts = Starts()
         self._offered = -1
 
-    def candidates(self) -> Iterator[int]:
+    def begin_step(self, views: Views) -> None:
+        """See `Policy.begin_step`."""
+        super().begin_step(views)
+        self._starts.forget(views.first_seq)
+
+    def candidates(self, views: Views) -> Iterator[int]:
         """See `Policy.candidates`. The longest waiting row is put in front of whoever must not pass it any more."""
-        assert self.views is not None
-        columns, waiting = self.views.columns, self.views.waiting
-        started, place = set(self.views.partial.tolist()), 0
+        columns, waiting = views.columns, views.waiting
+        started, place = set(views.partial.tolist()), 0
         drawn: set[int] = set()
-        for row in self.inner.candidates():
+        for row in self.inner.candidates(views):
             if row in started:
                 yield row
                 continue
@@ -132,13 +175,10 @@ class BoundedOvertaking(Wrapper):
             assert self.views is not None
             columns = self.views.columns
             tokens = int(columns.target[row]) - int(columns.planned[row]) + prefill_tokens
-            heapq.heappush(self._started, (int(columns.seq[row]), tokens))
-            self._started_tokens += tokens
+            self._starts.add(int(columns.seq[row]), tokens)
             self._offered = -1
 
     def _may_pass(self, columns: Columns, row: int, head: int) -> bool:
         """Whether `row` may start although `head` came earlier and still waits."""
-        while self._started and self._started[0][0] < columns.seq[head]:
-            self._started_tokens -= heapq.heappop(self._started)[1]
         tokens = int(columns.target[row]) - int(columns.matchable[row])
-        return self._started_tokens + tokens <= self._limit
+        return self._starts.after(int(columns.seq[head])) + tokens <= self._limit

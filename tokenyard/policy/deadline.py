@@ -63,14 +63,13 @@ class EarliestDeadline(Policy):
         super().begin_step(views)
         self.queue.update(views)
 
-    def candidates(self) -> Iterator[int]:
+    def candidates(self, views: Views) -> Iterator[int]:
         """See `Policy.candidates`; here started prefills have no precedence."""
         return self.queue.rows()
 
-    def unfinished(self) -> Iterator[int]:
+    def unfinished(self, views: Views) -> Iterator[int]:
         """See `Policy.unfinished`."""
-        assert self.views is not None
-        return self.queue.only(self.views.partial)
+        return self.queue.only(views.partial)
 
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""

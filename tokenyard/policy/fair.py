@@ -57,7 +57,6 @@ class TenantService(Policy, ABC):
         """See `Policy.charge_decode`."""
         if self.views is None:
             return
-        self._learn(self.views.columns, rows)
         tokens = np.bincount(self.views.columns.tenant[rows], minlength=len(self._weight))
         for tenant in np.flatnonzero(tokens).tolist():
             self.serve(tenant, OUTPUT_WEIGHT * int(tokens[tenant]) / float(self._weight[tenant]))
@@ -128,15 +127,13 @@ class VirtualTokenCounter(TenantService):
         self.served[joined] = np.maximum(self.served[joined], self._level)
         self._waited = waits
 
-    def candidates(self) -> Iterator[int]:
+    def candidates(self, views: Views) -> Iterator[int]:
         """See `Policy.candidates`; here a started prefill precedes only the newcomers of its own tenant."""
-        assert self.views is not None
-        return self._by_service(self.views, np.concatenate((self.views.partial, self.views.waiting)))
+        return self._by_service(views, np.concatenate((views.partial, views.waiting)))
 
-    def unfinished(self) -> Iterator[int]:
+    def unfinished(self, views: Views) -> Iterator[int]:
         """See `Policy.unfinished`."""
-        assert self.views is not None
-        return self._by_service(self.views, self.views.partial)
+        return self._by_service(views, views.partial)
 
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""
@@ -181,22 +178,28 @@ class VirtualTokenCounter(TenantService):
 
 
 class DeficitLongestPrefixMatch(TenantService):
-    """Longest prefix first among tenants that have credit left (DLPM, Cao et al. 2025).
+    """Longest prefix first among tenants that have credit left (DLPM, Cao et al. 2025), among equal ones who has most.
 
     Service is paid out of a tenant's credit. When no waiting tenant has any, each is given `quantum_tokens` times its
-    weight: a larger quantum finds more prefixes and lets the gap grow. The gap between two tenants that both keep
-    waiting stays within 2 * (max(longest prompt, OUTPUT_WEIGHT * KV pool) + quantum_tokens).
+    weight: a larger quantum finds more prefixes and lets the gap grow. Who does not wait then is given as much, but
+    saves up no more than `saved_tokens`, and begins with that (0 is the paper's rule): somebody who sends little is
+    before the one who floods wherever the cache holds as much for both. The gap between two tenants that both keep
+    waiting stays within 2 * (max(longest prompt, OUTPUT_WEIGHT * KV pool) + max(quantum_tokens, saved_tokens)).
     """
 
     name = "dlpm"
     needs_tree = True
-    options: ClassVar[dict[str, Option]] = {"quantum_tokens": 32768}
-    ranges: ClassVar[dict[str, tuple[float, float]]] = {"quantum_tokens": (1, 2**40)}
-    overtaking = "between tenants by the service gap plus two quanta; within a tenant unbounded, as for lpm"
+    options: ClassVar[dict[str, Option]] = {"quantum_tokens": 16384, "saved_tokens": 32768}
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {"quantum_tokens": (1, 2**40), "saved_tokens": (0, 2**40)}
+    overtaking = (
+        "between tenants by the service gap of at most 2 * (max(prompt, 2 * pool) + max(quantum_tokens, saved_tokens)) "
+        "tokens; within a tenant unbounded, as for lpm"
+    )
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
         self._quantum = float(self.chosen["quantum_tokens"])
+        self._saved = float(self.chosen["saved_tokens"])
         self.credit = np.empty(0, np.float64)
 
     def order(self, views: Views) -> Iterator[int]:
@@ -205,8 +208,11 @@ class DeficitLongestPrefixMatch(TenantService):
         while len(left):
             self._refill(columns.tenant[left])
             payers = left[self.credit[columns.tenant[left]] > 0.0]
+            richer = np.empty(len(self.credit), np.int64)
+            richer[np.argsort(-self.credit, kind="stable")] = np.arange(len(richer))
+            key = richer[columns.tenant[payers]] - columns.matchable[payers].astype(np.int64) * len(richer)
             drawn = np.zeros(len(columns.seq), np.bool_)
-            for row in best_first(payers, -columns.matchable[payers].astype(np.int64)):
+            for row in best_first(payers, key):
                 if self.credit[columns.tenant[row]] > 0.0:
                     drawn[row] = True
                     yield row
@@ -224,16 +230,16 @@ class DeficitLongestPrefixMatch(TenantService):
     def grow(self, tenants: int) -> None:
         """See `TenantService.grow`."""
         super().grow(tenants)
-        self.credit = np.concatenate((self.credit, np.zeros(tenants - len(self.credit))))
+        self.credit = np.concatenate((self.credit, np.full(tenants - len(self.credit), self._saved)))
 
     def _refill(self, tenants: Int32Array) -> None:
-        """Give credit until a waiting tenant has some; the debts of absent ones shrink alike, but they save nothing."""
+        """Give credit until a waiting tenant has some; absent ones save up no more than `saved_tokens`."""
         waits = np.bincount(tenants, minlength=len(self.credit)) > 0
         if (self.credit[waits] > 0.0).any():
             return
         rounds = float(np.floor(-self.credit[waits] / self._quantum).min()) + 1.0
         richer = self.credit + rounds * self._quantum
-        self.credit = np.where(waits, richer, np.maximum(self.credit, np.minimum(richer, 0.0)))
+        self.credit = np.where(waits, richer, np.maximum(self.credit, np.minimum(richer, self._saved)))
 
 
 POLICIES: list[type[Policy]] = [VirtualTokenCounter, DeficitLongestPrefixMatch]

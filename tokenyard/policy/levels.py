@@ -118,11 +118,10 @@ class Levels(Wrapper):
         self._turn, self._waiting = None, []
         self._others_wait = bool((views.columns.level[views.waiting] != STRICT).any())
 
-    def candidates(self) -> Iterator[int]:
+    def candidates(self, views: Views) -> Iterator[int]:
         """See `Policy.candidates`: started prefills, then the levels' newcomers."""
-        assert self.views is not None
-        yield from self.inner.unfinished()
-        yield from self.order(self.views)
+        yield from self.inner.unfinished(views)
+        yield from self.order(views)
 
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""

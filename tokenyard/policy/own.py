@@ -1,7 +1,11 @@
 """A policy of the user's own, watched over: what it gets wrong harms nobody else."""
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from dataclasses import replace
+from operator import index
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from tokenyard.base import Int32Array, SchedulerSettings
 from tokenyard.policy.base import Policy
@@ -13,17 +17,53 @@ Answer = TypeVar("Answer")
 NOBODY: list[int] = []
 
 
+class ReadOnlyColumns:
+    """The columns of others' requests, which raise ValueError when written to."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._columns, name)
+        return read_only(value) if isinstance(value, np.ndarray) else value
+
+
+def read_only(array: Any) -> Any:
+    """The same numbers, not to be written to."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def guarded_columns(columns: Columns) -> Columns:
+    """What a policy of the user's sees of `columns`."""
+    return cast(Columns, ReadOnlyColumns(columns))
+
+
+def guarded_views(views: Views) -> Views:
+    """What a policy of the user's sees of `views`."""
+    return replace(
+        views,
+        columns=guarded_columns(views.columns),
+        waiting=read_only(views.waiting),
+        partial=read_only(views.partial),
+        running=read_only(views.running),
+    )
+
+
 class Guarded(Wrapper):
     """Passes on what `inner` says as long as it makes sense.
 
-    The first exception, or an answer with rows that do not belong there or come twice, puts fcfs in its place for good;
-    `failure` then says why. So that nothing hangs, fcfs also steps in where nobody runs and `inner` names no candidate.
-    How long answers take is watched outside the core, where clocks are.
+    The first exception, or an answer that makes no sense, such as rows that do not belong there or come twice, puts
+    fcfs in its place for good; `failure` then says why. So that nothing hangs, fcfs also steps in where nobody decodes
+    and `inner` names no candidate or allows no tokens. How long answers take is watched outside the core, where clocks
+    are.
     """
 
     def __init__(self, settings: SchedulerSettings, inner: Policy, path: str) -> None:
         super().__init__(settings, inner, "own")
         self.name = path
+        self.overtaking = str(inner.overtaking)
         self.failure = ""
 
     def describe(self) -> str:
@@ -33,41 +73,42 @@ class Guarded(Wrapper):
     def begin_step(self, views: Views) -> None:
         """See `Policy.begin_step`."""
         self.views = views
-        self._ask(lambda: self.inner.begin_step(views), None)
+        self.inner.views = shown = guarded_views(views)
+        self.ask(lambda: self.inner.begin_step(shown), None)
 
-    def candidates(self) -> Iterator[int]:
+    def candidates(self, views: Views) -> Iterator[int]:
         """See `Policy.candidates`."""
-        assert self.views is not None
-        views = self.views
         rows = [*views.partial.tolist(), *views.waiting.tolist()]
-        idle = not len(views.running) and not len(views.partial)
-        return self._checked(rows, lambda: iter(self.inner.candidates()), complete=idle)
+        return self._checked(rows, lambda: iter(self.inner.candidates(guarded_views(views))))
 
-    def unfinished(self) -> Iterator[int]:
+    def unfinished(self, views: Views) -> Iterator[int]:
         """See `Policy.unfinished`."""
-        assert self.views is not None
-        return iter(self.views.partial.tolist())
+        return iter(views.partial.tolist())
 
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""
-        return self._checked(views.waiting.tolist(), lambda: iter(self.inner.order(views)), complete=False)
+        return self._checked(views.waiting.tolist(), lambda: iter(self.inner.order(guarded_views(views))))
 
     def overdue(self) -> list[int]:
         """See `Policy.overdue`."""
         assert self.views is not None
         known = {*self.views.partial.tolist(), *self.views.waiting.tolist()}
-        rows = self._ask(lambda: [int(row) for row in self.inner.overdue()], NOBODY)
+        rows = self.ask(lambda: [index(row) for row in self.inner.overdue()], NOBODY)
         return rows if self._belong(rows, known, "overdue") else []
 
     def budget(self) -> StepBudget:
         """See `Policy.budget`."""
+        budget = self.ask(lambda: GuardedBudget(self, self.inner.budget()), None)
+        return self.usual_budget() if budget is None else budget
+
+    def usual_budget(self) -> StepBudget:
+        """The step's allowance without `inner`."""
         assert self.views is not None
-        budget = self._ask(self.inner.budget, None)
-        return self.budget_rule.begin(self.views) if budget is None else budget
+        return self.budget_rule.begin(self.views)
 
     def victims(self, views: Views) -> Iterator[int]:
         """See `Policy.victims`. Rows that `inner` leaves out go last."""
-        rows = self._ask(lambda: [int(row) for row in self.inner.victims(views)], NOBODY)
+        rows = self.ask(lambda: [index(row) for row in self.inner.victims(guarded_views(views))], NOBODY)
         if not self._belong(rows, set(views.running.tolist()), "victims"):
             rows = []
         chosen = set(rows)
@@ -75,71 +116,126 @@ class Guarded(Wrapper):
 
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
         """See `Policy.outranked`. All at once, so that a mistake is found before anybody gives way."""
-        rows = self._ask(lambda: [int(row) for row in self.inner.outranked(views, asker)], NOBODY)
+        rows = self.ask(lambda: [index(row) for row in self.inner.outranked(guarded_views(views), asker)], NOBODY)
         seated = {*views.running.tolist(), *views.partial.tolist()}
         return iter(rows if self._belong(rows, seated, "outranked") else [])
 
     def charge(self, row: int, prefill_tokens: int) -> None:
         """See `Policy.charge`."""
-        self._ask(lambda: self.inner.charge(row, prefill_tokens), None)
+        self.ask(lambda: self.inner.charge(row, prefill_tokens), None)
 
     def charge_decode(self, rows: Int32Array) -> None:
         """See `Policy.charge_decode`."""
-        self._ask(lambda: self.inner.charge_decode(rows), None)
+        self.ask(lambda: self.inner.charge_decode(read_only(rows)), None)
 
     def measures(self, rows: Int32Array) -> dict[str, float]:
         """See `Policy.measures`."""
-        return self._ask(lambda: self.inner.measures(rows), {})
+        nothing: dict[str, float] = {}
+        return self.ask(
+            lambda: {name: float(value) for name, value in self.inner.measures(read_only(rows)).items()}, nothing
+        )
 
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
         """See `Policy.displaced`."""
-        row = self._ask(lambda: self.inner.displaced(columns, waiting, newcomer), None)
+        row = self.ask(lambda: self._displaced(columns, waiting, newcomer), None)
         return row if row is None or self._belong([row], set(waiting.tolist()), "displaced") else None
+
+    def _displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
+        row = self.inner.displaced(guarded_columns(columns), read_only(waiting), newcomer)
+        return None if row is None else index(row)
 
     def finished(self, row: int) -> None:
         """See `Policy.finished`."""
-        self._ask(lambda: self.inner.finished(row), None)
+        self.ask(lambda: self.inner.finished(row), None)
 
     def removed(self, row: int) -> None:
         """See `Policy.removed`."""
-        self._ask(lambda: self.inner.removed(row), None)
+        self.ask(lambda: self.inner.removed(row), None)
 
-    def _checked(self, rows: list[int], draw: Callable[[], Iterator[int]], complete: bool) -> Iterator[int]:
-        """What `draw` yields out of `rows`; what is left of them follows after a failure, or if nothing else comes and
-        `complete` wants somebody.
+    @property
+    def must_prefill(self) -> bool:
+        """Whether nothing would happen without prefill in this step."""
+        assert self.views is not None
+        return not len(self.views.running)
+
+    def _checked(self, rows: list[int], draw: Callable[[], Iterator[int]]) -> Iterator[int]:
+        """What `draw` yields out of `rows`; what is left of them follows after a failure, or if nobody runs and nothing
+        else comes.
         """
         left, drawn = dict.fromkeys(rows), False
         nothing: Iterator[int] = iter(())
-        source = self._ask(draw, nothing)
-        while (row := self._ask(lambda: next(source, None), None)) is not None:
+        source = self.ask(draw, nothing)
+        while (row := self.ask(lambda: _next_row(source), None)) is not None:
             if row not in left:
-                self._fail(f"candidate {row!r} is no waiting row, or came twice")
+                self.fail(f"candidate {row!r} is no waiting row, or came twice")
                 break
             del left[row]
             drawn = True
-            yield int(row)
-        if self.failure or (complete and not drawn):
+            yield row
+        if self.failure or (self.must_prefill and not drawn):
             yield from left
 
     def _belong(self, rows: list[int], known: set[int], answer: str) -> bool:
         """Whether `rows` are all different and `known`; otherwise `inner` is done with."""
         fine = len(set(rows)) == len(rows) and known.issuperset(rows)
         if not fine:
-            self._fail(f"{answer} named a row twice, or one that does not belong there")
+            self.fail(f"{answer} named a row twice, or one that does not belong there")
         return fine
 
-    def _ask(self, question: Callable[[], Answer], fallback: Answer) -> Answer:
+    def ask(self, question: Callable[[], Answer], fallback: Answer) -> Answer:
+        """What `question` answers, `fallback` if it raises or `inner` is done with."""
         if self.failure:
             return fallback
         try:
             return question()
-        except Exception as error:
-            self._fail(f"it raised {error!r}")
+        except (Exception, SystemExit) as error:
+            self.fail(f"it raised {error!r}")
             return fallback
 
-    def _fail(self, why: str) -> None:
+    def fail(self, why: str) -> None:
+        """`inner` is done with."""
         self.failure = why
 
 
-ASKS = Guarded._ask.__code__
+def _next_row(source: Iterator[Any]) -> int | None:
+    row = next(source, None)
+    try:
+        return None if row is None else index(row)
+    except TypeError:
+        raise TypeError(f"candidate {row!r} is no row") from None
+
+
+class GuardedBudget:
+    """A budget of the user's policy, of which a chunk that makes no sense ends the step's prefill.
+
+    So that nothing hangs, the usual budget says how large the first chunk is where nobody decodes and `inner` says 0.
+    Raises what reading `inner` raises.
+    """
+
+    def __init__(self, guard: "Guarded", inner: StepBudget) -> None:
+        self.prefill, self.with_decode = bool(inner.prefill), bool(inner.with_decode)
+        self.max_requests, self.max_partials = index(inner.max_requests), max(index(inner.max_partials), 1)
+        self._guard = guard
+        self._inner = inner
+        self._must_go_on = guard.must_prefill
+        if self._must_go_on and not (self.prefill and self.max_requests > 0):
+            self.prefill, self.max_requests = True, 1
+
+    def chunk(self, prefix: int, remaining: int) -> int:
+        """See `StepBudget.chunk`."""
+        tokens = self._guard.ask(lambda: index(self._inner.chunk(prefix, remaining)), 0)
+        if not 0 <= tokens <= remaining:
+            self._guard.fail(f"budget gave a chunk of {tokens} out of {remaining} tokens")
+            tokens = 0
+        if tokens or not self._must_go_on:
+            return tokens
+        return self._guard.usual_budget().chunk(prefix, remaining)
+
+    def spend(self, prefix: int, tokens: int) -> None:
+        """See `StepBudget.spend`."""
+        self._must_go_on = False
+        self._guard.ask(lambda: self._inner.spend(prefix, tokens), None)
+
+
+ASKS = Guarded.ask.__code__
 """The function that calls the user's: an exception in what it calls, wherever it comes from, harms nobody else."""

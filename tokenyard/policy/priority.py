@@ -34,23 +34,23 @@ class Priority(Wrapper):
         else:
             self.overtaking = "none: without aging, more urgent requests pass as long as they keep coming"
 
-    def candidates(self) -> Iterator[int]:
-        """See `Policy.candidates`. A started prefill goes on before newcomers that are no more urgent."""
-        assert self.views is not None
-        columns, waiting = self.views.columns, self.views.waiting
-        ranks, started = self.rank(columns, waiting), self._started(self.views)
-        for row, rank in zip(started, self.rank(columns, started).tolist(), strict=True):
-            ahead = ranks < rank
-            if ahead.any():
-                yield from self._in_order(self.views, waiting[ahead], ranks[ahead])
-                waiting, ranks = waiting[~ahead], ranks[~ahead]
-            yield int(row)
-        yield from self._in_order(self.views, waiting, ranks)
+    def candidates(self, views: Views) -> Iterator[int]:
+        """See `Policy.candidates`. A started prefill goes on before less urgent newcomers; among equals `inner` says
+        who is next, by default a started one too.
+        """
+        waiting, ranks = views.waiting, self.rank(views.columns, views.waiting)
+        for started in self._started(views):
+            rank = self.rank(views.columns, started[:1])[0]
+            ahead, after = ranks < rank, ranks > rank
+            yield from self._in_order(views, waiting[ahead], ranks[ahead])
+            yield from self.inner.candidates(replace(views, partial=started, waiting=waiting[~(ahead | after)]))
+            waiting, ranks = waiting[after], ranks[after]
+        yield from self._in_order(views, waiting, ranks)
 
-    def unfinished(self) -> Iterator[int]:
+    def unfinished(self, views: Views) -> Iterator[int]:
         """See `Policy.unfinished`."""
-        assert self.views is not None
-        return iter(self._started(self.views).tolist())
+        for started in self._started(views):
+            yield from self.inner.unfinished(replace(views, partial=started))
 
     def order(self, views: Views) -> Iterator[int]:
         """See `Policy.order`."""
@@ -83,9 +83,9 @@ class Priority(Wrapper):
         keys, aging_ns = self.urgency.keys(columns, rows), self.urgency.aging_ns
         return keys // aging_ns if aging_ns and not self._plain else keys
 
-    def _started(self, views: Views) -> Int32Array:
-        ranks = self.rank(views.columns, views.partial)
-        return views.partial[np.argsort(ranks, kind="stable")]
+    def _started(self, views: Views) -> Iterator[Int32Array]:
+        """Started prefills in groups of equals, the most urgent first."""
+        return in_groups(views.partial, self.rank(views.columns, views.partial))
 
     def _in_order(self, views: Views, rows: Int32Array, ranks: Int64Array) -> Iterator[int]:
         """Waiting `rows` by their ranks, equals as `inner` has them."""

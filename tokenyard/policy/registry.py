@@ -42,7 +42,7 @@ def create_policy(name: str, settings: SchedulerSettings) -> Policy:
 
 def _order(name: str, settings: SchedulerSettings) -> Policy:
     if ":" in name:
-        return Guarded(settings, _made(load_policy(name), settings, name), name)
+        return _guarded(load_policy(name), settings, name)
     if name == "priority":
         return Policy(settings)
     if name not in POLICIES:
@@ -61,9 +61,9 @@ def load_policy(path: str) -> type[Policy]:
     return found
 
 
-def _made(policy: type[Policy], settings: SchedulerSettings, path: str) -> Policy:
+def _guarded(policy: type[Policy], settings: SchedulerSettings, path: str) -> Policy:
     try:
-        return policy(settings)
+        return Guarded(settings, policy(settings), path)
     except ConfigError:
         raise
     except Exception as error:

@@ -9,8 +9,10 @@ import numpy as np
 from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.policy.views import NO_PRIORITY, Columns
 
-MOST_LEVELS = 10**6
-"""With aging, priorities beyond this count as this, so that sums of times fit an int64."""
+MOST_LEVEL, LEAST_LEVEL = 10**6, -(10**3)
+"""With aging, levels beyond these count as these: sums of times must fit an int64, and no single request must push down
+those without a priority, who rank below all others, for weeks.
+"""
 
 _ROOM_FOR_BOOST = 2**62
 
@@ -43,9 +45,10 @@ class Urgency:
         if not self.aging_ns:
             return ~levels
         given = is_given(levels)
+        levels = np.clip(levels, LEAST_LEVEL, MOST_LEVEL)
         self._lowest = min(self._lowest, int(levels.min(initial=0, where=given)))
         levels = np.where(given, levels, self._lowest - 1)
-        return columns.arrival_ns[rows] - self.aging_ns * np.clip(levels, -MOST_LEVELS, MOST_LEVELS)
+        return columns.arrival_ns[rows] - self.aging_ns * levels
 
 
 def is_given(priority: Int64Array) -> BoolArray:

@@ -79,8 +79,9 @@ class Views:
     waiting: rows that may be admitted now, in order of arrival. partial: admitted rows whose prompt is not wholly
     planned, oldest first. running: rows that decode, in order of admission. free_tokens: KV tokens that are free,
     evictable or about to be released; total_tokens: the whole pool. free_rows: places for more running requests.
-    prefill_steps_in_row: prefill-only steps since the last step that decoded. prefixes: the tree's waiting rows, above
-    all name spaces, kept only for policies that need the tree.
+    prefill_steps_in_row: prefill-only steps since the last step that decoded. first_seq: `seq` of whoever has waited
+    for longest, those included whom limits of their tenants hold back. prefixes: the tree's waiting rows, above all
+    name spaces, kept only for policies that need the tree.
     """
 
     columns: Columns
@@ -93,6 +94,7 @@ class Views:
     page_size: int
     now: int
     prefill_steps_in_row: int
+    first_seq: int = 0
     cost: CostModel | None = None
     prefixes: PrefixBranch | None = None
 

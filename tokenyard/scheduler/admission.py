@@ -62,7 +62,7 @@ class PrefillAdder:
 
         `refused` is the newcomer that memory had no room for.
         """
-        for row in self._policy.candidates():
+        for row in self._policy.candidates(self._views):
             if self._requests_left <= 0:
                 return
             started = self._table.state[row] == State.PREFILL
@@ -72,7 +72,7 @@ class PrefillAdder:
                 return
             if not started and not self._admit(row):
                 break
-        for row in self._policy.unfinished():
+        for row in self._policy.unfinished(self._views):
             if row not in self._continued and (self._requests_left <= 0 or not self._continue(row)):
                 return
 

@@ -283,6 +283,7 @@ class Roster:
             page_size=self.memory.page_size,
             now=now,
             prefill_steps_in_row=self.prefill_steps_in_row,
+            first_seq=int(self.table.seq[waiting[0]]) if len(waiting) else 0,
             cost=self.cost,
             prefixes=self._index.forest if self._index.active else None,
         )
