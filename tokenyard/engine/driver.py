@@ -334,7 +334,7 @@ class Driver:
         now = time.monotonic_ns()
         if now - self._counters_at_ns >= COUNTERS_EVERY_NS:
             self._counters_at_ns = now
-            self._state.set_counters(self._counters(now), now)
+            self._state.counters = self._counters(now)
 
 
 def _refusal(number: int, error: Exception, status: int) -> Finish:

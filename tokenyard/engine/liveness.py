@@ -12,26 +12,21 @@ BEAT_EVERY_S = 0.5
 
 
 class LoopState:
-    """What the event loop is doing; written by the loop, read by the heartbeat thread."""
+    """What the event loop is doing, and the scheduler's `counters`; written by the loop, read by the heartbeat thread."""
 
     def __init__(self) -> None:
         self.steps = 0
+        self.counters: dict[str, Any] = {}
         self._doing: tuple[str, int] = ("host", time.monotonic_ns())
-        self._counters: tuple[dict[str, Any], int] = ({}, time.monotonic_ns())
 
     def enter(self, doing: str) -> None:
         """Note that the loop now waits for messages ("idle"), for the device ("step") or works itself ("host")."""
         self._doing = (doing, time.monotonic_ns())
 
-    def set_counters(self, counters: dict[str, Any], now_ns: int) -> None:
-        """Keep the scheduler's counters for the next heartbeats."""
-        self._counters = (counters, now_ns)
-
     def beat(self, now_ns: int) -> Heartbeat:
         """Return the sign of life of this moment."""
         doing, since_ns = self._doing
-        counters, counters_ns = self._counters
-        return Heartbeat(now_ns, doing, now_ns - since_ns, self.steps, counters, now_ns - counters_ns)
+        return Heartbeat(now_ns, doing, now_ns - since_ns, self.steps, self.counters)
 
 
 class HeartbeatThread:

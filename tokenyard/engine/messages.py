@@ -103,7 +103,7 @@ class Heartbeat(msgspec.Struct):
 
     `doing` is "idle" (waiting for messages), "step" (waiting for the device) or "host" (everything else);
     `doing_ns` is for how long already, so a loop that hangs on the host shows as a growing "host". `counters` are the
-    scheduler's as of `counters_age_ns` ago.
+    scheduler's, as they were a moment ago.
     """
 
     sent_ns: int
@@ -111,7 +111,6 @@ class Heartbeat(msgspec.Struct):
     doing_ns: int
     steps: int
     counters: dict[str, Any]
-    counters_age_ns: int = 0
 
 
 class TextBatch(msgspec.Struct, array_like=True):
