@@ -12,7 +12,7 @@ BEAT_EVERY_S = 0.5
 
 
 class LoopState:
-    """What the event loop is doing, and the scheduler's `counters`; written by the loop, read by the heartbeat thread."""
+    """What the event loop does, and the scheduler's `counters`; written by the loop, read by the heartbeat thread."""
 
     def __init__(self) -> None:
         self.steps = 0
