@@ -45,7 +45,7 @@ from tokenyard.engine.lookahead import Lookahead
 from tokenyard.engine.messages import FromScheduler, ToScheduler
 from tokenyard.engine.priority_hook import create_hook
 from tokenyard.engine.recording import build_core, load_prior, open_tape
-from tokenyard.engine.requests import further_ends
+from tokenyard.engine.requests import check_known, further_ends
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.scheduler_process import load_executor
 from tokenyard.engine.step_log import StepLog
@@ -405,15 +405,14 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequestError("there is no tokenizer: give token ids")
-            return np.array(self.tokenizer.encode(prompt).ids, dtype=np.int32)
+            prompt = self.tokenizer.encode(prompt).ids
         try:
             ids = np.asarray(prompt)
         except ValueError:  # lists of several lengths
             ids = np.asarray(None)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise InvalidRequestError("a prompt must be a text or a list of token ids")
-        if len(ids) and not (ids.min() >= 0 and ids.max() < self.info.vocab_size):
-            raise InvalidRequestError(f"token ids must be between 0 and {self.info.vocab_size - 1}")
+        check_known(ids, self.info.vocab_size)
         return ids.astype(np.int32)
 
     def _start(self, prompt: Prompt, request: Request) -> "Future[Generation]":

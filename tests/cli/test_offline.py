@@ -70,7 +70,7 @@ def test_async_answers(llm):
 
 
 def test_wrong_requests_are_refused(llm):
-    with pytest.raises(InvalidRequestError, match="token ids"):
+    with pytest.raises(InvalidRequestError, match="token id 1000000 is not in the vocabulary"):
         llm.generate([10**6])
     for no_prompt in (None, 5, [1.5], b"x", [["a"]], ["a", None], [[1], [[2], [3, 4]]]):
         with pytest.raises(InvalidRequestError, match="a text or a list of token ids"):

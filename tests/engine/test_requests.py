@@ -53,6 +53,12 @@ def test_texts_of_any_length_are_tokenized(tokenizer, length):
     assert make(spec, tokenizer, info).prompt_ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def test_a_text_with_a_token_that_the_model_does_not_know_is_refused(tokenizer):
+    small = replace(INFO, vocab_size=int(max(tokenizer.encode("Hello there").ids)))
+    with pytest.raises(InvalidRequestError, match="is not in the vocabulary"):
+        make(GenerateSpec(text="Hello there"), tokenizer, small)
+
+
 def test_the_tokenizers_end_mark_ends_answers_too(tokenizer):
     mark = tokenizer.id_to_token(7)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from tokenyard.base import ExecutorInfo
 from tokenyard.engine.chat_template import ChatTemplate, load_chat_template
 from tokenyard.engine.config import EngineConfig
 from tokenyard.engine.ipc import SocketDirectory
@@ -46,6 +47,7 @@ async def running_engine(
 
         supervisor = Supervisor(config, sockets, died)
         info = await supervisor.start()
+        _warn_of_strangers(tokenizer, info)
         manager = TokenizerManager(info, tokenizer, template, sockets.endpoints)
         managers.append(manager)
         listener = asyncio.create_task(_end_when_silent(manager, supervisor, config.watchdog_timeout_s))
@@ -55,6 +57,16 @@ async def running_engine(
             listener.cancel()
             await manager.close()
             await supervisor.stop()
+
+
+def _warn_of_strangers(tokenizer: Tokenizer | None, info: ExecutorInfo) -> None:
+    """Log it if a tokenizer has tokens that its model does not know; texts with such a token are refused."""
+    if tokenizer is not None and tokenizer.get_vocab_size() > info.vocab_size:
+        logger.warning(
+            "the tokenizer has %d tokens, the model %d: do they belong together?",
+            tokenizer.get_vocab_size(),
+            info.vocab_size,
+        )
 
 
 async def _end_when_silent(manager: TokenizerManager, supervisor: Supervisor, timeout_s: float) -> None:

@@ -53,6 +53,16 @@ def check_priority(priority: int | None) -> None:
         raise InvalidRequestError(f"priority must be between -{MOST_PRIORITY} and {MOST_PRIORITY}", param="priority")
 
 
+def check_known(ids: np.ndarray, vocab_size: int) -> None:
+    """Raise InvalidRequestError for token ids that the model has no row for, which would fail the step of everybody.
+
+    Not only clients give such: a tokenizer may have marks that were never added to its model.
+    """
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise InvalidRequestError(f"token id {wrong} is not in the vocabulary of {vocab_size} tokens", param="prompt")
+
+
 def further_ends(info: ExecutorInfo, tokenizer: Tokenizer | None, eos_token: str) -> list[int]:
     """Ids that end an answer beside those of the model's config: that of the tokenizer's `eos_token` ("" for none),
     as some checkpoints name the mark that ends a turn only there.
@@ -79,6 +89,7 @@ class RequestMaker:
             if not spec.text:
                 raise InvalidRequestError("the prompt is empty", param="prompt")
             ids = await self._tokenize(spec.text, spec.add_special_tokens)
+            check_known(ids, self._vocab_size)
         else:
             ids = self._check_ids(np.asarray(spec.input_ids))
         if not len(ids):
@@ -128,11 +139,7 @@ class RequestMaker:
     def _check_ids(self, ids: np.ndarray) -> Int32Array:
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise InvalidRequestError("token ids must be one flat list of whole numbers", param="prompt")
-        wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
-        if len(wrong):
-            raise InvalidRequestError(
-                f"token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens", param="prompt"
-            )
+        check_known(ids, self._vocab_size)
         return ids.astype(np.int32, copy=False)
 
     def _sampling(self, spec: GenerateSpec, prompt_tokens: int) -> SamplingParams:
