@@ -8,7 +8,9 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+_BRIGHT = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+_DARK = ("#1e3a8a", "#7f1d1d", "#022c22", "#78350f", "#2e1065", "#164e63", "#500724", "#1a2e05")
+COLOURS = _BRIGHT + _DARK
 WIDTH, HEIGHT = 620, 340
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 46
 MOST_STEPS = 6
