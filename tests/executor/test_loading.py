@@ -147,6 +147,7 @@ def test_unused_tensors_are_named(copy, caplog):
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
         ({"intermediate_size": 64}, "mlp.gate_proj.weight' has shape .80, 48., but config.json means .64, 48."),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"num_hidden_layers": 4}, "no tensor 'model.layers.3"),
     ],
 )

@@ -102,6 +102,9 @@ def _qwen_windows(raw: RawConfig) -> tuple[int, ...]:
     return _layer_windows(raw, int(window), full_layers=int(raw.get("max_window_layers", 28)))
 
 
+MOST_LAYERS = 10_000
+"""Far beyond any model; a damaged file must not keep the loader busy for ever."""
+
 ARCHITECTURES: dict[str, Callable[[RawConfig], _Traits]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
@@ -130,6 +133,8 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     hidden = _positive(raw, "hidden_size")
     head_dim = int(raw.get("head_dim") or hidden // heads)
     layers = _positive(raw, "num_hidden_layers")
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers is {layers}; it can be at most {MOST_LAYERS}")
     if heads % kv_heads:
         raise ConfigError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if head_dim % 2:
