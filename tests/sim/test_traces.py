@@ -120,7 +120,7 @@ def test_openai_bodies_with_unix_and_iso_stamps(tmp_path):
     message = [{"role": "user", "content": [{"type": "text", "text": "one two"}]}]
     path = write_lines(
         tmp_path / "t.jsonl",
-        {"timestamp": "2026-01-01T00:00:00Z", "body": {"prompt": "a bb"}, "output_tokens": 5},
+        {"timestamp": "2026-01-01T00:00:00Z", "body": {"prompt": "a bb", "max_tokens": 9}, "output_tokens": 5},
         {"timestamp": 1767225602.5, "messages": message, "user": "u", "usage": {"completion_tokens": 6}},
     )
     workload = read_trace(path, "openai-jsonl", ReadOptions(tokenize=words))
@@ -128,6 +128,7 @@ def test_openai_bodies_with_unix_and_iso_stamps(tmp_path):
     assert workload.prompt_tokens.tolist() == [2, 3]
     assert workload.output_tokens.tolist() == [5, 6]
     assert workload.request(1).tenant == "u"
+    assert [workload.request(index).sampling.max_new_tokens for index in (0, 1)] == [9, 6]
 
 
 GOOD = {"arrival_s": 1.0, "prompt_tokens": 5, "output_tokens": 1}

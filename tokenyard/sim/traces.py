@@ -267,18 +267,20 @@ def read_openai(path: Path, options: ReadOptions) -> Workload:
 
     The body is the line itself or its field `body`: `messages` (role and text content) or `prompt`. The answer's length
     is `usage.completion_tokens` of the line, of its `response` or of the `body` of that, or `output_tokens`; without
-    any of them the line is refused, for a guess would decide the result. `user` is the tenant, `priority` the priority.
+    any of them the line is refused, for a guess would decide the result. `user` is the tenant, `priority` the priority;
+    `max_completion_tokens` or `max_tokens` is what was asked for.
     """
     tokenize = options.tokenizer(path)
     builder = WorkloadBuilder(path.name)
     for where, record in islice(read_json_lines(path), options.limit):
         body = record["body"] if isinstance(record.get("body"), dict) else record
-        ids = tokenize(_prompt_text(body, where))
+        ids, output = tokenize(_prompt_text(body, where)), _completion_tokens(record, where)
         builder.add(
             where,
             _stamp(record, where),
             len(ids),
-            _completion_tokens(record, where),
+            output,
+            max_new_tokens=_asked_tokens(body, output, where),
             ids=ids,
             tenant=_name(body, "user", where),
             priority=whole(body, "priority", where) if body.get("priority") is not None else None,
@@ -321,6 +323,14 @@ def _completion_tokens(record: dict[str, Any], where: str) -> int:
         if "completion_tokens" in usage:
             return whole(usage, "completion_tokens", where)
     raise ConfigError(f"{where}: the answer's length is missing; give output_tokens or usage.completion_tokens")
+
+
+def _asked_tokens(body: dict[str, Any], output: int, where: str) -> int | None:
+    """What a body sets as the most tokens of its answer of `output` tokens; None if it leaves that open."""
+    for key in ("max_completion_tokens", "max_tokens"):
+        if body.get(key) is not None:
+            return max(whole(body, key, where), output, 1)
+    return None
 
 
 def _object(record: dict[str, Any], key: str) -> dict[str, Any]:
