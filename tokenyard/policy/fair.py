@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenyard.base import BoolArray, Float64Array, Int32Array, SchedulerSettings
 from tokenyard.policy.base import Option, Policy
-from tokenyard.policy.order import best_first
+from tokenyard.policy.order import in_groups
 from tokenyard.policy.tenants import TenantBook
 from tokenyard.policy.views import Columns, Views
 
@@ -206,17 +206,24 @@ class DeficitLongestPrefixMatch(TenantService):
         """See `Policy.order`."""
         left, columns = views.waiting, views.columns
         while len(left):
-            self._refill(columns.tenant[left])
-            payers = left[self.credit[columns.tenant[left]] > 0.0]
-            richer = np.empty(len(self.credit), np.int64)
-            richer[np.argsort(-self.credit, kind="stable")] = np.arange(len(richer))
-            key = richer[columns.tenant[payers]] - columns.matchable[payers].astype(np.int64) * len(richer)
+            tenants = columns.tenant[left]
+            self._refill(tenants)
+            payers = left[self.credit[tenants] > 0.0]
             drawn = np.zeros(len(columns.seq), np.bool_)
-            for row in best_first(payers, key):
-                if self.credit[columns.tenant[row]] > 0.0:
+            for equal in in_groups(payers, -columns.matchable[payers].astype(np.int64)):
+                for row in self._richest_first(equal, columns.tenant[equal]):
                     drawn[row] = True
                     yield row
             left = left[~drawn[left]]
+
+    def _richest_first(self, rows: Int32Array, tenants: Int32Array) -> Iterator[int]:
+        """`rows` by tenant, the one with the most credit first, of each as long as its credit lasts."""
+        present = np.flatnonzero(np.bincount(tenants)) if len(rows) > 1 else tenants
+        for tenant in present[np.argsort(-self.credit[present], kind="stable")].tolist():
+            for row in rows[tenants == tenant].tolist():
+                if self.credit[tenant] <= 0.0:
+                    break
+                yield row
 
     @property
     def accounts(self) -> Float64Array:
