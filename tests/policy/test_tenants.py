@@ -129,6 +129,23 @@ def test_an_owner_beyond_its_share_takes_nothing_back():
     assert all(yard.finished[number].retractions == 0 for number in borrowers)
 
 
+def test_a_share_and_an_urgent_borrower_do_not_take_the_pages_from_each_other_for_ever():
+    yard = limited(
+        pages=100,
+        rows=2,
+        owner=TenantSettings(kv_share=0.6),
+        enable_priority_scheduling=True,
+        priority_aging_s=0.0,
+        headroom="none",
+    )
+    owned = yard.submit(prompt(50), max_new=10, tenant="owner", priority=0)
+    yard.turn()
+    urgent = yard.submit(prompt(60), max_new=10, tenant="borrower", priority=100)
+    yard.rest(limit=200)
+    assert yard.finished[owned].retractions == 0
+    assert yard.finished[urgent].first_token_ns > yard.finished[owned].finished_ns
+
+
 def test_who_gave_way_does_not_take_the_freed_pages_back():
     yard = limited(pages=400, rows=8, owner=TenantSettings(kv_share=0.6), headroom="none")
     for _ in range(3):

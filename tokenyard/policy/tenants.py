@@ -75,6 +75,10 @@ class Limits:
         """Running rows that give way to the waiting `row` because they hold what is its tenant's."""
         return iter(())
 
+    def without_owners(self, row: int, victims: list[int]) -> list[int]:
+        """Those of `victims` whom the waiting `row` may preempt because it is more urgent, in the same order."""
+        return victims
+
     def measures(self, columns: Columns, held: Int32Array, total_tokens: int) -> dict[str, float]:
         """Numbers for whoever watches, by the name of their metric; the rows `held` have KV, out of `total_tokens`."""
         return {}
@@ -180,11 +184,25 @@ class TenantLimits(Limits):
             over = [number for number in over if queues[number] and used[number] > share[number]]
             yield victim
 
+    def without_owners(self, row: int, victims: list[int]) -> list[int]:
+        """See `Limits.without_owners`. A row beyond its tenant's share takes nothing that is a share of others: they
+        would take it back, and so on for ever.
+        """
+        assert self._columns is not None
+        if self._within_share(row):
+            return victims
+        used, share, left = self._used.copy(), self._share * self._total_tokens, []
+        for victim in victims:
+            tenant = int(self._columns.tenant[victim])
+            if not share[tenant] or used[tenant] > share[tenant]:
+                used[tenant] -= int(self._columns.planned[victim] - self._columns.hit[victim])
+                left.append(victim)
+        return left
+
     def measures(self, columns: Columns, held: Int32Array, total_tokens: int) -> dict[str, float]:
         """See `Limits.measures`. borrowed_tokens: KV that tenants hold beyond their own shares, if any has one."""
         if not any(tenant.kv_share for tenant in self._named.values()):
             return {}
-        self._learn(columns, held)
         beyond = self._held_tokens(columns, held) - self._share * total_tokens
         return {"borrowed_tokens": float(np.maximum(beyond, 0.0).sum())}
 
@@ -192,7 +210,6 @@ class TenantLimits(Limits):
         """See `Limits.borrowers_first`."""
         self._columns, self._total_tokens = views.columns, views.total_tokens
         rows = np.array(victims, np.int32)
-        self._learn(views.columns, rows)
         used, share = self._held_tokens(views.columns, rows), self._share * views.total_tokens
         first, after = [], []
         for victim in victims:

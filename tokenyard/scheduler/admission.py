@@ -210,7 +210,7 @@ class PrefillAdder:
 
     def _who_may_go(self, row: int) -> list[int]:
         """Whom `row` outranks, worst first, then who holds KV that is the share of its tenant."""
-        victims = list(self._policy.outranked(self._views, row))
+        victims = self._limits.without_owners(row, list(self._policy.outranked(self._views, row)))
         taken = set(victims)
         return victims + [victim for victim in self._limits.borrowers(self._views, row) if victim not in taken]
 
