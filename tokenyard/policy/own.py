@@ -159,10 +159,11 @@ class Guarded(Wrapper):
         return not len(self.views.running)
 
     def _checked(self, rows: list[int], draw: Callable[[], Iterator[int]]) -> Iterator[int]:
-        """What `draw` yields out of `rows`; what is left of them follows after a failure, or if nobody runs and nothing
-        else comes.
+        """What `draw` yields out of `rows`; what is left of them follows after a failure, or if nobody has started and
+        nothing else comes.
         """
-        left, drawn = dict.fromkeys(rows), False
+        assert self.views is not None
+        left, drawn = dict.fromkeys(rows), len(self.views.partial) > 0
         nothing: Iterator[int] = iter(())
         source = self.ask(draw, nothing)
         while (row := self.ask(lambda: _next_row(source), None)) is not None:
@@ -214,6 +215,7 @@ class GuardedBudget:
 
     def __init__(self, guard: "Guarded", inner: StepBudget) -> None:
         self.prefill, self.with_decode = bool(inner.prefill), bool(inner.with_decode)
+        # Without a place for an unfinished one, a prompt larger than a chunk could never start.
         self.max_requests, self.max_partials = index(inner.max_requests), max(index(inner.max_partials), 1)
         self._guard = guard
         self._inner = inner
