@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from tests.policy.clocked import MS, S, make_clocked, prompt
 from tests.policy.lines import line, row
-from tokenyard.base import Pause, Promise, Resume, SamplingParams, Slo, Update
+from tokenyard.base import Cancel, Pause, Promise, Resume, SamplingParams, Slo, Update
+from tokenyard.cost import LinearCost, LinearTerms
 from tokenyard.policy.answers import FEWEST_TO_JUDGE
-from tokenyard.policy.deadline import MOST_PUT_LAST, _largest_of_late
+from tokenyard.policy.deadline import MOST_PUT_LAST, _largest_of_late, _smallest_in_time
 
 
 def due(ms):
@@ -219,6 +220,43 @@ def test_a_walk_puts_a_bounded_number_last_and_the_next_step_goes_on():
     assert len(put_last(yard)) == count - 3
 
 
+def test_whoever_is_put_last_returns_once_its_deadline_can_be_met():
+    yard = make_clocked(schedule_policy="slo")
+    small = [yard.submit(prompt(1000), **due(600 + index)) for index in range(4)]
+    large = yard.submit(prompt(3000), **due(700))
+    assert line(yard) == [*small, large]
+    yard.now += 100 * MS
+    line(yard)
+    assert put_last(yard) == [large], "as long as there is no time for it"
+    for number in small[:3]:
+        yard.apply(Cancel([number]))
+    yard.now += 100 * MS
+    assert line(yard) == [small[3], large]
+    assert put_last(yard) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60), st.booleans()), min_size=1, max_size=9),
+)
+@settings(max_examples=200, deadline=None)
+def test_whoever_returns_is_in_time_and_makes_nobody_late(jobs):
+    jobs.sort(key=lambda job: job[1])
+    work, deadlines, left_out = (np.array(column) for column in zip(*jobs, strict=True))
+    found = _smallest_in_time(0.0, work.astype(float), deadlines.astype(float), left_out)
+    assert all(left_out[found])
+
+    def in_time(places):
+        places = sorted(places)
+        ends = np.cumsum(work[places])
+        return {place for place, end in zip(places, ends, strict=True) if end <= deadlines[place]}
+
+    others = set(np.flatnonzero(~left_out).tolist())
+    kept = in_time(others)
+    assert in_time(others | set(found)) == kept | set(found)
+    more = set(np.flatnonzero(left_out).tolist()) - set(found)
+    assert not any(in_time(others | set(found) | {one}) == kept | set(found) | {one} for one in more)
+
+
 def test_a_decoding_request_that_lost_its_pages_comes_back_in_front():
     yard = make_clocked(schedule_policy="slo")
     running = busy(yard)
@@ -266,6 +304,42 @@ def test_the_longest_wait_bounds_the_time_of_whoever_is_put_last(wait_s):
     assert yard.ttft_ms(large) <= unloaded_ms + wait_s * 1e3
     met = sum(yard.ttft_ms(number) <= 600 for number in others if number in yard.finished)
     assert met > 0.6 * len(others)
+
+
+def test_whoever_is_put_last_leaves_room_for_those_who_can_be_in_time():
+    yard = make_clocked(schedule_policy="slo", pages=12_000, slo_max_wait_s=8.0)
+    running = yard.submit(prompt(6000), max_new=2000, **due(5000))
+    while yard.scheduler.roster.waiting or yard.scheduler.roster.partial:
+        yard.turn()
+    late = [yard.submit(prompt(tokens), max_new=1, **due(1)) for tokens in (3000, 3100)]
+    assert line(yard) == [], "and who comes behind does not pass"
+    other = yard.submit(prompt(3000), max_new=1, **due(5000))
+    assert line(yard) == [other]
+    yard.apply(Cancel([running]))
+    yard.rest()
+    assert all(yard.finished[number].reason == "length" for number in (*late, other))
+
+
+@pytest.mark.parametrize(("wait_s", "start_s"), [(8.0, 4.3), (-1.0, 0.0)])
+def test_nobody_waits_for_room_longer_than_half_of_the_longest_wait(wait_s, start_s):
+    slow = LinearCost(LinearTerms(step_ms=0.0, floor_ms=40.0, dense_ms=1.0, token_ms=0.1, context_ms=0.0, area_ms=0.0))
+    yard = make_clocked(schedule_policy="slo", pages=12_000, slo_max_wait_s=wait_s, cost=slow)
+    yard.submit(prompt(6000), max_new=200, **due(5000))
+    yard.turn()
+    while yard.scheduler.roster.partial:
+        yard.turn()
+    late = yard.submit(prompt(3000), max_new=1, **due(1))
+    yard.rest()
+    finish = yard.finished[late]
+    assert start_s <= (finish.admitted_ns - finish.arrival_ns) / S <= start_s + 0.1
+
+
+def test_a_request_larger_than_what_may_be_taken_starts_when_it_is_alone():
+    yard = make_clocked(schedule_policy="slo", pages=4000, slo_max_wait_s=8.0)
+    large = yard.submit(prompt(3500), max_new=1, **due(1))
+    assert line(yard) == [large]
+    yard.rest()
+    assert yard.finished[large].reason == "length"
 
 
 # ---- refusing ----------------------------------------------------------------------------------------------------

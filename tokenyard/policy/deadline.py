@@ -5,15 +5,16 @@ deadline order, prefills that give way at the edge of a chunk, and putting last 
 deadlines up to some point cannot all be met.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array, SchedulerSettings
 from tokenyard.policy.answers import AnswerPredictor
 from tokenyard.policy.base import Policy
-from tokenyard.policy.deadline_queue import DeadlineQueue
+from tokenyard.policy.deadline_queue import DeadlineQueue, one_by_one
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.priority import Priority
 from tokenyard.policy.time_budget import TimeBudgetRule
@@ -25,6 +26,15 @@ ANSWER_QUANTILE = 0.9
 
 MOST_PUT_LAST = 16
 """Requests put last in one walk over a lane; if more have to be, the next step goes on."""
+
+MOST_BROUGHT_BACK = 16
+"""Requests put last that are looked at in one walk for whether their deadline can be met after all."""
+
+ROOM_SHARE = 1 / 3
+"""Of the KV pool, so much stays free when a request put last starts in the first half of its longest wait."""
+
+Work = Callable[[Int32Array], Float64Array]
+"""Of rows, how long each one's prefill takes in ns."""
 
 
 class EarliestDeadline(Policy):
@@ -93,10 +103,12 @@ class ServiceLevel(EarliestDeadline):
     """Deadline order that meets as many deadlines as it can, by putting the largest request last where not all can be.
 
     On arrivals and at least every `WALK_INTERVAL_NS` the prefills are walked through in deadline order; where the work
-    up to one of them cannot be done by its deadline, the largest so far is put last for good, which leaves the fewest
-    requests late (Moore and Hodgson 1968; the same idea as relegation in Niyama). Those put last are served when nobody
-    else wants to be. With `slo_max_wait_s` W, they compete again with the deadline arrival + unloaded prefill + W; with
-    `slo_reject` they are refused when their deadline comes.
+    up to one of them cannot be done by its deadline, the largest so far is put last, which leaves the fewest requests
+    late (Moore and Hodgson 1968; the same idea as relegation in Niyama). It returns if a later walk finds that it can
+    be in time after all. Those put last are served when nobody else wants to be. With `slo_max_wait_s` W, they compete
+    again with the deadline arrival + unloaded prefill + W; until W / 2 before it they start only where a share of the
+    KV pool stays free, as their answers would hold memory that those need who can still be in time. With `slo_reject`
+    they are refused when their deadline comes.
     """
 
     name = "slo"
@@ -118,6 +130,36 @@ class ServiceLevel(EarliestDeadline):
             self._next_walk_ns = views.now + WALK_INTERVAL_NS
             self._walk(views)
 
+    def candidates(self, views: Views) -> Iterator[int]:
+        """See `Policy.candidates`. With a longest wait those put last, where nobody is less urgent, wait for memory."""
+        lanes = self.queue.lanes()
+        for lane in lanes:
+            held = lane is lanes[-1] and self.settings.slo_max_wait_s > 0.0
+            yield from self._while_there_is_room(views, lane) if held else one_by_one(lane)
+
+    def _while_there_is_room(self, views: Views, lane: Int32Array) -> Iterator[int]:
+        """The rows of `lane`; from the first put last that finds too little room on, without those that can wait."""
+        target = views.columns.target
+        started = set(views.partial.tolist())
+        reserved = int((target[views.partial] - views.columns.planned[views.partial]).sum())
+        room = views.free_tokens - reserved - int(ROOM_SHARE * views.total_tokens)
+        alone = not started and not len(views.running)
+        for place, row in enumerate(one_by_one(lane)):
+            if row not in started:
+                room -= int(target[row])
+                if room < 0 and self.queue.last[row] and not alone:
+                    rest = lane[place:]
+                    yield from one_by_one(rest[~self._can_wait(views, rest)])
+                    return
+            alone = False
+            yield row
+
+    def _can_wait(self, views: Views, rows: Int32Array) -> BoolArray:
+        """Who is put last, has not started and is in the first half of its longest wait, bool[len(rows)]."""
+        queue, half_ns = self.queue, self.settings.slo_max_wait_s * NS_PER_S / 2
+        early = queue.last[rows] & (queue.own_ns[rows] - views.now > half_ns)
+        return early & ~np.isin(rows, views.partial)
+
     def overdue(self) -> list[int]:
         """See `Policy.overdue`."""
         if not self.settings.slo_reject:
@@ -127,7 +169,8 @@ class ServiceLevel(EarliestDeadline):
         return [row for lane in queue.lanes() for row in lane[queue.last[lane] & (queue.due_ns[lane] <= now)].tolist()]
 
     def measures(self, rows: Int32Array) -> dict[str, float]:
-        """See `Policy.measures`. relegated: requests put last so far; relegated_requests: those among `rows`."""
+        """See `Policy.measures`. relegated: how often requests were put last so far; relegated_requests: those among
+        `rows` that are."""
         now = 0 if self.views is None else self.queue.count_last(self.views.columns, rows)
         return {"relegated": self._relegated, "relegated_requests": now}
 
@@ -136,29 +179,55 @@ class ServiceLevel(EarliestDeadline):
         assert views.cost is not None
         time = PrefillTime.of(views.cost)
         times = self.time_rule.step_times(views, time)
+        work_ns = partial(_work_ns, views.columns, time, times.stretch)
         start_ns = views.now + times.target_s * NS_PER_S
         bounded = self.settings.slo_max_wait_s > 0.0
         lanes = self.queue.lanes()
         for lane in lanes:
             # Nobody waits for those at the end of a lane, who have no time by which they must be done.
             rows = lane if bounded else self.queue.with_deadline(lane)
-            work_ns = self._work_ns(views.columns, rows, time, times.stretch)
-            last, decoded = self.queue.last[rows], views.columns.first_token_ns[rows] > 0
-            due_ns = np.where(last, self.queue.own_ns[rows], self.queue.due_ns[rows])
-            chosen = _largest_of_late(start_ns, work_ns, np.where(decoded, np.inf, due_ns), ~(last | decoded))
-            if lane is not lanes[-1]:
-                start_ns += float(self._work_ns(views.columns, lane, time, times.stretch).sum())
+            may_wait = ~(self.queue.last[rows] | (views.columns.first_token_ns[rows] > 0))
+            chosen = _largest_of_late(start_ns, work_ns(rows), self._must_be_done_ns(views.columns, rows), may_wait)
             if chosen:
                 self.queue.put_last(rows[chosen])
                 self._relegated += len(chosen)
+            else:
+                self._bring_back(views.columns, lane, rows, start_ns, work_ns)
+            if lane is not lanes[-1]:
+                start_ns += float(work_ns(lane).sum())
             if len(chosen) >= MOST_PUT_LAST:
                 self._next_walk_ns = views.now
 
-    def _work_ns(self, columns: Columns, rows: Int32Array, time: PrefillTime, stretch: float) -> Float64Array:
-        """How long the steps take that finish each prefill, float64[len(rows)]."""
-        done = np.maximum(columns.planned[rows], columns.matchable[rows])
-        seconds: Float64Array = time.rest_s(done, columns.target[rows] - done)
-        return seconds * (stretch * NS_PER_S)
+    def _bring_back(
+        self, columns: Columns, lane: Int32Array, walked: Int32Array, start_ns: float, work_ns: Work
+    ) -> None:
+        """Let return from the end of `lane` whoever can be in time after all, with none of the `walked` made late."""
+        queue = self.queue
+        hopeful = queue.last & (queue.due_ns > start_ns)
+        back = lane[hopeful[lane]]
+        if not len(back):
+            return
+        rows = np.concatenate((back, walked[~hopeful[walked]]))
+        due_ns = np.where(hopeful[rows], queue.due_ns[rows], self._must_be_done_ns(columns, rows))
+        order = np.argsort(due_ns, kind="stable")
+        rows = rows[order]
+        found = _smallest_in_time(start_ns, work_ns(rows), due_ns[order], hopeful[rows])
+        if found:
+            queue.bring_back(rows[found])
+
+    def _must_be_done_ns(self, columns: Columns, rows: Int32Array) -> Float64Array:
+        """When each prefill must be done as things stand, float64[len(rows)]; a lost decode has no such time."""
+        queue = self.queue
+        due_ns = np.where(queue.last[rows], queue.own_ns[rows], queue.due_ns[rows])
+        must: Float64Array = np.where(columns.first_token_ns[rows] > 0, np.inf, due_ns)
+        return must
+
+
+def _work_ns(columns: Columns, time: PrefillTime, stretch: float, rows: Int32Array) -> Float64Array:
+    """How long the steps take that finish each prefill, float64[len(rows)]."""
+    done = np.maximum(columns.planned[rows], columns.matchable[rows])
+    seconds: Float64Array = time.rest_s(done, columns.target[rows] - done)
+    return seconds * (stretch * NS_PER_S)
 
 
 def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, may_wait: BoolArray) -> list[int]:
@@ -192,6 +261,25 @@ def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Arra
         chosen.append(largest)
         begin = first
     return chosen
+
+
+def _smallest_in_time(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, left_out: BoolArray) -> list[int]:
+    """Places `left_out` that can be done in time after all, with nobody late who is not late without them.
+
+    The arrays are in the order of work. The `MOST_BROUGHT_BACK` smallest are tried, the smallest first.
+    """
+    spare = due_ns - start_ns - np.cumsum(np.where(left_out, 0.0, work_ns))
+    needed = np.where(left_out | (spare < 0.0), np.inf, spare)
+    places = np.flatnonzero(left_out)
+    found: list[int] = []
+    for place in places[np.argsort(work_ns[places], kind="stable")][:MOST_BROUGHT_BACK].tolist():
+        work = work_ns[place]
+        if min(spare[place], needed[place:].min()) >= work:
+            spare[place:] -= work
+            needed[place:] -= work
+            needed[place] = spare[place]
+            found.append(place)
+    return found
 
 
 POLICIES: list[type[Policy]] = [EarliestDeadline, ServiceLevel]

@@ -20,7 +20,7 @@ Urgencies = Callable[[Columns, Int32Array], Int64Array]
 
 
 class DeadlineQueue:
-    """Waiting and started prefills by (urgency, key, arrival); the key is the deadline until someone is put last.
+    """Waiting and started prefills by (urgency, key, arrival); the key is the deadline unless someone is put last.
 
     It finds out by itself who is new, who left, and whose deadline or priority changed, in a handful of array
     operations a step. Columns by table row: `due_ns` when the first token is due, `own_ns` the key of a row that is put
@@ -68,8 +68,7 @@ class DeadlineQueue:
     def rows(self) -> Iterator[int]:
         """All rows, best first, made into Python numbers only as far as they are drawn."""
         for lane in self.lanes():
-            for start in range(0, len(lane), BLOCK_ROWS):
-                yield from lane[start : start + BLOCK_ROWS].tolist()
+            yield from one_by_one(lane)
 
     def only(self, rows: Int32Array) -> Iterator[int]:
         """Those of `rows` that are queued, best first."""
@@ -81,7 +80,15 @@ class DeadlineQueue:
     def put_last(self, rows: Int32Array) -> None:
         """From now on these rows stand where their own key belongs."""
         self.last[rows] = True
-        self._key[rows] = self.own_ns[rows]
+        self._move(rows, self.own_ns[rows])
+
+    def bring_back(self, rows: Int32Array) -> None:
+        """These rows, which were put last, stand at their deadline again."""
+        self.last[rows] = False
+        self._move(rows, self.due_ns[rows])
+
+    def _move(self, rows: Int32Array, keys: Int64Array) -> None:
+        self._key[rows] = keys
         seen = self._seen[rows]
         self._mark[rows] = 0
         self._drop_unmarked()
@@ -155,3 +162,9 @@ class DeadlineQueue:
         for name in ("_seen", "_promised"):
             setattr(self, name, np.concatenate((getattr(self, name), np.full(extra, NOBODY, np.int64))))
         self.last = np.concatenate((self.last, np.zeros(extra, np.bool_)))
+
+
+def one_by_one(rows: Int32Array) -> Iterator[int]:
+    """The rows as Python numbers, made only as far as they are drawn."""
+    for start in range(0, len(rows), BLOCK_ROWS):
+        yield from rows[start : start + BLOCK_ROWS].tolist()
