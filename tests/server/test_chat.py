@@ -96,6 +96,12 @@ def test_too_large_max_tokens_is_refused_with_the_openai_code(server):
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_wrong_min_tokens_is_told_by_its_own_name(server):
+    answer = chat(server, max_tokens=4, min_tokens=5)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "min_tokens"
+
+
 def test_all_fields_reach_the_engine(server):
     body = {
         "max_completion_tokens": 4,

@@ -178,6 +178,10 @@ def test_metrics_count_what_was_answered(start):
     assert samples["sglang:cache_hit_rate", ("model_name", "fake")] == 0.25
     assert samples["sglang:gen_throughput", ("model_name", "fake")] > 0
     assert samples["sglang:num_aborted_requests_total", ("model_name", "fake")] == 2
+    stage = "sglang:per_stage_req_latency_seconds_count"
+    for name in ("queue", "prefill", "decode"):
+        own = samples[f"tokenyard_{name}_time_seconds_count", ("model", "fake")]
+        assert samples[stage, ("model_name", "fake"), ("stage", name)] == own
     assert samples["vllm:prefix_cache_queries_total", ("model_name", "fake")] == 40
     assert samples["vllm:request_prefill_time_seconds_count", ("model_name", "fake")] == 1
     assert samples["vllm:cache_config_info", ("block_size", "16"), ("model_name", "fake"), ("num_gpu_blocks", "6")] == 1

@@ -123,6 +123,13 @@ COMPAT: dict[str, dict[str, str]] = {
     },
 }
 
+SGLANG_STAGES = {
+    "queue": "queue_time_seconds",
+    "prefill": "prefill_time_seconds",
+    "decode": "decode_time_seconds",
+}
+"""Which histogram tells of each stage in SGLang's one histogram of stages."""
+
 
 class Histogram:
     """Counts per bucket, cheap enough to be fed with every token."""
@@ -308,6 +315,8 @@ class _Families(Collector):
         yield from lookahead_families(self._metrics.model, self._metrics.adaptive)
         for engine in self._metrics.compat:
             yield from self._named(COMPAT[engine], "model_name")
+        if "sglang" in self._metrics.compat:
+            yield self._stages()
         if "vllm" in self._metrics.compat:
             yield self._cache_config()
 
@@ -327,6 +336,15 @@ class _Families(Collector):
                 family = HistogramMetricFamily(names[key], text, labels=[model_label])
                 family.add_metric([model], histogram.buckets(), histogram.total)
                 yield family
+
+    def _stages(self) -> Metric:
+        """Where the time of requests went, as SGLang names it."""
+        name, text = "sglang:per_stage_req_latency_seconds", "seconds that requests spent in each stage"
+        family = HistogramMetricFamily(name, text, labels=["model_name", "stage"])
+        for stage, key in SGLANG_STAGES.items():
+            histogram = self._metrics.histograms[key]
+            family.add_metric([self._metrics.model, stage], histogram.buckets(), histogram.total)
+        return family
 
     def _cache_config(self) -> Metric:
         """What gateways read to know how large the KV pool is."""

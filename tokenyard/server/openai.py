@@ -119,6 +119,9 @@ def _spec(
     """The engine's view of a body, all but the prompt. A limit that was given must fit; a default is cut to fit."""
     spec = new_spec(body, call.headers, call.state.options.class_targets, tenant=call.tenant, rid=body.request_id)
     most = default if max_tokens is None else max_tokens
+    if body.min_tokens is not None and not 0 <= body.min_tokens <= most:
+        message = f"min_tokens is {body.min_tokens}; it must be between 0 and the most tokens of the answer ({most})"
+        raise InvalidRequestError(message, param="min_tokens")
     spec.sampling = sampling_of(
         body, call.state.options.default_sampling, max_new_tokens=most, min_new_tokens=body.min_tokens
     )
