@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,21 +12,21 @@ from uvicorn.server import ServerState as UvicornState
 
 from tokenyard.server import serving
 from tokenyard.server.http import LONGEST_HEAD_BYTES, HttpProtocol
-from tokenyard.server.serving import DUE_COLLECTIONS, LONGEST_UNCOLLECTED_S, STALLED_S, DrainingServer
+from tokenyard.server.serving import DUE_COLLECTIONS, LONGEST_UNCOLLECTED_S, STALLED_S, YOUNG, DrainingServer
 from tokenyard.server.state import ServerOptions, ServerState
 
 
 class Collector:
-    """In place of the interpreter's; remembers how often everything was collected."""
+    """In place of the interpreter's; remembers how often it collected up to each generation."""
 
     def __init__(self):
-        self.aged, self.collections = DUE_COLLECTIONS, 0
+        self.aged, self.collections = DUE_COLLECTIONS, Counter()
 
     def get_count(self):
         return 0, 0, self.aged
 
-    def collect(self):
-        self.collections += 1
+    def collect(self, generation=2):
+        self.collections[generation] += 1
 
 
 @pytest.fixture
@@ -39,16 +40,16 @@ def test_garbage_is_collected_while_nobody_waits_for_an_answer(collector):
     server = DrainingServer(ServerState(ServerOptions()), shutdown_timeout_s=1.0)
     with server.state.open_request("a"):
         server._collect_garbage()
-        assert collector.collections == 0
+        assert collector.collections == Counter({YOUNG: 1})
     server._collect_garbage()
-    assert collector.collections == 1
+    assert collector.collections == Counter({YOUNG: 1, 2: 1})
 
 
 def test_an_idle_server_with_nothing_new_is_left_alone(collector):
     server = DrainingServer(ServerState(ServerOptions()), shutdown_timeout_s=1.0)
     collector.aged = DUE_COLLECTIONS - 1
     server._collect_garbage()
-    assert collector.collections == 0
+    assert not collector.collections
 
 
 def test_a_server_that_is_never_idle_collects_now_and_then(collector):
@@ -57,7 +58,7 @@ def test_a_server_that_is_never_idle_collects_now_and_then(collector):
         server._collected_s -= LONGEST_UNCOLLECTED_S + 1.0
         for _ in range(3):
             server._collect_garbage()
-    assert collector.collections == 1
+    assert collector.collections[2] == 1
 
 
 class Connection:

@@ -24,6 +24,9 @@ LAST_WORDS_S = 2.0
 STALLED_S = 5.0
 """A client that takes nothing for so long while the server drains is not waited for any more."""
 
+YOUNG = 1
+"""All generations of the garbage collector but the last one."""
+
 NEVER = 2**31 - 1
 DUE_COLLECTIONS = 10
 LONGEST_UNCOLLECTED_S = 600.0
@@ -105,6 +108,13 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _collect_garbage(self) -> None:
+        """Look through what is new at every turn, and through everything when that holds up nobody.
+
+        The interpreter looks through the new objects once there are 700 more than before, so where requests end as fast
+        as they come it does not for seconds, and then takes 30 to 80 ms for all that are open.
+        """
+        if self.state.open_requests:
+            gc.collect(YOUNG)
         if gc.get_count()[2] < DUE_COLLECTIONS:
             return
         now = time.monotonic()
