@@ -9,12 +9,13 @@ the same ones for every setting. The targets are absolute: a first token as 60 %
 is served first, and a time per further token as 90 % of them had it.
 
 The speed of a machine changes. So runs are short, each setting has a server of its own which is calibrated by one more
-burst before and after every measured run, and a run is simulated with the costs and the host time that the tape has of
-the two bursts around it; nothing else is learnt from the server, and nothing from the measured run. If those two bursts
-took times that differ by more than `MOST_DRIFT`, the run does not count, unless too few are left after `SPARE_SHARE`
-more of them, in which case the steadiest ones count. The output says how often, and how much the bursts of the runs
-that count differ. A third row, which counts for nothing, is simulated with the costs of the measured runs themselves:
-where it agrees with the server and the second row does not, the machine changed its speed.
+burst of other requests before and after every measured run, and a run is simulated with the costs and the host time
+that the tape has of the two bursts around it; nothing else is learnt from the server, and nothing from the measured
+run. No burst comes twice, for steps of shapes that were there before are faster. How much the machine changed its speed
+is how much longer the run takes when simulated with the second of the two bursts alone than with the first alone. A few
+more runs are done than count: the steadiest do. The output says how far apart their bursts are. A third row, which
+counts for nothing, is simulated with the costs of the measured runs themselves: where it agrees with the server and the
+second row does not, the machine changed its speed.
 
 Exits with 1 if a goodput is off by more than 10 % or the order of the settings is another one (settings whose goodput
 differs by less than 5 % count as equal).
@@ -61,9 +62,9 @@ SETTINGS = {
     "short-first": {"schedule_policy": "short-first"},
     "slo": {"schedule_policy": "slo"},
 }
-MOST_DRIFT, SPARE_SHARE = 0.08, 0.5
+SPARE_SHARE = 0.25
 WORST_GOODPUT_ERROR, EQUAL = 0.10, 0.05
-CALIBRATION_SEED, FIRST_SEED = 1, 2
+CALIBRATION_SEED, MEASURED_SEED = 1, 1001
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One measured run at the server: what was asked, the answers, and how much longer the calibration after it took
-    than the one before. `number` is its place among all of its server, those that do not count too.
-    """
+    """One measured run at the server: what was asked and the answers. `number` is its place among all of its server."""
 
     number: int
     workload: Workload
     answers: list[Answer]
-    drift: float
 
 
 @dataclass
@@ -102,10 +100,12 @@ class Calibrations:
     """Watches a replay (`scheduler.replay.Observer`) in which each flush of the cache begins the next part: first
     a warm-up, then a calibration, then by turns a measured run and a calibration.
 
-    around[i]: what the calibrations before and after run i tell. own[i]: what the run itself would have told.
+    alone[i]: what calibration i tells. around[i]: what calibrations i and i + 1, before and after run i, tell. own[i]:
+    what the run itself would have told.
     """
 
     origin: Origin
+    alone: list[History] = field(default_factory=list)
     around: list[History] = field(default_factory=list)
     own: list[History] = field(default_factory=list)
     _part: int = -1
@@ -113,13 +113,14 @@ class Calibrations:
     @property
     def _listeners(self) -> list[History]:
         turn, measured = divmod(max(self._part, 0), 2)
-        return self.own[turn:] if measured else self.around[max(turn - 1, 0) : turn + 1]
+        return self.own[turn:] if measured else [*self.alone[turn:], *self.around[max(turn - 1, 0) : turn + 1]]
 
     def applied(self, event: Event, now: int) -> None:
         """See `Observer.applied`."""
         if isinstance(event, Flush):
             self._part += 1
-            (self.own if self._part % 2 else self.around).append(History(self.origin))
+            for histories in (self.own,) if self._part % 2 else (self.alone, self.around):
+                histories.append(History(self.origin))
         for history in self._listeners:
             history.applied(event, now)
 
@@ -137,6 +138,14 @@ class Calibrations:
         """What to simulate with. The clients ask for as many tokens as they get, hence `oracle`."""
         settings, learns = self.origin.settings, self.origin.learns
         return Setup(history.profile()[0], settings, host_s=history.host_s, learn=learns, oracle=True)
+
+    def drift(self, run: Run) -> float:
+        """How much slower the machine was after a run than before it, as a share."""
+        before, after = (
+            simulate(run.workload, self.setup(history)).finished_ns.max()
+            for history in self.alone[run.number : run.number + 2]
+        )
+        return float(after / before - 1.0)
 
 
 def burst(model: Model, count: int, seed: int) -> Workload:
@@ -189,23 +198,15 @@ class Client:
             sys.exit(f"{len(failed)} requests failed: {failed[0]}")
         return answers
 
-    async def runs(self, requests: int, wanted: int) -> list[Run]:
-        """`wanted` bursts of `requests` between calibrations, and those that were done in vain."""
+    async def runs(self, requests: int, count: int) -> list[Run]:
+        """`count` bursts of `requests` between calibrations."""
         runs: list[Run] = []
-        calibration = burst(self._model, requests, CALIBRATION_SEED)
-        before_s = end_s(await self.play(calibration))
-        while len(runs) < wanted * (1.0 + SPARE_SHARE) and sum(steady(run) for run in runs) < wanted:
-            workload = burst(self._model, requests, FIRST_SEED + len(runs))
-            answers = await self.play(workload)
-            after_s = end_s(await self.play(calibration))
-            runs.append(Run(len(runs), workload, answers, after_s / before_s - 1.0))
-            before_s = after_s
+        await self.play(burst(self._model, requests, CALIBRATION_SEED))
+        for number in range(count):
+            workload = burst(self._model, requests, MEASURED_SEED + number)
+            runs.append(Run(number, workload, await self.play(workload)))
+            await self.play(burst(self._model, requests, CALIBRATION_SEED + number + 1))
         return runs
-
-
-def steady(run: Run) -> bool:
-    """Whether the machine was as fast after a run as before it."""
-    return abs(run.drift) <= MOST_DRIFT
 
 
 def end_s(answers: list[Answer]) -> float:
@@ -213,8 +214,8 @@ def end_s(answers: list[Answer]) -> float:
     return max(answer.sent_s + answer.latency_s for answer in answers)
 
 
-def serve(command: list[str], model: Model, settings: dict, requests: int, wanted: int) -> tuple[list[Run], Tape]:
-    """`wanted` runs of `requests` each at a server with `settings`, and its tape."""
+def serve(command: list[str], model: Model, settings: dict, requests: int, count: int) -> tuple[list[Run], Tape]:
+    """`count` runs of `requests` each at a server with `settings`, and its tape."""
 
     async def load(url: str) -> list[Run]:
         async with Target(url, {}) as target:
@@ -223,7 +224,7 @@ def serve(command: list[str], model: Model, settings: dict, requests: int, wante
             client = Client(target, backend, model)
             warm_up = prompts_of(burst(model, WARM_UP, CALIBRATION_SEED), model)
             await run_load(target, backend, warm_up, [0.0] * len(warm_up), max_concurrency=None)
-            return await client.runs(requests, wanted)
+            return await client.runs(requests, count)
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tape")
@@ -243,7 +244,7 @@ def calibrated(tape: Tape) -> Calibrations:
 def fitting_size(model: Model, setup: Setup) -> int:
     """How many requests the simulated server works off in `burst_s`."""
     for requests in range(4, 1000, 2):
-        if simulate(burst(model, requests, FIRST_SEED), setup).finished_ns.max() / 1e9 >= model.burst_s:
+        if simulate(burst(model, requests, MEASURED_SEED), setup).finished_ns.max() / 1e9 >= model.burst_s:
             return requests
     sys.exit("this machine is too fast for these bursts; make the requests longer")
 
@@ -299,24 +300,15 @@ def same_order(rows: dict[str, tuple[dict, dict]]) -> bool:
     return True
 
 
-def steadiest(runs: list[Run], wanted: int) -> list[Run]:
-    """The runs that count."""
-    return sorted(runs, key=lambda run: abs(run.drift))[:wanted]
-
-
-def compare(name: str, runs: list[Run], tape: Tape, wanted: int, targets: dict) -> tuple:
-    """Numbers of a setting, served and simulated; prints them."""
-    counted = steadiest(runs, wanted)
-    found = calibrated(tape)
-    real = measured_numbers(counted, targets)
+def compare(name: str, runs: list[Run], found: Calibrations, drifts: list[float], targets: dict) -> tuple:
+    """Numbers of a setting, served and simulated, over the runs that count; prints them."""
+    real = measured_numbers(runs, targets)
     told, own = (
-        simulated_numbers([simulate(run.workload, found.setup(heard[run.number])) for run in counted], targets)
+        simulated_numbers([simulate(run.workload, found.setup(heard[run.number])) for run in runs], targets)
         for heard in (found.around, found.own)
     )
-    print(
-        f"{name}: {len(runs) - len(counted)} of {len(runs)} runs left out, calibrations of the others "
-        f"{100 * max(abs(run.drift) for run in counted):.1f} % apart at most"
-    )
+    worst = max(abs(drifts[run.number]) for run in runs)
+    print(f"{name}: {len(runs)} of {len(drifts)} runs, calibrations {100 * worst:.1f} % apart at most")
     for what, row in (("served", real), ("simulated", told), ("at the run's own speed", own)):
         print(f"{what:>24}: " + ", ".join(f"{key} {value:.3g}" for key, value in row.items()), flush=True)
     return real, told
@@ -340,19 +332,21 @@ def main() -> None:
     wanted = 2 if options.short else model.runs
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(options.model, folder)
-        first = calibrated(serve(command, model, COMMON, model.first_guess, wanted=1)[1])
-        setup = first.setup(first.around[-2])
-        requests = fitting_size(model, setup)
+        first = calibrated(serve(command, model, COMMON, model.first_guess, 1)[1])
+        requests = fitting_size(model, first.setup(first.around[0]))
         print(f"{wanted} bursts of {requests} requests for each setting")
         targets: dict[str, float] = {}
         rows = {}
         for name, settings in SETTINGS.items():
             chosen = {**COMMON, **targets, **settings}
-            runs, tape = serve(command, model, chosen, requests, wanted)
+            runs, tape = serve(command, model, chosen, requests, round(wanted * (1.0 + SPARE_SHARE)))
+            found = calibrated(tape)
+            drifts = [found.drift(run) for run in runs]
+            steadiest = sorted(runs, key=lambda run: abs(drifts[run.number]))[:wanted]
             if not targets:  # fcfs, which does not go by any
-                targets = targets_seen(steadiest(runs, wanted))
+                targets = targets_seen(steadiest)
                 print(f"targets {targets}", flush=True)
-            rows[name] = compare(name, runs, tape, wanted, targets)
+            rows[name] = compare(name, steadiest, found, drifts, targets)
     # Where both are 0 they agree, though there is nothing to divide.
     errors = {
         name: (told["goodput"] - real["goodput"]) / (real["goodput"] or told["goodput"] or 1.0)
