@@ -56,7 +56,7 @@ def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypa
 @pytest.mark.parametrize("chunk", [None, 50, 70])
 def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, chunk):
     monkeypatch.setattr("tokenyard.executor.attention.paged.MASK_ELEMENTS", 4000)
-    monkeypatch.setattr("tokenyard.executor.attention.attend.QUERY_BLOCK", 24)
+    monkeypatch.setattr(ByProducts, "key_multiple", 24)
     monkeypatch.setattr("tokenyard.executor.attention.paged.choose_attend", lambda device: attend())
     driver = make_driver(case, page_size=4)
     prompt = prompt_of(150, seed=3)
@@ -65,7 +65,7 @@ def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, ch
 
 def test_what_a_decode_gathers_is_bounded_and_grows_seldom(make_driver, monkeypatch):
     # A token's keys and values in one layer of the tiny llama take 192 bytes.
-    monkeypatch.setattr("tokenyard.executor.attention.paged.GATHER_BYTES", 192 * 100)
+    monkeypatch.setattr("tokenyard.executor.attention.paged.GATHER_BYTES", 192 * 150)
     driver = make_driver("llama")
     prompts = [prompt_of(length, seed=length) for length in (30, 33, 34, 41, 70)]
     sequences = [driver.start(prompt) for prompt in prompts]
@@ -76,7 +76,7 @@ def test_what_a_decode_gathers_is_bounded_and_grows_seldom(make_driver, monkeypa
         driver.step(*[(sequence, 1) for sequence in sequences])
         spaces.add(driver.executor._attention._workspace.data_ptr())
     assert [sequence.output for sequence in sequences] == [greedy("llama", prompt, 9) for prompt in prompts]
-    assert driver.executor._attention._workspace.nbytes <= 1.25 * 192 * 100
+    assert driver.executor._attention._workspace.nbytes <= 1.25 * 192 * 150
     assert len(spaces) <= 2
 
 

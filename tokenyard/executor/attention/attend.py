@@ -10,24 +10,26 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-QUERY_BLOCK = 64
-"""Queries of a chunk that attend at once by products; keys after the block's last query are left out."""
-
 
 class Attend(Protocol):
-    """A way to attend. `plain_prefix`: whether chunks without a mask may have more keys than queries."""
+    """A way to attend. `plain_prefix`: whether chunks without a mask may have more keys than queries.
+    `key_multiple`: what the number of keys is a multiple of in decodes, and in chunks without a mask.
+    """
 
     plain_prefix: bool
+    key_multiple: int
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend with one query per row: q [rows, heads, head_dim], k and v [rows, kv heads, keys, head_dim], mask
         [rows, 1, 1, keys] to add. Returns [rows, heads, head_dim].
         """
 
-    def chunk(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def chunk(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attend with the queries of one row: q [queries, heads, head_dim], k and v [kv heads, keys, head_dim], mask
-        [queries, keys] to add. Without a mask each query sees all keys up to its own, the last query the last key.
-        Returns [queries, heads, head_dim].
+        [queries, keys] to add. `start`: which key is the first query's own; the others' follow it. Without a mask each
+        query sees all keys up to its own. Returns [queries, heads, head_dim].
         """
 
 
@@ -37,6 +39,7 @@ class Fused:
     """
 
     plain_prefix = False
+    key_multiple = 1
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """See Attend."""
@@ -44,8 +47,10 @@ class Fused:
         queries = q.view(rows, k.shape[1], -1, head_dim)
         return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask).reshape(rows, heads, head_dim)
 
-    def chunk(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """See Attend; without a mask there must be as many keys as queries."""
+    def chunk(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See Attend; without a mask `start` must be 0, with as many keys as queries."""
         queries, heads, head_dim = q.shape
         group = heads // len(k)
         found = F.scaled_dot_product_attention(
@@ -62,6 +67,9 @@ class ByProducts:
     """By matrix products, with the softmax in float32."""
 
     plain_prefix = True
+    key_multiple = 64
+    """Keys attend in whole blocks, so that a step needs few products of a shape that was not there before: for each of
+    those oneDNN makes a kernel first, which took a decode of the demo model a fifth of its time."""
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """See Attend."""
@@ -73,27 +81,33 @@ class ByProducts:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         return torch.matmul(weights, v).view(rows, heads, head_dim)
 
-    def chunk(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """See Attend."""
+    def chunk(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See Attend. The queries whose own keys are in one block attend at once, up to the end of that block."""
         queries, heads, head_dim = q.shape
         kv_heads, keys = k.shape[:2]
         group = heads // kv_heads
         scaled = (q * head_dim**-0.5).view(queries, kv_heads, group, head_dim)
-        later = additive(torch.ones(QUERY_BLOCK, QUERY_BLOCK, device=q.device).tril_().bool(), q.dtype)
+        width = self.key_multiple
+        causal = additive(torch.ones(width, width, device=q.device).tril_().bool(), q.dtype)
         out = torch.empty(queries, heads, head_dim, dtype=q.dtype, device=q.device)
-        for first in range(0, queries, QUERY_BLOCK):
-            last = min(first + QUERY_BLOCK, queries)
-            size, seen = last - first, keys - queries + last
+        first = 0
+        while first < queries:
+            inside = (start + first) % width
+            last = min(first + width - inside, queries)
+            size, seen = last - first, min(start + first - inside + width, keys)
             block = scaled[first:last].permute(1, 2, 0, 3).reshape(kv_heads, group * size, head_dim)
             scores = torch.matmul(block, k[:, :seen].transpose(1, 2)).view(kv_heads, group, size, seen)
             if mask is None:
-                scores[..., -size:] += later[:size, :size]
+                scores[..., -width:] += causal[inside : inside + size]
             else:
                 scores += mask[first:last, :seen]
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
             found = torch.matmul(weights.view(kv_heads, group * size, seen), v[:, :seen])
             by_head = found.view(kv_heads, group, size, head_dim).permute(2, 0, 1, 3)
             out[first:last] = by_head.reshape(size, heads, head_dim)
+            first = last
         return out
 
 

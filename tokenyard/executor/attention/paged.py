@@ -42,12 +42,13 @@ class _DecodeGroup:
 @dataclass(slots=True)
 class _ChunkBlock:
     """Tokens first .. last - 1 of the batch, all of one row. vectors: int32[kv heads * keys], or None where the keys
-    are those of the same tokens, just computed. mask: see Attend.chunk.
+    are those of the same tokens, just computed. start, mask: see Attend.chunk.
     """
 
     first: int
     last: int
     vectors: torch.Tensor | None
+    start: int
     mask: torch.Tensor | None
 
 
@@ -99,7 +100,7 @@ class PagedAttention:
                 seen = k[own].transpose(0, 1).contiguous(), v[own].transpose(0, 1).contiguous()
             else:
                 seen = self._gather(layer, block.vectors)
-            out[own] = self._attend.chunk(q[own], *seen, block.mask)
+            out[own] = self._attend.chunk(q[own], *seen, block.start, block.mask)
         return out.flatten(1)
 
     def _gather(self, layer: int, vectors: torch.Tensor, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,22 +126,23 @@ class PagedAttention:
         lengths = batch.starts[: batch.decode_rows] + 1
         if window:
             lengths = np.minimum(lengths, window)
+        multiple = self._attend.key_multiple
+        padded = -(-lengths // multiple) * multiple
         bytes_per_token = 2 * self._kv_heads * self._head_dim * self._pool.tensor.itemsize
         groups = []
-        for members in group_by_length(lengths, GATHER_BYTES // bytes_per_token):
+        for members in group_by_length(padded, GATHER_BYTES // bytes_per_token):
             whole = len(members) == len(lengths)
             index = None if whole else upload((members,), batch.positions.device)[0]
-            groups.append(self._decode_group(batch, index, lengths[members], window))
+            groups.append(self._decode_group(batch, index, lengths[members], int(padded[members].max()), window))
         return groups
 
     def _decode_group(
-        self, batch: ForwardBatch, index: torch.Tensor | None, lengths: npt.NDArray[np.int64], window: int
+        self, batch: ForwardBatch, index: torch.Tensor | None, lengths: npt.NDArray[np.int64], longest: int, window: int
     ) -> _DecodeGroup:
         rows = batch.pool_rows[: batch.decode_rows]
         last = batch.positions[: batch.decode_rows]
         if index is not None:
             rows, last = rows[index], last[index]
-        longest = int(lengths.max())
         # Keys end at the row's own position and begin at 0, or where the window begins.
         first = (last - (window - 1)).clamp_min_(0) if window else torch.zeros_like(last)
         positions = first[:, None] + torch.arange(longest, device=last.device)
@@ -162,8 +164,10 @@ class PagedAttention:
             if (start and not self._attend.plain_prefix) or (window and end > window):
                 blocks += self._masked_blocks(batch, first, start, count, window)
             else:
-                vectors = self._vectors_of_row(batch, first, 0, end) if start else None
-                blocks.append(_ChunkBlock(first, first + count, vectors, None))
+                multiple = self._attend.key_multiple
+                plain = not start and multiple == 1
+                vectors = None if plain else self._vectors_of_row(batch, first, 0, end, -end % multiple)
+                blocks.append(_ChunkBlock(first, first + count, vectors, start, None))
             first += count
         return blocks
 
@@ -183,14 +187,18 @@ class PagedAttention:
                 seen &= key_positions > query_positions - window
             mask = additive(seen, self._pool.tensor.dtype)
             vectors = self._vectors_of_row(batch, first, key_begin, begin + queries)
-            blocks.append(_ChunkBlock(first + offset, first + offset + queries, vectors, mask))
+            blocks.append(_ChunkBlock(first + offset, first + offset + queries, vectors, begin - key_begin, mask))
         return blocks
 
-    def _vectors_of_row(self, batch: ForwardBatch, token: int, begin: int, end: int) -> torch.Tensor:
-        """Vectors of positions begin .. end - 1 of the row that a token of the batch belongs to."""
+    def _vectors_of_row(self, batch: ForwardBatch, token: int, begin: int, end: int, padding: int = 0) -> torch.Tensor:
+        """Vectors of positions begin .. end - 1 of the row that a token of the batch belongs to, and of its first
+        position `padding` times more, which the causal mask hides.
+        """
         # A slice, not an element: indexing by a single device number would wait for the device.
         row = batch.pool_rows[token : token + 1]
-        return self._vectors(self._pages.slots(row, torch.arange(begin, end, device=row.device)))
+        positions = torch.arange(begin, end + padding, device=row.device)
+        positions[end - begin :] = begin
+        return self._vectors(self._pages.slots(row, positions))
 
 
 def group_by_length(lengths: npt.NDArray[np.int64], most_tokens: int) -> list[npt.NDArray[np.int64]]:
