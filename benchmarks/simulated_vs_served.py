@@ -5,8 +5,9 @@ computes, so that client and server processes have a core to themselves.
 
 The traffic is bursts that build up a queue and drain: half of the prompts begin with one of a few long prefixes. Their
 size is what the simulated server works off in a few seconds. A run is one burst, and each run brings other requests,
-the same ones for every setting. The targets are absolute: a first token as 60 % of the clients had it with fcfs, which
-is served first, and a time per further token as 90 % of them had it.
+the same ones for every setting. The targets are absolute: a first token as 70 % of the clients had it with fcfs, which
+is served first, and one and a half times the time per further token that 90 % of them had. With closer targets few
+requests of the slow settings keep them, and a goodput hangs on which ones.
 
 The speed of a machine changes. So runs are short, each setting has a server of its own which is calibrated by one more
 burst of other requests before and after every measured run, and a run is simulated with the costs and the host time
@@ -81,8 +82,8 @@ class Model:
 
 
 MODELS = {
-    "demo": Model(scale=1.0, burst_s=3.0, runs=8, first_guess=48, vocabulary=2048),
-    "smollm2": Model(scale=0.5, burst_s=6.0, runs=6, first_guess=12, vocabulary=SHAPE["vocab_size"]),
+    "demo": Model(scale=1.0, burst_s=3.0, runs=10, first_guess=48, vocabulary=2048),
+    "smollm2": Model(scale=0.5, burst_s=5.0, runs=10, first_guess=12, vocabulary=SHAPE["vocab_size"]),
 }
 
 
@@ -250,11 +251,11 @@ def fitting_size(model: Model, setup: Setup) -> int:
 
 
 def targets_seen(runs: list[Run]) -> dict[str, float]:
-    """Targets that a little more than half of the requests in these runs kept, as settings."""
+    """Targets that about 70 % of the requests in these runs kept, as settings."""
     ttft, tpot = latencies(runs)
     return {
-        "slo_ttft_ms": round(1e3 * float(np.quantile(ttft, 0.6)), 1),
-        "slo_tpot_ms": round(1e3 * float(np.quantile(tpot, 0.9)), 1),
+        "slo_ttft_ms": round(1e3 * float(np.quantile(ttft, 0.7)), 1),
+        "slo_tpot_ms": round(1.5e3 * float(np.quantile(tpot, 0.9)), 1),
     }
 
 
