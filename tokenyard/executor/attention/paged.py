@@ -16,7 +16,8 @@ from tokenyard.executor.kv_pool import KvPool
 
 PADDING_TOKENS = 64
 PADDING_SHARE = 0.25
-"""A decode row joins a group if it is padded by at most this many tokens, or this share of the group's length."""
+"""A decode row joins a group if it is padded by at most this many tokens, or this share of the group's length; lengths
+are those of whole blocks where keys attend in such."""
 
 GATHER_BYTES = 1 << 29
 """Decode rows attend in groups whose gathered keys and values take at most this much, or one row's. The pool's size is
