@@ -80,6 +80,26 @@ def test_what_a_decode_gathers_is_bounded_and_grows_seldom(make_driver, monkeypa
     assert len(spaces) <= 2
 
 
+def test_on_a_cpu_keys_attend_in_whole_blocks(make_driver, monkeypatch):
+    # A kernel is made for each shape: one more key at every step would make one at every step.
+    shapes = set()
+
+    class Watched(ByProducts):
+        def decode(self, q, k, v, mask):
+            shapes.add(k.shape)
+            return super().decode(q, k, v, mask)
+
+        def chunk(self, q, k, v, start, mask):
+            assert k.shape[1] % self.key_multiple == 0
+            return super().chunk(q, k, v, start, mask)
+
+    monkeypatch.setattr("tokenyard.executor.attention.paged.choose_attend", lambda device: Watched())
+    driver = make_driver("llama")
+    prompt = prompt_of(50, seed=1)
+    assert driver.generate(driver.start(prompt), 20, chunk=30) == greedy("llama", prompt, 20)
+    assert {shape[2] for shape in shapes} == {64, 128}
+
+
 def test_a_retracted_row_is_taken_up_again(make_driver):
     driver = make_driver("qwen2", page_size=4)
     prompt, other = prompt_of(30, seed=4), prompt_of(50, seed=5)
