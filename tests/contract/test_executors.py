@@ -30,12 +30,22 @@ def make_torch(page_size):
     )
 
 
+def make_checked(page_size):
+    """Torch once more, with backends that check every layer and every step."""
+    pytest.importorskip("torch", reason="the package torch is not installed")
+    from tests.executor.checking import load_checked
+
+    return load_checked(
+        str(DEMO_MODEL), device="cpu", dtype="float32", page_size=page_size, max_total_tokens=256, max_pool_rows=4
+    )
+
+
 @pytest.fixture(params=[1, 4], ids=["page1", "page4"])
 def page_size(request):
     return request.param
 
 
-@pytest.fixture(params=[make_mock, make_torch], ids=["mock", "torch"])
+@pytest.fixture(params=[make_mock, make_torch, make_checked], ids=["mock", "torch", "checked"])
 def executor(request, page_size):
     executor = request.param(page_size)
     yield executor

@@ -6,7 +6,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests.executor.driver import Driver
 from tokenyard.base import ExecutorInfo
+from tokenyard.executor.attention.gather import GatherAttention
+from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.kv_pool import KvPool
+from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.runner import ModelExecutor
 
@@ -97,4 +100,7 @@ def pretend_driver(monkeypatch, config, page_size):
         kv_bytes_per_token=2 * config.kv_values_per_token,
     )
     pool = KvPool(config, info.num_pages, page_size, GPU, torch.bfloat16)
-    return Driver(ModelExecutor(Decoder(config, Weights(), GPU, config.context_length), pool, info, GPU))
+    pages = PageTable(info.max_pool_rows, info.context_length, page_size, GPU)
+    decoder = Decoder(config, Weights(), GPU, config.context_length)
+    model = TorchModel(decoder, GatherAttention(pool, pages, config.windows))
+    return Driver(ModelExecutor(model, pool, pages, info, GPU))

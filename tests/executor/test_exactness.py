@@ -36,7 +36,7 @@ def test_logits_are_close_to_those_of_transformers(make_driver, case):
 @pytest.mark.parametrize("case", ["llama-odd", "mistral-window", "qwen3-layers"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypatch, attend, case, page_size):
-    monkeypatch.setattr("tokenyard.executor.attention.paged.choose_attend", lambda device: attend())
+    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device: attend())
     driver = make_driver(case, page_size=page_size)
     prompts = [prompt_of(length, seed=length) for length in (3, 120, 45, 46)]
     late = prompt_of(33, seed=9)
@@ -55,9 +55,9 @@ def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypa
 @pytest.mark.parametrize("case", ["llama", "llama-odd", "mistral-window", "qwen2-window"])
 @pytest.mark.parametrize("chunk", [None, 50, 70])
 def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, chunk):
-    monkeypatch.setattr("tokenyard.executor.attention.paged.MASK_ELEMENTS", 4000)
+    monkeypatch.setattr("tokenyard.executor.attention.gather.MASK_ELEMENTS", 4000)
     monkeypatch.setattr(ByProducts, "key_multiple", 24)
-    monkeypatch.setattr("tokenyard.executor.attention.paged.choose_attend", lambda device: attend())
+    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device: attend())
     driver = make_driver(case, page_size=4)
     prompt = prompt_of(150, seed=3)
     assert driver.generate(driver.start(prompt), 2, chunk=chunk) == greedy(case, prompt, 2)
@@ -65,7 +65,7 @@ def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, ch
 
 def test_what_a_decode_gathers_is_bounded_and_grows_seldom(make_driver, monkeypatch):
     # A token's keys and values in one layer of the tiny llama take 192 bytes.
-    monkeypatch.setattr("tokenyard.executor.attention.paged.GATHER_BYTES", 192 * 150)
+    monkeypatch.setattr("tokenyard.executor.attention.gather.GATHER_BYTES", 192 * 150)
     driver = make_driver("llama")
     prompts = [prompt_of(length, seed=length) for length in (30, 33, 34, 41, 70)]
     sequences = [driver.start(prompt) for prompt in prompts]
@@ -74,9 +74,9 @@ def test_what_a_decode_gathers_is_bounded_and_grows_seldom(make_driver, monkeypa
     spaces = set()
     for _ in range(8):
         driver.step(*[(sequence, 1) for sequence in sequences])
-        spaces.add(driver.executor._attention._workspace.data_ptr())
+        spaces.add(driver.executor.model.attention._workspace.data_ptr())
     assert [sequence.output for sequence in sequences] == [greedy("llama", prompt, 9) for prompt in prompts]
-    assert driver.executor._attention._workspace.nbytes <= 1.25 * 192 * 150
+    assert driver.executor.model.attention._workspace.nbytes <= 1.25 * 192 * 150
     assert len(spaces) <= 2
 
 
@@ -93,7 +93,7 @@ def test_on_a_cpu_keys_attend_in_whole_blocks(make_driver, monkeypatch):
             assert k.shape[1] % self.key_multiple == 0
             return super().chunk(q, k, v, start, mask)
 
-    monkeypatch.setattr("tokenyard.executor.attention.paged.choose_attend", lambda device: Watched())
+    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device: Watched())
     driver = make_driver("llama")
     prompt = prompt_of(50, seed=1)
     assert driver.generate(driver.start(prompt), 20, chunk=30) == greedy("llama", prompt, 20)

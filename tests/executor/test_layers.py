@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.executor.tiny_models import greedy, prompt_of
-from tokenyard.executor.attention.paged import PADDING_SHARE, PADDING_TOKENS, group_by_length
+from tokenyard.executor.attention.gather import PADDING_SHARE, PADDING_TOKENS, group_by_length
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.norm import RMSNorm

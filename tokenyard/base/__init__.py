@@ -28,7 +28,7 @@ from tokenyard.base.events import (
     Update,
 )
 from tokenyard.base.plan import LAST_SAMPLED, RowLogprobs, RowStart, StepPlan, StepResult, StepWork, step_work
-from tokenyard.base.protocols import CostModel, Executor, ExecutorInfo, PrefixListener
+from tokenyard.base.protocols import CostModel, Executor, ExecutorInfo, KvPieces, PrefixListener
 from tokenyard.base.request import (
     BoolArray,
     Float64Array,
@@ -65,6 +65,7 @@ __all__ = [
     "Int32Array",
     "Int64Array",
     "InvalidRequestError",
+    "KvPieces",
     "LogprobOptions",
     "OpenGate",
     "OverloadedError",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tokenyard.base.plan import StepPlan, StepResult, StepWork
+from tokenyard.base.request import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,18 @@ class ExecutorInfo:
     kv_bytes_per_token: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class KvPieces:
+    """Where the KV of some pages lies. addresses: int64[pages, pieces], in memory of `device`; each piece has `nbytes`.
+
+    The pieces of a page always come in the same order, so that they can be copied to those of another page or executor.
+    """
+
+    addresses: Int64Array
+    nbytes: int
+    device: str
+
+
 class Executor(Protocol):
     """Runs plans. Plans are launched in order and collected in the same order; several may be in flight."""
 
@@ -37,6 +50,9 @@ class Executor(Protocol):
 
     def collect(self, ticket: Any) -> StepResult:
         """Wait for a launched step and return its result."""
+
+    def pieces(self, pages: Int32Array) -> KvPieces:
+        """Say where the KV of pages (int32[n]) lies, for transfer and stores. Steps in flight may still write it."""
 
     def close(self) -> None:
         """Give back the device."""

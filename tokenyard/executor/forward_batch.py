@@ -15,16 +15,16 @@ from tokenyard.base import StepPlan
 class ForwardBatch:
     """What one run of the model needs. T tokens of n rows, row after row; the first `decode_rows` rows have one each.
 
-    token_ids, positions, slots: int64[T]. pool_rows: int64[T], the row of each token. last_tokens: int64[n], index of
-    each row's last token in T. starts, counts: int64[n] on the host. attention: what the attention prepared for the
-    step, by window.
+    token_ids, positions, slots: int64[T]. pool_rows: int64[T], the row of each token. logit_tokens: int64[m], indices
+    in T of the tokens whose logits are wanted, in order of rows and positions. starts, counts: int64[n] on the host.
+    attention: what the attention prepared for the step, by window.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     pool_rows: torch.Tensor
-    last_tokens: torch.Tensor
+    logit_tokens: torch.Tensor
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     decode_rows: int
@@ -69,6 +69,26 @@ def send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def samples_of(plan: StepPlan) -> npt.NDArray[np.int64]:
+    """Return int64[n]: at how many of its last positions each row of a plan samples."""
+    return plan.sampled.astype(np.int64)
+
+
+def sampled_tokens(plan: StepPlan) -> npt.NDArray[np.int64]:
+    """Return int64[m]: which of a plan's tokens are sampled after, in order of rows and positions."""
+    samples = samples_of(plan)
+    ends = np.cumsum(plan.counts, dtype=np.int64)
+    # A row's samples run up to its last token: index among all samples plus a constant per row.
+    return np.arange(samples.sum()) + np.repeat(ends - np.cumsum(samples), samples)
+
+
+def sampled_positions(plan: StepPlan) -> npt.NDArray[np.int64]:
+    """Return int64[m]: the positions of the tokens that a plan samples, in order of rows and positions."""
+    samples = samples_of(plan)
+    ends = (plan.starts + plan.counts).astype(np.int64)
+    return np.arange(1, samples.sum() + 1) + np.repeat(ends - np.cumsum(samples), samples)
+
+
 def build_batch(plan: StepPlan, pages: PageTable) -> ForwardBatch:
     """Lay out a plan's tokens; token ids may still hold LAST_SAMPLED. The plan's page writes must be applied."""
     device = pages.tensor.device
@@ -82,7 +102,7 @@ def build_batch(plan: StepPlan, pages: PageTable) -> ForwardBatch:
         positions=columns[1],
         slots=pages.slots(columns[2], columns[1]).to(torch.int64),
         pool_rows=columns[2],
-        last_tokens=upload((ends - 1,), device)[0],
+        logit_tokens=upload((sampled_tokens(plan),), device)[0],
         starts=starts,
         counts=counts,
         decode_rows=plan.decode_rows,

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.base import LAST_SAMPLED, ExecutorInfo, Int32Array, RowStart, StepPlan, TokenyardError
+from tokenyard.base import LAST_SAMPLED, ExecutorInfo, Int32Array, KvPieces, RowStart, StepPlan, TokenyardError
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -93,6 +93,11 @@ class KvCheck:
                     " tokens are known"
                 )
             row.append(int(tokens[i]))
+
+    def pieces(self, pages: Int32Array) -> KvPieces:
+        """Say where the marks of pages lie: one piece a page."""
+        page_bytes = self._info.page_size * self._slots.itemsize
+        return KvPieces(self._slots.ctypes.data + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, "cpu")
 
     def _write_pages(self, plan: StepPlan) -> None:
         ids = plan.page_ids

@@ -2,9 +2,10 @@
 
 import logging
 
+import numpy as np
 import torch
 
-from tokenyard.base import ConfigError
+from tokenyard.base import ConfigError, Int32Array, KvPieces
 from tokenyard.executor.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,13 @@ class KvPool:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of one layer, each [slot, kv head, head_dim]."""
         return self._layers[index]
+
+    def pieces(self, pages: Int32Array) -> KvPieces:
+        """Say where the KV of pages lies: a piece per layer for keys and one for values, in that order."""
+        page_bytes = self.page_size * self.tensor.stride(2) * self.tensor.itemsize
+        planes = np.arange(2 * len(self.tensor)) * (self.tensor.stride(1) * self.tensor.itemsize)
+        begin = self.tensor.data_ptr() + planes
+        return KvPieces(begin + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, str(self.tensor.device))
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

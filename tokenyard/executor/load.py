@@ -5,8 +5,11 @@ from pathlib import Path
 import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.executor.attention.gather import GatherAttention
+from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
+from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.models.config import ModelConfig, read_model_config
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.runner import ModelExecutor
@@ -78,7 +81,10 @@ def load_executor(
         max_pool_rows=max_pool_rows,
         kv_bytes_per_token=kv_bytes_per_token(config, kind),
     )
-    return ModelExecutor(model, _make_pool(config, info, target, kind), info, target)
+    pool = _make_pool(config, info, target, kind)
+    pages = PageTable(max_pool_rows, length, page_size, target)
+    attention = GatherAttention(pool, pages, config.windows)
+    return ModelExecutor(TorchModel(model, attention), pool, pages, info, target)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:

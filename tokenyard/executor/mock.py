@@ -17,6 +17,7 @@ from tokenyard.base import (
     CostModel,
     ExecutorInfo,
     Int32Array,
+    KvPieces,
     RowLogprobs,
     RowStart,
     StepPlan,
@@ -124,6 +125,12 @@ class MockExecutor:
         if self._sleep:
             time.sleep(max(0, ticket.done_ns - time.monotonic_ns()) / NS_PER_S)
         return StepResult(ticket.plan.step, ticket.tokens, ticket.seconds, ticket.logprobs)
+
+    def pieces(self, pages: Int32Array) -> KvPieces:
+        """Say where the marks of pages lie; without `check_kv` there are none, and pages have no pieces."""
+        if self._kv is None:
+            return KvPieces(np.zeros((len(pages), 0), dtype=np.int64), 0, "cpu")
+        return self._kv.pieces(pages)
 
     def close(self) -> None:
         """Forget all rows."""

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tokenyard.base import ExecutorInfo, StepPlan, StepResult, TokenyardError
-from tokenyard.executor.attention.paged import PagedAttention
-from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, upload
+from tokenyard.base import ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
+from tokenyard.executor.forward_batch import PageTable, build_batch, sampled_positions, samples_of, upload
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.kv_pool import KvPool
-from tokenyard.executor.models.decoder import Decoder
+from tokenyard.executor.models.backend import ModelBackend
 from tokenyard.executor.sampling.logprobs import (
     LogprobPiece,
     join_pieces,
@@ -72,19 +71,20 @@ def _timing_event() -> torch.cuda.Event:
 
 
 class ModelExecutor:
-    """Executor over a model in torch, on a CPU or a CUDA device, by the same code.
+    """Executor over a model, on a CPU or a CUDA device, by the same code; `model` computes its steps.
 
     On CUDA `launch` only queues work on the current stream and `collect` waits for it, so that several steps can be
     in flight; on a CPU `launch` does the work.
     """
 
-    def __init__(self, model: Decoder, pool: KvPool, info: ExecutorInfo, device: torch.device) -> None:
+    def __init__(
+        self, model: ModelBackend, pool: KvPool, pages: PageTable, info: ExecutorInfo, device: torch.device
+    ) -> None:
         self.info = info
         self.kv_pool = pool
-        self._model = model
+        self.model = model
         self._device = device
-        self._pages = PageTable(info.max_pool_rows, info.context_length, info.page_size, device)
-        self._attention = PagedAttention(pool, self._pages, model.config.windows)
+        self._pages = pages
         self._future = FutureMap(info.max_pool_rows, device)
         self._sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device)
 
@@ -128,36 +128,37 @@ class ModelExecutor:
         tokens[plan.sampled] = ticket.tokens.numpy()
         return StepResult(plan.step, tokens, seconds, join_pieces(ticket.pieces))
 
+    def pieces(self, pages: Int32Array) -> KvPieces:
+        """Say where the KV of pages lies; see Executor."""
+        return self.kv_pool.pieces(pages)
+
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
-        for name in ("kv_pool", "_model", "_attention", "_pages", "_future", "_sampler"):
+        for name in ("kv_pool", "model", "_pages", "_future", "_sampler"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _forward(self, ticket: Ticket) -> None:
-        """Run the model; logits are computed for the last position of sampled rows only."""
+        """Run the model; logits are computed for the sampled positions only."""
         plan = ticket.plan
         batch = build_batch(plan, self._pages)
         batch.token_ids = self._future.resolve(batch.token_ids, batch.pool_rows)
-        self._attention.prepare(batch)
-        hidden = self._model.forward(batch, self._attention)
-        if plan.sampled.any():
-            ticket.logits = self._model.logits(hidden[self._sampled_tokens(plan, batch)])
-        ticket.pieces = prompt_pieces(
-            plan, self._sampler.rows, lambda first, last: self._model.logits(hidden[first:last])
-        )
-
-    def _sampled_tokens(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
-        if plan.sampled.all():
-            return batch.last_tokens
-        return batch.last_tokens[upload((np.flatnonzero(plan.sampled),), self._device)[0]]
+        logits = self.model.step(batch)
+        if len(logits):
+            # What is sampled later must outlast the steps in between.
+            ticket.logits = logits.clone() if plan.delay_sampling else logits
+        ticket.pieces = prompt_pieces(plan, self._sampler.rows, self.model.logits)
 
     def _choose(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
-        pool_rows = plan.pool_rows[plan.sampled]
-        positions = (plan.starts + plan.counts)[plan.sampled].astype(np.int64)
+        """Choose a token for each row of logits: int64[m]. A row's last one is what its next step may read."""
+        samples = samples_of(plan)
+        pool_rows = np.repeat(plan.pool_rows, samples)
+        positions = sampled_positions(plan)
         tokens = self._sampler.sample(logits, pool_rows, positions)
-        self._future.store(upload((pool_rows,), self._device)[0], tokens)
+        last = np.cumsum(samples)[samples > 0] - 1
+        rows = upload((plan.pool_rows[samples > 0], last), self._device)
+        self._future.store(rows[0], tokens[rows[1]])
         return tokens
 
     def _send(self, ticket: Ticket, tokens: torch.Tensor) -> None:

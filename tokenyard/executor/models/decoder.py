@@ -2,7 +2,7 @@
 
 import torch
 
-from tokenyard.executor.attention.paged import PagedAttention
+from tokenyard.executor.attention.backend import AttentionBackend
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.norm import RMSNorm
@@ -28,7 +28,7 @@ class Decoder:
         tied = config.tied_embeddings
         self._head = Linear(self._embedding if tied else weights.get("lm_head.weight", embedding_shape))
 
-    def forward(self, batch: ForwardBatch, attention: PagedAttention) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Run the layers: [T, hidden]. Keys and values of the batch's tokens are in the pool afterwards."""
         x = self._embedding[batch.token_ids]
         cos_sin = self._rotary.at(batch.positions)
@@ -64,14 +64,14 @@ class _Layer:
         self._down = _fused(weights, {f"{prefix}.mlp.down_proj": hidden}, inter, config.mlp_bias)
 
     def __call__(
-        self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: PagedAttention
+        self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
     ) -> torch.Tensor:
         x = x + self._attend(self._attention_norm(x), cos_sin, batch, attention)
         gate, up = self._gate_up(self._mlp_norm(x)).chunk(2, dim=-1)
         return x + self._down(torch.nn.functional.silu(gate).mul_(up))
 
     def _attend(
-        self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: PagedAttention
+        self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
     ) -> torch.Tensor:
         qkv = self._qkv(x).view(len(x), -1, self._head_dim)
         rotated = self._heads + self._kv_heads

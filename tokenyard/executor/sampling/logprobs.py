@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tokenyard.base import RowLogprobs, StepPlan
-from tokenyard.executor.forward_batch import send
+from tokenyard.executor.forward_batch import samples_of, send
 from tokenyard.executor.sampling.rows import LOGPROBS, SamplingRows
 
 PIECE_POSITIONS = 256
@@ -53,7 +53,7 @@ class LogprobPiece:
 class OutputLogprobs:
     """What must be kept of the raw logits until the tokens are sampled.
 
-    places: int64[m] on the device, which of the sampled rows report. logprobs: float32[m, vocabulary].
+    places: int64[m] on the device, which of the sampled positions report. logprobs: float32[m, vocabulary].
     """
 
     runs: list[LogprobRun]
@@ -94,14 +94,16 @@ def keep_output(plan: StepPlan, rows: SamplingRows, logits: torch.Tensor) -> Out
     """Keep the log-probabilities of sampled rows that report them, before sampling changes the logits."""
     if not rows.starts:
         return None
-    sampled = np.flatnonzero(plan.sampled)
-    places, runs = [], []
-    for place in np.flatnonzero(rows.kinds[plan.pool_rows[sampled]] & LOGPROBS).tolist():
-        row = int(sampled[place])
+    samples = samples_of(plan)
+    ends = np.cumsum(samples)
+    places: list[int] = []
+    runs: list[LogprobRun] = []
+    for row in np.flatnonzero((rows.kinds[plan.pool_rows] & LOGPROBS != 0) & (samples > 0)).tolist():
         options = rows.starts[int(plan.pool_rows[row])].logprobs
+        count, end = int(samples[row]), int(ends[row])
         if options is not None and options.output:
-            places.append(place)
-            runs.append(LogprobRun(row, int(plan.starts[row] + plan.counts[row]), 1, options.top))
+            places += range(end - count, end)
+            runs.append(LogprobRun(row, int(plan.starts[row] + plan.counts[row]) - count + 1, count, options.top))
     if not runs:
         return None
     on_device = send(np.array(places, dtype=np.int64), logits.device)

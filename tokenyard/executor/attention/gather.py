@@ -1,4 +1,4 @@
-"""Attention over the paged pool. It runs on any device and is the reference for faster kernels.
+"""Attention over the paged pool by gathering keys. It runs on any device and is the reference for faster kernels.
 
 Decode rows are gathered into padded groups of like length and attend together; each chunk attends by itself. Keys are
 gathered head by head, so that the products that follow read them in a row.
@@ -59,8 +59,8 @@ class _StepAttention:
     blocks: list[_ChunkBlock]
 
 
-class PagedAttention:
-    """Causal attention of a batch's tokens over their rows' slots, with an optional window per layer."""
+class GatherAttention:
+    """An AttentionBackend in plain torch: it gathers the keys and values of rows and attends over the copies."""
 
     def __init__(self, pool: KvPool, pages: PageTable, windows: tuple[int, ...]) -> None:
         self._pool = pool
@@ -72,7 +72,7 @@ class PagedAttention:
         self._workspace = pool.tensor.new_empty(2, 0, self._head_dim)
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Work out, once for all layers, which vectors of the pool and which masks the step needs."""
+        """Work out which vectors of the pool and which masks the step needs; see AttentionBackend."""
         for window in dict.fromkeys(self._windows):
             batch.attention[window] = _StepAttention(
                 self._decode_groups(batch, window) if batch.decode_rows else [],
@@ -82,7 +82,7 @@ class PagedAttention:
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Store k and v ([T, kv heads, head_dim]) and attend with q ([T, heads, head_dim]): [T, heads * head_dim]."""
+        """Store keys and values and attend; see AttentionBackend."""
         keys, values = self._pool.layer(layer)
         keys.index_copy_(0, batch.slots, k)
         values.index_copy_(0, batch.slots, v)

@@ -1,0 +1,26 @@
+"""The seam of attention: what a layer asks of whoever attends over the paged KV pool."""
+
+from typing import Protocol
+
+import torch
+
+from tokenyard.executor.forward_batch import ForwardBatch
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a batch's tokens over their rows' slots, with an optional window per layer.
+
+    The order of calls is: `prepare` once for a step, then `forward` once for each layer, in order.
+    """
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Work out, once for all layers, what the step needs. The page table holds the step's page writes by now."""
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Store k and v ([T, kv heads, head_dim]) and attend with q ([T, heads, head_dim]): [T, heads * head_dim].
+
+        A row of the batch has `counts` queries at consecutive positions, each of which sees the row's keys up to its
+        own position: one for a decode, several for a chunk or for drafts to verify.
+        """

@@ -1,0 +1,42 @@
+"""The seam of a whole step: from a batch of tokens to logits."""
+
+from typing import Protocol
+
+import torch
+
+from tokenyard.executor.attention.backend import AttentionBackend
+from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.models.decoder import Decoder
+
+
+class ModelBackend(Protocol):
+    """Computes steps. Keys and values of the batch's tokens are in the pool afterwards."""
+
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        """Compute a batch; returns float32[len(batch.logit_tokens), vocabulary], which the caller may change.
+
+        The tensor is valid until the next step.
+        """
+
+    def logits(self, first: int, last: int) -> torch.Tensor:
+        """Return float32[last - first, vocabulary] of tokens first .. last - 1 of the step computed last."""
+
+
+class TorchModel:
+    """A decoder of torch layers, which ask an attention backend of their own choice: any device, any dtype."""
+
+    def __init__(self, decoder: Decoder, attention: AttentionBackend) -> None:
+        self.windows = decoder.config.windows
+        self.attention = attention
+        self._decoder = decoder
+        self._hidden = torch.empty(0)
+
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        """Compute a batch; see ModelBackend."""
+        self.attention.prepare(batch)
+        self._hidden = self._decoder.forward(batch, self.attention)
+        return self._decoder.logits(self._hidden[batch.logit_tokens])
+
+    def logits(self, first: int, last: int) -> torch.Tensor:
+        """Return logits of tokens of the last step; see ModelBackend."""
+        return self._decoder.logits(self._hidden[first:last])
