@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from tokenyard.base import ExecutorInfo, Request, SamplingParams, SchedulerSettings, StepResult, Submit, TextOptions
-from tokenyard.engine.ipc import FROM_SCHEDULER
+from tokenyard.engine.processes.ipc import FROM_SCHEDULER
 from tokenyard.scheduler import Scheduler
 
 STEPS = 60

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from tokenyard.base import SamplingParams, TextOptions
-from tokenyard.engine.config import EngineConfig
-from tokenyard.engine.launch import running_engine
+from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.spec import GenerateSpec
 
 ROWS, TOKENS, STEP_MS, IDLE_S = 256, 200, 5.0, 3.0

@@ -90,7 +90,7 @@ def new_scheduler(pages, **settings):
 
 def fill_tree(scheduler, sequences):
     """Put the background conversations into the tree, turn by turn."""
-    memory = scheduler.roster.memory
+    memory = scheduler.state.memory
     prompts = [conversation(number) for number in range(sequences // 4)]
     for turn in range(1, 5):
         for tokens in prompts:
@@ -133,7 +133,7 @@ def timed(action, rounds=ROUNDS):
 
 
 def order_step(scheduler, policy, now):
-    views = scheduler.roster.views(now)
+    views = scheduler.state.views(now)
     columns = views.columns
 
     def step():
@@ -149,12 +149,12 @@ def print_orders(scheduler, waiting, belief):
     for name, more in POLICIES.items():
         settings = SchedulerSettings(**({"schedule_policy": name} | more))
         policy = create_policy(settings.schedule_policy, settings)
-        scheduler.roster.cost = belief if policy.needs_cost or policy.budget_rule.needs_cost else None
+        scheduler.state.cost = belief if policy.needs_cost or policy.budget_rule.needs_cost else None
         step = order_step(scheduler, policy, now)
         step()
         seconds = timed(step)
         print(f"{name:28} {waiting:7} {us(seconds)}  {note(name, waiting, seconds)}")
-    views = timed(lambda: scheduler.roster.views(now) and None)
+    views = timed(lambda: scheduler.state.views(now) and None)
     print(f"{'(views of the queue)':28} {waiting:7} {us(views)}")
 
 
@@ -170,9 +170,9 @@ def note(name, waiting, seconds):
 
 def print_upkeep(scheduler, sequences, waiting):
     """Cost of single changes with `waiting` rows in line."""
-    roster = scheduler.roster
-    index, tree, allocator = roster._index, roster.memory.tree, roster.memory.allocator
-    rows = roster.waiting.rows[:512].tolist()
+    state = scheduler.state
+    index, tree, allocator = state._index, state.memory.tree, state.memory.allocator
+    rows = state.waiting.rows[:512].tolist()
 
     def leave():
         for row in rows:
@@ -209,7 +209,7 @@ def print_shared(waiting):
         prompt = np.concatenate((shared, ids(70_000_000 + index, 64)))
         request = Request(index + 1, f"r{index}", prompt, SamplingParams(max_new_tokens=16, temperature=0.0))
         scheduler.apply(Submit(request), 1)
-    tree, allocator = scheduler.roster.memory.tree, scheduler.roster.memory.allocator
+    tree, allocator = scheduler.state.memory.tree, scheduler.state.memory.allocator
 
     def insert(tokens):
         return timed(lambda: tree.insert(tokens.tobytes(), allocator.alloc(len(tokens))) and None, 1)

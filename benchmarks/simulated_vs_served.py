@@ -40,13 +40,13 @@ from tokenyard.bench.backends import Answer, NativeBackend, RequestOptions
 from tokenyard.bench.datasets import Prompt
 from tokenyard.bench.load import Target, run_load
 from tokenyard.bench.metrics import tpot_s
-from tokenyard.scheduler.replay import Replay
-from tokenyard.scheduler.tape import Origin, Tape
 from tokenyard.sim.content import SegmentContent
 from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.synthetic import lengths
 from tokenyard.sim.taped import History
 from tokenyard.sim.workload import Workload, uniform_columns
+from tokenyard.tape.codec import Origin, Tape
+from tokenyard.tape.replay import Replay
 
 CONTEXT = 1024
 WARM_UP = 8
@@ -130,10 +130,10 @@ class Calibrations:
         for history in self._listeners:
             history.committed(plan, result, now)
 
-    def told(self, batch: TokenBatch) -> None:
-        """See `Observer.told`."""
+    def on_output(self, batch: TokenBatch) -> None:
+        """See `Observer.on_output`."""
         for history in self._listeners:
-            history.told(batch)
+            history.on_output(batch)
 
     def setup(self, history: History) -> Setup:
         """What to simulate with. The clients ask for as many tokens as they get, hence `oracle`."""

@@ -14,18 +14,18 @@ from pathlib import Path
 from decode_step import answer, running_scheduler
 
 from tokenyard.base import Submit
-from tokenyard.engine.recording import TapeFile
-from tokenyard.scheduler.disguise import Disguise
-from tokenyard.scheduler.recorder import Recorder
-from tokenyard.scheduler.replay import replay
-from tokenyard.scheduler.tape import Origin, Tape, TapeEncoder
+from tokenyard.engine.watch.recording import TapeFile
+from tokenyard.tape.anonymizer import Anonymizer
+from tokenyard.tape.codec import Origin, Tape, TapeEncoder
+from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.replay import replay
 
 STEPS, VOCAB_SIZE, KEY = 400, 128256, b"benchmark"
 
 
 def write(rows, path):
     """Median microseconds of thread CPU time per step, and bytes per step."""
-    scheduler, file, encoder = running_scheduler(rows, 1), TapeFile(path), TapeEncoder(Disguise(VOCAB_SIZE, KEY))
+    scheduler, file, encoder = running_scheduler(rows, 1), TapeFile(path), TapeEncoder(Anonymizer(VOCAB_SIZE, KEY))
     micros = []
     gc.disable()
     for step in range(STEPS):
@@ -46,9 +46,9 @@ def replayed_steps_per_s(rows, path):
     """How many steps a second a replay takes in."""
     live = running_scheduler(rows, 1)
     file = TapeFile(path)
-    recorder = Recorder(Origin(live.roster.settings, live.roster.info), file, KEY, "benchmark")
-    for row in live.roster.running.rows.tolist():
-        recorder.apply(Submit(live.roster.table.request(row)), 1)
+    recorder = Recorder(Origin(live.state.settings, live.state.info), file, KEY, "benchmark")
+    for row in live.state.running.rows.tolist():
+        recorder.apply(Submit(live.state.table.request(row)), 1)
     for step in range(STEPS):
         recorder.commit(answer(recorder.plan(step + 2)), step + 2)
         recorder.drain()

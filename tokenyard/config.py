@@ -272,7 +272,7 @@ class Settings:
         False, "logging", "log a line for every finished request", aliases=("--enable-log-requests",)
     )
     record: str = setting("", "logging", "file for a tape of all that the scheduler sees and plans; see replay")
-    record_plain: bool = setting(False, "logging", "tape token ids and names as they are instead of disguised")
+    record_plain: bool = setting(False, "logging", "tape token ids and names as they are instead of anonymized")
     log_requests_content: bool = setting(
         False, "logging", "put the text of prompts and answers into those lines; otherwise only ids and lengths"
     )

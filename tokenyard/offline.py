@@ -35,26 +35,26 @@ from tokenyard.base import (
 )
 from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
-from tokenyard.engine.config import EngineConfig
-from tokenyard.engine.driver import Driver
-from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
-from tokenyard.engine.kv_events import open_kv_events
-from tokenyard.engine.libraries import set_library_environment
-from tokenyard.engine.liveness import LoopState
-from tokenyard.engine.lookahead import Lookahead
-from tokenyard.engine.messages import FromScheduler, ToScheduler
-from tokenyard.engine.priority_hook import create_hook
-from tokenyard.engine.recording import build_core, load_prior, open_tape
+from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.processes.driver import Driver
+from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.processes.libraries import set_library_environment
+from tokenyard.engine.processes.messages import FromScheduler, ToScheduler
+from tokenyard.engine.processes.scheduler_process import load_executor
 from tokenyard.engine.requests import check_known, further_ends
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
-from tokenyard.engine.scheduler_process import load_executor
-from tokenyard.engine.step_log import StepLog
-from tokenyard.engine.text import TextAssembler
-from tokenyard.engine.tokenizer_files import load_tokenizer, special_tokens
+from tokenyard.engine.text.text_side import TextAssembler
+from tokenyard.engine.text.tokenizer_files import load_tokenizer, special_tokens
+from tokenyard.engine.watch.kv_events import open_kv_events
+from tokenyard.engine.watch.liveness import LoopState
+from tokenyard.engine.watch.lookahead_client import LookaheadClient
+from tokenyard.engine.watch.priority_updates import create_priority_updates
+from tokenyard.engine.watch.recording import build_core, load_prior, open_tape
+from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.executor.hub import find_model
-from tokenyard.policy.hook import load_priority_function
+from tokenyard.policy.priority_function import load_priority_function
 from tokenyard.policy.registry import create_policy
-from tokenyard.scheduler.recorder import Core
+from tokenyard.tape.recorder import Core
 
 log = logging.getLogger(__name__)
 
@@ -337,7 +337,7 @@ class LLM:
         try:
             self._executor = load_executor(config)
             core = build_core(config, self._executor.info, self._tape)
-            lookahead = Lookahead(core, config.scheduler_settings(self._executor.info))
+            lookahead = LookaheadClient(core, config.scheduler_settings(self._executor.info))
             driver = self._driver(config, core, lookahead)
         except BaseException as error:
             ready.set_exception(error)
@@ -353,7 +353,7 @@ class LLM:
         finally:
             lookahead.close()
 
-    def _driver(self, config: EngineConfig, core: Core, lookahead: Lookahead) -> Driver:
+    def _driver(self, config: EngineConfig, core: Core, lookahead: LookaheadClient) -> Driver:
         """What the event loop drives."""
         return Driver(
             core,
@@ -361,7 +361,7 @@ class LLM:
             self._port,
             log=StepLog(config.decode_log_interval),
             state=LoopState(),
-            hook=create_hook(config.priority_function, core),
+            hook=create_priority_updates(config.priority_function, core),
             lookahead=lookahead,
             kv_events=self._kv_events,
         )

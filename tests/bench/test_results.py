@@ -5,7 +5,14 @@ import json
 import pytest
 
 from tokenyard.base import ConfigError
-from tokenyard.bench.backends import BACKENDS, Answer, ChatBackend, CompletionsBackend, NativeBackend, RequestOptions
+from tokenyard.bench.backends import (
+    BACKENDS,
+    ChatBackend,
+    CompletionsBackend,
+    Measurement,
+    NativeBackend,
+    RequestOptions,
+)
 from tokenyard.bench.datasets import Prompt
 from tokenyard.bench.load import Run
 from tokenyard.bench.metrics import Targets, peak_concurrency, peak_tokens_per_s, summarize
@@ -16,7 +23,7 @@ OPTIONS = RequestOptions("m", True, {"top_k": 3})
 
 
 def answer(times, *, sent_s=0.0, prompt=10, name="", error=""):
-    made = Answer(service_class=name, sent_s=sent_s, prompt_tokens=prompt, error=error)
+    made = Measurement(service_class=name, sent_s=sent_s, prompt_tokens=prompt, error=error)
     for time in times:
         made.arrived(time, 1)
         made.output_tokens += 1
@@ -73,7 +80,7 @@ def test_peaks(run):
 
 
 def test_events_with_several_tokens_share_their_time():
-    made = Answer()
+    made = Measurement()
     made.arrived(1.0, 1)
     made.arrived(1.4, 4)
     assert made.gaps_s == pytest.approx([0.1] * 4)
@@ -137,7 +144,7 @@ def test_content_that_a_backend_does_not_take(kind, content):
 
 
 def test_completions_count_tokens_by_usage():
-    backend, made = CompletionsBackend(OPTIONS), Answer()
+    backend, made = CompletionsBackend(OPTIONS), Measurement()
     assert backend.read({"choices": [{"text": "a"}]}, made) == 1
     assert backend.read({"choices": [{"text": ""}]}, made) == 0
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
@@ -146,7 +153,7 @@ def test_completions_count_tokens_by_usage():
 
 
 def test_native_events_are_cumulative():
-    backend, made = NativeBackend(OPTIONS), Answer()
+    backend, made = NativeBackend(OPTIONS), Measurement()
     for tokens, text in ((1, "a"), (4, "abcd")):
         meta = {"completion_tokens": tokens, "prompt_tokens": 5, "cached_tokens": 2, "finish_reason": None}
         assert backend.read({"text": text, "meta_info": meta}, made) == (1 if tokens == 1 else 3)

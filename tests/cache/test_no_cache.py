@@ -22,8 +22,8 @@ def test_finds_and_keeps_nothing():
 
 
 def test_says_that_it_keeps_nothing():
-    assert RadixCache.keeps
-    assert not NoCache.keeps
+    assert RadixCache.enabled
+    assert not NoCache.enabled
 
 
 def test_has_every_method_of_the_radix_cache():

@@ -14,8 +14,8 @@ from tokenyard import LLM, SamplingParams
 from tokenyard.base import ConfigError, EngineDeadError, InvalidRequestError
 from tokenyard.config import DEMO_MODEL
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
-from tokenyard.scheduler.replay import Replay
-from tokenyard.scheduler.tape import Tape
+from tokenyard.tape.codec import Tape
+from tokenyard.tape.replay import Replay
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
 

@@ -33,7 +33,7 @@ def test_a_tape_replays(tape, capsys):
     plans = out.split(" records over ")[1].split("; ")[1].split()
     assert plans[0] == plans[2]
     assert int(plans[0]) > 50
-    assert "disguised" in out
+    assert "anonymized" in out
 
 
 def test_a_difference_is_shown_and_is_a_failure(tape, tmp_path, capsys):

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.servers import Server, alive
 from tests.server.sse import events
 from tokenyard.config import DEMO_MODEL
-from tokenyard.engine import child
+from tokenyard.engine.processes import child
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
 SLOW = ["--executor", "mock", "--mock-step-ms", "50"]

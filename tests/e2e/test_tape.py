@@ -8,8 +8,8 @@ import pytest
 
 from tests.e2e.servers import Server
 from tokenyard.config import DEMO_MODEL
-from tokenyard.scheduler.replay import replay
-from tokenyard.scheduler.tape import Tape
+from tokenyard.tape.codec import Tape
+from tokenyard.tape.replay import replay
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
 WORDS = ["a cat", "the small boat", "once upon a time", "snow and rain and wind", "why"]

@@ -1,7 +1,7 @@
 """A whole engine of real processes over the mock executor."""
 
 from tests.engine.text_helpers import DEMO_TOKENIZER
-from tokenyard.engine.config import EngineConfig
+from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.executor.mock import load_executor
 
 DEMO_FOLDER = DEMO_TOKENIZER.parent

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tokenyard.policy.adaptive import Score
-from tokenyard.scheduler.moment import Answer, Ask, decode, encode
+from tokenyard.scheduler.lookahead_state import LookaheadQuery, LookaheadReply, decode, encode
 
 LENGTH = struct.Struct("<I")
 
@@ -17,7 +17,7 @@ def questions():
     """All questions; what else comes is checked and dropped."""
     while len(head := sys.stdin.buffer.read(LENGTH.size)) == LENGTH.size:
         message = decode(sys.stdin.buffer.read(LENGTH.unpack(head)[0]))
-        if isinstance(message, Ask):
+        if isinstance(message, LookaheadQuery):
             yield message
 
 
@@ -30,7 +30,7 @@ def scored(ask, met, names=None):
     """An answer in which the last of the wanted candidates is better."""
     names = names or ask.candidates
     scores = [Score(name, 0.5, 0.1, 10) for name in names[:-1]] + [Score(names[-1], met, 0.1, 10)]
-    return Answer(ask.number, scores, 0.001)
+    return LookaheadReply(ask.number, scores, 0.001)
 
 
 def main(mode, *arguments):
@@ -39,7 +39,7 @@ def main(mode, *arguments):
     if mode == "deaf":
         time.sleep(600)
     if mode == "talks first":
-        answer(encode(Answer(1000, [Score("fcfs", 0.5, 0.1)], 0.1)))
+        answer(encode(LookaheadReply(1000, [Score("fcfs", 0.5, 0.1)], 0.1)))
     if mode == "dies once":
         # The first one to come here finds no file.
         file = Path(arguments[0])
@@ -62,7 +62,7 @@ def main(mode, *arguments):
             case "strangers":
                 answer(encode(scored(ask, 0.9, ["fcfs", "os:system"])))
             case "another question":
-                answer(encode(Answer(ask.number + 5, scored(ask, 0.9).scores, 0.001)))
+                answer(encode(LookaheadReply(ask.number + 5, scored(ask, 0.9).scores, 0.001)))
             case "worse":
                 answer(encode(scored(ask, 0.4)))
             case _:

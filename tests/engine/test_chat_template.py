@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokenyard.base import ConfigError, InvalidRequestError
-from tokenyard.engine.chat_template import ChatTemplate, load_chat_template, render_within
+from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template, render_within
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared"
 CASES = SHARED / "chat_templates" / "chat_template_cases.jsonl"
@@ -259,7 +259,7 @@ def test_an_endless_template_is_ended():
 
 
 def test_endless_output_is_ended(monkeypatch):
-    monkeypatch.setattr("tokenyard.engine.chat_template.LONGEST_PROMPT_CHARS", 1000)
+    monkeypatch.setattr("tokenyard.engine.text.chat_template.LONGEST_PROMPT_CHARS", 1000)
     with pytest.raises(InvalidRequestError, match="more than 1000 characters"):
         render("{% for a in range(9999) %}{{ a }}{% endfor %}")
 

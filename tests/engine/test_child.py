@@ -7,8 +7,8 @@ import os
 import pytest
 import zmq
 
-from tokenyard.engine import child
-from tokenyard.engine.config import ChildTask, EngineConfig
+from tokenyard.engine.processes import child
+from tokenyard.engine.processes.config import ChildTask, EngineConfig
 
 
 def test_log_lines_as_json(capsys):

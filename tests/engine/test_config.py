@@ -6,9 +6,9 @@ import pytest
 
 from tests.engine.engines import mock_config
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.engine.config import ChildReport, ChildTask, decode_report, decode_task, encode_line
-from tokenyard.engine.recording import load_prior
-from tokenyard.engine.scheduler_process import load_executor
+from tokenyard.engine.processes.config import ChildReport, ChildTask, decode_report, decode_task, encode_line
+from tokenyard.engine.processes.scheduler_process import load_executor
+from tokenyard.engine.watch.recording import load_prior
 
 
 def test_the_model_decides_page_size_context_and_steps_in_flight():

@@ -8,11 +8,11 @@ import pytest
 
 from tests.engine.engines import watched_mock
 from tokenyard.base import Cancel, Pause, Request, Resume, SamplingParams, SchedulerSettings, SetPolicy, Submit
-from tokenyard.engine.driver import DeviceBrokenError, Driver
-from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
-from tokenyard.engine.liveness import HeartbeatThread, LoopState, heartbeat_age_s
-from tokenyard.engine.messages import FlushCache, FlushReply, GetSnapshot, SnapshotReply
-from tokenyard.engine.step_log import StepLog
+from tokenyard.engine.processes.driver import DeviceBrokenError, Driver
+from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.processes.messages import FlushCache, FlushReply, GetSnapshot, SnapshotReply
+from tokenyard.engine.watch.liveness import HeartbeatThread, LoopState, heartbeat_age_s
+from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.scheduler import Scheduler
 
 LOOPS = [(event_loop_normal, 1), (event_loop_overlap, 2)]
@@ -167,7 +167,7 @@ def test_a_long_device_step_is_alive_and_a_hung_loop_is_not():
 
 
 def test_heartbeats_go_on_during_a_step(monkeypatch):
-    monkeypatch.setattr("tokenyard.engine.liveness.BEAT_EVERY_S", 0.02)
+    monkeypatch.setattr("tokenyard.engine.watch.liveness.BEAT_EVERY_S", 0.02)
     state, beats = LoopState(), []
     thread = HeartbeatThread(state, beats.append, lambda: None)
     thread.start()

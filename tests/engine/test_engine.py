@@ -21,10 +21,10 @@ from tokenyard.base import (
     TextOptions,
     TokenyardError,
 )
-from tokenyard.engine import launch
-from tokenyard.engine.launch import running_engine
+from tokenyard.engine.processes import launch
+from tokenyard.engine.processes.launch import running_engine
+from tokenyard.engine.processes.supervisor import CHILD_MODULES
 from tokenyard.engine.spec import GenerateSpec
-from tokenyard.engine.supervisor import CHILD_MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 FOR_EVER = 900
@@ -365,7 +365,7 @@ def test_the_reason_of_a_broken_device_reaches_the_clients(monkeypatch):
 PARENT = """
 import asyncio, sys
 from tests.engine.engines import mock_config
-from tokenyard.engine.launch import running_engine
+from tokenyard.engine.processes.launch import running_engine
 async def main():
     async with running_engine(mock_config(skip_tokenizer=sys.argv[1] == "ids")):
         print("up", flush=True)

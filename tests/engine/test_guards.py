@@ -12,16 +12,16 @@ import pytest
 from tests.engine.engines import mock_config, watched_mock
 from tests.engine.test_driver import LOOPS, ScriptedPort, both_loops, run, submit
 from tokenyard.base import ConfigError, SchedulerSettings, SetPolicy
-from tokenyard.engine.driver import Driver
-from tokenyard.engine.guards import MOST_MISTAKES, STALL_NS, WINDOW_CALLS, StalledError, StallGuard, broken_off
-from tokenyard.engine.launch import running_engine
-from tokenyard.engine.liveness import LoopState
-from tokenyard.engine.messages import ChoosePolicy, GetSnapshot, PolicyReply
-from tokenyard.engine.step_log import StepLog
+from tokenyard.engine.processes.driver import Driver
+from tokenyard.engine.processes.launch import running_engine
+from tokenyard.engine.processes.messages import ChoosePolicy, GetSnapshot, PolicyReply
+from tokenyard.engine.watch.guards import MOST_MISTAKES, STALL_NS, WINDOW_CALLS, StalledError, StallGuard, broken_off
+from tokenyard.engine.watch.liveness import LoopState
+from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.policy import Policy
-from tokenyard.scheduler.recorder import Recorder
-from tokenyard.scheduler.replay import replay
-from tokenyard.scheduler.tape import Origin, Tape
+from tokenyard.tape.codec import Origin, Tape
+from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.replay import replay
 
 
 def replies(port):

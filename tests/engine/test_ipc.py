@@ -27,8 +27,8 @@ from tokenyard.base import (
     TokenLogprobs,
     Update,
 )
-from tokenyard.engine.ipc import FROM_SCHEDULER, TO_API, TO_SCHEDULER, ProtocolError, SocketDirectory
-from tokenyard.engine.messages import FlushCache, FlushReply, GetSnapshot, Heartbeat, SnapshotReply, TextBatch
+from tokenyard.engine.processes.ipc import FROM_SCHEDULER, TO_API, TO_SCHEDULER, ProtocolError, SocketDirectory
+from tokenyard.engine.processes.messages import FlushCache, FlushReply, GetSnapshot, Heartbeat, SnapshotReply, TextBatch
 
 
 def int32(*values):

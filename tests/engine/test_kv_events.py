@@ -10,12 +10,12 @@ from tests.engine.test_driver import ScriptedPort, submit
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.cache.kv_events import block_hashes, root_hash
 from tokenyard.cache.radix import make_key
-from tokenyard.engine.driver import Driver
-from tokenyard.engine.event_loop import event_loop_normal
-from tokenyard.engine.kv_events import KvEventPublisher
-from tokenyard.engine.liveness import LoopState
-from tokenyard.engine.messages import FlushCache
-from tokenyard.engine.step_log import StepLog
+from tokenyard.engine.processes.driver import Driver
+from tokenyard.engine.processes.event_loop import event_loop_normal
+from tokenyard.engine.processes.messages import FlushCache
+from tokenyard.engine.watch.kv_events import KvEventPublisher
+from tokenyard.engine.watch.liveness import LoopState
+from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.scheduler import Scheduler
 
 

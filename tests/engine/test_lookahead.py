@@ -15,17 +15,17 @@ from tests.e2e.servers import alive
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, submit
 from tokenyard.base import ConfigError, Finish, SchedulerSettings, SetPolicy, TokenBatch
-from tokenyard.engine import lookahead as module
-from tokenyard.engine.driver import Driver
-from tokenyard.engine.event_loop import event_loop_normal, event_loop_overlap
-from tokenyard.engine.liveness import LoopState
-from tokenyard.engine.lookahead import COMMAND, Lookahead
-from tokenyard.engine.messages import ChoosePolicy, GetSnapshot
-from tokenyard.engine.step_log import StepLog
+from tokenyard.engine.processes.driver import Driver
+from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.processes.messages import ChoosePolicy, GetSnapshot
+from tokenyard.engine.watch import lookahead_client as module
+from tokenyard.engine.watch.liveness import LoopState
+from tokenyard.engine.watch.lookahead_client import COMMAND, LookaheadClient
+from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.scheduler import Scheduler
-from tokenyard.scheduler.recorder import Recorder
-from tokenyard.scheduler.replay import replay
-from tokenyard.scheduler.tape import Origin, Tape
+from tokenyard.tape.codec import Origin, Tape
+from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.replay import replay
 
 ODD = Path(__file__).with_name("odd_lookahead.py")
 ROOT = ODD.parents[2]
@@ -62,7 +62,7 @@ class Yard:
         info = watched_mock(step_ms=1.0, max_total_tokens=4096).info
         self.settings = SchedulerSettings(schedule_policy="adaptive", policy_options=OPTIONS | options)
         self.core = Scheduler(self.settings, info)
-        self.lookahead = Lookahead(self.core, self.settings, command)
+        self.lookahead = LookaheadClient(self.core, self.settings, command)
         self.events = []
         for number in range(requests):
             event = submit(number, range(100, 200), tokens=20)
@@ -73,7 +73,7 @@ class Yard:
         end = time.monotonic() + timeout_s
         while not done():
             assert time.monotonic() < end, self.state
-            event = self.lookahead.turn(time.monotonic_ns())
+            event = self.lookahead.poll(time.monotonic_ns())
             if event is not None:
                 self.events.append(event.name)
             time.sleep(0.002)
@@ -198,7 +198,7 @@ def test_ends_are_told():
     with Yard(odd("worse")) as yard:
         empty = np.empty(0, np.int32)
         batch = TokenBatch(empty.astype(np.int64), empty, empty, finished=[Finish(1, "stop", completion_tokens=3)])
-        yard.lookahead.told(batch)
+        yard.lookahead.on_output(batch)
         yard.turn_until(lambda: yard.state["looks"] >= 2)
         assert yard.state["failures"] == 0
 
@@ -221,7 +221,7 @@ def test_the_loop_goes_on_whatever_it_does(loop, depth, mode, monkeypatch):
     executor = watched_mock(step_ms=0.5, max_total_tokens=512, max_pool_rows=8)
     settings = SchedulerSettings(max_in_flight=depth, schedule_policy="adaptive", policy_options=OPTIONS)
     core = Scheduler(settings, executor.info)
-    lookahead = Lookahead(core, settings, odd(mode))
+    lookahead = LookaheadClient(core, settings, odd(mode))
 
     class Port(ScriptedPort):
         """Brings requests until the fault has been noticed, and lets them be served."""
@@ -251,7 +251,7 @@ def test_the_loop_changes_its_policy_and_people_choose():
     settings = SchedulerSettings(schedule_policy="adaptive", policy_options=OPTIONS)
     sink = io.BytesIO()
     core = Recorder(Origin(settings, executor.info), sink, None, "test")
-    lookahead = Lookahead(core, settings, odd("better"))
+    lookahead = LookaheadClient(core, settings, odd("better"))
     numbers = iter(range(100_000))
     seen = []
 

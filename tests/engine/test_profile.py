@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, both_loops, run, submit
-from tokenyard.engine import profile
-from tokenyard.engine.messages import Profile, ProfileReply
+from tokenyard.engine.processes.messages import Profile, ProfileReply
+from tokenyard.engine.watch import profile
 
 
 def replies(port):

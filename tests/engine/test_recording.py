@@ -10,15 +10,15 @@ import pytest
 from tests.engine.engines import mock_config
 from tests.engine.test_driver import LOOPS, FailingExecutor, ScriptedPort, submit, watched_mock
 from tokenyard.base import Cancel, ConfigError, SetPolicy, Submit
-from tokenyard.engine.driver import Driver
-from tokenyard.engine.liveness import LoopState
-from tokenyard.engine.messages import FlushCache, GetSnapshot, Heartbeat
-from tokenyard.engine.recording import TapeFile, build_core, open_tape
-from tokenyard.engine.step_log import StepLog
-from tokenyard.engine.watchdog import Watchdog
+from tokenyard.engine.processes.driver import Driver
+from tokenyard.engine.processes.messages import FlushCache, GetSnapshot, Heartbeat
+from tokenyard.engine.watch.liveness import LoopState
+from tokenyard.engine.watch.recording import TapeFile, build_core, open_tape
+from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.engine.watch.watchdog import Watchdog
 from tokenyard.scheduler import Scheduler
-from tokenyard.scheduler.replay import replay
-from tokenyard.scheduler.tape import Tape
+from tokenyard.tape.codec import Tape
+from tokenyard.tape.replay import replay
 
 FULL = Path("/dev/full")
 
@@ -102,8 +102,10 @@ def test_a_full_disk_ends_the_tape_but_not_the_serving(caplog):
 def watched(monkeypatch):
     """A watchdog of one second, and what it has done."""
     done = []
-    monkeypatch.setattr("tokenyard.engine.watchdog.os._exit", lambda code: done.append(f"exit {code}"))
-    monkeypatch.setattr("tokenyard.engine.watchdog.faulthandler.dump_traceback", lambda **_: done.append("stacks"))
+    monkeypatch.setattr("tokenyard.engine.watch.watchdog.os._exit", lambda code: done.append(f"exit {code}"))
+    monkeypatch.setattr(
+        "tokenyard.engine.watch.watchdog.faulthandler.dump_traceback", lambda **_: done.append("stacks")
+    )
     core = build_core(mock_config(), watched_mock().info, None)
     dog = Watchdog(1.0, core, lambda report: done.append(report.failure), lambda: done.append("save"))
     return dog, done

@@ -7,7 +7,7 @@ import pytest
 
 from tokenyard.base import EngineDeadError, Finish, OverloadedError, TokenLogprobs
 from tokenyard.engine import streams
-from tokenyard.engine.messages import TextBatch
+from tokenyard.engine.processes.messages import TextBatch
 from tokenyard.engine.streams import Stream, StreamTable
 
 

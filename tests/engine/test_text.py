@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.engine.text_helpers import Run, batch, demo, gpt2, started
 from tokenyard.base import Finish, InvalidRequestError, TokenLogprobs
-from tokenyard.engine.stop_strings import StopHit, StopMatcher
-from tokenyard.engine.text import TextAssembler
+from tokenyard.engine.text.stop_strings import StopHit, StopMatcher
+from tokenyard.engine.text.text_side import TextAssembler
 
 EOS = "<|endoftext|>"
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from tests.engine.text_helpers import Run
 from tokenyard.base import ConfigError
-from tokenyard.engine.tokenizer_files import load_tokenizer
+from tokenyard.engine.text.tokenizer_files import load_tokenizer
 
 TEXTS = [
     "Once upon a time, there was a little fox. It didn't know what's up ? no !",

@@ -19,15 +19,15 @@ def make_yard(pages=4096, page_size=1, rows=8, context=512, answer_tokens=None, 
 
 def line(yard, now=None):
     """Numbers of the waiting requests, in the order of the policy."""
-    roster = yard.scheduler.roster
-    views = roster.views(yard.now if now is None else now)
-    roster.policy.begin_step(views)
-    started = set(views.partial.tolist())
-    return [int(roster.table.number[row]) for row in roster.policy.candidates(views) if row not in started]
+    state = yard.scheduler.state
+    views = state.views(yard.now if now is None else now)
+    state.policy.begin_step(views)
+    started = set(views.prefilling.tolist())
+    return [int(state.table.number[row]) for row in state.policy.candidates(views) if row not in started]
 
 
 def row(yard, number):
-    return yard.scheduler.roster.table.row_of(number)
+    return yard.scheduler.state.table.row_of(number)
 
 
 def admissions(yard):
@@ -36,7 +36,7 @@ def admissions(yard):
 
 
 def put_into_tree(yard, tokens, namespace=""):
-    memory = yard.scheduler.roster.memory
+    memory = yard.scheduler.state.memory
     pages = memory.allocator.alloc(len(tokens) // memory.page_size)
     key = np.array(tokens[: len(pages) * memory.page_size], np.int32).tobytes()
     inserted = memory.tree.insert(key, pages, namespace)
@@ -45,13 +45,13 @@ def put_into_tree(yard, tokens, namespace=""):
 
 def watch_admissions(yard, look):
     """Call look(row, hit, earlier) at each admission; `earlier`: rows that came before it and still wait."""
-    roster = yard.scheduler.roster
-    table, admit = roster.table, roster.admit
+    state = yard.scheduler.state
+    table, admit = state.table, state.admit
 
     def watched(row, hit, now):
-        waiting = roster.waiting.rows
+        waiting = state.waiting.rows
         waits = (table.state[waiting] == State.WAITING) & (table.gates[waiting] == 0)
         look(row, hit, waiting[waits & (table.seq[waiting] < table.seq[row])].tolist())
         admit(row, hit, now)
 
-    roster.admit = watched
+    state.admit = watched

@@ -169,9 +169,9 @@ def test_what_was_learnt_of_answers_outlives_a_change():
     yard = Yard(settings, make_info(), answer_tokens=(3, 3))
     yard.submit([1, 2, 3], max_new=30)
     yard.run()
-    known = yard.scheduler.roster.policy.headroom.residual_tokens
+    known = yard.scheduler.state.policy.headroom.residual_tokens
     yard.apply(SetPolicy("slo"))
-    assert yard.scheduler.roster.policy.headroom.residual_tokens == known < 5
+    assert yard.scheduler.state.policy.headroom.residual_tokens == known < 5
 
 
 def test_looks_keep_to_their_share_of_a_core_and_calm_times_save_up():

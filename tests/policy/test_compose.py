@@ -9,7 +9,7 @@ from tests.policy.lines import admissions, line, make_yard, watch_admissions
 from tokenyard.base import SchedulerSettings, TenantSettings
 from tokenyard.policy import Policy, create_policy
 from tokenyard.policy.compose import Wrapper
-from tokenyard.policy.own import Guarded
+from tokenyard.policy.user_policy import Guarded
 
 
 def public(cls):
@@ -70,13 +70,13 @@ def overtaken_tokens(yard):
     running; filled as the yard runs.
     """
     overtaken = Counter()
-    roster = yard.scheduler.roster
-    table = roster.table
+    state = yard.scheduler.state
+    table = state.table
 
     def look(row, hit, earlier):
-        seated = table.tenant[np.concatenate((roster.partial.rows, roster.running.rows))]
+        admitted = table.tenant[np.concatenate((state.prefilling.rows, state.running.rows))]
         for other in earlier:
-            if not roster.settings.tenants or table.tenant[other] not in seated:
+            if not state.settings.tenants or table.tenant[other] not in admitted:
                 overtaken[int(table.number[other])] += int(table.target[row]) - hit
 
     watch_admissions(yard, look)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from tests.policy.clocked import MS, S, make_clocked, prompt
 from tests.policy.lines import line, row
-from tokenyard.base import Cancel, Pause, Promise, Resume, SamplingParams, Slo, Update
+from tokenyard.base import Cancel, Pause, Resume, SamplingParams, Slo, SloTargets, Update
 from tokenyard.cost import LinearCost, LinearTerms
-from tokenyard.policy.answers import FEWEST_TO_JUDGE
+from tokenyard.policy.answer_lengths import FEWEST_TO_JUDGE
 from tokenyard.policy.deadline import MOST_PUT_LAST, _largest_of_late, _smallest_in_time
 
 
@@ -18,7 +18,7 @@ def due(ms):
 
 
 def put_last(yard):
-    table, queue = yard.scheduler.roster.table, yard.scheduler.roster.policy.queue
+    table, queue = yard.scheduler.state.table, yard.scheduler.state.policy.queue
     return sorted(int(table.number[row]) for lane in queue.lanes() for row in lane[queue.last[lane]])
 
 
@@ -46,9 +46,9 @@ def test_targets_come_from_the_request_or_else_from_its_class():
     own = yard.submit(prompt(1000), **due(450))
     explicit = yard.submit(prompt(1000), deadline_ns=10 * MS)
     assert line(yard) == [explicit, small, own, large]
-    queue = yard.scheduler.roster.policy.queue
+    queue = yard.scheduler.state.policy.queue
     waits = [
-        int(queue.due_ns[row(yard, n)] - yard.scheduler.roster.table.arrival_ns[row(yard, n)]) for n in (large, small)
+        int(queue.due_ns[row(yard, n)] - yard.scheduler.state.table.arrival_ns[row(yard, n)]) for n in (large, small)
     ]
     assert waits == [505 * MS, 400 * MS]
 
@@ -73,12 +73,12 @@ def test_a_long_prefill_gives_way_at_the_edge_of_a_chunk():
     long = yard.submit(prompt(15_000), max_new=1, **due(20_000))
     for _ in range(3):
         yard.turn()
-    started = int(yard.scheduler.roster.table.planned[row(yard, long)])
+    started = int(yard.scheduler.state.table.planned[row(yard, long)])
     assert started > 0
     short = yard.submit(prompt(100), max_new=1, **due(500))
     yard.turn()
     assert short in yard.finished
-    assert yard.scheduler.roster.table.planned[row(yard, long)] >= started, "what was computed stays"
+    assert yard.scheduler.state.table.planned[row(yard, long)] >= started, "what was computed stays"
     assert yard.scheduler.snapshot(yard.now).counters.preempted == 0
 
 
@@ -152,7 +152,7 @@ def test_the_snapshot_counts_who_is_put_last_until_its_prompt_is_done():
     hopeless = [yard.submit(prompt(3000), max_new=3, **due(10)) for _ in range(2)]
     yard.turn()
     assert yard.scheduler.snapshot(yard.now).measures == {"relegated": 2, "relegated_requests": 2}
-    while yard.scheduler.roster.waiting or yard.scheduler.roster.partial:
+    while yard.scheduler.state.waiting or yard.scheduler.state.prefilling:
         yard.turn()
     assert yard.scheduler.snapshot(yard.now).measures == {"relegated": 2, "relegated_requests": 0}
     yard.rest()
@@ -169,11 +169,11 @@ def test_an_end_tells_what_the_request_was_served_by():
         yard.submit(prompt(10), deadline_ns=900 * MS),
     )
     yard.rest()
-    promises = [yard.finished[number].promise for number in (short, long, brought, late)]
-    assert promises[0] == Promise(100 * MS, 40 * MS)
-    assert promises[1] == Promise(5 * 101 * MS, 40 * MS), "five times its prefill alone, 1 ms and 0.1 ms a token"
-    assert promises[2] == Promise(7 * MS, 3 * MS)
-    assert promises[3] == Promise(0, 40 * MS, 900 * MS)
+    promises = [yard.finished[number].slo_targets for number in (short, long, brought, late)]
+    assert promises[0] == SloTargets(100 * MS, 40 * MS)
+    assert promises[1] == SloTargets(5 * 101 * MS, 40 * MS), "five times its prefill alone, 1 ms and 0.1 ms a token"
+    assert promises[2] == SloTargets(7 * MS, 3 * MS)
+    assert promises[3] == SloTargets(0, 40 * MS, 900 * MS)
 
 
 def test_whoever_is_held_back_for_a_while_stays_last():
@@ -261,7 +261,7 @@ def test_a_decoding_request_that_lost_its_pages_comes_back_in_front():
     yard = make_clocked(schedule_policy="slo")
     running = busy(yard)
     waiting = [yard.submit(prompt(1000), **due(900)) for _ in range(3)]
-    yard.scheduler.roster.retract(row(yard, running), "out of pages", 0)
+    yard.scheduler.state.retract(row(yard, running), "out of pages", 0)
     yard.now += 2 * S
     assert line(yard)[0] == running
     assert running not in put_last(yard)
@@ -309,7 +309,7 @@ def test_the_longest_wait_bounds_the_time_of_whoever_is_put_last(wait_s):
 def test_whoever_is_put_last_leaves_room_for_those_who_can_be_in_time():
     yard = make_clocked(schedule_policy="slo", pages=12_000, slo_max_wait_s=8.0)
     running = yard.submit(prompt(6000), max_new=2000, **due(5000))
-    while yard.scheduler.roster.waiting or yard.scheduler.roster.partial:
+    while yard.scheduler.state.waiting or yard.scheduler.state.prefilling:
         yard.turn()
     late = [yard.submit(prompt(tokens), max_new=1, **due(1)) for tokens in (3000, 3100)]
     assert line(yard) == [], "and who comes behind does not pass"
@@ -326,7 +326,7 @@ def test_nobody_waits_for_room_longer_than_half_of_the_longest_wait(wait_s, star
     yard = make_clocked(schedule_policy="slo", pages=12_000, slo_max_wait_s=wait_s, cost=slow)
     yard.submit(prompt(6000), max_new=200, **due(5000))
     yard.turn()
-    while yard.scheduler.roster.partial:
+    while yard.scheduler.state.prefilling:
         yard.turn()
     late = yard.submit(prompt(3000), max_new=1, **due(1))
     yard.rest()
@@ -351,7 +351,7 @@ def test_slo_reject_refuses_at_the_deadline_and_frees_the_pages():
     started = yard.submit(prompt(12_000), max_new=1, **due(5000))
     for _ in range(2):
         yard.turn()
-    assert yard.scheduler.roster.table.planned[row(yard, started)] > 0
+    assert yard.scheduler.state.table.planned[row(yard, started)] > 0
     urgent = [yard.submit(prompt(900), max_new=1, **due(1000 + 93 * index)) for index in range(60)]
     yard.until(8 * S)
     finish = yard.finished[started]
@@ -432,7 +432,7 @@ def test_a_deadline_leaves_time_for_an_answer_as_long_as_those_before():
     for _ in range(FEWEST_TO_JUDGE):
         yard.submit(prompt(100), max_new=21)
     yard.rest()
-    queue, table = yard.scheduler.roster.policy.queue, yard.scheduler.roster.table
+    queue, table = yard.scheduler.state.policy.queue, yard.scheduler.state.table
     both = [
         yard.submit(prompt(100), max_new=most, deadline_ns=1000 * MS, **extra)
         for most, extra in ((50, {}), (11, {}), (50, {"slo": Slo(ttft_ns=700 * MS)}))

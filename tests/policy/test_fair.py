@@ -11,7 +11,7 @@ def fair(policy="vtc", **more):
 
 
 def served(yard, numbers):
-    policy, table = yard.scheduler.roster.policy, yard.scheduler.roster.table
+    policy, table = yard.scheduler.state.policy, yard.scheduler.state.table
     return [float(policy.served[table.tenant[row(yard, number)]]) for number in numbers]
 
 
@@ -26,7 +26,7 @@ def test_the_gap_between_tenants_that_wait_is_told():
     for tenant in ("a", "b", "a", "b"):
         yard.submit(prompt(100), max_new=10, tenant=tenant)
     yard.turn()
-    while yard.scheduler.roster.running:
+    while yard.scheduler.state.running:
         yard.turn()
     assert yard.scheduler.snapshot(yard.now).measures == {"service_gap_tokens": pytest.approx(100 + 2 * 10, abs=2)}
     yard.rest()
@@ -56,7 +56,7 @@ def test_a_retraction_is_not_charged_twice():
     yard = fair()
     number = yard.submit(prompt(30), max_new=50, tenant="a")
     yard.turn()
-    yard.scheduler.roster.retract(row(yard, number), "out of pages", 0)
+    yard.scheduler.state.retract(row(yard, number), "out of pages", 0)
     before = served(yard, [number])
     yard.turn()
     assert served(yard, [number]) == before
@@ -184,8 +184,8 @@ def test_dlpm_lets_who_stays_away_save_up_a_bounded_credit():
         yard.submit(prompt(50), max_new=5, tenant="busy", cache_salt=str(index))
     for _ in range(50):
         yard.turn()
-    roster = yard.scheduler.roster
-    assert roster.policy.credit[0] == 100
+    state = yard.scheduler.state
+    assert state.policy.credit[0] == 100
     yard.rest()
 
 

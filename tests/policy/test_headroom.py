@@ -17,7 +17,7 @@ from tokenyard.policy.headroom import (
 
 
 def views_of(yard):
-    return yard.scheduler.roster.views(yard.now)
+    return yard.scheduler.state.views(yard.now)
 
 
 def running(prompts, max_new=500, **settings):
@@ -25,7 +25,7 @@ def running(prompts, max_new=500, **settings):
     yard = make_clocked(schedule_policy="fcfs", enable_mixed_chunk=True, **settings)
     numbers = [yard.submit(prompt(tokens), max_new=max_new) for tokens in prompts]
     yard.turn()
-    assert len(yard.scheduler.roster.running) == len(prompts)
+    assert len(yard.scheduler.state.running) == len(prompts)
     return yard, numbers
 
 
@@ -67,7 +67,7 @@ def test_past_future_holds_back_the_peak_of_the_forecast():
 
 def test_past_future_counts_what_ends_before_the_peak():
     yard, numbers = running([100, 40])
-    table = yard.scheduler.roster.table
+    table = yard.scheduler.state.table
     table.limit[row(yard, numbers[0])] = 104
     headroom, views = PastFuture(), views_of(yard)
     for _ in range(50):

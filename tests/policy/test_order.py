@@ -40,7 +40,7 @@ def test_fcfs_is_the_order_of_arrival_also_after_a_retraction():
     numbers = [yard.submit([5 + i] * 4) for i in range(5)]
     yard.launch()
     yard.commit()
-    yard.scheduler.roster.retract(row(yard, numbers[0]), "paused", 0)
+    yard.scheduler.state.retract(row(yard, numbers[0]), "paused", 0)
     assert line(yard) == numbers
 
 
@@ -51,7 +51,7 @@ def test_lpm_as_in_the_write_up_request_3_then_1_then_2():
     two = yard.submit([A] * 50 + [D] * 120)
     three = yard.submit([A] * 200 + [F] * 120)
     assert line(yard) == [three, one, two]
-    assert [int(yard.scheduler.roster.table.matchable[row(yard, n)]) for n in (one, two, three)] == [100, 50, 200]
+    assert [int(yard.scheduler.state.table.matchable[row(yard, n)]) for n in (one, two, three)] == [100, 50, 200]
 
 
 def test_three_requests_that_share_a_prefix_hit_what_the_earlier_ones_brought():
@@ -64,7 +64,7 @@ def test_three_requests_that_share_a_prefix_hit_what_the_earlier_ones_brought():
     assert line(yard) == [first, second, third]
     yard.launch()
     yard.commit()
-    matchable = yard.scheduler.roster.table.matchable
+    matchable = yard.scheduler.state.table.matchable
     assert (matchable[row(yard, second)], matchable[row(yard, third)]) == (3, 2)
     yard.run()
     assert [yard.finished[n].cached_tokens for n in (first, second, third)] == [2, 3, 2]
@@ -120,7 +120,7 @@ def test_dfs_weight_as_in_the_write_up():
         put_into_tree(yard, path)
     names = {yard.submit(paths[name] + [50 + i]): name for i, name in enumerate("gfdcgfdccc")}
     assert [names[number] for number in line(yard)] == list("ccccddggff"), "g waits for longer than f"
-    forest = yard.scheduler.roster.views(yard.now).prefixes
+    forest = yard.scheduler.state.views(yard.now).prefixes
     root = next(forest.heaviest_first())
     weights = [(branch.weight, [child.weight for child in branch.heaviest_first()]) for branch in root.heaviest_first()]
     assert (root.weight, weights) == (10, [(6, [4, 2]), (4, [4])])
@@ -143,7 +143,7 @@ def test_dfs_weight_keeps_name_spaces_apart():
     plain = yard.submit([A] * 5)
     salted = [yard.submit([A] * 5, lora="x") for _ in range(2)]
     assert line(yard) == [*salted, plain]
-    assert yard.scheduler.roster.table.matchable[row(yard, plain)] == 0
+    assert yard.scheduler.state.table.matchable[row(yard, plain)] == 0
 
 
 def test_lof_takes_the_longest_answer_first():
@@ -169,7 +169,7 @@ def test_routing_key_groups_by_what_runs():
     yard = make_yard(schedule_policy="routing-key", prefill_max_requests=8)
     for key in ("x", "y", "y"):
         yard.submit([5, 6, 7], max_new=50, routing_key=key)
-    while yard.scheduler.roster.waiting.rows.size:
+    while yard.scheduler.state.waiting.rows.size:
         yard.launch()
         yard.commit()
     numbers = [yard.submit([5, 6, 7], routing_key=key) for key in ("z", "x", None, "y", "x", "y")]
@@ -191,7 +191,7 @@ def test_hrrn_weighs_the_wait_against_the_work():
 def test_policies_that_need_the_tree_fall_back_to_fcfs_and_say_so(name):
     yard = make_yard(schedule_policy=name, disable_radix_cache=True)
     assert yard.scheduler.snapshot(1).policy == "fcfs"
-    assert "fcfs" in yard.scheduler.roster.policy_note
+    assert "fcfs" in yard.scheduler.state.policy_note
     numbers = [yard.submit([5] * n) for n in (4, 9, 2)]
     assert line(yard) == numbers
 

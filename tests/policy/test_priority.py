@@ -9,14 +9,14 @@ NO_AGING = ON | {"priority_aging_s": 0.0}
 S = 10**9
 
 
-def seated(yard):
-    roster = yard.scheduler.roster
-    rows = [*roster.partial.rows.tolist(), *roster.running.rows.tolist()]
-    return {int(roster.table.number[row]) for row in rows}
+def admitted(yard):
+    state = yard.scheduler.state
+    rows = [*state.prefilling.rows.tolist(), *state.running.rows.tolist()]
+    return {int(state.table.number[row]) for row in rows}
 
 
 def run_until_all_run(yard):
-    while len(yard.scheduler.roster.waiting):
+    while len(yard.scheduler.state.waiting):
         yard.launch()
         yard.commit()
 
@@ -93,10 +93,10 @@ def test_aging_is_worth_a_level_per_interval():
 def test_aging_cuts_time_into_slots_in_which_another_policy_decides():
     yard = make_yard(**ON, priority_aging_s=5.0, schedule_policy="lpm")
     put_into_tree(yard, [7] * 50)
-    cold = yard.submit([8] * 50, priority=1, arrival_ns=11 * S)
+    request_state = yard.submit([8] * 50, priority=1, arrival_ns=11 * S)
     hit_same_slot = yard.submit([7] * 50, priority=1, arrival_ns=14 * S)
     hit_next_slot = yard.submit([7] * 50, priority=1, arrival_ns=16 * S)
-    assert line(yard, 100 * S) == [hit_same_slot, cold, hit_next_slot]
+    assert line(yard, 100 * S) == [hit_same_slot, request_state, hit_next_slot]
 
 
 @pytest.mark.parametrize(("priority", "preempts"), [(10, False), (11, True)])
@@ -106,7 +106,7 @@ def test_a_full_batch_gives_way_from_a_difference_above_the_threshold_of_10(prio
     run_until_all_run(yard)
     urgent = yard.submit([9, 9], max_new=30, priority=priority)
     yard.launch()
-    assert seated(yard) == ({first, urgent} if preempts else {first, second}), "the latest arrival gives way"
+    assert admitted(yard) == ({first, urgent} if preempts else {first, second}), "the latest arrival gives way"
     yard.run()
     assert all(finish.completion_tokens == 30 for finish in yard.finished.values())
     assert yard.finished[second].retractions == preempts
@@ -118,7 +118,7 @@ def test_preemption_can_be_switched_off():
     run_until_all_run(yard)
     yard.submit([5], max_new=30, priority=1000)
     yard.launch()
-    assert seated(yard) == {first}
+    assert admitted(yard) == {first}
 
 
 def test_the_threshold_acts_on_aged_priorities():
@@ -128,7 +128,7 @@ def test_the_threshold_acts_on_aged_priorities():
         run_until_all_run(yard)
         urgent = yard.submit([6], max_new=30, priority=12, arrival_ns=arrival_s * S)
         yard.launch()
-        return urgent in seated(yard)
+        return urgent in admitted(yard)
 
     assert urgent_gets_in(109), "12 levels less a bit under 2 for coming later"
     assert not urgent_gets_in(110)
@@ -138,16 +138,16 @@ def test_the_threshold_acts_on_aged_priorities():
 def test_pages_are_taken_from_the_least_urgent_and_nothing_is_lost(depth):
     yard = make_yard(pages=64, rows=8, **NO_AGING, max_in_flight=depth, prefill_max_requests=-1)
     low = [yard.submit([5 + i] * 14, max_new=4, priority=i) for i in range(4)]
-    while seated(yard) != set(low):
+    while admitted(yard) != set(low):
         assert yard.launch()
         yard.commit()
     urgent = yard.submit([50] * 30, max_new=4, priority=100)
-    while urgent not in seated(yard) and urgent not in yard.finished:
+    while urgent not in admitted(yard) and urgent not in yard.finished:
         yard.launch()
         yard.check()
         assert yard.commit()
-    assert [yard.scheduler.roster.counters.preempted, yard.scheduler.roster.counters.retracted] == [2, 0]
-    assert low[3] in seated(yard) | set(yard.finished)
+    assert [yard.scheduler.state.counters.preempted, yard.scheduler.state.counters.retracted] == [2, 0]
+    assert low[3] in admitted(yard) | set(yard.finished)
     yard.run(depth)
     assert all(len(yard.tokens[number]) == 4 for number in [*low, urgent])
     assert all(yard.finished[number].retractions for number in low[:2])
@@ -160,7 +160,7 @@ def test_nobody_gives_way_if_that_would_not_be_enough():
     run_until_all_run(yard)
     yard.submit([7] * 40, max_new=2, priority=55)
     yard.launch()
-    assert seated(yard) == {low, peer}
+    assert admitted(yard) == {low, peer}
 
 
 def test_a_shared_prefix_counts_once_nobody_else_holds_it():
@@ -170,10 +170,10 @@ def test_a_shared_prefix_counts_once_nobody_else_holds_it():
     yard.commit()
     second = yard.submit([5] * 40 + [7], max_new=10, priority=0)
     run_until_all_run(yard)
-    assert seated(yard) == {first, second}
+    assert admitted(yard) == {first, second}
     urgent = yard.submit([8] * 60, max_new=2, priority=100)
     yard.launch()
-    assert seated(yard) == {urgent}
+    assert admitted(yard) == {urgent}
 
 
 def test_who_was_preempted_does_not_preempt_back():
@@ -188,7 +188,7 @@ def test_who_was_preempted_does_not_preempt_back():
             yard.commit()
     yard.run()
     assert yard.finished[low].retractions == 3
-    assert yard.scheduler.roster.counters.preempted == 3
+    assert yard.scheduler.state.counters.preempted == 3
 
 
 def test_an_urgent_newcomer_goes_before_a_started_prefill_but_an_equal_one_does_not():
@@ -198,7 +198,7 @@ def test_an_urgent_newcomer_goes_before_a_started_prefill_but_an_equal_one_does_
     yard.commit()
     equal, urgent = yard.submit([6] * 10, max_new=1, priority=5), yard.submit([7] * 10, max_new=1, priority=6)
     yard.launch()
-    pool_row = yard.scheduler.roster.table.pool_row
+    pool_row = yard.scheduler.state.table.pool_row
     planned = yard.plans[-1].pool_rows.tolist()
     assert planned == [pool_row[row(yard, urgent)], pool_row[row(yard, long)]]
     yard.run()
@@ -224,7 +224,7 @@ def test_a_full_queue_does_not_give_up_who_has_run_before():
     run_until_all_run(yard)
     yard.submit([6], max_new=5, priority=20)
     yard.launch()
-    assert low not in seated(yard)
+    assert low not in admitted(yard)
     refused = yard.submit([7], priority=50)
     assert yard.finished[refused].status == 503
     yard.run()

@@ -78,7 +78,7 @@ ELSEWHERE = {
 CURVED = LinearCost(LinearTerms(step_ms=0.0, floor_ms=1.0, dense_ms=1.0, token_ms=0.1, context_ms=0.0, area_ms=0.002))
 
 
-def course(**settings):
+def timings(**settings):
     """What 60 mixed requests on a small device come to: every plan, and how each request ended."""
     chosen = SchedulerSettings(
         **{"max_running_requests": 6, "context_length": 512, "clip_max_new_tokens": 64, **settings}
@@ -109,11 +109,11 @@ def test_every_setting_is_looked_at():
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_setting_makes_a_difference(name):
     around, value = DIFFERENCES[name]
-    assert course(**around | {name: value}) != course(**around)
+    assert timings(**around | {name: value}) != timings(**around)
 
 
 def test_the_course_repeats_itself():
-    assert course(**SLO) == course(**SLO)
+    assert timings(**SLO) == timings(**SLO)
 
 
 def test_every_number_has_a_range():

@@ -3,13 +3,13 @@ import pytest
 
 from tests.policy.lines import line, make_yard, row
 from tokenyard.base import SetPolicy
-from tokenyard.policy.answers import FEWEST_TO_JUDGE, REMEMBERED, AnswerHistory
+from tokenyard.policy.answer_lengths import FEWEST_TO_JUDGE, REMEMBERED, AnswerHistory
 
 S = 10**9
 
 
 def run_until_all_run(yard):
-    while len(yard.scheduler.roster.waiting):
+    while len(yard.scheduler.state.waiting):
         yard.launch()
         yard.commit()
 
@@ -51,7 +51,7 @@ def test_short_first_judges_a_resumed_request_by_what_is_still_to_come():
     for _ in range(21):
         yard.launch()
         yard.commit()
-    yard.scheduler.roster.retract(row(yard, resumed), "paused", 0)
+    yard.scheduler.state.retract(row(yard, resumed), "paused", 0)
     fresh = yard.submit([6] * 4, max_new=30)
     longer = yard.submit([6] * 8, max_new=30)
     assert line(yard) == [resumed, fresh, longer]
@@ -76,8 +76,8 @@ def test_mlfq_lets_who_was_served_sink_and_a_fresh_one_take_his_row():
         yard.commit()
     fresh = yard.submit([6] * 2, max_new=3)
     yard.launch()
-    roster = yard.scheduler.roster
-    assert [int(roster.table.number[r]) for r in roster.running.rows] == [fresh]
+    state = yard.scheduler.state
+    assert [int(state.table.number[r]) for r in state.running.rows] == [fresh]
     assert line(yard) == [served]
     yard.run()
     assert yard.finished[served].completion_tokens == 40
@@ -111,6 +111,6 @@ def test_mlfq_forgets_who_has_ended(seed):
     for _ in range(30):
         yard.submit([5] * int(rng.integers(1, 40)), max_new=int(rng.integers(1, 30)))
     yard.run()
-    policy = yard.scheduler.roster.policy
+    policy = yard.scheduler.state.policy
     assert not policy._served.any()
     assert not policy._idle_since.any()

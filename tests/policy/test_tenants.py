@@ -15,9 +15,9 @@ def most_running(yard, numbers):
     """Run to the end; the most of `numbers` that ran or were prefilled at the same time."""
     most = 0
     while yard.turn():
-        roster = yard.scheduler.roster
-        seated = {int(roster.table.number[r]) for r in np.concatenate((roster.running.rows, roster.partial.rows))}
-        most = max(most, len(seated & set(numbers)))
+        state = yard.scheduler.state
+        admitted = {int(state.table.number[r]) for r in np.concatenate((state.running.rows, state.prefilling.rows))}
+        most = max(most, len(admitted & set(numbers)))
     return most
 
 
@@ -62,7 +62,7 @@ def test_borrowed_kv_is_told():
 def test_names_that_clients_make_up_take_no_room_beyond_a_number_of_them(monkeypatch):
     monkeypatch.setattr("tokenyard.scheduler.table.MOST_TENANTS", 10)
     yard = limited(named=TenantSettings(max_running=1), rows=4)
-    table = yard.scheduler.roster.table
+    table = yard.scheduler.state.table
     for place in range(15):
         yard.submit(prompt(5), max_new=1, tenant=f"made up {place}")
         yard.rest()
@@ -106,11 +106,11 @@ def test_borrowed_kv_is_given_back_to_its_owner(policy):
     borrowers = [yard.submit(prompt(200), max_new=300, tenant="borrower") for _ in range(4)]
     for _ in range(20):
         yard.turn()
-    assert len(yard.scheduler.roster.running) == 4, "what nobody else uses may be borrowed"
+    assert len(yard.scheduler.state.running) == 4, "what nobody else uses may be borrowed"
     owner = yard.submit(prompt(300), max_new=100, tenant="owner")
     for _ in range(3):
         yard.turn()
-    assert yard.scheduler.roster.table.admitted_ns[row(yard, owner)] > 0
+    assert yard.scheduler.state.table.admitted_ns[row(yard, owner)] > 0
     yard.rest()
     assert yard.finished[owner].retractions == 0
     gave_way = [number for number in borrowers if yard.finished[number].retractions]

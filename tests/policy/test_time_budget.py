@@ -143,15 +143,15 @@ def test_at_most_four_prompts_are_left_unfinished():
     for index in range(12):
         yard.submit(prompt(3000 - 100 * index), max_new=2, slo=Slo(ttft_ns=(60 - index) * S))
         yard.turn()
-        assert len(yard.scheduler.roster.partial) <= 4
+        assert len(yard.scheduler.state.prefilling) <= 4
     yard.rest()
     assert len(yard.finished) == 12
 
 
 def test_without_a_cost_model_the_scheduler_learns_one():
     yard = make_clocked(schedule_policy="slo", cost=COST)
-    yard.scheduler.roster.cost = None
-    yard.scheduler.roster.set_policy(yard.scheduler.roster.settings, yard.now)
+    yard.scheduler.state.cost = None
+    yard.scheduler.state.set_policy(yard.scheduler.state.settings, yard.now)
     first = yard.submit(prompt(5000), max_new=2)
     yard.turn()
     assert chunks(yard.plans[0])[0] <= 128
@@ -162,7 +162,7 @@ def test_without_a_cost_model_the_scheduler_learns_one():
     assert first in yard.finished
     work = StepWork()
     work.add_chunk(0, 1000)
-    assert yard.scheduler.roster.cost.step(work) == pytest.approx(COST.step(work), rel=0.3)
+    assert yard.scheduler.state.cost.step(work) == pytest.approx(COST.step(work), rel=0.3)
 
 
 def test_any_policy_can_have_its_steps_bounded_in_time():

@@ -21,15 +21,15 @@ def yard():
     ]
     for _ in range(3):
         yard.turn()
-    assert len(yard.scheduler.roster.running) == 3
+    assert len(yard.scheduler.state.running) == 3
     return yard
 
 
 def order(yard, **settings):
-    chosen = replace(yard.scheduler.roster.settings, **settings)
+    chosen = replace(yard.scheduler.state.settings, **settings)
     rule = create_victim_rule(chosen, Urgency(chosen))
     rows = [row(yard, number) for number in yard.numbers]
-    return [rows.index(victim) for victim in rule.victims(yard.scheduler.roster.views(yard.now))]
+    return [rows.index(victim) for victim in rule.victims(yard.scheduler.state.views(yard.now))]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def aged(*priorities):
         yard.turn()
         yard.now += 2 * NS_PER_S
     yard.turn()
-    assert len(yard.scheduler.roster.running) == len(priorities)
+    assert len(yard.scheduler.state.running) == len(priorities)
     return yard
 
 
@@ -79,7 +79,7 @@ def test_under_edf_levels_are_strict_in_the_queue_and_for_pages():
     yard, settings = aged(0, 1), {"retraction_policy": "priority", "priority_aging_s": 1.0}
     policy = create_policy("edf", SchedulerSettings(enable_priority_scheduling=True, **settings))
     rows = [row(yard, number) for number in yard.numbers]
-    assert list(policy.victims(yard.scheduler.roster.views(yard.now))) == rows
+    assert list(policy.victims(yard.scheduler.state.views(yard.now))) == rows
 
 
 def test_the_rule_is_used_when_pages_run_out():

@@ -60,7 +60,7 @@ def test_aging_bounds_who_may_pass(arrivals, every, inner, low_first, threshold)
         priority_scheduling_preemption_threshold=threshold,
         default_priority_value=2,
     )
-    table = yard.scheduler.roster.table
+    table = yard.scheduler.state.table
 
     def urgency(row):
         priority = table.request(row).priority
@@ -86,7 +86,7 @@ def test_mlfq_lets_nobody_pass_who_comes_later_than_the_promotion(arrivals, ever
     yard = make_yard(
         rows=2, prefill_max_requests=2, schedule_policy="mlfq", policy_options={"quantum_tokens": 4, "promote_s": 5.0}
     )
-    table = yard.scheduler.roster.table
+    table = yard.scheduler.state.table
 
     def look(row, hit, earlier):
         for other in earlier:
@@ -101,7 +101,7 @@ def test_mlfq_lets_nobody_pass_who_comes_later_than_the_promotion(arrivals, ever
 @given(arrivals=mixed(), every=st.integers(1, 4))
 def test_hrrn_lets_only_shorter_ones_pass(arrivals, every):
     yard = make_yard(rows=2, prefill_max_requests=1, schedule_policy="hrrn")
-    table = yard.scheduler.roster.table
+    table = yard.scheduler.state.table
 
     def look(row, hit, earlier):
         for other in earlier:
@@ -127,18 +127,18 @@ def test_levels_that_wait_get_their_shares(sizes, weights, quantum):
         service_level_quantum_tokens=quantum,
         disable_radix_cache=True,
     )
-    table = yard.scheduler.roster.table
+    table = yard.scheduler.state.table
     taken = dict.fromkeys((HIGH, NORMAL, LOW), 0)
     left = dict.fromkeys((HIGH, NORMAL, LOW), 0)
     for name, prompt in sizes:
         yard.submit([5] * prompt, max_new=1, service_class=name)
-    for level in table.level[yard.scheduler.roster.waiting.rows].tolist():
+    for level in table.service_level[yard.scheduler.state.waiting.rows].tolist():
         left[level] += 1
     backlogged = [level for level in left if left[level]]
     largest = max(prompt for _, prompt in sizes)
 
     def look(row, hit, earlier):
-        level = int(table.level[row])
+        level = int(table.service_level[row])
         if all(left[other] for other in backlogged):
             taken[level] += int(table.target[row])
             service = sorted((taken[other] / weights[other - HIGH], other) for other in backlogged)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import LOOPS, ScriptedPort, run, submit
 from tokenyard.base import Cancel, StopFound
-from tokenyard.engine.messages import GetSnapshot, SnapshotReply
+from tokenyard.engine.processes.messages import GetSnapshot, SnapshotReply
 
 LONGEST = 40
 

@@ -54,8 +54,8 @@ def serve(policy, tenants, mixed, depth):
                     numbers[number].append(
                         yard.submit(ids, max_new=answer, tenant=str(number), cache_salt=f"{number}-{index}")
                     )
-        table = yard.scheduler.roster.table
-        waiting = {int(table.number[row]) for row in yard.scheduler.roster.waiting.rows}
+        table = yard.scheduler.state.table
+        waiting = {int(table.number[row]) for row in yard.scheduler.state.waiting.rows}
         waits.append([any(one in waiting for one in own) for own in numbers])
         moved = True
         while len(yard.tickets) < depth and moved:
@@ -70,11 +70,11 @@ def served(yard, numbers):
     """What the requests were given: their prompts once they are admitted, and each decoded token twice."""
     total = 0
     for number in numbers:
-        finish, row = yard.finished.get(number), yard.scheduler.roster.table.row_of(number)
+        finish, row = yard.finished.get(number), yard.scheduler.state.table.row_of(number)
         if row is None:
             total += finish.prompt_tokens
-        elif yard.scheduler.roster.table.admitted_ns[row]:
-            total += int(yard.scheduler.roster.table.prompt_tokens[row])
+        elif yard.scheduler.state.table.admitted_ns[row]:
+            total += int(yard.scheduler.state.table.prompt_tokens[row])
         total += OUTPUT_WEIGHT * max(len(yard.tokens.get(number, [])) - 1, 0)
     return total
 

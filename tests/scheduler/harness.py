@@ -102,25 +102,25 @@ class Yard:
 
     def check(self) -> None:
         """Every page has exactly one owner, every length is in order."""
-        roster = self.scheduler.roster
-        memory, table = roster.memory, roster.table
-        seated = np.concatenate((roster.partial.rows, roster.running.rows))
+        state = self.scheduler.state
+        memory, table = state.memory, state.table
+        seated = np.concatenate((state.prefilling.rows, state.running.rows))
         table.check(seated)
         held = [memory.pages_for(int(tokens)) for tokens in table.planned[seated]]
         private = sum(held) - int((table.cached[seated] // memory.page_size).sum())
         owned = memory.allocator.available + memory.tree.total_pages + private + memory.releasing_pages
         assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"
-        assert len(roster.waiting) + len(seated) == len(table)
+        assert len(state.waiting) + len(seated) == len(table)
 
     def check_hits(self) -> None:
         """The index of waiting rows, while there is one, says what matching would say, and weighs the tree right."""
-        roster = self.scheduler.roster
-        table, index, tree = roster.table, roster._index, roster.memory.tree
+        state = self.scheduler.state
+        table, index, tree = state.table, state._index, state.memory.tree
         if not index.active:
             return
-        waiting = roster.waiting.rows.tolist()
+        waiting = state.waiting.rows.tolist()
         for row in waiting:
-            key = table.cold(row).known_ids[: table.usable_tokens(row)].tobytes()
+            key = table.request_state(row).known_ids[: table.usable_tokens(row)].tobytes()
             assert table.matchable[row] == tree.peek(key, table.request(row).namespace)
         assert index.forest.weight == len(waiting)
         assert sorted(check_branch(index.forest)) == sorted(waiting)
@@ -136,8 +136,8 @@ class Yard:
 
     def _check_pages(self, plan: StepPlan) -> None:
         """No page is written while a plan in flight reads it for another row; remember what this plan reads."""
-        size = self.scheduler.roster.memory.page_size
-        table = self.scheduler.roster.memory.pool.page_table
+        size = self.scheduler.state.memory.page_size
+        table = self.scheduler.state.memory.pool.page_table
         reads: dict[int, tuple[int, int]] = {}
         for index, pool_row in enumerate(plan.pool_rows.tolist()):
             owner = (pool_row, int(plan.epochs[index]))

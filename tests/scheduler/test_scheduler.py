@@ -222,7 +222,7 @@ def test_stop_found_cuts_the_answer_and_its_kv():
     finish = yard.finished[number]
     assert (finish.reason, finish.matched, finish.completion_tokens) == ("stop", ".", 2)
     yard.run()
-    assert yard.scheduler.roster.memory.tree.total_pages == 5
+    assert yard.scheduler.state.memory.tree.total_pages == 5
     assert yard.scheduler.idle() is None
 
 
@@ -271,14 +271,14 @@ def test_flush_empties_the_tree_only_when_idle():
     yard.submit([5, 6, 7])
     assert yard.scheduler.flush(1) is False
     yard.run()
-    assert yard.scheduler.roster.memory.tree.total_pages > 0
+    assert yard.scheduler.state.memory.tree.total_pages > 0
     yard.apply(Flush())
-    assert yard.scheduler.roster.memory.allocator.available == 64
+    assert yard.scheduler.state.memory.allocator.available == 64
 
 
 def test_a_mismatch_at_idle_is_reported_and_repaired():
     yard = Yard(settings(), make_info())
-    yard.scheduler.roster.memory.allocator.alloc(3)
+    yard.scheduler.state.memory.allocator.alloc(3)
     assert "61 of 64 pages" in yard.scheduler.idle()
     assert yard.scheduler.idle() is None
     number = yard.submit([5, 6, 7])
@@ -297,7 +297,7 @@ def test_lpm_takes_the_longest_match_first():
 
 def test_without_a_tree_lpm_says_that_it_is_fcfs():
     yard = Yard(settings(schedule_policy="lpm", disable_radix_cache=True), make_info())
-    assert "fcfs" in yard.scheduler.roster.policy_note
+    assert "fcfs" in yard.scheduler.state.policy_note
     assert yard.scheduler.snapshot(0).policy == "fcfs"
 
 
@@ -327,8 +327,8 @@ def test_a_row_that_lost_its_place_drops_its_result():
     yard.commit()
     yard.commit()
     assert number not in yard.tokens
-    row = yard.scheduler.roster.table.row_of(number)
-    assert yard.scheduler.roster.table.state[row] == State.WAITING
+    row = yard.scheduler.state.table.row_of(number)
+    assert yard.scheduler.state.table.state[row] == State.WAITING
 
 
 def test_identical_prompts_at_once_end_on_one_copy():
@@ -337,7 +337,7 @@ def test_identical_prompts_at_once_end_on_one_copy():
     numbers = [yard.submit(prompt, max_new=4) for _ in range(2)]
     yard.run()
     assert yard.tokens[numbers[0]] == yard.tokens[numbers[1]]
-    assert yard.scheduler.roster.memory.tree.total_pages == 20 + 3
+    assert yard.scheduler.state.memory.tree.total_pages == 20 + 3
     assert yard.scheduler.idle() is None
 
 
@@ -347,4 +347,4 @@ def test_the_request_table_grows():
         yard.submit([3 + index % 90, 5], max_new=1)
     yard.run()
     assert len(yard.finished) == 600
-    assert np.all(yard.scheduler.roster.table.state == State.FREE)
+    assert np.all(yard.scheduler.state.table.state == State.FREE)

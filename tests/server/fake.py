@@ -12,19 +12,19 @@ from tokenizers.decoders import WordPiece
 from tokenyard.base import (
     ConfigError,
     ContextLengthError,
-    Course,
     Explanation,
     Finish,
     FinishReason,
     InvalidRequestError,
-    Promise,
+    RequestTimings,
+    SloTargets,
     TokenLogprobs,
 )
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.streams import Ended, Reader
 
 WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()  # noqa: SIM905
-PROMISE = Promise(ttft_ns=10**15, tpot_ns=1)
+PROMISE = SloTargets(ttft_ns=10**15, tpot_ns=1)
 """A first token that is always in time, and a pace that never is."""
 
 
@@ -108,7 +108,7 @@ class FakeManager:
             prompt_tokens=len(prompt),
             completion_tokens=place + 1,
             cached_tokens=2,
-            finish=finish("length", prompt=len(prompt), output=count, promise=PROMISE) if last else None,
+            finish=finish("length", prompt=len(prompt), output=count, slo_targets=PROMISE) if last else None,
             logprobs=self._logprobs(spec, prompt, place, token),
         )
 
@@ -194,6 +194,6 @@ def finish(reason: FinishReason, *, prompt: int = 0, output: int = 0, **more: An
         admitted_ns=now - 2_000_000,
         first_token_ns=now - 1_000_000,
         finished_ns=now,
-        course=Course(queue_ns=1_000_000, prefill_ns=1_000_000, decode_ns=1_000_000),
+        timings=RequestTimings(queue_ns=1_000_000, prefill_ns=1_000_000, decode_ns=1_000_000),
         **more,
     )

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tests.server.fake import FakeManager
-from tokenyard.base import Course, Explanation, Starts
+from tokenyard.base import Explanation, RequestTimings, Starts
 from tokenyard.cli.main import main
 
-COURSE = Course(
+COURSE = RequestTimings(
     queue_ns=5_000_000,
     prefill_ns=2_000_000,
     decode_ns=1_000_000,
@@ -16,14 +16,14 @@ COURSE = Course(
     preemptions=1,
     recomputed_tokens=7,
     waiting_ahead=4,
-    placed_ahead=3,
+    admitted_ahead=3,
     policy="lpm",
     overtaking="none: longer hits pass",
 )
 TOLD = Explanation(
     number=2,
     stage="ended",
-    course=COURSE,
+    timings=COURSE,
     prompt_tokens=20,
     cached_tokens=8,
     completion_tokens=5,

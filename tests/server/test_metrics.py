@@ -4,9 +4,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.fake import finish
-from tokenyard.base import Course, Promise
+from tokenyard.base import RequestTimings, SloTargets
 from tokenyard.engine.spec import GenerateSpec
-from tokenyard.engine.targets import kept_its_promise, targets_met
+from tokenyard.engine.watch.slo_targets import met_slo, targets_met
 from tokenyard.server.control import totals_of
 from tokenyard.server.loads import load_of
 from tokenyard.server.metrics import Metrics
@@ -32,7 +32,7 @@ def counted(*ends):
 
 def test_waiting_and_starvation_are_told_by_class():
     long = finish("length", output=1)
-    long.course = Course(queue_ns=31_000 * MS)
+    long.timings = RequestTimings(queue_ns=31_000 * MS)
     found = counted((long, GenerateSpec(service_class="flex")), (finish("stop"), GenerateSpec()))
     assert found["starvation_total", "low"] == 1
     assert found["queue_wait_seconds_count", "low"] == 1
@@ -48,7 +48,7 @@ def test_made_up_classes_add_no_label():
 
 def test_lost_places_are_told_by_reason():
     end = finish("length")
-    end.course = Course(preemptions=2, page_shortages=1)
+    end.timings = RequestTimings(preemptions=2, page_shortages=1)
     found = counted((end, GenerateSpec(service_class="high")))
     assert found["lost_places_total", "high", "preempted"] == 2
     assert found["lost_places_total", "high", "out_of_pages"] == 1
@@ -67,7 +67,7 @@ def test_refusals_are_told_by_cause_and_do_not_count_as_waiting():
 def promised(reason, output=0, ttft_ms=0.0, tpot_ms=1000.0, deadline_ms=0.0, **more):
     """The end of a request that got its first token after 2 ms and ended after 3, with what it was promised."""
     end = finish(reason, output=output, **more)
-    end.promise = Promise(*(round(value * MS) for value in (ttft_ms, tpot_ms, deadline_ms)))
+    end.slo_targets = SloTargets(*(round(value * MS) for value in (ttft_ms, tpot_ms, deadline_ms)))
     return end
 
 
@@ -106,7 +106,7 @@ def test_goodput_counts_requests_that_met_all_their_targets():
     ],
 )
 def test_a_promise_is_kept_if_every_target_is(end, kept):
-    assert kept_its_promise(end) is kept
+    assert met_slo(end) is kept
 
 
 def test_one_token_has_no_time_per_token():
@@ -121,7 +121,7 @@ def test_a_missed_deadline_is_told_by_where_the_request_was(deadline_ms, stage):
 
 def test_inversion_is_told_by_class():
     end = finish("length", output=1)
-    end.course = Course(inverted_ns=1_500 * MS)
+    end.timings = RequestTimings(inverted_ns=1_500 * MS)
     found = counted((end, GenerateSpec(service_class="high")), (finish("stop"), GenerateSpec()))
     assert found["priority_inversion_seconds_total", "high"] == 1.5
     assert ("priority_inversion_seconds_total", "normal") not in found

@@ -11,15 +11,24 @@ import pytest
 from tests.sim.small import setup, workload
 from tokenyard.base import NS_PER_S, Pause, Request, SamplingParams, SchedulerSettings, SetPolicy, Slo, Submit
 from tokenyard.policy.adaptive import CANDIDATES, Score
-from tokenyard.scheduler.moment import MOST_WAITING, Answer, Arrived, Ask, Ended, decode, decode_answer, encode
-from tokenyard.scheduler.replay import replay
-from tokenyard.scheduler.tape import Origin, Tape
+from tokenyard.scheduler.lookahead_state import (
+    MOST_WAITING,
+    Arrived,
+    Ended,
+    LookaheadQuery,
+    LookaheadReply,
+    decode,
+    decode_reply,
+    encode,
+)
 from tokenyard.sim.engine import executor_info, simulate
 from tokenyard.sim.forecast import Traffic, forecast
 from tokenyard.sim.lookahead import Fork, look_ahead
 from tokenyard.sim.replica import Replica, SimExecutor
 from tokenyard.sim.synthetic import plain, shared_prefix
 from tokenyard.sim.workload import Workload
+from tokenyard.tape.codec import Origin, Tape
+from tokenyard.tape.replay import replay
 
 NAMES = list(CANDIDATES)
 
@@ -47,10 +56,10 @@ class Yard:
         self.replica.advance(self.now)
 
     def future(self, horizon_s=10.0, number=0):
-        return forecast(self.traffic, self.scheduler.moment(self.now), horizon_s, number)
+        return forecast(self.traffic, self.scheduler.lookahead_state(self.now), horizon_s, number)
 
     def look(self, number=0, horizon_s=4.0, names=NAMES):
-        return look_ahead(self.traffic, self.scheduler.moment(self.now), names, horizon_s, number)
+        return look_ahead(self.traffic, self.scheduler.lookahead_state(self.now), names, horizon_s, number)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +94,7 @@ def test_a_look_changes_nothing():
 def test_lengths_to_come_are_not_known():
     work = plain(400, 25.0, 1)
     seen = Yard(work, 8.0)
-    open_numbers = [row for row in range(400) if seen.scheduler.roster.table.row_of(row) is not None]
+    open_numbers = [row for row in range(400) if seen.scheduler.state.table.row_of(row) is not None]
     other = work.output_tokens.copy()
     other[open_numbers] = np.maximum(other[open_numbers], 1000)
     longest = other.max()
@@ -100,26 +109,26 @@ def test_lengths_to_come_are_not_known():
 
 
 def test_who_runs_goes_on_from_what_is_computed(busy):
-    moment, future = busy.scheduler.moment(busy.now), busy.future()
+    moment, future = busy.scheduler.lookahead_state(busy.now), busy.future()
     running = int((moment.rows["state"] == 3).sum())
     assert future.running == running > 20
     fork = Fork(moment, future, SetPolicy("fcfs"))
-    roster = fork._scheduler.roster
-    assert len(roster.running) + len(fork._scheduler.drain().finished) == running
-    for row in roster.running.rows.tolist():
-        number = int(roster.table.number[row])
-        assert roster.table.computed[row] == moment.rows["planned"][number]
+    state = fork._scheduler.state
+    assert len(state.running) + len(fork._scheduler.drain().finished) == running
+    for row in state.running.rows.tolist():
+        number = int(state.table.number[row])
+        assert state.table.computed[row] == moment.rows["planned"][number]
         # The next token is due when it was.
         tpot = future.tpot_ns[number]
         due = moment.rows["first_token_ns"][number] + (future.written[number] + 1) * tpot
-        assert roster.table.first_token_ns[row] + tpot == due or not moment.rows["first_token_ns"][number]
+        assert state.table.first_token_ns[row] + tpot == due or not moment.rows["first_token_ns"][number]
 
 
 @pytest.mark.parametrize("work", [plain(300, 30.0, 2), shared_prefix(300, 30.0, 2)], ids=["plain", "shared"])
 def test_a_forward_run_drains(work):
     yard = Yard(work, 8.0)
     yard.traffic.arrivals.clear()
-    moment = yard.scheduler.moment(yard.now)
+    moment = yard.scheduler.lookahead_state(yard.now)
     for name in NAMES:
         fork = Fork(moment, yard.future(), CANDIDATES[name])
         fork.score(name, yard.now + 10_000 * NS_PER_S)
@@ -154,25 +163,25 @@ def test_arrivals_of_long_ago_are_forgotten():
 def test_common_prefixes_are_found_again_in_the_forward_run():
     yard = Yard(shared_prefix(400, 20.0, 1), 15.0)
     future = yard.future()
-    fork = Fork(yard.scheduler.moment(yard.now), future, SetPolicy("lpm"))
-    seated = fork._scheduler.roster.counters.hit_tokens
+    fork = Fork(yard.scheduler.lookahead_state(yard.now), future, SetPolicy("lpm"))
+    seated = fork._scheduler.state.counters.hit_tokens
     fork.score("lpm", yard.now + 10 * NS_PER_S)
-    counters = fork._scheduler.roster.counters
+    counters = fork._scheduler.state.counters
     come = sum(len(request.prompt_ids) for request in future.requests[future.running :])
     assert (counters.hit_tokens - seated) / come > 0.6
     # What only one request had is nobody's prefix.
     alone = Yard(plain(400, 20.0, 1), 15.0)
-    fork = Fork(alone.scheduler.moment(alone.now), alone.future(), SetPolicy("lpm"))
+    fork = Fork(alone.scheduler.lookahead_state(alone.now), alone.future(), SetPolicy("lpm"))
     fork.score("lpm", alone.now + 10 * NS_PER_S)
-    assert fork._scheduler.roster.counters.hit_tokens == 0
+    assert fork._scheduler.state.counters.hit_tokens == 0
 
 
 def test_the_cache_holds_what_ended_lately_and_open_requests_keep_their_prefixes():
     work = shared_prefix(400, 30.0, 1)
     yard = Yard(work, 12.0, max_running_requests=8)
-    moment, future = yard.scheduler.moment(yard.now), yard.future()
-    tree = Fork(moment, future, SetPolicy("lpm"))._scheduler.roster.memory.tree
-    real = yard.scheduler.roster.memory.tree
+    moment, future = yard.scheduler.lookahead_state(yard.now), yard.future()
+    tree = Fork(moment, future, SetPolicy("lpm"))._scheduler.state.memory.tree
+    real = yard.scheduler.state.memory.tree
     assert 0.7 < tree.total_pages / real.total_pages < 1.1
     numbers = moment.rows["number"].tolist()
     assert future.waiting > 20
@@ -219,7 +228,7 @@ def test_of_a_long_queue_a_part_is_taken_and_who_is_held_back_is_left_out():
         request = Request(number, "", np.full(10, 5, np.int32), SamplingParams(max_new_tokens=5))
         yard.scheduler.submit(Submit(request), number)
     yard.scheduler.pause(Pause(numbers=[2000, 1999]), yard.now)
-    rows = yard.scheduler.moment(yard.now).rows
+    rows = yard.scheduler.lookahead_state(yard.now).rows
     waiting = rows["number"][rows["state"] == 1]
     assert len(waiting) == MOST_WAITING
     assert (waiting[0], waiting[-1]) == (1, 1998)
@@ -227,17 +236,17 @@ def test_of_a_long_queue_a_part_is_taken_and_who_is_held_back_is_left_out():
 
 
 def test_messages_survive_the_way(busy):
-    moment = busy.scheduler.moment(busy.now)
-    for message in (*list(busy.traffic.arrivals)[:2], Ended(3, 4, 5, True), Ask(1, NAMES, 10.0, moment)):
+    moment = busy.scheduler.lookahead_state(busy.now)
+    for message in (*list(busy.traffic.arrivals)[:2], Ended(3, 4, 5, True), LookaheadQuery(1, NAMES, 10.0, moment)):
         found = decode(encode(message))
         assert encode(found) == encode(message)
-    answer = Answer(7, [Score("slo", 0.5, 0.1, 10, 5)], 0.25)
-    assert decode_answer(encode(answer)) == answer
+    answer = LookaheadReply(7, [Score("slo", 0.5, 0.1, 10, 5)], 0.25)
+    assert decode_reply(encode(answer)) == answer
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x00", b"\x02abc", b"\x01" + msgspec.msgpack.encode([1])])
 def test_what_is_no_message_is_refused(data):
-    for read in (decode, decode_answer):
+    for read in (decode, decode_reply):
         with pytest.raises(ValueError):
             read(data)
 

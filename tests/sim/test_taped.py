@@ -19,15 +19,15 @@ from tokenyard.base import (
 )
 from tokenyard.cost import LinearCost, LinearTerms, get_profile
 from tokenyard.executor.mock import MockExecutor
-from tokenyard.scheduler.recorder import Recorder
-from tokenyard.scheduler.replay import Replay
-from tokenyard.scheduler.tape import Origin, Tape
 from tokenyard.sim.content import ANSWER_STREAM, stream_tokens
 from tokenyard.sim.conversations import Conversations
 from tokenyard.sim.engine import Setup, simulate
 from tokenyard.sim.synthetic import synthetic
 from tokenyard.sim.taped import History, write_trace
 from tokenyard.sim.traces import ReadOptions, read_trace
+from tokenyard.tape.codec import Origin, Tape
+from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.replay import Replay
 
 TRUTH = LinearCost(LinearTerms(1.0, 5.0, 2.0, 0.5, 0.002, 0.0005, row_ms=0.1))
 NS_PER_MS = 1_000_000
@@ -112,7 +112,7 @@ def test_a_simulation_with_fitted_costs_comes_close_to_what_happened(chatted):
     workload = history.workload("t")
     profile, error = history.profile()
     assert error < 0.02
-    setup = Setup(profile, run.scheduler.roster.settings, host_s=history.host_s)
+    setup = Setup(profile, run.scheduler.state.settings, host_s=history.host_s)
     lived = history.outcome(workload, setup, run.scheduler.snapshot(0).counters)
     played = simulate(workload, setup)
     assert np.median(played.tpot_s) == pytest.approx(np.median(lived.tpot_s), rel=0.05)
@@ -131,7 +131,7 @@ def test_the_trace_file_simulates_like_the_tape(chatted, tmp_path):
     again = read_trace(tmp_path / "t.jsonl", "tokenyard", ReadOptions())
     assert (again.priority == workload.priority).all()
     assert "priority" not in (tmp_path / "t.jsonl").read_text()
-    setup = Setup(history.profile()[0], run.scheduler.roster.settings)
+    setup = Setup(history.profile()[0], run.scheduler.state.settings)
     assert simulate(again, setup).decision_hash == simulate(workload, setup).decision_hash
     for one in (again, workload):
         targets = np.stack((one.slo_ttft_s, one.slo_tpot_s, one.deadline_s), axis=1)

@@ -17,17 +17,18 @@ MAY_IMPORT = {
     "transfer": {"base"},
     "policy": {"base", "cost"},
     "scheduler": {"base", "cache", "cost", "policy"},
+    "tape": {"base", "cache", "cost", "policy", "scheduler"},
     "executor": {"base"},
     "executor.mock": {"base", "cost", "executor"},
     "router.choice": {"base", "cost"},
     "router.index": {"base", "cost"},
-    "sim": {"base", "cost", "cache", "policy", "scheduler", "router.choice"},
-    "engine": {"base", "cost", "policy", "scheduler", "transfer", "router.choice"},
+    "sim": {"base", "cost", "cache", "policy", "scheduler", "tape", "router.choice", "router.index"},
+    "engine": {"base", "cost", "policy", "scheduler", "tape", "transfer", "router.choice", "router.index"},
     "router": {"base", "router.choice", "router.index"},
     "server": {"base", "engine"},
     "lang": {"server"},
 }
-PURE = ("base", "cache", "cost", "policy", "scheduler", "sim", "router.choice")
+PURE = ("base", "cache", "cost", "policy", "scheduler", "tape", "sim", "router.choice", "router.index")
 BANNED = {"torch", "time", "asyncio", "socket", "threading", "multiprocessing", "zmq", "random"}
 SIM_MAY = {"time", "multiprocessing"}
 NO_ROOM = {"", "__version__", "cli", "config", "__main__", "offline", "bench"}

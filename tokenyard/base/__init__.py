@@ -1,6 +1,5 @@
 """The vocabulary that every room speaks. Needs numpy only and imports no other room."""
 
-from tokenyard.base.course import AbortCause, Course, Explanation, Promise, RetractReason, Stage, Starts
 from tokenyard.base.errors import (
     ConfigError,
     ContextLengthError,
@@ -41,6 +40,7 @@ from tokenyard.base.request import (
     TextOptions,
 )
 from tokenyard.base.settings import NS_PER_MS, NS_PER_S, SchedulerSettings, TenantSettings
+from tokenyard.base.timings import AbortCause, Explanation, RequestTimings, RetractReason, SloTargets, Stage, Starts
 
 __all__ = [
     "LAST_SAMPLED",
@@ -52,7 +52,6 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "CostModel",
-    "Course",
     "EngineDeadError",
     "Event",
     "Executor",
@@ -72,8 +71,8 @@ __all__ = [
     "Pause",
     "PauseMode",
     "PrefixListener",
-    "Promise",
     "Request",
+    "RequestTimings",
     "Resume",
     "RetractReason",
     "RowLogprobs",
@@ -82,6 +81,7 @@ __all__ = [
     "SchedulerSettings",
     "SetPolicy",
     "Slo",
+    "SloTargets",
     "Stage",
     "Started",
     "Starts",

@@ -7,8 +7,8 @@ a tape of events replays into the same plans. What leaves is a `TokenBatch`, one
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokenyard.base.course import AbortCause, Course, Promise
 from tokenyard.base.request import Int32Array, Int64Array, LogprobOptions, Request, TextOptions
+from tokenyard.base.timings import AbortCause, RequestTimings, SloTargets
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "in_place", "retract"]
@@ -132,8 +132,8 @@ class Finish:
     first_token_ns: int = 0
     finished_ns: int = 0
     cause: AbortCause = ""
-    course: Course = field(default_factory=Course)
-    promise: Promise = field(default_factory=Promise)
+    timings: RequestTimings = field(default_factory=RequestTimings)
+    slo_targets: SloTargets = field(default_factory=SloTargets)
 
 
 @dataclass(slots=True)

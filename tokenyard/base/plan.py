@@ -41,7 +41,7 @@ class StepPlan:
     row_starts: rows that change owner with this plan, done before anything else.
     decode_rows: how many rows at the front compute one sampled token each (FutureMap rows); the rest are chunks.
     delay_sampling: launch runs the model only and `Executor.sample` follows (a grammar must see the last token).
-    repeats: of a plan that only decodes: so many steps, each one position further with what the one before sampled.
+    num_steps: of a plan that only decodes: so many steps, each one position further with what the one before sampled.
         The page writes are those of all of them, the result's tokens come step after step.
     """
 
@@ -58,12 +58,12 @@ class StepPlan:
     row_starts: list[RowStart] = field(default_factory=list)
     decode_rows: int = 0
     delay_sampling: bool = False
-    repeats: int = 1
+    num_steps: int = 1
 
     @property
     def last_step(self) -> int:
         """The number of the last of its steps."""
-        return self.step + self.repeats - 1
+        return self.step + self.num_steps - 1
 
     @property
     def forward_mode(self) -> str:
@@ -93,8 +93,8 @@ class RowLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the executor answers. `tokens` is int32[n], -1 where the plan row sampled nothing (int32[repeats * n] of a
-    repeated plan); `seconds` is the time the device worked on it.
+    """What the executor answers. `tokens` is int32[n], -1 where the plan row sampled nothing (int32[num_steps * n] of a
+    multi-step plan); `seconds` is the time the device worked on it.
     """
 
     step: int

@@ -3,12 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from tokenyard.base import ConfigError
 from tokenyard.bench.datasets import Prompt
 
 
 @dataclass(slots=True)
-class Answer:
+class Measurement:
     """What came back so far. Times in seconds from sending; a gap is the mean over the tokens of one event."""
 
     service_class: str = ""
@@ -42,7 +44,7 @@ class Backend(Protocol):
     def body(self, prompt: Prompt) -> dict[str, Any]:
         """The request's body. Raises ConfigError for content that this kind does not take."""
 
-    def read(self, event: dict[str, Any], answer: Answer) -> int:
+    def read(self, event: dict[str, Any], answer: Measurement) -> int:
         """Take an event into `answer`; returns how many tokens it brought."""
 
 
@@ -55,7 +57,7 @@ class RequestOptions:
     extra: dict[str, Any]
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """`/generate` of Tokenyard and SGLang: cumulative text, and token counts in every event."""
 
     path = "/generate"
@@ -63,8 +65,8 @@ class NativeBackend:
     def __init__(self, options: RequestOptions) -> None:
         self._options = options
 
+    @override
     def body(self, prompt: Prompt) -> dict[str, Any]:
-        """See `Backend.body`."""
         content = prompt.content
         sampling = {"temperature": 0.0, "max_new_tokens": prompt.output_tokens, "ignore_eos": self._options.ignore_eos}
         if isinstance(content, list) and isinstance(content[0], dict):
@@ -72,8 +74,8 @@ class NativeBackend:
         name = "text" if isinstance(content, str) else "input_ids"
         return {name: content, "sampling_params": sampling, "stream": True, **self._options.extra, **prompt.extra}
 
-    def read(self, event: dict[str, Any], answer: Answer) -> int:
-        """See `Backend.read`."""
+    @override
+    def read(self, event: dict[str, Any], answer: Measurement) -> int:
         meta = event["meta_info"]
         new = int(meta["completion_tokens"]) - answer.output_tokens
         answer.prompt_tokens = int(meta["prompt_tokens"])
@@ -85,7 +87,7 @@ class NativeBackend:
         return new
 
 
-class CompletionsBackend:
+class CompletionsBackend(Backend):
     """`/v1/completions`: text or token ids in, one piece of text an event, counts at the end."""
 
     path = "/v1/completions"
@@ -93,8 +95,8 @@ class CompletionsBackend:
     def __init__(self, options: RequestOptions) -> None:
         self._options = options
 
+    @override
     def body(self, prompt: Prompt) -> dict[str, Any]:
-        """See `Backend.body`."""
         if isinstance(prompt.content, list) and isinstance(prompt.content[0], dict):
             raise ConfigError("/v1/completions takes no messages; choose --backend openai-chat for this data set")
         return {"prompt": prompt.content, **self._common(prompt)}
@@ -111,8 +113,9 @@ class CompletionsBackend:
             **prompt.extra,
         }
 
-    def read(self, event: dict[str, Any], answer: Answer) -> int:
-        """See `Backend.read`. An event counts as one token; the usage at the end corrects the total."""
+    @override
+    def read(self, event: dict[str, Any], answer: Measurement) -> int:
+        """An event counts as one token; the usage at the end corrects the total."""
         if usage := event.get("usage"):
             answer.prompt_tokens = int(usage["prompt_tokens"])
             answer.output_tokens = int(usage["completion_tokens"])
@@ -133,8 +136,8 @@ class ChatBackend(CompletionsBackend):
 
     path = "/v1/chat/completions"
 
+    @override
     def body(self, prompt: Prompt) -> dict[str, Any]:
-        """See `Backend.body`."""
         content = prompt.content
         if isinstance(content, list) and isinstance(content[0], int):
             raise ConfigError("chat takes no token ids; choose --backend openai, or a data set of text")

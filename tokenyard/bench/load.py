@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from tokenyard.base import ConfigError
-from tokenyard.bench.backends import Answer, Backend
+from tokenyard.bench.backends import Backend, Measurement
 from tokenyard.bench.datasets import Prompt
 
 REQUEST_TIMEOUT_S = 6 * 3600.0
@@ -55,9 +55,9 @@ class Target:
             if reply.status != 200:
                 raise ConfigError(f"--flush-cache: {_reason(reply.status, await reply.read())}")
 
-    async def stream(self, backend: Backend, prompt: Prompt) -> Answer:
+    async def stream(self, backend: Backend, prompt: Prompt) -> Measurement:
         """Send one request and read its stream to the end. What goes wrong stands in the answer's `error`."""
-        answer = Answer(service_class=prompt.service_class, prompt_tokens=prompt.prompt_tokens)
+        answer = Measurement(service_class=prompt.service_class, prompt_tokens=prompt.prompt_tokens)
         body = orjson.dumps(backend.body(prompt))
         headers = {"Content-Type": "application/json"}
         begin = time.perf_counter()
@@ -72,7 +72,7 @@ class Target:
         return answer
 
 
-async def _read(content: aiohttp.StreamReader, backend: Backend, answer: Answer, begin: float) -> None:
+async def _read(content: aiohttp.StreamReader, backend: Backend, answer: Measurement, begin: float) -> None:
     """Take in all events of a stream; one that ends without [DONE] is an error."""
     async for event in server_sent_events(content):
         if event == b"[DONE]":
@@ -112,7 +112,7 @@ def _message(fields: Any) -> str:
 class Run:
     """What a run gave. `duration_s` counts from the first request to the last answer."""
 
-    answers: list[Answer]
+    answers: list[Measurement]
     duration_s: float
 
 
@@ -134,7 +134,7 @@ async def run_load(
     gate = asyncio.Semaphore(max_concurrency or len(prompts))
     begin = time.perf_counter()
 
-    async def one(prompt: Prompt, arrival_s: float) -> Answer:
+    async def one(prompt: Prompt, arrival_s: float) -> Measurement:
         await asyncio.sleep(arrival_s - (time.perf_counter() - begin))
         async with gate:
             sent_s = time.perf_counter() - begin

@@ -8,21 +8,21 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tokenyard.base import ConfigError
-from tokenyard.bench.backends import Answer
+from tokenyard.bench.backends import Measurement
 from tokenyard.bench.load import Run
 
 PERCENTILES = (90, 95, 99)
 MS = 1000.0
 
 
-def tpot_s(answer: Answer) -> float | None:
+def tpot_s(answer: Measurement) -> float | None:
     """Mean time of a token after the first, in seconds; None for an answer of one token."""
     if answer.output_tokens < 2:
         return None
     return (answer.latency_s - answer.ttft_s) / (answer.output_tokens - 1)
 
 
-_MEASURES: dict[str, Callable[[Answer], float | None]] = {
+_MEASURES: dict[str, Callable[[Measurement], float | None]] = {
     "ttft": lambda answer: answer.ttft_s,
     "tpot": tpot_s,
     "e2el": lambda answer: answer.latency_s,
@@ -51,7 +51,7 @@ class Targets:
             raise ConfigError("--goodput needs at least one name:milliseconds")
         return cls(most)
 
-    def met(self, answer: Answer) -> bool:
+    def met(self, answer: Measurement) -> bool:
         """Whether an answer came whole and within all targets."""
         times = ((_MEASURES[name](answer), most) for name, most in self.most_ms.items())
         return not answer.error and all(time is None or time * MS <= most for time, most in times)
@@ -96,7 +96,7 @@ def goodput(run: Run, targets: Targets) -> dict[str, Any]:
     seconds = max(run.duration_s, 1e-9)
     classes = sorted({answer.service_class for answer in run.answers} - {""})
 
-    def of(answers: Sequence[Answer]) -> dict[str, float]:
+    def of(answers: Sequence[Measurement]) -> dict[str, float]:
         met = sum(map(targets.met, answers))
         return {"request_goodput": met / seconds, "attainment": met / max(len(answers), 1)}
 
@@ -116,7 +116,7 @@ def spread(name: str, seconds: Sequence[float], *, with_max: bool = False) -> di
     return numbers | ({f"max_{name}_ms": float(values.max())} if with_max else {})
 
 
-def peak_tokens_per_s(answers: Sequence[Answer]) -> float:
+def peak_tokens_per_s(answers: Sequence[Measurement]) -> float:
     """The most tokens that came within one second of the run's clock."""
     arrived = [(a.sent_s + at_s, tokens) for a in answers for at_s, tokens in a.arrivals]
     if not arrived:
@@ -125,14 +125,14 @@ def peak_tokens_per_s(answers: Sequence[Answer]) -> float:
     return float(np.bincount(np.array(times, np.int64), np.array(tokens)).max())
 
 
-def peak_concurrency(answers: Sequence[Answer]) -> int:
+def peak_concurrency(answers: Sequence[Measurement]) -> int:
     """The most requests that were on their way at once."""
     edges = [(a.sent_s, 1) for a in answers] + [(a.sent_s + a.latency_s, -1) for a in answers]
     steps = np.cumsum([change for _, change in sorted(edges)])
     return int(steps.max()) if len(steps) else 0
 
 
-def _retokenized(answers: Sequence[Answer], tokenizer: Tokenizer | None) -> int | None:
+def _retokenized(answers: Sequence[Measurement], tokenizer: Tokenizer | None) -> int | None:
     """Tokens of the answers' texts; None without a tokenizer."""
     if tokenizer is None:
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError
-from tokenyard.bench.backends import Answer
+from tokenyard.bench.backends import Measurement
 
 LABEL_WIDTH, WIDTH = 40, 50
 MOST_REASONS = 5
@@ -101,7 +101,7 @@ def offline_table(numbers: Mapping[str, Any]) -> str:
     return "\n".join([_title("Offline Throughput Benchmark Result", "="), *body, "=" * WIDTH])
 
 
-def remarks(answers: Sequence[Answer], numbers: Mapping[str, Any]) -> list[str]:
+def remarks(answers: Sequence[Measurement], numbers: Mapping[str, Any]) -> list[str]:
     """What the reader must know beside the table: why requests failed, and whether the client kept its times."""
     reasons = Counter(answer.error for answer in answers if answer.error)
     lines = [f"{count} failed: {reason}" for reason, count in reasons.most_common(MOST_REASONS)]

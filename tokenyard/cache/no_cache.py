@@ -7,9 +7,9 @@ from tokenyard.cache.radix import Insert, Match
 
 
 class NoCache:
-    """RadixCache's methods for a cache that is always empty; the caller keeps all pages, as `keeps` says."""
+    """RadixCache's methods for a cache that is always empty; the caller keeps all pages, as `enabled` says."""
 
-    keeps = False
+    enabled = False
     evictable_pages = 0
     protected_pages = 0
     total_pages = 0

@@ -56,7 +56,7 @@ class RadixCache:
     listeners: told of every change (see PrefixListener); clearing the tree evicts node by node, children first.
     """
 
-    keeps = True
+    enabled = True
 
     def __init__(self, page_size: int = 1, eviction_policy: str = "lru", enable_kv_events: bool = False) -> None:
         if page_size < 1:

@@ -19,7 +19,7 @@ from tokenyard.bench.load import Run, Target, run_load
 from tokenyard.bench.metrics import Targets, summarize
 from tokenyard.bench.table import append_line, remarks, serving_table
 from tokenyard.cli.bench_prompts import make_prompts
-from tokenyard.engine.tokenizer_files import load_tokenizer
+from tokenyard.engine.text.tokenizer_files import load_tokenizer
 
 
 def bench(namespace: argparse.Namespace) -> int:

@@ -10,12 +10,12 @@ from tokenyard.bench.datasets import Prompt
 from tokenyard.bench.table import append_line, offline_table
 from tokenyard.cli.bench_prompts import make_prompts
 from tokenyard.cli.flags import resolve
-from tokenyard.engine.child import set_up_logging
+from tokenyard.engine.processes.child import set_up_logging
 from tokenyard.offline import LLM
 
 
 def bench_offline(args: argparse.Namespace) -> int:
-    """Answer all prompts at once with an engine in this process, and print the table."""
+    """Measurement all prompts at once with an engine in this process, and print the table."""
     settings = resolve(vars(args)).settings
     set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
     with LLM.from_settings(settings) as llm:

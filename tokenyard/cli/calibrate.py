@@ -18,8 +18,8 @@ from tokenyard.config import Settings
 from tokenyard.cost import LinearTerms, Profile, fit_terms, relative_errors, save_profile
 from tokenyard.cost.fit import FEWEST_SAMPLES
 from tokenyard.cost.profiles import LINKS_CPU, LINKS_GPU
-from tokenyard.engine.child import set_up_logging
-from tokenyard.engine.scheduler_process import load_executor
+from tokenyard.engine.processes.child import set_up_logging
+from tokenyard.engine.processes.scheduler_process import load_executor
 from tokenyard.offline import engine_config, located
 
 HELD_OUT_EVERY = 4

@@ -69,7 +69,7 @@ def answer_table(request_id: str, answer: dict[str, Any]) -> Table:
         "prefill chunks": answer["prefill_chunks"],
         "lost its place: preempted, out of pages, paused": "{preempted}, {out_of_pages}, {paused}".format(**lost),
         "tokens computed again": lost["recomputed_tokens"],
-        "ahead at arrival: with a place, waiting": f"{behind['placed_at_arrival']}, {behind['waiting_at_arrival']}",
+        "ahead at arrival: with a place, waiting": f"{behind['admitted_at_arrival']}, {behind['waiting_at_arrival']}",
         "earlier ones that started first": _starts(behind["earlier"]),
         "later ones that overtook": _starts(behind["later"]),
         "policy": behind["policy"],

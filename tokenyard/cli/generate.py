@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenyard.base import ConfigError, SamplingParams
 from tokenyard.cli.flags import resolve
 from tokenyard.config import Settings
-from tokenyard.engine.chat_template import ChatTemplate, load_chat_template
-from tokenyard.engine.child import set_up_logging
+from tokenyard.engine.processes.child import set_up_logging
+from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template
 from tokenyard.offline import LLM, Generation
 
 Conversation = list[dict[str, Any]]

@@ -9,13 +9,13 @@ from tokenyard.base import ConfigError
 from tokenyard.cli.flags import Flag, all_flags
 from tokenyard.cli.simulation import check_output, print_outcomes, scheduler_flags, write_numbers
 from tokenyard.cost import find_profile
-from tokenyard.scheduler.replay import Replay, ReplayReport
-from tokenyard.scheduler.tape import Origin, Tape
 from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.files import read_bytes
 from tokenyard.sim.metrics import summary
 from tokenyard.sim.taped import History, write_trace
 from tokenyard.sim.workload import Workload
+from tokenyard.tape.codec import Origin, Tape
+from tokenyard.tape.replay import Replay, ReplayReport
 
 DIFFERENT = 1
 OVERLAP_FLAG = "disable_overlap_schedule"
@@ -78,7 +78,7 @@ def _value(flag: Flag, namespace: argparse.Namespace) -> Any:
 def print_report(tape: Tape, report: ReplayReport) -> None:
     """Say how the replay went."""
     header = tape.header
-    print(f"{tape.name}: written by Tokenyard {header.written_by}, {'disguised' if header.disguised else 'plain'}")
+    print(f"{tape.name}: written by Tokenyard {header.written_by}, {'anonymized' if header.anonymized else 'plain'}")
     seconds = report.span_ns / 1e9
     print(f"{report.records} records over {seconds:.3f} s; {report.equal} of {report.plans} plans are the same")
     if tape.cut_off_bytes:

@@ -19,9 +19,9 @@ from rich.table import Table
 from tokenyard.base import ConfigError, ExecutorInfo, Slo, TokenyardError
 from tokenyard.cli.flags import resolve
 from tokenyard.config import Settings
-from tokenyard.engine.child import set_up_logging
-from tokenyard.engine.config import EngineConfig
-from tokenyard.engine.launch import running_engine
+from tokenyard.engine.processes.child import set_up_logging
+from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.requests import ns_from_ms
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.offline import engine_config, located

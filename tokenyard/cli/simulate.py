@@ -21,7 +21,6 @@ from tokenyard.cli.simulation import (
     progress_bar,
     write_numbers,
 )
-from tokenyard.scheduler.recorder import Core
 from tokenyard.sim.bounds import attainment_bound, endless_cache
 from tokenyard.sim.engine import Setup, simulate
 from tokenyard.sim.metrics import summary
@@ -30,6 +29,7 @@ from tokenyard.sim.replica import StepObserver
 from tokenyard.sim.report import write_report
 from tokenyard.sim.timeline import PerfettoTrace, Timeline
 from tokenyard.sim.workload import Workload
+from tokenyard.tape.recorder import Core
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from types import coroutine
 from typing import Any
 
 from tokenyard.base import Finish, OverloadedError, TokenLogprobs, TokenyardError
-from tokenyard.engine.messages import TextBatch
+from tokenyard.engine.processes.messages import TextBatch
 from tokenyard.engine.spec import OutputDelta
 
 Reader = Callable[[OutputDelta], Coroutine[Any, Any, None]]
@@ -36,7 +36,7 @@ class Stream:
         self._pending: dict[int, OutputDelta] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._reader: Reader | None = None
-        self._unfinished: Awaitable[None] | None = None
+        self._num_prefilling: Awaitable[None] | None = None
 
     @property
     def numbers(self) -> list[int]:
@@ -94,8 +94,8 @@ class Stream:
                 else:
                     self._reader = reader
                     await self.arrival()
-                    if self._unfinished is not None:
-                        rest, self._unfinished = self._unfinished, None
+                    if self._num_prefilling is not None:
+                        rest, self._num_prefilling = self._num_prefilling, None
                         await rest
         finally:
             self._reader = None
@@ -110,11 +110,11 @@ class Stream:
     def _read(self, reader: Reader) -> None:
         """Run the reader on what there is; hand over to its task where it has to wait, fails or is done."""
         try:
-            while self._unfinished is None and (delta := self.take()) is not None:
-                self._unfinished = begin(reader(delta))
+            while self._num_prefilling is None and (delta := self.take()) is not None:
+                self._num_prefilling = begin(reader(delta))
         except Exception as error:
             self._hand_over(error)
-        if self._unfinished is not None or not self.open_answers:
+        if self._num_prefilling is not None or not self.open_answers:
             self._hand_over(None)
 
     def _hand_over(self, error: Exception | None) -> None:

@@ -27,11 +27,8 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
-from tokenyard.engine.chat_messages import Message
-from tokenyard.engine.chat_template import ChatTemplate, render_within
-from tokenyard.engine.ipc import TO_API, TO_SCHEDULER, Endpoints, ProtocolError, pull_socket, push_socket
-from tokenyard.engine.liveness import heartbeat_age_s
-from tokenyard.engine.messages import (
+from tokenyard.engine.processes.ipc import TO_API, TO_SCHEDULER, Endpoints, ProtocolError, pull_socket, push_socket
+from tokenyard.engine.processes.messages import (
     ChoosePolicy,
     Explain,
     ExplainReply,
@@ -51,7 +48,10 @@ from tokenyard.engine.recent import RecentRequests
 from tokenyard.engine.requests import RequestMaker, check_priority, ns_from_ms
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.streams import Ended, Reader, Stream, StreamTable
-from tokenyard.engine.text import TextAssembler
+from tokenyard.engine.text.chat_messages import Message
+from tokenyard.engine.text.chat_template import ChatTemplate, render_within
+from tokenyard.engine.text.text_side import TextAssembler
+from tokenyard.engine.watch.liveness import heartbeat_age_s
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class TokenizerManager:
         self._loop.add_reader(self._inbox.fileno(), self._receive)
         self._news: list[TextBatch] = []
         self._has_news = asyncio.Event()
-        self._teller = self._loop.create_task(self._tell())
+        self._deliverer = self._loop.create_task(self._deliver())
 
     @property
     def context_length(self) -> int:
@@ -264,8 +264,8 @@ class TokenizerManager:
     async def close(self) -> None:
         """Cancel what is open and close the sockets."""
         self.engine_died("the server is shutting down")
-        self._teller.cancel()
-        await asyncio.gather(self._teller, return_exceptions=True)
+        self._deliverer.cancel()
+        await asyncio.gather(self._deliverer, return_exceptions=True)
         self._loop.remove_reader(self._inbox.fileno())
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
@@ -354,7 +354,7 @@ class TokenizerManager:
         self._news.append(batch)
         self._has_news.set()
 
-    async def _tell(self) -> None:
+    async def _deliver(self) -> None:
         """Hand news to their streams until closed; all that came during one round is the next one."""
         while True:
             await self._has_news.wait()

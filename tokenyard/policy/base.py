@@ -59,12 +59,12 @@ class Policy:
 
     def candidates(self, views: Views) -> Iterator[int]:
         """Rows for the step's prefill, started and waiting ones, best first; here all started ones before newcomers."""
-        yield from self.unfinished(views)
+        yield from self.prefilling_order(views)
         yield from self.order(views)
 
-    def unfinished(self, views: Views) -> Iterator[int]:
+    def prefilling_order(self, views: Views) -> Iterator[int]:
         """Started prefills, best first. Those not drawn yet go on after a newcomer found no place."""
-        return iter(views.partial.tolist())
+        return iter(views.prefilling.tolist())
 
     def overdue(self) -> list[int]:
         """Waiting or started rows that are to be refused now, as they cannot be served in time."""

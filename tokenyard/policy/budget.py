@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from typing_extensions import override
+
 from tokenyard.base import SchedulerSettings
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.views import Views
@@ -15,13 +17,13 @@ class StepBudget(Protocol):
     """One step's allowance. The scheduler asks `chunk` for each prefill in order and reports what it took.
 
     prefill: whether chunks may be planned at all. with_decode: whether decoding rows run in the same step.
-    max_requests: prefills this step, partial ones included. max_partials: prefills left unfinished after the step.
+    max_requests: prefills this step, partial ones included. max_prefilling: prefills left unfinished after the step.
     """
 
     prefill: bool
     with_decode: bool
     max_requests: int
-    max_partials: int
+    max_prefilling: int
 
     def chunk(self, prefix: int, remaining: int) -> int:
         """Tokens of the `remaining` ones after `prefix` that may be computed now; 0 ends the step's prefill."""
@@ -42,7 +44,7 @@ class BudgetRule(Protocol):
 
 
 @dataclass(slots=True)
-class TokenBudget:
+class TokenBudget(StepBudget):
     """SGLang's PrefillAdder budgets: `input_tokens` bounds whole prompts and `chunk_tokens` what a step computes.
 
     The first prompt may exceed `input_tokens` (else it could never run); a prompt that exceeds `chunk_tokens` is cut,
@@ -52,15 +54,15 @@ class TokenBudget:
     prefill: bool
     with_decode: bool
     max_requests: int
-    max_partials: int
+    max_prefilling: int
     input_tokens: int
     chunk_tokens: int
     page_size: int
     pace: "Pace | None" = None
     first: bool = True
 
+    @override
     def chunk(self, prefix: int, remaining: int) -> int:
-        """See `StepBudget.chunk`."""
         if self.chunk_tokens <= 0 or self.input_tokens <= 0:
             return 0
         if not self.first and remaining > self.input_tokens:
@@ -74,8 +76,8 @@ class TokenBudget:
         end = (prefix + most) // self.page_size * self.page_size
         return max(end - prefix, 0)
 
+    @override
     def spend(self, prefix: int, tokens: int) -> None:
-        """See `StepBudget.spend`."""
         pages = -(-tokens // self.page_size)
         self.chunk_tokens -= pages * self.page_size
         self.input_tokens -= pages * self.page_size
@@ -99,7 +101,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class PrefillFirst:
+class PrefillFirst(BudgetRule):
     """SGLang's default: any prefill goes before decode, but after `interval` prefill steps in a row decode has a turn.
 
     Without the interval sustained arrivals starve decode (SGLang issue 32549).
@@ -108,30 +110,30 @@ class PrefillFirst:
     settings: SchedulerSettings
 
     @property
+    @override
     def needs_cost(self) -> bool:
-        """See `BudgetRule.needs_cost`."""
         return self.settings.enable_dynamic_chunking
 
+    @override
     def begin(self, views: Views) -> TokenBudget:
-        """See `BudgetRule.begin`."""
         interval = self.settings.prefill_decode_interval
         decode_due = interval > 0 and len(views.running) > 0 and views.prefill_steps_in_row >= interval
         return _token_budget(views, self.settings, prefill=not decode_due, with_decode=False, decode_tokens=0)
 
 
 @dataclass(slots=True)
-class MixedChunk:
+class MixedChunk(BudgetRule):
     """Decoding rows take part in every step and prefill chunks fill what they leave (Sarathi-Serve, vLLM)."""
 
     settings: SchedulerSettings
 
     @property
+    @override
     def needs_cost(self) -> bool:
-        """See `BudgetRule.needs_cost`."""
         return self.settings.enable_dynamic_chunking
 
+    @override
     def begin(self, views: Views) -> TokenBudget:
-        """See `BudgetRule.begin`."""
         return _token_budget(views, self.settings, prefill=True, with_decode=True, decode_tokens=len(views.running))
 
 
@@ -144,7 +146,7 @@ def _token_budget(
         prefill=prefill,
         with_decode=with_decode,
         max_requests=limit if limit > 0 else UNLIMITED,
-        max_partials=settings.max_partial_prefills,
+        max_prefilling=settings.max_partial_prefills,
         input_tokens=max(settings.max_prefill_tokens - decode_tokens, settings.page_size),
         # At least a page, or many decoding rows would starve prefill in a mixed step.
         chunk_tokens=max((chunk if chunk > 0 else UNLIMITED) - decode_tokens, settings.page_size),

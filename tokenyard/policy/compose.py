@@ -3,6 +3,8 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
+from typing_extensions import override
+
 from tokenyard.base import Int32Array, SchedulerSettings
 from tokenyard.policy.base import Policy
 from tokenyard.policy.budget import StepBudget
@@ -30,69 +32,69 @@ class Wrapper(Policy):
         self.urgency = inner.urgency
         self.victim_rule = inner.victim_rule
 
+    @override
     def describe(self) -> str:
-        """See `Policy.describe`."""
         return f"{self._prefix}+{self.inner.describe()}"
 
+    @override
     def begin_step(self, views: Views) -> None:
-        """See `Policy.begin_step`."""
         self.views = views
         self.inner.begin_step(views)
 
+    @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """See `Policy.candidates`."""
         return self.inner.candidates(views)
 
-    def unfinished(self, views: Views) -> Iterator[int]:
-        """See `Policy.unfinished`."""
-        return self.inner.unfinished(views)
+    @override
+    def prefilling_order(self, views: Views) -> Iterator[int]:
+        return self.inner.prefilling_order(views)
 
+    @override
     def overdue(self) -> list[int]:
-        """See `Policy.overdue`."""
         return self.inner.overdue()
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         return self.inner.order(views)
 
+    @override
     def budget(self) -> StepBudget:
-        """See `Policy.budget`."""
         return self.inner.budget()
 
+    @override
     def victims(self, views: Views) -> Iterator[int]:
-        """See `Policy.victims`."""
         return self.inner.victims(views)
 
+    @override
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        """See `Policy.outranked`."""
         return self.inner.outranked(views, asker)
 
+    @override
     def charge(self, row: int, prefill_tokens: int) -> None:
-        """See `Policy.charge`."""
         self.inner.charge(row, prefill_tokens)
 
+    @override
     def charge_decode(self, rows: Int32Array) -> None:
-        """See `Policy.charge_decode`."""
         self.inner.charge_decode(rows)
 
+    @override
     def measures(self, rows: Int32Array) -> dict[str, float]:
-        """See `Policy.measures`."""
         return self.inner.measures(rows)
 
+    @override
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
-        """See `Policy.displaced`."""
         return self.inner.displaced(columns, waiting, newcomer)
 
+    @override
     def finished(self, row: int) -> None:
-        """See `Policy.finished`."""
         self.inner.finished(row)
 
+    @override
     def removed(self, row: int) -> None:
-        """See `Policy.removed`."""
         self.inner.removed(row)
 
 
-class Starts:
+class StartedTokens:
     """The tokens of those who have started, by their arrival. A sum over later arrivals costs as much as its border has
     moved since the last one.
     """
@@ -142,21 +144,22 @@ class BoundedOvertaking(Wrapper):
         super().__init__(settings, inner, "bounded")
         self.overtaking = f"{settings.max_overtaken_tokens} prompt tokens of later arrivals"
         self._limit = settings.max_overtaken_tokens
-        self._starts = Starts()
+        self._starts = StartedTokens()
         self._offered = -1
 
+    @override
     def begin_step(self, views: Views) -> None:
-        """See `Policy.begin_step`."""
         super().begin_step(views)
         self._starts.forget(views.first_seq)
 
+    @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """See `Policy.candidates`. The longest waiting row is put in front of whoever must not pass it any more."""
+        """The longest waiting row is put in front of whoever must not pass it any more."""
         columns, waiting = views.columns, views.waiting
-        started, place = set(views.partial.tolist()), 0
+        prefilling, place = set(views.prefilling.tolist()), 0
         drawn: set[int] = set()
         for row in self.inner.candidates(views):
-            if row in started:
+            if row in prefilling:
                 yield row
                 continue
             while row not in drawn:
@@ -168,8 +171,9 @@ class BoundedOvertaking(Wrapper):
                 self._offered = chosen
                 yield chosen
 
+    @override
     def charge(self, row: int, prefill_tokens: int) -> None:
-        """See `Policy.charge`. The first chunk of a row counts for all of its prompt."""
+        """The first chunk of a row counts for all of its prompt."""
         super().charge(row, prefill_tokens)
         if row == self._offered:
             assert self.views is not None

@@ -10,9 +10,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from typing_extensions import override
 
 from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array, SchedulerSettings
-from tokenyard.policy.answers import AnswerPredictor
+from tokenyard.policy.answer_lengths import AnswerPredictor
 from tokenyard.policy.base import Policy
 from tokenyard.policy.deadline_queue import DeadlineQueue, one_by_one
 from tokenyard.policy.prefill_time import PrefillTime
@@ -68,33 +69,34 @@ class EarliestDeadline(Policy):
         self._answers = AnswerPredictor(ANSWER_QUANTILE)
         self.queue = DeadlineQueue(settings, self._answers, self.urgency.levels if self._priority else None)
 
+    @override
     def begin_step(self, views: Views) -> None:
-        """See `Policy.begin_step`."""
         super().begin_step(views)
         self.queue.update(views)
 
+    @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """See `Policy.candidates`; here started prefills have no precedence."""
+        """Here started prefills have no precedence."""
         return self.queue.rows()
 
-    def unfinished(self, views: Views) -> Iterator[int]:
-        """See `Policy.unfinished`."""
-        return self.queue.only(views.partial)
+    @override
+    def prefilling_order(self, views: Views) -> Iterator[int]:
+        return self.queue.only(views.prefilling)
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         return self.queue.only(views.waiting)
 
+    @override
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        """See `Policy.outranked`."""
         return self._priority.outranked(views, asker) if self._priority else super().outranked(views, asker)
 
+    @override
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
-        """See `Policy.displaced`."""
         return self._priority.displaced(columns, waiting, newcomer) if self._priority else None
 
+    @override
     def finished(self, row: int) -> None:
-        """See `Policy.finished`."""
         if self.views is not None:
             self._answers.learn(self.views.columns, row)
 
@@ -123,15 +125,16 @@ class ServiceLevel(EarliestDeadline):
         self._next_walk_ns = 0
         self._relegated = 0
 
+    @override
     def begin_step(self, views: Views) -> None:
-        """See `Policy.begin_step`."""
         self.views = views
         if self.queue.update(views) or views.now >= self._next_walk_ns:
             self._next_walk_ns = views.now + WALK_INTERVAL_NS
             self._walk(views)
 
+    @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """See `Policy.candidates`. With a longest wait those put last, where nobody is less urgent, wait for memory."""
+        """With a longest wait those put last, where nobody is less urgent, wait for memory."""
         lanes = self.queue.lanes()
         for lane in lanes:
             held = lane is lanes[-1] and self.settings.slo_max_wait_s > 0.0
@@ -140,12 +143,12 @@ class ServiceLevel(EarliestDeadline):
     def _while_there_is_room(self, views: Views, lane: Int32Array) -> Iterator[int]:
         """The rows of `lane`; from the first put last that finds too little room on, without those that can wait."""
         target = views.columns.target
-        started = set(views.partial.tolist())
-        reserved = int((target[views.partial] - views.columns.planned[views.partial]).sum())
+        prefilling = set(views.prefilling.tolist())
+        reserved = int((target[views.prefilling] - views.columns.planned[views.prefilling]).sum())
         room = views.free_tokens - reserved - int(ROOM_SHARE * views.total_tokens)
-        alone = not started and not len(views.running)
+        alone = not prefilling and not len(views.running)
         for place, row in enumerate(one_by_one(lane)):
-            if row not in started:
+            if row not in prefilling:
                 room -= int(target[row])
                 if room < 0 and self.queue.last[row] and not alone:
                     rest = lane[place:]
@@ -158,19 +161,21 @@ class ServiceLevel(EarliestDeadline):
         """Who is put last, has not started and is in the first half of its longest wait, bool[len(rows)]."""
         queue, half_ns = self.queue, self.settings.slo_max_wait_s * NS_PER_S / 2
         early = queue.last[rows] & (queue.own_ns[rows] - views.now > half_ns)
-        return early & ~np.isin(rows, views.partial)
+        return early & ~np.isin(rows, views.prefilling)
 
+    @override
     def overdue(self) -> list[int]:
-        """See `Policy.overdue`."""
         if not self.settings.slo_reject:
             return []
         assert self.views is not None
         now, queue = self.views.now, self.queue
         return [row for lane in queue.lanes() for row in lane[queue.last[lane] & (queue.due_ns[lane] <= now)].tolist()]
 
+    @override
     def measures(self, rows: Int32Array) -> dict[str, float]:
-        """See `Policy.measures`. relegated: how often requests were put last so far; relegated_requests: those among
-        `rows` that are."""
+        """Relegated: how often requests were put last so far; relegated_requests: those among
+        `rows` that are.
+        """
         now = 0 if self.views is None else self.queue.count_last(self.views.columns, rows)
         return {"relegated": self._relegated, "relegated_requests": now}
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from tokenyard.base import NS_PER_S, BoolArray, CostModel, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.cost import unloaded_prefill_s
-from tokenyard.policy.answers import AnswerPredictor
-from tokenyard.policy.targets import class_ttft_ns, tpot_ns
+from tokenyard.policy.answer_lengths import AnswerPredictor
+from tokenyard.policy.slo_targets import class_ttft_ns, tpot_ns
 from tokenyard.policy.views import NO_DEADLINE, Columns, Views
 
 FAR_NS = 1 << 61
@@ -24,8 +24,8 @@ class DeadlineQueue:
 
     It finds out by itself who is new, who left, and whose deadline or priority changed, in a handful of array
     operations a step. Columns by table row: `due_ns` when the first token is due, `own_ns` the key of a row that is put
-    last, `last` who is. `_seen` and `_promised` hold the sequence number of the request that stands in a lane, and of
-    the one that `due_ns` was worked out for; a row is in its lane as long as its `_mark` is the current tick.
+    last, `last` who is. `_seen` and `_computed_for` hold the sequence number of the request that stands in a lane, and
+    of the one that `due_ns` was worked out for; a row is in its lane as long as its `_mark` is the current tick.
     """
 
     def __init__(self, settings: SchedulerSettings, answers: AnswerPredictor, urgencies: Urgencies | None) -> None:
@@ -35,13 +35,13 @@ class DeadlineQueue:
         self._urgencies = urgencies
         self._lanes: dict[int, Int32Array] = {}
         self.due_ns = self.own_ns = self._key = self._given = self._urgent = np.empty(0, np.int64)
-        self._seen = self._promised = self._mark = np.empty(0, np.int64)
+        self._seen = self._computed_for = self._mark = np.empty(0, np.int64)
         self.last: BoolArray = np.empty(0, np.bool_)
         self._tick = 0
 
     def update(self, views: Views) -> bool:
         """Take in the state at the start of a step; returns whether a row is new. `views` must have a cost model."""
-        columns, rows = views.columns, np.concatenate((views.partial, views.waiting))
+        columns, rows = views.columns, np.concatenate((views.prefilling, views.waiting))
         self._grow(len(columns.seq))
         # Whole columns compare faster than what is picked out of them.
         changed = ((self._seen != columns.seq) | (self._given != columns.deadline_ns))[rows]
@@ -98,13 +98,13 @@ class DeadlineQueue:
     def count_last(self, columns: Columns, rows: Int32Array) -> int:
         """How many of `rows` are put last; rows that came after the last update are not."""
         known = rows[rows < len(self.last)]
-        return int(np.count_nonzero(self.last[known] & (self._promised[known] == columns.seq[known])))
+        return int(np.count_nonzero(self.last[known] & (self._computed_for[known] == columns.seq[known])))
 
     def _place(self, columns: Columns, fresh: Int32Array, cost: CostModel) -> None:
-        again = (self._promised[fresh] == columns.seq[fresh]) & (self._given[fresh] == columns.deadline_ns[fresh])
+        again = (self._computed_for[fresh] == columns.seq[fresh]) & (self._given[fresh] == columns.deadline_ns[fresh])
         for row in fresh[~again].tolist():
-            self._promise(columns, row, cost)
-        self._promised[fresh], self._given[fresh] = columns.seq[fresh], columns.deadline_ns[fresh]
+            self._compute_due(columns, row, cost)
+        self._computed_for[fresh], self._given[fresh] = columns.seq[fresh], columns.deadline_ns[fresh]
         self._urgent[fresh] = self._urgency(columns, fresh)
         # Who was held back for a while stays last; who has begun to answer goes on where it belongs.
         self.last[fresh] &= again & (columns.first_token_ns[fresh] == 0)
@@ -112,7 +112,7 @@ class DeadlineQueue:
         self._insert(fresh[np.argsort(columns.seq[fresh], kind="stable")])
         self._seen[fresh] = columns.seq[fresh]
 
-    def _promise(self, columns: Columns, row: int, cost: CostModel) -> None:
+    def _compute_due(self, columns: Columns, row: int, cost: CostModel) -> None:
         """Work out when the row's first token is due, and the key that it has if it is put last."""
         settings, arrival, ttft = self._settings, int(columns.arrival_ns[row]), int(columns.ttft_ns[row])
         unloaded = round(unloaded_prefill_s(cost, int(columns.prompt_tokens[row])) * NS_PER_S)
@@ -159,7 +159,7 @@ class DeadlineQueue:
             return
         for name in ("due_ns", "own_ns", "_key", "_given", "_urgent", "_mark"):
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(extra, np.int64))))
-        for name in ("_seen", "_promised"):
+        for name in ("_seen", "_computed_for"):
             setattr(self, name, np.concatenate((getattr(self, name), np.full(extra, NOBODY, np.int64))))
         self.last = np.concatenate((self.last, np.zeros(extra, np.bool_)))
 

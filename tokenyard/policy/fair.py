@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
+from typing_extensions import override
 
 from tokenyard.base import BoolArray, Float64Array, Int32Array, SchedulerSettings
 from tokenyard.policy.base import Option, Policy
@@ -34,16 +35,17 @@ class TenantService(Policy, ABC):
         self._weight = np.empty(0, np.float64)
         self._charged = np.empty(0, np.int64)
 
+    @override
     def begin_step(self, views: Views) -> None:
-        """See `Policy.begin_step`."""
         super().begin_step(views)
         extra = len(views.columns.seq) - len(self._charged)
         if extra > 0:
             self._charged = np.concatenate((self._charged, np.full(extra, NOT_CHARGED, np.int64)))
-        self._learn(views.columns, np.concatenate((views.waiting, views.partial, views.running)))
+        self._learn(views.columns, np.concatenate((views.waiting, views.prefilling, views.running)))
 
+    @override
     def charge(self, row: int, prefill_tokens: int) -> None:
-        """See `Policy.charge`. The first chunk pays for the whole prompt, as a started prompt cannot be given back."""
+        """The first chunk pays for the whole prompt, as a started prompt cannot be given back."""
         assert self.views is not None
         columns = self.views.columns
         if self._charged[row] == columns.seq[row]:
@@ -53,16 +55,17 @@ class TenantService(Policy, ABC):
         tokens = int(columns.target[row] - columns.planned[row]) + prefill_tokens
         self.serve(tenant, INPUT_WEIGHT * tokens / float(self._weight[tenant]))
 
+    @override
     def charge_decode(self, rows: Int32Array) -> None:
-        """See `Policy.charge_decode`."""
         if self.views is None:
             return
         tokens = np.bincount(self.views.columns.tenant[rows], minlength=len(self._weight))
         for tenant in np.flatnonzero(tokens).tolist():
             self.serve(tenant, OUTPUT_WEIGHT * int(tokens[tenant]) / float(self._weight[tenant]))
 
+    @override
     def measures(self, rows: Int32Array) -> dict[str, float]:
-        """See `Policy.measures`. service_gap_tokens: the most that two tenants of `rows` are apart, by weight."""
+        """Service_gap_tokens: the most that two tenants of `rows` are apart, by weight."""
         if self.views is None:
             return {}
         tenants = self.views.columns.tenant[rows]
@@ -115,8 +118,8 @@ class VirtualTokenCounter(TenantService):
         self._waited: BoolArray = np.empty(0, np.bool_)
         self._level = 0.0
 
+    @override
     def begin_step(self, views: Views) -> None:
-        """See `Policy.begin_step`."""
         super().begin_step(views)
         waits = np.bincount(views.columns.tenant[views.waiting], minlength=len(self.served)) > 0
         stayed, joined, left = waits & self._waited, waits & ~self._waited, self._waited & ~waits
@@ -127,16 +130,17 @@ class VirtualTokenCounter(TenantService):
         self.served[joined] = np.maximum(self.served[joined], self._level)
         self._waited = waits
 
+    @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """See `Policy.candidates`; here a started prefill precedes only the newcomers of its own tenant."""
-        return self._by_service(views, np.concatenate((views.partial, views.waiting)))
+        """Here a started prefill precedes only the newcomers of its own tenant."""
+        return self._by_service(views, np.concatenate((views.prefilling, views.waiting)))
 
-    def unfinished(self, views: Views) -> Iterator[int]:
-        """See `Policy.unfinished`."""
-        return self._by_service(views, views.partial)
+    @override
+    def prefilling_order(self, views: Views) -> Iterator[int]:
+        return self._by_service(views, views.prefilling)
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         return self._by_service(views, views.waiting)
 
     def _by_service(self, views: Views, rows: Int32Array) -> Iterator[int]:
@@ -158,16 +162,17 @@ class VirtualTokenCounter(TenantService):
                 heapq.heappop(heap)
 
     @property
+    @override
     def accounts(self) -> Float64Array:
-        """See `TenantService.accounts`: the service of each."""
+        """The service of each."""
         return self.served
 
+    @override
     def serve(self, tenant: int, service: float) -> None:
-        """See `TenantService.serve`."""
         self.served[tenant] += service
 
+    @override
     def grow(self, tenants: int) -> None:
-        """See `TenantService.grow`."""
         super().grow(tenants)
         extra = tenants - len(self.served)
         self.served = np.concatenate((self.served, np.zeros(extra)))
@@ -202,8 +207,8 @@ class DeficitLongestPrefixMatch(TenantService):
         self._saved = float(self.chosen["saved_tokens"])
         self.credit = np.empty(0, np.float64)
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         left, columns = views.waiting, views.columns
         while len(left):
             tenants = columns.tenant[left]
@@ -226,16 +231,18 @@ class DeficitLongestPrefixMatch(TenantService):
                 yield row
 
     @property
+    @override
     def accounts(self) -> Float64Array:
-        """See `TenantService.accounts`: the credit of each."""
+        """The credit of each."""
         return self.credit
 
+    @override
     def serve(self, tenant: int, service: float) -> None:
-        """See `TenantService.serve`. Credit is in tokens of weight 1."""
+        """Credit is in tokens of weight 1."""
         self.credit[tenant] -= service
 
+    @override
     def grow(self, tenants: int) -> None:
-        """See `TenantService.grow`."""
         super().grow(tenants)
         self.credit = np.concatenate((self.credit, np.full(tenants - len(self.credit), self._saved)))
 

@@ -4,6 +4,7 @@ from collections import deque
 from typing import Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from tokenyard.base import ConfigError, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.policy.views import Columns, Views, tokens_generated
@@ -47,33 +48,38 @@ class Headroom(Protocol):
         """Nothing is left to do."""
 
 
-class NoHeadroom:
+class NoHeadroom(Headroom):
     """Hold nothing back, as vLLM does: what does not fit later is retracted and computed anew."""
 
     ratio = 0.0
 
+    @override
     def running_tokens(self, views: Views) -> int:
-        """See `Headroom.running_tokens`."""
         return 0
 
+    @override
     def newcomer_tokens(self, columns: Columns, row: int) -> int:
-        """See `Headroom.newcomer_tokens`."""
         return 0
 
+    @override
     def admitted(self, columns: Columns, row: int) -> None:
-        """See `Headroom.admitted`."""
+        pass
 
+    @override
     def decoded(self) -> None:
-        """See `Headroom.decoded`."""
+        pass
 
+    @override
     def retracted(self, columns: Columns, survivors: Int32Array) -> None:
-        """See `Headroom.retracted`."""
+        pass
 
+    @override
     def finished(self, output_tokens: int) -> None:
-        """See `Headroom.finished`."""
+        pass
 
+    @override
     def idle(self) -> None:
-        """See `Headroom.idle`."""
+        pass
 
 
 class RatioHeadroom(NoHeadroom):
@@ -91,30 +97,31 @@ class RatioHeadroom(NoHeadroom):
         self._decay = (self._initial - self._least) / settings.new_token_ratio_decay_steps
         self.ratio = self._initial
 
+    @override
     def running_tokens(self, views: Views) -> int:
-        """See `Headroom.running_tokens`."""
-        rows = np.concatenate((views.running, views.partial))
+        rows = np.concatenate((views.running, views.prefilling))
         rest = views.columns.limit[rows] + 1 - views.columns.known[rows]
         return int(np.minimum(rest, self._settings.clip_max_new_tokens).sum() * self.ratio)
 
+    @override
     def newcomer_tokens(self, columns: Columns, row: int) -> int:
-        """See `Headroom.newcomer_tokens`."""
         rest = int(columns.limit[row]) + 1 - int(columns.known[row])
         return min(rest, self._settings.clip_max_new_tokens)
 
+    @override
     def decoded(self) -> None:
-        """See `Headroom.decoded`."""
         self.ratio = max(self.ratio - self._decay, self._least)
 
+    @override
     def retracted(self, columns: Columns, survivors: Int32Array) -> None:
-        """See `Headroom.retracted`. The estimate is what survivors have written of what they may write."""
+        """The estimate is what survivors have written of what they may write."""
         generated = int(tokens_generated(columns, survivors).sum())
         allowed = int((columns.limit[survivors] + 1 - columns.prompt_tokens[survivors]).sum())
         reserve = self._settings.retract_decode_steps * len(survivors)
         self.ratio = min(1.0, (generated + reserve) / (allowed + 1))
 
+    @override
     def idle(self) -> None:
-        """See `Headroom.idle`."""
         self.ratio = self._initial
 
 
@@ -136,17 +143,17 @@ class HistoryHeadroom(NoHeadroom):
         """Tokens that an answer has to come on average."""
         return self._sum_of_squares // (2 * self._sum) if self._sum else FIRST_GUESS_TOKENS
 
+    @override
     def running_tokens(self, views: Views) -> int:
-        """See `Headroom.running_tokens`."""
         rest = views.columns.limit[views.running] + 1 - views.columns.known[views.running]
         return int(np.minimum(rest, self.residual_tokens).sum())
 
+    @override
     def newcomer_tokens(self, columns: Columns, row: int) -> int:
-        """See `Headroom.newcomer_tokens`."""
         return min(int(columns.limit[row]) + 1 - int(columns.known[row]), self.residual_tokens)
 
+    @override
     def finished(self, output_tokens: int) -> None:
-        """See `Headroom.finished`."""
         self._outputs.append(output_tokens)
         self._sum += output_tokens
         self._sum_of_squares += output_tokens**2
@@ -172,25 +179,26 @@ class PastFuture(NoHeadroom):
         self._rest = np.empty(0, np.int64)
         self._growth = 0
 
+    @override
     def running_tokens(self, views: Views) -> int:
-        """See `Headroom.running_tokens`."""
-        rows = np.concatenate((views.running, views.partial))
+        rows = np.concatenate((views.running, views.prefilling))
         self._held = np.maximum(views.columns.target[rows], views.columns.known[rows]).astype(np.int64)
         self._rest = self._remaining(views.columns, rows)
         self._growth = _growth_to_peak(self._held, self._rest)
         return self._growth + int((1.0 - POOL_SHARE) * views.total_tokens)
 
+    @override
     def newcomer_tokens(self, columns: Columns, row: int) -> int:
-        """See `Headroom.newcomer_tokens`. Below 0 where the newcomer ends before the peak of the others."""
+        """Below 0 where the newcomer ends before the peak of the others."""
         return _growth_to_peak(*self._with(columns, row)) - self._growth
 
+    @override
     def admitted(self, columns: Columns, row: int) -> None:
-        """See `Headroom.admitted`."""
         self._held, self._rest = self._with(columns, row)
         self._growth = _growth_to_peak(self._held, self._rest)
 
+    @override
     def finished(self, output_tokens: int) -> None:
-        """See `Headroom.finished`."""
         self._outputs.append(output_tokens)
         self._sorted = None
 

@@ -7,6 +7,8 @@ that a request has to compute, not in requests, since one prompt can be a thousa
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from typing_extensions import override
+
 from tokenyard.base import SchedulerSettings
 from tokenyard.policy.base import Policy
 from tokenyard.policy.compose import Wrapper
@@ -112,20 +114,21 @@ class Levels(Wrapper):
         self._waiting: list[int] = []
         self._others_wait = False
 
+    @override
     def begin_step(self, views: Views) -> None:
-        """See `Policy.begin_step`."""
         super().begin_step(views)
         self._turn, self._waiting = None, []
-        self._others_wait = bool((views.columns.level[views.waiting] != STRICT).any())
+        self._others_wait = bool((views.columns.service_level[views.waiting] != STRICT).any())
 
+    @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """See `Policy.candidates`: started prefills, then the levels' newcomers."""
-        yield from self.inner.unfinished(views)
+        """Started prefills, then the levels' newcomers."""
+        yield from self.inner.prefilling_order(views)
         yield from self.order(views)
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
-        levels = views.columns.level[views.waiting]
+        levels = views.columns.service_level[views.waiting]
         queues: dict[int, Iterator[int]] = {}
         heads: dict[int, int] = {}
         for level in (STRICT, *SHARED_LEVELS):
@@ -140,11 +143,11 @@ class Levels(Wrapper):
             yield turn.row
             heads[turn.level] = next(queues[turn.level], -1)
 
+    @override
     def charge(self, row: int, prefill_tokens: int) -> None:
-        """See `Policy.charge`."""
         super().charge(row, prefill_tokens)
         assert self.views is not None
-        level = int(self.views.columns.level[row])
+        level = int(self.views.columns.service_level[row])
         if self._turn is not None and self._turn.row == row and level != STRICT:
             self._shares.take(level, self._turn.rounds, self._waiting)
         self._turn = None

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from tokenyard.base import BoolArray, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.policy.base import Option, Policy
@@ -79,8 +80,8 @@ class LongestPrefixMatch(Policy):
     needs_tree = True
     overtaking = "none: a request that shares no prefix can wait as long as others keep hitting"
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         degrade = self.settings.lpm_degrade_threshold
         if 0 < degrade < len(views.waiting):
             return super().order(views)
@@ -97,8 +98,8 @@ class LongestPrefixMatch(Policy):
         groups = groups[places]
         first = np.full(len(columns.seq), -1)
         first[groups[::-1]] = places[::-1]
-        seated = np.concatenate((views.partial, views.running))
-        coming = seated[columns.computed[seated] < self.settings.in_batch_prefix_caching_deprioritize_threshold]
+        admitted = np.concatenate((views.prefilling, views.running))
+        coming = admitted[columns.computed[admitted] < self.settings.in_batch_prefix_caching_deprioritize_threshold]
         leaders = columns.prefix_group[coming]
         first[leaders[leaders >= 0]] = -1
         grouped[places] = first[groups] != places
@@ -115,8 +116,9 @@ class DfsWeight(Policy):
     needs_tree = True
     overtaking = "none: where few wait for a prefix, they can wait as long as others keep coming for another"
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`. Rows come in batches, since the tree's weights change as rows are admitted."""
+        """Rows come in batches, since the tree's weights change as rows are admitted."""
         wanted = np.zeros(len(views.columns.seq), np.bool_)
         wanted[views.waiting] = True
         most = DRAWN_AT_ONCE
@@ -159,8 +161,8 @@ class LongestOutput(Policy):
     name = "lof"
     overtaking = "none: a request that asks for few tokens can wait as long as others ask for more"
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         columns, waiting = views.columns, views.waiting
         answer = columns.limit[waiting].astype(np.int64) - columns.prompt_tokens[waiting]
         return best_first(waiting, -answer)
@@ -178,8 +180,8 @@ class RandomOrder(Policy):
         super().__init__(settings)
         self._generator = np.random.default_rng(int(self.chosen["seed"]))
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         return iter(self._generator.permutation(views.waiting).tolist())
 
 
@@ -192,11 +194,11 @@ class RoutingKey(Policy):
     name = "routing-key"
     overtaking = "none: a request whose key nobody runs can wait as long as others keep coming"
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         columns = views.columns
         keys = columns.routing[views.waiting].astype(np.int64)
-        running = columns.routing[np.concatenate((views.partial, views.running))]
+        running = columns.routing[np.concatenate((views.prefilling, views.running))]
         counts = np.bincount(running, minlength=int(keys.max(initial=0)) + 1)
         counts[0] = 0
         count = counts[keys]
@@ -213,8 +215,8 @@ class HighestResponseRatio(Policy):
     uses_hits = True
     overtaking = "shorter requests only, and only by as much shorter as they have waited less"
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         columns, waiting = views.columns, views.waiting
         waited = (views.now - columns.arrival_ns[waiting]).astype(np.float64)
         ratio = waited / np.maximum(columns.target[waiting] - columns.matchable[waiting], 1)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+from typing_extensions import override
 
 from tokenyard.base import Int32Array, Int64Array, SchedulerSettings
 from tokenyard.policy.base import Policy
@@ -34,42 +35,45 @@ class Priority(Wrapper):
         else:
             self.overtaking = "none: without aging, more urgent requests pass as long as they keep coming"
 
+    @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """See `Policy.candidates`. A started prefill goes on before less urgent newcomers; among equals `inner` says
+        """A started prefill goes on before less urgent newcomers; among equals `inner` says
         who is next, by default a started one too.
         """
         waiting, ranks = views.waiting, self.rank(views.columns, views.waiting)
-        for started in self._started(views):
-            rank = self.rank(views.columns, started[:1])[0]
+        for prefilling in self._prefilling_groups(views):
+            rank = self.rank(views.columns, prefilling[:1])[0]
             ahead, after = ranks < rank, ranks > rank
             yield from self._in_order(views, waiting[ahead], ranks[ahead])
-            yield from self.inner.candidates(replace(views, partial=started, waiting=waiting[~(ahead | after)]))
+            yield from self.inner.candidates(replace(views, prefilling=prefilling, waiting=waiting[~(ahead | after)]))
             waiting, ranks = waiting[after], ranks[after]
         yield from self._in_order(views, waiting, ranks)
 
-    def unfinished(self, views: Views) -> Iterator[int]:
-        """See `Policy.unfinished`."""
-        for started in self._started(views):
-            yield from self.inner.unfinished(replace(views, partial=started))
+    @override
+    def prefilling_order(self, views: Views) -> Iterator[int]:
+        for prefilling in self._prefilling_groups(views):
+            yield from self.inner.prefilling_order(replace(views, prefilling=prefilling))
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         return self._in_order(views, views.waiting, self.rank(views.columns, views.waiting))
 
+    @override
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        """See `Policy.outranked`. Started prefills give way too; among equals the latest arrival goes first."""
+        """Started prefills give way too; among equals the latest arrival goes first."""
         if self.settings.disable_priority_preemption:
             return iter(())
         columns, threshold = views.columns, self.settings.priority_scheduling_preemption_threshold
-        rows = np.concatenate((views.running, views.partial))
+        rows = np.concatenate((views.running, views.prefilling))
         keys = self.urgency.keys(columns, rows)
         border = int(self.urgency.keys(columns, np.array([asker], np.int32))[0]) + threshold * self.urgency.level_key
         below = keys > min(border, _INT64_MAX)
         rows, keys = rows[below], keys[below]
         return iter(rows[np.lexsort((-columns.seq[rows], -keys))].tolist())
 
+    @override
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
-        """See `Policy.displaced`. The latest of the least urgent, if the newcomer is strictly more urgent."""
+        """The latest of the least urgent, if the newcomer is strictly more urgent."""
         fresh = waiting[columns.admitted_ns[waiting] == 0]
         if not len(fresh):
             return None
@@ -83,9 +87,9 @@ class Priority(Wrapper):
         keys, aging_ns = self.urgency.keys(columns, rows), self.urgency.aging_ns
         return keys // aging_ns if aging_ns and not self._plain else keys
 
-    def _started(self, views: Views) -> Iterator[Int32Array]:
+    def _prefilling_groups(self, views: Views) -> Iterator[Int32Array]:
         """Started prefills in groups of equals, the most urgent first."""
-        return in_groups(views.partial, self.rank(views.columns, views.partial))
+        return in_groups(views.prefilling, self.rank(views.columns, views.prefilling))
 
     def _in_order(self, views: Views, rows: Int32Array, ranks: Int64Array) -> Iterator[int]:
         """Waiting `rows` by their ranks, equals as `inner` has them."""

@@ -6,10 +6,10 @@ from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.policy import adaptive, deadline, fair, order, short
 from tokenyard.policy.base import Policy
 from tokenyard.policy.compose import BoundedOvertaking
-from tokenyard.policy.hook import load_object
 from tokenyard.policy.levels import Levels
-from tokenyard.policy.own import Guarded
 from tokenyard.policy.priority import Priority
+from tokenyard.policy.priority_function import load_object
+from tokenyard.policy.user_policy import Guarded
 
 _LISTED: list[type[Policy]] = [
     Policy,

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
+from typing_extensions import override
 
 from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings
-from tokenyard.policy.answers import AnswerPredictor
+from tokenyard.policy.answer_lengths import AnswerPredictor
 from tokenyard.policy.base import Option, Policy
 from tokenyard.policy.order import best_first
 from tokenyard.policy.views import Columns, Views
@@ -31,14 +32,14 @@ class ShortFirst(Policy):
         self._predictor = AnswerPredictor(float(self.chosen["quantile"]))
         self._output_weight = float(self.chosen["output_weight"])
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         columns, waiting = views.columns, views.waiting
         prefill = columns.target[waiting] - columns.matchable[waiting]
         return best_first(waiting, prefill + self._output_weight * self._predictor.rest(columns, waiting))
 
+    @override
     def finished(self, row: int) -> None:
-        """See `Policy.finished`."""
         if self.views is not None:
             self._predictor.learn(self.views.columns, row)
 
@@ -65,29 +66,30 @@ class MultiLevelFeedback(Policy):
         self._served = np.zeros(0, np.int64)
         self._idle_since = np.zeros(0, np.int64)
 
+    @override
     def begin_step(self, views: Views) -> None:
-        """See `Policy.begin_step`."""
         super().begin_step(views)
         missing = len(views.columns.seq) - len(self._served)
         if missing > 0:
             self._served = np.concatenate((self._served, np.zeros(missing, np.int64)))
             self._idle_since = np.concatenate((self._idle_since, np.zeros(missing, np.int64)))
 
+    @override
     def order(self, views: Views) -> Iterator[int]:
-        """See `Policy.order`."""
         waiting = views.waiting
         return best_first(waiting, np.where(self._promoted(views, waiting), 0, self._levels(views.columns, waiting)))
 
+    @override
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        """See `Policy.outranked`. Promotion gives a place in line, not the right to take somebody's pages."""
+        """Promotion gives a place in line, not the right to take somebody's pages."""
         columns, rows = views.columns, views.running
         levels = self._levels(columns, rows)
         below = levels > self._levels(columns, np.array([asker], np.int32))[0]
         rows, levels = rows[below], levels[below]
         return iter(rows[np.lexsort((-columns.seq[rows], -levels))].tolist())
 
+    @override
     def charge(self, row: int, prefill_tokens: int) -> None:
-        """See `Policy.charge`."""
         assert self.views is not None
         since = max(int(self._idle_since[row]), int(self.views.columns.arrival_ns[row]))
         if self.views.now - since >= self._promote_ns:
@@ -95,15 +97,15 @@ class MultiLevelFeedback(Policy):
         self._served[row] += prefill_tokens
         self._idle_since[row] = self.views.now
 
+    @override
     def charge_decode(self, rows: Int32Array) -> None:
-        """See `Policy.charge_decode`."""
         if self.views is None:
             return
         self._served[rows] += 1
         self._idle_since[rows] = self.views.now
 
+    @override
     def removed(self, row: int) -> None:
-        """See `Policy.removed`."""
         if row < len(self._served):
             self._served[row] = self._idle_since[row] = 0
 

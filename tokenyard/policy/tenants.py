@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
+from typing_extensions import override
 
 from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings, TenantSettings
 from tokenyard.base.settings import ANY_TENANT
@@ -59,10 +60,10 @@ class Limits:
         """Whether a waiting row may still start in this step, after what has started in it already."""
         return True
 
-    def started(self, row: int) -> None:
+    def admitted(self, row: int) -> None:
         """A waiting row was admitted."""
 
-    def stopped(self, row: int, asker: int) -> None:
+    def preempted(self, row: int, asker: int) -> None:
         """The running `row` gives way to the waiting `asker`."""
 
     def charge(self, row: int, tokens: int) -> None:
@@ -106,18 +107,18 @@ class TenantLimits(Limits):
         self._filled_ns = 0
         self._claim: tuple[int, int] | None = None
 
+    @override
     def queue_is_full(self, columns: Columns, name: str, waiting: Int32Array, rows: list[int]) -> bool:
-        """See `Limits.queue_is_full`."""
         most = self._book.of(name).max_queued
         if most < 0:
             return False
         same = np.count_nonzero(columns.tenant[waiting] == columns.tenant[rows[0]])
         return int(same) + len(rows) > most
 
+    @override
     def begin_step(self, views: Views) -> None:
-        """See `Limits.begin_step`."""
         self._columns, self._total_tokens = views.columns, views.total_tokens
-        held = np.concatenate((views.running, views.partial))
+        held = np.concatenate((views.running, views.prefilling))
         self._learn(views.columns, np.concatenate((held, views.waiting)))
         self._fill_buckets(views.now)
         owners, tenants = views.columns.tenant[held], views.columns.tenant[views.waiting]
@@ -128,8 +129,8 @@ class TenantLimits(Limits):
         self._note_refill(empty, tenants, views.now)
         views.waiting = views.waiting[~(empty | (self._running >= self._most_running))[tenants]]
 
+    @override
     def may_start(self, row: int) -> bool:
-        """See `Limits.may_start`."""
         assert self._columns is not None
         tenant = int(self._columns.tenant[row])
         if self._running[tenant] >= self._most_running[tenant]:
@@ -138,8 +139,8 @@ class TenantLimits(Limits):
             return False
         return self._claim is None or self._claim[0] == row or self._within_share(row)
 
-    def started(self, row: int) -> None:
-        """See `Limits.started`."""
+    @override
+    def admitted(self, row: int) -> None:
         assert self._columns is not None
         tenant = int(self._columns.tenant[row])
         self._running[tenant] += 1
@@ -147,8 +148,8 @@ class TenantLimits(Limits):
         if self._claim is not None and self._claim[0] == row:
             self._claim = None
 
-    def stopped(self, row: int, asker: int) -> None:
-        """See `Limits.stopped`."""
+    @override
+    def preempted(self, row: int, asker: int) -> None:
         assert self._columns is not None
         tenant = int(self._columns.tenant[row])
         self._running[tenant] -= 1
@@ -156,18 +157,19 @@ class TenantLimits(Limits):
         if self._within_share(asker):
             self._claim = asker, int(self._columns.seq[asker])
 
+    @override
     def charge(self, row: int, tokens: int) -> None:
-        """See `Limits.charge`."""
         assert self._columns is not None
         self._bucket[int(self._columns.tenant[row])] -= tokens
 
+    @override
     def charge_decode(self, rows: Int32Array) -> None:
-        """See `Limits.charge_decode`."""
         if self._columns is not None:
             self._bucket -= np.bincount(self._columns.tenant[rows], minlength=len(self._bucket))
 
+    @override
     def borrowers(self, views: Views, row: int) -> Iterator[int]:
-        """See `Limits.borrowers`. Of tenants beyond their share, the furthest beyond goes first and of each the newest
+        """Of tenants beyond their share, the furthest beyond goes first and of each the newest
         request, until it is within. None if `row` would itself be beyond its tenant's share.
         """
         if not self._within_share(row):
@@ -184,8 +186,9 @@ class TenantLimits(Limits):
             over = [number for number in over if queues[number] and used[number] > share[number]]
             yield victim
 
+    @override
     def without_owners(self, row: int, victims: list[int]) -> list[int]:
-        """See `Limits.without_owners`. A row beyond its tenant's share takes nothing that is a share of others: they
+        """A row beyond its tenant's share takes nothing that is a share of others: they
         would take it back, and so on for ever.
         """
         assert self._columns is not None
@@ -199,15 +202,16 @@ class TenantLimits(Limits):
                 left.append(victim)
         return left
 
+    @override
     def measures(self, columns: Columns, held: Int32Array, total_tokens: int) -> dict[str, float]:
-        """See `Limits.measures`. borrowed_tokens: KV that tenants hold beyond their own shares, if any has one."""
+        """Borrowed_tokens: KV that tenants hold beyond their own shares, if any has one."""
         if not any(tenant.kv_share for tenant in self._named.values()):
             return {}
         beyond = self._held_tokens(columns, held) - self._share * total_tokens
         return {"borrowed_tokens": float(np.maximum(beyond, 0.0).sum())}
 
+    @override
     def borrowers_first(self, views: Views, victims: list[int]) -> list[int]:
-        """See `Limits.borrowers_first`."""
         self._columns, self._total_tokens = views.columns, views.total_tokens
         rows = np.array(victims, np.int32)
         used, share = self._held_tokens(views.columns, rows), self._share * views.total_tokens

@@ -6,10 +6,12 @@ idea, the reference notes on goodput the figures).
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from tokenyard.base import NS_PER_S, SchedulerSettings, StepWork
-from tokenyard.policy.budget import UNLIMITED, BudgetRule, default_budget
+from tokenyard.policy.budget import UNLIMITED, BudgetRule, StepBudget, default_budget
 from tokenyard.policy.prefill_time import PrefillTime
-from tokenyard.policy.targets import ahead_ns, tpot_ns
+from tokenyard.policy.slo_targets import ahead_ns, tpot_ns
 from tokenyard.policy.views import Views
 
 STEP_SHARE = 0.92
@@ -17,13 +19,13 @@ STEP_SHARE = 0.92
 
 LEAST_PREFILL_SHARE = 0.1
 SAFETY_S = 0.001
-LEAST_PARTIALS = 4
+LEAST_PREFILLING = 4
 PATIENCE_STEPS = 8
 S_PER_MS = 1e-3
 
 
 @dataclass(slots=True)
-class TimeBudget:
+class TimeBudget(StepBudget):
     """A step's allowance in seconds (see `budget.StepBudget`).
 
     Chunks that do not complete a prompt are multiples of `multiple`. `granted_tokens` may be had once even if the time
@@ -31,7 +33,7 @@ class TimeBudget:
     """
 
     max_requests: int
-    max_partials: int
+    max_prefilling: int
     time: PrefillTime
     left_s: float
     left_tokens: int
@@ -41,8 +43,8 @@ class TimeBudget:
     with_decode: bool = True
     denied: bool = False
 
+    @override
     def chunk(self, prefix: int, remaining: int) -> int:
-        """See `StepBudget.chunk`."""
         most = min(self.time.tokens(prefix, self.left_s), self.left_tokens)
         if remaining <= most:
             return remaining
@@ -52,8 +54,8 @@ class TimeBudget:
         self.denied = not self.granted_tokens
         return min(remaining, self.granted_tokens)
 
+    @override
     def spend(self, prefix: int, tokens: int) -> None:
-        """See `StepBudget.spend`."""
         self.left_s -= self.time.chunk_s(prefix, tokens)
         self.left_tokens -= tokens
         self.granted_tokens = 0
@@ -79,7 +81,7 @@ class StepTimes:
         return self.target_s / max(self.target_s - self.base_s, LEAST_PREFILL_SHARE * self.target_s)
 
 
-class TimeBudgetRule:
+class TimeBudgetRule(BudgetRule):
     """Bounds steps by the cost model, so that the tightest decoding request keeps its time per token.
 
     While anything decodes, a step takes at most `STEP_SHARE` of the tightest target. With `use_slack` it may take
@@ -99,8 +101,9 @@ class TimeBudgetRule:
         self._denied_steps = 0
         self._limit_s = 0.0
 
+    @override
     def begin(self, views: Views) -> TimeBudget:
-        """See `BudgetRule.begin`. The views must come with a cost model."""
+        """The views must come with a cost model."""
         assert views.cost is not None
         self._denied_steps = self._denied_steps + 1 if self._last is not None and self._last.denied else 0
         time = PrefillTime.of(views.cost)
@@ -110,7 +113,7 @@ class TimeBudgetRule:
         requests = self._settings.prefill_max_requests
         self._last = TimeBudget(
             max_requests=requests if requests > 0 else UNLIMITED,
-            max_partials=max(self._settings.max_partial_prefills, LEAST_PARTIALS),
+            max_prefilling=max(self._settings.max_partial_prefills, LEAST_PREFILLING),
             time=time,
             left_s=times.limit_s - times.base_s,
             left_tokens=max(self._settings.max_prefill_tokens, self._multiple),

@@ -5,9 +5,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
-from tokenyard.policy.targets import ahead_ns
+from tokenyard.policy.slo_targets import ahead_ns
 from tokenyard.policy.urgency import Urgency
 from tokenyard.policy.views import Views, tokens_generated
 
@@ -21,55 +22,55 @@ class VictimRule(Protocol):
         """Running rows, the first to retract first. All rows are yielded."""
 
 
-class FewestTokens:
+class FewestTokens(VictimRule):
     """SGLang's retraction order: the row with the fewest output tokens goes first; among equals the longest prompt."""
 
+    @override
     def victims(self, views: Views) -> Iterator[int]:
-        """See `VictimRule.victims`."""
         columns, rows = views.columns, views.running
         keys = (columns.seq[rows], -columns.prompt_tokens[rows], tokens_generated(columns, rows))
         return _in_order(rows, np.lexsort(keys))
 
 
-class Newest:
+class Newest(VictimRule):
     """vLLM's order under fcfs: the latest arrival goes first, so the oldest request always moves on."""
 
+    @override
     def victims(self, views: Views) -> Iterator[int]:
-        """See `VictimRule.victims`."""
         rows = views.running
         return _in_order(rows, np.argsort(-views.columns.seq[rows], kind="stable"))
 
 
-class LowestPriority:
+class LowestPriority(VictimRule):
     """The least urgent goes first, among equals the latest arrival: what the order of the queue would serve last."""
 
     def __init__(self, urgency: Urgency) -> None:
         self._urgency = urgency
 
+    @override
     def victims(self, views: Views) -> Iterator[int]:
-        """See `VictimRule.victims`."""
         columns, rows = views.columns, views.running
         return _in_order(rows, np.lexsort((-columns.seq[rows], -self._urgency.keys(columns, rows))))
 
 
-class MostSlack:
+class MostSlack(VictimRule):
     """The row that is furthest ahead of its time per output token goes first: it can best afford to wait."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
 
+    @override
     def victims(self, views: Views) -> Iterator[int]:
-        """See `VictimRule.victims`."""
         rows = views.running
         slack = ahead_ns(views.columns, rows, self._settings, views.now)
         return _in_order(rows, np.lexsort((-views.columns.seq[rows], -slack)))
 
 
-class FewestLost:
+class FewestLost(VictimRule):
     """The row whose eviction costs the least work goes first: the fewest tokens computed beyond its first cache hit."""
 
+    @override
     def victims(self, views: Views) -> Iterator[int]:
-        """See `VictimRule.victims`."""
         columns, rows = views.columns, views.running
         return _in_order(rows, np.lexsort((-columns.seq[rows], columns.planned[rows] - columns.hit[rows])))
 

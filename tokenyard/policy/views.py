@@ -23,9 +23,9 @@ class Columns(Protocol):
     NO_PRIORITY, NO_DEADLINE. ttft_ns, tpot_ns: the targets a request brought, 0 where it brought none. tenant: small
     integer per tenant name. admitted_ns: first admission, 0 before. first_token_ns: when the prompt was computed, 0
     before. retractions: how often it lost its pages. boost: levels of
-    urgency that a priority function adds. level: see levels.py. routing: small integer per routing key, 0 for none.
-    Kept only for policies that need the tree: prefix_group, equal for rows with the same first tokens (-1 for none);
-    branch, the `birth` of the PrefixBranch where a waiting row stands.
+    urgency that a priority function adds. service_level: see levels.py. routing: small integer per routing key, 0 for
+    none. Kept only for policies that need the tree: prefix_group, equal for rows with the same first tokens (-1 for
+    none); branch, the `birth` of the PrefixBranch where a waiting row stands.
     """
 
     seq: Int64Array
@@ -47,7 +47,7 @@ class Columns(Protocol):
     tenant: Int32Array
     retractions: Int32Array
     boost: Int64Array
-    level: Int32Array
+    service_level: Int32Array
     routing: Int32Array
     prefix_group: Int32Array
     branch: Int32Array
@@ -76,7 +76,7 @@ class PrefixBranch(Protocol):
 class Views:
     """The scheduler's state at the start of a step, for a policy to read.
 
-    waiting: rows that may be admitted now, in order of arrival. partial: admitted rows whose prompt is not wholly
+    waiting: rows that may be admitted now, in order of arrival. prefilling: admitted rows whose prompt is not wholly
     planned, oldest first. running: rows that decode, in order of admission. free_tokens: KV tokens that are free,
     evictable or about to be released; total_tokens: the whole pool. free_rows: places for more running requests.
     prefill_steps_in_row: prefill-only steps since the last step that decoded. first_seq: `seq` of whoever has waited
@@ -86,7 +86,7 @@ class Views:
 
     columns: Columns
     waiting: Int32Array
-    partial: Int32Array
+    prefilling: Int32Array
     running: Int32Array
     free_tokens: int
     total_tokens: int

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from tokenyard.base import ConfigError
 
@@ -44,7 +45,7 @@ class Chooser(Protocol):
         """Index of the worker that shall serve a request whose prompt's token ids are `prompt` (int32, raw)."""
 
 
-class RoundRobin:
+class RoundRobin(Chooser):
     """One after the other."""
 
     needs_prompt = False
@@ -52,14 +53,14 @@ class RoundRobin:
     def __init__(self, workers: int, seed: int) -> None:
         self._next = 0
 
+    @override
     def choose(self, loads: Sequence[WorkerLoad], prompt: bytes) -> int:
-        """See `Chooser.choose`."""
         chosen = self._next % len(loads)
         self._next = chosen + 1
         return chosen
 
 
-class LeastLoad:
+class LeastLoad(Chooser):
     """The worker with the least prefill work, then with the fewest requests."""
 
     needs_prompt = False
@@ -67,12 +68,12 @@ class LeastLoad:
     def __init__(self, workers: int, seed: int) -> None:
         pass
 
+    @override
     def choose(self, loads: Sequence[WorkerLoad], prompt: bytes) -> int:
-        """See `Chooser.choose`."""
         return min(range(len(loads)), key=lambda i: (loads[i].prefill_s, loads[i].requests))
 
 
-class PowerOfTwo:
+class PowerOfTwo(Chooser):
     """The one with fewer requests of two drawn at random (Mitzenmacher 2001)."""
 
     needs_prompt = False
@@ -80,15 +81,15 @@ class PowerOfTwo:
     def __init__(self, workers: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
 
+    @override
     def choose(self, loads: Sequence[WorkerLoad], prompt: bytes) -> int:
-        """See `Chooser.choose`."""
         if len(loads) == 1:
             return 0
         one, other = self._rng.choice(len(loads), 2, replace=False).tolist()
         return int(one if loads[one].requests <= loads[other].requests else other)
 
 
-class CacheAware:
+class CacheAware(Chooser):
     """The worker that has seen the longest part of the prompt, unless the load is out of balance (sgl-router's rule).
 
     Out of balance means: the most loaded worker has more than `BALANCE_ABS_THRESHOLD` requests more, and more than
@@ -103,8 +104,8 @@ class CacheAware:
     def __init__(self, workers: int, seed: int) -> None:
         self._seen: list[dict[bytes, None]] = [{} for _ in range(workers)]
 
+    @override
     def choose(self, loads: Sequence[WorkerLoad], prompt: bytes) -> int:
-        """See `Chooser.choose`."""
         chain = _chain(prompt)
         chosen = self._pick(loads, chain)
         seen = self._seen[chosen]

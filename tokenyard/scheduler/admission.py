@@ -12,9 +12,9 @@ import numpy as np
 from tokenyard.base import RowStart
 from tokenyard.policy import Views
 from tokenyard.policy.budget import StepBudget
-from tokenyard.scheduler.draft import Chunk, PlanDraft
 from tokenyard.scheduler.lifecycle import State
-from tokenyard.scheduler.roster import Roster
+from tokenyard.scheduler.plan_builder import Chunk, PlanBuilder
+from tokenyard.scheduler.state import SchedulerState
 
 
 class PrefillAdder:
@@ -25,17 +25,17 @@ class PrefillAdder:
     `_reserved_prompts` (the unplanned rest of prompts that have started).
     """
 
-    def __init__(self, roster: Roster, views: Views, budget: StepBudget, draft: PlanDraft) -> None:
-        self._roster = roster
-        self._table = roster.table
-        self._memory = roster.memory
-        self._policy = roster.policy
-        self._limits = roster.limits
+    def __init__(self, state: SchedulerState, views: Views, budget: StepBudget, draft: PlanBuilder) -> None:
+        self._state = state
+        self._table = state.table
+        self._memory = state.memory
+        self._policy = state.policy
+        self._limits = state.limits
         self._views = views
         self._budget = budget
-        self._draft = draft
+        self._builder = draft
         self._requests_left = budget.max_requests
-        self._unfinished = len(views.partial)
+        self._num_prefilling = len(views.prefilling)
         self._free_rows = views.free_rows
         self._reserved_running = self._growth(views)
         self._reserved_newcomers = 0
@@ -45,7 +45,7 @@ class PrefillAdder:
 
     def _unplanned(self, views: Views) -> int:
         """Tokens of started prompts that have not been planned."""
-        return int((self._table.target[views.partial] - self._table.planned[views.partial]).sum())
+        return int((self._table.target[views.prefilling] - self._table.planned[views.prefilling]).sum())
 
     def _growth(self, views: Views) -> int:
         """Tokens held back for running rows: the headroom, and never less than what they take in this very step.
@@ -72,7 +72,7 @@ class PrefillAdder:
                 return
             if not started and not self._admit(row):
                 break
-        for row in self._policy.unfinished(self._views):
+        for row in self._policy.prefilling_order(self._views):
             if row not in self._continued and (self._requests_left <= 0 or not self._continue(row)):
                 return
 
@@ -86,7 +86,7 @@ class PrefillAdder:
         if count <= 0 or not self._plan_chunk(row, start, count):
             return False
         self._reserved_prompts -= count
-        self._unfinished -= count == rest
+        self._num_prefilling -= count == rest
         return True
 
     def _admit(self, row: int) -> bool:
@@ -101,8 +101,10 @@ class PrefillAdder:
 
     def _match(self, row: int) -> tuple[Any, int]:
         """The longest usable prefix in the tree, locked."""
-        cold, usable = self._table.cold(row), self._table.usable_tokens(row)
-        match = self._memory.tree.match(cold.known_ids.tobytes(), cold.request.namespace, max_tokens=usable)
+        request_state, usable = self._table.request_state(row), self._table.usable_tokens(row)
+        match = self._memory.tree.match(
+            request_state.known_ids.tobytes(), request_state.request.namespace, max_tokens=usable
+        )
         self._memory.tree.lock(match.node)
         return match.node, match.tokens
 
@@ -111,7 +113,7 @@ class PrefillAdder:
 
         With nothing running and nothing planned a row may always try: `submit` refused what can never fit.
         """
-        alone = self._draft.empty and not len(self._views.running) and not len(self._views.partial)
+        alone = self._builder.empty and not len(self._views.running) and not len(self._views.prefilling)
         if alone:
             return True
         extend = self._memory.pages_for(int(self._table.target[row]) - hit) * self._memory.page_size
@@ -128,26 +130,26 @@ class PrefillAdder:
         table, memory = self._table, self._memory
         extend = int(table.target[row]) - hit
         count = self._budget.chunk(hit, extend)
-        partial = 0 < count < extend
-        if count <= 0 or (partial and self._unfinished >= self._budget.max_partials):
+        unfinished = 0 < count < extend
+        if count <= 0 or (unfinished and self._num_prefilling >= self._budget.max_prefilling):
             return False
         if not memory.pool.available_rows or not self._can_take(hit, count):
             self.refused = row
             return False
-        cold = table.cold(row)
-        pool_row, pages = memory.seat(cold.known_ids, node, hit)
-        cold.node = node
+        request_state = table.request_state(row)
+        pool_row, pages = memory.seat(request_state.known_ids, node, hit)
+        request_state.node = node
         table.pool_row[row] = pool_row
         table.cached[row] = table.computed[row] = table.planned[row] = hit
-        self._draft.write_page_run(pool_row, 0, pages)
-        self._draft.row_starts.append(self._row_start(row, pool_row))
-        self._roster.admit(row, hit, self._views.now)
-        self._limits.started(row)
+        self._builder.write_page_run(pool_row, 0, pages)
+        self._builder.row_starts.append(self._row_start(row, pool_row))
+        self._state.admit(row, hit, self._views.now)
+        self._limits.admitted(row)
         self._plan_chunk(row, hit, count)
         self._reserved_prompts += extend - count
         self._reserved_newcomers += self._policy.headroom.newcomer_tokens(table, row)
         self._policy.headroom.admitted(table, row)
-        self._unfinished += partial
+        self._num_prefilling += unfinished
         self._free_rows -= 1
         return True
 
@@ -164,13 +166,13 @@ class PrefillAdder:
             return False
         pool_row = int(table.pool_row[row])
         memory.pool.page_table[pool_row, first : first + len(pages)] = pages
-        self._draft.write_page_run(pool_row, first, pages)
+        self._builder.write_page_run(pool_row, first, pages)
         last = start + count == table.target[row]
         sampled = bool(last and table.request(row).sampling.max_new_tokens > 0)
         if last:
-            self._roster.prompt_planned(row)
-        self._draft.chunks.append(Chunk(row, start, count, sampled))
-        table.cold(row).clock.course.prefill_chunks += 1
+            self._state.prompt_planned(row)
+        self._builder.chunks.append(Chunk(row, start, count, sampled))
+        table.request_state(row).clock.timings.prefill_chunks += 1
         table.planned[row] = start + count
         self._budget.spend(start, count)
         self._policy.charge(row, count)
@@ -180,30 +182,30 @@ class PrefillAdder:
 
     def _row_start(self, row: int, pool_row: int) -> RowStart:
         table = self._table
-        cold = table.cold(row)
-        request = cold.request
+        request_state = table.request_state(row)
+        request = request_state.request
         sampling, answer = request.sampling, int(table.number[row]) - request.number
         if answer:
             sampling = replace(sampling, seed=sampling.seed + answer)
-        return RowStart(pool_row, sampling, cold.known_ids, int(table.prompt_tokens[row]), request.logprobs)
+        return RowStart(pool_row, sampling, request_state.known_ids, int(table.prompt_tokens[row]), request.logprobs)
 
     def _preempt(self, row: int, missing_tokens: int) -> bool:
         """Let rows that rank strictly below `row` give way, all that are needed or none.
 
         The pages of rows in flight come back when their plans commit; until then the newcomer waits at the front.
         """
-        planned = {chunk.row for chunk in self._draft.chunks}
+        planned = {chunk.row for chunk in self._builder.chunks}
         victims = [victim for victim in self._who_may_go(row) if victim not in planned]
         victims = victims[: self._victims_needed(victims, missing_tokens)]
         if not victims:
             return False
         left = self._without(victims)
         self._reserved_prompts -= self._unplanned(self._views) - self._unplanned(left)
-        self._unfinished -= len(self._views.partial) - len(left.partial)
+        self._num_prefilling -= len(self._views.prefilling) - len(left.prefilling)
         for victim in victims:
-            self._limits.stopped(victim, row)
-            self._roster.retract(victim, "preempted", self._views.now)
-        self._views.running, self._views.partial = left.running, left.partial
+            self._limits.preempted(victim, row)
+            self._state.retract(victim, "preempted", self._views.now)
+        self._views.running, self._views.prefilling = left.running, left.prefilling
         self._free_rows += len(victims)
         self._reserved_running = self._growth(left)
         return True
@@ -228,7 +230,7 @@ class PrefillAdder:
             return 0
         evictable, lifted = memory.tree.evictable_pages, []
         for victim in victims:
-            lifted.append(table.cold(victim).node)
+            lifted.append(table.request_state(victim).node)
             memory.tree.unlock(lifted[-1])
             private += memory.pages_for(int(table.planned[victim])) - int(table.cached[victim]) // memory.page_size
             gained = memory.page_size * (memory.tree.evictable_pages - evictable + private)
@@ -246,5 +248,5 @@ class PrefillAdder:
         return replace(
             views,
             running=views.running[~np.isin(views.running, gone)],
-            partial=views.partial[~np.isin(views.partial, gone)],
+            prefilling=views.prefilling[~np.isin(views.prefilling, gone)],
         )

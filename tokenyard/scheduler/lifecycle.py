@@ -30,4 +30,4 @@ class Gate:
     ADAPTER = 8
     """Its LoRA adapter is being loaded."""
     KV = 16
-    """Its KV is being transferred or swapped in."""
+    """Its KV is being transferred or deduplicated in."""

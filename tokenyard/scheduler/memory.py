@@ -123,7 +123,7 @@ class KvMemory:
         pages replace the row's own, which are freed once `last_step` has committed.
         """
         end = computed - computed % self.page_size
-        if end <= cached or not self.tree.keeps:
+        if end <= cached or not self.tree.enabled:
             return node, cached, NO_PAGES
         first, last = cached // self.page_size, end // self.page_size
         table = self.pool.page_table[pool_row]
@@ -134,9 +134,9 @@ class KvMemory:
         if not present:
             return inserted.node, end, NO_PAGES
         self.free_after(last_step, table[first : first + present].copy())
-        swapped: Int32Array = self.tree.pages(inserted.node)[first : first + present]
-        table[first : first + present] = swapped
-        return inserted.node, end, swapped
+        deduplicated: Int32Array = self.tree.pages(inserted.node)[first : first + present]
+        table[first : first + present] = deduplicated
+        return inserted.node, end, deduplicated
 
     def release(self, release: Release) -> None:
         """Give back what a row held, as soon as no plan in flight reads it."""
@@ -211,7 +211,7 @@ class KvMemory:
         first, held = release.cached // size, self.pages_for(release.planned)
         end = release.computed // size
         table = self.pool.page_table[release.pool_row]
-        if self.tree.keeps and end > first:
+        if self.tree.enabled and end > first:
             key = self._key(release.pool_row, release.cached, end * size)
             inserted = self.tree.extend(release.node, key, table[first:end].copy(), release.priority)
             duplicates = first + inserted.present_tokens // size

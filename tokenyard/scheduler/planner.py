@@ -5,50 +5,50 @@ import numpy as np
 from tokenyard.base import Int32Array
 from tokenyard.policy import Views
 from tokenyard.scheduler.admission import PrefillAdder
-from tokenyard.scheduler.draft import PlanDraft
 from tokenyard.scheduler.memory import NO_PAGES
-from tokenyard.scheduler.roster import Roster
+from tokenyard.scheduler.plan_builder import PlanBuilder
+from tokenyard.scheduler.state import SchedulerState
 
 NO_ROWS = NO_PAGES
 
 
 class Planner:
-    """Turns the roster's state into plans. Holds nothing but pages that the tree swapped in since the last plan."""
+    """Turns the state's state into plans. Holds nothing but pages that the tree deduplicated in since the last plan."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
-        self._swapped: list[tuple[int, int, int, Int32Array]] = []
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._deduplicated: list[tuple[int, int, int, Int32Array]] = []
 
-    def plan(self, now: int, in_flight: int) -> PlanDraft | None:
+    def plan(self, now: int, in_flight: int) -> PlanBuilder | None:
         """What the next step does, or None if there is nothing to do before the next event or commit.
 
         `in_flight` plans wait for their commit; only with none of them can nothing to do mean a deadlock.
         """
         while True:
-            draft = self._new_draft()
-            retracted = self._roster.counters.retracted
+            draft = self._new_builder()
+            retracted = self._state.counters.retracted
             refused = self._fill(draft, now)
             if not draft.empty:
-                self._swapped.clear()
+                self._deduplicated.clear()
                 return draft
             if in_flight:
                 return None
-            if self._roster.counters.retracted == retracted and not self._break_deadlock(refused, now):
+            if self._state.counters.retracted == retracted and not self._break_deadlock(refused, now):
                 return None
 
-    def _fill(self, draft: PlanDraft, now: int) -> int | None:
+    def _fill(self, draft: PlanBuilder, now: int) -> int | None:
         """Fill the draft; returns the newcomer, if any, that memory had no room for."""
-        roster = self._roster
-        decoding, refused = roster.running.rows.copy(), None
-        if len(roster.waiting) or len(roster.partial):
+        state = self._state
+        decoding, refused = state.running.rows.copy(), None
+        if len(state.waiting) or len(state.prefilling):
             views = self._begin_step(now)
-            budget = roster.policy.budget()
+            budget = state.policy.budget()
             if budget.prefill:
-                adder = PrefillAdder(roster, views, budget, draft)
+                adder = PrefillAdder(state, views, budget, draft)
                 adder.fill()
                 refused = adder.refused
                 if draft.chunks:
-                    roster.sweep()
+                    state.sweep()
             decoding = views.running if budget.with_decode or draft.empty else NO_ROWS
         if len(decoding):
             self._decode(draft, decoding, now)
@@ -56,41 +56,41 @@ class Planner:
 
     def _begin_step(self, now: int) -> Views:
         """Let the policy look at the state, after ending the requests that it gives up."""
-        roster = self._roster
+        state = self._state
         views = self._views(now)
-        roster.policy.begin_step(views)
-        overdue = roster.policy.overdue()
+        state.policy.begin_step(views)
+        overdue = state.policy.overdue()
         if overdue:
             for row in overdue:
                 message = "the request cannot be served by its deadline; try again later"
-                roster.end(row, "abort", now, message=message, status=503, cause="overdue")
-            roster.sweep()
+                state.end(row, "abort", now, message=message, status=503, cause="overdue")
+            state.sweep()
             views = self._views(now)
-            roster.policy.begin_step(views)
+            state.policy.begin_step(views)
         return views
 
     def _views(self, now: int) -> Views:
         """What the policy may see: without the waiting rows whose tenants are at a limit."""
-        views = self._roster.views(now)
-        self._roster.limits.begin_step(views)
+        views = self._state.views(now)
+        self._state.limits.begin_step(views)
         return views
 
-    def swapped(self, row: int, first_page: int, pages: Int32Array) -> None:
+    def deduplicated(self, row: int, first_page: int, pages: Int32Array) -> None:
         """The tree's `pages` stand in the row's page table from `first_page` on; the executor hears of it next."""
-        self._swapped.append((row, int(self._roster.table.epoch[row]), first_page, pages))
+        self._deduplicated.append((row, int(self._state.table.epoch[row]), first_page, pages))
 
-    def _new_draft(self) -> PlanDraft:
-        """An empty draft, but for pages that the tree swapped in rows since the last plan."""
-        table = self._roster.table
-        draft = PlanDraft(table, self._roster.memory)
-        for row, epoch, first, pages in self._swapped:
+    def _new_builder(self) -> PlanBuilder:
+        """An empty draft, but for pages that the tree deduplicated in rows since the last plan."""
+        table = self._state.table
+        draft = PlanBuilder(table, self._state.memory)
+        for row, epoch, first, pages in self._deduplicated:
             if table.epoch[row] == epoch:
                 draft.write_page_run(int(table.pool_row[row]), first, pages)
         return draft
 
-    def _decode(self, draft: PlanDraft, rows: Int32Array, now: int) -> None:
+    def _decode(self, draft: PlanBuilder, rows: Int32Array, now: int) -> None:
         """Let every row that may still grow compute one token, if the pages for all of them can be had."""
-        table, memory = self._roster.table, self._roster.memory
+        table, memory = self._state.table, self._state.memory
         starts = table.planned[rows]
         ready = starts < table.limit[rows]
         if not ready.all():
@@ -110,44 +110,44 @@ class Planner:
             draft.write_pages(owners, columns, pages)
         table.planned[rows] = starts + 1
         draft.decode(rows, starts)
-        self._roster.charge_decode(rows)
+        self._state.charge_decode(rows)
 
     def _make_room(self, rows: Int32Array, now: int) -> Int32Array:
         """Retract victims until the others of `rows` can take one more token each; return those that can do so now.
 
         Pages that come back with a commit in flight count as free: then nobody may go on now, and nobody is retracted.
         """
-        roster, memory = self._roster, self._roster.memory
-        views = roster.views(now)
+        state, memory = self._state, self._state.memory
+        views = state.views(now)
         views.running = rows
         before = len(rows)
-        for victim in roster.limits.borrowers_first(views, list(roster.policy.victims(views))):
+        for victim in state.limits.borrowers_first(views, list(state.policy.victims(views))):
             if memory.page_size * self._pages_to_decode(rows) <= memory.free_tokens:
                 break
-            roster.retract(victim, "out of pages", now)
+            state.retract(victim, "out of pages", now)
             rows = rows[rows != victim]
         if len(rows) < before:
-            roster.policy.headroom.retracted(roster.table, rows)
+            state.policy.headroom.retracted(state.table, rows)
         fits = self._pages_to_decode(rows) <= memory.allocator.available + memory.tree.evictable_pages
         return rows if fits else NO_ROWS
 
     def _pages_to_decode(self, rows: Int32Array) -> int:
-        return int(np.count_nonzero(self._roster.table.planned[rows] % self._roster.memory.page_size == 0))
+        return int(np.count_nonzero(self._state.table.planned[rows] % self._state.memory.page_size == 0))
 
     def _break_deadlock(self, refused: int | None, now: int) -> bool:
         """With nothing planned and nothing in flight, let someone give way; False if all is well or idle.
 
         Prefills that together hold all pages let the newest start over; a request that does not fit alone is ended.
         """
-        roster = self._roster
-        if len(roster.partial) > 1:
-            roster.retract(int(roster.partial.rows[-1]), "out of pages", now)
+        state = self._state
+        if len(state.prefilling) > 1:
+            state.retract(int(state.prefilling.rows[-1]), "out of pages", now)
             return True
-        if len(roster.partial):
-            refused = int(roster.partial.rows[0])
-        if refused is None or len(roster.running):
+        if len(state.prefilling):
+            refused = int(state.prefilling.rows[0])
+        if refused is None or len(state.running):
             return False
         message = "the request needs more KV than the pool has"
-        roster.end(refused, "abort", now, message=message, status=400, cause="no_memory")
-        roster.sweep()
+        state.end(refused, "abort", now, message=message, status=400, cause="no_memory")
+        state.sweep()
         return True

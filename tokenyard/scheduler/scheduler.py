@@ -41,22 +41,22 @@ from tokenyard.base import (
 from tokenyard.cache.kv_events import KvEvent, KvRecord, kv_record
 from tokenyard.policy import NO_PRIORITY
 from tokenyard.policy.adaptive import changed
-from tokenyard.policy.hook import MOST_BOOST, RequestView
+from tokenyard.policy.priority_function import MOST_BOOST, RequestView
 from tokenyard.scheduler.committer import Committer
-from tokenyard.scheduler.draft import PlanDraft
 from tokenyard.scheduler.lifecycle import Gate, State
-from tokenyard.scheduler.moment import Moment, take_moment
+from tokenyard.scheduler.lookahead_state import LookaheadState, take_lookahead_state
+from tokenyard.scheduler.multi_step import extend_plan
+from tokenyard.scheduler.plan_builder import PlanBuilder
 from tokenyard.scheduler.planner import Planner
-from tokenyard.scheduler.repeats import repeat
-from tokenyard.scheduler.roster import Roster
 from tokenyard.scheduler.snapshot import Snapshot
+from tokenyard.scheduler.state import SchedulerState
 
 Refusal = tuple[int, str, AbortCause]
 """HTTP status, one sentence and one word."""
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightPlan:
     """A plan that waits for its commit, with the table rows behind its columns."""
 
     plan: StepPlan
@@ -68,10 +68,10 @@ class Scheduler:
 
     def __init__(self, settings: SchedulerSettings, info: ExecutorInfo, cost: CostModel | None = None) -> None:
         """Raises ConfigError for settings that contradict each other or an unknown policy."""
-        self.roster = Roster(settings, info, cost)
-        self._planner = Planner(self.roster)
-        self._committer = Committer(self.roster, self._planner)
-        self._flights: deque[Flight] = deque()
+        self.state = SchedulerState(settings, info, cost)
+        self._planner = Planner(self.state)
+        self._committer = Committer(self.state, self._planner)
+        self._in_flight: deque[InFlightPlan] = deque()
         self._paused = False
         self._kv_events: list[KvEvent] = []
         self._verbs: dict[type, Callable[[Any, int], object]] = {
@@ -96,33 +96,35 @@ class Scheduler:
         """A request joins the queue, one row per answer; one that can never run or finds no place ends at once."""
         request = event.request
         refusal = self._refusal(request)
-        rows = [self.roster.table.add(request, request.number + answer, now) for answer in range(request.sampling.n)]
-        self.roster.table.limit[rows] = np.minimum(self.roster.table.limit[rows], self.roster.longest - 1)
-        self.roster.counters.submitted += len(rows)
-        self.roster.counters.prompt_tokens += len(request.prompt_ids) * len(rows)
+        rows = [self.state.table.add(request, request.number + answer, now) for answer in range(request.sampling.n)]
+        self.state.table.limit[rows] = np.minimum(self.state.table.limit[rows], self.state.longest - 1)
+        self.state.counters.submitted += len(rows)
+        self.state.counters.prompt_tokens += len(request.prompt_ids) * len(rows)
         refusal = refusal or self._make_room(rows, now)
         if refusal is not None:
-            self.roster.counters.rejected += len(rows)
+            self.state.counters.rejected += len(rows)
             for row in rows:
-                self.roster.end(row, "abort", now, message=refusal[1], status=refusal[0], cause=refusal[2])
+                self.state.end(row, "abort", now, message=refusal[1], status=refusal[0], cause=refusal[2])
             return
-        if len(rows) > 1 and self.roster.memory.tree.keeps:
-            self.roster.table.cold(rows[0]).followers = [request.number + answer for answer in range(1, len(rows))]
-            self.roster.table.gates[rows[1:]] |= Gate.GROUP
+        if len(rows) > 1 and self.state.memory.tree.enabled:
+            self.state.table.request_state(rows[0]).followers = [
+                request.number + answer for answer in range(1, len(rows))
+            ]
+            self.state.table.gates[rows[1:]] |= Gate.GROUP
         for row in rows:
-            self.roster.join(row, now)
+            self.state.join(row, now)
             if self._paused:
                 self._hold_clocks([row], now)
 
     def _refusal(self, request: Request) -> Refusal | None:
         """Why a request cannot be taken, or None."""
-        if self.roster.table.row_of(request.number) is not None:
+        if self.state.table.row_of(request.number) is not None:
             raise ValueError(f"request number {request.number} is in use")
-        prompt, settings = len(request.prompt_ids), self.roster.settings
+        prompt, settings = len(request.prompt_ids), self.state.settings
         if prompt == 0:
             return 400, "the prompt is empty", "invalid"
-        if prompt >= self.roster.longest:
-            return 400, f"the prompt has {prompt} tokens; at most {self.roster.longest - 1} fit here", "invalid"
+        if prompt >= self.state.longest:
+            return 400, f"the prompt has {prompt} tokens; at most {self.state.longest - 1} fit here", "invalid"
         if request.priority is not None and settings.abort_on_priority_when_disabled:
             message = "priorities are off here (see --enable-priority-scheduling); send the request without one"
             return 400, message, "invalid"
@@ -130,168 +132,168 @@ class Scheduler:
 
     def _make_room(self, rows: list[int], now: int) -> Refusal | None:
         """Let waiting requests leave a full queue for new `rows`, if the policy gives them up; like `_refusal`."""
-        roster, full = self.roster, self.roster.settings.max_queued_requests
-        tenant = roster.table.request(rows[0]).tenant
-        if roster.limits.queue_is_full(roster.table, tenant, roster.waiting.rows, rows):
+        state, full = self.state, self.state.settings.max_queued_requests
+        tenant = state.table.request(rows[0]).tenant
+        if state.limits.queue_is_full(state.table, tenant, state.waiting.rows, rows):
             message = f"tenant {tenant!r} has as many requests waiting as it may have; try again later"
             return 429, message, "tenant_limit"
         if full < 0:
             return None
-        waiting, leaving = roster.waiting.rows.copy(), []
+        waiting, leaving = state.waiting.rows.copy(), []
         while len(waiting) + len(rows) > full:
-            victim = roster.policy.displaced(roster.table, waiting, rows[0])
+            victim = state.policy.displaced(state.table, waiting, rows[0])
             if victim is None:
                 return 503, f"the queue is full ({full} requests wait); try again later", "queue_full"
             leaving.append(victim)
             waiting = waiting[waiting != victim]
         message = "a more urgent request took its place in a full queue"
         for victim in leaving:
-            roster.end(victim, "abort", now, message=message, status=503, cause="displaced")
-        roster.sweep()
+            state.end(victim, "abort", now, message=message, status=503, cause="displaced")
+        state.sweep()
         return None
 
     def cancel(self, event: Cancel, now: int) -> None:
         """End the given requests, or all; numbers that are gone already are ignored."""
-        numbers = event.numbers or self.roster.table.numbers()
+        numbers = event.numbers or self.state.table.numbers()
         for number in numbers:
-            row = self.roster.table.row_of(number)
+            row = self.state.table.row_of(number)
             if row is not None:
-                self.roster.end(row, "abort", now, message=event.message, status=event.status, cause=event.cause)
-        self.roster.sweep()
+                self.state.end(row, "abort", now, message=event.message, status=event.status, cause=event.cause)
+        self.state.sweep()
 
     def update(self, event: Update, now: int) -> None:
         """Change a request's priority, boost (cut to `MOST_BOOST`) or deadline; a request that is gone is ignored."""
-        row = self.roster.table.row_of(event.number)
+        row = self.state.table.row_of(event.number)
         if row is None:
             return
         if event.priority is not None:
-            self.roster.table.priority[row] = event.priority
+            self.state.table.priority[row] = event.priority
         if event.boost is not None:
-            self.roster.table.boost[row] = min(max(event.boost, -MOST_BOOST), MOST_BOOST)
+            self.state.table.boost[row] = min(max(event.boost, -MOST_BOOST), MOST_BOOST)
         if event.deadline_ns is not None:
-            self.roster.table.deadline_ns[row] = self.roster.table.arrival_ns[row] + event.deadline_ns
-        self.roster.stands(row, now)
+            self.state.table.deadline_ns[row] = self.state.table.arrival_ns[row] + event.deadline_ns
+        self.state.update_inversion(row, now)
 
     def pause(self, event: Pause, now: int) -> None:
         """Hold back single requests, or stop planning altogether in one of three modes (see `Pause`)."""
         if event.numbers:
-            rows = self.roster.known_rows(event.numbers)
+            rows = self.state.known_rows(event.numbers)
             for row in rows:
-                if self.roster.table.state[row] != State.WAITING:
-                    self.roster.retract(row, "paused", now)
-                self.roster.table.gates[row] |= Gate.PAUSED
+                if self.state.table.state[row] != State.WAITING:
+                    self.state.retract(row, "paused", now)
+                self.state.table.gates[row] |= Gate.PAUSED
             self._hold_clocks(rows, now)
             return
         self._paused = True
         if event.mode == "abort":
             self.cancel(Cancel([], "the server was paused and all requests aborted", 503, "paused"), now)
         elif event.mode == "retract":
-            for row in np.concatenate((self.roster.running.rows, self.roster.partial.rows)).tolist():
-                self.roster.retract(row, "paused", now)
-        self._hold_clocks(self.roster.known_rows(self.roster.table.numbers()), now)
+            for row in np.concatenate((self.state.running.rows, self.state.prefilling.rows)).tolist():
+                self.state.retract(row, "paused", now)
+        self._hold_clocks(self.state.known_rows(self.state.table.numbers()), now)
 
     def resume(self, event: Resume, now: int) -> None:
         """Let paused requests, or everything, go on."""
-        rows = self.roster.known_rows(event.numbers or self.roster.table.numbers())
+        rows = self.state.known_rows(event.numbers or self.state.table.numbers())
         if event.numbers:
-            self.roster.table.gates[rows] &= ~Gate.PAUSED
+            self.state.table.gates[rows] &= ~Gate.PAUSED
         else:
             self._paused = False
         self._hold_clocks(rows, now)
 
     def _hold_clocks(self, rows: list[int], now: int) -> None:
         """Let time count as paused for those of `rows` that are held back now, and for no others."""
-        table = self.roster.table
+        table = self.state.table
         for row in rows:
-            table.cold(row).clock.hold(self._paused or bool(table.gates[row] & Gate.PAUSED), now)
-            self.roster.stands(row, now)
+            table.request_state(row).clock.hold(self._paused or bool(table.gates[row] & Gate.PAUSED), now)
+            self.state.update_inversion(row, now)
 
     def stop_found(self, event: StopFound, now: int) -> None:
         """The answer holds a stop string after `keep_tokens` tokens: later ones are dropped, the request finishes."""
-        row = self.roster.table.row_of(event.number)
+        row = self.state.table.row_of(event.number)
         if row is None:
             return
-        table = self.roster.table
+        table = self.state.table
         table.known[row] = min(int(table.known[row]), int(table.prompt_tokens[row]) + event.keep_tokens)
         table.computed[row] = min(int(table.computed[row]), int(table.known[row]))
-        self.roster.end(row, "stop", now, matched=event.matched)
-        self.roster.sweep()
+        self.state.end(row, "stop", now, matched=event.matched)
+        self.state.sweep()
 
     def open_gate(self, event: OpenGate, now: int) -> None:
         """What a waiting request lacked is there."""
-        row = self.roster.table.row_of(event.number)
+        row = self.state.table.row_of(event.number)
         if row is not None:
-            self.roster.table.gates[row] &= ~event.gate
+            self.state.table.gates[row] &= ~event.gate
 
     def set_policy(self, event: SetPolicy, now: int) -> None:
         """Order the queue by another policy. Raises ConfigError for an unknown name, or one that contradicts other
         settings; the old one then stays.
         """
-        settings, headroom = changed(self.roster.settings, event), self.roster.policy.headroom
-        self.roster.set_policy(settings, now)
-        if type(self.roster.policy.headroom) is type(headroom):
+        settings, headroom = changed(self.state.settings, event), self.state.policy.headroom
+        self.state.set_policy(settings, now)
+        if type(self.state.policy.headroom) is type(headroom):
             # What it has learnt of answers has nothing to do with the order of the queue.
-            self.roster.policy.headroom = headroom
+            self.state.policy.headroom = headroom
 
     def flush(self, now: int) -> bool:
-        """Empty the prefix cache; False, and nothing done, while any request waits, runs or is in flight."""
+        """Empty the prefix cache; False, and nothing done, while any request waits, runs or is in pending."""
         if self.has_work:
             return False
-        self.roster.memory.flush()
+        self.state.memory.flush()
         return True
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def plan(self, now: int) -> StepPlan | None:
         """The next step, or None if there is nothing to do before the next event or commit."""
-        self.roster.expire(now)
-        if self._paused or len(self._flights) >= self.roster.settings.max_in_flight:
+        self.state.expire(now)
+        if self._paused or len(self._in_flight) >= self.state.settings.max_in_flight:
             return None
-        draft = self._planner.plan(now, len(self._flights))
+        draft = self._planner.plan(now, len(self._in_flight))
         return None if draft is None else self._launch(draft)
 
-    def repeat(self, most: int) -> int:
+    def multi_step(self, most: int) -> int:
         """Let the plan just made stand for up to `most` steps, if the next ones are the same but for their positions.
 
         Returns for how many. For a driver that knows what comes: no row may stop before the last of these steps, and
         no event but `Submit` and no time-out may fall between the first one and the commit, which is at the end of the
         last. Then everything is as after so many single steps. Pages are taken now; without enough, it is fewer steps.
         """
-        flight = self._flights[-1]
-        repeat(self.roster, flight.plan, flight.rows, most)
-        return flight.plan.repeats
+        pending = self._in_flight[-1]
+        extend_plan(self.state, pending.plan, pending.rows, most)
+        return pending.plan.num_steps
 
     def commit(self, result: StepResult, now: int) -> None:
         """Take in what the executor did. Results come in the order of their plans; ValueError otherwise."""
-        flight = self._flights[0]
-        if result.step != flight.plan.step:
-            raise ValueError(f"step {flight.plan.step} was to be committed, not {result.step}")
-        self._flights.popleft()
-        self._committer.commit(flight.plan, flight.rows, result, now)
+        pending = self._in_flight[0]
+        if result.step != pending.plan.step:
+            raise ValueError(f"step {pending.plan.step} was to be committed, not {result.step}")
+        self._in_flight.popleft()
+        self._committer.commit(pending.plan, pending.rows, result, now)
 
-    def _launch(self, draft: PlanDraft) -> StepPlan:
-        roster, counters = self.roster, self.roster.counters
+    def _launch(self, draft: PlanBuilder) -> StepPlan:
+        state, counters = self.state, self.state.counters
         plan, rows = draft.finish(counters.steps), draft.rows()
-        roster.table.last_step[rows] = plan.step
-        self._flights.append(Flight(plan, rows))
+        state.table.last_step[rows] = plan.step
+        self._in_flight.append(InFlightPlan(plan, rows))
         counters.steps += 1
         if draft.chunks:
             counters.prefill_steps += 1
             counters.prefill_tokens += sum(chunk.count for chunk in draft.chunks)
         if len(draft.decode_rows):
             counters.decode_steps += 1
-            roster.prefill_steps_in_row = 0
-        elif len(roster.running):
-            roster.prefill_steps_in_row += 1
+            state.prefill_steps_in_row = 0
+        elif len(state.running):
+            state.prefill_steps_in_row += 1
         return plan
 
     # ---- state -------------------------------------------------------------------------------------------------
 
     def drain(self) -> TokenBatch:
         """Everything to tell since the last call. Events of the cache come separately, see `kv_records`."""
-        if self.roster.settings.enable_kv_events:
-            self._kv_events = self.roster.memory.tree.drain_events()
-        return self.roster.outbox.drain()
+        if self.state.settings.enable_kv_events:
+            self._kv_events = self.state.memory.tree.drain_events()
+        return self.state.outbox.drain()
 
     def kv_records(self) -> list[KvRecord]:
         """What entered and left the prefix cache up to the last `drain` and since the one before, in its wire form."""
@@ -300,40 +302,40 @@ class Scheduler:
     @property
     def in_flight(self) -> int:
         """Plans that wait for their commit."""
-        return len(self._flights)
+        return len(self._in_flight)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs, or a plan is in flight."""
-        return bool(len(self.roster.table) or self._flights)
+        """Whether any request waits or runs, or a plan is in pending."""
+        return bool(len(self.state.table) or self._in_flight)
 
     def wakeup_ns(self) -> int | None:
         """When to call `plan` next even if nothing happens."""
-        roster = self.roster
-        times = (roster.queue_timeouts.next_ns, roster.run_timeouts.next_ns, roster.limits.next_ns)
+        state = self.state
+        times = (state.queue_timeouts.next_ns, state.run_timeouts.next_ns, state.limits.next_ns)
         return min((time for time in times if time is not None), default=None)
 
     def idle(self) -> str | None:
         """Called when nothing is left to do. Reports pages that do not add up, after setting everything right."""
-        self.roster.policy.headroom.idle()
-        mismatch = self.roster.memory.idle_mismatch()
+        self.state.policy.headroom.idle()
+        mismatch = self.state.memory.idle_mismatch()
         if mismatch is not None:
-            self.roster.reset_memory()
+            self.state.reset_memory()
         return mismatch
 
     @property
     def cost(self) -> CostModel | None:
         """What is believed about step times."""
-        return self.roster.cost
+        return self.state.cost
 
     def waiting_numbers(self) -> list[int]:
         """The numbers of all requests that wait, in order of arrival."""
-        numbers: list[int] = self.roster.table.number[self.roster.waiting.rows].tolist()
+        numbers: list[int] = self.state.table.number[self.state.waiting.rows].tolist()
         return numbers
 
     def request_view(self, number: int, now: int) -> RequestView | None:
         """What a priority function may see of a waiting request; None if it does not wait."""
-        table = self.roster.table
+        table = self.state.table
         row = table.row_of(number)
         if row is None or table.state[row] != State.WAITING:
             return None
@@ -349,38 +351,38 @@ class Scheduler:
 
     def explain(self, number: int, now: int) -> Explanation | None:
         """Where the time of a request went until `now`, or until it ended; None for one that is not known any more."""
-        roster = self.roster
-        row, end = roster.table.row_of(number), roster.chronicle.end_of(number)
+        state = self.state
+        row, end = state.table.row_of(number), state.history.end_of(number)
         if row is not None:
-            return roster.explain(row, now)
-        return None if end is None else roster.chronicle.explain(end)
+            return state.explain(row, now)
+        return None if end is None else state.history.explain(end)
 
-    def moment(self, now: int) -> Moment:
-        """What a look ahead starts from; see `scheduler.moment`."""
-        return take_moment(self.roster, now)
+    def lookahead_state(self, now: int) -> LookaheadState:
+        """What a look ahead starts from; see `scheduler.lookahead_state`."""
+        return take_lookahead_state(self.state, now)
 
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""
-        size, tree = self.roster.memory.page_size, self.roster.memory.tree
-        total = self.roster.memory.num_pages * size
+        size, tree = self.state.memory.page_size, self.state.memory.tree
+        total = self.state.memory.num_pages * size
         cached = tree.evictable_pages * size
         return Snapshot(
             now=now,
-            waiting=len(self.roster.waiting),
-            partial=len(self.roster.partial),
-            running=len(self.roster.running),
-            in_flight=len(self._flights),
-            used_tokens=total - cached - self.roster.memory.allocator.available * size,
+            waiting=len(self.state.waiting),
+            prefilling=len(self.state.prefilling),
+            running=len(self.state.running),
+            in_flight=len(self._in_flight),
+            used_tokens=total - cached - self.state.memory.allocator.available * size,
             cached_tokens=cached,
             total_tokens=total,
-            evicted_tokens=self.roster.memory.evicted_tokens,
-            new_token_ratio=self.roster.policy.headroom.ratio,
-            step_time_error=getattr(self.roster.cost, "relative_error", None),
-            measures=self.roster.measures(),
-            policy=self.roster.policy.describe(),
-            policy_options=dict(self.roster.policy.chosen),
-            overtaking=self.roster.policy.overtaking,
-            policy_note=self.roster.policy_note,
+            evicted_tokens=self.state.memory.evicted_tokens,
+            new_token_ratio=self.state.policy.headroom.ratio,
+            step_time_error=getattr(self.state.cost, "relative_error", None),
+            measures=self.state.measures(),
+            policy=self.state.policy.describe(),
+            policy_options=dict(self.state.policy.chosen),
+            overtaking=self.state.policy.overtaking,
+            policy_note=self.state.policy_note,
             paused=self._paused,
-            counters=replace(self.roster.counters),
+            counters=replace(self.state.counters),
         )

@@ -36,7 +36,7 @@ class Snapshot:
 
     now: int
     waiting: int
-    partial: int
+    prefilling: int
     running: int
     in_flight: int
     used_tokens: int

@@ -1,8 +1,8 @@
 """All requests that wait or run, as numpy columns, one row each.
 
 Hot facts are columns, so that a decode step over any number of rows is a handful of numpy calls; what is touched only
-when a row starts, stops or moves is a `Cold` object. Rows are reused; a row's epoch never goes back, so that the result
-of a plan for an earlier owner is recognised.
+when a row starts, stops or moves is a `RequestState` object. Rows are reused; a row's epoch never goes back, so that
+the result of a plan for an earlier owner is recognised.
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ import numpy as np
 from tokenyard.base import Int32Array, Request, Slo
 from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
 from tokenyard.policy.levels import level_of
-from tokenyard.scheduler.course import CourseClock
+from tokenyard.scheduler.interner import Interner
 from tokenyard.scheduler.lifecycle import State
-from tokenyard.scheduler.names import Names
+from tokenyard.scheduler.timings import StageClock
 
 NO_GROUP = -1
 MOST_TENANTS = 4096
@@ -38,7 +38,7 @@ INT32_COLUMNS = (
     "state",
     "pool_row",
     "retractions",
-    "level",
+    "service_level",
     "routing",
     "prefix_group",
     "branch",
@@ -59,7 +59,7 @@ INT64_COLUMNS = (
 
 
 @dataclass(slots=True)
-class Cold:
+class RequestState:
     """What is rarely touched of one request.
 
     known_ids: int32[known], valid while the row has no pool row (afterwards the pool holds the tokens). node: the
@@ -69,7 +69,7 @@ class Cold:
 
     request: Request
     known_ids: Int32Array
-    clock: CourseClock
+    clock: StageClock
     node: Any = None
     followers: list[int] = field(default_factory=list)
 
@@ -85,10 +85,10 @@ class RequestTable:
         """`tenants` are those that must be told apart however many others come."""
         self._capacity = 0
         self._free: list[int] = []
-        self._cold: list[Cold | None] = []
+        self._request_states: list[RequestState | None] = []
         self._row_of_number: dict[int, int] = {}
         self._tenants = {name: number for number, name in enumerate(tenants)}
-        self._routing_keys = Names(first=1)
+        self._routing_keys = Interner(first=1)
         self._next_seq = 0
         for name in INT32_COLUMNS:
             setattr(self, name, np.zeros(0, np.int32))
@@ -112,7 +112,7 @@ class RequestTable:
     state: Int32Array
     pool_row: Int32Array
     retractions: Int32Array
-    level: Int32Array
+    service_level: Int32Array
     routing: Int32Array
     prefix_group: Int32Array
     branch: Int32Array
@@ -142,7 +142,7 @@ class RequestTable:
         self.seq[row] = self._next_seq
         self._next_seq += 1
         self.arrival_ns[row] = request.arrival_ns or now
-        self._cold[row] = Cold(request, request.prompt_ids, CourseClock(request.arrival_ns or now))
+        self._request_states[row] = RequestState(request, request.prompt_ids, StageClock(request.arrival_ns or now))
         self.prompt_tokens[row] = self.known[row] = self.target[row] = prompt
         self.limit[row] = prompt + max(request.sampling.max_new_tokens, 1) - 1
         self.priority[row] = NO_PRIORITY if request.priority is None else request.priority
@@ -151,7 +151,7 @@ class RequestTable:
         slo = request.slo or Slo()
         self.ttft_ns[row], self.tpot_ns[row] = slo.ttft_ns or 0, slo.tpot_ns or 0
         self.tenant[row] = self._tenant_number(request.tenant)
-        self.level[row] = level_of(request.service_class)
+        self.service_level[row] = level_of(request.service_class)
         self.routing[row] = self._routing_keys.take(request.routing_key) if request.routing_key else 0
         self.prefix_group[row] = NO_GROUP
         self.state[row] = State.WAITING
@@ -173,7 +173,7 @@ class RequestTable:
     def remove(self, row: int) -> None:
         """Forget a request that has ended."""
         del self._row_of_number[int(self.number[row])]
-        self._cold[row] = None
+        self._request_states[row] = None
         if self.routing[row]:
             self._routing_keys.drop(int(self.routing[row]))
         self.epoch[row] += 1
@@ -184,15 +184,15 @@ class RequestTable:
         """The row of a request, None if it is unknown or has ended."""
         return self._row_of_number.get(number)
 
-    def cold(self, row: int) -> Cold:
+    def request_state(self, row: int) -> RequestState:
         """The rarely touched part of a row that is in use."""
-        cold = self._cold[row]
-        assert cold is not None, f"row {row} is free"
-        return cold
+        request_state = self._request_states[row]
+        assert request_state is not None, f"row {row} is free"
+        return request_state
 
     def request(self, row: int) -> Request:
         """The request in a row that is in use."""
-        return self.cold(row).request
+        return self.request_state(row).request
 
     def usable_tokens(self, row: int) -> int:
         """Leading tokens of a waiting row that may come from the tree. At least the last known one is computed anew,
@@ -226,5 +226,5 @@ class RequestTable:
             column = getattr(self, name)
             setattr(self, name, np.concatenate((column, np.zeros(extra, column.dtype))))
         self._free.extend(range(capacity - 1, self._capacity - 1, -1))
-        self._cold.extend([None] * extra)
+        self._request_states.extend([None] * extra)
         self._capacity = capacity

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import Int32Array
+from tokenyard.scheduler.interner import Interner
 from tokenyard.scheduler.memory import KvMemory
-from tokenyard.scheduler.names import Names
 from tokenyard.scheduler.table import NO_GROUP, RequestTable
 
 TOKEN_BYTES = 4
@@ -77,7 +77,7 @@ class Branch:
 class WaitingIndex:
     """Keeps `matchable`, `branch` and `prefix_group` of waiting rows while it is `active`; a `base.PrefixListener`.
 
-    The roster says who starts and who stops waiting, the tree says what it holds. `forest` stands above the roots of
+    The state says who starts and who stops waiting, the tree says what it holds. `forest` stands above the roots of
     all name spaces. Rows of one `prefix_group` share their first `group_tokens` tokens and their name space.
     """
 
@@ -86,7 +86,7 @@ class WaitingIndex:
         self.forest = Branch(None, 0)
         self._table = table
         self._group_tokens = group_tokens
-        self._groups = Names()
+        self._groups = Interner()
         self._births = 0
         self._places: dict[int, tuple[Branch, bytes]] = {}
         self._keys: dict[int, tuple[Int32Array, int]] = {}
@@ -110,7 +110,7 @@ class WaitingIndex:
         for row in list(self._places):
             self.remove(row)
         self._tree.listeners.remove(self)
-        self._groups = Names()
+        self._groups = Interner()
         self._table.prefix_group[:] = NO_GROUP
         self.active = False
 
@@ -121,7 +121,7 @@ class WaitingIndex:
         if not self.active:
             return
         table = self._table
-        request, ids = table.request(row), table.cold(row).known_ids
+        request, ids = table.request(row), table.request_state(row).known_ids
         usable = table.usable_tokens(row)
         self._keys[row] = ids, usable - usable % self._page_size
         if table.prefix_group[row] == NO_GROUP and len(ids) >= self._group_tokens:

@@ -81,7 +81,7 @@ def stage_times(finish: Finish, spec: GenerateSpec) -> dict[str, Any]:
     """The `x_sched` block: how long each stage took, what got in the way, and when (Unix time) it ended."""
     return {
         "class": level_name(spec.service_class),
-        **{f"{stage}_ms": time_ms for stage, time_ms in stages_ms(finish.course).items()},
+        **{f"{stage}_ms": time_ms for stage, time_ms in stages_ms(finish.timings).items()},
         "cached_tokens": finish.cached_tokens,
         "preemptions": finish.retractions,
         "finished_at": wall_s(finish.finished_ns),

@@ -4,49 +4,49 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tokenyard.base import NS_PER_MS, NS_PER_S, Course, Explanation, Starts
+from tokenyard.base import NS_PER_MS, NS_PER_S, Explanation, RequestTimings, Starts
 
 STAGES = ("queue", "prefill", "decode", "requeued", "recompute", "paused")
 
 RidOf = Callable[[int], str | None]
 
 
-def explained(told: Explanation, rid_of: RidOf) -> dict[str, Any]:
+def explained(explanation: Explanation, rid_of: RidOf) -> dict[str, Any]:
     """One answer's explanation as JSON; times in milliseconds, requests by their ids (or #number if unknown)."""
-    course = told.course
+    timings = explanation.timings
     return {
-        "state": told.stage,
-        "finish_reason": told.reason or None,
-        "message": told.message,
-        "total_ms": course.total_ns / NS_PER_MS,
-        "stages_ms": stages_ms(course),
-        "prompt_tokens": told.prompt_tokens,
-        "cached_tokens": told.cached_tokens,
-        "completion_tokens": told.completion_tokens,
-        "prefill_chunks": course.prefill_chunks,
+        "state": explanation.stage,
+        "finish_reason": explanation.reason or None,
+        "message": explanation.message,
+        "total_ms": timings.total_ns / NS_PER_MS,
+        "stages_ms": stages_ms(timings),
+        "prompt_tokens": explanation.prompt_tokens,
+        "cached_tokens": explanation.cached_tokens,
+        "completion_tokens": explanation.completion_tokens,
+        "prefill_chunks": timings.prefill_chunks,
         "lost_its_place": {
-            "preempted": course.preemptions,
-            "out_of_pages": course.page_shortages,
-            "paused": course.pauses,
-            "recomputed_tokens": course.recomputed_tokens,
+            "preempted": timings.preemptions,
+            "out_of_pages": timings.page_shortages,
+            "paused": timings.pauses,
+            "recomputed_tokens": timings.recomputed_tokens,
         },
         "waited_behind": {
-            "policy": course.policy,
-            "overtaking": course.overtaking,
-            "placed_at_arrival": course.placed_ahead,
-            "waiting_at_arrival": course.waiting_ahead,
-            "earlier": _starts(told.earlier, rid_of),
-            "later": _starts(told.later, rid_of),
-            "complete": told.complete,
-            "less_urgent_in_place_ms": course.inverted_ns / NS_PER_MS,
+            "policy": timings.policy,
+            "overtaking": timings.overtaking,
+            "admitted_at_arrival": timings.admitted_ahead,
+            "waiting_at_arrival": timings.waiting_ahead,
+            "earlier": _starts(explanation.earlier, rid_of),
+            "later": _starts(explanation.later, rid_of),
+            "complete": explanation.complete,
+            "less_urgent_in_place_ms": timings.inverted_ns / NS_PER_MS,
         },
-        "summary": summary(told),
+        "summary": summary(explanation),
     }
 
 
-def stages_ms(course: Course) -> dict[str, float]:
+def stages_ms(timings: RequestTimings) -> dict[str, float]:
     """Milliseconds of each stage; they add up to the request's age."""
-    return {stage: getattr(course, f"{stage}_ns") / NS_PER_MS for stage in STAGES}
+    return {stage: getattr(timings, f"{stage}_ns") / NS_PER_MS for stage in STAGES}
 
 
 def wall_s(stamp_ns: int) -> float:
@@ -54,18 +54,19 @@ def wall_s(stamp_ns: int) -> float:
     return round(time.time() - (time.monotonic_ns() - stamp_ns) / NS_PER_S, 6)
 
 
-def summary(told: Explanation) -> str:
+def summary(explanation: Explanation) -> str:
     """The same in a few words."""
-    course, stages = told.course, stages_ms(told.course)
+    timings, stages = explanation.timings, stages_ms(explanation.timings)
     longest = max(STAGES, key=lambda stage: stages[stage])
-    text = f"{course.total_ns / NS_PER_MS:.1f} ms, most of it {longest} ({stages[longest]:.1f} ms)"
-    if told.earlier.requests or told.later.requests:
-        text += f"; {told.earlier.requests} earlier and {told.later.requests} later requests started before it"
-    lost = course.preemptions + course.page_shortages + course.pauses
+    text = f"{timings.total_ns / NS_PER_MS:.1f} ms, most of it {longest} ({stages[longest]:.1f} ms)"
+    if explanation.earlier.requests or explanation.later.requests:
+        earlier, later = explanation.earlier.requests, explanation.later.requests
+        text += f"; {earlier} earlier and {later} later requests started before it"
+    lost = timings.preemptions + timings.page_shortages + timings.pauses
     if lost:
         text += f"; it lost its place {lost} times"
-    if told.cached_tokens:
-        text += f"; {told.cached_tokens} of {told.prompt_tokens} prompt tokens came from the cache"
+    if explanation.cached_tokens:
+        text += f"; {explanation.cached_tokens} of {explanation.prompt_tokens} prompt tokens came from the cache"
     return text
 
 

@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from tokenyard.base import NS_PER_S, Finish, FinishReason
 from tokenyard.engine.requests import LEVEL_NAMES, level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.engine.targets import ON_PURPOSE, kept_its_promise, stage_at_deadline, targets_met
-from tokenyard.server.lookahead import lookahead_families
+from tokenyard.engine.watch.slo_targets import ON_PURPOSE, met_slo, stage_at_deadline, targets_met
+from tokenyard.server.lookahead_metrics import lookahead_families
 
 THROUGHPUT = "generation_throughput"
 GENERATION_TOKENS = ("generation_tokens", ())
@@ -217,30 +217,34 @@ class Metrics:
         if finish.admitted_ns:
             self.histograms["queue_time_seconds"].observe((finish.admitted_ns - finish.arrival_ns) / NS_PER_S)
         if finish.first_token_ns:
-            self.histograms["prefill_time_seconds"].observe(finish.course.prefill_ns / NS_PER_S)
-            self.histograms["decode_time_seconds"].observe(finish.course.decode_ns / NS_PER_S)
+            self.histograms["prefill_time_seconds"].observe(finish.timings.prefill_ns / NS_PER_S)
+            self.histograms["decode_time_seconds"].observe(finish.timings.decode_ns / NS_PER_S)
         self.histograms["request_prompt_tokens"].observe(finish.prompt_tokens)
         self.histograms["request_generation_tokens"].observe(finish.completion_tokens)
 
     def _count_troubles(self, finish: Finish, level: str) -> None:
         """Waiting, lost places and refusals."""
-        course = finish.course
+        timings = finish.timings
         if finish.cause and finish.cause not in ON_PURPOSE:
             self.count("rejected_requests", 1, finish.cause)
         if finish.cause not in REFUSED_AT_ONCE:
-            self.class_histograms["queue_wait_seconds", level].observe(course.queue_ns / NS_PER_S)
-            if course.queue_ns > STARVED_AFTER_NS:
+            self.class_histograms["queue_wait_seconds", level].observe(timings.queue_ns / NS_PER_S)
+            if timings.queue_ns > STARVED_AFTER_NS:
                 self.count("starvation", 1, level)
-        if course.inverted_ns:
-            self.count("priority_inversion_seconds", course.inverted_ns / NS_PER_S, level)
-        losses = (("preempted", course.preemptions), ("out_of_pages", course.page_shortages), ("paused", course.pauses))
+        if timings.inverted_ns:
+            self.count("priority_inversion_seconds", timings.inverted_ns / NS_PER_S, level)
+        losses = (
+            ("preempted", timings.preemptions),
+            ("out_of_pages", timings.page_shortages),
+            ("paused", timings.pauses),
+        )
         for reason, times in losses:
             if times:
                 self.count("lost_places", times, level, reason)
 
     def _count_promises(self, finish: Finish, level: str) -> None:
         """Attainment and goodput, by the requests' own targets or their class's."""
-        kept = kept_its_promise(finish)
+        kept = met_slo(finish)
         if kept is None:
             return
         self.count("slo_requests", 1, level, _word(kept))

@@ -43,7 +43,7 @@ class RequestLog:
             "prompt_tokens": finish.prompt_tokens,
             "output_tokens": finish.completion_tokens,
             "cached_tokens": finish.cached_tokens,
-            "queue_ms": round(finish.course.queue_ns / NS_PER_MS, 1),
+            "queue_ms": round(finish.timings.queue_ns / NS_PER_MS, 1),
             "e2e_ms": round((finish.finished_ns - finish.arrival_ns) / NS_PER_MS, 1),
             "arrival_s": wall_s(finish.arrival_ns),
             "class": self._spec.service_class,

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from tokenyard.base import Finish
-from tokenyard.engine.profile import NS_PER_US, name_tracks
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.engine.watch.profile import NS_PER_US, name_tracks
 from tokenyard.server.tracing import stages
 
 API_PID = 2

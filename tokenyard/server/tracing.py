@@ -90,7 +90,7 @@ def attributes(spec: GenerateSpec, index: int, finish: Finish) -> dict[str, Any]
         "tokenyard.answer": index,
         "tokenyard.class": level_name(spec.service_class),
         "tokenyard.cached_tokens": finish.cached_tokens,
-        "tokenyard.prefill_chunks": finish.course.prefill_chunks,
+        "tokenyard.prefill_chunks": finish.timings.prefill_chunks,
         "tokenyard.retractions": finish.retractions,
     }
 

@@ -2,7 +2,7 @@
 
 from tokenyard.base import Finish, Request, SchedulerSettings
 from tokenyard.policy.adaptive import Judge, Outlook, Pace
-from tokenyard.scheduler.moment import Arrived, Ended
+from tokenyard.scheduler.lookahead_state import Arrived, Ended
 from tokenyard.sim.forecast import Traffic
 from tokenyard.sim.lookahead import look_ahead
 from tokenyard.sim.replica import Replica
@@ -44,7 +44,7 @@ class Adapter:
         self._replica.advance(until, to_arrival=to_arrival)
 
     def _look(self, now: int) -> None:
-        moment, judge = self._replica.scheduler.moment(now), self.judge
+        moment, judge = self._replica.scheduler.lookahead_state(now), self.judge
         scores = look_ahead(self._traffic, moment, judge.wanted(), self._outlook.horizon_s, judge.looks)
         event = judge.take(scores, now)
         if event is not None:

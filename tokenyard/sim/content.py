@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from tokenyard.base import Int32Array, Int64Array
 
@@ -44,28 +45,28 @@ class Content(Protocol):
         """The `tokens` ids of request `index`'s prompt, int32[tokens]."""
 
 
-class BlankContent:
+class BlankContent(Content):
     """All prompts are zeros: for runs in which nobody looks at ids (no prefix cache). Costs no memory per request."""
 
     def __init__(self) -> None:
         self._zeros: Int32Array = np.zeros(1 << 16, np.int32)
 
+    @override
     def prompt_ids(self, index: int, tokens: int) -> Int32Array:
-        """See `Content.prompt_ids`."""
         if tokens > len(self._zeros):
             self._zeros = np.zeros(2 * tokens, np.int32)
         return self._zeros[:tokens]
 
 
-class UniqueContent:
+class UniqueContent(Content):
     """No two prompts share a prefix."""
 
+    @override
     def prompt_ids(self, index: int, tokens: int) -> Int32Array:
-        """See `Content.prompt_ids`."""
         return stream_tokens(UNIQUE_STREAM + index, np.arange(tokens, dtype=np.uint64))
 
 
-class SegmentContent:
+class SegmentContent(Content):
     """Prompts as chains of segments: request `i` owns the entries `offsets[i] : offsets[i + 1]` of both columns.
 
     streams: int64[m]. lengths: int32[m], tokens of each segment; what the last one has too much is cut off.
@@ -74,8 +75,8 @@ class SegmentContent:
     def __init__(self, streams: Int64Array, lengths: Int32Array, offsets: Int64Array) -> None:
         self._streams, self._lengths, self._offsets = streams, lengths, offsets
 
+    @override
     def prompt_ids(self, index: int, tokens: int) -> Int32Array:
-        """See `Content.prompt_ids`."""
         here = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
         lengths = self._lengths[here]
         streams = np.repeat(self._streams[here], lengths)[:tokens]
@@ -83,12 +84,12 @@ class SegmentContent:
         return stream_tokens(streams, np.arange(len(streams)) - begins)
 
 
-class TokenContent:
+class TokenContent(Content):
     """Prompts whose ids are known: int32 arrays, one per request."""
 
     def __init__(self, prompts: Sequence[Int32Array]) -> None:
         self._prompts = prompts
 
+    @override
     def prompt_ids(self, index: int, tokens: int) -> Int32Array:
-        """See `Content.prompt_ids`."""
         return self._prompts[index][:tokens]

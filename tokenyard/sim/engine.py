@@ -22,12 +22,12 @@ from tokenyard.base import (
 from tokenyard.cost import LinearCost, Profile, unloaded_prefill_s
 from tokenyard.policy.adaptive import Adaptive, Switch
 from tokenyard.router.choice import Chooser, WorkerLoad, make_chooser
-from tokenyard.scheduler.recorder import Recorder, Sink
-from tokenyard.scheduler.tape import Origin
 from tokenyard.sim.adaptive import Adapter
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE, BlankContent, Content
 from tokenyard.sim.replica import NEVER_NS, Replica, SimExecutor, StepObserver
 from tokenyard.sim.workload import Workload, to_ns
+from tokenyard.tape.codec import Origin
+from tokenyard.tape.recorder import Recorder, Sink
 
 UNFINISHED, FINISHED, REJECTED = 0, 1, 2
 PROGRESS_REQUESTS = 256
@@ -40,7 +40,8 @@ class SloTargets:
     """When a request counts as served well: TTFT at most max(`ttft_s`, `ttft_scale` x its unloaded prefill), and the
     mean time per output token at most `tpot_s`.
 
-    Targets of a request's own come before these; a deadline stands in for the first token's target (as `base.Promise`).
+    Targets of a request's own come before these; a deadline stands in for the first token's target (as
+    `base.SloTargets`).
     """
 
     ttft_s: float = 1.0

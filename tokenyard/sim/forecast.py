@@ -22,7 +22,7 @@ from tokenyard.base import NS_PER_MS, NS_PER_S, Float64Array, Int32Array, Int64A
 from tokenyard.cost import LinearCost, unloaded_prefill_s
 from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
 from tokenyard.scheduler.lifecycle import State
-from tokenyard.scheduler.moment import BLOCK_TOKENS, Arrived, Ended, Moment
+from tokenyard.scheduler.lookahead_state import BLOCK_TOKENS, Arrived, Ended, LookaheadState
 from tokenyard.sim.content import ANSWER_STREAM, UNIQUE_STREAM, stream_tokens
 
 MEMORY_NS = 60 * NS_PER_S
@@ -98,27 +98,27 @@ class Future:
         return len(self.requests)
 
 
-def forecast(traffic: Traffic, moment: Moment, horizon_s: float, number: int) -> Future:
-    """Draw the future number `number` of the `horizon_s` seconds after the moment. Equal arguments, equal futures."""
-    return _Forecaster(traffic, moment, horizon_s, number).future()
+def forecast(traffic: Traffic, state: LookaheadState, horizon_s: float, number: int) -> Future:
+    """Draw the future number `number` of the `horizon_s` seconds after the state. Equal arguments, equal futures."""
+    return _Forecaster(traffic, state, horizon_s, number).future()
 
 
 class _Forecaster:
     """Draws one future."""
 
-    def __init__(self, traffic: Traffic, moment: Moment, horizon_s: float, number: int) -> None:
-        traffic.forget(moment.now)
-        self._traffic, self._moment, self._horizon_s = traffic, moment, horizon_s
-        self._settings = moment.settings
+    def __init__(self, traffic: Traffic, state: LookaheadState, horizon_s: float, number: int) -> None:
+        traffic.forget(state.now)
+        self._traffic, self._state, self._horizon_s = traffic, state, horizon_s
+        self._settings = state.settings
         self._rng = np.random.default_rng(number)
         self._outputs = traffic.outputs()
-        self._cost = LinearCost(moment.terms)
+        self._cost = LinearCost(state.terms)
         self._unloaded_ns: dict[int, float] = {}
         self._future = Future(self._outputs)
 
     def future(self) -> Future:
         """Everything that will be."""
-        future, rows = self._future, self._moment.rows
+        future, rows = self._future, self._state.rows
         for index in np.flatnonzero(rows["state"] == State.RUNNING).tolist():
             self._add_running({name: int(column[index]) for name, column in rows.items()})
         future.running = len(future)
@@ -133,7 +133,7 @@ class _Forecaster:
     def _add_running(self, row: dict[str, int]) -> None:
         written = row["planned"] - row["prompt_tokens"]
         # The last chunk may be under way; then the first token comes now.
-        first_ns = row["first_token_ns"] or self._moment.now
+        first_ns = row["first_token_ns"] or self._state.now
         self._add_open(row, row["planned"], written, first_ns)
 
     def _add_waiting(self, row: dict[str, int]) -> None:
@@ -228,7 +228,7 @@ class _Forecaster:
 
     def _draw_arrivals(self) -> list[tuple[int, Arrived]]:
         """Arrivals at the weighted rate of the last minute, evenly spread, each like one of then."""
-        traffic, now = self._traffic, self._moment.now
+        traffic, now = self._traffic, self._state.now
         if not traffic.arrivals:
             return []
         ages = np.array([now - one.arrival_ns for one in traffic.arrivals]) / NS_PER_S
@@ -276,7 +276,7 @@ class _Forecaster:
 
     def _remember_prompts(self) -> None:
         """What the cache holds: prompts of the latest requests to end, in the order in which they did."""
-        room, found, seen = self._moment.cached_tokens, [], set[int]()
+        room, found, seen = self._state.cached_tokens, [], set[int]()
         for arrived, ended in reversed(self._traffic.ended):
             if room <= 0:
                 break

@@ -1,8 +1,8 @@
 """A few seconds ahead of a running scheduler, under each of some settings: what policy `adaptive` goes by.
 
-The forward run is the scheduler itself over a cost model, as in every simulation. It starts from a `Moment` and meets a
-`forecast`, the same for all candidates. Steps do not overlap in it, and what policies have learnt of lengths and of
-service so far they do not know.
+The forward run is the scheduler itself over a cost model, as in every simulation. It starts from a `LookaheadState` and
+meets a `forecast`, the same for all candidates. Steps do not overlap in it, and what policies have learnt of lengths
+and of service so far they do not know.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tokenyard.base import (
 )
 from tokenyard.cost import LinearCost
 from tokenyard.policy.adaptive import CANDIDATES, Score, changed
-from tokenyard.scheduler.moment import Moment
+from tokenyard.scheduler.lookahead_state import LookaheadState
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE
 from tokenyard.sim.forecast import Future, Traffic, forecast
@@ -29,16 +29,16 @@ UNLIMITED = 1 << 30
 
 
 def look_ahead(
-    traffic: Traffic, moment: Moment, candidates: Sequence[str], horizon_s: float, number: int
+    traffic: Traffic, state: LookaheadState, candidates: Sequence[str], horizon_s: float, number: int
 ) -> list[Score]:
     """Score each candidate by the next `horizon_s` seconds after the moment; only the first one, which is in use, if
     none could be clearly better. Equal arguments give equal scores.
     """
-    future = forecast(traffic, moment, horizon_s, number)
-    end_ns = moment.now + round(horizon_s * NS_PER_S)
+    future = forecast(traffic, state, horizon_s, number)
+    end_ns = state.now + round(horizon_s * NS_PER_S)
     scores: list[Score] = []
     for name in candidates:
-        scores.append(Fork(moment, future, CANDIDATES[name]).score(name, end_ns))
+        scores.append(Fork(state, future, CANDIDATES[name]).score(name, end_ns))
         if not scores[0].beatable:
             break
     return scores
@@ -47,27 +47,27 @@ def look_ahead(
 class Fork:
     """One candidate in one future."""
 
-    def __init__(self, moment: Moment, future: Future, event: SetPolicy) -> None:
-        self._moment, self._future = moment, future
+    def __init__(self, state: LookaheadState, future: Future, event: SetPolicy) -> None:
+        self._state, self._future = state, future
         self._finishes: dict[int, Finish] = {}
-        cost = LinearCost(moment.terms)
-        info = replace(moment.info, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_TOKEN,))
-        self._scheduler = Scheduler(_seating(moment.settings), info, cost)
+        cost = LinearCost(state.terms)
+        info = replace(state.info, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_TOKEN,))
+        self._scheduler = Scheduler(_seating(state.settings), info, cost)
         outputs = np.array(future.outputs, np.int32)
-        self._executor = SimExecutor(info, cost, outputs, not moment.settings.disable_radix_cache)
+        self._executor = SimExecutor(info, cost, outputs, not state.settings.disable_radix_cache)
         self._seat()
         self._change(event)
 
     def _seat(self) -> None:
         """Fill the cache, and compute in no time what those who run have computed."""
-        scheduler, future, now = self._scheduler, self._future, self._moment.now
-        memory = scheduler.roster.memory
-        if memory.tree.keeps:
+        scheduler, future, now = self._scheduler, self._future, self._state.now
+        memory = scheduler.state.memory
+        if memory.tree.enabled:
             for ids in future.cached:
                 memory.adopt(ids)
         for request in future.requests[: future.running]:
             scheduler.submit(Submit(request), now)
-        while len(scheduler.roster.waiting):
+        while len(scheduler.state.waiting):
             plan = scheduler.plan(now)
             if plan is None:
                 break
@@ -75,8 +75,8 @@ class Fork:
             scheduler.commit(result, now)
             if plan.decode_rows:
                 break
-        table = scheduler.roster.table
-        for row in scheduler.roster.running.rows.tolist():
+        table = scheduler.state.table
+        for row in scheduler.state.running.rows.tolist():
             number = int(table.number[row])
             # The first of the tokens here counts as written when the last one so far was due by the pace since the
             # first, so that the row is as far ahead of its pace as it is.
@@ -84,18 +84,18 @@ class Fork:
 
     def _change(self, event: SetPolicy) -> None:
         """Go on under the candidate's settings, which know what answers were like."""
-        roster, moment = self._scheduler.roster, self._moment
-        roster.settings = replace(moment.settings, max_in_flight=1)
-        roster.set_policy(changed(roster.settings, event), moment.now)
-        headroom = roster.policy.headroom
+        state, given = self._scheduler.state, self._state
+        state.settings = replace(given.settings, max_in_flight=1)
+        state.set_policy(changed(state.settings, event), given.now)
+        headroom = state.policy.headroom
         for tokens in self._future.answers.tolist():
             headroom.finished(tokens)
-        if moment.new_token_ratio and headroom.ratio:
-            headroom.ratio = moment.new_token_ratio
+        if given.new_token_ratio and headroom.ratio:
+            headroom.ratio = given.new_token_ratio
 
     def score(self, name: str, end_ns: int) -> Score:
         """Run to `end_ns` and judge."""
-        future, now = self._future, self._moment.now
+        future, now = self._future, self._state.now
         replica = Replica(self._scheduler, self._executor, self._note, depth=1)
         replica.now = now
         first_to_come = future.running + future.waiting
@@ -115,7 +115,7 @@ class Fork:
         future, met, judged, ttft_ns, waits = self._future, 0, 0, 0, 0
         for number, request in enumerate(future.requests):
             begin_ns, due_ns = future.first_ns[number], future.due_ns[number]
-            if begin_ns > due_ns or (not begin_ns and due_ns < self._moment.now):
+            if begin_ns > due_ns or (not begin_ns and due_ns < self._state.now):
                 continue
             first_ns, last_ns, tokens = self._progress(number, end_ns)
             if not begin_ns:
@@ -130,7 +130,7 @@ class Fork:
 
     def _progress(self, number: int, end_ns: int) -> tuple[int, int, int]:
         """When the first token came (0: not yet), when the last one did, and how many there are; -1 if refused."""
-        future, table = self._future, self._scheduler.roster.table
+        future, table = self._future, self._scheduler.state.table
         first_ns, written = future.first_ns[number], future.written[number]
         finish = self._finishes.get(number)
         if finish is not None:

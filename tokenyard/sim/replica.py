@@ -21,9 +21,9 @@ from tokenyard.base import (
     step_work,
 )
 from tokenyard.cost import LinearCost
-from tokenyard.scheduler.recorder import Core
 from tokenyard.sim.content import ANSWER_STREAM, EOS_TOKEN, stream_tokens
 from tokenyard.sim.workload import to_ns
+from tokenyard.tape.recorder import Core
 
 NEVER_NS = 2**63 - 1
 FILLER_TOKEN = 1
@@ -69,10 +69,10 @@ class SimExecutor:
         durations: Int64Array = np.rint(self._truth.decodes(rows, contexts) * NS_PER_S).astype(np.int64)
         return durations
 
-    def run_repeats(self, plan: StepPlan, duration_ns: int) -> StepResult:
-        """What comes out of a repeated plan whose steps take `duration_ns` together."""
-        positions = plan.starts + np.arange(plan.repeats, dtype=np.int32)[:, None]
-        tokens = self._tokens(np.tile(plan.pool_rows, plan.repeats), positions.ravel())
+    def run_multi_step(self, plan: StepPlan, duration_ns: int) -> StepResult:
+        """What comes out of a multi-step plan whose steps take `duration_ns` together."""
+        positions = plan.starts + np.arange(plan.num_steps, dtype=np.int32)[:, None]
+        tokens = self._tokens(np.tile(plan.pool_rows, plan.num_steps), positions.ravel())
         return StepResult(plan.step, tokens, duration_ns / NS_PER_S)
 
     def _tokens(self, rows: Int32Array, positions: Int32Array) -> Int32Array:
@@ -90,7 +90,7 @@ class SimExecutor:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _SimulatedStep:
     plan: StepPlan
     work: StepWork
     result: StepResult
@@ -101,7 +101,7 @@ class _Flight:
 class Replica:
     """A scheduler with its pretend device.
 
-    Turns go as in the engine's loops: plan, launch, then commit the oldest step once `depth` of them are in flight
+    Turns go as in the engine's loops: plan, launch, then commit the oldest step once `depth` of them are in step
     (2 is overlap: a plan is made one step before the last one is known). `depth` is the scheduler's `max_in_flight`,
     `host_s` is the CPU time of a turn: with overlap it hides behind the device's work, without it adds up.
     """
@@ -124,7 +124,7 @@ class Replica:
         self._host_ns = to_ns(host_s)
         self._observer = observer
         self._depth = depth
-        self._flights: deque[_Flight] = deque()
+        self._in_flight: deque[_SimulatedStep] = deque()
         self._must_commit = False
         self._undrained = 0
         self._device_free_ns = 0
@@ -132,18 +132,18 @@ class Replica:
 
     def submit(self, request: Request, now: int) -> None:
         """A request arrives at `now`, which must not be before what was advanced to."""
-        if not self._flights:
+        if not self._in_flight:
             self.now = max(self.now, now)
         self.scheduler.apply(Submit(request), now)
 
     def advance(self, until: int, *, to_arrival: bool = False) -> None:
         """Do everything that is due before `until` (ns).
 
-        With `to_arrival` nothing but `submit` comes then, to which it is all one how many steps a plan in flight is.
+        With `to_arrival` nothing but `submit` comes then, to which it is all one how many steps a plan in step is.
         """
         while self.now < until:
             if self._must_commit:
-                if self._flights[0].end_ns >= until:
+                if self._in_flight[0].end_ns >= until:
                     break
                 self._commit()
             elif not self._plan(until, to_arrival) and not self._sleep(until):
@@ -157,10 +157,10 @@ class Replica:
     def _plan(self, until: int, to_arrival: bool) -> bool:
         """One turn of planning; False if there is nothing to do before the next event. See `advance`."""
         plan = self.scheduler.plan(self.now)
-        if plan is not None and not self._launch_repeats(plan, until, to_arrival):
+        if plan is not None and not self._launch_multi_step(plan, until, to_arrival):
             self._launch(plan)
-        self._must_commit = bool(self._flights) and (plan is None or len(self._flights) == self._depth)
-        return bool(self._flights)
+        self._must_commit = bool(self._in_flight) and (plan is None or len(self._in_flight) == self._depth)
+        return bool(self._in_flight)
 
     def _sleep(self, until: int) -> bool:
         """Nothing can be planned: move on to the next time-out before `until`, if there is one."""
@@ -181,11 +181,11 @@ class Replica:
         self._device_free_ns = begin + duration
         self.busy_ns += duration
         self.steps += 1
-        self._flights.append(_Flight(plan, work, result, begin, begin + duration))
+        self._in_flight.append(_SimulatedStep(plan, work, result, begin, begin + duration))
         for part in (np.int64(self.now), plan.pool_rows, plan.starts, plan.counts):
             self._hash.update(part.data)
 
-    def _launch_repeats(self, plan: StepPlan, until: int, to_arrival: bool) -> bool:
+    def _launch_multi_step(self, plan: StepPlan, until: int, to_arrival: bool) -> bool:
         """Launch a step that only decodes together with the next ones, up to the one in which a row ends, or the last
         before `until` or a time-out; False, and nothing done, if that leaves one step. Observers see each by itself.
         """
@@ -196,19 +196,19 @@ class Replica:
         wakeup = self.scheduler.wakeup_ns()
         due = until if wakeup is None else min(until, wakeup)
         most = min(int(np.searchsorted(ends, due)) + to_arrival, len(ends))
-        if most <= 1 or self.scheduler.repeat(most) == 1:
+        if most <= 1 or self.scheduler.multi_step(most) == 1:
             return False
-        duration, end = int(durations[: plan.repeats].sum()), int(ends[plan.repeats - 1])
-        result = self._executor.run_repeats(plan, duration)
-        self._flights.append(_Flight(plan, step_work(plan), result, self.now + self._host_ns, end))
-        self._hash_repeats(plan, np.concatenate(([self.now], ends[: plan.repeats - 1])))
+        duration, end = int(durations[: plan.num_steps].sum()), int(ends[plan.num_steps - 1])
+        result = self._executor.run_multi_step(plan, duration)
+        self._in_flight.append(_SimulatedStep(plan, step_work(plan), result, self.now + self._host_ns, end))
+        self._hash_multi_step(plan, np.concatenate(([self.now], ends[: plan.num_steps - 1])))
         self._device_free_ns = end
         self.busy_ns += duration
-        self.steps += plan.repeats
+        self.steps += plan.num_steps
         return True
 
-    def _hash_repeats(self, plan: StepPlan, launches: Int64Array) -> None:
-        """Take in the steps of a repeated plan one by one, as `_launch` does."""
+    def _hash_multi_step(self, plan: StepPlan, launches: Int64Array) -> None:
+        """Take in the steps of a multi-step plan one by one, as `_launch` does."""
         rows = len(plan.pool_rows)
         steps = np.empty((len(launches), 2 + 3 * rows), np.int32)
         steps[:, :2] = launches.view(np.int32).reshape(-1, 2)
@@ -218,15 +218,15 @@ class Replica:
         self._hash.update(steps.data)
 
     def _commit(self) -> None:
-        flight = self._flights.popleft()
-        self.now = max(self.now, flight.end_ns)
-        self.scheduler.commit(flight.result, self.now)
+        step = self._in_flight.popleft()
+        self.now = max(self.now, step.end_ns)
+        self.scheduler.commit(step.result, self.now)
         self._must_commit = False
         self._undrained += 1
         if self._undrained == COMMITS_PER_DRAIN:
             self._drain()
         if self._observer is not None:
-            self._observer(flight.begin_ns, flight.end_ns, flight.plan, flight.work, self.scheduler)
+            self._observer(step.begin_ns, step.end_ns, step.plan, step.work, self.scheduler)
 
     def _drain(self) -> None:
         self._undrained = 0

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+from typing_extensions import override
 
 from tokenyard.base import (
     NS_PER_S,
@@ -22,12 +23,13 @@ from tokenyard.base import (
     step_work,
 )
 from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
-from tokenyard.scheduler.roster import first_belief
 from tokenyard.scheduler.snapshot import Counters
-from tokenyard.scheduler.tape import Origin
+from tokenyard.scheduler.state import first_belief
 from tokenyard.sim.conversations import Conversations
 from tokenyard.sim.engine import FINISHED, REJECTED, UNFINISHED, Outcome, Setup
 from tokenyard.sim.workload import NO_PRIORITY, Workload, WorkloadBuilder
+from tokenyard.tape.codec import Origin
+from tokenyard.tape.replay import Observer
 
 FIT_STEPS = 20_000
 FIT_PASSES = 3
@@ -36,7 +38,7 @@ CLIENT_GONE = 499
 
 
 @dataclass(slots=True)
-class Answer:
+class RecordedRequest:
     """One answer on the tape: who asked, when (ns), its tokens so far, and its end if it came."""
 
     request: Request
@@ -50,12 +52,12 @@ class Answer:
         return len(self.tokens) if self.finish is None else self.finish.completion_tokens
 
 
-class History:
-    """Watches a replay (`scheduler.replay.Observer`) and keeps what a simulation needs."""
+class History(Observer):
+    """Watches a replay (`tape.replay.Observer`) and keeps what a simulation needs."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, RecordedRequest] = {}
         self._events: Counter[str] = Counter()
         self._steps: deque[tuple[StepWork, float]] = deque(maxlen=FIT_STEPS)
         self._host_ns: deque[int] = deque(maxlen=FIT_STEPS)
@@ -64,8 +66,8 @@ class History:
         self._open = 0
         self._rested = True
 
+    @override
     def applied(self, event: Event, now: int) -> None:
-        """See `Observer.applied`."""
         if not isinstance(event, Submit):
             self._events[type(event).__name__] += 1
             return
@@ -73,18 +75,18 @@ class History:
         self._rested = self._rested or self._open == 0
         self._open += request.sampling.n
         for number in range(request.number, request.number + request.sampling.n):
-            self._answers[number] = Answer(request, request.arrival_ns or now)
+            self._answers[number] = RecordedRequest(request, request.arrival_ns or now)
 
+    @override
     def committed(self, plan: StepPlan, result: StepResult, now: int) -> None:
-        """See `Observer.committed`."""
         self._steps.append((step_work(plan), result.seconds))
         if not self._rested:
             self._host_ns.append(now - self._end_ns - round(result.seconds * NS_PER_S))
         self._busy_s += result.seconds
         self._end_ns, self._rested = now, False
 
-    def told(self, batch: TokenBatch) -> None:
-        """See `Observer.told`."""
+    @override
+    def on_output(self, batch: TokenBatch) -> None:
         for number, token in zip(batch.numbers.tolist(), batch.tokens.tolist(), strict=True):
             self._answers[number].tokens.append(token)
         for finish in batch.finished:
@@ -195,7 +197,7 @@ class History:
         )
         return [f"{count} {what}" for count, what in found if count]
 
-    def _in_order(self) -> list[Answer]:
+    def _in_order(self) -> list[RecordedRequest]:
         answers = (answer for answer in self._answers.values() if len(answer.request.prompt_ids))
         return sorted(answers, key=lambda answer: answer.arrival_ns)
 
@@ -204,7 +206,7 @@ def _seconds(nanoseconds: int | None) -> float | None:
     return nanoseconds / NS_PER_S if nanoseconds else None
 
 
-def _status(answer: Answer) -> int:
+def _status(answer: RecordedRequest) -> int:
     """What became of it; a client that gave up was served until then, if it saw anything."""
     if answer.finish is None:
         return UNFINISHED

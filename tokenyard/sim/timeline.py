@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import NS_PER_S, StepPlan, StepWork
-from tokenyard.scheduler.recorder import Core
+from tokenyard.tape.recorder import Core
 
 MOST_SAMPLES = 2048
 MOST_SLICES = 200_000
@@ -36,7 +36,7 @@ class Timeline:
         self._seen = 0
 
     def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Core) -> None:
-        """See `StepObserver`."""
+        """Take in one committed step; see `StepObserver` for the arguments."""
         self._seen += 1
         if self._seen % self._stride:
             return
@@ -49,7 +49,7 @@ class Timeline:
                 decode_rows=work.decode_rows,
                 prefill_tokens=work.prefill_tokens,
                 waiting=snapshot.waiting,
-                running=snapshot.running + snapshot.partial,
+                running=snapshot.running + snapshot.prefilling,
                 kv_tokens=snapshot.used_tokens,
             )
         )
@@ -67,7 +67,7 @@ class PerfettoTrace:
         self._left_out = 0
 
     def __call__(self, begin_ns: int, end_ns: int, plan: StepPlan, work: StepWork, scheduler: Core) -> None:
-        """See `StepObserver`."""
+        """Take in one committed step; see `StepObserver` for the arguments."""
         if self._slices >= MOST_SLICES:
             self._left_out += 1
             return

@@ -1,0 +1,192 @@
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tests.policy.lines import line, make_yard, put_into_tree
+from tokenyard.base import ConfigError, SchedulerSettings
+from tokenyard.policy import POLICIES, Policy, create_policy
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+S = 10**9
+
+
+@pytest.fixture
+def module():
+    made = types.ModuleType("my_policies")
+    sys.modules["my_policies"] = made
+    yield made
+    del sys.modules["my_policies"]
+
+
+def add(module, cls):
+    setattr(module, cls.__name__, cls)
+    return f"my_policies:{cls.__name__}"
+
+
+def test_the_policy_of_the_guide_does_what_the_guide_says(module):
+    code = re.findall(r"```python\n(.*?)```", (DOCS / "your_own_policy.md").read_text(), re.DOTALL)[0]
+    assert len(code.splitlines()) <= 30
+    exec(code, vars(module))
+    yard = make_yard(schedule_policy="my_policies:WarmFirst", policy_options={"patience_s": 5})
+    assert yard.scheduler.state.policy.name == "my_policies:WarmFirst"
+    put_into_tree(yard, [7] * 60)
+    now = 100 * S
+    tired = yard.submit([5] * 9, arrival_ns=now - 6 * S)
+    cold = yard.submit([6] * 9, arrival_ns=now - 4 * S)
+    warm = yard.submit([7] * 60 + [8], arrival_ns=now)
+    assert line(yard, now) == [tired, warm, cold]
+    with pytest.raises(ConfigError, match="it has patience_s"):
+        create_policy("my_policies:WarmFirst", SchedulerSettings(policy_options={"patience": 5}))
+
+
+def test_it_composes_with_priorities_and_a_bound(module):
+    class Backwards(Policy):
+        def order(self, views):
+            return iter(views.waiting[::-1].tolist())
+
+    path = add(module, Backwards)
+    yard = make_yard(schedule_policy=path, enable_priority_scheduling=True, priority_aging_s=0.0)
+    numbers = [yard.submit([5], priority=priority) for priority in (0, 1, 0, 1)]
+    assert line(yard) == [numbers[i] for i in (3, 1, 2, 0)]
+    yard = make_yard(schedule_policy=path, max_overtaken_tokens=0)
+    numbers = [yard.submit([5]) for _ in range(3)]
+    assert line(yard) == numbers
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("my_policies:", "module:name"),
+        ("no_such_package:P", "importing no_such_package failed"),
+        ("my_policies:Missing", "has no Missing"),
+        ("my_policies:number", "no subclass of tokenyard.policy.Policy"),
+        ("my_policies:Other", "no subclass of tokenyard.policy.Policy"),
+        ("my_policies:Broken", "making it failed: .*not today"),
+    ],
+)
+def test_what_cannot_be_a_policy_is_refused_at_the_start(module, path, message):
+    class Broken(Policy):
+        def __init__(self, settings):
+            raise RuntimeError("not today")
+
+    module.number, module.Other, module.Broken = 7, dict, Broken
+    with pytest.raises(ConfigError, match=message):
+        create_policy(path, SchedulerSettings())
+
+
+def broken(method, answer):
+    def replacement(self, *args):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(self) if callable(answer) else answer
+
+    return type("Broken", (Policy,), {method: replacement, "charges_decode": True})
+
+
+MISTAKES = {
+    "order raises": ("order", ValueError("oops")),
+    "order is no iterator": ("order", 7),
+    "order names strangers": ("order", lambda self: iter([10**6])),
+    "order names nonsense": ("order", lambda self: iter(["first"])),
+    "order names a list": ("order", lambda self: iter([[1]])),
+    "order names all at once": ("order", lambda self: iter([self.views.waiting])),
+    "order writes to a column": ("order", lambda self: self.views.columns.target.fill(1)),
+    "order sorts what it was shown": ("order", lambda self: self.views.waiting.sort()),
+    "order leaves": ("order", lambda self: sys.exit()),
+    "order names somebody twice": ("order", lambda self: iter(self.views.waiting.tolist() * 2)),
+    "begin_step raises": ("begin_step", ValueError("oops")),
+    "budget raises": ("budget", ValueError("oops")),
+    "budget is a number": ("budget", 5),
+    "budget is nothing": ("budget", None),
+    "chunk raises": ("budget", lambda self: Allowance(None)),
+    "chunk is no whole number": ("budget", lambda self: Allowance(2.5)),
+    "chunk is below 0": ("budget", lambda self: Allowance(-1)),
+    "chunk is beyond the prompt": ("budget", lambda self: Allowance(10**6)),
+    "begin_step takes rows away": ("begin_step", lambda self: self.views.running.fill(0)),
+    "victims raise": ("victims", ValueError("oops")),
+    "victims are strangers": ("victims", lambda self: iter([10**6])),
+    "outranked raises": ("outranked", ValueError("oops")),
+    "outranked names strangers": ("outranked", lambda self: iter([10**6])),
+    "charge raises": ("charge", ValueError("oops")),
+    "charge_decode raises": ("charge_decode", ValueError("oops")),
+    "finished raises": ("finished", ValueError("oops")),
+    "removed raises": ("removed", ValueError("oops")),
+    "overdue names strangers": ("overdue", lambda self: [10**6]),
+    "displaced raises": ("displaced", ValueError("oops")),
+    "displaced is a list": ("displaced", lambda self: [0]),
+    "displaced is no whole number": ("displaced", 0.5),
+    "measures are no numbers": ("measures", lambda self: {"a": "b"}),
+    "measures are a list": ("measures", lambda self: [1]),
+}
+
+
+class Allowance:
+    """A budget of which every chunk has the size that it was made with; None raises."""
+
+    prefill = with_decode = True
+    max_requests = max_prefilling = 1
+
+    def __init__(self, size):
+        self.size = size
+
+    def chunk(self, prefix, remaining):
+        if self.size is None:
+            raise ValueError("oops")
+        return self.size
+
+    def spend(self, prefix, tokens):
+        pass
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_puts_fcfs_in_its_place_and_harms_nobody(module, mistake):
+    path = add(module, broken(*MISTAKES[mistake]))
+    yard = make_yard(
+        pages=40,
+        rows=4,
+        schedule_policy=path,
+        prefill_max_requests=-1,
+        max_queued_requests=6,
+        enable_service_levels=True,
+    )
+    numbers = [yard.submit([5 + i] * 8, max_new=8) for i in range(8)]
+    yard.run()
+    yard.scheduler.snapshot(1)
+    assert sorted(yard.finished) == numbers
+    assert all(yard.finished[number].completion_tokens == 8 for number in numbers[:6])
+    assert [yard.finished[number].status for number in numbers[6:]] == [503, 503]
+    assert yard.scheduler.idle() is None
+    assert yard.scheduler.snapshot(1).policy.startswith(f"levels+fcfs ({path} failed: ")
+
+
+def frozen_budget(**fields):
+    """A budget that allows nothing."""
+    made = Allowance(0)
+    vars(made).update(fields)
+    return made
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("order", lambda self: iter(())),
+        ("budget", lambda self: frozen_budget()),
+        ("budget", lambda self: frozen_budget(prefill=False, with_decode=False)),
+        ("budget", lambda self: frozen_budget(max_requests=0, max_prefilling=0)),
+    ],
+)
+@pytest.mark.parametrize("around", [{}, {"enable_priority_scheduling": True, "enable_service_levels": True}])
+def test_a_policy_that_lets_nobody_start_does_not_hang_the_engine(module, mistake, around):
+    yard = make_yard(schedule_policy=add(module, broken(*mistake)), chunked_prefill_size=4, **around)
+    numbers = [yard.submit([5 + i] * 9) for i in range(3)]
+    yard.run()
+    assert sorted(yard.finished) == numbers
+
+
+def test_names_of_policies_are_unique_and_documented():
+    text = (DOCS / "policies.md").read_text()
+    for name in POLICIES:
+        assert f"| `{name}` |" in text

@@ -1,0 +1,108 @@
+"""What became of single requests on their way: how long each stage took, what got in the way, who came before."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Stage = Literal["queue", "prefill", "decode", "requeued", "recompute", "paused"]
+RetractReason = Literal["out of pages", "preempted", "paused"]
+AbortCause = Literal[
+    "",
+    "invalid",
+    "queue_full",
+    "tenant_limit",
+    "displaced",
+    "queue_timeout",
+    "run_timeout",
+    "overdue",
+    "no_memory",
+    "paused",
+    "cancelled",
+    "failed",
+]
+"""Why a request was aborted, as one word; "" for one that was not."""
+
+
+@dataclass(slots=True)
+class RequestTimings:
+    """The way of one request through the scheduler. Times are in nanoseconds and add up to its age.
+
+    queue_ns: waiting for its first place. prefill_ns: in place, before its first token was on its way. decode_ns: in
+    place after that. requeued_ns: waiting again after it lost its place. recompute_ns: computing again what it lost,
+    after its first token. paused_ns: held back because somebody paused it or the whole engine.
+    inverted_ns: the part of its waiting in which somebody less urgent had a place (scheduler/priority_inversion.py).
+
+    prefill_chunks: chunks planned. preemptions, page_shortages, pauses: how often it lost its place to a more urgent
+    request, for lack of pages, or to a pause. recomputed_tokens: tokens computed more than once for that.
+    waiting_ahead, admitted_ahead: requests that waited and that had a place when it arrived. policy, overtaking: the
+    order of the queue, and what that states about who may pass, when it got its first place.
+    """
+
+    queue_ns: int = 0
+    prefill_ns: int = 0
+    decode_ns: int = 0
+    requeued_ns: int = 0
+    recompute_ns: int = 0
+    paused_ns: int = 0
+    inverted_ns: int = 0
+    prefill_chunks: int = 0
+    preemptions: int = 0
+    page_shortages: int = 0
+    pauses: int = 0
+    recomputed_tokens: int = 0
+    waiting_ahead: int = 0
+    admitted_ahead: int = 0
+    policy: str = ""
+    overtaking: str = ""
+
+    @property
+    def total_ns(self) -> int:
+        """From its arrival until now, or until its end."""
+        waited = self.queue_ns + self.requeued_ns + self.paused_ns
+        return waited + self.prefill_ns + self.decode_ns + self.recompute_ns
+
+
+@dataclass(slots=True)
+class SloTargets:
+    """What a request was promised, in nanoseconds, 0 where nothing was: its own targets or else its class's.
+
+    ttft_ns: from arrival to the first token. tpot_ns: every further token, on average. deadline_ns: from arrival to the
+    end, for requests that brought a deadline, which then stands in for the class's ttft.
+    """
+
+    ttft_ns: int = 0
+    tpot_ns: int = 0
+    deadline_ns: int = 0
+
+
+@dataclass(slots=True)
+class Starts:
+    """Requests that got their first place while another one waited for its own.
+
+    tokens: prompt tokens that they had to compute. numbers: the latest of them, oldest first.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    numbers: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Explanation:
+    """Where the time of one request went, and behind whom it waited.
+
+    stage: where it is now; "ended" when it has ended. earlier, later: who started while it waited for its first
+    place, those that arrived before it and those that overtook it. complete: whether these lists reach back to its
+    arrival; they are kept for a limited number of starts.
+    """
+
+    number: int
+    stage: Stage | Literal["ended"]
+    timings: RequestTimings
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    earlier: Starts
+    later: Starts
+    complete: bool
+    reason: str = ""
+    message: str = ""

@@ -1,0 +1,57 @@
+"""The process that looks ahead for a scheduler with policy `adaptive` (`python -m tokenyard.cli.lookahead_worker`).
+
+It reads what happens to requests and questions from its standard input and writes answers to its standard output, each
+as a frame: length (uint32, little-endian), then a message of `scheduler.lookahead_state`. It ends with its parent.
+"""
+
+import os
+import signal
+import struct
+import time
+from typing import BinaryIO
+
+import setproctitle
+
+from tokenyard.engine.processes.child import die_with_parent
+from tokenyard.scheduler.lookahead_state import LookaheadQuery, LookaheadReply, decode, encode
+from tokenyard.sim.forecast import Traffic
+from tokenyard.sim.lookahead import look_ahead
+
+LENGTH = struct.Struct("<I")
+NICE = 10
+"""Low, but not so low that on a busy machine a look would take minutes: at most a tenth of what others get."""
+
+STDOUT, STDERR = 1, 2
+
+
+def answer_all(questions: BinaryIO, answers: BinaryIO) -> None:
+    """LookaheadReply until nothing more comes. Raises ValueError for what is no message."""
+    traffic, counted_s = Traffic(), 0.0
+    while len(head := questions.read(LENGTH.size)) == LENGTH.size:
+        message = decode(questions.read(LENGTH.unpack(head)[0]))
+        if not isinstance(message, LookaheadQuery):
+            traffic.take(message)
+            continue
+        scores = look_ahead(traffic, message.state, message.candidates, message.horizon_s, message.number)
+        spent_s = time.process_time()
+        data = encode(LookaheadReply(message.number, scores, spent_s - counted_s))
+        counted_s = spent_s
+        answers.write(LENGTH.pack(len(data)) + data)
+        answers.flush()
+
+
+def main() -> None:
+    """LookaheadReply what comes on standard input."""
+    setproctitle.setproctitle("tokenyard: lookahead")
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICE)
+    # Whatever else is printed must not get among the answers.
+    answers = os.fdopen(os.dup(STDOUT), "wb")
+    os.dup2(STDERR, STDOUT)
+    with os.fdopen(0, "rb") as questions, answers:
+        answer_all(questions, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What the engine's child processes have in common: title, logs, signals, and never outliving their parent."""
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import msgspec
+import setproctitle
+import zmq
+
+from tokenyard.base import ConfigError, TokenyardError
+from tokenyard.engine.processes.config import ChildReport, ChildTask, decode_task, encode_line
+
+PR_SET_PDEATHSIG = 1
+STDIN = 0
+MODEL_NICE = 5
+MOST_FRAMES_AT_ONCE = 256
+"""More wait for the next turn, so that a flood of requests cannot hold up the running ones."""
+
+logger = logging.getLogger(__name__)
+
+
+ReportReady = Callable[[ChildReport], None]
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as JSON: time, level, logger, process, message, and `fields` that came with it."""
+        line: dict[str, Any] = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": setproctitle.getproctitle(),
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def set_up_logging(level: str, form: str) -> None:
+    """Log to standard error as `[date time] message`, or as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoReturn:
+    """Read the task from standard input, run `work(task, report)` and exit: 0, or 1 with the reason told to the parent.
+
+    `work` calls `report` when it is ready, and returns when there is something to read on standard input, which
+    `Inbox` sees: a word if the parent wants it to end, or nothing if the parent is gone and left its socket files.
+    """
+    setproctitle.setproctitle(f"tokenyard: {title}")
+    report_fd = int(sys.argv[1])
+    # Ending is the parent's business: it drains open requests after a signal that reaches the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Shows where a process hangs or dies whose Python cannot say so any more.
+    faulthandler.enable()
+    task = decode_task(_read_line(STDIN))
+    set_up_logging(task.config.log_level, task.config.log_format)
+    try:
+        work(task, lambda message: _report(report_fd, message))
+    except Exception as error:
+        known = isinstance(error, TokenyardError)
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
+        if not known:
+            logger.exception("the %s ends", title)
+        _report(report_fd, ChildReport(failure=reason, wrong_settings=isinstance(error, ConfigError)))
+        sys.exit(1)
+    if not os.read(STDIN, 1):
+        shutil.rmtree(task.socket_directory, ignore_errors=True)
+    sys.exit(0)
+
+
+def _report(fd: int, message: ChildReport) -> None:
+    os.write(fd, encode_line(message))
+
+
+def _read_line(fd: int) -> bytes:
+    """Read exactly one line, byte by byte: what follows it is the word to stop, which `Inbox` must still see."""
+    line = bytearray()
+    while not line.endswith(b"\n") and (byte := os.read(fd, 1)):
+        line += byte
+    return bytes(line)
+
+
+def yield_cores() -> None:
+    """Have all threads of this process give way to the rest of the server; does nothing but on Linux.
+
+    A model that computes on the CPU would otherwise keep probes and streams waiting for a core.
+    """
+    if sys.platform == "linux":
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                now = os.getpriority(os.PRIO_PROCESS, int(thread))
+                os.setpriority(os.PRIO_PROCESS, int(thread), now + MODEL_NICE)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, even if it hangs; does nothing but on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_parent(task: ChildTask) -> None:
+    """End this process at once if its parent is gone, and remove the socket files that the parent left."""
+    if os.getppid() != task.parent_pid:
+        shutil.rmtree(task.socket_directory, ignore_errors=True)
+        os._exit(1)
+
+
+class Inbox:
+    """Waits for frames on a socket, and for anything on standard input, which means stop."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(STDIN, zmq.POLLIN)
+
+    def wait(self, timeout_ms: int) -> list[bytes] | None:
+        """Return the frames that are there, waiting up to `timeout_ms` for a first one; None means stop."""
+        for source, _ in self._poller.poll(timeout_ms):
+            if source == STDIN:
+                return None
+        return receive_all(self._socket)
+
+
+def receive_all(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """Return the frames that are there, at most MOST_FRAMES_AT_ONCE, without waiting."""
+    frames: list[bytes] = []
+    try:
+        while len(frames) < MOST_FRAMES_AT_ONCE:
+            frames.append(socket.recv(zmq.NOBLOCK))
+    except zmq.Again:
+        pass
+    return frames

@@ -1,0 +1,98 @@
+"""What the engine's processes must know, as plain data that travels to them as JSON."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from tokenyard.base import ConfigError, ExecutorInfo, SchedulerSettings
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
+    scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
+    tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
+    chat_template: a template file used instead of the model's own, "" for that.
+    cost_profile: what policies believe of step times at first, as "device/model" or a file; "" leaves it to the device.
+    kv_events_endpoint: where events of the prefix cache are published, if `scheduler.enable_kv_events`.
+    record: file for a tape (tape/codec.py), "" for none; record_plain: with ids and names as they are.
+    priority_function: "module:name" of a function that adds levels of urgency, "" for none.
+    watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
+    """
+
+    model_path: str
+    executor: str = "torch"
+    executor_options: dict[str, Any] = field(default_factory=dict)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    overlap: bool = True
+    tokenizer_path: str = ""
+    skip_tokenizer_init: bool = False
+    chat_template: str = ""
+    cost_profile: str = ""
+    kv_events_endpoint: str = ""
+    record: str = ""
+    record_plain: bool = False
+    priority_function: str = ""
+    watchdog_timeout_s: float = 300.0
+    decode_log_interval: int = 40
+    log_level: str = "info"
+    log_format: str = "text"
+
+    def overlaps(self, info: ExecutorInfo) -> bool:
+        """Whether to plan a step while the one before runs. On a CPU a launch returns when its step is done: never."""
+        return self.overlap and info.device != "cpu"
+
+    def scheduler_settings(self, info: ExecutorInfo) -> SchedulerSettings:
+        """Return the scheduler's settings for a loaded model."""
+        return replace(
+            self.scheduler,
+            page_size=info.page_size,
+            context_length=info.context_length,
+            max_in_flight=2 if self.overlaps(info) else 1,
+        )
+
+
+class ChildTask(msgspec.Struct):
+    """What a child process reads from its standard input as one line of JSON."""
+
+    config: EngineConfig
+    scheduler: str
+    detokenizer: str
+    api: str
+    parent_pid: int
+    socket_directory: str
+
+
+class ChildReport(msgspec.Struct):
+    """What a child process answers, as lines of JSON: that it is ready, or why it cannot be or go on.
+
+    wrong_settings: whether the failure is one of settings or files, which its text names.
+    """
+
+    failure: str = ""
+    wrong_settings: bool = False
+    info: ExecutorInfo | None = None
+
+
+def encode_line(message: ChildTask | ChildReport) -> bytes:
+    """Return a message as one line of JSON."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_task(line: bytes) -> ChildTask:
+    """Return the task in a line. Raises ConfigError for anything else."""
+    try:
+        return msgspec.json.decode(line, type=ChildTask)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"the engine's settings do not decode: {error}") from error
+
+
+def decode_report(line: bytes) -> ChildReport:
+    """Return the report in a line; an empty line means that the child ended without one."""
+    try:
+        return msgspec.json.decode(line, type=ChildReport)
+    except msgspec.MsgspecError:
+        return ChildReport(failure="it ended without saying why; its log may tell")

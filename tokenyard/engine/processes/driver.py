@@ -1,0 +1,348 @@
+"""The steps of the event loop: between the scheduler, which only thinks, and the executor and sockets, which do."""
+
+import logging
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from tokenyard.base import (
+    NS_PER_S,
+    Cancel,
+    ConfigError,
+    Event,
+    Executor,
+    Finish,
+    SetPolicy,
+    StepPlan,
+    StepResult,
+    Submit,
+    TokenyardError,
+)
+from tokenyard.engine.processes.messages import (
+    ChoosePolicy,
+    Explain,
+    ExplainReply,
+    FlushCache,
+    FlushReply,
+    FromScheduler,
+    GetSnapshot,
+    PolicyReply,
+    Profile,
+    ProfileReply,
+    SnapshotReply,
+    ToScheduler,
+)
+from tokenyard.engine.watch.guards import STALL_NS, StallGuard
+from tokenyard.engine.watch.kv_events import KvEventPublisher
+from tokenyard.engine.watch.liveness import LoopState
+from tokenyard.engine.watch.lookahead_client import LookaheadClient
+from tokenyard.engine.watch.priority_updates import PriorityUpdates
+from tokenyard.engine.watch.profile import StepProfile
+from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.tape.recorder import Core
+
+logger = logging.getLogger(__name__)
+
+COUNTERS_EVERY_NS = NS_PER_S // 4
+LONGEST_WAIT_NS = 60 * NS_PER_S
+
+
+class Port(Protocol):
+    """Where messages come from and go to."""
+
+    def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
+        """Return what has come, waiting up to `timeout_ns` for a first message; None means stop."""
+
+    def send(self, message: FromScheduler) -> None:
+        """Send one message on, without waiting."""
+
+
+class DeviceBrokenError(TokenyardError):
+    """The executor fails again and again; the process should end and say why."""
+
+    code = "device_broken"
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A plan that was launched; `lost` once its result is of no use any more."""
+
+    plan: StepPlan
+    ticket: Any = None
+    lost: bool = False
+
+
+class Driver:
+    """One scheduler, one executor and a port, with the verbs that an event loop is made of.
+
+    A step that fails ends all open requests with an error; two failures in a row, or one that the device cannot
+    recover from, raise DeviceBrokenError. A policy of the user's own that stalls is replaced by fcfs.
+    """
+
+    def __init__(
+        self,
+        scheduler: Core,
+        executor: Executor,
+        port: Port,
+        *,
+        log: StepLog,
+        state: LoopState,
+        hook: PriorityUpdates | None = None,
+        lookahead: LookaheadClient | None = None,
+        kv_events: KvEventPublisher | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._port = port
+        self._log = log
+        self._state = state
+        self._launched: deque[LaunchedStep] = deque()
+        self._refused: list[Finish] = []
+        self._failures = 0
+        self._counters_at_ns = 0
+        self._priority_updates = hook
+        self._lookahead = lookahead
+        self._kv_events = kv_events
+        self._guard = StallGuard()
+        self._stall_note = ""
+        self._profile: StepProfile | None = None
+        self._look_at_policy()
+
+    def receive(self, *, wait: bool) -> bool:
+        """Take in all messages; with `wait`, block until one comes or the scheduler has a time-out. False: stop."""
+        timeout_ns = 0
+        if wait:
+            timeout_ns = self._wait_ns()
+            self._check_idle()
+        self._refresh_counters()
+        self._state.enter("idle" if timeout_ns else "host")
+        messages = self._port.receive(timeout_ns)
+        self._state.enter("host")
+        for message in messages or ():
+            self._handle(message)
+        if wait:
+            # Nothing ran, so whoever came first is judged before he is lined up.
+            self.while_device_runs()
+        return messages is not None
+
+    def plan(self) -> StepPlan | None:
+        """Return the next step, if there is anything to do."""
+        with self._guard.watch():
+            plan = self._scheduler.plan(time.monotonic_ns())
+        if self._guard.stalled:
+            self._replace_policy()
+        return plan
+
+    def while_device_runs(self) -> None:
+        """While the device works: let the priority function, if there is one, look at a few waiting requests, and take
+        in what looking ahead has found.
+        """
+        now = time.monotonic_ns()
+        if self._priority_updates is not None:
+            for update in self._priority_updates.poll(now):
+                self._scheduler.apply(update, now)
+        if self._lookahead is not None and (event := self._lookahead.poll(now)) is not None:
+            self._change_policy(event, now)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step on the device."""
+        step = LaunchedStep(plan)
+        self._launched.append(step)
+        self._state.enter("step")
+        try:
+            step.ticket = self._executor.launch(plan)
+        except Exception as error:
+            self._fail(error, plan)
+        self._state.enter("host")
+        self._state.steps += 1
+        self._log.launched(plan, self._scheduler)
+        self._refresh_counters()
+        return step
+
+    def sample(self, step: LaunchedStep) -> None:
+        """Choose the tokens of a step whose sampling was delayed; nothing to do for others."""
+        if not step.plan.delay_sampling or step.lost:
+            return
+        self._state.enter("step")
+        try:
+            self._executor.sample(step.ticket)
+        except Exception as error:
+            self._fail(error, step.plan)
+        self._state.enter("host")
+
+    def process(self, step: LaunchedStep) -> None:
+        """Wait for a launched step and let the scheduler take in its result."""
+        result = None if step.lost else self.collect(step)
+        if result is not None:
+            self.commit(result)
+
+    def collect(self, step: LaunchedStep) -> StepResult | None:
+        """Wait for a launched step; None if it failed."""
+        self._state.enter("step")
+        try:
+            result = self._executor.collect(step.ticket)
+        except Exception as error:
+            self._fail(error, step.plan)
+            return None
+        finally:
+            self._state.enter("host")
+        self._failures = 0
+        self._launched.popleft()
+        return result
+
+    def commit(self, result: StepResult) -> None:
+        """Let the scheduler take in the result of a step."""
+        with self._guard.watch():
+            self._scheduler.commit(result, time.monotonic_ns())
+        self._log.committed(result, self._scheduler)
+
+    def send(self) -> None:
+        """Tell everything that happened since the last time."""
+        batch = self._scheduler.drain()
+        if self._refused:
+            batch.finished += self._refused
+            self._refused = []
+        if self._priority_updates is not None:
+            self._priority_updates.on_output(batch)
+        if self._lookahead is not None:
+            self._lookahead.on_output(batch)
+        if not batch.empty:
+            self._port.send(batch)
+        if self._kv_events is not None:
+            self._kv_events.publish(self._scheduler.kv_records())
+
+    def end_all(self, message: str) -> None:
+        """End every request with an error and tell so; for a process that is about to end."""
+        self._scheduler.apply(Cancel([], message, 500, "failed"), time.monotonic_ns())
+        self.send()
+
+    def _wait_ns(self) -> int:
+        wakeup = self._scheduler.wakeup_ns()
+        if wakeup is None:
+            return LONGEST_WAIT_NS
+        return min(max(0, wakeup - time.monotonic_ns()), LONGEST_WAIT_NS)
+
+    def _check_idle(self) -> None:
+        """Let the scheduler check its books when nothing is left to do."""
+        if not self._scheduler.has_work and (mismatch := self._scheduler.idle()) is not None:
+            logger.error("the KV pool was set right: %s", mismatch)
+
+    def _handle(self, message: ToScheduler) -> None:
+        now = time.monotonic_ns()
+        if isinstance(message, FlushCache):
+            self._port.send(FlushReply(message.reply_id, self._scheduler.flush(now)))
+        elif isinstance(message, GetSnapshot):
+            self._port.send(SnapshotReply(message.reply_id, self._counters(now)))
+        elif isinstance(message, ChoosePolicy):
+            event = SetPolicy(message.name, message.options)
+            self._port.send(PolicyReply(message.reply_id, self._set_policy(event, now)))
+        elif isinstance(message, Explain):
+            self._port.send(ExplainReply(message.reply_id, self._scheduler.explain(message.number, now)))
+        elif isinstance(message, Profile):
+            self._port.send(self._switch_profile(message))
+        elif isinstance(message, SetPolicy):
+            self._set_policy(message, now)
+        else:
+            self._apply(message, now)
+
+    def _switch_profile(self, message: Profile) -> ProfileReply:
+        """Begin or end a timeline, unless that is done already."""
+        if message.start == (self._profile is not None):
+            return ProfileReply(message.reply_id, False)
+        if self._profile is None:
+            self._profile = StepProfile(self)
+            return ProfileReply(message.reply_id, True)
+        events, self._profile = self._profile.stop(), None
+        return ProfileReply(message.reply_id, True, events)
+
+    def _counters(self, now: int) -> dict[str, Any]:
+        """The scheduler's snapshot, and what the guards out here have to say."""
+        counters = asdict(self._scheduler.snapshot(now))
+        counters["policy_note"] = self._stall_note or counters["policy_note"]
+        counters["priority_function"] = self._priority_updates.describe() if self._priority_updates is not None else ""
+        counters["adaptive"] = self._lookahead.describe(now) if self._lookahead is not None else {}
+        return counters
+
+    def _set_policy(self, event: SetPolicy, now: int) -> str:
+        """Change the policy because somebody wants it; return why not, "" if it was done."""
+        refusal = self._change_policy(event, now)
+        if not refusal and self._lookahead is not None:
+            self._lookahead.chosen(event, now)
+        return refusal
+
+    def _change_policy(self, event: SetPolicy, now: int) -> str:
+        """Change the policy; return why not, "" if it was done."""
+        try:
+            self._scheduler.apply(event, now)
+        except Exception as error:
+            logger.warning("the policy stays as it is: %s", error, exc_info=not isinstance(error, ConfigError))
+            return str(error)
+        self._stall_note = ""
+        self._look_at_policy()
+        return ""
+
+    def _look_at_policy(self) -> None:
+        """Watch over the policy if it is the user's own, and log a note on it."""
+        state = self._scheduler.snapshot(time.monotonic_ns())
+        self._guard.begin(state.policy)
+        if state.policy_note:
+            logger.warning("%s", state.policy_note)
+
+    def _replace_policy(self) -> None:
+        now = time.monotonic_ns()
+        stalled = self._scheduler.snapshot(now).policy
+        self._set_policy(SetPolicy("fcfs"), now)
+        limit_ms = STALL_NS * 1000 // NS_PER_S
+        self._stall_note = f"{stalled} took longer than {limit_ms} ms for a step again and again: using fcfs"
+        logger.error("%s", self._stall_note)
+
+    def _apply(self, event: Event, now: int) -> None:
+        """Hand an event on; one that the scheduler refuses costs its own request only."""
+        if self._priority_updates is not None and isinstance(event, Submit):
+            self._priority_updates.submitted(event.request)
+        if self._lookahead is not None and isinstance(event, Submit):
+            self._lookahead.submitted(event.request, now)
+        try:
+            with self._guard.watch():
+                self._scheduler.apply(event, now)
+        except Exception as error:
+            refused = isinstance(error, TokenyardError)
+            logger.warning("%s was not taken: %s", type(event).__name__, error, exc_info=not refused)
+            if isinstance(event, Submit):
+                status = error.status if isinstance(error, TokenyardError) else 500
+                request = event.request
+                numbers = range(request.number, request.number + request.sampling.n)
+                self._refused += [_refusal(number, error, status) for number in numbers]
+
+    def _fail(self, error: Exception, plan: StepPlan) -> None:
+        """End all requests because a step failed; plans in step commit empty, so that their pages come back."""
+        logger.error("step %d failed: %s: %s", plan.step, type(error).__name__, error, exc_info=error)
+        self._failures += 1
+        message = f"the model step failed: {error}"
+        now = time.monotonic_ns()
+        self._scheduler.apply(Cancel([], message, 500, "failed"), now)
+        while self._launched:
+            step = self._launched.popleft()
+            step.lost = True
+            self._scheduler.commit(empty_result(step.plan), now)
+        if self._failures > 1 or "CUDA error" in str(error):
+            self.send()
+            raise DeviceBrokenError(message) from error
+
+    def _refresh_counters(self) -> None:
+        now = time.monotonic_ns()
+        if now - self._counters_at_ns >= COUNTERS_EVERY_NS:
+            self._counters_at_ns = now
+            self._state.counters = self._counters(now)
+
+
+def _refusal(number: int, error: Exception, status: int) -> Finish:
+    return Finish(number, "abort", message=str(error), status=status, cause="invalid" if status < 500 else "failed")
+
+
+def empty_result(plan: StepPlan) -> StepResult:
+    """Return the result of a step that was lost: no token for any row."""
+    tokens = plan.pool_rows.copy()
+    tokens[:] = -1
+    return StepResult(plan.step, tokens, 0.0)

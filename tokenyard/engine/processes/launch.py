@@ -1,0 +1,92 @@
+"""One call that brings an engine up and takes it down again."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tokenyard.base import ExecutorInfo
+from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.processes.ipc import SocketDirectory
+from tokenyard.engine.processes.supervisor import Supervisor
+from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template
+from tokenyard.engine.text.tokenizer_files import load_tokenizer
+from tokenyard.engine.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+LISTEN_EVERY_S = 0.5
+SILENT_TIMES = 3
+SILENCE_GRACE_S = 2.0
+"""How much later than the watchdog inside the scheduler's process we act, which knows better what went wrong."""
+
+
+@asynccontextmanager
+async def running_engine(
+    config: EngineConfig, on_death: Callable[[str], None] = lambda reason: None
+) -> AsyncIterator[TokenizerManager]:
+    """Start an engine's processes and yield their front when they are ready; stop them at the end.
+
+    `on_death` hears the reason if the engine dies in between; open requests have ended with it by then. Raises
+    ConfigError for a tokenizer or template that cannot be loaded, EngineDeadError for a process that cannot start.
+    """
+    tokenizer, template = load_text_side(config)
+
+    with SocketDirectory() as sockets:
+        managers: list[TokenizerManager] = []
+
+        def died(reason: str) -> None:
+            logger.error("the engine stopped: %s", reason)
+            for manager in managers:
+                manager.engine_died(reason)
+            on_death(reason)
+
+        supervisor = Supervisor(config, sockets, died)
+        info = await supervisor.start()
+        _warn_of_strangers(tokenizer, info)
+        manager = TokenizerManager(info, tokenizer, template, sockets.endpoints)
+        managers.append(manager)
+        listener = asyncio.create_task(_end_when_silent(manager, supervisor, config.watchdog_timeout_s))
+        try:
+            yield manager
+        finally:
+            listener.cancel()
+            await manager.close()
+            await supervisor.stop()
+
+
+def _warn_of_strangers(tokenizer: Tokenizer | None, info: ExecutorInfo) -> None:
+    """Log it if a tokenizer has tokens that its model does not know; texts with such a token are refused."""
+    if tokenizer is not None and tokenizer.get_vocab_size() > info.vocab_size:
+        logger.warning(
+            "the tokenizer has %d tokens, the model %d: do they belong together?",
+            tokenizer.get_vocab_size(),
+            info.vocab_size,
+        )
+
+
+async def _end_when_silent(manager: TokenizerManager, supervisor: Supervisor, timeout_s: float) -> None:
+    """End an engine whose heartbeats stay away: the watchdog in a process that stands still altogether cannot bark."""
+    times_silent = 0
+    while timeout_s and times_silent < SILENT_TIMES:
+        await asyncio.sleep(LISTEN_EVERY_S)
+        age_s = manager.health()
+        # More than once, as heartbeats may wait in our own socket if it is this process that stood still.
+        times_silent = times_silent + 1 if timeout_s + SILENCE_GRACE_S < age_s < math.inf else 0
+    if timeout_s:
+        reason = f"no sign of life from the scheduler or the detokenizer for {age_s:.0f} s"
+        logger.critical("%s (see --watchdog-timeout-s); last heard: %s; stacks follow", reason, manager.last_heard)
+        supervisor.end_silent(reason)
+
+
+def load_text_side(config: EngineConfig) -> tuple[Tokenizer | None, ChatTemplate]:
+    """Load the tokenizer and chat template, or neither with `skip_tokenizer_init`. Raises ConfigError."""
+    if config.skip_tokenizer_init:
+        return None, ChatTemplate({}, {})
+    path = Path(config.tokenizer_path or config.model_path)
+    folder = path if path.is_dir() else path.parent
+    return load_tokenizer(str(path)), load_chat_template(folder, config.chat_template)

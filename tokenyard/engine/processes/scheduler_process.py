@@ -1,0 +1,139 @@
+"""The scheduler process: one scheduler, one executor, one loop.
+
+It runs as `python -m tokenyard.engine.processes.scheduler_process`.
+"""
+
+import gc
+import importlib
+import logging
+from typing import cast
+
+import zmq
+
+from tokenyard.base import NS_PER_MS, ConfigError, Executor
+from tokenyard.engine.processes.child import (
+    Inbox,
+    ReportReady,
+    die_with_parent,
+    end_with_parent,
+    run_child,
+    yield_cores,
+)
+from tokenyard.engine.processes.config import ChildReport, ChildTask, EngineConfig
+from tokenyard.engine.processes.driver import DeviceBrokenError, Driver
+from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.processes.ipc import FROM_SCHEDULER, TO_SCHEDULER, ProtocolError, pull_socket, push_socket
+from tokenyard.engine.processes.messages import FromScheduler, Heartbeat, ToScheduler
+from tokenyard.engine.watch.kv_events import open_kv_events
+from tokenyard.engine.watch.liveness import HeartbeatThread, LoopState
+from tokenyard.engine.watch.lookahead_client import LookaheadClient
+from tokenyard.engine.watch.priority_updates import create_priority_updates
+from tokenyard.engine.watch.recording import build_core, open_tape
+from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.engine.watch.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+EXECUTORS = {"torch": "tokenyard.executor.load", "mock": "tokenyard.executor.mock"}
+"""Module of each executor; it has a function `load_executor(model_path, **options)`."""
+
+
+def load_executor(config: EngineConfig) -> Executor:
+    """Load the model. Raises ConfigError for an unknown executor or option, and what its loader raises."""
+    module = EXECUTORS.get(config.executor)
+    if module is None:
+        raise ConfigError(f"no executor {config.executor!r}; there are: {', '.join(EXECUTORS)}")
+    try:
+        loader = importlib.import_module(module).load_executor
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the executor {config.executor!r} needs the package {error.name}; install it") from error
+    return cast(Executor, loader(config.model_path, **config.executor_options))
+
+
+class SocketPort:
+    """The scheduler's messages over ZeroMQ."""
+
+    def __init__(self, inbox: Inbox, out: zmq.Socket[bytes]) -> None:
+        self._inbox = inbox
+        self._out = out
+
+    def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
+        """Return what has come, waiting up to `timeout_ns` for a first message; None means stop."""
+        frames = self._inbox.wait(-(-timeout_ns // NS_PER_MS))
+        if frames is None:
+            return None
+        messages = []
+        for frame in frames:
+            try:
+                messages.append(TO_SCHEDULER.decode(frame))
+            except ProtocolError as error:
+                logger.error("dropped a message: %s", error)
+        return messages
+
+    def send(self, message: FromScheduler) -> None:
+        """Send one message to the text side."""
+        self._out.send(FROM_SCHEDULER.encode(message))
+
+
+def run_scheduler(task: ChildTask, report: ReportReady) -> None:
+    """Load the model, say that all is ready, and run the event loop until told to stop."""
+    config = task.config
+    if not config.skip_tokenizer_init:
+        # The device must come free even if a step hangs; the detokenizer is left to remove the sockets.
+        die_with_parent()
+        end_with_parent(task)
+    tape, kv_events = open_tape(config), open_kv_events(config)
+    executor = load_executor(config)
+    if executor.info.device == "cpu":
+        yield_cores()
+    core = build_core(config, executor.info, tape)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    out_address = task.api if config.skip_tokenizer_init else task.detokenizer
+    port = SocketPort(Inbox(pull_socket(context, task.scheduler)), push_socket(context, out_address))
+    state = LoopState()
+    hook = create_priority_updates(config.priority_function, core)
+    log = StepLog(config.decode_log_interval)
+    lookahead = LookaheadClient(core, config.scheduler_settings(executor.info))
+    driver = Driver(core, executor, port, log=log, state=state, hook=hook, lookahead=lookahead, kv_events=kv_events)
+    # Sockets belong to one thread, so the heartbeat has its own.
+    beats = push_socket(context, out_address)
+    watchdog = Watchdog(config.watchdog_timeout_s, core, report, tape.flush if tape is not None else lambda: None)
+    heartbeat = HeartbeatThread(state, lambda beat: _send_beat(beats, beat, watchdog), lambda: end_with_parent(task))
+    # What was loaded so far lives for ever; a walk of the collector over all of it would hold up several steps.
+    gc.collect()
+    gc.freeze()
+    report(ChildReport(info=executor.info))
+    heartbeat.start()
+    try:
+        (event_loop_overlap if config.overlaps(executor.info) else event_loop_normal)(driver)
+    except DeviceBrokenError:
+        raise
+    except Exception as error:
+        _end_all(driver, f"the scheduler failed: {error}")
+        raise
+    finally:
+        heartbeat.close()
+        lookahead.close()
+        if tape is not None:
+            tape.close()
+        executor.close()
+        if kv_events is not None:
+            kv_events.close()
+        context.destroy(linger=200)
+
+
+def _end_all(driver: Driver, message: str) -> None:
+    """Tell every open request why; a scheduler too broken even for that leaves it to the supervisor."""
+    try:
+        driver.end_all(message)
+    except Exception:
+        logger.exception("could not end the open requests")
+
+
+def _send_beat(socket: zmq.Socket[bytes], beat: Heartbeat, watchdog: Watchdog) -> None:
+    socket.send(FROM_SCHEDULER.encode(beat))
+    watchdog.check(beat)
+
+
+if __name__ == "__main__":
+    run_child("scheduler", run_scheduler)

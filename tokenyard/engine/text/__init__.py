@@ -1,0 +1,1 @@
+"""The text side of the engine: chat templates, tokenizers, incremental detokenization, stop strings."""

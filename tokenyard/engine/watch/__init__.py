@@ -1,0 +1,1 @@
+"""What watches a running engine: liveness, guards over user code, recording, logs and profiles."""

@@ -1,0 +1,108 @@
+"""Watches the clock over code of the user's, which the scheduler core cannot do: it has none."""
+
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+
+from tokenyard.base import NS_PER_S
+from tokenyard.policy.user_policy import ASKS
+
+MOST_MISTAKES = 3
+WINDOW_CALLS = 100
+STALL_NS = NS_PER_S // 20
+"""What a policy may take for one step."""
+
+LONGEST_S = 1.0
+"""A call that takes longer is broken off: it may never return."""
+
+RING_AGAIN_S = 0.05
+
+Clock = Callable[[], int]
+
+
+class StalledError(Exception):
+    """Raised inside code of the user's that does not come back."""
+
+
+@contextmanager
+def broken_off(seconds: float = LONGEST_S, inside: CodeType | None = None) -> Iterator[None]:
+    """Raise StalledError in a block that takes longer.
+
+    With `inside`, only in what a function of that code calls, so that nothing else is broken off half-way.
+
+    Works by a signal, so only in the main thread, where the scheduler process has its loop; elsewhere it does nothing.
+    Code that does not return to the interpreter cannot be broken off.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(_number: int, frame: FrameType | None) -> None:
+        if inside is None or _is_called_by(frame, inside):
+            raise StalledError(f"it took longer than {seconds:g} s and was broken off")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, RING_AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _is_called_by(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is code:
+            return True
+    return False
+
+
+class Mistakes:
+    """Says when there have been too many: the third within a hundred calls.
+
+    A window, since a busy machine makes any call slow now and then.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._latest: deque[int] = deque(maxlen=MOST_MISTAKES)
+
+    def count(self, mistaken: bool) -> bool:
+        """Count one call; True if it is one mistake too many."""
+        self._calls += 1
+        if not mistaken:
+            return False
+        self._latest.append(self._calls)
+        return len(self._latest) == MOST_MISTAKES and self._calls - self._latest[0] < WINDOW_CALLS
+
+
+class StallGuard:
+    """Measures how long the scheduler takes under a policy of the user's own, and breaks off what never ends."""
+
+    def __init__(self, clock: Clock = time.monotonic_ns) -> None:
+        self._clock = clock
+        self._watched = False
+        self._mistakes = Mistakes()
+        self.stalled = False
+
+    def begin(self, policy: str) -> None:
+        """From now on the policy is the one that is described so; only those of a package (module:name) are watched."""
+        self._watched = ":" in policy
+        self._mistakes = Mistakes()
+        self.stalled = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around a call of the scheduler; `stalled` then says whether the policy has been too slow too often."""
+        if not self._watched:
+            yield
+            return
+        begin_ns = self._clock()
+        with broken_off(inside=ASKS):
+            yield
+        self.stalled |= self._mistakes.count(self._clock() - begin_ns > STALL_NS)

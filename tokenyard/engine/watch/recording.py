@@ -1,0 +1,88 @@
+"""Builds an engine's scheduler, and keeps a tape of it if asked for."""
+
+import contextlib
+import logging
+import os
+import secrets
+from pathlib import Path
+
+from tokenyard import __version__
+from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.cost import LinearCost, find_profile
+from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.tape.codec import Origin
+from tokenyard.tape.recorder import Core, Recorder
+
+logger = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+BUFFER_BYTES = 1 << 16
+OLD_SUFFIX = ".old"
+
+
+class TapeFile:
+    """A file for a tape that only this user may read. An error on the way ends the recording, never the serving."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a new file; one of that name is kept with `.old` behind it. Raises ConfigError if it cannot."""
+        self._path = path
+        try:
+            if path.is_file():
+                path.replace(path.with_name(path.name + OLD_SUFFIX))
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"--record {path}: {error.strerror}; give a file that can be written") from error
+        self._file = os.fdopen(descriptor, "wb", buffering=BUFFER_BYTES)
+        self._usable = True
+
+    def write(self, data: bytes) -> None:
+        """Add to the tape."""
+        if self._usable:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._give_up(error)
+
+    def flush(self) -> None:
+        """Hand everything over to the operating system."""
+        if self._usable:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Keep what there is; what is written from now on is lost. May be called twice."""
+        self.flush()
+        if self._usable:
+            self._usable = False
+            self._file.close()
+
+    def _give_up(self, error: OSError) -> None:
+        self._usable = False
+        with contextlib.suppress(OSError):  # it tries once more to write what is left
+            self._file.close()
+        logger.error("the tape %s ends here: %s; serving goes on without it", self._path, error.strerror)
+
+
+def open_tape(config: EngineConfig) -> TapeFile | None:
+    """The file that the settings ask for, if they do. Raises ConfigError if it cannot be written."""
+    return TapeFile(Path(config.record)) if config.record else None
+
+
+def build_core(config: EngineConfig, info: ExecutorInfo, tape: TapeFile | None) -> Core:
+    """The scheduler for a loaded model, recorded if there is a `tape`. Raises ConfigError for an unknown policy or
+    cost profile.
+    """
+    origin = Origin(config.scheduler_settings(info), info, load_prior(config.cost_profile))
+    if tape is None:
+        return origin.scheduler()
+    key = None if config.record_plain else secrets.token_bytes(KEY_BYTES)
+    return Recorder(origin, tape, key, __version__)
+
+
+def load_prior(profile: str) -> LinearCost | None:
+    """What policies believe of step times at first; None for no profile. Raises ConfigError for an unknown one."""
+    if not profile:
+        return None
+    return find_profile(profile).cost()

@@ -1,0 +1,42 @@
+"""Whether a request got what it was promised, by its own targets or its class's."""
+
+from tokenyard.base import Finish
+
+ON_PURPOSE = ("cancelled", "paused")
+"""Causes of an abort that say nothing about how the server did."""
+
+SAYS_NOTHING = (*ON_PURPOSE, "invalid", "tenant_limit")
+
+
+def targets_met(finish: Finish) -> list[tuple[str, bool]]:
+    """The latency targets of a request that has ended, each with whether it was met; what never came was late."""
+    promise, met = finish.slo_targets, []
+    if promise.ttft_ns:
+        soon = finish.first_token_ns - finish.arrival_ns <= promise.ttft_ns
+        met.append(("ttft", bool(finish.first_token_ns) and soon))
+    if promise.tpot_ns and finish.completion_tokens > 1:
+        decode_ns = finish.finished_ns - finish.first_token_ns
+        met.append(("tpot", decode_ns <= promise.tpot_ns * (finish.completion_tokens - 1)))
+    if promise.deadline_ns:
+        in_time = finish.finished_ns - finish.arrival_ns <= promise.deadline_ns
+        met.append(("deadline", in_time and finish.reason != "abort"))
+    return met
+
+
+def met_slo(finish: Finish) -> bool | None:
+    """Whether an answer met all its targets; one that was refused or failed did not.
+
+    None for one that somebody ended on purpose, for one that could never have been served or was beyond what its tenant
+    may have, and where nothing was promised because the request never reached the scheduler.
+    """
+    if finish.cause in SAYS_NOTHING or not finish.slo_targets.tpot_ns:
+        return None
+    return finish.reason != "abort" and all(met for _, met in targets_met(finish))
+
+
+def stage_at_deadline(finish: Finish) -> str:
+    """Where a request was when its deadline passed: queue, prefill or decode."""
+    due_ns = finish.arrival_ns + finish.slo_targets.deadline_ns
+    if not 0 < finish.admitted_ns <= due_ns:
+        return "queue"
+    return "decode" if 0 < finish.first_token_ns <= due_ns else "prefill"

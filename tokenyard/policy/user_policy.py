@@ -1,0 +1,246 @@
+"""A policy of the user's own, watched over: what it gets wrong harms nobody else."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from operator import index
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from typing_extensions import override
+
+from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.policy.base import Policy
+from tokenyard.policy.budget import StepBudget
+from tokenyard.policy.compose import Wrapper
+from tokenyard.policy.views import Columns, Views
+
+T = TypeVar("T")
+NOBODY: list[int] = []
+
+
+class ReadOnlyColumns:
+    """The columns of others' requests, which raise ValueError when written to."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._columns, name)
+        return read_only(value) if isinstance(value, np.ndarray) else value
+
+
+def read_only(array: Any) -> Any:
+    """The same numbers, not to be written to."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def guarded_columns(columns: Columns) -> Columns:
+    """What a policy of the user's sees of `columns`."""
+    return cast(Columns, ReadOnlyColumns(columns))
+
+
+def guarded_views(views: Views) -> Views:
+    """What a policy of the user's sees of `views`."""
+    return replace(
+        views,
+        columns=guarded_columns(views.columns),
+        waiting=read_only(views.waiting),
+        prefilling=read_only(views.prefilling),
+        running=read_only(views.running),
+    )
+
+
+class Guarded(Wrapper):
+    """Passes on what `inner` says as long as it makes sense.
+
+    The first exception, or an answer that makes no sense, such as rows that do not belong there or come twice, puts
+    fcfs in its place for good; `failure` then says why. So that nothing hangs, fcfs also steps in where nobody decodes
+    and `inner` names no candidate or allows no tokens. How long answers take is watched outside the core, where clocks
+    are.
+    """
+
+    def __init__(self, settings: SchedulerSettings, inner: Policy, path: str) -> None:
+        super().__init__(settings, inner, "user")
+        self.name = path
+        self.overtaking = str(inner.overtaking)
+        self.failure = ""
+
+    @override
+    def describe(self) -> str:
+        return f"fcfs ({self.name} failed: {self.failure})" if self.failure else self.name
+
+    @override
+    def begin_step(self, views: Views) -> None:
+        self.views = views
+        self.inner.views = shown = guarded_views(views)
+        self.ask(lambda: self.inner.begin_step(shown), None)
+
+    @override
+    def candidates(self, views: Views) -> Iterator[int]:
+        rows = [*views.prefilling.tolist(), *views.waiting.tolist()]
+        return self._checked(rows, lambda: iter(self.inner.candidates(guarded_views(views))))
+
+    @override
+    def prefilling_order(self, views: Views) -> Iterator[int]:
+        return iter(views.prefilling.tolist())
+
+    @override
+    def order(self, views: Views) -> Iterator[int]:
+        return self._checked(views.waiting.tolist(), lambda: iter(self.inner.order(guarded_views(views))))
+
+    @override
+    def overdue(self) -> list[int]:
+        assert self.views is not None
+        known = {*self.views.prefilling.tolist(), *self.views.waiting.tolist()}
+        rows = self.ask(lambda: [index(row) for row in self.inner.overdue()], NOBODY)
+        return rows if self._belong(rows, known, "overdue") else []
+
+    @override
+    def budget(self) -> StepBudget:
+        budget = self.ask(lambda: GuardedBudget(self, self.inner.budget()), None)
+        return self.usual_budget() if budget is None else budget
+
+    def usual_budget(self) -> StepBudget:
+        """The step's allowance without `inner`."""
+        assert self.views is not None
+        return self.budget_rule.begin(self.views)
+
+    @override
+    def victims(self, views: Views) -> Iterator[int]:
+        """Rows that `inner` leaves out go last."""
+        rows = self.ask(lambda: [index(row) for row in self.inner.victims(guarded_views(views))], NOBODY)
+        if not self._belong(rows, set(views.running.tolist()), "victims"):
+            rows = []
+        chosen = set(rows)
+        return iter([*rows, *(row for row in self.victim_rule.victims(views) if row not in chosen)])
+
+    @override
+    def outranked(self, views: Views, asker: int) -> Iterator[int]:
+        """All at once, so that a mistake is found before anybody gives way."""
+        rows = self.ask(lambda: [index(row) for row in self.inner.outranked(guarded_views(views), asker)], NOBODY)
+        admitted = {*views.running.tolist(), *views.prefilling.tolist()}
+        return iter(rows if self._belong(rows, admitted, "outranked") else [])
+
+    @override
+    def charge(self, row: int, prefill_tokens: int) -> None:
+        self.ask(lambda: self.inner.charge(row, prefill_tokens), None)
+
+    @override
+    def charge_decode(self, rows: Int32Array) -> None:
+        self.ask(lambda: self.inner.charge_decode(read_only(rows)), None)
+
+    @override
+    def measures(self, rows: Int32Array) -> dict[str, float]:
+        nothing: dict[str, float] = {}
+        return self.ask(
+            lambda: {name: float(value) for name, value in self.inner.measures(read_only(rows)).items()}, nothing
+        )
+
+    @override
+    def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
+        row = self.ask(lambda: self._displaced(columns, waiting, newcomer), None)
+        return row if row is None or self._belong([row], set(waiting.tolist()), "displaced") else None
+
+    def _displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
+        row = self.inner.displaced(guarded_columns(columns), read_only(waiting), newcomer)
+        return None if row is None else index(row)
+
+    @override
+    def finished(self, row: int) -> None:
+        self.ask(lambda: self.inner.finished(row), None)
+
+    @override
+    def removed(self, row: int) -> None:
+        self.ask(lambda: self.inner.removed(row), None)
+
+    @property
+    def must_prefill(self) -> bool:
+        """Whether nothing would happen without prefill in this step."""
+        assert self.views is not None
+        return not len(self.views.running)
+
+    def _checked(self, rows: list[int], draw: Callable[[], Iterator[int]]) -> Iterator[int]:
+        """What `draw` yields out of `rows`; what is left of them follows after a failure, or if nobody has started and
+        nothing else comes.
+        """
+        assert self.views is not None
+        left, drawn = dict.fromkeys(rows), len(self.views.prefilling) > 0
+        nothing: Iterator[int] = iter(())
+        source = self.ask(draw, nothing)
+        while (row := self.ask(lambda: _next_row(source), None)) is not None:
+            if row not in left:
+                self.fail(f"candidate {row!r} is no waiting row, or came twice")
+                break
+            del left[row]
+            drawn = True
+            yield row
+        if self.failure or (self.must_prefill and not drawn):
+            yield from left
+
+    def _belong(self, rows: list[int], known: set[int], answer: str) -> bool:
+        """Whether `rows` are all different and `known`; otherwise `inner` is done with."""
+        fine = len(set(rows)) == len(rows) and known.issuperset(rows)
+        if not fine:
+            self.fail(f"{answer} named a row twice, or one that does not belong there")
+        return fine
+
+    def ask(self, question: Callable[[], T], fallback: T) -> T:
+        """What `question` answers, `fallback` if it raises or `inner` is done with."""
+        if self.failure:
+            return fallback
+        try:
+            return question()
+        except (Exception, SystemExit) as error:
+            self.fail(f"it raised {error!r}")
+            return fallback
+
+    def fail(self, why: str) -> None:
+        """`inner` is done with."""
+        self.failure = why
+
+
+def _next_row(source: Iterator[Any]) -> int | None:
+    row = next(source, None)
+    try:
+        return None if row is None else index(row)
+    except TypeError:
+        raise TypeError(f"candidate {row!r} is no row") from None
+
+
+class GuardedBudget(StepBudget):
+    """A budget of the user's policy, of which a chunk that makes no sense ends the step's prefill.
+
+    So that nothing hangs, the usual budget says how large the first chunk is where nobody decodes and `inner` says 0.
+    Raises what reading `inner` raises.
+    """
+
+    def __init__(self, guard: "Guarded", inner: StepBudget) -> None:
+        self.prefill, self.with_decode = bool(inner.prefill), bool(inner.with_decode)
+        # Without a place for an unfinished one, a prompt larger than a chunk could never start.
+        self.max_requests, self.max_prefilling = index(inner.max_requests), max(index(inner.max_prefilling), 1)
+        self._guard = guard
+        self._inner = inner
+        self._must_go_on = guard.must_prefill
+        if self._must_go_on and not (self.prefill and self.max_requests > 0):
+            self.prefill, self.max_requests = True, 1
+
+    @override
+    def chunk(self, prefix: int, remaining: int) -> int:
+        tokens = self._guard.ask(lambda: index(self._inner.chunk(prefix, remaining)), 0)
+        if not 0 <= tokens <= remaining:
+            self._guard.fail(f"budget gave a chunk of {tokens} out of {remaining} tokens")
+            tokens = 0
+        if tokens or not self._must_go_on:
+            return tokens
+        return self._guard.usual_budget().chunk(prefix, remaining)
+
+    @override
+    def spend(self, prefix: int, tokens: int) -> None:
+        self._must_go_on = False
+        self._guard.ask(lambda: self._inner.spend(prefix, tokens), None)
+
+
+ASKS = Guarded.ask.__code__
+"""The function that calls the user's: an exception in what it calls, wherever it comes from, harms nobody else."""

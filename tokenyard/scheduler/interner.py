@@ -1,0 +1,34 @@
+"""Small integers for names, so that names become columns."""
+
+import heapq
+from collections.abc import Hashable
+
+
+class Interner:
+    """Numbers names from `first` on, the lowest free number first, and forgets a name when nobody uses it any more."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._users: dict[int, int] = {}
+        self._names: dict[int, Hashable] = {}
+        self._free: list[int] = []
+        self._first = first
+
+    def take(self, name: Hashable) -> int:
+        """The number of `name`, which one more user holds from now on."""
+        number = self._numbers.get(name)
+        if number is None:
+            number = heapq.heappop(self._free) if self._free else self._first + len(self._numbers)
+            self._numbers[name], self._names[number], self._users[number] = number, name, 0
+        self._users[number] += 1
+        return number
+
+    def drop(self, number: int) -> None:
+        """One user of this number is gone."""
+        self._users[number] -= 1
+        if not self._users[number]:
+            del self._users[number], self._numbers[self._names.pop(number)]
+            heapq.heappush(self._free, number)
+
+    def __len__(self) -> int:
+        return len(self._numbers)

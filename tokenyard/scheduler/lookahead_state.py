@@ -1,0 +1,193 @@
+"""What a look ahead starts from: the state of the scheduler at one moment as columns, and what came and went before.
+
+Taking it costs the scheduler a few numpy calls, however long the queue is. Everything travels to the process that looks
+ahead as msgpack, arrays as raw bytes.
+"""
+
+import zlib
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tokenyard.base import ExecutorInfo, Finish, Int64Array, Request, SchedulerSettings, Slo
+from tokenyard.cost import LinearCost, LinearTerms, OnlineCost
+from tokenyard.policy.adaptive import Score
+from tokenyard.scheduler.lifecycle import Gate
+from tokenyard.scheduler.state import SchedulerState, first_belief
+
+MOST_WAITING = 500
+"""Of a longer queue so many are looked at, spread evenly over the order of arrival."""
+
+BLOCK_TOKENS = 128
+COLUMNS = (
+    "number",
+    "state",
+    "arrival_ns",
+    "prompt_tokens",
+    "planned",
+    "known",
+    "limit",
+    "first_token_ns",
+    "priority",
+    "deadline_ns",
+    "ttft_ns",
+    "tpot_ns",
+)
+
+
+class Arrived(msgspec.Struct, array_like=True, frozen=True):
+    """A request came. blocks: int64, a chained checksum for each whole block of `BLOCK_TOKENS` prompt tokens, so that
+    prompts share a prefix as far as these agree. deadline_ns, ttft_ns and tpot_ns are 0 where it brought none.
+    """
+
+    number: int
+    answers: int
+    arrival_ns: int
+    prompt_tokens: int
+    max_new_tokens: int
+    tenant: str
+    service_class: str
+    priority: int | None
+    deadline_ns: int
+    ttft_ns: int
+    tpot_ns: int
+    blocks: Int64Array
+
+    @classmethod
+    def of(cls, request: Request, now: int, *, blocks: bool) -> "Arrived":
+        """What is worth knowing of a request that comes at `now`; without `blocks` it shares no prefix."""
+        slo = request.slo or Slo()
+        return cls(
+            number=request.number,
+            answers=request.sampling.n,
+            arrival_ns=request.arrival_ns or now,
+            prompt_tokens=len(request.prompt_ids),
+            max_new_tokens=request.sampling.max_new_tokens,
+            tenant=request.tenant,
+            service_class=request.service_class or "",
+            priority=request.priority,
+            deadline_ns=request.deadline_ns or 0,
+            ttft_ns=slo.ttft_ns or 0,
+            tpot_ns=slo.tpot_ns or 0,
+            blocks=block_chain(request) if blocks else np.empty(0, np.int64),
+        )
+
+
+class Ended(msgspec.Struct, array_like=True, frozen=True):
+    """A request left after so many output tokens; `whole` if it was not aborted."""
+
+    number: int
+    output_tokens: int
+    at_ns: int
+    whole: bool
+
+    @classmethod
+    def of(cls, finish: Finish) -> "Ended":
+        """What is worth knowing of an end."""
+        return cls(finish.number, finish.completion_tokens, finish.finished_ns, finish.reason != "abort")
+
+
+class LookaheadState(msgspec.Struct, array_like=True, frozen=True):
+    """The scheduler at `now`. rows: the int64[n] columns of `COLUMNS` for all that run, and at most `MOST_WAITING` of
+    those that wait and are not held back; plans in flight count as done. cached_tokens: KV in the tree that nobody
+    holds. new_token_ratio: of the headroom, 0 if it has none. terms: what is believed of step times.
+    """
+
+    now: int
+    settings: SchedulerSettings
+    info: ExecutorInfo
+    terms: LinearTerms
+    rows: dict[str, Int64Array]
+    cached_tokens: int
+    new_token_ratio: float
+
+
+class LookaheadQuery(msgspec.Struct, array_like=True, frozen=True):
+    """Look `horizon_s` ahead from a moment under each of the candidates. Equal numbers draw equal futures."""
+
+    number: int
+    candidates: list[str]
+    horizon_s: float
+    state: LookaheadState
+
+
+class LookaheadReply(msgspec.Struct, array_like=True, frozen=True):
+    """The scores that were asked for, and the seconds of CPU since the answer before."""
+
+    number: int
+    scores: list[Score]
+    cpu_s: float
+
+
+Message = Arrived | Ended | LookaheadQuery
+_MESSAGES: tuple[type, ...] = (Arrived, Ended, LookaheadQuery)
+
+
+def take_lookahead_state(state: SchedulerState, now: int) -> LookaheadState:
+    """The state at `now`."""
+    table, waiting = state.table, state.waiting.rows
+    waiting = waiting[(table.gates[waiting] & ~Gate.GROUP) == 0]
+    if len(waiting) > MOST_WAITING:
+        waiting = waiting[np.linspace(0, len(waiting) - 1, MOST_WAITING).astype(np.int64)]
+    rows = np.concatenate((state.running.rows, state.prefilling.rows, waiting))
+    return LookaheadState(
+        now=now,
+        settings=state.settings,
+        info=state.info,
+        terms=_terms(state),
+        rows={name: getattr(table, name)[rows].astype(np.int64) for name in COLUMNS},
+        cached_tokens=state.memory.tree.evictable_pages * state.memory.page_size,
+        new_token_ratio=state.policy.headroom.ratio,
+    )
+
+
+def _terms(state: SchedulerState) -> LinearTerms:
+    cost = state.cost
+    return cost.terms if isinstance(cost, LinearCost | OnlineCost) else first_belief(state.info).terms
+
+
+def block_chain(request: Request) -> Int64Array:
+    """Checksums (CRC-32) of the prompt up to the end of each whole block, int64[prompt tokens // BLOCK_TOKENS]."""
+    data, size = memoryview(request.prompt_ids.tobytes()), request.prompt_ids.itemsize * BLOCK_TOKENS
+    chain, checksum = [], zlib.crc32(request.namespace.encode())
+    for end in range(size, len(data) + 1, size):
+        checksum = zlib.crc32(data[end - size : end], checksum)
+        chain.append(checksum)
+    return np.array(chain, np.int64)
+
+
+def encode(message: Message | LookaheadReply) -> bytes:
+    """A message as bytes. Messages to the process that looks ahead begin with a byte for their kind."""
+    body = _ENCODER.encode(message)
+    return body if isinstance(message, LookaheadReply) else bytes([_MESSAGES.index(type(message))]) + body
+
+
+def decode(data: bytes) -> Message:
+    """The message in `data`. Raises ValueError for anything else."""
+    if not data or data[0] >= len(_MESSAGES):
+        raise ValueError("no message to the process that looks ahead")
+    found: Message = _DECODERS[data[0]].decode(memoryview(data)[1:])
+    return found
+
+
+def decode_reply(data: bytes) -> LookaheadReply:
+    """The answer in `data`. Raises ValueError for anything else."""
+    return _REPLIES.decode(data)
+
+
+def _encode_array(value: object) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise NotImplementedError(f"a look ahead has no use for a {type(value).__name__}")
+
+
+def _decode_array(wanted: Any, value: Any) -> Int64Array:
+    return np.frombuffer(value, np.int64)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_DECODERS: list[msgspec.msgpack.Decoder[Any]] = [
+    msgspec.msgpack.Decoder(cls, dec_hook=_decode_array) for cls in _MESSAGES
+]
+_REPLIES = msgspec.msgpack.Decoder(LookaheadReply)

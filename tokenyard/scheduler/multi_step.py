@@ -1,0 +1,89 @@
+"""Decode steps planned several at a time, for drivers that know beforehand when the next row ends.
+
+A step that only decodes, while nobody waits, is followed by the same step one position further. The functions here make
+one plan and one result stand for many such steps and leave everything as the single steps would have left it
+(tests/contract/test_multi_step.py holds them to it).
+"""
+
+import numpy as np
+
+from tokenyard.base import Int32Array, StepPlan
+from tokenyard.scheduler.memory import KvMemory
+from tokenyard.scheduler.state import SchedulerState
+
+
+def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: int) -> None:
+    """Let `plan`, the newest one, whose columns stand for table `rows` (int32[n]), stand for up to `most` steps."""
+    if not _same_again(state, plan):
+        return
+    # A row computes its last token at position limit - 1.
+    times = min(most, int((state.table.limit[rows] - plan.starts).min()))
+    further = _take_pages(state.memory, plan, times - 1)
+    if not further:
+        return
+    plan.num_steps += further
+    state.table.planned[rows] += further
+    state.table.last_step[rows] += further
+    state.counters.steps += further
+    state.counters.decode_steps += further
+    for _ in range(further):
+        state.charge_decode(rows)
+
+
+def append_but_last(state: SchedulerState, plan: StepPlan, rows: Int32Array, tokens: Int32Array) -> None:
+    """Append what `rows` sampled in all steps of a multi-step plan but the last; `tokens` is int32[num_steps - 1,
+    rows].
+
+    Raises ValueError for a row that stopped on the way: the driver promised that none does.
+    """
+    table, further = state.table, len(tokens)
+    pool_rows, known = table.pool_row[rows], table.known[rows]
+    every_row, every_token = np.tile(pool_rows, further), tokens.ravel()
+    if state.stop_tokens.hit(every_row, every_token).any():
+        raise ValueError(f"a row stopped before the last of the {plan.num_steps} steps of plan {plan.step}")
+    state.memory.pool.token_ids[pool_rows, known + _column(0, further)] = tokens
+    table.known[rows] = known + further
+    table.computed[rows] += further
+    state.outbox.tokens(np.tile(table.number[rows], further), every_token, np.tile(table.hit[rows], further))
+    state.counters.generated_tokens += len(every_token)
+
+
+def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
+    """Whether nothing but what the decoding rows sample enters the steps after `plan` until the next event.
+
+    With overlap a step is planned before the one before it is known, and a belief that learns does so step by step.
+    """
+    return (
+        state.settings.max_in_flight == 1
+        and plan.decode_rows == len(plan.pool_rows)
+        and not len(state.waiting)
+        and not len(state.prefilling)
+        and not (state.cost is not None and state.cost.learns)
+    )
+
+
+def _take_pages(memory: KvMemory, plan: StepPlan, further: int) -> int:
+    """Take the pages of up to `further` more steps, in the order in which the steps would; returns for how many."""
+    if further < 1:
+        return 0
+    starts = plan.starts + _column(1, further)
+    steps, columns = np.nonzero(starts % memory.page_size == 0)
+    counts = np.bincount(steps, minlength=further)
+    free = memory.allocator.available + memory.tree.evictable_pages
+    further = int(np.searchsorted(np.cumsum(counts), free, side="right"))
+    taken = int(counts[:further].sum())
+    if not taken:
+        return further
+    pages = memory.take_in_turn(counts[:further].tolist())
+    steps, columns = steps[:taken], columns[:taken]
+    owners, places = plan.pool_rows[columns], starts[steps, columns] // memory.page_size
+    memory.pool.page_table[owners, places] = pages
+    plan.page_rows = np.concatenate((plan.page_rows, owners))
+    plan.page_columns = np.concatenate((plan.page_columns, places))
+    plan.page_ids = np.concatenate((plan.page_ids, pages))
+    return further
+
+
+def _column(first: int, count: int) -> Int32Array:
+    """`count` numbers from `first` on, int32[count, 1], to go beside a row of rows."""
+    return np.arange(first, first + count, dtype=np.int32)[:, None]

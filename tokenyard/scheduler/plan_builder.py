@@ -1,0 +1,97 @@
+"""A step plan in the making: decoding rows as columns, chunks one by one, made into a `StepPlan` at the end."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenyard.base import LAST_SAMPLED, Int32Array, RowStart, StepPlan
+from tokenyard.scheduler.memory import NO_PAGES, KvMemory
+from tokenyard.scheduler.table import RequestTable
+
+
+@dataclass(slots=True)
+class Chunk:
+    """`count` tokens of one row's prompt from position `start`; `sampled` if a token follows its last one."""
+
+    row: int
+    start: int
+    count: int
+    sampled: bool
+
+
+class PlanBuilder:
+    """Collects what one step does. Table columns are advanced by the caller; nothing here allocates."""
+
+    def __init__(self, table: RequestTable, memory: KvMemory) -> None:
+        self._table = table
+        self._memory = memory
+        self.decode_rows: Int32Array = NO_PAGES
+        self._decode_starts: Int32Array = NO_PAGES
+        self.chunks: list[Chunk] = []
+        self.row_starts: list[RowStart] = []
+        self._page_rows: list[Int32Array] = []
+        self._page_columns: list[Int32Array] = []
+        self._page_ids: list[Int32Array] = []
+
+    @property
+    def empty(self) -> bool:
+        """Whether the step would do nothing."""
+        return not (len(self.decode_rows) or self.chunks)
+
+    def decode(self, rows: Int32Array, starts: Int32Array) -> None:
+        """Let `rows` (int32[n]) compute one token each at `starts` (int32[n])."""
+        self.decode_rows, self._decode_starts = rows, starts
+
+    def write_pages(self, pool_rows: Int32Array, columns: Int32Array, pages: Int32Array) -> None:
+        """page_table[pool_rows[i], columns[i]] = pages[i] before the step; all int32[m]."""
+        self._page_rows.append(pool_rows)
+        self._page_columns.append(columns)
+        self._page_ids.append(pages)
+
+    def write_page_run(self, pool_row: int, first_column: int, pages: Int32Array) -> None:
+        """`write_pages` for consecutive columns of one pool row."""
+        columns = np.arange(first_column, first_column + len(pages), dtype=np.int32)
+        self.write_pages(np.full(len(pages), pool_row, np.int32), columns, pages)
+
+    def rows(self) -> Int32Array:
+        """Table rows of the step, in the plan's order: decoding ones, then chunks."""
+        if not self.chunks:
+            return self.decode_rows
+        return np.concatenate((self.decode_rows, np.array([chunk.row for chunk in self.chunks], np.int32)))
+
+    def finish(self, step: int) -> StepPlan:
+        """The plan; `step` is its number."""
+        rows, decoding = self.rows(), len(self.decode_rows)
+        starts, counts = self._decode_starts, np.ones(decoding, np.int32)
+        sampled = np.ones(decoding, np.bool_)
+        tokens = np.full(decoding, LAST_SAMPLED, np.int32)
+        if self.chunks:
+            starts = np.concatenate((starts, np.array([chunk.start for chunk in self.chunks], np.int32)))
+            counts = np.concatenate((counts, np.array([chunk.count for chunk in self.chunks], np.int32)))
+            sampled = np.concatenate((sampled, np.array([chunk.sampled for chunk in self.chunks], np.bool_)))
+            tokens = np.concatenate((tokens, *map(self._chunk_tokens, self.chunks)))
+        return StepPlan(
+            step=step,
+            pool_rows=self._table.pool_row[rows],
+            epochs=self._table.epoch[rows],
+            starts=starts,
+            counts=counts,
+            sampled=sampled,
+            tokens=tokens,
+            page_rows=_joined(self._page_rows),
+            page_columns=_joined(self._page_columns),
+            page_ids=_joined(self._page_ids),
+            row_starts=self.row_starts,
+            decode_rows=decoding,
+        )
+
+    def _chunk_tokens(self, chunk: Chunk) -> Int32Array:
+        pool_row = self._table.pool_row[chunk.row]
+        tokens: Int32Array = self._memory.pool.token_ids[pool_row, chunk.start : chunk.start + chunk.count]
+        return tokens
+
+
+def _joined(parts: list[Int32Array]) -> Int32Array:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NO_PAGES

@@ -1,0 +1,65 @@
+"""Priority inversion: how long requests waited for a place while somebody less urgent had one.
+
+Kept up at the moments when a request comes, gets a place, loses it or leaves, so that it costs nothing per step and
+nothing per waiting request.
+"""
+
+from collections import Counter
+
+MOST_LEVELS = 64
+"""Levels that are told apart; the time of others counts for the nearest of them."""
+
+
+class PriorityInversion:
+    """Whose place is how urgent, and how much time has passed with the least urgent of them at each level.
+
+    The time in which a waiting request of some level was overtaken is the growth, since it began to wait, of the times
+    of all levels below its own. Levels are whole numbers, larger is more urgent. Every verb answers how long `row` was
+    overtaken since its last verb, in ns.
+    """
+
+    def __init__(self) -> None:
+        self._seated: dict[int, int] = {}
+        self._held: Counter[int] = Counter()
+        self._waiting: dict[int, tuple[int, int]] = {}
+        self._spent: dict[int, int] = {}
+        self._since_ns = 0
+
+    def enqueued(self, row: int, level: int, now: int) -> int:
+        """From `now` (ns) on the request in `row` waits for a place."""
+        inverted_ns = self.removed(row, now)
+        self._waiting[row] = level, self._below(level)
+        return inverted_ns
+
+    def admitted(self, row: int, level: int, now: int) -> int:
+        """From `now` (ns) on the request in `row` has a place."""
+        inverted_ns = self.removed(row, now)
+        self._seated[row] = level
+        self._held[level] += 1
+        return inverted_ns
+
+    def removed(self, row: int, now: int) -> int:
+        """From `now` (ns) on the request in `row` neither waits nor has a place."""
+        self._count(now)
+        level = self._seated.pop(row, None)
+        if level is not None:
+            self._held[level] -= 1
+            if not self._held[level]:
+                del self._held[level]
+        if row not in self._waiting:
+            return 0
+        level, before = self._waiting.pop(row)
+        return self._below(level) - before
+
+    def _count(self, now: int) -> None:
+        """Let the time since the last change count for the least urgent level that has had a place in it."""
+        if self._held and now > self._since_ns:
+            level = min(self._held)
+            if level not in self._spent and len(self._spent) >= MOST_LEVELS:
+                level = min(self._spent, key=lambda kept: (abs(kept - level), kept))
+            self._spent[level] = self._spent.get(level, 0) + now - self._since_ns
+        self._since_ns = max(now, self._since_ns)
+
+    def _below(self, level: int) -> int:
+        """Time so far in which somebody less urgent than `level` had a place."""
+        return sum(spent for lowest, spent in self._spent.items() if lowest < level)

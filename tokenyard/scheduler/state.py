@@ -1,0 +1,357 @@
+"""Who waits, who is being prefilled, who runs, and every move between these.
+
+The planner, the committer and the verbs of the scheduler share one `SchedulerState`; each move is one method here, so
+that the lists, the table and the memory never disagree.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from tokenyard.base import (
+    AbortCause,
+    CostModel,
+    ExecutorInfo,
+    Explanation,
+    Finish,
+    FinishReason,
+    Int32Array,
+    RetractReason,
+    SchedulerSettings,
+    Started,
+)
+from tokenyard.cost import LinearCost, OnlineCost, get_profile
+from tokenyard.policy import Policy, Views, create_policy
+from tokenyard.policy.slo_targets import slo_targets
+from tokenyard.policy.tenants import create_limits
+from tokenyard.scheduler.history import RequestHistory, Start
+from tokenyard.scheduler.lifecycle import Gate, State
+from tokenyard.scheduler.memory import KvMemory, Release
+from tokenyard.scheduler.outbox import Outbox
+from tokenyard.scheduler.priority_inversion import PriorityInversion
+from tokenyard.scheduler.row_list import RowList
+from tokenyard.scheduler.snapshot import Counters
+from tokenyard.scheduler.stop_tokens import StopTokens
+from tokenyard.scheduler.table import RequestTable
+from tokenyard.scheduler.timeouts import Timeouts
+from tokenyard.scheduler.waiting_index import WaitingIndex
+
+
+def first_belief(info: ExecutorInfo) -> LinearCost:
+    """What is believed of a device that nobody has measured, until its steps correct it.
+
+    Anything but a CUDA device is taken for a small CPU, so that the first steps are short rather than long.
+    """
+    device, model = ("h100", "llama-3-8b") if info.device.startswith("cuda") else ("cpu", "smollm2-135m")
+    return get_profile(device, model).cost()
+
+
+class SchedulerState:
+    """All state of the scheduler but the plans in flight."""
+
+    def __init__(self, settings: SchedulerSettings, info: ExecutorInfo, cost: CostModel | None) -> None:
+        """Raises ConfigError for settings that contradict each other or an unknown policy."""
+        settings.validate()
+        self.settings = settings
+        self.info = info
+        self.cost = cost
+        self.table = RequestTable(tenants=settings.tenants)
+        self.counters = Counters()
+        self.outbox = Outbox()
+        self.history = RequestHistory()
+        self.inversion = PriorityInversion()
+        self.waiting = RowList()
+        self.prefilling = RowList()
+        self.running = RowList()
+        self.longest = min(settings.context_length, info.num_pages * settings.page_size + 1)
+        self.stop_tokens = StopTokens(info.max_pool_rows)
+        self.queue_timeouts = Timeouts(settings.queue_timeout_s)
+        self.run_timeouts = Timeouts(settings.run_timeout_s)
+        self.limits = create_limits(settings)
+        self.prefill_steps_in_row = 0
+        self._index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
+        self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
+        self.reset_memory()
+        self.set_policy(settings, 0)
+
+    # ---- moves -------------------------------------------------------------------------------------------------
+
+    def join(self, row: int, now: int) -> None:
+        """A new request stands in line."""
+        timings = self.table.request_state(row).clock.timings
+        timings.waiting_ahead, timings.admitted_ahead = len(self.waiting), len(self.prefilling) + len(self.running)
+        self.waiting.append(row)
+        self._index.add(row)
+        self.update_inversion(row, now)
+        self.queue_timeouts.start(int(self.table.number[row]), now)
+
+    def admit(self, row: int, hit: int, now: int) -> None:
+        """Waiting to prefill: `row` has taken a pool row with `hit` tokens from the tree."""
+        table = self.table
+        request_state = table.request_state(row)
+        table.state[row] = State.PREFILL
+        self._index.remove(row)
+        self.prefilling.append(row)
+        sampling = request_state.request.sampling
+        eos = () if sampling.ignore_eos else self.info.eos_token_ids
+        self.stop_tokens.write(int(table.pool_row[row]), {*eos, *sampling.stop_token_ids})
+        request_state.clock.enter("recompute" if table.first_token_ns[row] else "prefill", now)
+        self.update_inversion(row, now)
+        timings, tokens = request_state.clock.timings, int(table.target[row]) - hit
+        if table.admitted_ns[row]:
+            self.counters.recomputed_tokens += tokens
+            timings.recomputed_tokens += tokens
+            return
+        timings.policy, timings.overtaking = self.policy.describe(), self.policy.overtaking
+        self.history.started(Start(now, int(table.seq[row]), int(table.number[row]), tokens))
+        table.admitted_ns[row] = now
+        table.hit[row] = hit
+        self.counters.hit_tokens += hit
+        number, request = int(table.number[row]), request_state.request
+        self.run_timeouts.start(number, now)
+        self.outbox.started.append(
+            Started(number, request.prompt_ids, request.text, sampling.stop, sampling.stop_token_ids, request.logprobs)
+        )
+
+    def prompt_planned(self, row: int) -> None:
+        """Prefill to running: the last chunk of `row` is planned; from the next step on it decodes."""
+        self.table.state[row] = State.RUNNING
+        self.running.append(row)
+
+    def charge_decode(self, rows: Int32Array) -> None:
+        """Tell who keeps accounts that each of `rows` decodes one token."""
+        self.policy.headroom.decoded()
+        if self.policy.charges_decode:
+            self.policy.charge_decode(rows)
+        self.limits.charge_decode(rows)
+
+    def retract(self, row: int, why: RetractReason, now: int) -> None:
+        """Send a row that holds pages back to its place in line. What it has computed stays in the tree."""
+        table = self.table
+        request_state = table.request_state(row)
+        request_state.known_ids = self.memory.pool.token_ids[table.pool_row[row], : table.known[row]].copy()
+        self._give_up_pages(row)
+        table.epoch[row] += 1
+        table.retractions[row] += 1
+        table.target[row] = table.known[row]
+        table.pool_row[row] = -1
+        table.cached[row] = table.computed[row] = table.planned[row] = 0
+        table.state[row] = State.WAITING
+        self.waiting.insert_by(row, table.seq)
+        self._index.add(row)
+        self.sweep()
+        request_state.clock.enter("requeued", now)
+        self.update_inversion(row, now)
+        if why == "preempted":
+            self.counters.preempted += 1
+            request_state.clock.timings.preemptions += 1
+        elif why == "out of pages":
+            self.counters.retracted += 1
+            request_state.clock.timings.page_shortages += 1
+        else:
+            request_state.clock.timings.pauses += 1
+
+    def end(
+        self,
+        row: int,
+        reason: FinishReason,
+        now: int,
+        matched: int | str | None = None,
+        message: str = "",
+        status: int = 200,
+        cause: AbortCause = "",
+    ) -> None:
+        """End a request in any state, exactly once. The caller sweeps the lists afterwards."""
+        table, timings = self.table, self.table.request_state(row).clock.timings
+        timings.inverted_ns += self.inversion.removed(row, now)
+        output = int(table.known[row] - table.prompt_tokens[row])
+        finish = Finish(
+            number=int(table.number[row]),
+            reason=reason,
+            matched=matched,
+            message=message,
+            status=status,
+            prompt_tokens=int(table.prompt_tokens[row]),
+            completion_tokens=output,
+            cached_tokens=int(table.hit[row]) if table.admitted_ns[row] else 0,
+            retractions=int(table.retractions[row]),
+            arrival_ns=int(table.arrival_ns[row]),
+            admitted_ns=int(table.admitted_ns[row]),
+            first_token_ns=int(table.first_token_ns[row]),
+            finished_ns=now,
+            cause=cause,
+            timings=table.request_state(row).clock.read(now),
+            slo_targets=slo_targets(table, row, self.settings, self.cost),
+        )
+        self.outbox.finished.append(finish)
+        self.history.ended(int(table.seq[row]), finish)
+        self.open_group(row)
+        if table.pool_row[row] >= 0:
+            self._give_up_pages(row)
+        self._index.forget(row)
+        if reason == "abort":
+            self.counters.aborted += 1
+        else:
+            self.policy.finished(row)
+            self.counters.finished += 1
+            self.policy.headroom.finished(output)
+        self.policy.removed(row)
+        table.remove(row)
+
+    def _give_up_pages(self, row: int) -> None:
+        table, request_state = self.table, self.table.request_state(row)
+        release = Release(
+            last_step=int(table.last_step[row]),
+            pool_row=int(table.pool_row[row]),
+            node=request_state.node,
+            cached=int(table.cached[row]),
+            computed=int(table.computed[row]),
+            planned=int(table.planned[row]),
+            priority=request_state.request.priority or 0,
+        )
+        request_state.node = None
+        self.memory.release(release)
+
+    def update_inversion(self, row: int, now: int) -> None:
+        """Let it be counted whether a request in line is behind a less urgent one; for every change of either. Where
+        priorities do not count all are alike.
+        """
+        if not self._priorities_count:
+            return
+        clock = self.table.request_state(row).clock
+        if clock.stage == "paused":
+            inverted_ns = self.inversion.removed(row, now)
+        else:
+            verb = self.inversion.enqueued if clock.stage in ("queue", "requeued") else self.inversion.admitted
+            level = int(self.policy.urgency.levels(self.table, np.array([row], np.int32))[0])
+            inverted_ns = verb(row, level, now)
+        clock.timings.inverted_ns += inverted_ns
+
+    def open_group(self, row: int) -> None:
+        """The group's prompt is in the tree, or its first answer has ended: the others may start."""
+        request_state = self.table.request_state(row)
+        for follower in self.known_rows(request_state.followers):
+            self.table.gates[follower] &= ~Gate.GROUP
+        request_state.followers = []
+
+    def sweep(self) -> None:
+        """Drop rows from the lists of states that they have left; to be called before the next `table.add`."""
+        state = self.table.state
+        for rows, wanted in (
+            (self.waiting, State.WAITING),
+            (self.prefilling, State.PREFILL),
+            (self.running, State.RUNNING),
+        ):
+            if len(rows):
+                rows.keep(state[rows.rows] == wanted)
+
+    def expire(self, now: int) -> None:
+        """End requests that waited or ran for too long."""
+        overdue: list[tuple[int, str, int, AbortCause]] = []
+        for number in self.queue_timeouts.expired(now):
+            row = self.table.row_of(number)
+            if row is not None and not self.table.admitted_ns[row]:
+                overdue.append(
+                    (row, f"the request waited {self.settings.queue_timeout_s} s without a place", 503, "queue_timeout")
+                )
+        for number in self.run_timeouts.expired(now):
+            row = self.table.row_of(number)
+            if row is not None:
+                overdue.append(
+                    (row, f"the request ran longer than {self.settings.run_timeout_s} s", 504, "run_timeout")
+                )
+        for row, message, status, cause in overdue:
+            self.end(row, "abort", now, message=message, status=status, cause=cause)
+        if overdue:
+            self.sweep()
+
+    # ---- views ---------------------------------------------------------------------------------------------
+
+    def views(self, now: int) -> Views:
+        """What policies may see; the row arrays are copies, so they stay as they were at the start of the step."""
+        waiting = self.waiting.rows
+        # A look at the whole column is far cheaper than at the gates of each row, and seldom is any of them shut.
+        waiting = waiting[self.table.gates[waiting] == 0] if self.table.gates.any() else waiting.copy()
+        return Views(
+            columns=self.table,
+            waiting=waiting,
+            prefilling=self.prefilling.rows.copy(),
+            running=self.running.rows.copy(),
+            free_tokens=self.memory.free_tokens,
+            total_tokens=self.memory.num_pages * self.memory.page_size,
+            free_rows=self._rows_limit - len(self.running) - len(self.prefilling),
+            page_size=self.memory.page_size,
+            now=now,
+            prefill_steps_in_row=self.prefill_steps_in_row,
+            first_seq=int(self.table.seq[waiting[0]]) if len(waiting) else 0,
+            cost=self.cost,
+            prefixes=self._index.forest if self._index.active else None,
+        )
+
+    def measures(self) -> dict[str, float]:
+        """What the policy and the limits of tenants tell, by the name of the metric."""
+        waiting, prefilling, running = self.waiting.rows, self.prefilling.rows, self.running.rows
+        total = self.memory.num_pages * self.memory.page_size
+        measures = self.policy.measures(np.concatenate((waiting, prefilling)))
+        return measures | self.limits.measures(self.table, np.concatenate((running, prefilling)), total)
+
+    def explain(self, row: int, now: int) -> Explanation:
+        """Where the time of a request went that has not ended yet."""
+        table, clock = self.table, self.table.request_state(row).clock
+        admitted_ns = int(table.admitted_ns[row])
+        earlier, later, complete = self.history.starts_between(
+            int(table.seq[row]), int(table.arrival_ns[row]), admitted_ns or now
+        )
+        self.update_inversion(row, now)
+        timings = clock.read(now)
+        if not admitted_ns:
+            timings.policy, timings.overtaking = self.policy.describe(), self.policy.overtaking
+        return Explanation(
+            number=int(table.number[row]),
+            stage=clock.stage,
+            timings=timings,
+            prompt_tokens=int(table.prompt_tokens[row]),
+            cached_tokens=int(table.hit[row]),
+            completion_tokens=int(table.known[row] - table.prompt_tokens[row]),
+            earlier=earlier,
+            later=later,
+            complete=complete,
+        )
+
+    def set_policy(self, settings: SchedulerSettings, now: int) -> None:
+        """Order the queue as `settings` say from `now` (ns) on. Raises ConfigError for an unknown policy."""
+        policy = create_policy(settings.schedule_policy, settings)
+        self.policy_note = ""
+        if policy.needs_tree and not self.memory.tree.enabled:
+            self.policy_note = f"{policy.name} needs the prefix cache, which is disabled: using fcfs"
+            policy = create_policy("fcfs", replace(settings, policy_options={}))
+        if self.cost is None and (policy.needs_cost or policy.budget_rule.needs_cost):
+            self.cost = OnlineCost(first_belief(self.info))
+        self.policy: Policy = policy
+        self._priorities_count = settings.uses_priorities
+        for row in self.known_rows(self.table.numbers()):
+            self.table.request_state(row).clock.timings.inverted_ns += self.inversion.removed(row, now)
+            self.update_inversion(row, now)
+        self._watch_tree()
+
+    def _watch_tree(self) -> None:
+        """Keep the index of waiting rows while the policy reads it and there is a tree."""
+        wanted = (self.policy.needs_tree or self.policy.uses_hits) and self.memory.tree.enabled
+        if wanted and not self._index.active:
+            self._index.activate(self.memory, self.waiting.rows.tolist())
+        elif not wanted:
+            self._index.deactivate()
+
+    def reset_memory(self) -> None:
+        """Start over with every page free and an empty tree. Legal only while no request holds pages."""
+        self.memory = KvMemory(self.settings, self.info.num_pages, self.info.max_pool_rows)
+        if self.settings.enable_kv_events:
+            # Clearing the empty tree says so, which makes void whatever a subscriber knows of the one before.
+            self.memory.tree.clear()
+        if self._index.active:
+            self._index.activate(self.memory, self.waiting.rows.tolist())
+
+    def known_rows(self, numbers: list[int]) -> list[int]:
+        """Rows of those requests that have not ended."""
+        rows = (self.table.row_of(number) for number in numbers)
+        return [row for row in rows if row is not None]

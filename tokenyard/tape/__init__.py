@@ -1,0 +1,1 @@
+"""The tape: everything that went into a scheduler, recorded, replayed and anonymized."""

@@ -1,0 +1,118 @@
+"""How requests look on a tape: token ids and names by a key that is thrown away, text not at all.
+
+Ids go through a keyed permutation of the vocabulary, names through a keyed hash, so that what is equal stays equal: the
+same prefixes are shared, the same tokens end an answer, and a scheduler that is fed the anonymized requests decides the
+same. It hides what was said from whoever reads along, not from a patient analyst: how often each token occurs is plain.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from hashlib import blake2b, shake_256
+
+import numpy as np
+
+from tokenyard.base import (
+    Cancel,
+    Event,
+    ExecutorInfo,
+    Int32Array,
+    Request,
+    SamplingParams,
+    SchedulerSettings,
+    StopFound,
+    Submit,
+    TextOptions,
+)
+from tokenyard.base.settings import ANY_TENANT
+from tokenyard.policy.levels import LEVEL_OF_CLASS
+
+NAME_BYTES = 8
+DRAW_BYTES = 8
+
+
+class Anonymizer:
+    """Ids and names under one key; with `key` None everything but the text options stays as it is."""
+
+    def __init__(self, vocab_size: int, key: bytes | None) -> None:
+        self._key = key
+        self._vocab_size = vocab_size
+        self._ids = None if key is None else _permutation(vocab_size, key)
+
+    def ids(self, ids: Int32Array) -> Int32Array:
+        """The ids (int32[n]) as the tape shows them. What is no id of the vocabulary, such as -1, stays."""
+        if self._ids is None or not len(ids):
+            return ids
+        if ids.min() >= -1 and ids.max() < self._vocab_size:
+            return self._ids[ids]  # the entry behind the last id is -1, and so is index -1
+        known = (ids >= 0) & (ids < self._vocab_size)
+        return np.where(known, self._ids[np.where(known, ids, 0)], ids)
+
+    def few_ids(self, ids: Iterable[int]) -> list[int]:
+        """The same for a plain list; its ids may be of any size."""
+        table, size = self._ids, self._vocab_size
+        return [int(table[one]) if table is not None and 0 <= one < size else one for one in ids]
+
+    def name(self, name: str) -> str:
+        """A name as the tape shows it; none stays none."""
+        if self._key is None or not name:
+            return name
+        return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES, key=self._key).hexdigest()
+
+    def event(self, event: Event) -> Event:
+        """An event as the tape shows it. Messages and what a stop string was never matter to a plan: they go."""
+        match event:
+            case Submit():
+                return Submit(self.request(event.request))
+            case Cancel():
+                return replace(event, message="")
+            case StopFound():
+                return replace(event, matched="")
+            case _:
+                return event
+
+    def request(self, request: Request) -> Request:
+        """A request as the tape shows it. Classes of service that mean a level keep their name."""
+        service_class = request.service_class
+        return replace(
+            request,
+            rid="",
+            prompt_ids=self.ids(request.prompt_ids),
+            sampling=self.sampling(request.sampling),
+            text=TextOptions(),
+            service_class=service_class if service_class in LEVEL_OF_CLASS else self.name(service_class or "") or None,
+            tenant=self.tenant(request.tenant),
+            cache_salt=self.name(request.cache_salt),
+            lora=self.name(request.lora),
+            routing_key=self.name(request.routing_key or "") or None,
+        )
+
+    def sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Sampling parameters as the tape shows them: no stop strings, which are found outside the scheduler anyway."""
+        if not (sampling.stop or sampling.stop_token_ids or sampling.logit_bias):
+            return sampling
+        biased = self.few_ids(sampling.logit_bias)
+        return replace(
+            sampling,
+            stop=[],
+            stop_token_ids=self.few_ids(sampling.stop_token_ids),
+            logit_bias=dict(zip(biased, sampling.logit_bias.values(), strict=True)),
+        )
+
+    def tenant(self, name: str) -> str:
+        """A tenant's name as the tape shows it; the one that stands for all others keeps its meaning."""
+        return name if name == ANY_TENANT else self.name(name)
+
+    def settings(self, settings: SchedulerSettings) -> SchedulerSettings:
+        """Settings whose tenants have the names that requests on the tape bring."""
+        return replace(settings, tenants={self.tenant(name): tenant for name, tenant in settings.tenants.items()})
+
+    def info(self, info: ExecutorInfo) -> ExecutorInfo:
+        """The executor's facts: anonymized ids, and of the model's path only the last part."""
+        eos = tuple(self.few_ids(info.eos_token_ids))
+        return replace(info, eos_token_ids=eos, model=info.model.rstrip("/").rpartition("/")[2])
+
+
+def _permutation(size: int, key: bytes) -> Int32Array:
+    """int32[size + 1]: the ids in an order drawn from `key`, and -1 behind them."""
+    draws = np.frombuffer(shake_256(key).digest(size * DRAW_BYTES), np.dtype("<u8"))
+    return np.append(np.argsort(draws, kind="stable").astype(np.int32), np.int32(-1))

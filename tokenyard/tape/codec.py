@@ -1,0 +1,253 @@
+"""The tape: all that went into a scheduler, with its times, and a digest of every plan that came out.
+
+A file begins with the line `tokenyard tape 1`, then the header, then records. Header and records are msgpack, each
+after its length (uint32, little-endian); a record's length is followed by its kind (one byte) and its time (int64 ns).
+A tape whose last record was cut off is good up to there.
+"""
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tokenyard.base import (
+    Cancel,
+    ConfigError,
+    CostModel,
+    Event,
+    ExecutorInfo,
+    Flush,
+    Int32Array,
+    OpenGate,
+    Pause,
+    Resume,
+    SchedulerSettings,
+    SetPolicy,
+    StepPlan,
+    StepResult,
+    StopFound,
+    Submit,
+    Update,
+)
+from tokenyard.cost import LinearCost, OnlineCost
+from tokenyard.scheduler.scheduler import Scheduler
+from tokenyard.tape.anonymizer import Anonymizer
+
+VERSION = 1
+MAGIC = re.compile(rb"tokenyard tape (\d{1,9})\n")
+DIGEST_BYTES = 16
+_FRAME = struct.Struct("<IBq")
+_LENGTH = struct.Struct("<I")
+_PLAN_HEAD = struct.Struct("<qqqq?")
+
+
+class Planned(msgspec.Struct, array_like=True, frozen=True):
+    """`plan` was called. The digest is empty if it raised, all other fields too if there was nothing to do."""
+
+    digest: bytes = b""
+    step: int = -1
+    rows: int = 0
+    decode_rows: int = 0
+    tokens: int = 0
+
+
+class Committed(msgspec.Struct, array_like=True, frozen=True):
+    """`commit` was called with this result; `tokens` are raw int32."""
+
+    step: int
+    seconds: float
+    tokens: bytes
+
+    def result(self) -> StepResult:
+        """The result as the scheduler takes it."""
+        return StepResult(self.step, np.frombuffer(self.tokens, np.int32), self.seconds)
+
+
+class Idled(msgspec.Struct, array_like=True, frozen=True):
+    """`idle` was called."""
+
+
+class Raised(msgspec.Struct, array_like=True, frozen=True):
+    """The call before raised an exception."""
+
+    error: str
+
+
+NO_PLAN = b"none"
+"""The digest of a call of `plan` that found nothing to do."""
+
+Body = Event | Planned | Committed | Idled | Raised
+KINDS: tuple[type, ...] = (
+    Submit,
+    Cancel,
+    Update,
+    Pause,
+    Resume,
+    StopFound,
+    OpenGate,
+    SetPolicy,
+    Flush,
+    Planned,
+    Committed,
+    Idled,
+    Raised,
+)
+"""The kind of a record is its place here; new kinds go to the end and raise VERSION."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a scheduler starts from. `prior` is its first belief about step times, which it corrects if it `learns`."""
+
+    settings: SchedulerSettings
+    info: ExecutorInfo
+    prior: LinearCost | None = None
+    learns: bool = True
+
+    def scheduler(self) -> Scheduler:
+        """A fresh scheduler. Raises ConfigError for settings that contradict each other or an unknown policy."""
+        cost: CostModel | None = self.prior
+        if self.prior is not None and self.learns:
+            cost = OnlineCost(self.prior)
+        return Scheduler(self.settings, self.info, cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first thing on a tape. `written_by` is the version of Tokenyard, `anonymized` says whether ids and names are.
+
+    `origin` is anonymized like everything else.
+    """
+
+    origin: Origin
+    written_by: str
+    anonymized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One call of the scheduler at time `now` (ns), or what became of the one before."""
+
+    now: int
+    body: Body
+
+
+class TapeEncoder:
+    """Turns calls into the bytes of a tape."""
+
+    def __init__(self, anonymizer: Anonymizer) -> None:
+        self._anonymizer = anonymizer
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+        self._kinds = {cls: kind for kind, cls in enumerate(KINDS)}
+
+    def header(self, header: Header) -> bytes:
+        """The beginning of a tape."""
+        body = self._encoder.encode(header)
+        return b"tokenyard tape %d\n" % VERSION + _LENGTH.pack(len(body)) + body
+
+    def record(self, now: int, body: Body) -> bytes:
+        """One record whose body is anonymized already."""
+        data = self._encoder.encode(body)
+        return _FRAME.pack(len(data), self._kinds[type(body)], now) + data
+
+    def event(self, now: int, event: Event) -> bytes:
+        """An event that the scheduler is about to take in."""
+        return self.record(now, self._anonymizer.event(event))
+
+    def planned(self, now: int, plan: StepPlan | None) -> bytes:
+        """A plan that was made, None for nothing to do."""
+        return self.record(now, summarise(plan, self._anonymizer))
+
+    def committed(self, now: int, result: StepResult) -> bytes:
+        """A result that the scheduler is about to take in."""
+        tokens = self._anonymizer.ids(result.tokens).tobytes()
+        return self.record(now, Committed(result.step, result.seconds, tokens))
+
+
+def summarise(plan: StepPlan | None, anonymizer: Anonymizer) -> Planned:
+    """What the tape says of a plan: a digest of all its bytes, ids anonymized, and a few sizes to tell plans apart."""
+    if plan is None:
+        return Planned(NO_PLAN)
+    digest, sizes = blake2b(digest_size=DIGEST_BYTES), (plan.decode_rows, len(plan.pool_rows), len(plan.page_ids))
+    digest.update(_PLAN_HEAD.pack(plan.step, *sizes, plan.delay_sampling))
+    columns = (plan.pool_rows, plan.epochs, plan.starts, plan.counts, plan.sampled, anonymizer.ids(plan.tokens))
+    for column in (*columns, plan.page_rows, plan.page_columns, plan.page_ids):
+        digest.update(np.ascontiguousarray(column).data)
+    for start in plan.row_starts:
+        facts = (start.pool_row, start.prompt_tokens, anonymizer.sampling(start.sampling), start.logprobs)
+        digest.update(msgspec.msgpack.encode(facts))
+        digest.update(np.ascontiguousarray(anonymizer.ids(start.known_ids)).data)
+    return Planned(digest.digest(), plan.step, len(plan.pool_rows), plan.decode_rows, len(plan.tokens))
+
+
+class Tape:
+    """A tape that is read. `name` is for complaints."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        """Read the header. Raises ConfigError for what is no tape, of another version, or without a whole header."""
+        self.name = name
+        self._data = data
+        match = MAGIC.match(data)
+        if match is None:
+            raise ConfigError(f"{name} is no tape: it does not begin with `tokenyard tape`")
+        if int(match[1]) != VERSION:
+            raise ConfigError(f"{name} is a tape of version {int(match[1])}; this Tokenyard reads version {VERSION}")
+        body = self._header_bytes(match.end())
+        try:
+            self.header = msgspec.msgpack.decode(body, type=Header)
+        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
+            raise ConfigError(f"{name}: the tape's header does not decode: {error}") from None
+        self.cut_off_bytes = len(data) - self._end_of_last_record()
+
+    def _header_bytes(self, begin: int) -> bytes:
+        length_end = begin + _LENGTH.size
+        if length_end <= len(self._data):
+            self._begin: int = length_end + _LENGTH.unpack_from(self._data, begin)[0]
+            if self._begin <= len(self._data):
+                return self._data[length_end : self._begin]
+        raise ConfigError(f"{self.name} is cut off within the header; there is nothing to replay")
+
+    def _end_of_last_record(self) -> int:
+        end = self._begin
+        for frame in self._frames():
+            end = frame[3]
+        return end
+
+    def _frames(self) -> Iterator[tuple[int, int, int, int]]:
+        """Kind, time, begin and end of the body of each whole record."""
+        place, size = self._begin, len(self._data)
+        while place + _FRAME.size <= size:
+            length, kind, now = _FRAME.unpack_from(self._data, place)
+            begin = place + _FRAME.size
+            place = begin + length
+            if place > size:
+                return
+            yield kind, now, begin, place
+
+    def records(self) -> Iterator[Record]:
+        """All whole records. Raises ConfigError, naming its place, for one that does not decode."""
+        decoders: list[msgspec.msgpack.Decoder[Any]] = [
+            msgspec.msgpack.Decoder(cls, dec_hook=_decode_array) for cls in KINDS
+        ]
+        view = memoryview(self._data)
+        for kind, now, begin, end in self._frames():
+            try:
+                body = decoders[kind].decode(view[begin:end])
+            except (IndexError, msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+                raise ConfigError(f"{self.name}: the record at byte {begin} does not decode: {error}") from None
+            yield Record(now, body)
+
+
+def _encode_array(value: object) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.astype(np.int32, copy=False).tobytes()
+    raise NotImplementedError(f"a tape cannot hold a {type(value).__name__}")
+
+
+def _decode_array(wanted: Any, value: Any) -> Int32Array:
+    return np.frombuffer(value, np.int32)

@@ -1,0 +1,144 @@
+"""A scheduler that writes down all that is asked of it."""
+
+from typing import Protocol
+
+from tokenyard.base import CostModel, Event, Explanation, Flush, StepPlan, StepResult, TokenBatch
+from tokenyard.cache.kv_events import KvRecord
+from tokenyard.policy.priority_function import RequestView
+from tokenyard.scheduler.lookahead_state import LookaheadState
+from tokenyard.scheduler.scheduler import Scheduler
+from tokenyard.scheduler.snapshot import Snapshot
+from tokenyard.tape.anonymizer import Anonymizer
+from tokenyard.tape.codec import Header, Idled, Origin, Planned, Raised, TapeEncoder
+
+
+class Sink(Protocol):
+    """Where the bytes of a tape go: a file, or anything like one."""
+
+    def write(self, data: bytes, /) -> object:
+        """Take in some bytes; they need not be kept at once."""
+
+    def flush(self) -> object:
+        """Keep what was written so far."""
+
+
+class Recorder:
+    """Stands in for the scheduler that `origin` describes; see there for what the verbs do.
+
+    Causes are written before they take effect, so that a tape ends with the call that went wrong. The sink is flushed
+    whenever there is nothing to plan. With a `key`, ids and names are anonymized by it (see `Anonymizer`).
+    """
+
+    def __init__(self, origin: Origin, sink: Sink, key: bytes | None, written_by: str) -> None:
+        """Writes the header. Raises ConfigError for settings that cannot work."""
+        self.scheduler: Scheduler = origin.scheduler()
+        self._sink = sink
+        self._now = 0
+        anonymizer = Anonymizer(origin.info.vocab_size, key)
+        self._encoder = TapeEncoder(anonymizer)
+        shown = Origin(anonymizer.settings(origin.settings), anonymizer.info(origin.info), origin.prior, origin.learns)
+        sink.write(self._encoder.header(Header(shown, written_by, key is not None)))
+
+    def apply(self, event: Event, now: int) -> None:
+        """Write an event and let the scheduler take it in."""
+        self._now = now
+        self._sink.write(self._encoder.event(now, event))
+        try:
+            self.scheduler.apply(event, now)
+        except Exception as error:
+            self._note_raised(error)
+            raise
+
+    def flush(self, now: int) -> bool:
+        """Empty the prefix cache; False if it is in use."""
+        self._now = now
+        self._sink.write(self._encoder.event(now, Flush()))
+        return self.scheduler.flush(now)
+
+    def plan(self, now: int) -> StepPlan | None:
+        """Let the scheduler plan and write what came out."""
+        self._now = now
+        try:
+            plan = self.scheduler.plan(now)
+        except Exception as error:
+            self._sink.write(self._encoder.record(now, Planned()))
+            self._note_raised(error)
+            raise
+        self._sink.write(self._encoder.planned(now, plan))
+        if plan is None:
+            self._sink.flush()
+        return plan
+
+    def multi_step(self, most: int) -> int:
+        """A tape tells of single steps."""
+        return 1
+
+    def commit(self, result: StepResult, now: int) -> None:
+        """Write a result and let the scheduler take it in."""
+        self._now = now
+        self._sink.write(self._encoder.committed(now, result))
+        try:
+            self.scheduler.commit(result, now)
+        except Exception as error:
+            self._note_raised(error)
+            raise
+
+    def idle(self) -> str | None:
+        """Let the scheduler check its books."""
+        self._sink.write(self._encoder.record(self._now, Idled()))
+        return self.scheduler.idle()
+
+    def drain(self) -> TokenBatch:
+        """Everything to tell since the last call."""
+        return self.scheduler.drain()
+
+    def kv_records(self) -> list[KvRecord]:
+        """What entered and left the prefix cache."""
+        return self.scheduler.kv_records()
+
+    @property
+    def in_flight(self) -> int:
+        """Plans that wait for their commit."""
+        return self.scheduler.in_flight
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs, or a plan is in flight."""
+        return self.scheduler.has_work
+
+    def wakeup_ns(self) -> int | None:
+        """When to call `plan` next even if nothing happens."""
+        return self.scheduler.wakeup_ns()
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What is believed about step times."""
+        return self.scheduler.cost
+
+    def waiting_numbers(self) -> list[int]:
+        """The numbers of all requests that wait."""
+        return self.scheduler.waiting_numbers()
+
+    def request_view(self, number: int, now: int) -> RequestView | None:
+        """What a priority function may see of a waiting request."""
+        return self.scheduler.request_view(number, now)
+
+    def explain(self, number: int, now: int) -> Explanation | None:
+        """Where the time of a request went."""
+        return self.scheduler.explain(number, now)
+
+    def lookahead_state(self, now: int) -> LookaheadState:
+        """What a look ahead starts from."""
+        return self.scheduler.lookahead_state(now)
+
+    def snapshot(self, now: int) -> Snapshot:
+        """Counters and gauges at `now`."""
+        return self.scheduler.snapshot(now)
+
+    def _note_raised(self, error: Exception) -> None:
+        self._sink.write(self._encoder.record(self._now, Raised(type(error).__name__)))
+        self._sink.flush()
+
+
+Core = Scheduler | Recorder
+"""What an event loop drives."""

@@ -1,0 +1,156 @@
+"""Runs a tape through a fresh scheduler and compares each plan with what the tape says of it."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenyard.base import ConfigError, Event, SetPolicy, StepPlan, StepResult, TokenBatch
+from tokenyard.scheduler.scheduler import Scheduler
+from tokenyard.tape.anonymizer import Anonymizer
+from tokenyard.tape.codec import NO_PLAN, Committed, Idled, Planned, Raised, Record, Tape, summarise
+
+OWN_POLICY_MARK = ":"
+
+
+class Observer(Protocol):
+    """Sees a replay as it goes by."""
+
+    def applied(self, event: Event, now: int) -> None:
+        """The scheduler took in an event."""
+
+    def committed(self, plan: StepPlan, result: StepResult, now: int) -> None:
+        """The scheduler took in the result of a plan."""
+
+    def on_output(self, batch: TokenBatch) -> None:
+        """What the scheduler had to tell after one call."""
+
+
+@dataclass(slots=True)
+class Difference:
+    """The first call whose outcome is not the tape's: number of the record, ns since the first one, and both outcomes
+    in words.
+    """
+
+    record: int
+    after_ns: int
+    tape: str
+    here: str
+
+
+@dataclass(slots=True)
+class ReplayReport:
+    """How a replay went. `plans` counts those that were compared, `equal` those that were the same, byte for byte; a
+    call of `plan` that found nothing to do is compared too but not counted. `span_ns` is the time from the first record
+    to the last. `last_error` says what the tape's very last call raised, if it did.
+    """
+
+    records: int = 0
+    plans: int = 0
+    equal: int = 0
+    span_ns: int = 0
+    difference: Difference | None = None
+    last_error: str = ""
+
+
+def replay(tape: Tape, observer: Observer | None = None, *, own_policies: bool = False) -> ReplayReport:
+    """Replay `tape` to its end or to the first difference, after which nothing could be compared any more.
+
+    A policy of the user's own is code, so a tape that names one is refused without `own_policies`. Raises ConfigError
+    for that, for a record that does not decode, and for settings that this version does not take.
+    """
+    return Replay(tape, observer, own_policies).run()
+
+
+class Replay:
+    """The state of one replay. A call that raises must have raised on the tape too: then the next record says so."""
+
+    def __init__(self, tape: Tape, observer: Observer | None, own_policies: bool) -> None:
+        self._tape, self._observer, self._own_policies = tape, observer, own_policies
+        origin = tape.header.origin
+        self._check_policy(origin.settings.schedule_policy)
+        self.scheduler: Scheduler = origin.scheduler()
+        self.report = ReplayReport()
+        self._plain = Anonymizer(origin.info.vocab_size, None)
+        self._in_flight: deque[StepPlan] = deque()
+        self._error: Exception | None = None
+
+    def run(self) -> ReplayReport:
+        """Replay and return the report."""
+        report, begin_ns = self.report, None
+        for record in self._tape.records():
+            begin_ns = record.now if begin_ns is None else begin_ns
+            report.span_ns = record.now - begin_ns
+            found = self._compare(record)
+            report.records += 1
+            if found is not None:
+                report.difference = Difference(report.records, report.span_ns, *found)
+                return report
+        if self._error is not None:
+            report.last_error = _in_words(self._error)
+        return report
+
+    def _compare(self, record: Record) -> tuple[str, str] | None:
+        """Make the call of a record; the tape's outcome and ours in words if they differ."""
+        error, self._error = self._error, None
+        if isinstance(record.body, Raised):
+            return None if error is not None else (f"the call before raised {record.body.error}", "it did not")
+        if error is not None:
+            return "the call before went well", _in_words(error)
+        if isinstance(record.body, SetPolicy):
+            self._check_policy(record.body.name)
+        if isinstance(record.body, Planned):
+            return self._plan(record.body, record.now)
+        try:
+            self._call(record.body, record.now)
+        except Exception as error:
+            self._error = error
+        if self._observer is not None:
+            self._observer.on_output(self.scheduler.drain())
+        return None
+
+    def _call(self, body: Event | Committed | Idled, now: int) -> None:
+        if isinstance(body, Idled):
+            self.scheduler.idle()
+        elif isinstance(body, Committed):
+            result = body.result()
+            self.scheduler.commit(result, now)
+            plan = self._in_flight.popleft()
+            if self._observer is not None:
+                self._observer.committed(plan, result, now)
+        else:
+            self.scheduler.apply(body, now)
+            if self._observer is not None:
+                self._observer.applied(body, now)
+
+    def _plan(self, tape: Planned, now: int) -> tuple[str, str] | None:
+        try:
+            plan = self.scheduler.plan(now)
+        except Exception as error:
+            self._error = error
+            return None if not tape.digest else (_plan_in_words(tape), _in_words(error))
+        if self._observer is not None:
+            self._observer.on_output(self.scheduler.drain())
+        if not tape.digest:
+            return None
+        here = summarise(plan, self._plain)
+        if plan is not None:
+            self._in_flight.append(plan)
+            self.report.plans += 1
+            self.report.equal += here == tape
+        return None if here == tape else (_plan_in_words(tape), _plan_in_words(here))
+
+    def _check_policy(self, name: str) -> None:
+        if OWN_POLICY_MARK in name and not self._own_policies:
+            raise ConfigError(
+                f"{self._tape.name} names the policy {name}, which is code of its own; --own-policies lets it be loaded"
+            )
+
+
+def _in_words(error: Exception) -> str:
+    return f"it raised {type(error).__name__}: {error}"
+
+
+def _plan_in_words(plan: Planned) -> str:
+    if plan.digest == NO_PLAN:
+        return "nothing to do"
+    return f"step {plan.step}: {plan.rows} rows, {plan.decode_rows} of them decode, {plan.tokens} tokens"
