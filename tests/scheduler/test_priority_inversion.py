@@ -8,8 +8,9 @@ from tokenyard.base import NS_PER_S, Pause, Resume, SetPolicy, Update
 from tokenyard.scheduler.priority_inversion import MOST_LEVELS, PriorityInversion
 
 PRIORITIES = {"enable_priority_scheduling": True, "disable_priority_preemption": True, "rows": 1}
+VERBS = ("enqueued", "admitted", "removed")
 MOVES = st.lists(
-    st.tuples(st.integers(0, 5), st.sampled_from(("enqueued", "admitted", "removed")), st.integers(-2, 2), st.integers(0, 4)),
+    st.tuples(st.integers(0, 5), st.sampled_from(VERBS), st.integers(-2, 2), st.integers(0, 4)),
     max_size=40,
 )
 
