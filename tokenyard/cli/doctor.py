@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tokenyard import __version__
 from tokenyard.base import TokenyardError
+from tokenyard.base.version import __version__
 from tokenyard.cli.flags import Resolved, resolve
 from tokenyard.config import Settings
 from tokenyard.executor.hub import is_path

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenyard import __version__
 from tokenyard.base import TokenyardError
+from tokenyard.base.version import __version__
 from tokenyard.cli.bench_arguments import add_bench_arguments
 from tokenyard.cli.flags import Parser, add_setting_flags, hide_other_flags, split_help_word
 

@@ -14,8 +14,8 @@ from starlette.responses import HTMLResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tokenyard import __version__
 from tokenyard.base import InvalidRequestError, TokenyardError
+from tokenyard.base.version import __version__
 from tokenyard.server import control, native, openai, profile, requests, scheduling
 from tokenyard.server.answers import CLIENT_ABORT_STATUS, Call
 from tokenyard.server.errors import HttpError, check_encoding, error_body, error_headers, internal_error

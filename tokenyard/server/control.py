@@ -6,8 +6,8 @@ from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from tokenyard import __version__
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
+from tokenyard.base.version import __version__
 from tokenyard.engine.spec import GenerateSpec
 from tokenyard.server.errors import check_encoding
 from tokenyard.server.loads import (

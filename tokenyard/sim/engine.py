@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from tokenyard import __version__
 from tokenyard.base import (
     NS_PER_S,
     BoolArray,
@@ -19,6 +18,7 @@ from tokenyard.base import (
     Request,
     SchedulerSettings,
 )
+from tokenyard.base.version import __version__
 from tokenyard.cost import LinearCost, Profile, unloaded_prefill_s
 from tokenyard.policy.adaptive import Adaptive, Switch
 from tokenyard.router.choice import Chooser, WorkerLoad, make_chooser

@@ -6,8 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
-from tokenyard import __version__
 from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.base.version import __version__
 from tokenyard.cost import LinearCost, find_profile
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.tape.codec import Origin
