@@ -7,7 +7,7 @@ a tape of events replays into the same plans. What leaves is a `TokenBatch`, one
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokenyard.base.request import Int32Array, Int64Array, LogprobOptions, Request, TextOptions
+from tokenyard.base.request import NO_TOKENS, Int32Array, Int64Array, LogprobOptions, Request, TextOptions
 from tokenyard.base.timings import AbortCause, RequestTimings, SloTargets
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -99,7 +99,9 @@ Event = Submit | Cancel | Update | Pause | Resume | StopFound | OpenGate | SetPo
 
 @dataclass(slots=True)
 class Started:
-    """A request's first token is coming: what the text side must know of it."""
+    """A request's first token is coming: what the text side must know of it. `output_ids` (int32[n]) is the part of its
+    answer that the request brought with it, and that the client has already.
+    """
 
     number: int
     prompt_ids: Int32Array
@@ -107,6 +109,7 @@ class Started:
     stop: list[str]
     stop_token_ids: list[int]
     logprobs: LogprobOptions | None = None
+    output_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 GREEDY_BELOW_TEMPERATURE = 1e-6
+NO_TOKENS: Int32Array = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -112,7 +113,9 @@ class Request:
     `number` is unique in the engine and given out by whoever submits; a request with `sampling.n > 1` owns the
     numbers `number .. number + n - 1`, one per answer. `prompt_ids` is int32[prompt length]. `cache_salt` and
     `lora` part the prefix cache into name spaces. `arrival_ns` is the monotonic time at which the API saw the
-    request; `deadline_ns` is counted from it. `priority` None means "none given", which ranks lowest.
+    request; `deadline_ns` is counted from it. `priority` None means "none given", which ranks lowest. `output_ids` is
+    int32[n]: an answer begun elsewhere or earlier, which goes on from there. It counts for limits, penalties, stops,
+    seeds and usage as if it had been generated here, but is not delivered again; such a request has one answer.
     """
 
     number: int
@@ -130,6 +133,12 @@ class Request:
     cache_salt: str = ""
     lora: str = ""
     routing_key: str | None = None
+    output_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
+
+    @property
+    def known_ids(self) -> Int32Array:
+        """Prompt and the answer begun, int32[prompt + output]: all tokens that are known when it arrives."""
+        return np.concatenate((self.prompt_ids, self.output_ids)) if len(self.output_ids) else self.prompt_ids
 
     @property
     def namespace(self) -> str:

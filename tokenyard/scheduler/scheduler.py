@@ -106,6 +106,8 @@ class Scheduler:
             for row in rows:
                 self.state.end(row, "abort", now, message=refusal[1], status=refusal[0], cause=refusal[2])
             return
+        if len(request.output_ids) and self._end_whole_answer(request, rows[0], now):
+            return
         if len(rows) > 1 and self.state.memory.tree.enabled:
             self.state.table.request_state(rows[0]).followers = [
                 request.number + answer for answer in range(1, len(rows))
@@ -125,10 +127,23 @@ class Scheduler:
             return 400, "the prompt is empty", "invalid"
         if prompt >= self.state.longest:
             return 400, f"the prompt has {prompt} tokens; at most {self.state.longest - 1} fit here", "invalid"
+        if len(request.output_ids) and request.sampling.n > 1:
+            return 400, "a request with an answer begun (output_ids) has one answer; send it with n = 1", "invalid"
         if request.priority is not None and settings.abort_on_priority_when_disabled:
             message = "priorities are off here (see --enable-priority-scheduling); send the request without one"
             return 400, message, "invalid"
         return None
+
+    def _end_whole_answer(self, request: Request, row: int, now: int) -> bool:
+        """End a request whose answer begun is whole already, as its last token would have done; False if it is not."""
+        state, last = self.state, int(request.output_ids[-1])
+        if last in state.stop_token_ids(request.sampling):
+            state.end(row, "stop", now, matched=last)
+        elif state.table.known[row] > state.table.limit[row]:
+            state.end(row, "length", now)
+        else:
+            return False
+        return True
 
     def _make_room(self, rows: list[int], now: int) -> Refusal | None:
         """Let waiting requests leave a full queue for new `rows`, if the policy gives them up; like `_refusal`."""

@@ -17,6 +17,7 @@ from tokenyard.base import (
     FinishReason,
     Int32Array,
     RetractReason,
+    SamplingParams,
     SchedulerSettings,
     Started,
 )
@@ -93,8 +94,7 @@ class SchedulerState:
         self._index.remove(row)
         self.prefilling.append(row)
         sampling = request_state.request.sampling
-        eos = () if sampling.ignore_eos else self.info.eos_token_ids
-        self.stop_tokens.write(int(table.pool_row[row]), {*eos, *sampling.stop_token_ids})
+        self.stop_tokens.write(int(table.pool_row[row]), self.stop_token_ids(sampling))
         request_state.clock.enter("recompute" if table.first_token_ns[row] else "prefill", now)
         self.update_inversion(row, now)
         timings, tokens = request_state.clock.timings, int(table.target[row]) - hit
@@ -105,13 +105,26 @@ class SchedulerState:
         timings.policy, timings.overtaking = self.policy.describe(), self.policy.overtaking
         self.history.started(Start(now, int(table.seq[row]), int(table.number[row]), tokens))
         table.admitted_ns[row] = now
-        table.hit[row] = hit
+        table.hit[row] = hit = min(hit, int(table.prompt_tokens[row]))
         self.counters.hit_tokens += hit
         number, request = int(table.number[row]), request_state.request
         self.run_timeouts.start(number, now)
         self.outbox.started.append(
-            Started(number, request.prompt_ids, request.text, sampling.stop, sampling.stop_token_ids, request.logprobs)
+            Started(
+                number,
+                request.prompt_ids,
+                request.text,
+                sampling.stop,
+                sampling.stop_token_ids,
+                request.logprobs,
+                request.output_ids,
+            )
         )
+
+    def stop_token_ids(self, sampling: SamplingParams) -> set[int]:
+        """The token ids that end an answer: the model's, unless they are to be ignored, and the request's own."""
+        eos = () if sampling.ignore_eos else self.info.eos_token_ids
+        return {*eos, *sampling.stop_token_ids}
 
     def prompt_planned(self, row: int) -> None:
         """Prefill to running: the last chunk of `row` is planned; from the next step on it decodes."""

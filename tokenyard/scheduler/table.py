@@ -136,14 +136,15 @@ class RequestTable:
         if not self._free:
             self._grow(2 * self._capacity)
         row = self._free.pop()
-        prompt = len(request.prompt_ids)
+        prompt, known_ids = len(request.prompt_ids), request.known_ids
         self._row_of_number[number] = row
         self.number[row] = number
         self.seq[row] = self._next_seq
         self._next_seq += 1
         self.arrival_ns[row] = request.arrival_ns or now
-        self._request_states[row] = RequestState(request, request.prompt_ids, StageClock(request.arrival_ns or now))
-        self.prompt_tokens[row] = self.known[row] = self.target[row] = prompt
+        self._request_states[row] = RequestState(request, known_ids, StageClock(request.arrival_ns or now))
+        self.prompt_tokens[row] = prompt
+        self.known[row] = self.target[row] = len(known_ids)
         self.limit[row] = prompt + max(request.sampling.max_new_tokens, 1) - 1
         self.priority[row] = NO_PRIORITY if request.priority is None else request.priority
         has_deadline = request.deadline_ns is not None

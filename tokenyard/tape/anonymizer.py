@@ -77,6 +77,7 @@ class Anonymizer:
             request,
             rid="",
             prompt_ids=self.ids(request.prompt_ids),
+            output_ids=self.ids(request.output_ids),
             sampling=self.sampling(request.sampling),
             text=TextOptions(),
             service_class=service_class if service_class in LEVEL_OF_CLASS else self.name(service_class or "") or None,
