@@ -1,0 +1,263 @@
+"""Runs a program on the core like the engine's event loop, and says what is wrong with the run.
+
+Bounds, with T the tokens of all answers (prompt and max_new_tokens of each), P the tokens of the pool, N the number of
+answers and E the number of events that are no arrivals:
+
+- Between two tokens that are computed for the first time, at most (N + 2) * P tokens are computed again.
+- All in all at most `RECOMPUTED` * (T + E * P) tokens are computed again.
+- A step computes a token or more, so a run ends within (1 + `RECOMPUTED`) * (T + E * P) steps.
+"""
+
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.scheduler.programs import EOS, Job, Program
+from tokenyard.base import ConfigError, Resume, SetPolicy, StepPlan, StepResult
+from tokenyard.scheduler import Scheduler
+
+RECOMPUTED = 8
+MOST_EMPTY_TURNS = 2000
+HOUR_NS = 3600 * 10**9
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run did. `failure` is "" or begins with one word for the kind of it."""
+
+    failure: str = ""
+    events: int = 0
+    steps: int = 0
+    tokens: int = 0
+    recomputed: int = 0
+    allowed: int = 0
+    preempted: int = 0
+    retracted: int = 0
+
+    @property
+    def recomputed_share(self) -> float:
+        """Tokens computed again, of all that the bound speaks of."""
+        return self.recomputed * RECOMPUTED / max(self.allowed, 1)
+
+    @property
+    def kind(self) -> str:
+        """The first word of the failure."""
+        return self.failure.split(" ", 1)[0]
+
+
+class BrokenRun(Exception):
+    """The run breaks one of the bounds."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Tells tokens that are computed for the first time from those computed again.
+
+    furthest: int64[numbers], first position of each answer that was never computed.
+    """
+
+    furthest: np.ndarray
+    stall_limit: int
+    recomputed: int = 0
+    since_first_time: int = 0
+
+    def planned(self, numbers: np.ndarray, plan: StepPlan) -> None:
+        """A plan was made; raises BrokenRun if for too long nothing was computed for the first time."""
+        ends = plan.starts + plan.counts
+        fresh = np.maximum(ends - np.maximum(self.furthest[numbers], plan.starts), 0)
+        self.furthest[numbers] = np.maximum(self.furthest[numbers], ends)
+        again = int(plan.counts.sum() - fresh.sum())
+        self.recomputed += again
+        self.since_first_time = 0 if fresh.any() else self.since_first_time + again
+        if self.since_first_time > self.stall_limit:
+            raise BrokenRun(f"livelock: {self.since_first_time} tokens computed again since the last new one")
+
+
+@dataclass(slots=True)
+class Ends:
+    """Counts how often each request ended."""
+
+    ended: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+
+    def take(self, scheduler: Scheduler) -> None:
+        """Take in what the scheduler has to tell."""
+        batch = scheduler.drain()
+        for number in batch.numbers.tolist():
+            if number in self.ended:
+                raise BrokenRun(f"end: request {number} has a token after its end")
+            self.tokens[number] = self.tokens.get(number, 0) + 1
+        for finish in batch.finished:
+            if finish.number in self.ended:
+                raise BrokenRun(f"end: request {finish.number} ended twice")
+            if finish.completion_tokens != self.tokens.get(finish.number, 0):
+                raise BrokenRun(f"end: request {finish.number} told of another number of tokens than it has")
+            self.ended[finish.number] = finish.reason
+
+
+class ProgramRun:
+    """One run of a program. `turn` is one turn of the event loop: events, plans up to the depth, one commit."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.scheduler = Scheduler(program.scheduler_settings(), program.info())
+        self.now = 1_000_000_000
+        self.outcome = Outcome()
+        self._script = deque(program.script)
+        self._turns = 0
+        self._empty_turns = 0
+        self._resumed_turn = -1
+        self._in_flight: deque[tuple[StepPlan, np.ndarray]] = deque()
+        self._ends = Ends()
+        jobs = program.jobs
+        numbers = 1 + max((job.number + job.n for job in jobs), default=0)
+        answers, tokens = sum(job.n for job in jobs), sum(job.most_tokens for job in jobs)
+        pool = program.pages * self.scheduler.state.settings.page_size
+        others = len(program.script) - len(jobs)
+        self.outcome.allowed = RECOMPUTED * (tokens + others * pool)
+        self._most_steps = (1 + RECOMPUTED) * (tokens + others * pool) + answers
+        self._progress = Progress(np.zeros(numbers, np.int64), (answers + 2) * pool)
+        self._owner = np.zeros(program.pool_rows, np.int64)
+        self._eos_at = np.zeros(numbers, np.int64)
+        for job in jobs:
+            self._eos_at[job.number : job.number + job.n] = job.prompt_tokens + job.answer_tokens - 1
+        self._noise = np.random.default_rng(len(jobs))
+
+    def run(self) -> Outcome:
+        """Run to the end or to the first thing that is wrong."""
+        try:
+            while self._turn():
+                pass
+            self._finish()
+        except BrokenRun as broken:
+            self.outcome.failure = str(broken)
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            self.outcome.failure = f"raised: {type(error).__name__}: {error} ({at.name}, line {at.lineno})"
+        counters = self.scheduler.state.counters
+        self.outcome.recomputed = self._progress.recomputed
+        self.outcome.preempted, self.outcome.retracted = counters.preempted, counters.retracted
+        return self.outcome
+
+    def _turn(self) -> bool:
+        """False once all is done."""
+        self._apply_due()
+        depth = self.scheduler.state.settings.max_in_flight
+        while len(self._in_flight) < depth and self._plan():
+            pass
+        self._ends.take(self.scheduler)
+        if self._in_flight:
+            self._commit()
+            self._turns += 1
+            return True
+        return self._wait()
+
+    def _apply_due(self) -> None:
+        while self._script and self._script[0][0] <= self._turns:
+            entry = self._script.popleft()[1]
+            event = entry.event() if isinstance(entry, Job) else entry
+            self.outcome.events += 1
+            try:
+                self.scheduler.apply(event, self.now)
+            except ConfigError:
+                if not isinstance(event, SetPolicy):
+                    raise
+            self.now += 1000
+
+    def _plan(self) -> bool:
+        self.outcome.events += 1
+        plan = self.scheduler.plan(self.now)
+        if plan is None:
+            return False
+        state = self.scheduler.state
+        if plan.row_starts:
+            held = np.concatenate((state.prefilling.rows, state.running.rows))
+            self._owner[state.table.pool_row[held]] = state.table.number[held]
+        numbers = self._owner[plan.pool_rows]
+        self._in_flight.append((plan, numbers))
+        self._progress.planned(numbers, plan)
+        self.outcome.steps += 1
+        self.outcome.tokens += int(plan.counts.sum())
+        self._empty_turns = 0
+        if self._progress.recomputed > self.outcome.allowed:
+            raise BrokenRun(f"recomputed: more than {self.outcome.allowed} tokens were computed again")
+        if self.outcome.steps > self._most_steps:
+            raise BrokenRun(f"steps: more than {self._most_steps}")
+        return True
+
+    def _commit(self) -> None:
+        plan, numbers = self._in_flight.popleft()
+        self.now += self._program.step_ns
+        positions = plan.starts + plan.counts
+        tokens = np.where(plan.sampled, np.where(positions == self._eos_at[numbers], EOS, 7), -1).astype(np.int32)
+        seconds = self._program.step_ns / 1e9
+        if self._program.noise:
+            seconds *= float(self._noise.lognormal(0.0, self._program.noise))
+        self.outcome.events += 1
+        self.scheduler.commit(StepResult(plan.step, tokens, seconds), self.now)
+        self._ends.take(self.scheduler)
+
+    def _wait(self) -> bool:
+        """Nothing is in flight and nothing was planned: wait for a time-out or the next event."""
+        scheduler = self.scheduler
+        if not scheduler.has_work and not self._script:
+            self._rest()
+            return False
+        wakeup = scheduler.wakeup_ns()
+        if scheduler.has_work and (reason := self._standstill()):
+            raise BrokenRun(f"standstill: {reason}; wakeup {wakeup}")
+        self._empty_turns += 1
+        if self._empty_turns > MOST_EMPTY_TURNS:
+            raise BrokenRun(f"spin: {MOST_EMPTY_TURNS} wakeups in a row with nothing to do")
+        if self._script:
+            self._turns += 1
+            self.now = self.now + self._program.step_ns
+        elif wakeup is not None:
+            self.now = max(wakeup, self.now + 1)
+        else:
+            self._resume_all()
+        return True
+
+    def _rest(self) -> None:
+        """With no request left nothing may wake the event loop again and again."""
+        self.now += HOUR_NS
+        planned, wakeup = self.scheduler.plan(self.now), self.scheduler.wakeup_ns()
+        if planned is not None or (wakeup is not None and wakeup <= self.now):
+            raise BrokenRun(f"spin: with no request left the scheduler is to be called at {wakeup} again")
+
+    def _standstill(self) -> str:
+        """Which requests could be worked on although nothing was planned; "" for none."""
+        state = self.scheduler.state
+        if self.scheduler.snapshot(self.now).paused:
+            return ""
+        views = state.views(self.now)
+        state.limits.begin_step(views)
+        able = [*views.waiting.tolist(), *views.prefilling.tolist(), *views.running.tolist()]
+        numbers = [int(state.table.number[row]) for row in able]
+        return f"nothing is planned though {numbers} could go on" if numbers else ""
+
+    def _resume_all(self) -> None:
+        numbers = self.scheduler.state.table.numbers()
+        paused = self.scheduler.snapshot(self.now).paused or self.scheduler.state.table.gates.any()
+        if not paused:
+            raise BrokenRun(f"standstill: {numbers} are held back by nothing")
+        if self._resumed_turn == self._turns:
+            raise BrokenRun(f"standstill: {numbers} stay held back after everything was resumed")
+        self._resumed_turn = self._turns
+        self.scheduler.apply(Resume(), self.now)
+        self.scheduler.apply(Resume(numbers), self.now)
+
+    def _finish(self) -> None:
+        self._ends.take(self.scheduler)
+        expected = {job.number + answer for job in self._program.jobs for answer in range(job.n)}
+        if missing := expected - set(self._ends.ended):
+            raise BrokenRun(f"end: requests {sorted(missing)} never ended")
+        if (mismatch := self.scheduler.idle()) is not None:
+            raise BrokenRun(f"books: {mismatch}")
+
+
+def run_program(program: Program) -> Outcome:
+    """Run a program and say what came of it."""
+    return ProgramRun(program).run()
