@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from tokenyard.base import ConfigError, SchedulerSettings
+from tokenyard.base.declare import declarations
+from tokenyard.base.settings import SharedSettings
 from tokenyard.cli.flags import (
     FOREIGN_FLAGS,
     Parser,
@@ -16,6 +18,8 @@ from tokenyard.cli.flags import (
 )
 from tokenyard.cli.main import build_parser, main
 from tokenyard.config import DEMO_MODEL, Settings
+
+SHARED = dict(declarations(SharedSettings))
 
 
 def settings(*argv, env=None, word=""):
@@ -38,18 +42,12 @@ def test_what_is_no_count(text):
         parse_count(text)
 
 
-def test_defaults_agree_with_the_scheduler():
-    """One default is written in two places; they must be the same."""
-    own = {item.name: getattr(Settings(), item.name) for item in dataclasses.fields(Settings)}
-    for item in dataclasses.fields(SchedulerSettings):
-        if item.name in own and item.name not in ("context_length", "policy_options", "tenants"):
-            assert own[item.name] == item.default, item.name
-
-
-def test_every_setting_of_the_scheduler_can_be_set():
-    derived = {"max_in_flight"}
-    missing = {item.name for item in dataclasses.fields(SchedulerSettings)} - derived
-    assert missing <= {item.name for item in dataclasses.fields(Settings)}
+def test_every_setting_is_declared_once():
+    """All that the scheduler reads can be set, but for what follows from the model and the device."""
+    own = {item.name for item in dataclasses.fields(SchedulerSettings)} - SHARED.keys()
+    assert own == {"context_length", "max_in_flight"}
+    for kind in (SchedulerSettings, Settings):
+        assert {name: one for name, one in declarations(kind).items() if name in SHARED} == SHARED
 
 
 def test_precedence_flag_then_environment_then_file(tmp_path):
@@ -252,7 +250,7 @@ def test_there_are_not_too_many_flags():
     assert len(flags) <= 80
     options = [option for flag in flags for option in (*flag.positive, *flag.negative)]
     assert len(options) == len(set(options))
-    assert all(flag.help_text for flag in flags)
+    assert all(flag.declared.help_text for flag in flags)
 
 
 def test_help_word_shows_only_what_it_matches():

@@ -8,7 +8,8 @@ import pytest
 from tests.policy.clocked import COST, ClockedYard, S
 from tests.scheduler.harness import make_info
 from tokenyard.base import ConfigError, SchedulerSettings, Slo, TenantSettings
-from tokenyard.base.ranges import MOST_PRIORITY, SCHEDULER_RANGES, TENANT_RANGES
+from tokenyard.base.declare import declarations
+from tokenyard.base.ranges import MOST_PRIORITY
 from tokenyard.config import Settings
 from tokenyard.cost import LinearCost, LinearTerms
 from tokenyard.offline import engine_config
@@ -117,18 +118,20 @@ def test_the_course_repeats_itself():
 
 
 def test_every_number_has_a_range():
-    for ranges, settings in ((SCHEDULER_RANGES, SchedulerSettings()), (TENANT_RANGES, TenantSettings())):
-        values = {item.name: getattr(settings, item.name) for item in fields(settings)}
+    for settings in (SchedulerSettings(), TenantSettings()):
+        declared = declarations(settings)
+        values = {name: getattr(settings, name) for name in declared}
         numbers = {name for name, value in values.items() if type(value) in (int, float)}
-        assert numbers - {"context_length"} <= ranges.keys() <= values.keys()
-        for name, allowed in ranges.items():
-            allowed.check(name, values[name])
+        ranges = {name for name, one in declared.items() if one.allowed is not None}
+        assert numbers - {"context_length"} <= ranges
+        for name, one in declared.items():
+            one.check(name, values[name])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300, -1e300])
-@pytest.mark.parametrize("name", SCHEDULER_RANGES)
+@pytest.mark.parametrize("name", [name for name, one in declarations(SchedulerSettings).items() if one.allowed])
 def test_absurd_numbers_are_refused_with_the_flag_and_the_range(name, value):
-    flag = "--" + name.replace("_", "-")
+    flag = ("" if declarations(SchedulerSettings)[name].file_only else "--") + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"^{flag} is .*; it must be (at least|above|at most) "):
         SchedulerSettings(**{name: value}).validate()
 
@@ -139,7 +142,7 @@ def test_absurd_numbers_are_refused_with_the_flag_and_the_range(name, value):
         ({"max_queued_requests": 0}, "it must be at least 1, or -1 (no limit)"),
         (
             {"queue_timeout_s": 0.0},
-            "--queue-timeout-s is 0; it must be above 0 and at most 1000000000, or -1 (for ever)",
+            "--queue-timeout-s is 0; it must be above 0 and at most 1000000000, or -1 (no limit)",
         ),
         ({"priority_aging_s": 2000.0}, "above 0 and at most 1000, or 0 (no aging)"),
         ({"strict_level_share": 1.0}, "--strict-level-share is 1; it must be at least 0.001 and at most 0.999"),
@@ -155,8 +158,8 @@ def test_absurd_numbers_are_refused_with_the_flag_and_the_range(name, value):
         ({"slo_reject": True, "slo_max_wait_s": 5.0, **SLO}, "drop one"),
         ({"enable_dynamic_chunking": True, "chunked_prefill_size": -1}, "needs a --chunked-prefill-size"),
         ({"enable_dynamic_chunking": True, "step_budget": "time"}, "both size chunks"),
-        ({"headroom": "history "}, "choose one of ratio, history"),
-        ({"retraction_policy": "oldest"}, "choose one of length, newest"),
+        ({"headroom": "history "}, "choose from ratio, history"),
+        ({"retraction_policy": "oldest"}, "choose from length, newest"),
         ({"schedule_policy": "slow"}, "did you mean slo"),
         ({"schedule_policy": "short-first", "policy_options": {"quantile": 7.0}}, "from 0 to 1"),
         ({"schedule_policy": "dlpm", "policy_options": {"quantum_tokens": 0}}, "must be from 1 to"),

@@ -1,15 +1,24 @@
-"""Settings of the scheduler core. The command line's settings object makes one of these."""
+"""Settings of the scheduler core, each declared once. The server's settings (`tokenyard.config`) contain them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from tokenyard.base.declare import check_declared, check_rules, setting
 from tokenyard.base.errors import ConfigError
-from tokenyard.base.ranges import SCHEDULER_RANGES, TENANT_RANGES
+from tokenyard.base.ranges import (
+    ABOVE_ZERO,
+    ANY_COUNT,
+    COUNT_OR_NO_LIMIT,
+    MOST_PRIORITY,
+    MOST_S,
+    POSITIVE,
+    POSITIVE_COUNT,
+    SECONDS_OR_NO_LIMIT,
+    SHARE,
+    Allowed,
+)
 
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
-HEADROOMS = ("ratio", "history", "past-future", "limit", "none")
-RETRACTION_POLICIES = ("length", "newest", "priority", "slack", "fewest-lost")
-STEP_BUDGETS = ("auto", "tokens", "time")
 MOST_WEIGHT = 10**6
 ANY_TENANT = "*"
 """Stands for all tenants that are not named."""
@@ -19,125 +28,226 @@ ANY_TENANT = "*"
 class TenantSettings:
     """What one tenant is promised and where its limits are; the tenant "*" stands for all that are not named.
 
-    weight: share of the service under vtc and dlpm, relative to other tenants. tokens_per_s: rate at which prompt and
-    output tokens may be used, 0 for no limit; burst_tokens: how many may be saved up. max_running, max_queued: requests
-    at a time, -1 for no limit. kv_share: share of the KV pool that is the tenant's own; it may borrow more while others
-    leave it free, and what is borrowed is taken back when an owner needs it.
+    A tenant may borrow more of the KV pool than its `kv_share` while others leave it free; what is borrowed is taken
+    back when its owner needs it.
     """
 
-    weight: float = 1.0
-    tokens_per_s: float = 0.0
-    burst_tokens: int = 16384
-    max_running: int = -1
-    max_queued: int = -1
-    kv_share: float = 0.0
+    weight: float = setting(
+        1.0, "tenant", "share of the service under vtc and dlpm, relative to other tenants", Allowed(ABOVE_ZERO, 1e6)
+    )
+    tokens_per_s: float = setting(
+        0.0,
+        "tenant",
+        "rate at which prompt and output tokens may be used; 0 for no limit",
+        Allowed(ABOVE_ZERO, other=0, meaning="no limit"),
+    )
+    burst_tokens: int = setting(16384, "tenant", "unused tokens of that rate that may be saved up", POSITIVE_COUNT)
+    max_running: int = setting(-1, "tenant", "most running requests; -1 for no limit", COUNT_OR_NO_LIMIT)
+    max_queued: int = setting(-1, "tenant", "most waiting requests; -1 for no limit", COUNT_OR_NO_LIMIT)
+    kv_share: float = setting(0.0, "tenant", "share of the KV pool that is the tenant's own", SHARE)
 
     def validate(self, name: str) -> None:
         """Raise ConfigError naming the tenant for a value that makes no sense."""
-        for setting, allowed in TENANT_RANGES.items():
-            allowed.check(f"tenant {name!r}: {setting}", getattr(self, setting))
+        check_declared(self, f"tenant {name!r}: ")
         if name == ANY_TENANT and self.kv_share:
             raise ConfigError("tenant '*': a kv_share can be promised only to tenants that are named")
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """What the scheduler must know; names and defaults follow SGLang's flags where they exist.
+class SharedSettings:
+    """The settings that the command line and the core share. Names and defaults follow SGLang's flags where they exist.
 
-    chunked_prefill_size: tokens of prefill a step computes at most, -1 for no chunking.
-    prefill_decode_interval: with running decodes, at most this many prefill steps in a row; 0 for no limit.
-    max_queued_requests: -1 for no limit. queue_timeout_s, run_timeout_s: -1 for none.
-    lpm_degrade_threshold: with more requests waiting, lpm falls back to fcfs; 0 for never.
-    in_batch_prefix_caching_*_threshold: lpm puts a waiting request last whose hit is at most `check` tokens (-1 for
-    none) and that shares `deprioritize` tokens with an earlier one, which will bring them into the cache.
-    default_priority_value: priority of requests that bring none; None ranks them below all others.
-    priority_aging_s: waiting so long is worth one level of priority; 0 for no aging.
-    enable_service_levels: part the queue by service class (policy/levels.py). service_level_weights: shares of the
-    levels high, normal and low. strict_level_share: part of the prefill tokens that the strict level may take.
-    max_overtaken_tokens: prompt tokens of later arrivals that may be started before a waiting request, -1 for no limit.
-    enable_priority_scheduling: let the requests' priorities come before the policy's order; by default high values are
-    urgent, with schedule_low_priority_values_first low ones.
-    headroom: what admission holds back for answers (policy/headroom.py). retraction_policy: who gives way when pages
-    run out (policy/victim.py). step_budget: what bounds a step, tokens or time; auto lets the policy choose.
-    slo_ttft_ms, slo_ttft_scale, slo_tpot_ms: targets of requests that bring none: the first token within the larger of
-    a time and a multiple of the prompt's unloaded prefill, every further one within slo_tpot_ms on average.
-    slo_max_wait_s: longest wait that policy slo aims at for requests it has put last, -1 for none. slo_reject: refuse
-    those at their deadline instead. slo_idle_step_ms: length of a step while nobody decodes. slo_chunk_tokens: chunks
-    that do not complete a prompt are multiples of it. tenants: by name, see TenantSettings.
-    enable_kv_events: keep what enters and leaves the prefix cache for `Scheduler.kv_records`.
+    How headroom, victims, levels and targets work is explained in `policy/`: headroom.py, victim.py, levels.py,
+    deadline.py.
     """
 
-    page_size: int = 1
-    max_running_requests: int = 256
-    max_queued_requests: int = -1
-    context_length: int = 2048
-    chunked_prefill_size: int = 2048
-    max_prefill_tokens: int = 16384
-    prefill_max_requests: int = -1
-    enable_mixed_chunk: bool = False
-    prefill_decode_interval: int = 8
-    schedule_policy: str = "fcfs"
-    policy_options: dict[str, float | int | str | bool] = field(default_factory=dict)
-    lpm_degrade_threshold: int = 0
-    in_batch_prefix_caching_check_threshold: int = 32
-    in_batch_prefix_caching_deprioritize_threshold: int = 32
-    enable_priority_scheduling: bool = False
-    schedule_low_priority_values_first: bool = False
-    priority_scheduling_preemption_threshold: int = 10
-    disable_priority_preemption: bool = False
-    default_priority_value: int | None = None
-    abort_on_priority_when_disabled: bool = False
-    priority_aging_s: float = 5.0
-    enable_service_levels: bool = False
-    service_level_weights: tuple[int, ...] = (8, 4, 1)
-    service_level_quantum_tokens: int = 1024
-    strict_level_share: float = 0.5
-    max_overtaken_tokens: int = -1
-    schedule_conservativeness: float = 1.0
-    init_new_token_ratio: float = 0.7
-    min_new_token_ratio_factor: float = 0.14
-    new_token_ratio_decay_steps: int = 600
-    clip_max_new_tokens: int = 4096
-    retract_decode_steps: int = 20
-    disable_radix_cache: bool = False
-    radix_eviction_policy: str = "lru"
-    queue_timeout_s: float = -1.0
-    run_timeout_s: float = -1.0
-    max_partial_prefills: int = 1
-    enable_dynamic_chunking: bool = False
-    headroom: str = "ratio"
-    retraction_policy: str = "length"
-    step_budget: str = "auto"
-    slo_ttft_ms: float = 1000.0
-    slo_ttft_scale: float = 5.0
-    slo_tpot_ms: float = 50.0
-    slo_max_wait_s: float = -1.0
-    slo_reject: bool = False
-    slo_idle_step_ms: float = 200.0
-    slo_chunk_tokens: int = 64
-    tenants: dict[str, TenantSettings] = field(default_factory=dict)
-    enable_kv_events: bool = False
-    max_in_flight: int = 1
+    page_size: int = setting(1, "device", "tokens in one KV page", POSITIVE_COUNT, aliases=("--block-size",))
+
+    max_running_requests: int = setting(
+        256, "scheduler", "most requests running at once", Allowed(1, 1_000_000), aliases=("--max-num-seqs",)
+    )
+    max_queued_requests: int = setting(
+        -1,
+        "scheduler",
+        "most requests waiting; further ones are refused with status 503; -1 for no limit",
+        COUNT_OR_NO_LIMIT,
+    )
+    chunked_prefill_size: int = setting(
+        2048,
+        "scheduler",
+        "most prefill tokens in one step; -1 for no chunking",
+        Allowed(1, other=-1, meaning="no chunking"),
+        aliases=("--max-num-batched-tokens",),
+    )
+    max_prefill_tokens: int = setting(16384, "scheduler", "most prompt tokens admitted in one step", POSITIVE_COUNT)
+    prefill_max_requests: int = setting(
+        -1, "scheduler", "most requests in one prefill step; -1 for no limit", COUNT_OR_NO_LIMIT
+    )
+    max_partial_prefills: int = setting(
+        1, "scheduler", "most prompts that may be partly computed at once", POSITIVE_COUNT
+    )
+    enable_mixed_chunk: bool = setting(False, "scheduler", "put prefill chunks and decodes into the same step")
+    prefill_decode_interval: int = setting(
+        8, "scheduler", "most prefill steps in a row while requests decode; 0 for no limit", ANY_COUNT
+    )
+    schedule_policy: str = setting(
+        "fcfs",
+        "scheduler",
+        "order of the queue, such as fcfs, lpm or slo (docs/policies.md); or your own, as module:name",
+        aliases=("--scheduling-policy",),
+    )
+    policy_options: dict[str, float | int | str | bool] = setting(
+        dict, "scheduler", "options of the policy, as name=value,name=value"
+    )
+    lpm_degrade_threshold: int = setting(
+        0, "scheduler", "lpm falls back to fcfs while more requests than this wait; 0 for never", ANY_COUNT
+    )
+    in_batch_prefix_caching_check_threshold: int = setting(
+        32,
+        "scheduler",
+        "lpm: longest cached prefix of a request that may wait for another one with its prefix; -1 for none",
+        Allowed(0, other=-1, meaning="none"),
+        file_only=True,
+    )
+    in_batch_prefix_caching_deprioritize_threshold: int = setting(
+        32,
+        "scheduler",
+        "lpm: shortest prefix shared with another waiting request that is worth waiting for",
+        POSITIVE_COUNT,
+        file_only=True,
+    )
+    enable_dynamic_chunking: bool = setting(False, "scheduler", "size prefill chunks by the time they take")
+    step_budget: str = setting(
+        "auto",
+        "scheduler",
+        "what bounds a step: tokens, time, or what the policy prefers",
+        choices=("auto", "tokens", "time"),
+    )
+    headroom: str = setting(
+        "ratio",
+        "scheduler",
+        "how much memory admission sets aside for answers",
+        choices=("ratio", "history", "past-future", "limit", "none"),
+    )
+    retraction_policy: str = setting(
+        "length",
+        "scheduler",
+        "which request is retracted when pages run out",
+        choices=("length", "newest", "priority", "slack", "fewest-lost"),
+    )
+    schedule_conservativeness: float = setting(
+        1.0, "scheduler", "above 1 admits fewer requests and retracts less often", POSITIVE
+    )
+    init_new_token_ratio: float = setting(
+        0.7, "scheduler", "share of max_new_tokens first set aside for an answer", SHARE, file_only=True
+    )
+    min_new_token_ratio_factor: float = setting(
+        0.14, "scheduler", "lower bound of that share, as a factor of it", SHARE, file_only=True
+    )
+    new_token_ratio_decay_steps: int = setting(
+        600, "scheduler", "decode steps until the lower bound is reached", POSITIVE_COUNT, file_only=True
+    )
+    clip_max_new_tokens: int = setting(
+        4096, "scheduler", "most output tokens set aside for one answer", ANY_COUNT, file_only=True
+    )
+    retract_decode_steps: int = setting(
+        20, "scheduler", "decode steps that a retraction makes room for", ANY_COUNT, file_only=True
+    )
+    disable_radix_cache: bool = setting(
+        False, "scheduler", "do not reuse the KV of common prefixes", negated=("--enable-prefix-caching",)
+    )
+    radix_eviction_policy: str = setting(
+        "lru", "scheduler", "what a full prefix cache drops first: lru, lfu, fifo, mru, filo, slru or priority"
+    )
+    enable_kv_events: bool = setting(
+        False, "scheduler", "publish what enters and leaves the prefix cache, for routers that keep an index of it"
+    )
+    queue_timeout_s: float = setting(
+        -1.0, "scheduler", "longest time in seconds that a request may wait; -1 for no limit", SECONDS_OR_NO_LIMIT
+    )
+    run_timeout_s: float = setting(
+        -1.0, "scheduler", "longest time in seconds that a request may run; -1 for no limit", SECONDS_OR_NO_LIMIT
+    )
+
+    enable_priority_scheduling: bool = setting(False, "urgency", "let the priority of requests come before the policy")
+    schedule_low_priority_values_first: bool = setting(False, "urgency", "small priority values are the urgent ones")
+    priority_scheduling_preemption_threshold: int = setting(
+        10, "urgency", "least difference in priority for which a running request is preempted", ANY_COUNT
+    )
+    disable_priority_preemption: bool = setting(False, "urgency", "never preempt running requests for urgent ones")
+    default_priority_value: int | None = setting(
+        None,
+        "urgency",
+        "priority of requests that bring none; without it they rank lowest",
+        Allowed(-MOST_PRIORITY, MOST_PRIORITY),
+    )
+    abort_on_priority_when_disabled: bool = setting(
+        False, "urgency", "refuse requests that bring a priority while priorities do not count"
+    )
+    priority_aging_s: float = setting(
+        5.0,
+        "urgency",
+        "seconds of waiting worth one level of priority; 0 for no aging",
+        Allowed(ABOVE_ZERO, 1000, other=0, meaning="no aging"),
+    )
+    enable_service_levels: bool = setting(False, "urgency", "divide the queue by service class (high, normal, low)")
+    service_level_weights: tuple[int, ...] = setting((8, 4, 1), "urgency", "shares of the levels high, normal and low")
+    service_level_quantum_tokens: int = setting(
+        1024, "urgency", "prompt tokens of one turn per unit of weight", POSITIVE_COUNT, file_only=True
+    )
+    strict_level_share: float = setting(
+        0.5, "urgency", "share of the prefill tokens that the strict level may take", Allowed(0.001, 0.999)
+    )
+    max_overtaken_tokens: int = setting(
+        -1,
+        "urgency",
+        "prompt tokens of later arrivals that may start before a waiting request; -1 for no limit",
+        Allowed(0, other=-1, meaning="no limit"),
+    )
+    slo_ttft_ms: float = setting(1000.0, "urgency", "target for the first token of requests that bring none", ANY_COUNT)
+    slo_ttft_scale: float = setting(
+        5.0,
+        "urgency",
+        "the same target as a multiple of the time that the prompt's prefill takes alone; the larger one counts",
+        ANY_COUNT,
+    )
+    slo_tpot_ms: float = setting(50.0, "urgency", "target for every further token, on average", POSITIVE)
+    slo_max_wait_s: float = setting(
+        -1.0,
+        "urgency",
+        "longest wait that policy slo aims at for requests that missed their target; -1 for none",
+        Allowed(ABOVE_ZERO, MOST_S, other=-1, meaning="none"),
+    )
+    slo_reject: bool = setting(False, "urgency", "refuse requests that can no longer meet their target")
+    slo_idle_step_ms: float = setting(
+        200.0, "urgency", "length of a step under policy slo while no request decodes", POSITIVE, file_only=True
+    )
+    slo_chunk_tokens: int = setting(
+        64,
+        "urgency",
+        "under policy slo, chunks that do not complete a prompt are multiples of this",
+        POSITIVE_COUNT,
+        file_only=True,
+    )
+    tenants: dict[str, TenantSettings] = setting(dict, "urgency", "YAML file with weight and limits of each tenant")
 
     @property
     def uses_priorities(self) -> bool:
         """Whether the priority of requests counts."""
         return self.enable_priority_scheduling or self.schedule_policy == "priority"
 
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings(SharedSettings):
+    """What the scheduler must know. `context_length` and `max_in_flight` follow from the loaded model and device."""
+
+    context_length: int = setting(2048, "", "most tokens of prompt and answer together")
+    max_in_flight: int = setting(1, "", "plans that may be made before the first of them is committed", POSITIVE_COUNT)
+
     def validate(self) -> None:
         """Raise ConfigError for values out of range or that contradict each other, saying which flag to change."""
-        for name, allowed in SCHEDULER_RANGES.items():
-            allowed.check("--" + name.replace("_", "-"), getattr(self, name))
-        for flag, value, choices in (
-            ("--headroom", self.headroom, HEADROOMS),
-            ("--retraction-policy", self.retraction_policy, RETRACTION_POLICIES),
-            ("--step-budget", self.step_budget, STEP_BUDGETS),
-        ):
-            if value not in choices:
-                raise ConfigError(f"{flag} is {value!r}; choose one of {', '.join(choices)}")
-        for holds, rule in self._rules():
-            if not holds:
-                raise ConfigError(rule)
+        check_declared(self)
+        check_rules(self._rules())
         for name, tenant in self.tenants.items():
             tenant.validate(name)
         if sum(tenant.kv_share for tenant in self.tenants.values()) > 1.0:
@@ -173,7 +283,7 @@ class SchedulerSettings:
             ),
             (
                 not self.enable_dynamic_chunking or chunk != -1,
-                "--enable-dynamic-chunking needs a --chunked-prefill-size, the chunk that the others are as long as",
+                "--enable-dynamic-chunking needs a --chunked-prefill-size, whose first chunk sets the time of all",
             ),
             (
                 not (self.enable_dynamic_chunking and self.step_budget == "time"),

@@ -40,7 +40,6 @@ PACKAGES = (
 )
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16")
 GIB = 1 << 30
-SECRETS = ("api_key", "admin_api_key", "tenant_keys")
 
 
 def doctor(namespace: argparse.Namespace) -> int:
@@ -125,10 +124,8 @@ def packages() -> dict[str, str | None]:
 
 def settings_report(resolved: Resolved) -> dict[str, dict[str, Any]]:
     """Every setting that is not a default: its value and where it came from. Keys are not shown."""
-    return {
-        name: {"value": "***" if name in SECRETS else getattr(resolved.settings, name), "from": source}
-        for name, source in resolved.sources.items()
-    }
+    public = resolved.settings.public()
+    return {name: {"value": public.get(name, "***"), "from": source} for name, source in resolved.sources.items()}
 
 
 def find_problems(settings: Settings, report: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +21,11 @@ import msgspec
 import yaml
 
 from tokenyard.base import ConfigError
-from tokenyard.base.ranges import LONGEST_MS
+from tokenyard.base.declare import Declaration, declarations
 from tokenyard.base.settings import TenantSettings
 from tokenyard.config import GROUPS, ClassTargets, Settings
 
 ENV_PREFIX = "TOKENYARD_"
-KEYS = ("api_key", "admin_api_key")
 FOREIGN_FLAGS = {
     "one device runs the whole model": "tp-size tp pp-size dp-size dp ep-size enable-dp-attention tensor-parallel-size "
     "pipeline-parallel-size data-parallel-size enable-expert-parallel nnodes node-rank dist-init-addr use-ray",
@@ -121,12 +120,7 @@ def parse_tenants(value: str | dict[str, Any]) -> dict[str, TenantSettings]:
 
 def parse_slo_classes(value: Any) -> dict[str, ClassTargets]:
     """A mapping of service classes to their targets. Raises ValueError."""
-    classes = _by_name(value, "slo-classes", ClassTargets)
-    for name, targets in classes.items():
-        for target, given in ((name, getattr(targets, name)) for name in ("ttft_ms", "tpot_ms")):
-            if given is not None and not 0.0 < given <= LONGEST_MS:
-                raise ValueError(f"{name}: {target} is {given:g}; it must be above 0 and at most {LONGEST_MS:g}")
-    return classes
+    return _by_name(value, "slo-classes", ClassTargets)
 
 
 def parse_texts(value: Any) -> dict[str, str]:
@@ -178,17 +172,34 @@ def _parser_of(annotation: Any) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One setting as the command line sees it."""
+    """One setting as the command line sees it: its declaration, and how its value is read from text."""
 
     name: str
-    group: str
-    help_text: str
+    declared: Declaration
     default: Any
     parse: Callable[[Any], Any]
-    is_bool: bool
-    choices: tuple[str, ...]
-    positive: tuple[str, ...]
-    negative: tuple[str, ...]
+
+    @property
+    def dashed(self) -> str:
+        """The name as it is written in flags and files."""
+        return self.name.replace("_", "-")
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether the setting is switched on and off."""
+        return self.parse is parse_bool
+
+    @property
+    def positive(self) -> tuple[str, ...]:
+        """The flags that take a value or switch the setting on; none for what is set in files only."""
+        if self.declared.file_only:
+            return ()
+        return ("--" + self.dashed, *self.declared.aliases, *(f"--no-{flag[2:]}" for flag in self.declared.negated))
+
+    @property
+    def negative(self) -> tuple[str, ...]:
+        """The flags that switch the setting off."""
+        return (f"--no-{self.dashed}", *self.declared.negated) if self.is_bool else ()
 
     @property
     def env(self) -> str:
@@ -206,47 +217,39 @@ class Flag:
             parsed = self.parse(raw)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
-        for item in parsed if isinstance(parsed, list) else [parsed]:
-            if self.choices and item not in self.choices:
-                raise ConfigError(f"{where} is {item!r}; choose from {', '.join(self.choices)}")
+        self.declared.check_choice(where, parsed)
         return parsed
 
     def matches(self, word: str) -> bool:
         """Whether `--help WORD` should show this flag."""
-        names = (self.name.replace("_", "-"), *self.positive, *self.negative)
-        return any(word.lower() in text.lower() for text in (*names, self.help_text))
+        names = (self.dashed, *self.positive, *self.negative)
+        return any(word.lower() in text.lower() for text in (*names, self.declared.help_text))
 
     def describe(self) -> str:
-        """Help text with choices, default and environment name."""
-        choices = f" ({', '.join(self.choices)})" if self.choices else ""
+        """Help text with choices and default."""
+        choices = f" ({', '.join(self.declared.choices)})" if self.declared.choices else ""
         value = ",".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
         default = "" if value in ("", None, [], {}, False) else f" [{value}]"
-        return f"{self.help_text}{choices}{default}".replace("%", "%%")
+        return f"{self.declared.help_text}{choices}{default}".replace("%", "%%")
 
-
-def _flag(item: "Field[Any]", annotation: Any, default: Any) -> Flag:
-    """The flag of one field of `Settings`."""
-    dashed = item.name.replace("_", "-")
-    is_bool = annotation is bool
-    negated = tuple(item.metadata["negated"])
-    positive = ("--" + dashed, *item.metadata["aliases"], *(f"--no-{flag[2:]}" for flag in negated))
-    return Flag(
-        name=item.name,
-        group=item.metadata["group"],
-        help_text=item.metadata["help"],
-        default=default,
-        parse=_parser_of(annotation),
-        is_bool=is_bool,
-        choices=tuple(item.metadata["choices"]),
-        positive=() if item.metadata["file_only"] else positive,
-        negative=(f"--no-{dashed}", *negated) if is_bool else (),
-    )
+    def add_to(self, group: argparse._ActionsContainer, *, hidden: bool = False) -> None:
+        """Add the flag to a parser or a group of one; `hidden` leaves it out of the help."""
+        text = argparse.SUPPRESS if hidden else self.describe()
+        if not self.is_bool:
+            metavar = self.name.rsplit("_", 1)[-1].upper()
+            group.add_argument(*self.positive, dest=self.name, metavar=metavar, help=text)
+            return
+        for flags, value, shown in ((self.positive, "true", text), (self.negative, "false", argparse.SUPPRESS)):
+            group.add_argument(*flags, dest=self.name, action="store_const", const=value, help=shown)
 
 
 def all_settings() -> list[Flag]:
     """Every setting, in the order of the fields; those for files alone have no flag."""
     hints, defaults = typing.get_type_hints(Settings), Settings()
-    return [_flag(item, hints[item.name], getattr(defaults, item.name)) for item in fields(Settings)]
+    return [
+        Flag(name, declared, getattr(defaults, name), _parser_of(hints[name]))
+        for name, declared in declarations(Settings).items()
+    ]
 
 
 def all_flags() -> list[Flag]:
@@ -277,9 +280,8 @@ def _hint(word: str, known: Sequence[str]) -> str:
     for reason, names in FOREIGN_FLAGS.items():
         if name in names.split():
             return reason
-    setting = name.replace("-", "_")
     for flag in all_settings():
-        if flag.name == setting and not flag.positive:
+        if flag.dashed == name and not flag.positive:
             return f"it has no flag: set {name} in the file of --config, or {flag.env} in the environment"
     near = difflib.get_close_matches(word, known, n=3)
     return f"did you mean {' or '.join(near)}?" if near else "see --help, or --help WORD to search"
@@ -299,37 +301,24 @@ def _options_of(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> 
 def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> None:
     """Add all settings to `parser`, in groups, and `--config`. With `word`, only those it matches are in the help."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags and environment win over it")
-    flags = all_flags()
-    file_only = [flag for flag in all_settings() if not flag.positive and flag.matches(word)]
-    if not file_only and not any(flag.matches(word) for flag in flags):
+    matching = [flag for flag in all_settings() if flag.matches(word)]
+    if not matching:
         parser.epilog = f"no setting is about {word!r}"
-    shown = {flag.group for flag in flags if flag.matches(word)}
+    shown = {flag.declared.group for flag in matching if flag.positive}
     groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items() if name in shown}
-    for flag in flags:
-        target, text = groups.get(flag.group, parser), flag.describe() if flag.matches(word) else argparse.SUPPRESS
-        options: dict[str, Any] = {"dest": flag.name, "default": None, "help": text}
-        if flag.is_bool:
-            target.add_argument(*flag.positive, action="store_const", const="true", **options)
-            target.add_argument(
-                *flag.negative,
-                dest=flag.name,
-                default=None,
-                action="store_const",
-                const="false",
-                help=argparse.SUPPRESS,
-            )
-        else:
-            target.add_argument(*flag.positive, metavar=flag.name.rsplit("_", 1)[-1].upper(), **options)
-    if file_only:
+    names = {flag.name for flag in matching}
+    for flag in all_flags():
+        flag.add_to(groups.get(flag.declared.group, parser), hidden=flag.name not in names)
+    if file_only := [flag for flag in matching if not flag.positive]:
         _list_file_only(parser, file_only)
 
 
 def _list_file_only(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
-    """Put settings that have no flag at the end of the help, as argparse knows of none but flags."""
+    """Put settings that have no flag at the end of the help: argparse describes flags only."""
     width = shutil.get_terminal_size().columns - 2
     lines = ["without a flag, in the file of --config or the environment:"]
     for flag in flags:
-        text = f"{flag.name.replace('_', '-')}: {flag.describe()}".replace("%%", "%")
+        text = f"{flag.dashed}: {flag.describe()}".replace("%%", "%")
         lines.append(
             textwrap.fill(text, width, initial_indent="  ", subsequent_indent=" " * 24, break_on_hyphens=False)
         )
@@ -339,7 +328,7 @@ def _list_file_only(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> N
 
 
 def hide_other_flags(parser: argparse.ArgumentParser, word: str) -> None:
-    """Leave out of the help every flag that neither is called nor says `word`."""
+    """Leave out of the help every flag that has `word` neither in its name nor in its text."""
     for action in parser._actions:
         texts = (*action.option_strings, action.help or "")
         if action.option_strings and not any(word.lower() in text.lower() for text in texts):
@@ -347,7 +336,7 @@ def hide_other_flags(parser: argparse.ArgumentParser, word: str) -> None:
 
 
 def split_help_word(argv: Sequence[str]) -> tuple[list[str], str]:
-    """`argv` without the word after `--help`, and that word ("" if none)."""
+    """`argv` without the word after `--help`, and that word ("" if there is none)."""
     words = list(argv)
     for place, word in enumerate(words):
         if word.startswith("--help="):
@@ -369,7 +358,7 @@ def read_config_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path} must hold `name: value` lines")
     settings = all_settings()
     known = {option[2:]: flag.name for flag in settings for option in flag.positive if "--no-" not in option}
-    known |= {flag.name.replace("_", "-"): flag.name for flag in settings if not flag.positive}
+    known |= {flag.dashed: flag.name for flag in settings if not flag.positive}
     values: dict[str, Any] = {}
     for key, value in content.items():
         dashed = str(key).replace("_", "-")
@@ -382,7 +371,7 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Resolved:
-    """Settings, and for each that is not a default where it came from."""
+    """Settings, and where each value that is not a default came from."""
 
     settings: Settings
     sources: dict[str, str]
@@ -409,8 +398,8 @@ def resolve(namespace: Mapping[str, Any], environ: Mapping[str, str] | None = No
         else:
             continue
         values[flag.name] = flag.read(raw, sources[flag.name])
-        if flag.name in KEYS and not values[flag.name]:
-            raise ConfigError(f"{sources[flag.name]} is empty; leave it out if everybody may call")
+        if flag.declared.secret and values[flag.name] == "":
+            raise ConfigError(f"{sources[flag.name]} is empty; leave it out if every client may call")
     return Resolved(Settings(**values), sources)
 
 

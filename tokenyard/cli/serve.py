@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_POLL_S = 0.05
 STDERR = 2
 USAGE_ERROR = 2
-SECRETS = ("api_key", "admin_api_key", "tenant_keys")
 
 
 def serve(namespace: argparse.Namespace) -> int:
@@ -67,11 +66,10 @@ def server_options(settings: Settings) -> ServerOptions:
     """The HTTP side's part of the settings."""
     shared = {item.name for item in dataclasses.fields(ServerOptions)}
     values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings) if item.name in shared}
-    public = {name: value for name, value in dataclasses.asdict(settings).items() if name not in SECRETS}
     return ServerOptions(
         model_name=settings.served_model_name,
         max_body_bytes=int(settings.max_body_mb * 1_000_000),
-        info=public,
+        info=settings.public(),
         default_sampling=read_sampling_defaults(settings.model_path, settings.sampling_defaults),
         class_targets={
             name: Slo(ns_from_ms(targets.ttft_ms, name), ns_from_ms(targets.tpot_ms, name))
@@ -87,7 +85,7 @@ async def _serve(settings: Settings) -> int:
     state = ServerState(server_options(settings))
     server = DrainingServer(state, shutdown_timeout_s=settings.shutdown_timeout_s)
     listener = listen(settings.host, settings.port)
-    settings.port = listener.getsockname()[1]
+    settings = dataclasses.replace(settings, port=listener.getsockname()[1])
     with _tracing(settings, state):
         loading = asyncio.create_task(_run_engine(settings, config, state, server))
         try:

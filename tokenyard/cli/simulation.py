@@ -17,7 +17,7 @@ from rich.table import Table
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
 from tokenyard.base.ranges import Allowed
 from tokenyard.cli.flags import Flag, all_flags
-from tokenyard.config import MOST_SLOTS, Settings
+from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
 from tokenyard.router.choice import CHOOSERS
 from tokenyard.sim.engine import Setup
@@ -31,7 +31,6 @@ ORACLE = ", oracle"
 
 OUTPUT_FLAGS = ("json", "report", "perfetto", "tape")
 CONTEXT_RANGE = Allowed(2, 1 << 22)
-POOL_RANGE = Allowed(1, MOST_SLOTS - 1)
 MOST_HOST_US = 1e9
 ANY_WIDTH = 100_000
 
@@ -106,14 +105,7 @@ def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
         "--preset", choices=preset_names(), help="settings of another engine; without it the server's own"
     )
     for flag in scheduler_flags():
-        options: dict[str, Any] = {"dest": flag.name, "default": None, "help": flag.describe()}
-        if flag.is_bool:
-            group.add_argument(*flag.positive, action="store_const", const="true", **options)
-            group.add_argument(
-                *flag.negative, action="store_const", const="false", **{**options, "help": argparse.SUPPRESS}
-            )
-        else:
-            group.add_argument(*flag.positive, metavar=flag.name.rsplit("_", 1)[-1].upper(), **options)
+        flag.add_to(group)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -181,7 +173,7 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
     longest = max(workload.max_output_tokens, int(workload.max_new_tokens.max()))
     context = given.pop("context_length", workload.max_prompt_tokens + longest + 1)
     CONTEXT_RANGE.check("--context-length", context)
-    POOL_RANGE.check("--max-total-tokens", pool_tokens)
+    POOL_TOKENS.check("--max-total-tokens", pool_tokens)
     settings = replace(_base_settings(preset_name, context, profile), **given, max_in_flight=2 if args.overlap else 1)
     settings.validate()
     return Setup(

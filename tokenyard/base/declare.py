@@ -1,0 +1,76 @@
+"""How a setting is declared: once, at its dataclass field, with all that flags, files and checks need to know of it."""
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from tokenyard.base.errors import ConfigError
+from tokenyard.base.ranges import Allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What is known of a setting beside its name, type and default.
+
+    group: heading of the help that it stands under. aliases: further flags for the same value; negated: flags for the
+    opposite of a yes-or-no value. file_only: it has no flag but is set in the file of --config or in the environment
+    (tables, and constants that are rarely changed). secret: no report shows its value.
+    """
+
+    group: str
+    help_text: str
+    allowed: Allowed | None = None
+    choices: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    negated: tuple[str, ...] = ()
+    file_only: bool = False
+    secret: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ConfigError, naming the setting, for a value that is out of range or not among the choices."""
+        if self.allowed is not None:
+            self.allowed.check(name, value)
+        self.check_choice(name, value)
+
+    def check_choice(self, name: str, value: Any) -> None:
+        """Raise ConfigError, naming the setting, for a value, or one in a list, that is not among the choices."""
+        for item in value if isinstance(value, list) else (value,):
+            if self.choices and item not in self.choices:
+                raise ConfigError(f"{name} is {item!r}; choose from {', '.join(self.choices)}")
+
+
+def setting(default: Any, group: str, help_text: str, allowed: Allowed | None = None, **more: Any) -> Any:
+    """A dataclass field with its `Declaration`. `default` is a value, or a function that makes one: `dict`, `list`."""
+    metadata = {"declaration": Declaration(group, help_text, allowed, **more)}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def declarations(kind: Any) -> Mapping[str, Declaration]:
+    """The declaration of each setting of a dataclass or of one of its objects, by name, in the order of the fields."""
+    return {item.name: declaration(item) for item in fields(kind)}
+
+
+def declaration(item: "Field[Any]") -> Declaration:
+    """The declaration of one field."""
+    declared: Declaration = item.metadata["declaration"]
+    return declared
+
+
+def check_declared(settings: Any, prefix: str = "") -> None:
+    """Check every value of a settings object by its declaration. Raises ConfigError.
+
+    Settings are named `prefix` + field name, or where that is empty as the command line or the file names them.
+    """
+    for name, declared in declarations(settings).items():
+        dashed = name.replace("_", "-")
+        shown = prefix + name if prefix else dashed if declared.file_only else f"--{dashed}"
+        declared.check(shown, getattr(settings, name))
+
+
+def check_rules(rules: tuple[tuple[bool, str], ...]) -> None:
+    """Raise ConfigError with the sentence of the first rule that does not hold."""
+    for holds, sentence in rules:
+        if not holds:
+            raise ConfigError(sentence)
