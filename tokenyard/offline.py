@@ -60,7 +60,6 @@ log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
-CANCELLED_STATUS = 499
 LONGEST_CONTEXT_TOKENS = 1 << 20
 
 
@@ -198,7 +197,7 @@ class _LocalPort:
             request = self._open.pop(finish.number, None)
         if request is None or request.future.done():
             return
-        if finish.reason == "abort" and finish.status not in (200, CANCELLED_STATUS):
+        if finish.reason == "abort" and finish.cause not in ("", "cancelled"):
             request.future.set_exception(InvalidRequestError(finish.message))
             return
         tokens = request.tokens.get(finish.number, [])

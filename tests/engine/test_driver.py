@@ -121,7 +121,7 @@ def test_a_failed_step_ends_its_requests_and_no_more(loop, depth, where, step):
     port = ScriptedPort([submit(1), submit(2, (9, 9))], [submit(3)], [GetSnapshot(1)])
     run(loop, depth, port, executor=executor)
     ends = port.finished()
-    assert (ends[1].reason, ends[1].status) == ("abort", 500)
+    assert (ends[1].reason, ends[1].cause) == ("abort", "failed")
     assert "out of luck" in ends[2].message
     assert ends[3].reason == "length"
     assert len(port.tokens()[3]) == 4
@@ -135,7 +135,7 @@ def test_a_device_that_keeps_failing_ends_the_loop(loop, depth):
     port = ScriptedPort([submit(1)], [submit(2)])
     with pytest.raises(DeviceBrokenError, match="out of luck"):
         run(loop, depth, port, executor=executor)
-    assert port.finished()[2].status == 500
+    assert port.finished()[2].cause == "failed"
 
 
 def test_a_lost_device_ends_the_loop_at_once():
@@ -144,7 +144,7 @@ def test_a_lost_device_ends_the_loop_at_once():
     port = ScriptedPort([submit(1)])
     with pytest.raises(DeviceBrokenError, match="illegal memory access"):
         run(event_loop_normal, 1, port, executor=executor)
-    assert port.finished()[1].status == 500
+    assert port.finished()[1].cause == "failed"
 
 
 def test_events_that_the_scheduler_refuses_do_not_end_the_loop(caplog):

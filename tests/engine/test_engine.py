@@ -126,7 +126,7 @@ def test_whoever_leaves_is_followed_to_the_end():
         told = [await asyncio.wait_for(ends.get(), 5.0) for _ in range(2)]
         assert sorted(delta.index for delta in told) == [0, 1]
         for delta in told:
-            assert (delta.finish.reason, delta.finish.cause) == ("abort", "cancelled")
+            assert (delta.finish.reason, delta.finish.cause) == ("abort", "client_gone")
             assert 0 < delta.completion_tokens < 2000
         assert manager.open_requests == 0
 
@@ -219,7 +219,7 @@ def test_abort_pause_continue_and_flush():
         assert not await manager.flush_cache()
         await manager.abort("a")
         end = (await open_one)[-1].finish
-        assert (end.reason, end.status) == ("abort", 499)
+        assert (end.reason, end.cause) == ("abort", "cancelled")
         assert not other.done()
         assert await manager.update("b", priority=3)
         assert not await manager.update("gone", priority=3)

@@ -50,14 +50,15 @@ def test_news_reach_their_own_stream_and_end_it():
     async def main():
         table, (one, two) = opened(2, 1)
         assert len(table) == 2
-        ends = [Finish(3, "length"), Finish(1, "abort", status=503), Finish(98, "stop")]
+        ends = [Finish(3, "length"), Finish(1, "abort", cause="queue_full"), Finish(98, "stop")]
         await table.deliver([news([3, 2, 99], finished=ends)])
         last = two.take()
         assert (last.text, last.index, last.prompt_tokens, last.finish.reason) == ("x", 0, 5, "length")
         assert two.take() is None
         assert not two.open_answers
         deltas = [one.take(), one.take()]
-        assert [(delta.index, delta.finish and delta.finish.status) for delta in deltas] == [(1, None), (0, 503)]
+        causes = [(delta.index, delta.finish and delta.finish.cause) for delta in deltas]
+        assert causes == [(1, None), (0, "queue_full")]
         assert one.open_answers == {1}
         table.remove(two)
         assert [stream.rid for stream in table.with_rid(None)] == ["r1"]

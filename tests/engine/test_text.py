@@ -131,10 +131,10 @@ def test_no_stop_trim_keeps_the_stop_string(tokenizer):
 def test_a_found_stop_wins_over_length_and_abort(tokenizer):
     ids = ids_of(tokenizer, "one two three")
     for reason in ("length", "abort"):
-        end = Finish(1, reason, message="gone", status=499, completion_tokens=3)
+        end = Finish(1, reason, message="gone", cause="cancelled", completion_tokens=3)
         run = Run(tokenizer, ids, stop=[" two"], end=end)
         assert (run.finish.reason, run.finish.matched, run.finish.completion_tokens) == ("stop", " two", 2)
-        assert (run.finish.message, run.finish.status, run.text) == ("", 200, "one")
+        assert (run.finish.message, run.finish.cause, run.text) == ("", "", "one")
 
 
 def test_the_beginning_of_a_stop_string_is_shown_when_it_comes_to_nothing(tokenizer):
@@ -190,8 +190,8 @@ def test_a_step_with_many_answers_keeps_them_apart(tokenizer):
 
 
 def test_an_end_without_a_start_passes():
-    out, _ = TextAssembler(None).step(batch(finish=[Finish(9, "abort", message="queue full", status=503)]))
-    assert out.finished[0].status == 503
+    out, _ = TextAssembler(None).step(batch(finish=[Finish(9, "abort", message="queue full", cause="queue_full")]))
+    assert out.finished[0].cause == "queue_full"
     assert len(out.numbers) == 0
 
 

@@ -355,7 +355,7 @@ def test_slo_reject_refuses_at_the_deadline_and_frees_the_pages():
     urgent = [yard.submit(prompt(900), max_new=1, **due(1000 + 93 * index)) for index in range(60)]
     yard.until(8 * S)
     finish = yard.finished[started]
-    assert (finish.reason, finish.status) == ("abort", 503)
+    assert (finish.reason, finish.cause) == ("abort", "overdue")
     assert "deadline" in finish.message
     assert finish.finished_ns >= finish.arrival_ns + 5000 * MS
     served = [number for number in urgent if yard.finished[number].reason != "abort"]

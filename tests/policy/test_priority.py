@@ -209,13 +209,13 @@ def test_a_full_queue_gives_up_its_least_urgent_for_a_strictly_more_urgent_one()
     yard = make_yard(**NO_AGING, max_queued_requests=2)
     kept, worst = yard.submit([5], priority=1), yard.submit([6], priority=0)
     same = yard.submit([7], priority=0)
-    assert yard.finished[same].status == 503
+    assert yard.finished[same].cause == "queue_full"
     assert "queue is full" in yard.finished[same].message
     better = yard.submit([8], priority=1)
-    assert yard.finished[worst].status == 503
+    assert yard.finished[worst].cause == "displaced"
     assert line(yard) == [kept, better]
     none_given = yard.submit([9])
-    assert yard.finished[none_given].status == 503
+    assert yard.finished[none_given].cause == "queue_full"
 
 
 def test_a_full_queue_does_not_give_up_who_has_run_before():
@@ -226,7 +226,7 @@ def test_a_full_queue_does_not_give_up_who_has_run_before():
     yard.launch()
     assert low not in admitted(yard)
     refused = yard.submit([7], priority=50)
-    assert yard.finished[refused].status == 503
+    assert yard.finished[refused].cause == "queue_full"
     yard.run()
     assert yard.finished[low].completion_tokens == 40
 
@@ -240,14 +240,14 @@ def test_a_request_with_several_answers_needs_room_for_all():
     assert low[1] not in yard.finished
     assert low[0] not in yard.finished
     both = yard.submit([6], priority=9, sampling=SamplingParams(max_new_tokens=2, n=2))
-    assert {yard.finished[number].status for number in low} == {503}
+    assert {yard.finished[number].cause for number in low} == {"displaced"}
     assert both not in yard.finished
 
 
 def test_priorities_can_be_refused_where_they_are_off():
     yard = make_yard(abort_on_priority_when_disabled=True)
     refused, fine = yard.submit([5], priority=0), yard.submit([5])
-    assert yard.finished[refused].status == 400
+    assert yard.finished[refused].cause == "invalid"
     assert "--enable-priority-scheduling" in yard.finished[refused].message
     assert line(yard) == [fine]
 

@@ -36,7 +36,7 @@ def test_a_tenant_queues_no_more_requests_than_it_may():
     numbers = [yard.submit(prompt(20), tenant="small") for _ in range(3)]
     other = yard.submit(prompt(20), tenant="other")
     refused = yard.finished[numbers[2]]
-    assert (refused.reason, refused.status) == ("abort", 429)
+    assert (refused.reason, refused.cause) == ("abort", "tenant_limit")
     assert "'small'" in refused.message
     yard.rest()
     assert yard.finished[other].reason == "length"

@@ -157,7 +157,7 @@ def test_a_mistake_puts_fcfs_in_its_place_and_harms_nobody(module, mistake):
     yard.scheduler.snapshot(1)
     assert sorted(yard.finished) == numbers
     assert all(yard.finished[number].completion_tokens == 8 for number in numbers[:6])
-    assert [yard.finished[number].status for number in numbers[6:]] == [503, 503]
+    assert [yard.finished[number].cause for number in numbers[6:]] == ["queue_full"] * 2
     assert yard.scheduler.idle() is None
     assert yard.scheduler.snapshot(1).policy.startswith(f"levels+fcfs ({path} failed: ")
 

@@ -139,7 +139,7 @@ def test_retracted_requests_never_meet_the_queue_limit():
 def test_a_full_queue_refuses_with_503():
     yard = Yard(settings(max_queued_requests=2), make_info())
     numbers = [yard.submit([5, 6], max_new=2) for _ in range(3)]
-    assert yard.finished[numbers[2]].status == 503
+    assert yard.finished[numbers[2]].cause == "queue_full"
     assert "queue is full" in yard.finished[numbers[2]].message
     yard.run()
     assert yard.finished[numbers[0]].reason == "length"
@@ -149,7 +149,7 @@ def test_a_full_queue_refuses_with_503():
 def test_prompts_that_can_never_run_are_refused(length):
     yard = Yard(settings(), make_info())
     number = yard.submit([5] * length)
-    assert yard.finished[number].status == 400
+    assert yard.finished[number].cause == ("too_long" if length else "invalid")
     assert not yard.scheduler.has_work
 
 
@@ -231,7 +231,7 @@ def test_timeouts_end_requests_that_wait_or_run_too_long():
     runs, waits = yard.submit([5, 6], max_new=60), yard.submit([6, 7], max_new=2)
     assert yard.scheduler.wakeup_ns() is not None
     yard.run()
-    assert (yard.finished[waits].status, yard.finished[runs].status) == (503, 504)
+    assert (yard.finished[waits].cause, yard.finished[runs].cause) == ("queue_timeout", "run_timeout")
     assert yard.finished[runs].completion_tokens > 0
 
 

@@ -132,7 +132,7 @@ def test_a_refusal_has_a_cause():
     yard.submit([5, 6], max_new=2)
     refused, too_long = yard.submit([7, 8], max_new=2), yard.submit([5] * 64)
     assert yard.finished[refused].cause == "queue_full"
-    assert yard.finished[too_long].cause == "invalid"
+    assert yard.finished[too_long].cause == "too_long"
     cancelled = 1
     yard.apply(Cancel([cancelled]))
     assert yard.finished[cancelled].cause == "cancelled"

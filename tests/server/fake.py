@@ -125,7 +125,7 @@ class FakeManager:
             for position, token in entries
         ]
 
-    async def abort(self, rid: str | None = None) -> None:
+    async def abort(self, rid: str | None = None, cause: str = "cancelled") -> None:
         self.calls.append(("abort", rid))
 
     async def update(self, rid: str, **changes: Any) -> bool:

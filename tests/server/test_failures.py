@@ -50,18 +50,19 @@ def test_a_fault_of_ours_is_a_500_without_details(start):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [503, 429])
-def test_a_refused_request_gets_its_status_and_retry_after(start, status, stream):
+@pytest.mark.parametrize(("cause", "status"), [("queue_full", 503), ("tenant_limit", 429)])
+def test_a_refused_request_gets_its_status_and_retry_after(start, cause, status, stream):
     manager = FakeManager()
-    manager.reject = finish("abort", status=status, message="the queue is full")
+    manager.reject = finish("abort", cause=cause, message="the queue is full")
     answer = start(manager).client.post("/v1/completions", json={"prompt": "hello", "stream": stream})
     assert (answer.status_code, answer.headers["retry-after"]) == (status, "1")
-    assert answer.json()["error"]["message"] == "the queue is full"
+    error = answer.json()["error"]
+    assert (error["message"], error["code"]) == ("the queue is full", cause)
 
 
 def test_an_abort_on_purpose_is_a_finish_reason(start):
     manager = FakeManager()
-    manager.reject = finish("abort", status=499, message="the request was aborted")
+    manager.reject = finish("abort", cause="cancelled", message="the request was aborted")
     server = start(manager)
     answer = server.client.post("/v1/completions", json={"prompt": "hello"})
     assert answer.status_code == 200

@@ -46,7 +46,7 @@ def test_an_answer_is_a_span_with_its_stages_inside(traced):
 
 def test_a_refused_answer_is_a_failed_span(traced):
     server, exporter = traced
-    server.manager.reject = finish("abort", status=503, message="full")
+    server.manager.reject = finish("abort", cause="queue_full", message="full")
     server.client.post("/v1/completions", json={"prompt": "hello"})
     span = exporter.get_finished_spans()[-1]
     assert (span.status.is_ok, span.status.description) == (False, "full")

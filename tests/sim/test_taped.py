@@ -168,7 +168,7 @@ def test_what_a_simulation_leaves_out_is_said():
     setup = Setup(history.profile()[0], SchedulerSettings())
     lived = history.outcome(workload, setup, run.scheduler.snapshot(0).counters)
     assert lived.status.tolist() == [1, 1, 0, 2]
-    assert yard.finished[refused].status == 503
+    assert yard.finished[refused].cause == "queue_full"
 
 
 def test_a_tape_without_requests_gives_no_workload():

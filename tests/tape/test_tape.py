@@ -5,6 +5,7 @@ import struct
 from dataclasses import replace
 from typing import get_args
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -226,7 +227,7 @@ def test_calls_that_found_nothing_to_plan_are_on_the_tape_too():
     late = yard.submit([5, 6])
     yard.now += 10**9
     assert not yard.launch()
-    assert yard.finished[late].status == 503
+    assert yard.finished[late].cause == "queue_timeout"
     next_one = yard.submit([5, 6])
     yard.apply(Resume())
     yard.run()
@@ -340,16 +341,53 @@ def test_a_truncated_tape_is_good_up_to_its_last_whole_record(lost):
         assert cut.cut_off_bytes > 0
 
 
+def with_header(data, change):
+    """A tape whose header `change` has changed."""
+    magic, begin = data[: data.index(b"\n") + 1], data.index(b"\n") + 5
+    size = struct.unpack_from("<I", data, len(magic))[0]
+    header = msgspec.msgpack.decode(data[begin : begin + size])
+    change(header)
+    body = msgspec.msgpack.encode(header)
+    return magic + struct.pack("<I", len(body)) + body + data[begin + size :]
+
+
+def as_version_1(data):
+    """A tape as version 1 wrote it: each `Cancel` carries an HTTP status."""
+    begin = data.index(b"\n") + 1
+    place = begin + 4 + struct.unpack_from("<I", data, begin)[0]
+    parts = [b"tokenyard tape 1\n", data[begin:place]]
+    while place < len(data):
+        length, kind, now = struct.unpack_from("<IBq", data, place)
+        body = data[place + 13 : place + 13 + length]
+        place += 13 + length
+        if KINDS[kind] is Cancel:
+            body = msgspec.msgpack.encode(msgspec.msgpack.decode(body) | {"status": 499})
+        parts += [struct.pack("<IBq", len(body), kind, now), body]
+    return b"".join(parts)
+
+
+def test_a_tape_of_version_1_replays():
+    yard = recording()
+    yard.apply(Cancel([yard.submit([5, 6, 7])]))
+    yard.run()
+    old = as_version_1(yard.file.getvalue())
+    assert b"status" in old
+    report = replay(Tape(old, "old"))
+    assert (report.difference, report.last_error) == (None, "")
+    assert report.records == replay(yard.tape()).records
+
+
 def test_what_is_no_tape_is_refused_in_one_line():
     data = recording().file.getvalue()
     header = data[: data.index(b"\n") + 5]
     damaged = bytearray(data)
-    begin = len(b"tokenyard tape 1\n") + 4
+    begin = len(b"tokenyard tape 2\n") + 4
     damaged[begin : begin + 8] = b"\xc1" * 8
     for wrong, complaint in (
         (b"", "is no tape"),
         (b"PK\x03\x04 something else", "is no tape"),
-        (data.replace(b"tape 1\n", b"tape 2\n", 1), "version 2"),
+        (data.replace(b"tape 2\n", b"tape 3\n", 1), "version 3"),
+        (with_header(data, lambda header: header["origin"]["settings"].update(warp=9)), r"origin\.settings\.warp"),
         (header, "cut off within the header"),
         (bytes(damaged), "does not decode"),
     ):

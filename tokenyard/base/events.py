@@ -27,7 +27,6 @@ class Cancel:
 
     numbers: list[int]
     message: str = "the request was aborted"
-    status: int = 499
     cause: AbortCause = "cancelled"
 
 
@@ -116,16 +115,15 @@ class Started:
 class Finish:
     """The end of one request. Each request ends exactly once.
 
-    `matched` is the token id or string that stopped it. `status`, `message` and `cause` say why it was aborted, as an
-    HTTP status, one sentence and one word. Times are in nanoseconds on the monotonic clock, 0 where a stage was never
-    reached. `promise` is what it was served by.
+    `matched` is the token id or string that stopped it. `cause` and `message` say why it was aborted, in
+    one word and in one sentence; the server maps causes to HTTP statuses. Times are in nanoseconds on the monotonic
+    clock, 0 where a stage was never reached. `slo_targets` is what it was served by.
     """
 
     number: int
     reason: FinishReason
     matched: int | str | None = None
     message: str = ""
-    status: int = 200
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0

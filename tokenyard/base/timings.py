@@ -8,6 +8,7 @@ RetractReason = Literal["out of pages", "preempted", "paused"]
 AbortCause = Literal[
     "",
     "invalid",
+    "too_long",
     "queue_full",
     "tenant_limit",
     "displaced",
@@ -17,9 +18,18 @@ AbortCause = Literal[
     "no_memory",
     "paused",
     "cancelled",
+    "client_gone",
+    "slow_reader",
+    "draining",
     "failed",
 ]
-"""Why a request was aborted, as one word; "" for one that was not."""
+"""Why a request was aborted, as one word; "" for one that was not.
+
+invalid, too_long: it could never be served. queue_full, tenant_limit, displaced, queue_timeout, run_timeout, overdue,
+no_memory: the scheduler refused it or gave it up. cancelled: someone asked for its end. paused: the engine was paused
+in the mode `abort`. client_gone, slow_reader: its client hung up, or read too slowly. draining: the server shuts down.
+failed: a step or the scheduler failed.
+"""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ import zmq
 from tokenizers import Tokenizer
 
 from tokenyard.base import (
+    AbortCause,
     Cancel,
     ConfigError,
     EngineDeadError,
@@ -104,7 +105,7 @@ class TokenizerManager:
         """Answer one request. Closing the iterator before its end cancels the request.
 
         Yields deltas until each of the n answers has had one with `finish`; a request that the scheduler refuses ends
-        with a finish of reason "abort" that carries an HTTP status. Raises InvalidRequestError or ContextLengthError
+        with a finish of reason "abort" and a cause. Raises InvalidRequestError or ContextLengthError
         for a wrong spec, OverloadedError for a reader that is too slow and EngineDeadError if the engine goes.
         """
         stream = await self._submit(spec)
@@ -137,10 +138,10 @@ class TokenizerManager:
         """
         return await render_within(self._template, messages, **options)
 
-    async def abort(self, rid: str | None = None) -> None:
-        """End the requests with this id, or all for None; each ends with a finish of reason "abort"."""
+    async def abort(self, rid: str | None = None, cause: AbortCause = "cancelled") -> None:
+        """End the requests with this id, or all for None; each ends with a finish of reason "abort" and this cause."""
         for stream in self._streams.with_rid(rid):
-            self._send(Cancel(stream.numbers))
+            self._send(Cancel(stream.numbers, cause=cause))
 
     async def update(self, rid: str, *, priority: int | None = None, deadline_ms: float | None = None) -> bool:
         """Change how urgent a request is; `deadline_ms` counts from its arrival. False if there is none with this id.
@@ -292,7 +293,7 @@ class TokenizerManager:
         if (stream.open_answers or stream.error is not None) and self._death is None:
             if ended is not None:
                 self._streams.leave(stream, ended)
-            self._send(Cancel(stream.numbers, "the client went away"))
+            self._send(Cancel(stream.numbers, "the client went away", "client_gone"))
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -362,6 +363,6 @@ class TokenizerManager:
             batches, self._news = self._news, []
             try:
                 for stream in await self._streams.deliver(batches):
-                    self._send(Cancel(stream.numbers, "the client reads too slowly"))
+                    self._send(Cancel(stream.numbers, "the client reads too slowly", "slow_reader"))
             except Exception:
                 logger.exception("news from the engine could not be handed on")

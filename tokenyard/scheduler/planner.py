@@ -63,7 +63,7 @@ class Planner:
         if overdue:
             for row in overdue:
                 message = "the request cannot be served by its deadline; try again later"
-                state.end(row, "abort", now, message=message, status=503, cause="overdue")
+                state.end(row, "abort", now, message=message, cause="overdue")
             state.sweep()
             views = self._views(now)
             state.policy.begin_step(views)
@@ -148,6 +148,6 @@ class Planner:
         if refused is None or len(state.running):
             return False
         message = "the request needs more KV than the pool has"
-        state.end(refused, "abort", now, message=message, status=400, cause="no_memory")
+        state.end(refused, "abort", now, message=message, cause="no_memory")
         state.sweep()
         return True

@@ -51,8 +51,8 @@ from tokenyard.scheduler.planner import Planner
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.scheduler.state import SchedulerState
 
-Refusal = tuple[int, str, AbortCause]
-"""HTTP status, one sentence and one word."""
+Refusal = tuple[AbortCause, str]
+"""Why a request is not taken, in one word and in one sentence."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class Scheduler:
         if refusal is not None:
             self.state.counters.rejected += len(rows)
             for row in rows:
-                self.state.end(row, "abort", now, message=refusal[1], status=refusal[0], cause=refusal[2])
+                self.state.end(row, "abort", now, message=refusal[1], cause=refusal[0])
             return
         if len(request.output_ids) and self._end_whole_answer(request, rows[0], now):
             return
@@ -124,14 +124,14 @@ class Scheduler:
             raise ValueError(f"request number {request.number} is in use")
         prompt, settings = len(request.prompt_ids), self.state.settings
         if prompt == 0:
-            return 400, "the prompt is empty", "invalid"
+            return "invalid", "the prompt is empty"
         if prompt >= self.state.longest:
-            return 400, f"the prompt has {prompt} tokens; at most {self.state.longest - 1} fit here", "invalid"
+            return "too_long", f"the prompt has {prompt} tokens; at most {self.state.longest - 1} fit here"
         if len(request.output_ids) and request.sampling.n > 1:
-            return 400, "a request with an answer begun (output_ids) has one answer; send it with n = 1", "invalid"
+            return "invalid", "a request with an answer begun (output_ids) has one answer; send it with n = 1"
         if request.priority is not None and settings.abort_on_priority_when_disabled:
             message = "priorities are off here (see --enable-priority-scheduling); send the request without one"
-            return 400, message, "invalid"
+            return "invalid", message
         return None
 
     def _end_whole_answer(self, request: Request, row: int, now: int) -> bool:
@@ -151,19 +151,19 @@ class Scheduler:
         tenant = state.table.request(rows[0]).tenant
         if state.limits.queue_is_full(state.table, tenant, state.waiting.rows, rows):
             message = f"tenant {tenant!r} has as many requests waiting as it may have; try again later"
-            return 429, message, "tenant_limit"
+            return "tenant_limit", message
         if full < 0:
             return None
         waiting, leaving = state.waiting.rows.copy(), []
         while len(waiting) + len(rows) > full:
             victim = state.policy.displaced(state.table, waiting, rows[0])
             if victim is None:
-                return 503, f"the queue is full ({full} requests wait); try again later", "queue_full"
+                return "queue_full", f"the queue is full ({full} requests wait); try again later"
             leaving.append(victim)
             waiting = waiting[waiting != victim]
         message = "a more urgent request took its place in a full queue"
         for victim in leaving:
-            state.end(victim, "abort", now, message=message, status=503, cause="displaced")
+            state.end(victim, "abort", now, message=message, cause="displaced")
         state.sweep()
         return None
 
@@ -173,7 +173,7 @@ class Scheduler:
         for number in numbers:
             row = self.state.table.row_of(number)
             if row is not None:
-                self.state.end(row, "abort", now, message=event.message, status=event.status, cause=event.cause)
+                self.state.end(row, "abort", now, message=event.message, cause=event.cause)
         self.state.sweep()
 
     def update(self, event: Update, now: int) -> None:
@@ -201,7 +201,7 @@ class Scheduler:
             return
         self._paused = True
         if event.mode == "abort":
-            self.cancel(Cancel([], "the server was paused and all requests aborted", 503, "paused"), now)
+            self.cancel(Cancel([], "the server was paused and all requests aborted", "paused"), now)
         elif event.mode == "retract":
             for row in np.concatenate((self.state.running.rows, self.state.prefilling.rows)).tolist():
                 self.state.retract(row, "paused", now)

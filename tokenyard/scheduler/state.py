@@ -171,7 +171,6 @@ class SchedulerState:
         now: int,
         matched: int | str | None = None,
         message: str = "",
-        status: int = 200,
         cause: AbortCause = "",
     ) -> None:
         """End a request in any state, exactly once. The caller sweeps the lists afterwards."""
@@ -183,7 +182,6 @@ class SchedulerState:
             reason=reason,
             matched=matched,
             message=message,
-            status=status,
             prompt_tokens=int(table.prompt_tokens[row]),
             completion_tokens=output,
             cached_tokens=int(table.hit[row]) if table.admitted_ns[row] else 0,
@@ -260,21 +258,19 @@ class SchedulerState:
 
     def expire(self, now: int) -> None:
         """End requests that waited or ran for too long."""
-        overdue: list[tuple[int, str, int, AbortCause]] = []
+        overdue: list[tuple[int, str, AbortCause]] = []
         for number in self.queue_timeouts.expired(now):
             row = self.table.row_of(number)
             if row is not None and not self.table.admitted_ns[row]:
                 overdue.append(
-                    (row, f"the request waited {self.settings.queue_timeout_s} s without a place", 503, "queue_timeout")
+                    (row, f"the request waited {self.settings.queue_timeout_s} s without a place", "queue_timeout")
                 )
         for number in self.run_timeouts.expired(now):
             row = self.table.row_of(number)
             if row is not None:
-                overdue.append(
-                    (row, f"the request ran longer than {self.settings.run_timeout_s} s", 504, "run_timeout")
-                )
-        for row, message, status, cause in overdue:
-            self.end(row, "abort", now, message=message, status=status, cause=cause)
+                overdue.append((row, f"the request ran longer than {self.settings.run_timeout_s} s", "run_timeout"))
+        for row, message, cause in overdue:
+            self.end(row, "abort", now, message=message, cause=cause)
         if overdue:
             self.sweep()
 

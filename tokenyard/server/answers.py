@@ -6,15 +6,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenyard.base import Finish, InvalidRequestError, OverloadedError, TokenLogprobs, TokenyardError
+from tokenyard.base import Finish, TokenLogprobs
 from tokenyard.engine.requests import level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.server.errors import HttpError
+from tokenyard.server.errors import failure
 from tokenyard.server.explain import stages_ms, wall_s
 from tokenyard.server.state import Manager, ServerState
 from tokenyard.server.stream import Reply
-
-CLIENT_ABORT_STATUS = 499
 
 _USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
 
@@ -88,19 +86,6 @@ def stage_times(finish: Finish, spec: GenerateSpec) -> dict[str, Any]:
     }
 
 
-def failure(finish: Finish, *, shutting_down: bool) -> TokenyardError | None:
-    """The error that an aborted request ends with; None if it finished, or if somebody aborted it on purpose."""
-    if finish.reason != "abort":
-        return None
-    if finish.status in (200, CLIENT_ABORT_STATUS):
-        return OverloadedError("the server is shutting down", code="draining") if shutting_down else None
-    if finish.status == 503:
-        return OverloadedError(finish.message)
-    if finish.status == 400:
-        return InvalidRequestError(finish.message)
-    return HttpError(finish.status, finish.message or "the request was aborted", code="aborted")
-
-
 def run(call: Call, specs: Sequence[GenerateSpec], take: Take) -> Coroutine[Any, Any, None]:
     """Run all `specs` at once; `take` gets (place of the spec, delta) as news comes.
 
@@ -123,7 +108,7 @@ async def _one(call: Call, spec: GenerateSpec, place: int, take: Take) -> None:
         def watch(delta: OutputDelta) -> Coroutine[Any, Any, None]:
             see(delta)
             if delta.finish is not None:
-                error = failure(delta.finish, shutting_down=state.shutting_down)
+                error = failure(delta.finish)
                 if error is not None:
                     raise error
             return take(place, delta)

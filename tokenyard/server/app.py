@@ -17,8 +17,16 @@ from starlette.types import ASGIApp
 from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.base.version import __version__
 from tokenyard.server import control, native, openai, profile, requests, scheduling
-from tokenyard.server.answers import CLIENT_ABORT_STATUS, Call
-from tokenyard.server.errors import HttpError, check_encoding, error_body, error_headers, internal_error
+from tokenyard.server.answers import Call
+from tokenyard.server.errors import (
+    CLIENT_GONE_STATUS,
+    HttpError,
+    check_encoding,
+    error_body,
+    error_headers,
+    internal_error,
+    outcome_of,
+)
 from tokenyard.server.middleware import TENANT, Authentication
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
 from tokenyard.server.reference import reference_page
@@ -125,7 +133,8 @@ async def _docs(request: Request) -> HTMLResponse:
 
 def _error_response(error: TokenyardError) -> Response:
     """An error as a whole response."""
-    return Response(error_body(error), error.status, error_headers(error.status), "application/json")
+    status = outcome_of(error).status
+    return Response(error_body(error), status, error_headers(status), "application/json")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -136,7 +145,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
     """Nobody reads this any more."""
-    return Response(status_code=CLIENT_ABORT_STATUS)
+    return Response(status_code=CLIENT_GONE_STATUS)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -145,7 +154,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     what = {404: "there is nothing at this path", 405: "this path does not take that method"}
     message = f"{what.get(error.status_code, error.detail)}: {request.method} {request.url.path}"
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    response = _error_response(HttpError(error.status_code, message, code=code))
+    response = _error_response(HttpError(code, message))
     response.headers.update(error.headers or {})
     return response
 

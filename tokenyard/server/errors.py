@@ -1,40 +1,94 @@
-"""The error envelope: `{"error": {message, type, param, code}}` with the right status and Retry-After."""
+"""What clients are told of errors: `{"error": {message, type, param, code}}` with a status and its headers.
+
+`TABLE` is the one place that knows HTTP statuses: it maps the cause of an abort (`base.AbortCause`) and the code of an
+error to them.
+"""
+
+from typing import NamedTuple
 
 import orjson
 
-from tokenyard.base import TokenyardError
+from tokenyard.base import Finish, TokenyardError
 
 RETRY_AFTER_S = 1
 COMPRESSIONS = ("gzip", "x-gzip", "deflate", "br", "zstd", "compress")
+CLIENT_GONE_STATUS = 499
+"""For answers to clients that have hung up; no client sees it."""
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
+
+class Outcome(NamedTuple):
+    """How an error looks to a client. `code` replaces that of the error where it is not empty."""
+
+    status: int
+    type: str
+    code: str = ""
+
+
+_INVALID = Outcome(400, "invalid_request_error")
+_NOT_FOUND = Outcome(404, "not_found_error")
+_BUSY = Outcome(503, "service_unavailable_error")
+
+TABLE: dict[str, Outcome] = {
+    # Codes of the error classes. A code of an error that has no row of its own has that of its class.
+    "internal_error": Outcome(500, "server_error"),
+    "invalid_request": _INVALID,
+    "invalid_config": _INVALID,
+    "context_length_exceeded": _INVALID,
+    "overloaded": _BUSY,
+    "engine_dead": _BUSY,
+    # Causes of an abort.
+    "invalid": _INVALID._replace(code="invalid_request"),
+    "too_long": _INVALID._replace(code="context_length_exceeded"),
+    "no_memory": _INVALID,
+    "tenant_limit": Outcome(429, "rate_limit_error"),
+    "queue_full": _BUSY,
+    "displaced": _BUSY,
+    "queue_timeout": _BUSY,
+    "overdue": _BUSY,
+    "paused": _BUSY,
+    "slow_reader": _BUSY,
+    "draining": _BUSY,
+    "run_timeout": Outcome(504, "server_error"),
+    "failed": Outcome(500, "server_error"),
+    # What the HTTP side finds.
+    "invalid_api_key": Outcome(401, "authentication_error"),
+    "not_found": _NOT_FOUND,
+    "model_not_found": _NOT_FOUND,
+    "request_not_found": _NOT_FOUND,
+    "method_not_allowed": Outcome(405, "invalid_request_error"),
+    "body_too_large": Outcome(413, "invalid_request_error"),
+    "unsupported_encoding": Outcome(415, "invalid_request_error"),
+    "headers_too_large": Outcome(431, "invalid_request_error"),
 }
+
+NO_FAILURE = ("", "cancelled", "client_gone")
+"""Causes that end an answer with what it has so far: it was asked for, or its client has gone."""
 
 
 class HttpError(TokenyardError):
-    """An error that the HTTP side itself finds, with its own status."""
+    """An error that the HTTP side finds; its code has a row in `TABLE`."""
 
-    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
-        self.status = status
 
 
-def error_type(status: int) -> str:
-    """The `type` word that goes with an HTTP status."""
-    return _TYPES.get(status, "invalid_request_error" if 400 <= status < 500 else "server_error")
+def outcome_of(error: TokenyardError) -> Outcome:
+    """How `error` looks to a client, by its code or else by that of its class."""
+    outcome = TABLE.get(error.code) or TABLE[type(error).code]
+    return outcome if outcome.code else outcome._replace(code=error.code)
+
+
+def failure(finish: Finish) -> TokenyardError | None:
+    """The error that an aborted request ends with; None for one that finished or was ended on request."""
+    if finish.reason != "abort" or finish.cause in NO_FAILURE:
+        return None
+    return TokenyardError(finish.message or "the request was aborted", code=finish.cause)
 
 
 def error_body(error: TokenyardError) -> bytes:
     """The JSON body for `error`."""
-    content = {"message": error.message, "type": error_type(error.status), "param": error.param, "code": error.code}
+    outcome = outcome_of(error)
+    content = {"message": error.message, "type": outcome.type, "param": error.param, "code": outcome.code}
     return orjson.dumps({"error": content})
 
 
@@ -53,4 +107,4 @@ def internal_error() -> TokenyardError:
 def check_encoding(encoding: str) -> None:
     """Raise HttpError (415) for a body that is compressed, by its header Content-Encoding."""
     if encoding.lower() in COMPRESSIONS:
-        raise HttpError(415, f"the body is compressed ({encoding}); send it as it is", code="unsupported_encoding")
+        raise HttpError("unsupported_encoding", f"the body is compressed ({encoding}); send it as it is")

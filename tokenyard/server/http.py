@@ -35,7 +35,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _refuse(self) -> None:
         message = f"the headers are longer than {LONGEST_HEAD_BYTES} bytes"
-        body = error_body(HttpError(431, message, code="headers_too_large"))
+        body = error_body(HttpError("headers_too_large", message))
         head = (
             "HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\nConnection: close\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"

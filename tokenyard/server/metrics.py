@@ -24,7 +24,7 @@ THROUGHPUT = "generation_throughput"
 GENERATION_TOKENS = ("generation_tokens", ())
 THROUGHPUT_OVER_S = 5.0
 STARVED_AFTER_NS = 30 * NS_PER_S
-REFUSED_AT_ONCE = ("invalid", "queue_full", "tenant_limit")
+REFUSED_AT_ONCE = ("invalid", "too_long", "queue_full", "tenant_limit")
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 

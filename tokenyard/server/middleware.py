@@ -46,7 +46,7 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through or answer 401."""
         if scope["type"] == "http" and scope["method"] != "OPTIONS" and not self._allowed(scope):
-            error = HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            error = HttpError("invalid_api_key", "a valid API key is needed: Authorization: Bearer KEY")
             await Reply(send).fail(error)
             return
         await self.app(scope, receive, send)

@@ -59,7 +59,7 @@ async def explain_request(state: State, request_id: str) -> dict[str, Any]:
     told = [explained(answer, manager.rid_of) for rid in rids for answer in await manager.explain(rid)]
     if not told:
         message = f"nothing is known of request {request_id!r}; it ended too long ago, or never came"
-        raise HttpError(404, message, code="request_not_found")
+        raise HttpError("request_not_found", message)
     return {"id": request_id, "answers": told}
 
 
@@ -72,6 +72,5 @@ async def _reach(state: ServerState, request_id: str, verb: Callable[[str], Awai
     """Apply `verb` to every part of a request. Raises HttpError (404) if none of it waits or runs."""
     reached = [await verb(rid) for rid in state.ids_of(request_id)]
     if not any(reached):
-        raise HttpError(
-            404, f"no request {request_id!r} waits or runs; it has ended, or never came", code="request_not_found"
-        )
+        message = f"no request {request_id!r} waits or runs; it has ended, or never came"
+        raise HttpError("request_not_found", message)

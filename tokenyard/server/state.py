@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from tokenyard.base import Explanation, InvalidRequestError, OverloadedError, Slo
+from tokenyard.base import AbortCause, Explanation, InvalidRequestError, OverloadedError, Slo
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.streams import Ended, Reader
+from tokenyard.server.errors import HttpError
 from tokenyard.server.logprobs import TokenNames
 from tokenyard.server.metrics import Metrics
 from tokenyard.server.request_log import RequestLog
@@ -37,7 +38,7 @@ class Manager(Protocol):
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The prompt for a conversation."""
 
-    async def abort(self, rid: str | None = None) -> None:
+    async def abort(self, rid: str | None = None, cause: AbortCause = "cancelled") -> None:
         """End one request, or all."""
 
     async def update(self, rid: str, *, priority: int | None = None, deadline_ms: float | None = None) -> bool:
@@ -127,7 +128,6 @@ class ServerState:
             self.watcher_makers.append(lambda spec, headers: RequestLog(spec, content=options.log_requests_content))
         self.phase: Phase = "loading"
         self.created_s = int(time.time())
-        self.shutting_down = False
         self._manager: Manager | None = None
         self._names: TokenNames | None = None
         self._rids: set[str] = set()
@@ -144,10 +144,6 @@ class ServerState:
     def start_draining(self) -> None:
         """Refuse new requests; open ones go on."""
         self.phase = "draining"
-
-    def cut_off(self) -> None:
-        """From now on an abort means that the server goes, not that somebody asked for it."""
-        self.shutting_down = True
 
     @property
     def manager(self) -> Manager:
@@ -209,15 +205,10 @@ class ServerState:
         return len(self._rids)
 
     def check_model(self, name: str | None) -> None:
-        """Raise InvalidRequestError (404) if `name` is not what is served; no name and "default" are fine."""
+        """Raise HttpError (404) if `name` is not what is served; no name and "default" are fine."""
         if name and name not in (self.options.model_name, "default"):
-            error = InvalidRequestError(
-                f"the model {name!r} does not exist; this server has {self.options.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
-            error.status = 404
-            raise error
+            message = f"the model {name!r} does not exist; this server has {self.options.model_name!r}"
+            raise HttpError("model_not_found", message, param="model")
 
 
 def matching(name: str, rids: Collection[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from tokenyard.base import TokenyardError
-from tokenyard.server.errors import HttpError, error_body, error_headers
+from tokenyard.server.errors import HttpError, error_body, error_headers, outcome_of
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -64,7 +64,8 @@ class Reply:
         """Answer with an error; in a stream that has begun, as its last event."""
         body = error_body(error)
         if not self.started:
-            await self.whole(body, status=error.status, headers=error_headers(error.status))
+            status = outcome_of(error).status
+            await self.whole(body, status=status, headers=error_headers(status))
             return
         await self.event(b"data: " + body + b"\n\n")
         await self.end()
@@ -88,7 +89,7 @@ async def read_body(receive: Receive, limit_bytes: int) -> bytes:
         if size <= limit_bytes:
             parts.append(part)
         elif not more or size > READ_ON_FACTOR * limit_bytes:
-            raise HttpError(413, f"the body is larger than {limit_bytes} bytes", code="body_too_large")
+            raise HttpError("body_too_large", f"the body is larger than {limit_bytes} bytes")
         if not more:
             return b"".join(parts)
 

@@ -34,7 +34,8 @@ from tokenyard.tape.replay import Observer
 FIT_STEPS = 20_000
 FIT_PASSES = 3
 LONGEST_HOST_SHARE = 0.99
-CLIENT_GONE = 499
+GIVEN_UP = ("cancelled", "client_gone", "slow_reader", "draining")
+"""Causes of an end that came from outside: the client saw the answer until then."""
 
 
 @dataclass(slots=True)
@@ -184,12 +185,12 @@ class History(Observer):
     def notes(self) -> list[str]:
         """What a simulation of this workload leaves out, one sentence each."""
         answers = self._in_order()
-        gone = sum(one.finish is not None and one.finish.status == CLIENT_GONE for one in answers)
+        gone = sum(one.finish is not None and one.finish.cause in GIVEN_UP for one in answers)
         empty = sum(one.finish is not None and not one.tokens for one in answers)
         apart = sum(bool(one.request.namespace) for one in answers)
         changes = sum(self._events[name] for name in ("Update", "Pause", "SetPolicy"))
         found = (
-            (gone, "answers were given up by their clients: they count with the tokens they had by then"),
+            (gone, "answers were given up before their end: they count with the tokens they had by then"),
             (sum(one.finish is None for one in answers), "answers had not ended: they count with the tokens so far"),
             (empty, "answers ended before their first token: they count with one"),
             (apart, "answers had a cache salt or an adapter: these are left out"),
@@ -210,7 +211,7 @@ def _status(answer: RecordedRequest) -> int:
     """What became of it; a client that gave up was served until then, if it saw anything."""
     if answer.finish is None:
         return UNFINISHED
-    if answer.finish.status == CLIENT_GONE:
+    if answer.finish.cause in GIVEN_UP:
         return FINISHED if answer.tokens else UNFINISHED
     return REJECTED if answer.finish.reason == "abort" else FINISHED
 

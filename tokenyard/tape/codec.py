@@ -1,8 +1,11 @@
 """The tape: all that went into a scheduler, with its times, and a digest of every plan that came out.
 
-A file begins with the line `tokenyard tape 1`, then the header, then records. Header and records are msgpack, each
+A file begins with the line `tokenyard tape 2`, then the header, then records. Header and records are msgpack, each
 after its length (uint32, little-endian); a record's length is followed by its kind (one byte) and its time (int64 ns).
 A tape whose last record was cut off is good up to there.
+
+Version 2 has no HTTP statuses in `Cancel` any more. Version 1 is read as well: its `status` says nothing that the cause
+does not say.
 """
 
 import re
@@ -38,7 +41,8 @@ from tokenyard.cost import LinearCost, OnlineCost
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.tape.anonymizer import Anonymizer
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
 MAGIC = re.compile(rb"tokenyard tape (\d{1,9})\n")
 DIGEST_BYTES = 16
 _FRAME = struct.Struct("<IBq")
@@ -195,13 +199,18 @@ class Tape:
         match = MAGIC.match(data)
         if match is None:
             raise ConfigError(f"{name} is no tape: it does not begin with `tokenyard tape`")
-        if int(match[1]) != VERSION:
-            raise ConfigError(f"{name} is a tape of version {int(match[1])}; this Tokenyard reads version {VERSION}")
+        if int(match[1]) not in READABLE:
+            versions = f"versions {READABLE[0]} to {READABLE[-1]}"
+            raise ConfigError(f"{name} is a tape of version {int(match[1])}; this Tokenyard reads {versions}")
         body = self._header_bytes(match.end())
         try:
             self.header = msgspec.msgpack.decode(body, type=Header)
+            unknown = unknown_fields(msgspec.msgpack.decode(body), msgspec.to_builtins(self.header))
         except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"{name}: the tape's header does not decode: {error}") from None
+        if unknown:
+            names = ", ".join(unknown)
+            raise ConfigError(f"{name}: this Tokenyard does not know the tape's {names}; another version wrote it")
         self.cut_off_bytes = len(data) - self._end_of_last_record()
 
     def _header_bytes(self, begin: int) -> bytes:
@@ -241,6 +250,18 @@ class Tape:
             except (IndexError, msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
                 raise ConfigError(f"{self.name}: the record at byte {begin} does not decode: {error}") from None
             yield Record(now, body)
+
+
+def unknown_fields(found: Any, known: Any, path: str = "") -> list[str]:
+    """The paths of fields of `found` that `known`, what was understood of it, does not have."""
+    if isinstance(found, dict) and isinstance(known, dict):
+        lost = [f"{path}{name}" for name in found if name not in known]
+        for name in found.keys() & known.keys():
+            lost += unknown_fields(found[name], known[name], f"{path}{name}.")
+        return sorted(lost)
+    if isinstance(found, list) and isinstance(known, list | tuple):
+        return [deeper for one, other in zip(found, known, strict=False) for deeper in unknown_fields(one, other, path)]
+    return []
 
 
 def _encode_array(value: object) -> Any:

@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 from tokenyard.base import (
     NS_PER_S,
+    AbortCause,
     Cancel,
     ConfigError,
     Event,
     Executor,
     Finish,
+    InvalidRequestError,
     SetPolicy,
     StepPlan,
     StepResult,
@@ -214,7 +216,7 @@ class Driver:
 
     def end_all(self, message: str) -> None:
         """End every request with an error and tell so; for a process that is about to end."""
-        self._scheduler.apply(Cancel([], message, 500, "failed"), time.monotonic_ns())
+        self._scheduler.apply(Cancel([], message, "failed"), time.monotonic_ns())
         self.send()
 
     def _wait_ns(self) -> int:
@@ -310,10 +312,9 @@ class Driver:
             refused = isinstance(error, TokenyardError)
             logger.warning("%s was not taken: %s", type(event).__name__, error, exc_info=not refused)
             if isinstance(event, Submit):
-                status = error.status if isinstance(error, TokenyardError) else 500
-                request = event.request
+                request, cause = event.request, _cause_of(error)
                 numbers = range(request.number, request.number + request.sampling.n)
-                self._refused += [_refusal(number, error, status) for number in numbers]
+                self._refused += [Finish(number, "abort", message=str(error), cause=cause) for number in numbers]
 
     def _fail(self, error: Exception, plan: StepPlan) -> None:
         """End all requests because a step failed; plans in step commit empty, so that their pages come back."""
@@ -321,7 +322,7 @@ class Driver:
         self._failures += 1
         message = f"the model step failed: {error}"
         now = time.monotonic_ns()
-        self._scheduler.apply(Cancel([], message, 500, "failed"), now)
+        self._scheduler.apply(Cancel([], message, "failed"), now)
         while self._launched:
             step = self._launched.popleft()
             step.lost = True
@@ -337,8 +338,9 @@ class Driver:
             self._state.counters = self._counters(now)
 
 
-def _refusal(number: int, error: Exception, status: int) -> Finish:
-    return Finish(number, "abort", message=str(error), status=status, cause="invalid" if status < 500 else "failed")
+def _cause_of(error: Exception) -> AbortCause:
+    """Why a request was not taken: whether it was wrong itself."""
+    return "invalid" if isinstance(error, InvalidRequestError | ConfigError) else "failed"
 
 
 def empty_result(plan: StepPlan) -> StepResult:

@@ -87,7 +87,7 @@ class _TextState:
         if self.stopped_by is None:
             return finish
         finish.reason, finish.matched = "stop", self.stopped_by
-        finish.message, finish.status = "", 200
+        finish.message, finish.cause = "", ""
         finish.completion_tokens = self.completion_tokens
         return finish
 

@@ -2,10 +2,10 @@
 
 from tokenyard.base import Finish
 
-ON_PURPOSE = ("cancelled", "paused")
+ON_PURPOSE = ("cancelled", "client_gone", "paused")
 """Causes of an abort that say nothing about how the server did."""
 
-SAYS_NOTHING = (*ON_PURPOSE, "invalid", "tenant_limit")
+SAYS_NOTHING = (*ON_PURPOSE, "slow_reader", "draining", "invalid", "too_long", "tenant_limit")
 
 
 def targets_met(finish: Finish) -> list[tuple[str, bool]]:
