@@ -1,5 +1,6 @@
 """A cost model that corrects itself from measured steps."""
 
+import math
 from dataclasses import replace
 
 from tokenyard.base import ConfigError, StepWork
@@ -8,6 +9,9 @@ from tokenyard.cost.linear import MS_PER_S, LinearCost, LinearTerms
 REFIT_STEPS = 32
 SWEEPS = 32
 LEAST_SHARE, MOST_SHARE = 0.2, 2.0
+SHORTEST_STEP_S, LONGEST_STEP_S = 1e-9, 1e6
+"""A measured time outside is a broken clock's, and would put numbers into the fit that a float cannot hold."""
+
 FITTED = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
 TYPICAL_MS = (5.0, 2.0, 0.02, 5e-5, 1e-6, 0.01)
 """Sizes of the fitted terms where the prior says zero, so that they can still be learnt."""
@@ -25,6 +29,9 @@ class OnlineCost:
     Every `REFIT_STEPS` steps the normal equations are solved by coordinate descent that keeps terms above or at zero.
     `relative_error` is the running mean of |predicted - measured| / measured, each step judged before it is learnt.
 
+    A fit by which steps would take no time is not believed: the last good terms stay, what was measured is forgotten,
+    and learning begins anew from them. `rejected_fits` counts how often that happened.
+
     Only Python floats are used, in a fixed order, so that a tape replays alike anywhere.
     """
 
@@ -40,9 +47,9 @@ class OnlineCost:
         self.terms = _folded(prior.terms)
         self._prior = [float(getattr(self.terms, name)) for name in FITTED]
         self._unit = [value or typical for value, typical in zip(self._prior, TYPICAL_MS, strict=True)]
-        self._gram = [[0.0] * len(FITTED) for _ in FITTED]
-        self._moment = [0.0] * len(FITTED)
+        self._forget()
         self._since_refit = 0
+        self.rejected_fits = 0
         self.steps_learned = 0
         self.relative_error = 0.0
 
@@ -55,8 +62,8 @@ class OnlineCost:
         return self._links.copy(num_bytes, link)
 
     def learn(self, work: StepWork, seconds: float) -> None:
-        """Take in a measured step. Empty steps and times that are not above 0 are ignored."""
-        if not seconds > 0.0 or work.tokens <= 0:
+        """Take in a measured step; never raises. Empty steps and times that no step can have taken are ignored."""
+        if not SHORTEST_STEP_S <= seconds <= LONGEST_STEP_S or work.tokens <= 0:
             return
         measured_ms = seconds * MS_PER_S
         foretold_ms = self.terms.step(work)
@@ -85,7 +92,10 @@ class OnlineCost:
             self._moment[i] = keep * self._moment[i] + x * explained
 
     def refit(self) -> None:
-        """Solve for the terms now: non-negative least squares from the present ones, with a ridge towards the prior."""
+        """Solve for the terms now: non-negative least squares from the present ones, with a ridge towards the prior.
+
+        Terms that no device can have are rejected and the present ones stay.
+        """
         unit, gram = self._unit, self._gram
         prior = [value / one for value, one in zip(self._prior, unit, strict=True)]
         x = [getattr(self.terms, name) / one for name, one in zip(FITTED, unit, strict=True)]
@@ -95,7 +105,22 @@ class OnlineCost:
                 best = (self._moment[i] + self._ridge * prior[i] - others) / (row[i] + self._ridge)
                 x[i] = max(best, 0.0)
         fitted = {name: value * one for name, value, one in zip(FITTED, x, unit, strict=True)}
-        self.terms = replace(self.terms, **fitted)
+        if _believable(fitted):
+            self.terms = replace(self.terms, **fitted)
+        else:
+            self.rejected_fits += 1
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget everything that was measured; the terms stay."""
+        self._gram = [[0.0] * len(FITTED) for _ in FITTED]
+        self._moment = [0.0] * len(FITTED)
+
+
+def _believable(fitted: dict[str, float]) -> bool:
+    """Whether all terms are finite and a step of one token takes some time by them."""
+    one_token_ms = max(fitted["floor_ms"], fitted["dense_ms"] + fitted["token_ms"])
+    return one_token_ms / MS_PER_S > SHORTEST_STEP_S and all(map(math.isfinite, fitted.values()))
 
 
 def _folded(terms: LinearTerms) -> LinearTerms:
