@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.policy.lines import line, make_yard, put_into_tree
-from tokenyard.base import ConfigError, SchedulerSettings
+from tokenyard.base import ConfigError, SchedulerSettings, TenantSettings
 from tokenyard.policy import POLICIES, Policy, create_policy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -79,7 +79,7 @@ def test_what_cannot_be_a_policy_is_refused_at_the_start(module, path, message):
 
 def broken(method, answer):
     def replacement(self, *args):
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer(self) if callable(answer) else answer
 
@@ -96,6 +96,12 @@ MISTAKES = {
     "order writes to a column": ("order", lambda self: self.views.columns.target.fill(1)),
     "order sorts what it was shown": ("order", lambda self: self.views.waiting.sort()),
     "order leaves": ("order", lambda self: sys.exit()),
+    "order interrupts": ("order", KeyboardInterrupt()),
+    "order ends a generator": ("order", GeneratorExit()),
+    "order raises what is no Exception": ("order", BaseException("oops")),
+    "order raises when it is closed": ("order", lambda self: ends_badly(self.views.waiting.tolist())),
+    "order teaches the cost model": ("order", lambda self: self.views.cost.learn(None, 1.0)),
+    "order ends a request": ("order", lambda self: self.views.columns.remove(0)),
     "order names somebody twice": ("order", lambda self: iter(self.views.waiting.tolist() * 2)),
     "begin_step raises": ("begin_step", ValueError("oops")),
     "budget raises": ("budget", ValueError("oops")),
@@ -123,6 +129,15 @@ MISTAKES = {
 }
 
 
+def ends_badly(rows):
+    """Yields rows, and raises when it is closed before its end."""
+    try:
+        yield from rows
+        yield -1
+    finally:
+        raise ValueError("oops")
+
+
 class Allowance:
     """A budget of which every chunk has the size that it was made with; None raises."""
 
@@ -144,13 +159,15 @@ class Allowance:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_puts_fcfs_in_its_place_and_harms_nobody(module, mistake):
     path = add(module, broken(*MISTAKES[mistake]))
+    # Levels decide who preempts, so the question does not reach a policy inside.
+    levels = not mistake.startswith("outranked")
     yard = make_yard(
         pages=40,
         rows=4,
         schedule_policy=path,
         prefill_max_requests=-1,
         max_queued_requests=6,
-        enable_service_levels=True,
+        enable_service_levels=levels,
     )
     numbers = [yard.submit([5 + i] * 8, max_new=8) for i in range(8)]
     yard.run()
@@ -159,7 +176,7 @@ def test_a_mistake_puts_fcfs_in_its_place_and_harms_nobody(module, mistake):
     assert all(yard.finished[number].completion_tokens == 8 for number in numbers[:6])
     assert [yard.finished[number].cause for number in numbers[6:]] == ["queue_full"] * 2
     assert yard.scheduler.idle() is None
-    assert yard.scheduler.snapshot(1).policy.startswith(f"levels+fcfs ({path} failed: ")
+    assert yard.scheduler.snapshot(1).policy.removeprefix("levels+").startswith(f"fcfs ({path} failed: ")
 
 
 def frozen_budget(**fields):
@@ -184,6 +201,56 @@ def test_a_policy_that_lets_nobody_start_does_not_hang_the_engine(module, mistak
     numbers = [yard.submit([5 + i] * 9) for i in range(3)]
     yard.run()
     assert sorted(yard.finished) == numbers
+
+
+class Spoiler(Policy):
+    name = "spoiler"
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.headroom = self.budget_rule = self.victim_rule = self.urgency = None
+        settings.policy_options["seed"] = 5
+        settings.tenants.clear()
+
+    def budget(self):
+        return None
+
+    def order(self, views):
+        for row in views.waiting.tolist():
+            request = views.columns.request(row)
+            request.sampling.max_new_tokens = 1
+            request.sampling.stop_token_ids.append(6)
+            request.priority = 99
+        return super().order(views)
+
+
+def test_what_a_policy_writes_to_stays_its_own(module):
+    tenants = {"a": TenantSettings(weight=2.0)}
+    yard = make_yard(schedule_policy=add(module, Spoiler), tenants=tenants, prefill_max_requests=-1)
+    numbers = [yard.submit([5 + i] * 9, max_new=8, tenant="a") for i in range(3)]
+    yard.run()
+    assert [yard.finished[number].completion_tokens for number in numbers] == [8] * 3
+    assert yard.scheduler.state.settings.tenants == tenants
+    assert not yard.scheduler.state.settings.policy_options
+
+
+class Circles(Policy):
+    name = "circles"
+
+    def order(self, views):
+        return iter(views.waiting.tolist()[::-1])
+
+    def outranked(self, views, asker):
+        return iter(views.running.tolist())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rows_that_a_policy_lets_preempt_each_other_still_end(module, depth):
+    yard = make_yard(schedule_policy=add(module, Circles), rows=1, max_in_flight=depth, prefill_max_requests=-1)
+    numbers = [yard.submit([5 + i] * 9, max_new=8) for i in range(3)]
+    yard.run(depth)
+    assert sorted(yard.finished) == numbers
+    assert yard.scheduler.snapshot(1).counters.preempted <= len(numbers) * 9, "each costs at least one new token"
 
 
 def test_names_of_policies_are_unique_and_documented():

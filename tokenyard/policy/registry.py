@@ -1,6 +1,7 @@
 """Names of policies, as `--schedule-policy` takes them, and how they are put together."""
 
 import difflib
+from copy import deepcopy
 
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.policy import adaptive, deadline, fair, order, short
@@ -63,8 +64,8 @@ def load_policy(path: str) -> type[Policy]:
 
 def _guarded(policy: type[Policy], settings: SchedulerSettings, path: str) -> Policy:
     try:
-        return Guarded(settings, policy(settings), path)
+        return Guarded(settings, policy(deepcopy(settings)), path)
     except ConfigError:
         raise
-    except Exception as error:
+    except BaseException as error:
         raise ConfigError(f"--schedule-policy {path}: making it failed: {error}") from error

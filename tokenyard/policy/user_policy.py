@@ -1,32 +1,80 @@
-"""A policy of the user's own, watched over: what it gets wrong harms nobody else."""
+"""A policy of the user's own, guarded: what it gets wrong harms no request."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from operator import index
 from typing import Any, TypeVar, cast
 
-import numpy as np
 from typing_extensions import override
 
-from tokenyard.base import Int32Array, SchedulerSettings
-from tokenyard.policy.base import Policy
+from tokenyard.base import CostModel, Int32Array, Request, SchedulerSettings, StepWork
+from tokenyard.policy.base import Policy, chosen_options
 from tokenyard.policy.budget import StepBudget
 from tokenyard.policy.compose import Wrapper
-from tokenyard.policy.views import Columns, Views
+from tokenyard.policy.views import Columns, PrefixBranch, Views
 
 T = TypeVar("T")
-NOBODY: list[int] = []
+NO_ROWS: list[int] = []
 
 
 class ReadOnlyColumns:
-    """The columns of others' requests, which raise ValueError when written to."""
+    """The columns as a policy of the user's sees them: arrays that cannot be written to, and copies of requests.
+
+    Only what `Columns` names is there. Writing to an array raises ValueError.
+    """
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._columns, name)
-        return read_only(value) if isinstance(value, np.ndarray) else value
+        if name not in Columns.__annotations__:
+            raise AttributeError(f"there is no column {name!r}; see tokenyard.policy.Columns")
+        return read_only(getattr(self._columns, name))
+
+    def request(self, row: int) -> Request:
+        """A copy of the request in this row; token ids are shared and cannot be written to."""
+        request = self._columns.request(row)
+        ids = {"prompt_ids": read_only(request.prompt_ids), "output_ids": read_only(request.output_ids)}
+        others = {name: deepcopy(getattr(request, name)) for name in ("sampling", "text", "logprobs", "slo")}
+        return replace(request, **ids, **others)
+
+
+class ReadOnlyCost:
+    """A cost model that can be asked and not taught."""
+
+    learns = False
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+
+    def step(self, work: StepWork) -> float:
+        """Seconds that a step with this work takes."""
+        return self._cost.step(work)
+
+    def copy(self, num_bytes: int, link: str) -> float:
+        """Seconds to move `num_bytes` over a link."""
+        return self._cost.copy(num_bytes, link)
+
+    def learn(self, work: StepWork, seconds: float) -> None:
+        """Raise TypeError: what is believed of step times comes from measured steps alone."""
+        raise TypeError("a policy cannot teach the cost model")
+
+
+class ReadOnlyBranch:
+    """A `PrefixBranch` that can be read and not changed."""
+
+    def __init__(self, branch: PrefixBranch) -> None:
+        self._branch = branch
+        self.birth, self.own, self.weight = branch.birth, branch.own, branch.weight
+
+    def heaviest_first(self) -> Iterator[PrefixBranch]:
+        """The branches right below by falling weight."""
+        return map(ReadOnlyBranch, self._branch.heaviest_first())
+
+    def rows(self) -> list[int]:
+        """The `own` rows, a new list."""
+        return self._branch.rows()
 
 
 def read_only(array: Any) -> Any:
@@ -49,23 +97,30 @@ def guarded_views(views: Views) -> Views:
         waiting=read_only(views.waiting),
         prefilling=read_only(views.prefilling),
         running=read_only(views.running),
+        cost=None if views.cost is None else ReadOnlyCost(views.cost),
+        prefixes=None if views.prefixes is None else ReadOnlyBranch(views.prefixes),
     )
 
 
 class Guarded(Wrapper):
     """Passes on what `inner` says as long as it makes sense.
 
-    The first exception, or an answer that makes no sense, such as rows that do not belong there or come twice, puts
-    fcfs in its place for good; `failure` then says why. So that nothing hangs, fcfs also steps in where nobody decodes
-    and `inner` names no candidate or allows no tokens. How long answers take is watched outside the core, where clocks
-    are.
+    The first exception of any kind, or an answer that makes no sense, such as rows that do not belong there or come
+    twice, puts fcfs in its place for good; `failure` then says why. So that nothing hangs, fcfs also steps in where no
+    request decodes and `inner` names no candidate or allows no tokens. How long answers take is watched outside the
+    core, where clocks are. Headroom, urgency and the rest that has state are the guard's own.
     """
 
     def __init__(self, settings: SchedulerSettings, inner: Policy, path: str) -> None:
         super().__init__(settings, inner, "user")
         self.name = path
-        self.overtaking = str(inner.overtaking)
         self.failure = ""
+        self.overtaking = str(inner.overtaking)
+        self.needs_cost = bool(inner.needs_cost or getattr(inner.budget_rule, "needs_cost", False))
+        self.chosen = chosen_options(type(inner), settings)
+        own = Policy(replace(settings, policy_options={}))
+        self.budget_rule, self.headroom = own.budget_rule, own.headroom
+        self.urgency, self.victim_rule = own.urgency, own.victim_rule
 
     @override
     def describe(self) -> str:
@@ -74,8 +129,11 @@ class Guarded(Wrapper):
     @override
     def begin_step(self, views: Views) -> None:
         self.views = views
-        self.inner.views = shown = guarded_views(views)
-        self.ask(lambda: self.inner.begin_step(shown), None)
+        self.ask(lambda: self._begin_step(guarded_views(views)), None)
+
+    def _begin_step(self, shown: Views) -> None:
+        self.inner.views = shown
+        self.inner.begin_step(shown)
 
     @override
     def candidates(self, views: Views) -> Iterator[int]:
@@ -94,7 +152,7 @@ class Guarded(Wrapper):
     def overdue(self) -> list[int]:
         assert self.views is not None
         known = {*self.views.prefilling.tolist(), *self.views.waiting.tolist()}
-        rows = self.ask(lambda: [index(row) for row in self.inner.overdue()], NOBODY)
+        rows = self.ask(lambda: [index(row) for row in self.inner.overdue()], NO_ROWS)
         return rows if self._belong(rows, known, "overdue") else []
 
     @override
@@ -110,7 +168,7 @@ class Guarded(Wrapper):
     @override
     def victims(self, views: Views) -> Iterator[int]:
         """Rows that `inner` leaves out go last."""
-        rows = self.ask(lambda: [index(row) for row in self.inner.victims(guarded_views(views))], NOBODY)
+        rows = self.ask(lambda: [index(row) for row in self.inner.victims(guarded_views(views))], NO_ROWS)
         if not self._belong(rows, set(views.running.tolist()), "victims"):
             rows = []
         chosen = set(rows)
@@ -118,10 +176,17 @@ class Guarded(Wrapper):
 
     @override
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        """All at once, so that a mistake is found before anybody gives way."""
-        rows = self.ask(lambda: [index(row) for row in self.inner.outranked(guarded_views(views), asker)], NOBODY)
+        """All at once, so that a mistake is found before any row gives way.
+
+        Nothing says that the user's order and right to preempt agree. So a row that has lost its place before gives way
+        again only with a new token since: each preemption costs one, so rows cannot take each other's place for ever.
+        """
+        rows = self.ask(lambda: [index(row) for row in self.inner.outranked(guarded_views(views), asker)], NO_ROWS)
         admitted = {*views.running.tolist(), *views.prefilling.tolist()}
-        return iter(rows if self._belong(rows, admitted, "outranked") else [])
+        if not self._belong(rows, admitted, "outranked"):
+            return iter(())
+        columns = views.columns
+        return (row for row in rows if not columns.retractions[row] or columns.known[row] > columns.target[row])
 
     @override
     def charge(self, row: int, prefill_tokens: int) -> None:
@@ -162,42 +227,47 @@ class Guarded(Wrapper):
         return not len(self.views.running)
 
     def _checked(self, rows: list[int], draw: Callable[[], Iterator[int]]) -> Iterator[int]:
-        """What `draw` yields out of `rows`; what is left of them follows after a failure, or if nobody has started and
-        nothing else comes.
+        """What `draw` yields out of `rows`; the rest of them follows after a failure, or if no prefill goes on and
+        `draw` yields nothing.
         """
         assert self.views is not None
         left, drawn = dict.fromkeys(rows), len(self.views.prefilling) > 0
         nothing: Iterator[int] = iter(())
         source = self.ask(draw, nothing)
-        while (row := self.ask(lambda: _next_row(source), None)) is not None:
-            if row not in left:
-                self.fail(f"candidate {row!r} is no waiting row, or came twice")
-                break
-            del left[row]
-            drawn = True
-            yield row
+        try:
+            while (row := self.ask(lambda: _next_row(source), None)) is not None:
+                if row not in left:
+                    self.fail(f"candidate {row!r} is no waiting row, or came twice")
+                    break
+                del left[row]
+                drawn = True
+                yield row
+        finally:
+            # The rest of a generator runs when it is closed: here, where it is guarded, and not at some later moment.
+            if isinstance(source, Generator):
+                self.ask(source.close, None)
         if self.failure or (self.must_prefill and not drawn):
             yield from left
 
     def _belong(self, rows: list[int], known: set[int], answer: str) -> bool:
-        """Whether `rows` are all different and `known`; otherwise `inner` is done with."""
+        """Whether `rows` are all different and `known`; otherwise `inner` has failed."""
         fine = len(set(rows)) == len(rows) and known.issuperset(rows)
         if not fine:
             self.fail(f"{answer} named a row twice, or one that does not belong there")
         return fine
 
     def ask(self, question: Callable[[], T], fallback: T) -> T:
-        """What `question` answers, `fallback` if it raises or `inner` is done with."""
+        """What `question` answers; `fallback` if it raises anything at all, or `inner` has failed before."""
         if self.failure:
             return fallback
         try:
             return question()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self.fail(f"it raised {error!r}")
             return fallback
 
     def fail(self, why: str) -> None:
-        """`inner` is done with."""
+        """`inner` is not asked again."""
         self.failure = why
 
 
@@ -212,8 +282,8 @@ def _next_row(source: Iterator[Any]) -> int | None:
 class GuardedBudget(StepBudget):
     """A budget of the user's policy, of which a chunk that makes no sense ends the step's prefill.
 
-    So that nothing hangs, the usual budget says how large the first chunk is where nobody decodes and `inner` says 0.
-    Raises what reading `inner` raises.
+    So that nothing hangs, the usual budget says how large the first chunk is where no request decodes and `inner` says
+    0. Raises what reading `inner` raises.
     """
 
     def __init__(self, guard: "Guarded", inner: StepBudget) -> None:
@@ -243,4 +313,4 @@ class GuardedBudget(StepBudget):
 
 
 ASKS = Guarded.ask.__code__
-"""The function that calls the user's: an exception in what it calls, wherever it comes from, harms nobody else."""
+"""The function that calls the user's code; an exception in what it calls ends there."""
