@@ -286,5 +286,5 @@ def test_single_steps_are_rare_where_little_happens(monkeypatch):
     outcome = same_outcome(workload((0.0, 100, 400), (1.0, 100, 300)), setup("vllm-default"))
     assert outcome.completion_tokens.tolist() == [400, 300]
     plans = [one for one in planned if one is not None]
-    assert sum(one.repeats for one in plans) == 2 * outcome.counters["steps"]
+    assert sum(one.num_steps for one in plans) == 2 * outcome.counters["steps"]
     assert len(plans) < outcome.counters["steps"] + 20

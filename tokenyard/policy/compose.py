@@ -132,7 +132,19 @@ class StartedTokens:
             self._border -= place
 
 
-class BoundedOvertaking(Wrapper):
+class OrderOnly(Wrapper):
+    """A wrapper that changes the order of candidates and therefore lets no row preempt another by urgency.
+
+    The right to preempt rests on the key of `inner`. Where another order decides what starts next, the victim could
+    come first again, and the two would take each other's place for ever. Shares of tenants keep their own right.
+    """
+
+    @override
+    def outranked(self, views: Views, asker: int) -> Iterator[int]:
+        return iter(())
+
+
+class BoundedOvertaking(OrderOnly):
     """Any order, but at most `max_overtaken_tokens` prompt tokens of later arrivals start before a waiting request.
 
     It is enough to watch the request that has waited for longest among those that may start: whoever arrived later was

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from tokenyard.base import SchedulerSettings
 from tokenyard.policy.base import Policy
-from tokenyard.policy.compose import Wrapper
+from tokenyard.policy.compose import OrderOnly
 from tokenyard.policy.views import Views
 
 STRICT, HIGH, NORMAL, LOW = range(4)
@@ -97,7 +97,7 @@ class Shares:
             self.strict_credit -= tokens * (1.0 - self.strict_share)
 
 
-class Levels(Wrapper):
+class Levels(OrderOnly):
     """The strict level goes first while it has credit, then high, normal and low by their shares; `inner` orders each.
 
     A level's head waits for at most ceil(tokens / (quantum * weight)) rounds; in each, another level takes at most

@@ -60,14 +60,18 @@ class Priority(Wrapper):
 
     @override
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        """Started prefills give way too; among equals the latest arrival goes first."""
+        """Started prefills give way too; among equals the latest arrival goes first.
+
+        A row gives way only to one whose rank is strictly better: the order of candidates and the right to preempt are
+        the same key, which no move of a row changes. So the sum of the ranks that hold a place falls each time.
+        """
         if self.settings.disable_priority_preemption:
             return iter(())
         columns, threshold = views.columns, self.settings.priority_scheduling_preemption_threshold
-        rows = np.concatenate((views.running, views.prefilling))
+        rows, one = np.concatenate((views.running, views.prefilling)), np.array([asker], np.int32)
         keys = self.urgency.keys(columns, rows)
-        border = int(self.urgency.keys(columns, np.array([asker], np.int32))[0]) + threshold * self.urgency.level_key
-        below = keys > min(border, _INT64_MAX)
+        border = int(self.urgency.keys(columns, one)[0]) + threshold * self.urgency.level_key
+        below = (keys > min(border, _INT64_MAX)) & (self.rank(columns, rows) > self.rank(columns, one)[0])
         rows, keys = rows[below], keys[below]
         return iter(rows[np.lexsort((-columns.seq[rows], -keys))].tolist())
 

@@ -10,9 +10,10 @@ from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, Schedule
 from tokenyard.policy.answer_lengths import AnswerPredictor
 from tokenyard.policy.base import Option, Policy
 from tokenyard.policy.order import best_first
-from tokenyard.policy.views import Columns, Views
+from tokenyard.policy.views import Views
 
 MOST_LEVELS = 16
+UNKNOWN = -1
 
 
 class ShortFirst(Policy):
@@ -48,8 +49,10 @@ class MultiLevelFeedback(Policy):
     """Skip-join multi-level feedback queues (FastServe, Wu et al. 2023), in tokens.
 
     The top level lasts `quantum_tokens`, each further one twice as long. A request joins the first level that lasts for
-    its uncached prompt and sinks as it is served. Where rows or pages run out, a request on a higher level takes them
-    from the lowest. Who has waited for `promote_s` since he came in or last ran starts over at the top.
+    the prompt that is not cached when it arrives, and sinks as it is served; it never rises, so it gets a place back
+    from a request that took it only after that one was served a quantum. Where rows or pages run out, a request on a
+    higher level takes them from the lowest. A request that has waited for `promote_s` since it arrived or last ran goes
+    to the front of the queue, and once it starts it keeps its place for its prompt and `quantum_tokens` output tokens.
     """
 
     name = "mlfq"
@@ -62,38 +65,46 @@ class MultiLevelFeedback(Policy):
         super().__init__(settings)
         self._quantum = int(self.chosen["quantum_tokens"])
         self._promote_ns = int(float(self.chosen["promote_s"]) * NS_PER_S)
-        self.overtaking = f"arrivals of the next {float(self.chosen['promote_s']):g} s, then nobody"
-        self._served = np.zeros(0, np.int64)
-        self._idle_since = np.zeros(0, np.int64)
+        self.overtaking = (
+            f"arrivals of the next {float(self.chosen['promote_s']):g} s, then none for {self._quantum} output tokens, "
+            "each time that it waits"
+        )
+        self._join = self._served = self._idle_since = self._safe_until = np.zeros(0, np.int64)
 
     @override
     def begin_step(self, views: Views) -> None:
         super().begin_step(views)
         missing = len(views.columns.seq) - len(self._served)
         if missing > 0:
-            self._served = np.concatenate((self._served, np.zeros(missing, np.int64)))
-            self._idle_since = np.concatenate((self._idle_since, np.zeros(missing, np.int64)))
+            for name, value in (("_join", UNKNOWN), ("_served", 0), ("_idle_since", 0), ("_safe_until", 0)):
+                setattr(self, name, np.concatenate((getattr(self, name), np.full(missing, value, np.int64))))
+        fresh = views.waiting[self._join[views.waiting] == UNKNOWN]
+        if len(fresh):
+            uncached = np.maximum(views.columns.target[fresh] - views.columns.matchable[fresh], 1)
+            self._join[fresh] = np.ceil(np.log2(np.maximum(uncached / self._quantum, 1.0))).astype(np.int64)
 
     @override
     def order(self, views: Views) -> Iterator[int]:
         waiting = views.waiting
-        return best_first(waiting, np.where(self._promoted(views, waiting), 0, self._levels(views.columns, waiting)))
+        return best_first(waiting, np.where(self._promoted(views, waiting), 0, self._levels(waiting)))
 
     @override
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        """Promotion gives a place in line, not the right to take somebody's pages."""
+        """Promotion gives a place in the queue, not the right to take another's."""
         columns, rows = views.columns, views.running
-        levels = self._levels(columns, rows)
-        below = levels > self._levels(columns, np.array([asker], np.int32))[0]
+        levels = self._levels(rows)
+        safe = columns.known[rows] < self._safe_until[rows]
+        below = (levels > self._levels(np.array([asker], np.int32))[0]) & ~safe
         rows, levels = rows[below], levels[below]
         return iter(rows[np.lexsort((-columns.seq[rows], -levels))].tolist())
 
     @override
     def charge(self, row: int, prefill_tokens: int) -> None:
         assert self.views is not None
-        since = max(int(self._idle_since[row]), int(self.views.columns.arrival_ns[row]))
+        columns = self.views.columns
+        since = max(int(self._idle_since[row]), int(columns.arrival_ns[row]))
         if self.views.now - since >= self._promote_ns:
-            self._served[row] = 0
+            self._safe_until[row] = int(columns.known[row]) + self._quantum
         self._served[row] += prefill_tokens
         self._idle_since[row] = self.views.now
 
@@ -107,19 +118,18 @@ class MultiLevelFeedback(Policy):
     @override
     def removed(self, row: int) -> None:
         if row < len(self._served):
-            self._served[row] = self._idle_since[row] = 0
+            self._join[row] = UNKNOWN
+            self._served[row] = self._idle_since[row] = self._safe_until[row] = 0
 
     def _promoted(self, views: Views, rows: Int32Array) -> BoolArray:
         since = np.maximum(self._idle_since[rows], views.columns.arrival_ns[rows])
         promoted: BoolArray = views.now - since >= self._promote_ns
         return promoted
 
-    def _levels(self, columns: Columns, rows: Int32Array) -> Int64Array:
-        """0 is the top; level k is left after (2^(k+1) - 1) quanta."""
-        join = np.maximum(columns.target[rows] - columns.matchable[rows], 1)
-        fits = np.ceil(np.log2(np.maximum(join / self._quantum, 1.0)))
-        sunk = np.floor(np.log2(self._served[rows] / self._quantum + 1.0))
-        levels: Int64Array = np.minimum(np.maximum(fits, sunk), MOST_LEVELS).astype(np.int64)
+    def _levels(self, rows: Int32Array) -> Int64Array:
+        """0 is the top; level k is left after (2^(k+1) - 1) quanta. int64[len(rows)], rising while a request lives."""
+        sunk = np.floor(np.log2(self._served[rows] / self._quantum + 1.0)).astype(np.int64)
+        levels: Int64Array = np.minimum(np.maximum(self._join[rows], sunk), MOST_LEVELS)
         return levels
 
 

@@ -1,6 +1,6 @@
 """Limits of tenants, whatever the order of the queue: token rates, requests at a time, and shares of the KV pool."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import numpy as np
 from typing_extensions import override
@@ -60,6 +60,9 @@ class Limits:
         """Whether a waiting row may still start in this step, after what has started in it already."""
         return True
 
+    def end_step(self, drawn: Container[int]) -> None:
+        """The policy has named all its candidates, the rows `drawn`, and none of them had to wait for room."""
+
     def admitted(self, row: int) -> None:
         """A waiting row was admitted."""
 
@@ -94,7 +97,8 @@ class TenantLimits(Limits):
 
     Rates are token buckets: a tenant may start requests while its bucket is above empty, and everything it computes is
     taken out, so that a large request leaves a debt to be waited for. A tenant within its `kv_share` of the pool may
-    take back what others hold beyond theirs; until the request that did so has started, nobody borrows.
+    take back what others hold beyond theirs. Until the request that did so has started, that place is reserved for it
+    (its claim) and no other tenant borrows; the claim ends when the request cannot start now.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
@@ -124,10 +128,10 @@ class TenantLimits(Limits):
         owners, tenants = views.columns.tenant[held], views.columns.tenant[views.waiting]
         self._running = np.bincount(owners, minlength=len(self._rate))
         self._used = self._held_tokens(views.columns, held)
-        self._drop_old_claim(views)
         empty = (self._rate > 0.0) & (self._bucket <= 0.0)
         self._note_refill(empty, tenants, views.now)
         views.waiting = views.waiting[~(empty | (self._running >= self._most_running))[tenants]]
+        self._drop_old_claim(views)
 
     @override
     def may_start(self, row: int) -> bool:
@@ -138,6 +142,11 @@ class TenantLimits(Limits):
         if self._rate[tenant] > 0.0 and self._bucket[tenant] <= 0.0:
             return False
         return self._claim is None or self._claim[0] == row or self._within_share(row)
+
+    @override
+    def end_step(self, drawn: Container[int]) -> None:
+        if self._claim is not None and self._claim[0] not in drawn:
+            self._claim = None
 
     @override
     def admitted(self, row: int) -> None:
@@ -237,6 +246,7 @@ class TenantLimits(Limits):
         return bool(self._used[tenant] + self._columns.target[row] <= self._share[tenant] * self._total_tokens)
 
     def _drop_old_claim(self, views: Views) -> None:
+        """Drop the claim of a request that has started or ended, is held back, or whose tenant is at a limit."""
         if self._claim is not None:
             row, seq = self._claim
             if views.columns.seq[row] != seq or row not in views.waiting:

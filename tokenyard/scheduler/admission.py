@@ -48,23 +48,24 @@ class PrefillAdder:
         return int((self._table.target[views.prefilling] - self._table.planned[views.prefilling]).sum())
 
     def _growth(self, views: Views) -> int:
-        """Tokens held back for running rows: the headroom, and never less than what they take in this very step.
+        """Tokens held back for running rows: the headroom, and never less than what they take when they decode next.
 
         Without the latter a newcomer would get their pages and be retracted at once.
         """
         page_size = self._memory.page_size
         growing = np.count_nonzero(self._table.planned[views.running] % page_size == 0)
-        now = page_size * int(growing) if self._budget.with_decode else 0
-        return max(self._policy.headroom.running_tokens(views), now)
+        return max(self._policy.headroom.running_tokens(views), page_size * int(growing))
 
     def fill(self) -> None:
         """Draw candidates until the budget is used up or a newcomer does not fit; then only started prefills go on.
 
         `refused` is the newcomer that memory had no room for.
         """
+        drawn: set[int] = set()
         for row in self._policy.candidates(self._views):
             if self._requests_left <= 0:
                 return
+            drawn.add(row)
             started = self._table.state[row] == State.PREFILL
             if not started and not self._limits.may_start(row):
                 continue
@@ -72,6 +73,8 @@ class PrefillAdder:
                 return
             if not started and not self._admit(row):
                 break
+        else:
+            self._limits.end_step(drawn)
         for row in self._policy.prefilling_order(self._views):
             if row not in self._continued and (self._requests_left <= 0 or not self._continue(row)):
                 return
@@ -91,7 +94,7 @@ class PrefillAdder:
 
     def _admit(self, row: int) -> bool:
         """Match, lock, check, take; on any failure unlock and say False."""
-        if self._free_rows <= 0 and not self._preempt(row, 0):
+        if self._free_rows <= 0 and not self._preemptable(row):
             return False
         node, hit = self._match(row)
         if self._fits(row, hit) and self._seat(row, node, hit):
@@ -109,29 +112,47 @@ class PrefillAdder:
         return match.node, match.tokens
 
     def _fits(self, row: int, hit: int) -> bool:
-        """Whether the prompt and the foreseen answer fit beside all that is reserved; if not, try to preempt.
+        """Whether there is a place, and prompt and foreseen answer fit beside all that is reserved; if not, preempt.
 
-        With nothing running and nothing planned a row may always try: `submit` refused what can never fit.
+        With nothing running and nothing planned a row may always try: `submit` refused what can never fit. A row is
+        preempted only for a chunk that the budget allows, or it would have lost its place for nothing.
         """
         alone = self._builder.empty and not len(self._views.running) and not len(self._views.prefilling)
         if alone:
             return True
         extend = self._memory.pages_for(int(self._table.target[row]) - hit) * self._memory.page_size
-        need = extend + self._policy.headroom.newcomer_tokens(self._table, row)
+        need = extend + self._policy.headroom.newcomer_tokens(self._table, row) + self._return_tokens(row)
         reserved = self._reserved_running + self._reserved_newcomers + self._reserved_prompts
         missing = need - (self._memory.free_tokens - reserved)
-        if missing > 0 and not self._preempt(row, missing):
+        if missing <= 0 and self._free_rows > 0:
+            return True
+        if self._preempt(row, hit, missing):
+            return True
+        if missing > 0:
             self.refused = row
-            return False
-        return True
+        return False
+
+    def _return_tokens(self, row: int) -> int:
+        """Tokens that a row retracted for lack of pages leaves free when it returns while nothing has ended since: one
+        page for each running row. Without them it would take the very pages that it gave up for the others.
+        """
+        if self._state.pages_returned_since(row):
+            return 0
+        return self._memory.page_size * len(self._views.running)
+
+    def _chunk(self, row: int, start: int, prefilling: int) -> int:
+        """Tokens of a newcomer's prompt from `start` on that this step may compute beside `prefilling` other prompts
+        that stay unfinished; 0 if it has to wait.
+        """
+        rest = int(self._table.target[row]) - start
+        count = self._budget.chunk(start, rest)
+        return 0 if count < rest and prefilling >= self._budget.max_prefilling else count
 
     def _seat(self, row: int, node: Any, hit: int) -> bool:
         """Take a pool row and the pages of the first chunk."""
         table, memory = self._table, self._memory
-        extend = int(table.target[row]) - hit
-        count = self._budget.chunk(hit, extend)
-        unfinished = 0 < count < extend
-        if count <= 0 or (unfinished and self._num_prefilling >= self._budget.max_prefilling):
+        extend, count = int(table.target[row]) - hit, self._chunk(row, hit, self._num_prefilling)
+        if count <= 0:
             return False
         if not memory.pool.available_rows or not self._can_take(hit, count):
             self.refused = row
@@ -149,7 +170,7 @@ class PrefillAdder:
         self._reserved_prompts += extend - count
         self._reserved_newcomers += self._policy.headroom.newcomer_tokens(table, row)
         self._policy.headroom.admitted(table, row)
-        self._num_prefilling += unfinished
+        self._num_prefilling += count < extend
         self._free_rows -= 1
         return True
 
@@ -189,19 +210,22 @@ class PrefillAdder:
             sampling = replace(sampling, seed=sampling.seed + answer)
         return RowStart(pool_row, sampling, request_state.known_ids, int(table.prompt_tokens[row]), request.logprobs)
 
-    def _preempt(self, row: int, missing_tokens: int) -> bool:
+    def _preempt(self, row: int, hit: int, missing_tokens: int) -> bool:
         """Let rows that rank strictly below `row` give way, all that are needed or none.
 
-        The pages of rows in flight come back when their plans commit; until then the newcomer waits at the front.
+        They keep their places if the budget allows no chunk of `row` in this step, of which the tree holds `hit`
+        tokens. The pages of rows in flight come back when their plans commit; until then the newcomer waits in front.
         """
-        planned = {chunk.row for chunk in self._builder.chunks}
-        victims = [victim for victim in self._who_may_go(row) if victim not in planned]
+        victims = self._preemptable(row)
         victims = victims[: self._victims_needed(victims, missing_tokens)]
         if not victims:
             return False
         left = self._without(victims)
+        prefilling = self._num_prefilling - len(self._views.prefilling) + len(left.prefilling)
+        if not self._chunk(row, hit, prefilling):
+            return False
         self._reserved_prompts -= self._unplanned(self._views) - self._unplanned(left)
-        self._num_prefilling -= len(self._views.prefilling) - len(left.prefilling)
+        self._num_prefilling = prefilling
         for victim in victims:
             self._limits.preempted(victim, row)
             self._state.retract(victim, "preempted", self._views.now)
@@ -210,10 +234,12 @@ class PrefillAdder:
         self._reserved_running = self._growth(left)
         return True
 
-    def _who_may_go(self, row: int) -> list[int]:
-        """Whom `row` outranks, worst first, then who holds KV that is the share of its tenant."""
+    def _preemptable(self, row: int) -> list[int]:
+        """Rows that `row` may preempt: those it outranks, worst first, then those that hold its tenant's share."""
         victims = self._limits.without_owners(row, list(self._policy.outranked(self._views, row)))
-        taken = set(victims)
+        taken = {chunk.row for chunk in self._builder.chunks}
+        victims = [victim for victim in victims if victim not in taken]
+        taken.update(victims)
         return victims + [victim for victim in self._limits.borrowers(self._views, row) if victim not in taken]
 
     def _victims_needed(self, victims: list[int], missing_tokens: int) -> int:

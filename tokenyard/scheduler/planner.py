@@ -26,15 +26,20 @@ class Planner:
         """
         while True:
             draft = self._new_builder()
-            retracted = self._state.counters.retracted
+            moved = self._moved()
             refused = self._fill(draft, now)
             if not draft.empty:
                 self._deduplicated.clear()
                 return draft
             if in_flight:
                 return None
-            if self._state.counters.retracted == retracted and not self._break_deadlock(refused, now):
+            # Without the row that gave way the next try finds another state.
+            if self._moved() == moved and not self._break_deadlock(refused, now):
                 return None
+
+    def _moved(self) -> int:
+        """How many rows have given way so far."""
+        return self._state.counters.retracted + self._state.counters.preempted
 
     def _fill(self, draft: PlanBuilder, now: int) -> int | None:
         """Fill the draft; returns the newcomer, if any, that memory had no room for."""

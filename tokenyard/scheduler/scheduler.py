@@ -327,7 +327,10 @@ class Scheduler:
     def wakeup_ns(self) -> int | None:
         """When to call `plan` next even if nothing happens."""
         state = self.state
-        times = (state.queue_timeouts.next_ns, state.run_timeouts.next_ns, state.limits.next_ns)
+        times = [state.queue_timeouts.next_ns, state.run_timeouts.next_ns]
+        if len(state.waiting) and not self._paused:
+            # The limits of tenants look at the queue only when a step is planned; else what they say is old.
+            times.append(state.limits.next_ns)
         return min((time for time in times if time is not None), default=None)
 
     def idle(self) -> str | None:

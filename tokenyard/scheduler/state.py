@@ -70,6 +70,7 @@ class SchedulerState:
         self.run_timeouts = Timeouts(settings.run_timeout_s)
         self.limits = create_limits(settings)
         self.prefill_steps_in_row = 0
+        self._pages_returned = 0
         self._index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
         self.reset_memory()
@@ -153,6 +154,9 @@ class SchedulerState:
         self.waiting.insert_by(row, table.seq)
         self._index.add(row)
         self.sweep()
+        if why == "paused":
+            self._pages_returned += 1
+        request_state.short_since = self._pages_returned if why == "out of pages" else None
         request_state.clock.enter("requeued", now)
         self.update_inversion(row, now)
         if why == "preempted":
@@ -198,6 +202,7 @@ class SchedulerState:
         self.history.ended(int(table.seq[row]), finish)
         self.open_group(row)
         if table.pool_row[row] >= 0:
+            self._pages_returned += 1
             self._give_up_pages(row)
         self._index.forget(row)
         if reason == "abort":
@@ -208,6 +213,11 @@ class SchedulerState:
             self.policy.headroom.finished(output)
         self.policy.removed(row)
         table.remove(row)
+
+    def pages_returned_since(self, row: int) -> bool:
+        """Whether any request has ended, or was paused, since `row` was retracted for lack of pages, if it was."""
+        short_since = self.table.request_state(row).short_since
+        return short_since is None or short_since < self._pages_returned
 
     def _give_up_pages(self, row: int) -> None:
         table, request_state = self.table, self.table.request_state(row)

@@ -64,7 +64,8 @@ class RequestState:
 
     known_ids: int32[known], valid while the row has no pool row (afterwards the pool holds the tokens). node: the
     deepest tree node the row has locked. followers: numbers of the group's other answers, which wait for this one.
-    clock: what becomes of the request, for whoever asks.
+    clock: how long the request spends in each stage. short_since: of a row retracted for lack of pages, how often pages
+    had been returned by then (`SchedulerState.pages_returned_since`).
     """
 
     request: Request
@@ -72,6 +73,7 @@ class RequestState:
     clock: StageClock
     node: Any = None
     followers: list[int] = field(default_factory=list)
+    short_since: int | None = None
 
 
 class RequestTable:
