@@ -60,7 +60,7 @@ def read_inputs(prompt: str | None, path: str | None) -> Iterator[str | Conversa
     if (prompt is None) == (path is None):
         raise ConfigError("give a prompt, or a file of prompts by --input")
     if prompt is not None:
-        yield sys.stdin.read() if prompt == "-" else prompt
+        yield _standard_input() if prompt == "-" else prompt
         return
     assert path is not None
     try:
@@ -71,6 +71,16 @@ def read_inputs(prompt: str | None, path: str | None) -> Iterator[str | Conversa
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield _from_json(line, f"{path}, line {number}") if path.endswith(".jsonl") else line
+
+
+def _standard_input() -> str:
+    """All of standard input. Raises ConfigError if it is closed or is no text."""
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed; give the prompt as an argument, or a file by --input")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input cannot be read: {error}") from error
 
 
 def _from_json(line: str, where: str) -> str | Conversation:

@@ -12,8 +12,9 @@ from tokenyard.base import TokenyardError
 from tokenyard.base.version import __version__
 from tokenyard.cli.bench_arguments import add_bench_arguments
 from tokenyard.cli.flags import Parser, add_setting_flags, hide_other_flags, split_help_word
+from tokenyard.cli.terminal import drop_output, flush_output, is_write_error, prepare_terminal
 
-USAGE_ERROR = 2
+FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 SETTINGS_NOTE = (
     " Every flag is also an environment variable, such as TOKENYARD_MAX_RUNNING_REQUESTS, and a line in the file given "
     "by --config."
@@ -179,29 +180,50 @@ def _add_arguments(parser: argparse.ArgumentParser, command: Command, word: str)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 2 for a mistake in the arguments or the model."""
-    words, word = split_help_word(sys.argv[1:] if argv is None else argv)
-    chosen = next((argument for argument in words if not argument.startswith("-")), "")
+    """Run the command line and return the exit status.
+
+    It is 2 for a mistake in the arguments or the model, 1 if the output cannot be written, 130 after an interrupt.
+    """
+    prepare_terminal()
     try:
-        parser = build_parser(chosen, word)
-        namespace = parser.parse_strictly(words)
-        if namespace.command is None:
-            parser.print_help()
-            return USAGE_ERROR
-        if getattr(namespace, "model", None):
-            if namespace.model_path:
-                parser.error("the model is given twice: as an argument and by --model-path")
-            namespace.model_path = namespace.model
-        _find_modules_here()
-        return int(_load(namespace.run)(namespace))
+        try:
+            status = _run(sys.argv[1:] if argv is None else argv)
+        except SystemExit as end:  # argparse, after --help and --version
+            status = int(end.code or 0)
+        flush_output()
+        return status
     except TokenyardError as error:
         print(f"tokenyard: {error.message}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+    except OSError as error:
+        if not is_write_error(error):
+            raise
+        drop_output()
+        if not isinstance(error, BrokenPipeError):
+            print(f"tokenyard: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return FAILED
+
+
+def _run(argv: Sequence[str]) -> int:
+    """Parse the arguments and run the command that they name. Raises what it raises."""
+    words, word = split_help_word(argv)
+    chosen = next((argument for argument in words if not argument.startswith("-")), "")
+    parser = build_parser(chosen, word)
+    namespace = parser.parse_strictly(words)
+    if namespace.command is None:
+        parser.print_help()
+        return USAGE_ERROR
+    if getattr(namespace, "model", None):
+        if namespace.model_path:
+            parser.error("the model is given twice: as an argument and by --model-path")
+        namespace.model_path = namespace.model
+    _find_modules_here()
+    return int(_load(namespace.run)(namespace))
 
 
 def _find_modules_here() -> None:
-    """Let policies of one's own be found in the current folder; last, so that they shadow nothing."""
+    """Let users' policies be found in the current folder. It comes last, so that its modules shadow no others."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -32,25 +31,16 @@ from tokenyard.server.tracing import open_tracing
 log = logging.getLogger(__name__)
 
 HEARTBEAT_POLL_S = 0.05
-STDERR = 2
 USAGE_ERROR = 2
 
 
 def serve(namespace: argparse.Namespace) -> int:
     """Serve until told to stop. Returns 0 after a signal, 2 for wrong settings or 1 if the engine failed."""
-    _fill_standard_files()
     settings = located(resolve(vars(namespace)).settings)
     setproctitle.setproctitle("tokenyard: api")
     set_up_logging(settings.log_level, settings.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings))
-
-
-def _fill_standard_files() -> None:
-    """Open the null device for standard files that the caller closed, or a socket would take the place of one."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
-        pass
-    os.close(descriptor)
 
 
 def _loop_factory() -> Any:

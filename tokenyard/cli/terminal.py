@@ -1,0 +1,47 @@
+"""Makes the command line work whatever standard files and terminal it is started with."""
+
+import errno
+import os
+import shutil
+import sys
+
+NARROWEST = 40
+"""Columns below which neither help nor tables can be laid out; a narrower terminal breaks longer lines itself."""
+
+STDERR = 2
+WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
+
+
+def prepare_terminal() -> None:
+    """Fill closed standard files, write what the encoding cannot hold as escapes, and keep a width to lay out in."""
+    fill_standard_files()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    if (columns := shutil.get_terminal_size().columns) < NARROWEST or "COLUMNS" in os.environ:
+        os.environ["COLUMNS"] = str(max(columns, NARROWEST))
+
+
+def fill_standard_files() -> None:
+    """Open the null device for standard files that the caller closed, or a socket would take the place of one."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(descriptor)
+
+
+def flush_output() -> None:
+    """Write out what is buffered. Raises OSError where nothing can be written, such as on a full disk."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def drop_output() -> None:
+    """Send the rest of the standard output to the null device, so that the interpreter's last flush cannot fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def is_write_error(error: OSError) -> bool:
+    """Whether standard output was lost: its reader left, or its disk is full."""
+    return error.errno in WRITE_ERRORS and error.filename is None
