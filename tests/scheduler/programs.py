@@ -22,7 +22,6 @@ from tokenyard.base import (
     TenantSettings,
     Update,
 )
-from tokenyard.base.settings import HEADROOMS, RETRACTION_POLICIES
 from tokenyard.policy import POLICIES
 
 EOS = 2
@@ -130,8 +129,8 @@ def _settings(draw: random.Random) -> dict[str, Any]:
     settings |= _some(
         draw,
         0.35,
-        headroom=HEADROOMS,
-        retraction_policy=RETRACTION_POLICIES,
+        headroom=("history", "past-future", "limit", "none"),
+        retraction_policy=("newest", "priority", "slack", "fewest-lost"),
         enable_mixed_chunk=(True,),
         prefill_decode_interval=(0, 1, 2),
         chunked_prefill_size=(-1, size, 4 * size, 16 * size),
