@@ -87,6 +87,13 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     Command("serve", "serve a model over HTTP", "tokenyard.cli.serve:serve", True, _serve_arguments),
     Command(
+        "route",
+        "route requests to engines, aware of their caches",
+        "tokenyard.cli.route:route",
+        False,
+        _arguments_of("tokenyard.cli.route:add_route_arguments"),
+    ),
+    Command(
         "generate", "answer prompts without a server", "tokenyard.cli.generate:generate", True, _generate_arguments
     ),
     Command(

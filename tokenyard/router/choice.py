@@ -1,161 +1,367 @@
-"""Which worker serves a request: pure functions of what the router knows, shared by the router and the simulator."""
+"""Which target serves a request: pure functions of what the router knows, shared by the proxy and the simulator.
+
+A policy ranks targets. It sees the request's features and the targets' states (`router.load`), and never what the index
+holds: how much of the prompt each target is believed to hold is one of the features.
+"""
 
 import difflib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Protocol
-
-import numpy as np
-from typing_extensions import override
 
 from tokenyard.base import ConfigError
+from tokenyard.router.load import TargetState
 
 CACHE_THRESHOLD = 0.3
 BALANCE_ABS_THRESHOLD = 64
 BALANCE_REL_THRESHOLD = 1.5
-MATCH_BLOCK_BYTES = 512
-MAX_BLOCKS_PER_WORKER = 1 << 18
+BOUNDED_LOAD = 1.25
+MOST_SESSIONS = 1 << 17
+
+COLD, CACHED, SPILLED_FOR_LOAD, SPILLED_BY_BOUND, BALANCED, STICKY = (
+    "cold",
+    "cached",
+    "spilled_for_load",
+    "spilled_by_bound",
+    "balanced",
+    "sticky",
+)
+REASONS = (COLD, CACHED, SPILLED_FOR_LOAD, SPILLED_BY_BOUND, BALANCED, STICKY)
+"""Why a target was chosen: nothing of the prompt was known; it holds most of it; another holds more but is busier, or
+is beyond the bound on its share of the load; the policy looks at load alone; the session's target."""
+
+_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
-class WorkerLoad:
-    """What a worker has on its hands: requests not finished yet, and the seconds of prefill they began with."""
+class Features:
+    """What a policy may know of a request.
 
-    requests: int = 0
-    prefill_s: float = 0.0
-
-    def add(self, prefill_s: float) -> None:
-        """A request was sent to the worker."""
-        self.requests += 1
-        self.prefill_s += prefill_s
-
-    def remove(self, prefill_s: float) -> None:
-        """A request of the worker ended."""
-        self.requests -= 1
-        self.prefill_s -= prefill_s
-
-
-class Chooser(Protocol):
-    """Picks a worker. `needs_prompt` says whether `choose` looks at the prompt's bytes."""
-
-    needs_prompt: bool
-
-    def choose(self, loads: Sequence[WorkerLoad], prompt: bytes) -> int:
-        """Index of the worker that shall serve a request whose prompt's token ids are `prompt` (int32, raw)."""
-
-
-class RoundRobin(Chooser):
-    """One after the other."""
-
-    needs_prompt = False
-
-    def __init__(self, workers: int, seed: int) -> None:
-        self._next = 0
-
-    @override
-    def choose(self, loads: Sequence[WorkerLoad], prompt: bytes) -> int:
-        chosen = self._next % len(loads)
-        self._next = chosen + 1
-        return chosen
-
-
-class LeastLoad(Chooser):
-    """The worker with the least prefill work, then with the fewest requests."""
-
-    needs_prompt = False
-
-    def __init__(self, workers: int, seed: int) -> None:
-        pass
-
-    @override
-    def choose(self, loads: Sequence[WorkerLoad], prompt: bytes) -> int:
-        return min(range(len(loads)), key=lambda i: (loads[i].prefill_s, loads[i].requests))
-
-
-class PowerOfTwo(Chooser):
-    """The one with fewer requests of two drawn at random (Mitzenmacher 2001)."""
-
-    needs_prompt = False
-
-    def __init__(self, workers: int, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
-
-    @override
-    def choose(self, loads: Sequence[WorkerLoad], prompt: bytes) -> int:
-        if len(loads) == 1:
-            return 0
-        one, other = self._rng.choice(len(loads), 2, replace=False).tolist()
-        return int(one if loads[one].requests <= loads[other].requests else other)
-
-
-class CacheAware(Chooser):
-    """The worker that has seen the longest part of the prompt, unless the load is out of balance (sgl-router's rule).
-
-    Out of balance means: the most loaded worker has more than `BALANCE_ABS_THRESHOLD` requests more, and more than
-    `BALANCE_REL_THRESHOLD` times as many, as the least loaded one; then that one is taken. In balance the best match is
-    taken if it covers more than `CACHE_THRESHOLD` of the prompt, else the least loaded worker.
-
-    What a worker has seen is remembered as chained digests of blocks, the oldest forgotten first.
+    tokens: of the prompt, estimated where only its text is known. matched: per target, in their order, prompt tokens
+    that its cache should hold; empty if nobody looked. key: 64 bits that requests with the same beginning share.
+    session: who must come back to the same target, "" for nobody.
     """
 
-    needs_prompt = True
-
-    def __init__(self, workers: int, seed: int) -> None:
-        self._seen: list[dict[bytes, None]] = [{} for _ in range(workers)]
-
-    @override
-    def choose(self, loads: Sequence[WorkerLoad], prompt: bytes) -> int:
-        chain = _chain(prompt)
-        chosen = self._pick(loads, chain)
-        seen = self._seen[chosen]
-        for link in chain:
-            seen.pop(link, None)
-            seen[link] = None
-        while len(seen) > MAX_BLOCKS_PER_WORKER:
-            del seen[next(iter(seen))]
-        return chosen
-
-    def _pick(self, loads: Sequence[WorkerLoad], chain: list[bytes]) -> int:
-        counts = [load.requests for load in loads]
-        least, most = min(counts), max(counts)
-        idlest = counts.index(least)
-        if most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least:
-            return idlest
-        matches = [_covered(chain, seen) for seen in self._seen]
-        best = max(range(len(loads)), key=lambda i: (matches[i], -counts[i]))
-        return best if chain and matches[best] > CACHE_THRESHOLD * len(chain) else idlest
+    tokens: int
+    matched: Sequence[int] = ()
+    key: int = 0
+    session: str = ""
 
 
-def _chain(prompt: bytes) -> list[bytes]:
-    """One digest per whole block; equal digests mean an equal prompt up to there."""
-    chain, link = [], b""
-    for start in range(0, len(prompt) - MATCH_BLOCK_BYTES + 1, MATCH_BLOCK_BYTES):
-        link = blake2b(link + prompt[start : start + MATCH_BLOCK_BYTES], digest_size=8).digest()
-        chain.append(link)
-    return chain
+@dataclass(slots=True)
+class Ranking:
+    """Targets by number, the best first, with the reason for the first. scores: per target in their own order, in the
+    policy's unit, less is better.
+    """
+
+    order: list[int]
+    scores: list[float]
+    reason: str
 
 
-def _covered(chain: list[bytes], seen: dict[bytes, None]) -> int:
-    """How many links from the front are known."""
-    for count, link in enumerate(chain):
-        if link not in seen:
-            return count
-    return len(chain)
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What policies can be tuned by; the thresholds are those of `cache_aware`."""
+
+    seed: int = 0
+    cache_threshold: float = CACHE_THRESHOLD
+    balance_abs_threshold: int = BALANCE_ABS_THRESHOLD
+    balance_rel_threshold: float = BALANCE_REL_THRESHOLD
 
 
-CHOOSERS: dict[str, Callable[[int, int], Chooser]] = {
-    "round_robin": RoundRobin,
-    "power_of_two": PowerOfTwo,
-    "least_load": LeastLoad,
-    "cache_aware": CacheAware,
+class RoutePolicy:
+    """Base of all policies. `needs_prefix` says whether `rank` reads `Features.matched`."""
+
+    name = ""
+    needs_prefix = False
+
+    def __init__(self, options: PolicyOptions) -> None:
+        self.options = options
+
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """The order in which to try `targets`, of which there is at least one."""
+        raise NotImplementedError
+
+    def sent(self, request: Features, target: TargetState) -> None:
+        """The request went to this target, which need not be the first of its ranking."""
+
+
+def mix(x: int) -> int:
+    """64 bits well mixed: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+class _Draws:
+    """A seeded stream of 64-bit numbers (SplitMix64): cheap, and the same everywhere."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = mix(seed & _MASK)
+
+    def below(self, count: int) -> int:
+        """A number from 0 to `count` - 1."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        return mix(self._state) % count
+
+
+def _by(scores: list[float]) -> list[int]:
+    return sorted(range(len(scores)), key=scores.__getitem__)
+
+
+def _requests(targets: Sequence[TargetState]) -> list[float]:
+    return [float(target.requests) for target in targets]
+
+
+class Random(RoutePolicy):
+    """Any target, with equal chances."""
+
+    name = "random"
+
+    def __init__(self, options: PolicyOptions) -> None:
+        super().__init__(options)
+        self._draws = _Draws(options.seed)
+
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """See `RoutePolicy.rank`; the others follow in their order."""
+        first, count = self._draws.below(len(targets)), len(targets)
+        return Ranking([(first + i) % count for i in range(count)], [0.0] * count, BALANCED)
+
+
+class RoundRobin(RoutePolicy):
+    """One after the other."""
+
+    name = "round_robin"
+
+    def __init__(self, options: PolicyOptions) -> None:
+        super().__init__(options)
+        self._next = 0
+
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """See `RoutePolicy.rank`."""
+        count = len(targets)
+        first = self._next % count
+        self._next = first + 1
+        return Ranking([(first + i) % count for i in range(count)], [0.0] * count, BALANCED)
+
+
+class PowerOfTwo(RoutePolicy):
+    """The one with fewer requests of two drawn at random (Mitzenmacher 2001)."""
+
+    name = "power_of_two"
+
+    def __init__(self, options: PolicyOptions) -> None:
+        super().__init__(options)
+        self._draws = _Draws(options.seed)
+
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """See `RoutePolicy.rank`."""
+        count, loads = len(targets), _requests(targets)
+        order = _by(loads)
+        if count > 1:
+            one, other = self._draws.below(count), self._draws.below(count - 1)
+            other += other >= one
+            first = one if loads[one] <= loads[other] else other
+            order.remove(first)
+            order.insert(0, first)
+        return Ranking(order, loads, BALANCED)
+
+
+class LeastLoad(RoutePolicy):
+    """The target that is expected to begin an answer first, whatever its cache holds."""
+
+    name = "least_load"
+
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """See `RoutePolicy.rank`. Seconds of prefill work that was sent; among equals, the fewest requests."""
+        scores = [t.prefill_tokens * t.speed.token_s * t.slowness for t in targets]
+        order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].requests, targets[i].served))
+        return Ranking(order, scores, BALANCED)
+
+
+class CacheAware(RoutePolicy):
+    """The rule of sgl-router, with its thresholds.
+
+    If the most loaded target has more than `balance_abs_threshold` requests more, and more than `balance_rel_threshold`
+    times as many, as the least loaded one, the least loaded one is taken. Otherwise the best match is, if it covers
+    more than `cache_threshold` of the prompt, else the least loaded one (as upstream since its pull request 14650;
+    before, the one with the smallest tree).
+    """
+
+    name = "cache_aware"
+    needs_prefix = True
+
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """See `RoutePolicy.rank`."""
+        loads = _requests(targets)
+        order = sorted(range(len(loads)), key=lambda i: (loads[i], targets[i].served))
+        least, most = min(loads), max(loads)
+        options = self.options
+        if most - least > options.balance_abs_threshold and most > options.balance_rel_threshold * least:
+            return Ranking(order, loads, SPILLED_BY_BOUND)
+        matched = request.matched
+        best = max(order, key=lambda i: matched[i], default=0) if matched else order[0]
+        if not matched or matched[best] <= options.cache_threshold * request.tokens:
+            return Ranking(order, loads, COLD)
+        order.remove(best)
+        return Ranking([best, *order], loads, CACHED)
+
+
+def rendezvous(key: int, targets: Sequence[TargetState]) -> list[int]:
+    """Targets in the order in which `key` prefers them (highest random weight, Thaler and Ravishankar 1998).
+
+    When a target comes or goes, only the keys that prefer it move.
+    """
+    weights = [mix(key ^ target.salt) for target in targets]
+    return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
+
+
+def _within_bound(preferred: list[int], targets: Sequence[TargetState]) -> Ranking:
+    """`preferred`, but targets with more than 1.25 times the mean load come last (Mirrokni et al. 2018)."""
+    loads = _requests(targets)
+    bound = -(-BOUNDED_LOAD * (sum(loads) + 1.0) // len(loads))
+    within = [i for i in preferred if loads[i] < bound]
+    beyond = sorted((i for i in preferred if loads[i] >= bound), key=lambda i: loads[i])
+    reason = CACHED if within and within[0] == preferred[0] else SPILLED_BY_BOUND
+    return Ranking(within + beyond, loads, reason)
+
+
+class PrefixHash(RoutePolicy):
+    """The target that the beginning of the prompt hashes to, with bounded load."""
+
+    name = "prefix_hash"
+
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """See `RoutePolicy.rank`."""
+        return _within_bound(rendezvous(request.key, targets), targets)
+
+
+class ConsistentHash(RoutePolicy):
+    """The target that the session hashes to, or without one the beginning of the prompt, with bounded load."""
+
+    name = "consistent_hash"
+
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """See `RoutePolicy.rank`."""
+        key = text_key(request.session) if request.session else request.key
+        return _within_bound(rendezvous(key, targets), targets)
+
+
+def text_key(text: str) -> int:
+    """64 bits that stand for a text, the same in every process (FNV-1a over its UTF-8, then mixed)."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode("utf-8", "surrogatepass"):
+        value = ((value ^ byte) * 0x100000001B3) & _MASK
+    return mix(value)
+
+
+class PredictedTtft(RoutePolicy):
+    """The target that should give the first token first, and no target far more than its share of the load.
+
+    Predicted is the time for the prompt tokens that the target has not cached, after those of requests that still wait
+    for their first token, plus what requests that decode there cost a newcomer. Targets that are all but equally good
+    are told apart by their number of requests. A target with more than its share of the requests in flight, and some
+    more, comes after all others: so however good a prefix matches, it moves on to further targets once one is busy, and
+    from then on those hold it, too. A target's share is smaller where it is slower.
+    """
+
+    name = "predicted_ttft"
+    needs_prefix = True
+    decode_tokens = 48.0
+    """What a request that decodes costs a newcomer, in prompt tokens."""
+
+    near, near_s = 0.05, 0.002
+    over, over_requests = 1.15, 2.0
+
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """See `RoutePolicy.rank`. Scores are seconds."""
+        matched = request.matched or [0] * len(targets)
+        scores = [self._score_s(request.tokens, matched[i], target) for i, target in enumerate(targets)]
+        weights = [1.0 / target.slowness for target in targets]
+        fair = (sum(target.requests for target in targets) + 1) / sum(weights)
+        beyond = [
+            target.requests >= self.over * fair * weights[i] + self.over_requests for i, target in enumerate(targets)
+        ]
+        best = min((score for score, out in zip(scores, beyond, strict=True) if not out), default=min(scores))
+        window = best * (1.0 + self.near) + self.near_s
+
+        def key(i: int) -> tuple[bool, float, float, int]:
+            near = scores[i] <= window
+            target = targets[i]
+            return beyond[i], 0.0 if near else scores[i], target.requests / weights[i], -mix(request.key ^ target.salt)
+
+        order = sorted(range(len(scores)), key=key)
+        return Ranking(order, scores, self._reason(order[0], matched, beyond))
+
+    def _score_s(self, tokens: int, matched: int, target: TargetState) -> float:
+        uncached = max(tokens - matched * target.credit, 1.0)
+        work = target.prefill_tokens + uncached + self.decode_tokens * target.requests
+        return target.slowness * target.speed.predict_s(work)
+
+    def _reason(self, first: int, matched: Sequence[int], beyond: list[bool]) -> str:
+        most = max(matched)
+        if not most:
+            return COLD
+        if matched[first] == most:
+            return CACHED
+        return SPILLED_BY_BOUND if beyond[matched.index(most)] else SPILLED_FOR_LOAD
+
+
+class Sticky(RoutePolicy):
+    """Puts a session's target first, whatever the policy behind says; requests without a session go by that one.
+
+    Sessions beyond `MOST_SESSIONS` are forgotten, the longest unused first.
+    """
+
+    def __init__(self, options: PolicyOptions, inner: RoutePolicy) -> None:
+        super().__init__(options)
+        self.name, self.needs_prefix = inner.name, inner.needs_prefix
+        self._inner = inner
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """See `RoutePolicy.rank`."""
+        ranking = self._inner.rank(request, targets)
+        home = self._sessions.get(request.session) if request.session else None
+        if home is None:
+            return ranking
+        here = next((i for i, target in enumerate(targets) if target.name == home), None)
+        if here is None:
+            return ranking
+        return Ranking([here, *(i for i in ranking.order if i != here)], ranking.scores, STICKY)
+
+    def sent(self, request: Features, target: TargetState) -> None:
+        """See `RoutePolicy.sent`."""
+        self._inner.sent(request, target)
+        if request.session:
+            self._sessions[request.session] = target.name
+            self._sessions.move_to_end(request.session)
+            if len(self._sessions) > MOST_SESSIONS:
+                self._sessions.popitem(last=False)
+
+
+POLICIES: dict[str, Callable[[PolicyOptions], RoutePolicy]] = {
+    kind.name: kind
+    for kind in (
+        PredictedTtft,
+        CacheAware,
+        RoundRobin,
+        Random,
+        PowerOfTwo,
+        LeastLoad,
+        PrefixHash,
+        ConsistentHash,
+    )
 }
+DEFAULT_POLICY = PredictedTtft.name
 
 
-def make_chooser(name: str, workers: int, seed: int = 0) -> Chooser:
-    """The choice function called `name` for `workers` workers. Raises ConfigError with near names if there is none."""
-    if name not in CHOOSERS:
-        near = difflib.get_close_matches(name, CHOOSERS, n=2)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(CHOOSERS))}"
+def make_policy(name: str, options: PolicyOptions | None = None, *, sticky: bool = False) -> RoutePolicy:
+    """The policy called `name`, with sessions kept in front of it if `sticky`. Raises ConfigError with near names."""
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, n=2)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(POLICIES))}"
         raise ConfigError(f"there is no router policy {name!r}; {hint}")
-    return CHOOSERS[name](workers, seed)
+    options = options or PolicyOptions()
+    policy = POLICIES[name](options)
+    return Sticky(options, policy) if sticky else policy

@@ -1,0 +1,50 @@
+"""The name of a block: 64 tokens counted from the root, under one digest that covers everything before it.
+
+Disk slots, KV transfer, the router's index, look-ahead and our KV events share these names, so that a prefix that one
+of them speaks of is the same prefix for all. Equal digests mean equal tokens from the root on, in one name space. The
+chain is that of prefix caching by hashed blocks (Kwon et al. 2023), here with 16 bytes of BLAKE2b (RFC 7693).
+"""
+
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import numpy as np
+
+from tokenyard.base.request import Int32Array
+
+BLOCK_TOKENS = 64
+DIGEST_BYTES = 16
+TOKEN_BYTES = 4
+ROOT = b""
+"""What the first block of a prompt follows where there is no name space."""
+
+
+def root_digest(namespace: str) -> bytes:
+    """What the first block of a prompt in `namespace` (salt, adapter) follows: `ROOT` for "", else 16 bytes."""
+    return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=b"namespace").digest() if namespace else ROOT
+
+
+def link(parent: bytes, content: bytes) -> bytes:
+    """The digest (16 bytes) of a block with the bytes `content` that follows the block `parent`."""
+    return blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
+
+
+def block_digests(tokens: Int32Array, parent: bytes = ROOT, block_tokens: int = BLOCK_TOKENS) -> list[bytes]:
+    """The digests of the whole blocks of `tokens` (int32[n]), the first of which follows `parent`.
+
+    A rest of less than `block_tokens` tokens has no name. Raises ValueError if `block_tokens` is not at least 1.
+    """
+    if block_tokens < 1:
+        raise ValueError(f"a block of {block_tokens} tokens; it must hold at least 1")
+    data = np.ascontiguousarray(tokens, "<i4").tobytes()
+    size = block_tokens * TOKEN_BYTES
+    return chain(parent, (data[start : start + size] for start in range(0, len(data) - size + 1, size)))
+
+
+def chain(parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
+    """The digests of blocks with these bytes, each of which follows the one before it and the first one `parent`."""
+    digests = []
+    for content in contents:
+        parent = blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+    return digests

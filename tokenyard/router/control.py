@@ -1,0 +1,225 @@
+"""The paths that the router answers itself: probes, models, workers, metrics, and levers that go to all workers."""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import orjson
+
+from tokenyard import __version__
+from tokenyard.base import ConfigError, InvalidRequestError, TokenyardError
+from tokenyard.router.errors import RouterError
+from tokenyard.router.front import JSON_TYPE, FrontConnection, Incoming, Job
+from tokenyard.router.health import ask
+from tokenyard.router.workers import Worker
+
+if TYPE_CHECKING:
+    from tokenyard.router.proxy import Router
+
+PROMETHEUS = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/readiness", "/liveness", "/ping", "/metrics"})
+FAN_OUT = frozenset({"/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"})
+FAN_OUT_TIMEOUT_S = 10.0
+PLAIN = frozenset({"/v1/models", "/models", "/version", "/get_loads", "/v1/loads"})
+
+Answer = tuple[int, Any]
+
+
+class Control:
+    """Finds and answers what is not for a worker. See docs/router.md for the paths."""
+
+    def __init__(self, router: "Router") -> None:
+        self._router = router
+        self._created_s = int(time.time())
+
+    def takes(self, request: Incoming) -> bool:
+        """Whether a request is for the router itself."""
+        path = request.path
+        return (
+            path in OPEN_PATHS
+            or path in FAN_OUT
+            or path in PLAIN
+            or path == "/workers"
+            or path.startswith(("/workers/", "/v1/models/"))
+            or path in ("/server_info", "/get_server_info")
+        )
+
+    def answer(self, front: FrontConnection, request: Incoming) -> Job | None:
+        """Answer it. Raises TokenyardError for what is wrong with it."""
+        router, path = self._router, request.path
+        if path == "/metrics":
+            text = router.metrics.exposition(
+                router.workers, router.index, waiting=len(router.queue), open_requests=len(router.exchanges)
+            )
+            front.answer(200, text, [PROMETHEUS])
+            return None
+        if path in OPEN_PATHS:
+            self._probe(front, path)
+            return None
+        settings = router.settings
+        free = path in PLAIN or path.startswith("/v1/models/")
+        router.check_key(request, settings.api_key if free else settings.admin_api_key or settings.api_key)
+        status, content = self._plain(request) if free else self._admin(request)
+        if isinstance(content, Awaitable):
+            return _Task(front, content)
+        front.answer(status, orjson.dumps(content), [JSON_TYPE])
+        return None
+
+    def _probe(self, front: FrontConnection, path: str) -> None:
+        """/health is alive; /ready says whether requests are welcome."""
+        if path in ("/ready", "/readiness"):
+            router = self._router
+            why = "draining" if router.draining else "" if any(w.healthy for w in router.workers) else "no worker"
+            front.answer(503 if why else 200, why.encode(), [(b"retry-after", b"1")] if why else [])
+        else:
+            front.answer(200, b"")
+
+    def _plain(self, request: Incoming) -> Answer:
+        path = request.path
+        if path == "/version":
+            return 200, {"version": __version__}
+        if path in ("/get_loads", "/v1/loads"):
+            return 200, {"object": "list", "data": [row for worker in self._router.workers for row in _loads(worker)]}
+        if request.method not in (b"GET", b"HEAD"):
+            raise _wrong_method(request)
+        cards = self._models()
+        if path in ("/v1/models", "/models"):
+            return 200, {"object": "list", "data": list(cards.values())}
+        name = path.removeprefix("/v1/models/")
+        if name not in cards:
+            raise RouterError(404, f"the model {name!r} is not served", code="model_not_found", param="model")
+        return 200, cards[name]
+
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """The cards of all models that healthy workers serve, by name."""
+        cards: dict[str, dict[str, Any]] = {}
+        for worker in self._router.workers:
+            for card in worker.cards if worker.healthy else ():
+                cards.setdefault(card["id"], {"object": "model", "created": self._created_s, **card})
+        return cards
+
+    def _admin(self, request: Incoming) -> Answer:
+        path, router = request.path, self._router
+        if path in FAN_OUT:
+            return 200, self._fan_out(request)
+        if path in ("/server_info", "/get_server_info"):
+            return 200, {"version": __version__, "policy": router.policy.name, "workers": len(router.workers)}
+        if path == "/workers":
+            return self._workers(request)
+        name, _, verb = unquote(path.removeprefix("/workers/")).rpartition("/")
+        if verb not in ("drain", "resume") or not name:
+            name, verb = unquote(path.removeprefix("/workers/")), ""
+        worker = router.workers.find(name)
+        if worker is None:
+            raise RouterError(404, "there is no such worker; GET /workers lists them", code="no_such_worker")
+        return self._worker(request, worker, verb)
+
+    def _workers(self, request: Incoming) -> Answer:
+        router = self._router
+        if request.method == b"GET":
+            return 200, {"workers": [_describe(worker) for worker in router.workers]}
+        if request.method != b"POST":
+            raise _wrong_method(request)
+        try:
+            fields = orjson.loads(request.body)
+        except orjson.JSONDecodeError:
+            fields = None
+        url = fields.get("url") if isinstance(fields, dict) else None
+        if not isinstance(url, str):
+            raise InvalidRequestError('the body must be {"url": "http://host:port"}', param="url")
+        try:
+            worker = router.add_worker(url, "api")
+        except ConfigError as error:
+            there = "is there already" in error.message
+            raise RouterError(409 if there else 400, error.message, code="worker_refused", param="url") from None
+        return 202, _describe(worker)
+
+    def _worker(self, request: Incoming, worker: Worker, verb: str) -> Answer:
+        """One worker: GET tells of it, DELETE takes it out, POST drain and resume stop and start its new requests."""
+        router, method = self._router, request.method
+        if verb and method == b"POST":
+            worker.draining = verb == "drain"
+            router.workers.changed()
+        elif not verb and method == b"DELETE":
+            router.remove_worker(worker)
+        elif verb or method != b"GET":
+            raise _wrong_method(request)
+        return 200, _describe(worker)
+
+    async def _fan_out(self, request: Incoming) -> Answer:
+        """Ask all workers the same; 200 if all of them did it."""
+        router = self._router
+
+        async def one(worker: Worker) -> dict[str, Any]:
+            path, method = request.target.decode("latin-1"), request.method.decode()
+            try:
+                status, _ = await ask(
+                    worker, path, FAN_OUT_TIMEOUT_S, method=method, body=request.body, headers=router.worker_headers
+                )
+            except OSError:
+                return {"worker": worker.name, "status": None}
+            return {"worker": worker.name, "status": status}
+
+        told = await asyncio.gather(*(one(worker) for worker in router.workers if worker.healthy))
+        good = all(row["status"] is not None and row["status"] < 300 for row in told)
+        return 200 if good else 502, {"success": good, "workers": told}
+
+
+class _Task:
+    """An answer that takes time; see `front.Job`."""
+
+    def __init__(self, front: FrontConnection, making: Awaitable[Answer]) -> None:
+        self._task = asyncio.ensure_future(self._run(front, making))
+
+    async def _run(self, front: FrontConnection, making: Awaitable[Answer]) -> None:
+        try:
+            status, content = await making
+        except TokenyardError as error:
+            front.fail(error)
+            return
+        front.answer(status, orjson.dumps(content), [JSON_TYPE])
+
+    def client_gone(self) -> None:
+        """See `front.Job`."""
+        self._task.cancel()
+
+    def pause(self) -> None:
+        """See `front.Job`."""
+
+    def resume(self) -> None:
+        """See `front.Job`."""
+
+
+def _wrong_method(request: Incoming) -> RouterError:
+    return RouterError(405, f"this path does not take {request.method.decode()}", code="method_not_allowed")
+
+
+def _describe(worker: Worker) -> dict[str, Any]:
+    return {
+        "id": worker.name,
+        "url": str(worker.url),
+        "state": worker.state,
+        "source": worker.source,
+        "models": sorted(worker.models),
+        "restarts": worker.restarts,
+        "open_requests": worker.open_requests,
+        "targets": _loads(worker),
+    }
+
+
+def _loads(worker: Worker) -> list[dict[str, Any]]:
+    return [
+        {
+            "target": target.name,
+            "dp_rank": target.rank,
+            "requests": target.state.requests,
+            "prefill_tokens": round(target.state.prefill_tokens),
+            "context_tokens": round(target.state.context_tokens),
+            "cache_credit": round(target.state.credit, 3),
+            "slowness": round(target.state.slowness, 3),
+            "breaker": target.breaker.state,
+        }
+        for target in worker.targets
+    ]

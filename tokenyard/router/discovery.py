@@ -1,0 +1,123 @@
+"""Where workers come from while the router runs: a file, a name in DNS, or pods of Kubernetes."""
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import aiohttp
+
+from tokenyard.base import ConfigError
+from tokenyard.router.settings import RouterSettings
+from tokenyard.router.upstream import WorkerUrl
+
+if TYPE_CHECKING:
+    from tokenyard.router.proxy import Router
+
+log = logging.getLogger(__name__)
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+KUBERNETES_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A way to find workers: `look` gives their URLs, or raises OSError or ValueError, which changes nothing."""
+
+    name: str
+    look: Callable[[], Coroutine[Any, Any, list[str]]]
+
+
+class Discovery:
+    """Keeps the workers of one source as that source has them now. Workers that others named are not touched."""
+
+    def __init__(self, router: "Router", source: Source) -> None:
+        self._router, self._source = router, source
+
+    async def run(self) -> None:
+        """Look again and again."""
+        while True:
+            try:
+                self.apply(await self._source.look())
+            except (OSError, ValueError, aiohttp.ClientError) as error:
+                log.warning("workers by %s: %s", self._source.name, error)
+            await asyncio.sleep(self._router.settings.discovery_interval_secs)
+
+    def apply(self, urls: list[str]) -> None:
+        """These are all workers of the source now."""
+        wanted: dict[str, str] = {}
+        for url in urls:
+            try:
+                wanted.setdefault(str(WorkerUrl.parse(url)), url)
+            except ConfigError as error:
+                log.warning("workers by %s: %s", self._source.name, error.message)
+        for worker in self._router.workers:
+            if worker.source == self._source.name and str(worker.url) not in wanted:
+                log.info("worker %s (%s) has gone", worker.name, worker.url)
+                self._router.remove_worker(worker)
+        for url in wanted:
+            if self._router.workers.find(url) is None:
+                self._router.add_worker(url, self._source.name)
+
+
+def sources(settings: RouterSettings) -> list[Source]:
+    """The sources that the settings name. Raises ConfigError for one that cannot be."""
+    found = []
+    if settings.worker_file:
+        found.append(Source("file", lambda: read_file(Path(settings.worker_file))))
+    if settings.worker_dns:
+        host, _, port = settings.worker_dns.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"--worker-dns is {settings.worker_dns!r}; give host:port")
+        found.append(Source("dns", lambda: resolve(host, int(port))))
+    if settings.worker_selector:
+        found.append(Source("kubernetes", lambda: pods(settings)))
+    return found
+
+
+async def read_file(path: Path) -> list[str]:
+    """One URL a line; empty lines and what follows # are left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [url for line in lines if (url := line.partition("#")[0].strip())]
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """A worker for every address of `host`."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = dict.fromkeys(str(entry[4][0]) for entry in found)
+    return [f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}" for address in addresses]
+
+
+async def pods(settings: RouterSettings) -> list[str]:
+    """The ready pods that the selector matches, asked of the cluster that the router runs in."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        raise OSError("this is no pod of Kubernetes: KUBERNETES_SERVICE_HOST is not set")
+    namespace = settings.worker_namespace or (SERVICE_ACCOUNT / "namespace").read_text().strip()
+    context = ssl.create_default_context(cafile=str(SERVICE_ACCOUNT / "ca.crt"))
+    headers = {"Authorization": f"Bearer {(SERVICE_ACCOUNT / 'token').read_text().strip()}"}
+    url = f"https://{host}:{port}/api/v1/namespaces/{quote(namespace)}/pods"
+    timeout = aiohttp.ClientTimeout(KUBERNETES_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        query = {"labelSelector": settings.worker_selector}
+        async with session.get(url, params=query, ssl=context) as answer:
+            answer.raise_for_status()
+            return ready_pods(await answer.json(), settings.worker_port)
+
+
+def ready_pods(listed: dict[str, Any], port: int) -> list[str]:
+    """The URLs of the pods in a PodList that are ready and not about to go."""
+    urls = []
+    for pod in listed.get("items", []):
+        status = pod.get("status", {})
+        ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions", []))
+        address = status.get("podIP")
+        if ready and address and not pod.get("metadata", {}).get("deletionTimestamp"):
+            urls.append(f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}")
+    return urls

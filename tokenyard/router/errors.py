@@ -1,0 +1,47 @@
+"""What clients are told when the router itself answers: the error envelope, without a word about workers."""
+
+from http import HTTPStatus
+
+import orjson
+
+from tokenyard.base import TokenyardError
+
+RETRY_AFTER_S = 1
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class RouterError(TokenyardError):
+    """An error that the router finds, with its own status."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message, param=param, code=code)
+        self.status = status
+
+
+def error_body(error: TokenyardError) -> bytes:
+    """The JSON body for `error`."""
+    status = error.status
+    kind = _TYPES.get(status, "invalid_request_error" if 400 <= status < 500 else "server_error")
+    return orjson.dumps({"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}})
+
+
+def error_headers(status: int) -> list[tuple[bytes, bytes]]:
+    """Headers that belong to an error: when to try again, how to authenticate."""
+    if status in (429, 503):
+        return [(b"retry-after", b"%d" % RETRY_AFTER_S)]
+    return [(b"www-authenticate", b"Bearer")] if status == 401 else []
+
+
+def status_line(status: int) -> bytes:
+    """The first line of an answer of ours."""
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return b"HTTP/1.1 %d %b" % (status, phrase.encode())

@@ -1,0 +1,385 @@
+"""One request's way through the router: choose, send, try elsewhere, pass on the answer.
+
+Nothing here awaits on the hot path: callbacks of the two connections drive it. Until a byte has gone to the client any
+failure leads to another target; after that an answer that breaks off is continued where it can be, and else ends with
+an error that says so.
+"""
+
+import asyncio
+import logging
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from tokenyard.base import InvalidRequestError, TokenyardError
+from tokenyard.router.choice import Ranking
+from tokenyard.router.errors import RouterError, error_body
+from tokenyard.router.features import Parsed
+from tokenyard.router.front import FrontConnection, Headers, Incoming
+from tokenyard.router.load import Sent
+from tokenyard.router.queue import Waiting
+from tokenyard.router.upstream import Body, UpstreamConnection, body_of
+from tokenyard.router.wire import HOP_BY_HOP, LAST_CHUNK, ResponseHead, as_chunk, request_head
+from tokenyard.router.workers import Target
+
+if TYPE_CHECKING:
+    from tokenyard.router.proxy import Router
+
+log = logging.getLogger(__name__)
+
+RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
+OVERLOADED = frozenset({429, 503})
+EVENT_STREAM = b"text/event-stream"
+ROUTE_HEADER = b"x-tokenyard-route"
+DEBUG_HEADER = b"x-route-debug"
+TAIL_BYTES = 4096
+
+_CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
+_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
+
+
+class Exchange:
+    """A request and its answer. Implements the `Job` of its client and the `Reader` of its worker."""
+
+    def __init__(self, router: "Router", front: FrontConnection, request: Incoming, parsed: Parsed) -> None:
+        self._router, self._front, self._request, self.parsed = router, front, request, parsed
+        self.began_s = router.now()
+        self.matched: dict[Target, int] = {}
+        self._pieces, self._seen_pieces, self._quiet_since_s = 0, 0, self.began_s
+        self.waiting: Waiting[Exchange] | None = None
+        self.target: Target | None = None
+        self._sent: Sent | None = None
+        self._upstream: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._tried: set[Target] = set()
+        self._tries = 0
+        self._ranking: Ranking | None = None
+        self._ranked: list[Target] = []
+        self._head: ResponseHead | None = None
+        self._started = self._over = False
+        self._before = self._last = b""
+
+    # The way in.
+
+    def start(self) -> None:
+        """Send the request to a target, or let it wait for one."""
+        targets = self._eligible()
+        router = self._router
+        if not router.queue and any(not target.state.full for target in targets):
+            self._dispatch(targets)
+            return
+        if not len(router.workers):
+            self._fail(RouterError(503, "there is no worker; try again later", code="no_worker"))
+            return
+        router.enqueue(self)
+
+    def fits(self) -> bool:
+        """Whether a target would have room for it now."""
+        return any(not target.state.full for target in self._eligible())
+
+    def leave_queue(self) -> None:
+        """Room has appeared."""
+        self.waiting = None
+        targets = self._eligible()
+        if targets:
+            self._dispatch(targets)
+        else:
+            self._fail(RouterError(503, "no worker can take this request; try again later", code="no_worker"))
+
+    def give_up(self, error: TokenyardError) -> None:
+        """Answer with `error`, or break off the stream with it, whatever is under way."""
+        self._drop_upstream()
+        if self._started:
+            self._break_off(error)
+        else:
+            self._fail(error)
+
+    def _eligible(self) -> list[Target]:
+        return self._router.workers.eligible(self.parsed.model, self.parsed.rank, self._router.now())
+
+    def _dispatch(self, targets: list[Target]) -> None:
+        """Rank the targets that have room, and try them in that order."""
+        roomy = [target for target in targets if not target.state.full] or targets
+        fresh = [target for target in roomy if target not in self._tried]
+        if not fresh:
+            self._tried.clear()
+            fresh = roomy
+        self._ranking, self._ranked = self._router.rank(self, fresh), fresh
+        self._send(fresh[self._ranking.order[0]])
+
+    def _send(self, target: Target) -> None:
+        """Count the request and send it to `target`, on an old connection if there is one."""
+        router = self._router
+        self.target = target
+        self._tried.add(target)
+        self._tries += 1
+        assert self._ranking is not None
+        self._sent = router.sent(self, target, self._ranking.reason)
+        connection = target.worker.pool.take()
+        if connection is None:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(target))
+        else:
+            self._write(connection, target)
+
+    async def _connect(self, target: Target) -> None:
+        try:
+            connection = await target.worker.pool.connect()
+        except OSError as error:
+            self._connecting = None
+            self._router.unreachable(target, nobody=isinstance(error, ConnectionRefusedError))
+            self._try_again("the worker cannot be reached")
+            return
+        self._connecting = None
+        if self._over:
+            target.worker.pool.put(connection)
+        else:
+            self._write(connection, target)
+
+    def _write(self, connection: UpstreamConnection, target: Target) -> None:
+        self._upstream = connection
+        body, headers = self._request.body, self._forwarded()
+        if target.rank is not None:
+            body = splice(body, {"data_parallel_rank": target.rank})
+            headers.append((b"x-data-parallel-rank", b"%d" % target.rank))
+        url = target.worker.url
+        path = url.path.encode() + self._request.target
+        head = request_head(self._request.method, path, url.authority.encode(), headers, len(body))
+        connection.send(self, head + body)
+
+    def _forwarded(self) -> Headers:
+        """The client's headers that are the worker's business, and ours."""
+        router, request = self._router, self._request
+        named = request.get(b"connection").lower().replace(b" ", b"").split(b",")
+        skip = router.not_forwarded
+        headers = [h for h in request.headers if h[0] not in HOP_BY_HOP and h[0] not in skip and h[0] not in named]
+        headers.append((b"x-request-id", request.request_id))
+        headers.append((ROUTE_HEADER, router.hops(request)))
+        headers += router.worker_headers
+        return headers
+
+    # The way back: what the worker's connection tells.
+
+    def on_head(self, head: ResponseHead) -> Body | None:
+        """See `upstream.Reader`."""
+        target, router = self.target, self._router
+        assert target is not None
+        if head.status in RETRYABLE and self._may_retry():
+            router.refused(target, head.status)
+            self._drop_upstream()
+            self._retry()
+            return None
+        router.answered(target, head.status)
+        self._head = head
+        return body_of(head, unpack=self._request.http10, empty=self._request.method == b"HEAD")
+
+    def on_body(self, data: bytes, done: bool) -> None:
+        """See `upstream.Reader`."""
+        self._pieces += 1
+        if self._started:
+            if data:
+                self._before, self._last = self._last, data
+                self._front.write(data)
+        else:
+            self._begin(data, done)
+        if done:
+            self._finish()
+
+    def on_broken(self, why: str, *, stale: bool) -> None:
+        """See `upstream.Reader`."""
+        self._upstream = None
+        if stale and not self._started:
+            # The worker closed an idle connection just then; this says nothing about the worker.
+            assert self.target is not None
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(self.target))
+            return
+        assert self.target is not None
+        self._router.broke(self.target)
+        if self._head is None:
+            self._try_again(why)
+        else:
+            log.warning("an answer broke off: %s", why)
+            self.give_up(RouterError(502, "the worker failed in the middle of the answer", code="worker_failed"))
+
+    def _begin(self, data: bytes, done: bool) -> None:
+        """The first bytes of the body are there: the answer can begin."""
+        if not data and not done:
+            return
+        head, sent = self._head, self._sent
+        assert head is not None
+        assert sent is not None
+        if self.parsed.stream and head.status == 200:
+            sent.first_token(self._router.now())
+        self._started = True
+        self._last = data
+        self._front.begin(b"HTTP/1.1 %d %b" % (head.status, head.reason), self._answer_headers(head), data)
+
+    def _answer_headers(self, head: ResponseHead) -> Headers:
+        headers = [header for header in head.headers if header[0] != b"x-request-id"]
+        if self._request.http10:
+            self._request.keep_alive = self._request.keep_alive and head.length is not None
+            headers = [header for header in headers if header[0] != b"transfer-encoding"]
+        elif head.length is None and not head.chunked and head.status not in (204, 304):
+            headers.append((b"transfer-encoding", b"chunked"))
+        if self._request.get(DEBUG_HEADER):
+            headers.append((DEBUG_HEADER, self._explain()))
+        return headers
+
+    def _finish(self) -> None:
+        """The answer is complete and went well."""
+        tail = (self._before + self._last)[-TAIL_BYTES:]
+        sent, self._upstream = self._sent, None
+        assert sent is not None
+        cached, prompt = _last_number(_CACHED, tail), _last_number(_PROMPT, tail)
+        self._router.finished(self, sent, prompt, cached)
+        self._close()
+        self._front.end()
+
+    # When something goes wrong.
+
+    def _may_retry(self) -> bool:
+        return self._tries <= self._router.settings.max_retries and self._router.may_retry()
+
+    def _try_again(self, why: str) -> None:
+        """The target failed before its answer began."""
+        if self._over:
+            return
+        if self._may_retry():
+            self._retry()
+            return
+        log.warning("a request failed after %d tries: %s", self._tries, why)
+        self._fail(RouterError(502, "no worker could answer this request; try again later", code="worker_failed"))
+
+    def _retry(self) -> None:
+        """Go to another target at once; to one that was tried already, after a while."""
+        self._give_back()
+        self._router.metrics.retries += 1
+        if any(target not in self._tried and not target.state.full for target in self._eligible()):
+            self.start_again()
+            return
+        settings = self._router.settings
+        doublings = min(self._tries, 16)
+        wait_ms = min(settings.initial_backoff_ms * 1.5**doublings, settings.max_backoff_ms)
+        self._timer = asyncio.get_running_loop().call_later(wait_ms / 1e3, self.start_again)
+
+    def start_again(self) -> None:
+        """Another try."""
+        self._timer = None
+        if not self._over:
+            self.start()
+
+    def _fail(self, error: TokenyardError) -> None:
+        """Answer with an error of ours; nothing has gone out yet."""
+        self._router.metrics.failed(error.code)
+        self._close()
+        self._front.fail(error)
+
+    def _break_off(self, error: TokenyardError) -> None:
+        """End an answer that cannot go on: a stream of events by one more event, anything else by the connection."""
+        self._router.metrics.failed(error.code)
+        head = self._head
+        self._close()
+        if head is not None and EVENT_STREAM in head.get(b"content-type") and head.length is None:
+            event = b"data: " + error_body(error) + b"\n\n"
+            if not self._last.endswith((b"\n\n", b"\n\n\r\n")):
+                event = b"\n\n" + event
+            self._front.write(event if self._request.http10 else as_chunk(event) + LAST_CHUNK)
+            self._front.end(keep=False)
+        else:
+            self._front.transport.abort()
+
+    def client_gone(self) -> None:
+        """See `front.Job`."""
+        if not self._over:
+            self._router.metrics.gone += 1
+            self._drop_upstream()
+            self._close()
+
+    def pause(self) -> None:
+        """See `front.Job`."""
+        if self._upstream is not None:
+            self._upstream.transport.pause_reading()
+
+    def resume(self) -> None:
+        """See `front.Job`."""
+        if self._upstream is not None:
+            self._upstream.transport.resume_reading()
+
+    def _drop_upstream(self) -> None:
+        connection, self._upstream = self._upstream, None
+        if connection is not None:
+            connection.drop()
+
+    def _give_back(self) -> None:
+        """The target's load is counted no longer."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            sent.end()
+            self._router.room_appeared()
+
+    def _close(self) -> None:
+        """Whatever the end was: give everything back."""
+        if self._over:
+            return
+        self._over = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.waiting is not None:
+            self._router.queue.remove(self.waiting)
+            self.waiting = None
+        self._router.exchanges.discard(self)
+        self._give_back()
+
+    def _explain(self) -> bytes:
+        """Why this target was chosen, with all scores, in names that clients may see."""
+        ranking, target = self._ranking, self.target
+        assert ranking is not None
+        assert target is not None
+        told: dict[str, Any] = {
+            "target": target.name,
+            "policy": self._router.policy.name,
+            "reason": ranking.reason,
+            "tries": self._tries,
+            "tokens": self.parsed.tokens,
+            "scores": {t.name: round(s, 6) for t, s in zip(self._ranked, ranking.scores, strict=True)},
+            "in_flight": {t.name: t.state.requests for t in self._ranked},
+        }
+        return orjson.dumps(told)
+
+    def check_time(self, now_s: float) -> None:
+        """Give up an answer that takes too long, or in which the worker has fallen silent."""
+        settings = self._router.settings
+        if now_s - self.began_s > settings.request_timeout_secs:
+            self.give_up(RouterError(504, "the answer took too long", code="timeout"))
+            return
+        if self._pieces != self._seen_pieces or self._front.paused or not self._started:
+            self._seen_pieces, self._quiet_since_s = self._pieces, now_s
+        elif settings.stall_timeout_secs and now_s - self._quiet_since_s > settings.stall_timeout_secs:
+            assert self.target is not None
+            self._router.broke(self.target)
+            self.give_up(RouterError(504, "the worker fell silent in the middle of the answer", code="stalled"))
+
+    @property
+    def leaves_s(self) -> float:
+        """Until when it may wait."""
+        deadline = math.inf if self.parsed.deadline_ms is None else self.began_s + self.parsed.deadline_ms / 1e3
+        return min(deadline, self.began_s + self._router.settings.queue_timeout_secs)
+
+
+def splice(body: bytes, fields: dict[str, Any]) -> bytes:
+    """A JSON object with `fields` in front. Raises InvalidRequestError for what is none."""
+    begin = body.find(b"{")
+    if begin < 0:
+        raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
+    rest = body[begin + 1 :]
+    comma = b"" if rest.lstrip(b" \t\r\n").startswith(b"}") else b","
+    return body[: begin + 1] + orjson.dumps(fields)[1:-1] + comma + rest
+
+
+def _last_number(pattern: re.Pattern[bytes], data: bytes) -> int | None:
+    found = pattern.findall(data)
+    return int(found[-1]) if found else None

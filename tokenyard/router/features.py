@@ -1,0 +1,155 @@
+"""What a router reads out of a request's body: the prompt as blocks, whose it is and how urgent. Pure.
+
+Nothing is checked here that the worker checks: a field of the wrong type counts as absent.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import orjson
+
+from tokenyard.base import Int32Array, InvalidRequestError
+from tokenyard.base.blocks import ROOT, root_digest
+from tokenyard.router.choice import mix
+from tokenyard.router.index import Prompt, text_prompt, token_prompt
+
+BYTES_PER_TOKEN = 4.0
+KEY_BYTES = 1024
+RANK_FIELDS = ("data_parallel_rank", "routed_dp_rank")
+SALTS = ("cache_salt", "extra_key", "lora_path")
+PRIORITY_WORDS = {"low": -1, "flex": -1, "normal": 0, "default": 0, "auto": 0, "high": 1, "priority": 1}
+MOST_PRIORITY = 1 << 31
+
+Tokenize = Callable[[Mapping[str, Any]], Int32Array | None]
+"""The token ids of a request's prompt, None where it has none that can be told."""
+
+
+@dataclass(slots=True)
+class Parsed:
+    """A request as the router sees it. tokens: of its prompt, estimated from its text where `counted` is False.
+
+    rank: the data-parallel rank that the client asks for, None for any. key: of the prompt's beginning, the same in
+    every process (see `choice.Features`).
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    prompt: Prompt = field(default_factory=Prompt)
+    tokens: int = 1
+    counted: bool = False
+    model: str = ""
+    stream: bool = False
+    priority: int = 0
+    tenant: str = ""
+    session: str = ""
+    deadline_ms: float | None = None
+    rank: int | None = None
+    key: int = 0
+
+
+def parse_body(
+    body: bytes,
+    *,
+    bytes_per_token: float = BYTES_PER_TOKEN,
+    tokenize: Tokenize | None = None,
+    needs_prefix: bool = True,
+    stable: bool = False,
+) -> Parsed:
+    """Read a request's body. Raises InvalidRequestError unless it is a JSON object."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is no JSON: {error.msg}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
+    get = fields.get
+    model, tenant, deadline = get("model"), get("tenant") or get("user"), get("deadline_ms")
+    parsed = Parsed(
+        fields=fields,
+        model=model if isinstance(model, str) else "",
+        stream=get("stream") is True,
+        priority=_priority(get("priority", get("service_tier"))),
+        tenant=tenant if isinstance(tenant, str) else "",
+        deadline_ms=_positive(deadline),
+        rank=_rank(fields),
+    )
+    ids = _given_ids(fields)
+    if ids is None and tokenize is not None:
+        ids = tokenize(fields)
+    if ids is not None:
+        parsed.prompt = token_prompt(ids, _root(fields)) if needs_prefix else Prompt(size=len(ids))
+        parsed.tokens, parsed.counted = max(len(ids), 1), True
+        parsed.key = mix(crc32(ids[: KEY_BYTES // 4].tobytes()))
+    else:
+        text = prompt_text(fields)
+        parsed.prompt = text_prompt(text, stable=stable) if needs_prefix else Prompt(size=len(text))
+        parsed.tokens = max(int(len(text) / bytes_per_token), 1)
+        parsed.key = mix(crc32(text[:KEY_BYTES]))
+    return parsed
+
+
+def prompt_text(fields: Mapping[str, Any]) -> bytes:
+    """Everything of a body that becomes prompt, in the order in which chat templates put it, so that a conversation's
+    next turn begins with its last one.
+    """
+    parts: list[str] = [salt for name in SALTS if isinstance(salt := fields.get(name), str)]
+    messages = fields.get("messages")
+    if messages is None:
+        messages = fields.get("prompt", fields.get("text", fields.get("input")))
+    for name in ("tools", "system", "instructions"):
+        if fields.get(name):
+            _collect(fields[name], parts)
+    _collect(messages, parts)
+    return "\x00".join(parts).encode("utf-8", "replace")
+
+
+def _collect(value: Any, parts: list[str]) -> None:
+    """The texts within a JSON value, in order."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            parts.append(item)
+        elif isinstance(item, dict):
+            stack.extend(reversed(item.values()))
+        elif isinstance(item, list):
+            stack.extend(reversed(item))
+
+
+def _given_ids(fields: Mapping[str, Any]) -> Int32Array | None:
+    """The prompt where it is one list of token ids; None for text, several prompts and anything else."""
+    ids = fields.get("input_ids", fields.get("prompt"))
+    if not isinstance(ids, list) or not ids or not isinstance(ids[0], int):
+        return None
+    try:
+        return np.array(ids, np.int32)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _root(fields: Mapping[str, Any]) -> bytes:
+    salts = [salt for name in SALTS if isinstance(salt := fields.get(name), str) and salt]
+    return root_digest("\x00".join(salts)) if salts else ROOT
+
+
+def _positive(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, str):
+        return PRIORITY_WORDS.get(value, 0)
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST_PRIORITY else 0
+
+
+def _rank(fields: Mapping[str, Any]) -> int | None:
+    """The rank that the client asks for. Raises InvalidRequestError for one that is no number."""
+    for name in RANK_FIELDS:
+        rank = fields.get(name)
+        if rank is not None:
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+                raise InvalidRequestError(f"{name} is no rank; give a number from 0 on", param=name)
+            return rank
+    return None

@@ -1,0 +1,182 @@
+"""Looks at workers: whether they answer, what they serve, how many ranks they have, whether they have started anew."""
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import orjson
+
+from tokenyard.router.settings import RouterSettings
+from tokenyard.router.upstream import Body, UpstreamConnection, body_of
+from tokenyard.router.wire import HOP_BY_HOP, ResponseHead, request_head
+from tokenyard.router.workers import Worker, Workers
+
+log = logging.getLogger(__name__)
+
+FIRST_LOOK_S = 0.5
+"""Between two looks at a worker that is not there yet, or has just failed."""
+
+LARGEST_ANSWER = 8 << 20
+MOST_MODELS = 1000
+INFO_PATHS = ("/server_info", "/get_server_info")
+
+
+class _Whole:
+    """Reads an answer in one piece; see `upstream.Reader`."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def on_head(self, head: ResponseHead) -> Body | None:
+        """See `upstream.Reader`."""
+        self._status = head.status
+        return body_of(head, unpack=True)
+
+    def on_body(self, data: bytes, done: bool) -> None:
+        """See `upstream.Reader`."""
+        self._size += len(data)
+        if self._size <= LARGEST_ANSWER:
+            self._parts.append(data)
+        if done and not self.done.done():
+            self.done.set_result((self._status, b"".join(self._parts)))
+
+    def on_broken(self, why: str, *, stale: bool) -> None:
+        """See `upstream.Reader`."""
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(why))
+
+
+async def ask(
+    worker: Worker,
+    path: str,
+    timeout_s: float,
+    *,
+    method: str = "GET",
+    body: bytes = b"",
+    headers: list[tuple[bytes, bytes]] | None = None,
+) -> tuple[int, bytes]:
+    """The status and body that a worker answers. Raises OSError (TimeoutError too) if it does not in time."""
+    connection: UpstreamConnection | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            connection = await worker.pool.connect()
+            target = (worker.url.path + path).encode()
+            fields = [(b"connection", b"close"), *(headers or [])]
+            reader = _Whole()
+            head = request_head(method.encode(), target, worker.url.authority.encode(), fields, len(body))
+            connection.send(reader, head + body)
+            return await reader.done
+    finally:
+        if connection is not None:
+            connection.drop()
+
+
+class Health:
+    """One task for each worker that looks at it now and then, and at once when a request has failed there."""
+
+    def __init__(self, settings: RouterSettings, workers: Workers, headers: list[tuple[bytes, bytes]]) -> None:
+        self._settings, self._workers = settings, workers
+        self._headers = [header for header in headers if header[0] not in HOP_BY_HOP]
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._wake: dict[Worker, asyncio.Event] = {}
+
+    def watch(self, worker: Worker) -> None:
+        """Begin to look at a worker."""
+        self._wake[worker] = asyncio.Event()
+        self._tasks[worker] = asyncio.get_running_loop().create_task(self._follow(worker))
+
+    def leave(self, worker: Worker) -> None:
+        """Look at it no more."""
+        self._wake.pop(worker, None)
+        task = self._tasks.pop(worker, None)
+        if task is not None:
+            task.cancel()
+
+    def look_now(self, worker: Worker) -> None:
+        """A request has failed there: do not wait for the next look."""
+        event = self._wake.get(worker)
+        if event is not None:
+            event.set()
+
+    async def close(self) -> None:
+        """End all looking."""
+        for worker in list(self._tasks):
+            self.leave(worker)
+
+    async def _follow(self, worker: Worker) -> None:
+        good = bad = 0
+        while True:
+            try:
+                fine = await self._look(worker)
+            except Exception:
+                log.exception("looking at %s failed", worker.name)
+                fine = False
+            good, bad = (good + 1, 0) if fine else (0, bad + 1)
+            self._judge(worker, good, bad)
+            await self._pause(worker, fast=worker.healthy is not True or bad > 0)
+
+    def _judge(self, worker: Worker, good: int, bad: int) -> None:
+        settings = self._settings
+        if good and (worker.healthy is None or good >= settings.health_success_threshold):
+            if not worker.healthy:
+                log.info("worker %s (%s) is healthy", worker.name, worker.url)
+            self._workers.set_healthy(worker, True)
+        elif bad >= settings.health_failure_threshold and worker.healthy:
+            log.warning("worker %s (%s) is unhealthy", worker.name, worker.url)
+            self._workers.set_healthy(worker, False)
+
+    async def _pause(self, worker: Worker, *, fast: bool) -> None:
+        most_s = self._settings.health_check_interval_secs
+        event = self._wake[worker]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), min(most_s, FIRST_LOOK_S) if fast else most_s)
+        event.clear()
+
+    async def _look(self, worker: Worker) -> bool:
+        """Whether the worker answers well; learns on the way what it serves."""
+        try:
+            status, _ = await self._ask(worker, self._settings.health_check_endpoint)
+        except ConnectionRefusedError:
+            # Nobody listens: whatever comes back there has an empty cache.
+            if worker.healthy:
+                self._workers.set_healthy(worker, False)
+                self._workers.restarted(worker)
+            return False
+        except OSError:
+            return False
+        if status != 200:
+            return False
+        try:
+            await self._learn(worker)
+        except OSError:
+            return False
+        return True
+
+    async def _learn(self, worker: Worker) -> None:
+        """Models, ranks and identity of a worker, as far as it tells them."""
+        status, body = await self._ask(worker, "/v1/models")
+        cards = _object(body).get("data") if status == 200 else None
+        if isinstance(cards, list):
+            known = [card for card in cards[:MOST_MODELS] if isinstance(card, dict) and isinstance(card.get("id"), str)]
+            self._workers.set_models(worker, known)
+        for path in INFO_PATHS:
+            status, body = await self._ask(worker, path)
+            if status == 200:
+                self._workers.set_info(worker, _object(body))
+                return
+
+    async def _ask(self, worker: Worker, path: str) -> tuple[int, bytes]:
+        return await ask(worker, path, self._settings.health_check_timeout_secs, headers=self._headers)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`, empty for anything else."""
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

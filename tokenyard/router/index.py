@@ -1,0 +1,196 @@
+"""Which target holds which prefix: pure, bounded in bytes, shared by the router and the simulator.
+
+A prompt is a chain of digests, each of which covers everything before it (`base.blocks`). Over tokens a block is 64
+tokens. Over text, where no tokenizer is given, blocks begin with 256 bytes and grow with their place, so that a prompt
+of any length has few digests and its match is known to about an eighth.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from tokenyard.base.blocks import BLOCK_TOKENS, ROOT, block_digests, chain
+from tokenyard.base.request import Int32Array
+
+ENTRY_BYTES = 160
+"""What one entry costs at most: a digest of 16 bytes as an object, and its place in a dictionary."""
+
+FIRST_TEXT_BLOCK = 256
+BLOCKS_PER_OCTAVE = 8
+LONGEST_TEXT = 1 << 26
+LEAST_ENTRIES = 256
+
+Digest = bytes | int
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt as the index sees it: `digests[i]` names everything up to `ends[i]`, of `size` in all.
+
+    `ends` and `size` are tokens, or bytes of text; `ends` may be longer than `digests`.
+    """
+
+    digests: Sequence[Digest] = ()
+    ends: Sequence[int] = ()
+    size: int = 0
+
+    def share(self, blocks: int) -> float:
+        """The part of the prompt that the first `blocks` blocks are."""
+        return self.ends[blocks - 1] / self.size if blocks else 0.0
+
+    def blocks_within(self, share: float) -> int:
+        """How many whole blocks the first `share` of the prompt holds."""
+        covered = share * self.size
+        blocks = 0
+        while blocks < len(self.digests) and self.ends[blocks] <= covered:
+            blocks += 1
+        return blocks
+
+
+def _text_ends() -> list[int]:
+    """Where the blocks of a text end: 16 of 256 bytes, then 8 for each doubling of the place."""
+    ends = list(range(FIRST_TEXT_BLOCK, 2 * BLOCKS_PER_OCTAVE * FIRST_TEXT_BLOCK + 1, FIRST_TEXT_BLOCK))
+    while ends[-1] < LONGEST_TEXT:
+        size = ends[-1] // BLOCKS_PER_OCTAVE
+        ends += [ends[-1] + size * (place + 1) for place in range(BLOCKS_PER_OCTAVE)]
+    return ends
+
+
+_TEXT_ENDS = _text_ends()
+
+
+def text_prompt(text: bytes, *, stable: bool = False) -> Prompt:
+    """The blocks of a text. `stable` digests are the same in every process; the others are cheaper and keyed anew in
+    each process, so that nobody can make two texts meet.
+    """
+    size, begin = len(text), 0
+    if stable:
+        pieces: list[bytes] = []
+        for end in _TEXT_ENDS:
+            if end > size:
+                break
+            pieces.append(text[begin:end])
+            begin = end
+        return Prompt(chain(ROOT, pieces), _TEXT_ENDS, size)
+    digests: list[Digest] = []
+    parent = 0
+    for end in _TEXT_ENDS:
+        if end > size:
+            break
+        parent = hash((parent, text[begin:end]))
+        digests.append(parent)
+        begin = end
+    return Prompt(digests, _TEXT_ENDS, size)
+
+
+def token_prompt(tokens: Int32Array, parent: bytes = ROOT) -> Prompt:
+    """The blocks of token ids, int32[n], in the name space whose root is `parent`."""
+    digests = block_digests(tokens, parent)
+    return Prompt(digests, range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS), len(tokens))
+
+
+@dataclass(slots=True)
+class _Held:
+    """The blocks of one target, the least recently used first, and its own bound (0: none)."""
+
+    blocks: dict[Digest, None] = field(default_factory=dict)
+    most: int = 0
+
+
+class PrefixIndex:
+    """Which blocks each target holds, as far as the router knows.
+
+    Of a chain, later blocks go before earlier ones, so what a target holds of a chain is always its beginning. What
+    goes beyond `max_bytes` is dropped at once, from the target that has most.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._most = max(max_bytes // ENTRY_BYTES, LEAST_ENTRIES)
+        self._held: dict[str, _Held] = {}
+        self._entries = 0
+        self.evicted = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory in use, as an upper estimate."""
+        return self._entries * ENTRY_BYTES
+
+    def blocks_of(self, target: str) -> int:
+        """How many blocks the target holds."""
+        held = self._held.get(target)
+        return len(held.blocks) if held is not None else 0
+
+    def limit(self, target: str, blocks: int) -> None:
+        """The target holds at most `blocks` blocks (0: any number), as its engine's cache does."""
+        held = self._held.setdefault(target, _Held())
+        held.most = blocks
+        self._shrink(held)
+
+    def match(self, target: str, digests: Sequence[Digest]) -> int:
+        """How many leading blocks of a chain the target holds."""
+        held = self._held.get(target)
+        if held is None or not digests:
+            return 0
+        blocks = held.blocks
+        if digests[0] not in blocks:
+            return 0
+        if digests[-1] in blocks:
+            return len(digests)
+        low, high = 1, len(digests) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if digests[middle - 1] in blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def insert(self, target: str, digests: Sequence[Digest]) -> None:
+        """The target holds, or will soon hold, this chain; it is the last one to be dropped now."""
+        held = self._held.get(target)
+        if held is None:
+            held = self._held[target] = _Held()
+        blocks = held.blocks
+        before = len(blocks)
+        for digest in reversed(digests):
+            blocks.pop(digest, None)
+            blocks[digest] = None
+        self._entries += len(blocks) - before
+        self._shrink(held)
+
+    def remove(self, target: str, digests: Iterable[Digest]) -> None:
+        """The target holds these blocks no longer."""
+        held = self._held.get(target)
+        if held is None:
+            return
+        before = len(held.blocks)
+        for digest in digests:
+            held.blocks.pop(digest, None)
+        self._entries -= before - len(held.blocks)
+
+    def drop(self, target: str) -> None:
+        """The target holds nothing: it has started anew, failed or gone."""
+        held = self._held.get(target)
+        if held is not None:
+            self._entries -= len(held.blocks)
+            held.blocks = {}
+
+    def forget(self, target: str) -> None:
+        """There is no such target any more."""
+        self.drop(target)
+        self._held.pop(target, None)
+
+    def _shrink(self, held: _Held) -> None:
+        """Keep within the bounds. Entries go in batches, because finding a dictionary's first one can take long."""
+        if held.most and len(held.blocks) > held.most:
+            self._evict(held, len(held.blocks) - held.most)
+        while self._entries > self._most:
+            largest = max(self._held.values(), key=lambda other: len(other.blocks))
+            self._evict(largest, self._entries - self._most)
+
+    def _evict(self, held: _Held, count: int) -> None:
+        count = min(max(count, len(held.blocks) >> 10), len(held.blocks))
+        for digest in list(islice(held.blocks, count)):
+            del held.blocks[digest]
+        self._entries -= count
+        self.evicted += count

@@ -1,0 +1,105 @@
+"""The life of a router: listen, find workers, sweep, and drain on the first signal."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+
+from tokenyard.base import ConfigError
+from tokenyard.router.discovery import Discovery, sources
+from tokenyard.router.features import Tokenize
+from tokenyard.router.proxy import Router
+from tokenyard.router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+SWEEP_S = 0.25
+LAST_WORDS_S = 0.2
+
+
+def listen(settings: RouterSettings) -> socket.socket:
+    """A listening socket, one that several processes can share if there are several. Raises ConfigError if the address
+    cannot be had.
+    """
+    host, port = settings.host, settings.port
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        shared = settings.processes > 1
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
+
+
+def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
+    """What to listen with, None for plain HTTP. Raises ConfigError for files that are no certificate and key."""
+    if not settings.tls_cert_path:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(settings.tls_cert_path, settings.tls_key_path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-cert-path and --tls-key-path cannot be used: {error}") from None
+    return context
+
+
+async def run(settings: RouterSettings, listener: socket.socket, tokenize: Tokenize | None = None) -> None:
+    """Route until a signal, then let open requests end. Raises ConfigError for wrong workers or certificates."""
+    router = Router(settings, tokenize)
+    for url in settings.worker_urls:
+        router.add_worker(url, "static")
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    server = await loop.create_server(router.new_connection, sock=listener, ssl=tls_context(settings))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    tasks = [loop.create_task(_sweep(router))]
+    tasks += [loop.create_task(Discovery(router, source).run()) for source in sources(settings)]
+    _say_ready(settings, listener)
+    gc.collect()
+    gc.freeze()
+    try:
+        await stop.wait()
+        await _drain(router, stop)
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await router.health.close()
+        for connection in list(router.connections):
+            connection.transport.abort()
+        router.workers.close()
+
+
+async def _sweep(router: Router) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        try:
+            router.sweep()
+        except Exception:
+            log.exception("a sweep failed")
+
+
+async def _drain(router: Router, stop: asyncio.Event) -> None:
+    """New requests get 503, open ones go on until the grace period or another signal ends."""
+    router.draining = True
+    stop.clear()
+    log.info("draining %d open requests", len(router.exchanges))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(router.settings.shutdown_grace_period_secs):
+            while router.exchanges and not stop.is_set():
+                await asyncio.sleep(SWEEP_S / 5)
+    router.cut_off()
+    await asyncio.sleep(LAST_WORDS_S)
+
+
+def _say_ready(settings: RouterSettings, listener: socket.socket) -> None:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    scheme = "https" if settings.tls_cert_path else "http"
+    with contextlib.suppress(OSError):
+        print(f"Tokenyard routes at {scheme}://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)

@@ -1,0 +1,246 @@
+"""The workers that a router knows, and their targets: who is there, who may get requests, who is on trial."""
+
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenyard.base import ConfigError
+from tokenyard.router.index import PrefixIndex
+from tokenyard.router.load import Speed, TargetState
+from tokenyard.router.settings import RouterSettings
+from tokenyard.router.upstream import Pool, WorkerUrl
+
+MOST_RANKS = 1024
+
+
+class Breaker:
+    """A circuit breaker (Nygard 2007): closed, open after failures in a row, then on trial until enough succeed."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._failures = self._successes = 0
+        self._open_until_s: float | None = None
+
+    def allows(self, now_s: float) -> bool:
+        """Whether a request may be sent: always while closed, and on trial once the time-out is over."""
+        return self._open_until_s is None or now_s >= self._open_until_s
+
+    @property
+    def state(self) -> str:
+        """closed or open."""
+        return "closed" if self._open_until_s is None else "open"
+
+    def succeeded(self) -> None:
+        """A request went well."""
+        self._failures = 0
+        if self._open_until_s is not None:
+            self._successes += 1
+            if self._successes >= self._settings.cb_success_threshold:
+                self.reset()
+
+    def failed(self, now_s: float) -> None:
+        """A request failed by the target's fault."""
+        self._failures += 1
+        self._successes = 0
+        if self._open_until_s is not None or self._failures >= self._settings.cb_failure_threshold:
+            self._open_until_s = now_s + self._settings.cb_timeout_secs
+
+    def reset(self) -> None:
+        """Begin anew, closed."""
+        self._failures = self._successes = 0
+        self._open_until_s = None
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """A worker or one of its ranks. name: what clients may see of it."""
+
+    worker: "Worker"
+    rank: int | None
+    name: str
+    state: TargetState
+    breaker: Breaker
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """An engine behind a URL. source: who named it. boot_id: changes when it starts anew, "" if it tells none.
+
+    models: what it serves, empty while that is unknown. healthy: None before the first look.
+    """
+
+    name: str
+    url: WorkerUrl
+    source: str
+    pool: Pool
+    targets: list[Target] = field(default_factory=list)
+    healthy: bool | None = None
+    draining: bool = False
+    models: frozenset[str] = frozenset()
+    cards: list[dict[str, Any]] = field(default_factory=list)
+    boot_id: str = ""
+    engine: str = ""
+    continues: bool = False
+    restarts: int = 0
+
+    @property
+    def state(self) -> str:
+        """starting, healthy, unhealthy or draining."""
+        if self.draining:
+            return "draining"
+        return "starting" if self.healthy is None else "healthy" if self.healthy else "unhealthy"
+
+    @property
+    def open_requests(self) -> int:
+        """Requests sent and not ended."""
+        return sum(target.state.requests for target in self.targets)
+
+
+class Workers:
+    """The registry. `on_change` is called whenever there may be more room than before, or fewer workers."""
+
+    def __init__(self, settings: RouterSettings, index: PrefixIndex) -> None:
+        self._settings, self._index = settings, index
+        self._by_url: dict[str, Worker] = {}
+        self._made = 0
+        self._speeds: dict[frozenset[str], Speed] = {}
+        self._routable: list[Target] = []
+        self._context: ssl.SSLContext | None = None
+        self.on_change: Callable[[], None] = lambda: None
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._by_url.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_url)
+
+    def add(self, url_text: str, source: str) -> Worker:
+        """A new worker. Raises ConfigError for a wrong URL or one that is there already."""
+        url = WorkerUrl.parse(url_text)
+        if str(url) in self._by_url:
+            raise ConfigError(f"the worker {url} is there already; every worker is named once")
+        context = self._tls() if url.scheme == "https" else None
+        worker = Worker(f"w{self._made}", url, source, Pool(url, context, self._settings.connect_timeout_secs))
+        self._made += 1
+        self._by_url[str(url)] = worker
+        self.set_ranks(worker, 1)
+        return worker
+
+    def find(self, name: str) -> Worker | None:
+        """The worker with this name or URL."""
+        for worker in self._by_url.values():
+            if name in (worker.name, str(worker.url)):
+                return worker
+        try:
+            return self._by_url.get(str(WorkerUrl.parse(name)))
+        except ConfigError:
+            return None
+
+    def remove(self, worker: Worker) -> None:
+        """It gets nothing more, and nothing is remembered of it; what it is answering goes on."""
+        self._by_url.pop(str(worker.url), None)
+        worker.draining = True
+        worker.pool.close()
+        for target in worker.targets:
+            self._index.forget(target.state.name)
+        self.changed()
+
+    def set_ranks(self, worker: Worker, ranks: int) -> None:
+        """Give the worker one target, or one for each of its `ranks` if there are several."""
+        wanted = [None] if ranks <= 1 else list(range(min(ranks, MOST_RANKS)))
+        if [target.rank for target in worker.targets] == wanted:
+            return
+        for target in worker.targets:
+            self._index.forget(target.state.name)
+        worker.targets = []
+        for rank in wanted:
+            suffix = "" if rank is None else f"@{rank}"
+            room = self._settings.max_worker_requests
+            state = TargetState(f"{worker.url}{suffix}", self._speed_of(worker), room=room)
+            worker.targets.append(Target(worker, rank, worker.name + suffix, state, Breaker(self._settings)))
+        self.changed()
+
+    def set_models(self, worker: Worker, cards: list[dict[str, Any]]) -> None:
+        """What the worker serves, from its /v1/models. Another model than before has another cache."""
+        models = frozenset(str(card["id"]) for card in cards)
+        worker.cards = cards
+        if models == worker.models:
+            return
+        if worker.models:
+            self.restarted(worker)
+        worker.models = models
+        for target in worker.targets:
+            target.state.speed = self._speed_of(worker)
+        self.changed()
+
+    def set_info(self, worker: Worker, info: dict[str, Any]) -> None:
+        """What a worker says of itself in /server_info: its ranks, who it is, how much it takes at a time.
+
+        What a lying worker sends instead of numbers is ignored.
+        """
+        boot_id, ranks = str(info.get("boot_id") or ""), info.get("dp_size")
+        if worker.boot_id and boot_id != worker.boot_id:
+            self.restarted(worker)
+        worker.boot_id = boot_id
+        worker.continues = info.get("continues_output_ids") is True
+        if self._settings.dp_aware and isinstance(ranks, int) and not isinstance(ranks, bool):
+            self.set_ranks(worker, ranks)
+
+    def restarted(self, worker: Worker) -> None:
+        """Its cache is empty: it has started anew, or is gone."""
+        worker.restarts += 1
+        for target in worker.targets:
+            self._index.drop(target.state.name)
+            target.state.forget()
+
+    def set_healthy(self, worker: Worker, healthy: bool) -> None:
+        """The worker may, or may no longer, get requests."""
+        if worker.healthy == healthy:
+            return
+        worker.healthy = healthy
+        for target in worker.targets:
+            target.breaker.reset()
+        self.changed()
+
+    def changed(self) -> None:
+        """Who may get requests has changed."""
+        workers = self._by_url.values()
+        self._routable = [
+            target for worker in workers if worker.healthy and not worker.draining for target in worker.targets
+        ]
+        self.on_change()
+
+    def eligible(self, model: str, rank: int | None, now_s: float) -> list[Target]:
+        """Targets that may serve `model` ("" for any) on `rank` (None for any). A model that no worker names may be
+        known to any of them by another name.
+        """
+        found = [target for target in self._routable if target.breaker.allows(now_s)]
+        if model and any(model not in target.worker.models for target in found):
+            named = [target for target in found if model in target.worker.models]
+            elsewhere = any(model in worker.models for worker in self._by_url.values())
+            found = named if named or elsewhere else found
+        if rank is not None:
+            found = [target for target in found if target.rank == rank or (target.rank is None and rank == 0)]
+        return found
+
+    def has_rank(self, rank: int) -> bool:
+        """Whether any worker has this rank."""
+        return any(rank < max(len(worker.targets), 1) for worker in self._by_url.values())
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        for worker in self._by_url.values():
+            worker.pool.close()
+
+    def _speed_of(self, worker: Worker) -> Speed:
+        """What targets of one model share."""
+        return self._speeds.setdefault(worker.models, Speed())
+
+    def _tls(self) -> ssl.SSLContext:
+        if self._context is None:
+            try:
+                self._context = ssl.create_default_context(cafile=self._settings.ca_cert_path or None)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"--ca-cert-path {self._settings.ca_cert_path} cannot be read: {error}") from None
+        return self._context
