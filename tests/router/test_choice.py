@@ -1,78 +1,182 @@
-import numpy as np
 import pytest
 
 from tokenyard.base import ConfigError
-from tokenyard.router.choice import CHOOSERS, WorkerLoad, make_chooser
+from tokenyard.router.choice import (
+    CACHED,
+    COLD,
+    POLICIES,
+    SPILLED_BY_BOUND,
+    SPILLED_FOR_LOAD,
+    STICKY,
+    Features,
+    PolicyOptions,
+    make_policy,
+    rendezvous,
+    text_key,
+)
+from tokenyard.router.load import Sent, Speed, TargetState
+
+SPEED = Speed()
 
 
-def loads(*requests: int) -> list[WorkerLoad]:
-    return [WorkerLoad(count, float(count)) for count in requests]
+def targets(*requests: int) -> list[TargetState]:
+    return [TargetState(f"w{i}", SPEED, requests=count) for i, count in enumerate(requests)]
 
 
-def prompt(first: int, tokens: int = 1024) -> bytes:
-    return np.arange(first, first + tokens, dtype=np.int32).tobytes()
+def first(policy, request, states):
+    return policy.rank(request, states).order[0]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_every_ranking_holds_every_target_once(name, count):
+    policy, states = make_policy(name, PolicyOptions(seed=1)), targets(*range(count))
+    for i in range(20):
+        ranking = policy.rank(Features(100 * i + 1, [7 * i % 5] * count, key=i), states)
+        assert sorted(ranking.order) == list(range(count))
+        assert len(ranking.scores) == count
+    assert sorted(policy.rank(Features(5), states).order) == list(range(count))
 
 
 def test_round_robin_takes_turns():
-    chooser = make_chooser("round_robin", 3)
-    assert [chooser.choose(loads(9, 0, 0), b"") for _ in range(4)] == [0, 1, 2, 0]
+    policy = make_policy("round_robin")
+    assert [first(policy, Features(1), targets(9, 0, 0)) for _ in range(4)] == [0, 1, 2, 0]
 
 
 def test_least_load_looks_at_work_before_requests():
-    chooser = make_chooser("least_load", 3)
-    assert chooser.choose([WorkerLoad(1, 9.0), WorkerLoad(5, 2.0), WorkerLoad(4, 2.0)], b"") == 2
+    states = targets(1, 5, 4)
+    for state, tokens in zip(states, (900, 200, 200), strict=True):
+        state.prefill_tokens = tokens
+    assert first(make_policy("least_load"), Features(1), states) == 2
 
 
 def test_power_of_two_never_takes_the_busiest_of_two_and_repeats_by_seed():
-    chooser, again = make_chooser("power_of_two", 4, seed=3), make_chooser("power_of_two", 4, seed=3)
-    chosen = [chooser.choose(loads(0, 1, 2, 99), b"") for _ in range(200)]
-    assert 3 not in chosen
+    policy, again = (make_policy("power_of_two", PolicyOptions(seed=3)) for _ in range(2))
+    chosen = [first(policy, Features(1), targets(0, 1, 2, 99)) for _ in range(200)]
     assert set(chosen) == {0, 1, 2}
-    assert chosen == [again.choose(loads(0, 1, 2, 99), b"") for _ in range(200)]
-    assert make_chooser("power_of_two", 1).choose(loads(5), b"") == 0
+    assert chosen == [first(again, Features(1), targets(0, 1, 2, 99)) for _ in range(200)]
 
 
-def test_cache_aware_follows_the_prefix():
-    chooser = make_chooser("cache_aware", 3)
-    home = chooser.choose(loads(4, 2, 3), prompt(0))
-    assert home == 1, "nothing matches yet, so the least loaded one"
-    assert chooser.choose(loads(0, 5, 3), prompt(0) + prompt(5000, 256)) == home
-    assert chooser.choose(loads(0, 5, 3), prompt(9000)) == 0
+def test_random_reaches_everybody_about_equally():
+    policy = make_policy("random", PolicyOptions(seed=5))
+    chosen = [first(policy, Features(1), targets(9, 0, 0, 0)) for _ in range(4000)]
+    assert all(900 < chosen.count(i) < 1100 for i in range(4))
 
 
-def test_cache_aware_ignores_a_short_match():
-    chooser = make_chooser("cache_aware", 2)
-    chooser.choose(loads(1, 0), prompt(0, 128))
-    assert chooser.choose(loads(0, 1), prompt(0, 128) + prompt(7000, 2048)) == 0
+class TestCacheAware:
+    def test_it_follows_the_best_match_beyond_the_threshold(self):
+        policy = make_policy("cache_aware")
+        assert first(policy, Features(1000, [0, 301, 299]), targets(0, 9, 0)) == 1
+        assert policy.rank(Features(1000, [0, 300, 299]), targets(0, 9, 1)).reason == COLD
+        assert first(policy, Features(1000, [0, 300, 299]), targets(0, 9, 1)) == 0
+
+    def test_it_gives_way_to_an_imbalance_that_is_both_absolute_and_relative(self):
+        policy, match = make_policy("cache_aware"), Features(1000, [0, 900])
+        assert first(policy, match, targets(0, 64)) == 1
+        assert first(policy, match, targets(0, 65)) == 0
+        assert first(policy, match, targets(200, 280)) == 1
+        assert first(policy, match, targets(200, 301)) == 0
+        assert policy.rank(match, targets(0, 65)).reason == SPILLED_BY_BOUND
+
+    def test_its_thresholds_can_be_set(self):
+        policy = make_policy("cache_aware", PolicyOptions(0, 0.9, 2, 1.0))
+        assert first(policy, Features(1000, [0, 800]), targets(0, 1)) == 0
+        assert first(policy, Features(1000, [0, 950]), targets(0, 2)) == 1
+        assert first(policy, Features(1000, [0, 950]), targets(0, 3)) == 0
 
 
-def test_cache_aware_gives_way_to_imbalance():
-    chooser = make_chooser("cache_aware", 2)
-    chooser.choose(loads(1, 0), prompt(0))
-    assert chooser.choose(loads(0, 64), prompt(0)) == 1
-    assert chooser.choose(loads(0, 66), prompt(0)) == 0
+class TestHashes:
+    def test_a_key_has_one_home_and_few_keys_move_when_a_target_goes(self):
+        states = targets(0, 0, 0, 0, 0)
+        homes = {key: rendezvous(key, states)[0] for key in range(1000)}
+        assert all(homes[key] == rendezvous(key, states)[0] for key in homes)
+        left = {key: rendezvous(key, states[:4])[0] for key in homes}
+        assert all(left[key] == home for key, home in homes.items() if home != 4)
+        assert all(150 < list(homes.values()).count(i) < 250 for i in range(5))
+
+    @pytest.mark.parametrize("name", ["prefix_hash", "consistent_hash"])
+    def test_load_is_bounded(self, name):
+        policy, states = make_policy(name), targets(0, 0, 0, 0)
+        for _ in range(400):
+            states[first(policy, Features(50, key=77), states)].requests += 1
+        assert max(state.requests for state in states) <= 1.25 * 100 + 1
+
+    def test_sessions_come_before_prompts(self):
+        policy, states = make_policy("consistent_hash"), targets(0, 0, 0, 0)
+        homes = {first(policy, Features(50, key=key, session="me"), states) for key in range(20)}
+        assert len(homes) == 1
+        assert len({first(policy, Features(50, key=key), states) for key in range(50)}) == 4
+
+    def test_the_key_of_a_text_never_changes(self):
+        assert text_key("session-1") == text_key("session-1") != text_key("session-2")
 
 
-def test_cache_aware_keeps_the_prefix_when_the_imbalance_is_only_absolute():
-    chooser = make_chooser("cache_aware", 2)
-    chooser.choose(loads(1, 0), prompt(0))
-    assert chooser.choose(loads(200, 280), prompt(0)) == 1
-    assert chooser.choose(loads(200, 301), prompt(0)) == 0
+class TestPredictedTtft:
+    def test_the_cached_target_wins_while_it_is_worth_it(self):
+        policy = make_policy("predicted_ttft")
+        ranking = policy.rank(Features(4000, [0, 3900]), targets(0, 0))
+        assert ranking.order[0] == 1
+        assert ranking.reason == CACHED
+        assert ranking.scores[1] < ranking.scores[0]
+
+    def test_queued_work_moves_a_request_away(self):
+        policy, states = make_policy("predicted_ttft"), targets(0, 1)
+        states[1].prefill_tokens = 8000
+        ranking = policy.rank(Features(4000, [0, 3900]), states)
+        assert ranking.order[0] == 0
+        assert ranking.reason == SPILLED_FOR_LOAD
+
+    def test_no_match_however_good_takes_more_than_a_share(self):
+        policy = make_policy("predicted_ttft")
+        ranking = policy.rank(Features(100_000, [0, 99_999, 0, 0]), targets(1, 8, 1, 1))
+        assert ranking.order[0] != 1
+        assert ranking.reason == SPILLED_BY_BOUND
+
+    def test_a_target_that_keeps_no_promises_is_believed_less(self):
+        policy, states = make_policy("predicted_ttft"), targets(0, 0)
+        states[1].prefill_tokens = 500
+        assert first(policy, Features(1000, [0, 900]), states) == 1
+        states[1].credit = 0.1
+        assert first(policy, Features(1000, [0, 900]), states) == 0
+
+    def test_a_slow_target_gets_less(self):
+        policy, states = make_policy("predicted_ttft"), targets(0, 0)
+        states[1].slowness = 2.0
+        for i in range(300):
+            states[first(policy, Features(500, key=i), states)].requests += 1
+        assert 1.5 < states[0].requests / states[1].requests < 2.5
+
+    @pytest.mark.parametrize("in_flight", [32, 64, 128, 256])
+    def test_one_shared_prefix_cannot_collapse_onto_one_target(self, in_flight):
+        """4 targets, one system prompt of 4,000 tokens: the collapse that the write-up warns of."""
+        policy, states = make_policy("predicted_ttft"), targets(0, 0, 0, 0)
+        holds, chosen, opened = [0] * 4, [0] * 4, []
+        for i in range(3 * in_flight):
+            if len(opened) == in_flight:
+                opened.pop(0).end()
+            target = first(policy, Features(4050, [4000 * held for held in holds], key=9), states)
+            opened.append(Sent(states[target], 4050, 4000 * holds[target], i / 100))
+            opened[-1].first_token(i / 100 + 0.02)
+            holds[target] = 1
+            chosen[target] += 1
+        assert max(chosen) <= 0.3 * sum(chosen)
 
 
-@pytest.mark.parametrize("name", sorted(CHOOSERS))
-def test_every_choice_is_a_worker(name):
-    chooser = make_chooser(name, 5, seed=1)
-    assert all(0 <= chooser.choose(loads(1, 2, 3, 4, 5), prompt(i)) < 5 for i in range(50))
+def test_sessions_stick_to_their_target_until_it_goes():
+    policy = make_policy("round_robin", sticky=True)
+    states = targets(0, 0, 0)
+    request = Features(10, session="me")
+    home = first(policy, request, states)
+    policy.sent(request, states[home])
+    for _ in range(5):
+        ranking = policy.rank(request, states)
+        assert ranking.order[0] == home
+        assert ranking.reason == STICKY
+    rest = [state for state in states if state is not states[home]]
+    assert policy.rank(request, rest).reason != STICKY
+    assert {first(policy, Features(10, session=f"other {i}"), states) for i in range(6)} == {0, 1, 2}
 
 
-def test_load_goes_back_to_nothing():
-    load = WorkerLoad()
-    load.add(0.5)
-    load.remove(0.5)
-    assert load == WorkerLoad()
-
-
-def test_an_unknown_router_policy_names_near_ones():
+def test_an_unknown_policy_names_near_ones():
     with pytest.raises(ConfigError, match="did you mean round_robin"):
-        make_chooser("roundrobin", 2)
+        make_policy("roundrobin")

@@ -20,20 +20,24 @@ MAY_IMPORT = {
     "tape": {"base", "cache", "cost", "policy", "scheduler"},
     "executor": {"base"},
     "executor.mock": {"base", "cost", "executor"},
-    "router.choice": {"base", "cost"},
+    "router.load": {"base"},
+    "router.choice": {"base", "router.load"},
     "router.index": {"base", "cost"},
-    "router": {"base", "cost", "policy", "router.choice", "router.index"},
+    "router": {"base", "cost", "policy", "router.load", "router.choice", "router.index"},
     "sim": {
         *("base", "cache", "cost", "policy", "scheduler", "tape"),
-        *("transfer.protocol", "router.choice", "router.index"),
+        *("transfer.protocol", "router.load", "router.choice", "router.index"),
     },
     "transfer.protocol": {"base"},
-    "engine": {"base", "cost", "policy", "scheduler", "tape", "transfer", "router.choice", "router.index"},
+    "engine": {
+        *("base", "cost", "policy", "scheduler", "tape", "transfer"),
+        *("router.load", "router.choice", "router.index"),
+    },
     "server": {"base", "engine"},
     "lang": set(),
     "bench": {"base", "sim"},
 }
-PURE = ("base", "cache", "cost", "policy", "scheduler", "tape", "sim", "router.choice", "router.index")
+PURE = ("base", "cache", "cost", "policy", "scheduler", "tape", "sim", "router.load", "router.choice", "router.index")
 BANNED = {"torch", "time", "asyncio", "socket", "threading", "multiprocessing", "zmq", "random"}
 SIM_MAY = {"time", "multiprocessing"}
 WIRING = {
@@ -126,7 +130,8 @@ def test_pure_rooms_do_no_io(module, path):
 
 
 @pytest.mark.parametrize(
-    "module", ["tokenyard.sim", "tokenyard.scheduler", "tokenyard.executor.mock", "tokenyard.server"]
+    "module",
+    ["tokenyard.sim", "tokenyard.scheduler", "tokenyard.executor.mock", "tokenyard.server", "tokenyard.router.serve"],
 )
 def test_imports_without_torch(module):
     code = f"import sys; sys.modules['torch'] = None; import {module}"

@@ -19,7 +19,7 @@ from tokenyard.base.ranges import Allowed
 from tokenyard.cli.flags import Flag, all_flags
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
-from tokenyard.router.choice import CHOOSERS
+from tokenyard.router.choice import POLICIES
 from tokenyard.sim.engine import Setup
 from tokenyard.sim.presets import preset, preset_names
 from tokenyard.sim.synthetic import SYNTHETIC, synthetic
@@ -76,7 +76,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--profile", type=Path, metavar="FILE", help="cost profile written by tokenyard calibrate")
     group.add_argument("--replicas", type=int, default=1, metavar="R", help="engines behind a router")
-    group.add_argument("--router", choices=list(CHOOSERS), default="round_robin", help="how requests are spread")
+    group.add_argument("--router", choices=list(POLICIES), default="round_robin", help="how requests are spread")
     group.add_argument("--host-us", type=float, default=0.0, metavar="US", help="CPU time of one step")
     group.add_argument("--overlap", action="store_true", help="plan a step while the last one runs (one step of lag)")
     group.add_argument(

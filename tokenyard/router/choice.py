@@ -260,9 +260,10 @@ class PredictedTtft(RoutePolicy):
 
     Predicted is the time for the prompt tokens that the target has not cached, after those of requests that still wait
     for their first token, plus what requests that decode there cost a newcomer. Targets that are all but equally good
-    are told apart by their number of requests. A target with more than its share of the requests in flight, and some
-    more, comes after all others: so however good a prefix matches, it moves on to further targets once one is busy, and
-    from then on those hold it, too. A target's share is smaller where it is slower.
+    are told apart by their number of requests. A target that would have more than its share of the requests in flight,
+    and some more, comes after all others; if another target has not even half of its share, there is no more. So however
+    good a prefix matches, it moves on to further targets once some are busy, and from then on those hold it, too. A
+    target's share is smaller where it is slower.
     """
 
     name = "predicted_ttft"
@@ -271,17 +272,15 @@ class PredictedTtft(RoutePolicy):
     """What a request that decodes costs a newcomer, in prompt tokens."""
 
     near, near_s = 0.05, 0.002
-    over, over_requests = 1.15, 2.0
+    over, over_requests = 1.25, 2.0
+    starving, starving_requests = 0.5, 1.0
 
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
         """See `RoutePolicy.rank`. Scores are seconds."""
         matched = request.matched or [0] * len(targets)
         scores = [self._score_s(request.tokens, matched[i], target) for i, target in enumerate(targets)]
         weights = [1.0 / target.slowness for target in targets]
-        fair = (sum(target.requests for target in targets) + 1) / sum(weights)
-        beyond = [
-            target.requests >= self.over * fair * weights[i] + self.over_requests for i, target in enumerate(targets)
-        ]
+        beyond = self._beyond(targets, weights)
         best = min((score for score, out in zip(scores, beyond, strict=True) if not out), default=min(scores))
         window = best * (1.0 + self.near) + self.near_s
 
@@ -292,6 +291,17 @@ class PredictedTtft(RoutePolicy):
 
         order = sorted(range(len(scores)), key=key)
         return Ranking(order, scores, self._reason(order[0], matched, beyond))
+
+    def _beyond(self, targets: Sequence[TargetState], weights: list[float]) -> list[bool]:
+        """Which targets would have more than their share of the requests in flight with this one."""
+        fair = (sum(target.requests for target in targets) + 1) / sum(weights)
+        shares = [fair * weight for weight in weights]
+        starved = any(
+            target.requests < self.starving * share - self.starving_requests
+            for target, share in zip(targets, shares, strict=True)
+        )
+        over, more = (1.0, 0.0) if starved else (self.over, self.over_requests)
+        return [target.requests + 1 > over * share + more for target, share in zip(targets, shares, strict=True)]
 
     def _score_s(self, tokens: int, matched: int, target: TargetState) -> float:
         uncached = max(tokens - matched * target.credit, 1.0)

@@ -8,8 +8,8 @@ from urllib.parse import unquote
 
 import orjson
 
-from tokenyard import __version__
 from tokenyard.base import ConfigError, InvalidRequestError, TokenyardError
+from tokenyard.base.version import __version__
 from tokenyard.router.errors import RouterError
 from tokenyard.router.front import JSON_TYPE, FrontConnection, Incoming, Job
 from tokenyard.router.health import ask

@@ -310,7 +310,7 @@ class Exchange:
     def _drop_upstream(self) -> None:
         connection, self._upstream = self._upstream, None
         if connection is not None:
-            connection.drop()
+            connection.drop(self)
 
     def _give_back(self) -> None:
         """The target's load is counted no longer."""

@@ -60,19 +60,18 @@ async def ask(
     headers: list[tuple[bytes, bytes]] | None = None,
 ) -> tuple[int, bytes]:
     """The status and body that a worker answers. Raises OSError (TimeoutError too) if it does not in time."""
+    target, reader = (worker.url.path + path).encode(), _Whole()
+    fields = [(b"connection", b"close"), *(headers or [])]
+    head = request_head(method.encode(), target, worker.url.authority.encode(), fields, len(body))
     connection: UpstreamConnection | None = None
     try:
         async with asyncio.timeout(timeout_s):
             connection = await worker.pool.connect()
-            target = (worker.url.path + path).encode()
-            fields = [(b"connection", b"close"), *(headers or [])]
-            reader = _Whole()
-            head = request_head(method.encode(), target, worker.url.authority.encode(), fields, len(body))
-            connection.send(reader, head + body)
+            connection.send(reader, head + body, keep=False)
             return await reader.done
     finally:
         if connection is not None:
-            connection.drop()
+            connection.drop(reader)
 
 
 class Health:

@@ -91,6 +91,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._body: Body | None = None
         self._keep_alive = False
         self._used = False
+        self._keep = True
         self._heard = False
         self.transport = cast(asyncio.Transport, None)
 
@@ -101,15 +102,16 @@ class UpstreamConnection(asyncio.Protocol):
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, reader: Reader, data: bytes) -> None:
-        """Send a whole request; the answer goes to `reader`."""
-        self._reader, self._body, self._head, self._heard = reader, None, b"", False
+    def send(self, reader: Reader, data: bytes, *, keep: bool = True) -> None:
+        """Send a whole request; the answer goes to `reader`. Without `keep` the connection ends with the answer."""
+        self._reader, self._body, self._head, self._heard, self._keep = reader, None, b"", False, keep
         self.transport.write(data)
 
-    def drop(self) -> None:
-        """Nobody reads this answer any more."""
-        self._reader = None
-        self.transport.abort()
+    def drop(self, reader: Reader) -> None:
+        """`reader` is not interested any more; nothing happens if the connection is another one's by now."""
+        if self._reader is reader:
+            self._reader = None
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Pass on what has come."""
@@ -178,7 +180,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _release(self) -> None:
         """The answer is complete: keep the connection for the next request if it can take one."""
         self._reader, self._used = None, True
-        if self._keep_alive and not isinstance(self._body, EndlessBody):
+        if self._keep and self._keep_alive and not isinstance(self._body, EndlessBody):
             self._pool.put(self)
         else:
             self.transport.close()

@@ -15,16 +15,15 @@ from tokenyard.base import (
     Float64Array,
     Int32Array,
     Int64Array,
-    Request,
     SchedulerSettings,
 )
 from tokenyard.base.version import __version__
 from tokenyard.cost import LinearCost, Profile, unloaded_prefill_s
 from tokenyard.policy.adaptive import Adaptive, Switch
-from tokenyard.router.choice import Chooser, WorkerLoad, make_chooser
 from tokenyard.sim.adaptive import Adapter
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE, BlankContent, Content
 from tokenyard.sim.replica import NEVER_NS, Replica, SimExecutor, StepObserver
+from tokenyard.sim.router import SimRouter
 from tokenyard.sim.workload import Workload, to_ns
 from tokenyard.tape.codec import Origin
 from tokenyard.tape.recorder import Recorder, Sink
@@ -242,13 +241,17 @@ class _Run:
         self._content: Content = BlankContent() if setup.settings.disable_radix_cache else workload.content
         self._unloaded_s: dict[int, float] = {}
         self._outcome = _blank_outcome(workload, setup)
+        router = self._make_router()
+        self._router = router if setup.replicas > 1 else None
         others = [self._replica(None, None) for _ in range(setup.replicas - 1)]
         self._replicas = [self._replica(observer, tape), *others]
         adaptive = setup.settings.schedule_policy == Adaptive.name
         self._adapters = [Adapter(setup.settings, replica) for replica in self._replicas] if adaptive else []
         self._described = self._replicas[0].scheduler.snapshot(0).policy
-        self._loads = [WorkerLoad() for _ in self._replicas]
-        self._chooser: Chooser = make_chooser(setup.router, setup.replicas, setup.seed)
+
+    def _make_router(self) -> SimRouter:
+        setup, info = self._setup, executor_info(self._workload, self._setup)
+        return SimRouter(setup.router, setup.replicas, setup.seed, info.num_pages * info.page_size)
 
     def _replica(self, observer: StepObserver | None, tape: Sink | None) -> Replica:
         setup, info = self._setup, executor_info(self._workload, self._setup)
@@ -256,7 +259,15 @@ class _Run:
         executor = SimExecutor(info, self._truth, self._workload.output_tokens, distinct)
         origin = Origin(setup.settings, info, setup.belief(), setup.learn)
         scheduler = origin.scheduler() if tape is None else Recorder(origin, tape, None, __version__)
-        return Replica(scheduler, executor, self._note_finish, setup.settings.max_in_flight, setup.host_s, observer)
+        return Replica(
+            scheduler,
+            executor,
+            self._note_finish,
+            setup.settings.max_in_flight,
+            setup.host_s,
+            observer,
+            None if self._router is None else self._router.first_token,
+        )
 
     def submit(self, index: int) -> None:
         """Bring all replicas to the arrival of request `index` and give it to one of them."""
@@ -264,10 +275,9 @@ class _Run:
         self._advance(arrival_ns, to_arrival=True)
         unloaded_s = self._unloaded(int(self._workload.prompt_tokens[index]))
         request = self._workload.request(index, self._content, true_length=self._setup.oracle)
-        chosen = self._choose(request) if len(self._replicas) > 1 else 0
+        chosen = 0 if self._router is None else self._router.choose(request, arrival_ns)
         self._outcome.replica[index] = chosen
         self._outcome.unloaded_s[index] = unloaded_s
-        self._loads[chosen].add(unloaded_s)
         self._replicas[chosen].submit(request, arrival_ns)
         if self._adapters:
             self._adapters[chosen].submitted(request, arrival_ns)
@@ -279,10 +289,6 @@ class _Run:
                 self._adapters[index].advance(until, to_arrival=to_arrival)
             else:
                 replica.advance(until, to_arrival=to_arrival)
-
-    def _choose(self, request: Request) -> int:
-        key = request.prompt_ids.tobytes() if self._chooser.needs_prompt else b""
-        return self._chooser.choose(self._loads, key)
 
     def _unloaded(self, prompt_tokens: int) -> float:
         """Seconds of the whole prompt's prefill on the idle device."""
@@ -308,7 +314,8 @@ class _Run:
         outcome.cached_tokens[number] = finish.cached_tokens
         outcome.retractions[number] = finish.retractions
         replica = int(outcome.replica[number])
-        self._loads[replica].remove(float(outcome.unloaded_s[number]))
+        if self._router is not None:
+            self._router.finished(finish)
         if self._adapters:
             self._adapters[replica].finished(finish)
 

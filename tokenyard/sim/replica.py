@@ -114,13 +114,16 @@ class Replica:
         depth: int = 1,
         host_s: float = 0.0,
         observer: StepObserver | None = None,
+        started: Callable[[int, int], None] | None = None,
     ) -> None:
+        """`started` is told of each first token: (number of the request, when)."""
         self.scheduler = scheduler
         self.now = 0
         self.busy_ns = 0
         self.steps = 0
         self._executor = executor
         self._finished = finished
+        self._started = started
         self._host_ns = to_ns(host_s)
         self._observer = observer
         self._depth = depth
@@ -223,12 +226,16 @@ class Replica:
         self.scheduler.commit(step.result, self.now)
         self._must_commit = False
         self._undrained += 1
-        if self._undrained == COMMITS_PER_DRAIN:
+        if self._undrained == COMMITS_PER_DRAIN or self._started is not None:
             self._drain()
         if self._observer is not None:
             self._observer(step.begin_ns, step.end_ns, step.plan, step.work, self.scheduler)
 
     def _drain(self) -> None:
         self._undrained = 0
-        for finish in self.scheduler.drain().finished:
+        batch = self.scheduler.drain()
+        if self._started is not None:
+            for started in batch.started:
+                self._started(started.number, self.now)
+        for finish in batch.finished:
             self._finished(finish)
