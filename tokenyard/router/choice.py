@@ -261,9 +261,9 @@ class PredictedTtft(RoutePolicy):
     Predicted is the time for the prompt tokens that the target has not cached, after those of requests that still wait
     for their first token, plus what requests that decode there cost a newcomer. Targets that are all but equally good
     are told apart by their number of requests. A target that would have more than its share of the requests in flight,
-    and some more, comes after all others; if another target has not even half of its share, there is no more. So however
-    good a prefix matches, it moves on to further targets once some are busy, and from then on those hold it, too. A
-    target's share is smaller where it is slower.
+    and some more, comes after all others; where one has not half of its share, no more is allowed. So however
+    good a prefix matches, it moves on to further targets once some are busy, and from then on those hold it too. A
+    slower target's share is smaller.
     """
 
     name = "predicted_ttft"
