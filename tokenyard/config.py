@@ -53,6 +53,12 @@ class Settings(SharedSettings):
     )
     served_model_name: str = setting("", "model", "name of the model in the API; the last part of its path if absent")
     chat_template: str = setting("", "model", "Jinja file with a chat template to use instead of the model's own")
+    tool_call_parser: str = setting(
+        "",
+        "model",
+        "how the model writes tool calls and reasoning, such as hermes; read off its chat template if absent",
+        aliases=("--reasoning-parser",),
+    )
     context_length: int | None = setting(
         None,
         "model",

@@ -38,12 +38,17 @@ def word_tokenizer() -> Tokenizer:
 
 
 class FakeManager:
-    """Answers with the words of WORDS in turn, one a delta; remembers what it was asked and what was closed."""
+    """Answers with the words of WORDS in turn, one a delta, or with the pieces of `answer`.
+
+    Remembers what it was asked and what was closed.
+    """
 
     context_length = 64
 
     def __init__(self) -> None:
         self.tokenizer: Any = word_tokenizer()
+        self.template_sources: dict[str, str] = {}
+        self.answer: list[str] | None = None
         self.specs: list[GenerateSpec] = []
         self.closed: list[str] = []
         self.calls: list[Any] = []
@@ -70,7 +75,7 @@ class FakeManager:
         )
         if not prompt:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        count = spec.sampling.max_new_tokens
+        count = spec.sampling.max_new_tokens if self.answer is None else len(self.answer)
         if len(prompt) + count > self.context_length:
             if not spec.clamp_max_new_tokens:
                 raise ContextLengthError(f"{len(prompt)} + {count} tokens do not fit", param="max_tokens")
@@ -100,6 +105,8 @@ class FakeManager:
     def _delta(self, spec: GenerateSpec, prompt: list[int], index: int, place: int, count: int) -> OutputDelta:
         token = place % len(WORDS) + 1
         text = ("" if place == 0 else " ") + WORDS[token - 1]
+        if self.answer is not None:
+            text = self.answer[place]
         last = place + 1 == count
         return OutputDelta(
             index=index,
@@ -108,7 +115,11 @@ class FakeManager:
             prompt_tokens=len(prompt),
             completion_tokens=place + 1,
             cached_tokens=2,
-            finish=finish("length", prompt=len(prompt), output=count, slo_targets=PROMISE) if last else None,
+            finish=finish(
+                "length" if self.answer is None else "stop", prompt=len(prompt), output=count, slo_targets=PROMISE
+            )
+            if last
+            else None,
             logprobs=self._logprobs(spec, prompt, place, token),
         )
 

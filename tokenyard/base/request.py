@@ -78,7 +78,8 @@ class SamplingParams:
 class TextOptions:
     """What the detokenizer needs to turn one request's tokens into text.
 
-    min_tokens: stop strings are looked for only in the text of later tokens.
+    min_tokens: stop strings are looked for only in the text of later tokens. keep_ids: special tokens that stay in the
+    text where others are skipped, as they mark tool calls or reasoning.
     """
 
     skip_special_tokens: bool = True
@@ -87,6 +88,7 @@ class TextOptions:
     stream: bool = False
     stream_interval: int = 1
     min_tokens: int = 0
+    keep_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

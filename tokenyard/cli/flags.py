@@ -32,7 +32,7 @@ FOREIGN_FLAGS = {
     "weights and KV are kept in --dtype": "quantization kv-cache-dtype",
     "models run by this package's own code alone": "trust-remote-code attention-backend sampling-backend model-impl",
     "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",
-    "output is not constrained or parsed": "grammar-backend tool-call-parser reasoning-parser enable-auto-tool-choice",
+    "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",
     "there is no speculative decoding": "speculative-algorithm speculative-config speculative-num-steps",
     "prefill and decode run in one engine": "disaggregation-mode disaggregation-transfer-backend kv-transfer-config",
     "there are no CUDA graphs to switch off": "disable-cuda-graph cuda-graph-max-bs enforce-eager compilation-config",

@@ -24,6 +24,7 @@ from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.requests import ns_from_ms
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.offline import engine_config, located
+from tokenyard.server.parse.detect import named
 from tokenyard.server.serving import DrainingServer, listen
 from tokenyard.server.state import ServerOptions, ServerState
 from tokenyard.server.tracing import open_tracing
@@ -56,6 +57,8 @@ def server_options(settings: Settings) -> ServerOptions:
     """The HTTP side's part of the settings."""
     shared = {item.name for item in dataclasses.fields(ServerOptions)}
     values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings) if item.name in shared}
+    if settings.tool_call_parser:
+        named(settings.tool_call_parser)
     return ServerOptions(
         model_name=settings.served_model_name,
         max_body_bytes=int(settings.max_body_mb * 1_000_000),

@@ -97,6 +97,11 @@ class TokenizerManager:
         return self._requests.longest
 
     @property
+    def template_sources(self) -> dict[str, str]:
+        """The Jinja sources of the chat templates by name, which tell how the model writes."""
+        return self._template.sources
+
+    @property
     def open_requests(self) -> int:
         """Requests whose answers have not all ended."""
         return len(self._streams)

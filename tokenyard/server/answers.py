@@ -11,6 +11,7 @@ from tokenyard.engine.requests import level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.errors import failure
 from tokenyard.server.explain import stages_ms, wall_s
+from tokenyard.server.parse.reading import AnswerReader
 from tokenyard.server.state import Manager, ServerState
 from tokenyard.server.stream import Reply
 
@@ -34,7 +35,7 @@ class Call:
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of one answer so far."""
+    """What has come of one answer so far. `reader` takes its text apart, if it may hold more than text."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Answer:
     completion_tokens: int = 0
     cached_tokens: int = 0
     finish: Finish | None = None
+    reader: AnswerReader | None = None
 
     def add(self, delta: OutputDelta, *, keep: bool) -> None:
         """Take in a delta; `keep` says whether text and tokens are collected or only counted."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tokenyard.server.answers import Answer
 from tokenyard.server.parse.events import (
     CallArguments,
     CallStart,
@@ -56,6 +57,12 @@ def _join(deltas: list[dict[str, Any]], name: str, text: str) -> None:
         deltas.append({name: text})
 
 
-def chat_reason(reason: str | None, message: ParsedMessage, *, named: bool) -> str | None:
-    """The finish_reason of an answer; a call of a tool that the client named ends with stop, as OpenAI's API does."""
-    return "tool_calls" if reason == "stop" and message.calls and not named else reason
+def chat_reason(reason: str, message: ParsedMessage) -> str:
+    """The finish_reason of an answer: one that was cut off keeps its reason even if it called a tool."""
+    return "tool_calls" if reason == "stop" and message.calls else reason
+
+
+def reasoning_usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What usage says of reasoning."""
+    tokens = sum(answer.reader.reasoning_tokens for answer in answers if answer.reader is not None)
+    return {"completion_tokens_details": {"reasoning_tokens": tokens}}

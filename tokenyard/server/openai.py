@@ -7,9 +7,10 @@ from typing import Any
 
 import orjson
 
-from tokenyard.base import Finish, InvalidRequestError, LogprobOptions
+from tokenyard.base import InvalidRequestError, LogprobOptions
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.answers import Answer, Call, collect, run, stage_times, usage_of, usage_so_far
+from tokenyard.server.chat_output import chat_deltas, chat_message, chat_reason, reasoning_usage
 from tokenyard.server.convert import (
     check_max_tokens,
     new_spec,
@@ -18,6 +19,7 @@ from tokenyard.server.convert import (
     text_options_of,
 )
 from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
+from tokenyard.server.parse.reading import Reading, functions_of
 from tokenyard.server.prompts import CompletionPrompt, chat_prompt, completion_prompts
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, OpenAIFields, parse
 from tokenyard.server.state import answer_id
@@ -41,6 +43,7 @@ class Job:
     want_usage: bool
     want_usage_always: bool
     drop_output: bool = False
+    reading: Reading | None = None
 
     @property
     def want_token_ids(self) -> bool:
@@ -68,10 +71,17 @@ async def _chat_job(call: Call, body: ChatRequest) -> Job:
     logprobs = _logprob_options(body.top_logprobs or 0, "top_logprobs", -1) if body.logprobs else None
     given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     check_max_tokens(given, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens", least=1)
-    text = await chat_prompt(call.manager, body)
+    functions = functions_of(body.tools or ()) if body.tool_choice != "none" else []
+    text = await chat_prompt(call.manager, body, call.state.style)
     spec = _spec(call, body, given, default=call.manager.context_length, logprobs=logprobs)
     spec.text, spec.add_special_tokens = text, False
-    return _job(call, body, [spec], [])
+    job = _job(call, body, [spec], [])
+    job.reading = call.state.style.reading(text, functions, reasoning=body.separate_reasoning is not False)
+    if job.reading is not None:
+        spec.text_options.keep_ids = call.state.style.keep_ids
+        if job.reading.notes:
+            job.head["warnings"] = job.reading.notes
+    return job
 
 
 async def _completion_job(call: Call, body: CompletionRequest) -> Job:
@@ -196,6 +206,8 @@ def _whole(call: Call, job: Job, answers: list[Answer]) -> dict[str, Any]:
             _without_output(answer)
     choices = [_choice(call, job, index, answer) for index, answer in enumerate(answers)]
     content = {**job.head, "choices": choices, "usage": usage_of(answers, job.n)}
+    if job.reading is not None:
+        content["usage"] |= reasoning_usage(answers)
     if job.body.return_x_sched and answers[0].finish is not None:
         content["x_sched"] = stage_times(answers[0].finish, job.specs[0])
     return content
@@ -212,7 +224,7 @@ def _choice(call: Call, job: Job, index: int, answer: Answer) -> dict[str, Any]:
     names, logprobs = call.state.names, None
     choice: dict[str, Any] = {"index": index}
     if job.chat:
-        choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+        choice["message"] = _message(job, answer)
         if job.want_logprobs:
             logprobs = chat_logprobs(answer.logprobs, names)
     else:
@@ -226,18 +238,29 @@ def _choice(call: Call, job: Job, index: int, answer: Answer) -> dict[str, Any]:
                 offset = min(0, len(prompt.echo) - sum(len(names.text(token)) for token in prompt.ids.tolist()))
             logprobs = completion_logprobs(answer.logprobs, names, offset=offset, first_token=first)
     choice["logprobs"] = logprobs
-    choice["finish_reason"] = _reason(job, answer.finish)
+    choice["finish_reason"] = _reason(job, answer)
     choice["matched_stop"] = answer.finish.matched if answer.finish else None
     if job.want_token_ids:
         choice["token_ids"] = answer.token_ids
     return choice
 
 
-def _reason(job: Job, finish: Finish | None) -> str | None:
+def _message(job: Job, answer: Answer) -> dict[str, Any]:
+    """The message of a whole chat answer, taken apart where it may hold more than text."""
+    if job.reading is None:
+        return {"role": "assistant", "content": answer.text, "refusal": None}
+    answer.reader = job.reading.reader()
+    answer.reader.feed(answer.text, last=True)
+    return chat_message(answer.reader.message)
+
+
+def _reason(job: Job, answer: Answer) -> str | None:
     """The finish_reason word; an answer whose one token is left out has reached its length."""
-    if finish is None:
+    if answer.finish is None:
         return None
-    return "length" if job.drop_output and finish.reason == "stop" else finish.reason
+    if answer.reader is not None:
+        return chat_reason(answer.finish.reason, answer.reader.message)
+    return "length" if job.drop_output and answer.finish.reason == "stop" else answer.finish.reason
 
 
 async def _stream(call: Call, job: Job) -> None:
@@ -255,7 +278,10 @@ async def _stream(call: Call, job: Job) -> None:
         if writer is None:
             writer = ChunkWriter(job.head, index, chat=job.chat, null_usage=job.want_usage)
             writers[index], opening = writer, _opening(job, index, writer)
-        if delta.finish is None and not special:
+        if job.reading is not None:
+            answers[index].add(delta, keep=False)
+            chunk = _read_chunks(call, job, writer, delta, answers[index])
+        elif delta.finish is None and not special:
             if job.want_usage_always:
                 chunk = writer.counted(delta.text, usage_so_far(delta))
             else:
@@ -271,6 +297,28 @@ async def _stream(call: Call, job: Job) -> None:
 
     await run(call, job.specs, take)
     await call.reply.end()
+
+
+def _read_chunks(call: Call, job: Job, writer: ChunkWriter, delta: OutputDelta, answer: Answer) -> bytes:
+    """The chunks of a chat answer whose text is taken apart; what goes with the delta stands in the last one."""
+    assert job.reading is not None
+    if answer.reader is None:
+        answer.reader = job.reading.reader()
+    deltas = chat_deltas(answer.reader.feed(delta.text, last=delta.finish is not None))
+    logprobs = chat_logprobs(delta.logprobs, call.state.names) if job.want_logprobs and delta.logprobs else None
+    if delta.finish is not None or logprobs or job.want_token_ids:
+        deltas = deltas or [{}]
+    if not deltas:
+        return b""
+    last = writer.delta(
+        deltas[-1],
+        finish_reason=_reason(job, answer),
+        matched=delta.finish.matched if delta.finish else None,
+        logprobs=logprobs,
+        token_ids=delta.token_ids if job.want_token_ids else None,
+        usage=usage_of([answer], 1) if job.want_usage_always else None,
+    )
+    return b"".join([*map(writer.delta, deltas[:-1]), last])
 
 
 def _opening(job: Job, index: int, writer: ChunkWriter) -> bytes:
@@ -297,7 +345,7 @@ def _full_chunk(
             offsets[index] += sum(map(len, logprobs["tokens"]))
     return writer.full(
         delta.text,
-        finish_reason=_reason(job, delta.finish),
+        finish_reason=_reason(job, answer),
         matched=delta.finish.matched if delta.finish else None,
         logprobs=logprobs,
         token_ids=delta.token_ids if job.want_token_ids else None,
@@ -312,7 +360,7 @@ def _closing(job: Job, answers: list[Answer]) -> bytes:
             _without_output(answer)
     extra: dict[str, Any] = {}
     if job.want_usage:
-        extra["usage"] = usage_of(answers, job.n)
+        extra["usage"] = usage_of(answers, job.n) | (reasoning_usage(answers) if job.reading is not None else {})
     if job.body.return_x_sched and answers[0].finish is not None:
         extra["x_sched"] = stage_times(answers[0].finish, job.specs[0])
     return (closing_event(job.head, extra) if extra else b"") + DONE

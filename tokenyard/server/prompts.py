@@ -8,6 +8,7 @@ import numpy as np
 
 from tokenyard.base import Int32Array, InvalidRequestError
 from tokenyard.server.answers import Call
+from tokenyard.server.parse.reading import OutputStyle
 from tokenyard.server.protocol import ChatRequest, CompletionRequest
 from tokenyard.server.state import Manager
 
@@ -45,7 +46,7 @@ def _check_part(part: Any, where: str) -> None:
         raise InvalidRequestError(f"{where}.content: only text parts are supported, not {kind!r}", param="messages")
 
 
-async def chat_prompt(manager: Manager, body: ChatRequest) -> str:
+async def chat_prompt(manager: Manager, body: ChatRequest, style: OutputStyle) -> str:
     """The prompt text of a chat request, through the model's template."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -56,7 +57,7 @@ async def chat_prompt(manager: Manager, body: ChatRequest) -> str:
     given = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
     variables = {name: value for name, value in given.items() if value is not None}
     return await manager.render_chat(
-        check_messages(body.messages),
+        style.roles(check_messages(body.messages)),
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         tools=body.tools if use_tools else None,

@@ -12,6 +12,7 @@ from tokenyard.engine.streams import Ended, Reader
 from tokenyard.server.errors import HttpError
 from tokenyard.server.logprobs import TokenNames
 from tokenyard.server.metrics import Metrics
+from tokenyard.server.parse.reading import OutputStyle
 from tokenyard.server.request_log import RequestLog
 from tokenyard.server.timeline import StreamProfile
 
@@ -28,6 +29,10 @@ class Manager(Protocol):
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
+
+    @property
+    def template_sources(self) -> Mapping[str, str]:
+        """The Jinja sources of the chat templates by name."""
 
     def generate(self, spec: GenerateSpec) -> AsyncGenerator[OutputDelta, None]:
         """Answer one request; closing the iterator cancels it."""
@@ -96,6 +101,7 @@ class ServerOptions:
     max_body_bytes: int = 32_000_000
     max_prompts: int = 1024
     strict_api: bool = False
+    tool_call_parser: str = ""
     stream_interval: int = 1
     metrics_compat: list[str] = field(default_factory=list)
     health_timeout_s: float = 20.0
@@ -130,6 +136,7 @@ class ServerState:
         self.created_s = int(time.time())
         self._manager: Manager | None = None
         self._names: TokenNames | None = None
+        self._style: OutputStyle | None = None
         self._rids: set[str] = set()
         self._timeline: StreamProfile | None = None
         if manager is not None:
@@ -139,6 +146,7 @@ class ServerState:
         """The engine is warm: requests are welcome from now on."""
         self._manager = manager
         self._names = TokenNames(manager.tokenizer)
+        self._style = OutputStyle(manager.template_sources, manager.tokenizer, self.options.tool_call_parser)
         self.phase = "ready"
 
     def start_draining(self) -> None:
@@ -157,6 +165,12 @@ class ServerState:
         """Tokens as text."""
         assert self._names is not None
         return self._names
+
+    @property
+    def style(self) -> OutputStyle:
+        """How the model writes reasoning and tool calls."""
+        assert self._style is not None
+        return self._style
 
     def admit(self) -> Manager:
         """The engine, for a new request. Raises OverloadedError while loading or draining."""

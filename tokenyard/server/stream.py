@@ -125,6 +125,7 @@ class ChunkWriter:
         self._counted = self._close + b',"logprobs":null,"finish_reason":null}],"usage":'
         self._tail = self._close + b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
         self._head = opening + (b'"delta":{"content":' if chat else b'"text":')
+        self._choice = opening
         self._role = opening + b'"delta":{"role":"assistant","content":""' + self._tail
 
     def role(self) -> bytes:
@@ -138,6 +139,25 @@ class ChunkWriter:
     def counted(self, text: str, usage: bytes) -> bytes:
         """A chunk with text and the usage so far (JSON), which some clients want with each."""
         return b"".join((self._head, orjson.dumps(text), self._counted, usage, b"}\n\n"))
+
+    def delta(
+        self,
+        delta: Mapping[str, Any],
+        *,
+        finish_reason: str | None = None,
+        matched: int | str | None = None,
+        logprobs: Any = None,
+        token_ids: list[int] | None = None,
+        usage: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """A chunk of a chat whose delta holds other things than content, such as tool calls."""
+        choice: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        if finish_reason is not None:
+            choice["matched_stop"] = matched
+        if token_ids is not None:
+            choice["token_ids"] = token_ids
+        last = b',"usage":' + orjson.dumps(usage) if usage is not None else self._usage
+        return b"".join((self._choice, orjson.dumps(choice)[1:], b"]", last, b"}\n\n"))
 
     def full(
         self,

@@ -86,6 +86,7 @@ class ChatTemplate:
         environment = _environment()
         self._wants: dict[str, Wants] = {}
         self.special_tokens = dict(special_tokens)
+        self.sources = dict(sources)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:

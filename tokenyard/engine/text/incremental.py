@@ -1,5 +1,7 @@
 """Tokens to text, one token at a time, without ever showing half a character."""
 
+from collections.abc import Collection
+
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -21,9 +23,17 @@ class IncrementalText:
     all come is held back until they have, or until `flush`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Int32Array, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Int32Array,
+        skip_special_tokens: bool,
+        keep_ids: Collection[int] = (),
+    ) -> None:
+        """`keep_ids` are special tokens that are not skipped."""
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skip = skip_special_tokens and not keep_ids
+        self._dropped = _special_ids(tokenizer).difference(keep_ids) if skip_special_tokens and keep_ids else None
         self._shown: list[int] = prompt_ids[-CONTEXT_TOKENS:].tolist()
         self._held: list[int] = []
         # Behind a prompt that ends inside a character, the decoder would repeat the prompt's text.
@@ -33,6 +43,8 @@ class IncrementalText:
 
     def add(self, token: int) -> str:
         """Return the text that `token` completes, "" if none."""
+        if self._dropped is not None and token in self._dropped:
+            return ""
         self._held.append(token)
         try:
             piece: str | None = self._stream.step(self._tokenizer, token)
@@ -56,3 +68,7 @@ class IncrementalText:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+
+
+def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset(token for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special)

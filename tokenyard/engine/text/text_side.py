@@ -41,7 +41,9 @@ class _TextState:
         self.prompt_tokens = len(started.prompt_ids)
         self.trims_stop = not options.no_stop_trim
         self.interval = max(1, options.stream_interval) if options.stream else 0
-        self.text = tokenizer and IncrementalText(tokenizer, started.prompt_ids, options.skip_special_tokens)
+        self.text = tokenizer and IncrementalText(
+            tokenizer, started.prompt_ids, options.skip_special_tokens, options.keep_ids
+        )
         self.matcher = StopMatcher(started.stop) if started.stop else None
         self.min_tokens = options.min_tokens
         self.stopped_by: str | None = None

@@ -6,6 +6,33 @@ from tokenyard.base import ConfigError
 from tokenyard.server.parse.families import FAMILIES
 from tokenyard.server.parse.format import Format
 
+NAMES_ELSEWHERE = {
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3": "hermes",
+    "qwen3-thinking": "hermes",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "deepseek-v3": "deepseek_v31",
+    "deepseek-r1": "think",
+    "deepseek_r1": "think",
+    "glm45": "glm",
+    "glm47": "glm",
+    "gpt-oss": "harmony",
+    "openai": "harmony",
+    "openai_gptoss": "harmony",
+    "kimi": "kimi_k2",
+    "llama3_json": "llama3",
+    "llama4_pythonic": "llama4",
+    "pythonic": "llama4",
+    "minimax-m2": "minimax",
+    "minimax_m2": "minimax",
+    "phi4_mini_json": "phi4",
+    "qwen3_xml": "qwen3_coder",
+    "step3": "qwen3_coder",
+}
+"""What SGLang and vLLM call their parsers of these formats."""
+
 
 def detect(sources: Iterable[str]) -> Format | None:
     """The format whose marks stand in the sources of a model's chat templates, None for none."""
@@ -18,6 +45,7 @@ def detect(sources: Iterable[str]) -> Format | None:
 
 def named(name: str) -> Format:
     """The format of this name. Raises ConfigError for an unknown one."""
+    name = NAMES_ELSEWHERE.get(name, name)
     if name not in FAMILIES:
         raise ConfigError(f"there is no output format {name!r}; there are {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]
