@@ -53,12 +53,12 @@ class Yard:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
         self.plans: list[StepPlan] = []
-        self._next_number = 1
+        self.next_number = 1
 
     def submit(self, prompt: list[int], max_new: int = 4, **fields) -> int:
         sampling = fields.pop("sampling", None) or SamplingParams(max_new_tokens=max_new, temperature=0.0)
-        number = self._next_number
-        self._next_number += sampling.n
+        number = self.next_number
+        self.next_number += sampling.n
         request = Request(number, f"r{number}", np.array(prompt, np.int32), sampling, **fields)
         self.apply(Submit(request))
         return number
@@ -91,12 +91,16 @@ class Yard:
         self._collect()
         return True
 
+    def turn(self, depth: int = 1) -> bool:
+        """One turn of the event loop: plans up to `depth`, and one commit. False if there was nothing to do."""
+        while len(self.tickets) < depth and self.launch():
+            pass
+        return self.commit()
+
     def run(self, depth: int = 1, limit: int = 10_000) -> None:
         """Run until nothing is left to do."""
         for _ in range(limit):
-            while len(self.tickets) < depth and self.launch():
-                pass
-            if not self.commit():
+            if not self.turn(depth):
                 return
         raise AssertionError("the scheduler does not come to rest")
 

@@ -5,6 +5,7 @@ answers and E the number of events that are no arrivals:
 
 - Between two tokens that are computed for the first time, at most (N + 2) * P tokens are computed again.
 - All in all at most `RECOMPUTED` * (T + E * P) tokens are computed again.
+- Between two times that an answer loses its place, a token is computed for the first time or an event comes.
 - A step computes a token or more, so a run ends within (1 + `RECOMPUTED`) * (T + E * P) steps.
 """
 
@@ -55,13 +56,22 @@ class BrokenRun(Exception):
 class Progress:
     """Tells tokens that are computed for the first time from those computed again.
 
-    furthest: int64[numbers], first position of each answer that was never computed.
+    furthest: int64[numbers], first position of each answer that was never computed. advances: how many plans computed
+    something new, and how many events came. lost_place_at: for each answer, `advances` when it last lost its place.
     """
 
     furthest: np.ndarray
     stall_limit: int
     recomputed: int = 0
     since_first_time: int = 0
+    advances: int = 0
+    lost_place_at: dict[int, int] = field(default_factory=dict)
+
+    def lost_place(self, number: int) -> None:
+        """An answer is preempted or retracted; raises BrokenRun if the run has not advanced since the last time."""
+        if self.lost_place_at.get(number) == self.advances:
+            raise BrokenRun(f"thrash: request {number} loses its place twice and nothing new is computed between")
+        self.lost_place_at[number] = self.advances
 
     def planned(self, numbers: np.ndarray, plan: StepPlan) -> None:
         """A plan was made; raises BrokenRun if for too long nothing was computed for the first time."""
@@ -70,6 +80,7 @@ class Progress:
         self.furthest[numbers] = np.maximum(self.furthest[numbers], ends)
         again = int(plan.counts.sum() - fresh.sum())
         self.recomputed += again
+        self.advances += bool(fresh.any())
         self.since_first_time = 0 if fresh.any() else self.since_first_time + again
         if self.since_first_time > self.stall_limit:
             raise BrokenRun(f"livelock: {self.since_first_time} tokens computed again since the last new one")
@@ -123,7 +134,19 @@ class ProgramRun:
         self._eos_at = np.zeros(numbers, np.int64)
         for job in jobs:
             self._eos_at[job.number : job.number + job.n] = job.prompt_tokens + job.answer_tokens - 1
+        self._watch_places()
         self._noise = np.random.default_rng(len(jobs))
+
+    def _watch_places(self) -> None:
+        state = self.scheduler.state
+        retract = state.retract
+
+        def watched(row: int, why: str, now: int) -> None:
+            if why != "paused":
+                self._progress.lost_place(int(state.table.number[row]))
+            retract(row, why, now)
+
+        state.retract = watched
 
     def run(self) -> Outcome:
         """Run to the end or to the first thing that is wrong."""
@@ -159,6 +182,7 @@ class ProgramRun:
             entry = self._script.popleft()[1]
             event = entry.event() if isinstance(entry, Job) else entry
             self.outcome.events += 1
+            self._progress.advances += 1
             try:
                 self.scheduler.apply(event, self.now)
             except ConfigError:
