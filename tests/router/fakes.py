@@ -65,6 +65,7 @@ class FakeWorker:
     delay_s: float = 0.0
     health: int = 200
     port: int = 0
+    owner: str = "me"
     asked: list[Asked] = field(default_factory=list)
     open_connections: int = 0
 
@@ -111,7 +112,8 @@ class FakeWorker:
         if path == "/health":
             writer.write(answer({}, self.health))
         elif path == "/v1/models":
-            writer.write(answer({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]}))
+            cards = [{"id": name, "object": "model", "owned_by": self.owner} for name in self.models]
+            writer.write(answer({"object": "list", "data": cards}))
         elif path in ("/server_info", "/get_server_info"):
             writer.write(answer(self.info) if self.info else answer({}, 404))
         else:

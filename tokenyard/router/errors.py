@@ -4,7 +4,7 @@ from http import HTTPStatus
 
 import orjson
 
-from tokenyard.base import TokenyardError
+from tokenyard.base import InvalidRequestError, TokenyardError
 
 RETRY_AFTER_S = 1
 _TYPES = {
@@ -24,9 +24,16 @@ class RouterError(TokenyardError):
         self.status = status
 
 
+def status_of(error: TokenyardError) -> int:
+    """The HTTP status of an error: its own, 400 where the request is at fault, else 500."""
+    if isinstance(error, RouterError):
+        return error.status
+    return 400 if isinstance(error, InvalidRequestError) else 500
+
+
 def error_body(error: TokenyardError) -> bytes:
     """The JSON body for `error`."""
-    status = error.status
+    status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if 400 <= status < 500 else "server_error")
     return orjson.dumps({"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}})
 

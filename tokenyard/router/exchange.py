@@ -15,13 +15,14 @@ import orjson
 
 from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.router.choice import Ranking
+from tokenyard.router.continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS, COMPLETIONS, Continuation, way_of
 from tokenyard.router.errors import RouterError, error_body
 from tokenyard.router.features import Parsed
 from tokenyard.router.front import FrontConnection, Headers, Incoming
 from tokenyard.router.load import Sent
 from tokenyard.router.queue import Waiting
 from tokenyard.router.upstream import Body, UpstreamConnection, body_of
-from tokenyard.router.wire import HOP_BY_HOP, LAST_CHUNK, ResponseHead, as_chunk, request_head
+from tokenyard.router.wire import HOP_BY_HOP, LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
 from tokenyard.router.workers import Target
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Exchange:
         self._ranked: list[Target] = []
         self._head: ResponseHead | None = None
         self._started = self._over = False
+        self._going_on: Continuation | None = None
+        self._follows = False
         self._before = self._last = b""
 
     # The way in.
@@ -72,7 +75,7 @@ class Exchange:
             self._dispatch(targets)
             return
         if not len(router.workers):
-            self._fail(RouterError(503, "there is no worker; try again later", code="no_worker"))
+            self.give_up(RouterError(503, "there is no worker; try again later", code="no_worker"))
             return
         router.enqueue(self)
 
@@ -87,7 +90,7 @@ class Exchange:
         if targets:
             self._dispatch(targets)
         else:
-            self._fail(RouterError(503, "no worker can take this request; try again later", code="no_worker"))
+            self.give_up(RouterError(503, "no worker can take this request; try again later", code="no_worker"))
 
     def give_up(self, error: TokenyardError) -> None:
         """Answer with `error`, or break off the stream with it, whatever is under way."""
@@ -98,7 +101,10 @@ class Exchange:
             self._fail(error)
 
     def _eligible(self) -> list[Target]:
-        return self._router.workers.eligible(self.parsed.model, self.parsed.rank, self._router.now())
+        found = self._router.workers.eligible(self.parsed.model, self.parsed.rank, self._router.now())
+        if self._started and self._going_on is not None:
+            found = [target for target in found if target.worker.continues == self._going_on.way]
+        return found
 
     def _dispatch(self, targets: list[Target]) -> None:
         """Rank the targets that have room, and try them in that order."""
@@ -140,14 +146,32 @@ class Exchange:
 
     def _write(self, connection: UpstreamConnection, target: Target) -> None:
         self._upstream = connection
-        body, headers = self._request.body, self._forwarded()
+        body, headers, path = self._request.body, self._forwarded(), self._request.target
+        extra = self._extra_fields(target)
+        if self._started and self._going_on is not None and self._going_on.way == BY_PROMPT_IDS:
+            body, path = self._going_on.prompt_body(target.worker.context_length), COMPLETIONS.encode()
+            extra.pop("return_token_ids", None)
+            extra.pop("output_ids", None)
         if target.rank is not None:
-            body = splice(body, {"data_parallel_rank": target.rank})
             headers.append((b"x-data-parallel-rank", b"%d" % target.rank))
+        body = splice(body, extra) if extra else body
         url = target.worker.url
-        path = url.path.encode() + self._request.target
+        path = url.path.encode() + path
         head = request_head(self._request.method, path, url.authority.encode(), headers, len(body))
         connection.send(self, head + body)
+
+    def _extra_fields(self, target: Target) -> dict[str, Any]:
+        """What the worker is told beside the client's words: the rank, and to tell token ids."""
+        extra: dict[str, Any] = {} if target.rank is None else {"data_parallel_rank": target.rank}
+        if not self._started:
+            way = target.worker.continues if self._router.settings.continuation else ""
+            if way and self.parsed.stream:
+                ours, foreign = way == BY_OUTPUT_IDS, way == BY_PROMPT_IDS
+                way = way_of(self._request.path, self.parsed.fields, ours=ours, foreign=foreign)
+            else:
+                way = ""
+            self._going_on = Continuation(self._request.path, self.parsed.fields, way) if way else None
+        return extra | self._going_on.extra if self._going_on is not None else extra
 
     def _forwarded(self) -> Headers:
         """The client's headers that are the worker's business, and ours."""
@@ -166,18 +190,31 @@ class Exchange:
         """See `upstream.Reader`."""
         target, router = self.target, self._router
         assert target is not None
+        follows = head.status == 200 and EVENT_STREAM in head.get(b"content-type") and head.length is None
+        if self._started and not follows:
+            router.refused(target, head.status)
+            self._drop_upstream()
+            self._lost("the worker does not go on with an answer")
+            return None
         if head.status in RETRYABLE and self._may_retry():
             router.refused(target, head.status)
             self._drop_upstream()
             self._retry()
             return None
         router.answered(target, head.status)
-        self._head = head
-        return body_of(head, unpack=self._request.http10, empty=self._request.method == b"HEAD")
+        self._follows = follows and self._going_on is not None
+        if not self._started:
+            self._head = head
+        elif self._sent is not None:
+            self._sent.first_token(router.now())
+        unpack = self._request.http10 or self._follows
+        return body_of(head, unpack=unpack, empty=self._request.method == b"HEAD")
 
     def on_body(self, data: bytes, done: bool) -> None:
         """See `upstream.Reader`."""
         self._pieces += 1
+        if self._follows:
+            data, done = self._followed(data, done)
         if self._started:
             if data:
                 self._before, self._last = self._last, data
@@ -187,21 +224,57 @@ class Exchange:
         if done:
             self._finish()
 
+    def _followed(self, data: bytes, done: bool) -> tuple[bytes, bool]:
+        """A piece of a stream that could go on elsewhere, as it goes to the client. A stream that ends without its end
+        goes on elsewhere.
+        """
+        going_on = self._going_on
+        assert going_on is not None
+        try:
+            data = going_on.feed(data)
+        except WireError as error:
+            self._drop_upstream()
+            self._lost(str(error))
+            return b"", False
+        if done and not going_on.done:
+            self._upstream = None
+            if data and self._started:
+                self._front.write(data if self._request.http10 else as_chunk(data))
+            self._lost("the worker ended its stream without an end")
+            return b"", False
+        if self._request.http10:
+            return data, done
+        return as_chunk(data) + (LAST_CHUNK if done else b""), done
+
     def on_broken(self, why: str, *, stale: bool) -> None:
         """See `upstream.Reader`."""
         self._upstream = None
-        if stale and not self._started:
+        assert self.target is not None
+        if stale:
             # The worker closed an idle connection just then; this says nothing about the worker.
-            assert self.target is not None
             self._connecting = asyncio.get_running_loop().create_task(self._connect(self.target))
             return
-        assert self.target is not None
         self._router.broke(self.target)
-        if self._head is None:
+        self._lost(why)
+
+    def _lost(self, why: str) -> None:
+        """The worker will not finish its answer: go on elsewhere where that can be, or begin anew, or say so."""
+        if self._over:
+            return
+        if not self._started:
+            self._head = None
             self._try_again(why)
-        else:
-            log.warning("an answer broke off: %s", why)
-            self.give_up(RouterError(502, "the worker failed in the middle of the answer", code="worker_failed"))
+            return
+        going_on, context = self._going_on, None if self.target is None else self.target.worker.context_length
+        if going_on is not None and going_on.can_go_on(context) and self._may_retry():
+            log.warning("an answer goes on at another worker after %d tokens: %s", len(going_on.tokens), why)
+            going_on.go_on()
+            self._router.metrics.continued += 1
+            self._give_back()
+            self.start()
+            return
+        log.warning("an answer broke off: %s", why)
+        self.give_up(RouterError(502, "the worker failed in the middle of the answer", code="worker_failed"))
 
     def _begin(self, data: bytes, done: bool) -> None:
         """The first bytes of the body are there: the answer can begin."""
@@ -250,7 +323,7 @@ class Exchange:
             self._retry()
             return
         log.warning("a request failed after %d tries: %s", self._tries, why)
-        self._fail(RouterError(502, "no worker could answer this request; try again later", code="worker_failed"))
+        self.give_up(RouterError(502, "no worker could answer this request; try again later", code="worker_failed"))
 
     def _retry(self) -> None:
         """Go to another target at once; to one that was tried already, after a while."""
@@ -361,7 +434,9 @@ class Exchange:
         elif settings.stall_timeout_secs and now_s - self._quiet_since_s > settings.stall_timeout_secs:
             assert self.target is not None
             self._router.broke(self.target)
-            self.give_up(RouterError(504, "the worker fell silent in the middle of the answer", code="stalled"))
+            self._quiet_since_s = now_s
+            self._drop_upstream()
+            self._lost("the worker fell silent")
 
     @property
     def leaves_s(self) -> float:

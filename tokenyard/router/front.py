@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import httptools
 
 from tokenyard.base import TokenyardError
-from tokenyard.router.errors import RouterError, error_body, error_headers, status_line
+from tokenyard.router.errors import RouterError, error_body, error_headers, status_line, status_of
 
 LONGEST_HEAD = 65536
 MOST_HEADERS = 200
@@ -300,7 +300,8 @@ class FrontConnection(asyncio.Protocol):
 
     def fail(self, error: TokenyardError) -> None:
         """Answer with an error."""
-        self.answer(error.status, error_body(error), [JSON_TYPE, *error_headers(error.status)])
+        status = status_of(error)
+        self.answer(status, error_body(error), [JSON_TYPE, *error_headers(status)])
 
     def refuse(self, error: TokenyardError) -> None:
         """Answer what is no request, or too much of one, and hang up, after the answer that is under way if one is."""
@@ -308,8 +309,8 @@ class FrontConnection(asyncio.Protocol):
         self._waiting.clear()
         if self.current is not None:
             return
-        body = error_body(error)
-        fields = [JSON_TYPE, *error_headers(error.status), (b"content-length", b"%d" % len(body))]
-        lines = [status_line(error.status), *[b"%b: %b" % header for header in fields], b"connection: close"]
+        body, status = error_body(error), status_of(error)
+        fields = [JSON_TYPE, *error_headers(status), (b"content-length", b"%d" % len(body))]
+        lines = [status_line(status), *[b"%b: %b" % header for header in fields], b"connection: close"]
         self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
         asyncio.get_running_loop().call_later(LINGER_S, self.transport.close)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenyard.base import ConfigError
+from tokenyard.router.continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS
 from tokenyard.router.index import PrefixIndex
 from tokenyard.router.load import Speed, TargetState
 from tokenyard.router.settings import RouterSettings
@@ -67,7 +68,8 @@ class Target:
 class Worker:
     """An engine behind a URL. source: who named it. boot_id: changes when it starts anew, "" if it tells none.
 
-    models: what it serves, empty while that is unknown. healthy: None before the first look.
+    models: what it serves, empty while that is unknown. healthy: None before the first look. continues: how it can go
+    on with an answer that another worker has begun (see `continuation`), "" if it cannot.
     """
 
     name: str
@@ -80,8 +82,8 @@ class Worker:
     models: frozenset[str] = frozenset()
     cards: list[dict[str, Any]] = field(default_factory=list)
     boot_id: str = ""
-    engine: str = ""
-    continues: bool = False
+    continues: str = ""
+    context_length: int | None = None
     restarts: int = 0
 
     @property
@@ -165,6 +167,10 @@ class Workers:
         """What the worker serves, from its /v1/models. Another model than before has another cache."""
         models = frozenset(str(card["id"]) for card in cards)
         worker.cards = cards
+        lengths = [card.get("max_model_len") for card in cards]
+        worker.context_length = lengths[0] if lengths and isinstance(lengths[0], int) else None
+        if worker.continues != BY_OUTPUT_IDS:
+            worker.continues = BY_PROMPT_IDS if any(card.get("owned_by") == "vllm" for card in cards) else ""
         if models == worker.models:
             return
         if worker.models:
@@ -183,7 +189,8 @@ class Workers:
         if worker.boot_id and boot_id != worker.boot_id:
             self.restarted(worker)
         worker.boot_id = boot_id
-        worker.continues = info.get("continues_output_ids") is True
+        if info.get("continues_output_ids") is True:
+            worker.continues = BY_OUTPUT_IDS
         if self._settings.dp_aware and isinstance(ranks, int) and not isinstance(ranks, bool):
             self.set_ranks(worker, ranks)
 

@@ -1,0 +1,282 @@
+"""A worker that dies in the middle of a stream is replaced, and the client sees nothing of it."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.router.fakes import DONE, LAST, STREAM_HEAD, FakeWorker, answer, event, routing
+from tokenyard.router.continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS, CHAT, COMPLETIONS, Continuation, way_of
+
+OURS = {"continues_output_ids": True}
+LENGTH = 12
+
+
+class Engine:
+    """Answers with the tokens 0, 1, 2, ... as engines of ours do, and dies after `dies_after` of them."""
+
+    def __init__(self, created, dies_after=None, how="abort"):
+        self.created, self.dies_after, self.how = created, dies_after, how
+        self.bodies = []
+
+    async def __call__(self, asked, writer):
+        body = asked.json
+        self.bodies.append(body)
+        if not body.get("stream"):
+            return False
+        chat = asked.path == CHAT
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        head = {"id": f"x-{asked.headers['x-request-id']}", "object": kind, "created": self.created, "model": "m"}
+        tell = body.get("return_token_ids")
+        begun = body.get("output_ids", [])
+        assert begun == list(range(len(begun)))
+        writer.write(STREAM_HEAD)
+        if chat:
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            writer.write(event({**head, "choices": [role]}))
+        for token in range(len(begun), LENGTH):
+            if self.dies_after is not None and token - len(begun) == self.dies_after:
+                await writer.drain()
+                await asyncio.sleep(0.01)
+                await self._die(writer)
+                return None
+            text = {"delta": {"content": f" t{token}"}} if chat else {"text": f" t{token}"}
+            choice = {"index": 0, **text, "logprobs": None, "finish_reason": "length" if token == LENGTH - 1 else None}
+            if tell:
+                choice["token_ids"] = [token]
+            writer.write(event({**head, "choices": [choice]}))
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        writer.write(event({**head, "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": LENGTH}}))
+        writer.write(DONE + LAST)
+        return None
+
+    async def _die(self, writer):
+        if self.how == "abort":
+            writer.transport.abort()
+        elif self.how == "half an event":
+            writer.write(b"4c\r\ndata: half")
+            await writer.drain()
+            writer.close()
+        elif self.how == "early end":
+            writer.write(LAST)
+        elif self.how == "junk":
+            writer.write(b"this is no chunk\r\n")
+        elif self.how == "silence":
+            await asyncio.sleep(30)
+
+
+def worker(name, engine):
+    return FakeWorker(name, info=OURS, on_request=engine)
+
+
+def ask(path, **fields):
+    prompt = {"messages": [{"role": "user", "content": "go"}]} if path == CHAT else {"prompt": "go"}
+    return json.dumps({**prompt, "model": "m", "stream": True, **fields}).encode()
+
+
+async def body_of_stream(client, path, **fields):
+    headers = ["X-Request-Id: one"]
+    got = await client.ask("POST", path, ask(path, **fields), headers)
+    assert got.status == 200
+    return got.body
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("how", ["abort", "half an event", "early end", "junk", "silence"])
+@pytest.mark.parametrize("after", [1, 5, LENGTH - 1])
+def test_the_stream_goes_on_byte_for_byte(path, how, after):
+    async def main():
+        whole = Engine(1)
+        async with worker("a", whole) as a, routing(a) as (_, client):
+            expected = await body_of_stream(client, path)
+        dying, other = Engine(1, after, how), Engine(2)
+        async with (
+            worker("a", dying) as a,
+            worker("b", other) as b,
+            routing(a, b, policy="round_robin", stall_timeout_secs=0.1) as (router, client),
+        ):
+            assert await body_of_stream(client, path) == expected
+            assert other.bodies[0]["output_ids"] == list(range(after))
+            assert router.metrics.continued == 1
+
+    asyncio.run(main())
+
+
+def test_it_goes_on_through_several_deaths():
+    async def main():
+        engines = [Engine(i, 3) for i in range(3)] + [Engine(9)]
+        workers = [worker(str(i), engine) for i, engine in enumerate(engines)]
+        async with (
+            workers[0],
+            workers[1],
+            workers[2],
+            workers[3],
+            routing(*workers, policy="round_robin") as (r, client),
+        ):
+            got = await body_of_stream(client, COMPLETIONS)
+            assert b"".join(b" t%d" % i for i in range(LENGTH)) == b"".join(
+                part.partition(b'"text":"')[2].partition(b'"')[0] for part in got.split(b"\n\n")
+            )
+            assert r.metrics.continued == 3
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_comes_back_can_go_on_itself():
+    async def main():
+        engine = Engine(1, 4)
+        async with worker("a", engine) as a, routing(a) as (router, client):
+            asking = asyncio.create_task(body_of_stream(client, COMPLETIONS))
+            while not engine.bodies:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02)
+            engine.dies_after = None
+            assert (await asking).count(b" t") == LENGTH
+            assert router.metrics.continued == 1
+
+    asyncio.run(main())
+
+
+def test_token_ids_are_told_to_those_who_asked():
+    async def main():
+        async with worker("a", Engine(1)) as a, routing(a) as (_, client):
+            assert b"token_ids" not in await body_of_stream(client, COMPLETIONS)
+            assert (await body_of_stream(client, COMPLETIONS, return_token_ids=True)).count(b'"token_ids":[') == LENGTH
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"return_token_ids": False}, {"output_ids": [0]}])
+def test_where_it_cannot_be_right_the_client_is_told(fields):
+    async def main():
+        async with (
+            worker("a", Engine(1, 3)) as a,
+            worker("b", Engine(2)) as b,
+            routing(a, b, policy="round_robin") as (router, client),
+        ):
+            got = await body_of_stream(client, COMPLETIONS, **fields)
+            assert b'"code":"worker_failed"' in got
+            assert router.metrics.continued == 0
+
+    asyncio.run(main())
+
+
+def test_it_can_be_switched_off():
+    async def main():
+        async with (
+            worker("a", Engine(1, 3)) as a,
+            worker("b", Engine(2)) as b,
+            routing(a, b, policy="round_robin", continuation=False) as (_, client),
+        ):
+            assert b'"code":"worker_failed"' in await body_of_stream(client, COMPLETIONS)
+            assert "return_token_ids" not in a.asked[0].json
+
+    asyncio.run(main())
+
+
+class OtherEngine:
+    """Answers as vLLM does, with the ids of the prompt in the first event; the answer depends on its place alone."""
+
+    def __init__(self, dies_after=None):
+        self.dies_after = dies_after
+        self.bodies = []
+
+    async def __call__(self, asked, writer):
+        body = asked.json
+        self.bodies.append((asked.path, body))
+        chat = asked.path == CHAT
+        ids = body["prompt"] if isinstance(body.get("prompt"), list) else [7, 8]
+        writer.write(STREAM_HEAD)
+        first = len(ids) - 2
+        for count, token in enumerate(range(first, first + body["max_tokens"])):
+            if count == self.dies_after:
+                await writer.drain()
+                await asyncio.sleep(0.01)
+                writer.transport.abort()
+                return
+            text = {"delta": {"content": f" t{token}"}} if chat else {"text": f" t{token}"}
+            last = token == first + body["max_tokens"] - 1
+            choice = {"index": 0, **text, "finish_reason": "length" if last else None, "token_ids": [token + 100]}
+            more = {"prompt_token_ids": ids if count == 0 else None}
+            writer.write(event({"id": "theirs", "created": 5, "model": "m", "choices": [choice], **more}))
+            await writer.drain()
+        usage = {"prompt_tokens": len(ids), "completion_tokens": body["max_tokens"], "total_tokens": 99}
+        writer.write(event({"id": "theirs", "created": 5, "model": "m", "choices": [], "usage": usage}))
+        writer.write(DONE + LAST)
+
+
+def foreign(name, engine):
+    return FakeWorker(name, on_request=engine, owner="vllm")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_another_engine_goes_on_with_prompt_and_answer_as_its_prompt(path):
+    async def main():
+        other = OtherEngine()
+        async with (
+            foreign("a", OtherEngine(3)) as a,
+            foreign("b", other) as b,
+            routing(a, b, policy="round_robin") as (_, client),
+        ):
+            got = await client.ask("POST", path, ask(path, max_tokens=8, temperature=0))
+            *events, end = got.events
+            assert end == "[DONE]"
+            said = [choice for told in events for choice in told["choices"]]
+            texts = [c["delta"]["content"] if path == CHAT else c["text"] for c in said]
+            assert texts == [f" t{i}" for i in range(8)]
+            assert events[-1]["usage"]["prompt_tokens"] == 2
+            assert events[-1]["usage"]["completion_tokens"] == 8
+            assert "token_ids" not in got.body.decode()
+            where, body = other.bodies[0]
+            assert where == COMPLETIONS
+            assert (body["prompt"], body["max_tokens"], body["temperature"]) == ([7, 8, 100, 101, 102], 5, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tools": [{}]}, {"response_format": {"type": "json"}}, {"presence_penalty": 1}, {"logprobs": 1}, {"n": 3}],
+)
+def test_another_engine_is_not_asked_what_it_cannot_do(fields):
+    assert way_of(COMPLETIONS, {"prompt": "x", "stream": True, **fields}, ours=False, foreign=True) == ""
+
+
+def test_ways():
+    plain = {"prompt": "x", "stream": True}
+    assert way_of(COMPLETIONS, plain, ours=True, foreign=False) == BY_OUTPUT_IDS
+    assert way_of(COMPLETIONS, plain, ours=False, foreign=True) == BY_PROMPT_IDS
+    assert way_of(COMPLETIONS, plain, ours=False, foreign=False) == ""
+    assert way_of(COMPLETIONS, {**plain, "stream": False}, ours=True, foreign=False) == ""
+    assert way_of(COMPLETIONS, {**plain, "prompt": ["a", "b"]}, ours=True, foreign=False) == ""
+    assert way_of("/generate", plain, ours=True, foreign=False) == ""
+
+
+def test_a_text_that_looks_like_token_ids_is_left_alone():
+    going_on = Continuation(COMPLETIONS, {"stream": True}, BY_OUTPUT_IDS)
+    text = json.dumps({"choices": [{"text": ',"token_ids":[1,2]', "finish_reason": None}]}).encode()
+    told = going_on.feed(b"data: " + text[:-3] + b', "token_ids": [5]}]}\n\n')
+    assert going_on.tokens == [5]
+    assert json.loads(told[6:])["choices"][0]["text"] == ',"token_ids":[1,2]'
+    assert "token_ids" not in json.loads(told[6:])["choices"][0]
+
+
+def test_pieces_of_events_are_put_together():
+    stream = b"".join(b'data: {"choices":[{"text":"%d","token_ids":[%d]}]}\n\n' % (i, i) for i in range(20))
+    for size in (1, 7, 50, 5000):
+        going_on = Continuation(COMPLETIONS, {"stream": True}, BY_OUTPUT_IDS)
+        told = b"".join(going_on.feed(stream[i : i + size]) for i in range(0, len(stream), size))
+        assert told == b"".join(b'data: {"choices":[{"text":"%d"}]}\n\n' % i for i in range(20))
+        assert going_on.tokens == list(range(20))
+
+
+def test_an_answer_that_is_no_stream_goes_by_the_usual_rules():
+    async def main():
+        async def reply(asked, writer):
+            writer.write(answer({"error": {"message": "no"}}, 400))
+
+        async with FakeWorker(info=OURS, on_request=reply) as a, routing(a) as (_, client):
+            assert (await client.complete(stream=True)).status == 400
+
+    asyncio.run(main())
