@@ -1,8 +1,10 @@
 """A real HTTP server over the fake engine, one per test."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -12,6 +14,24 @@ from tests.server.fake import FakeManager
 from tokenyard.server.app import create_app
 from tokenyard.server.state import ServerOptions, ServerState
 
+POLL_S = 0.01
+
+
+class QuickServer(uvicorn.Server):
+    """Ends at once where uvicorn's own loops sleep for tenths of a second, as the tests start hundreds of servers."""
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        while not self.should_exit:
+            await asyncio.sleep(POLL_S)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(0)
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+
 
 class Running:
     """A server in a thread."""
@@ -19,7 +39,7 @@ class Running:
     def __init__(self, options: ServerOptions, manager: FakeManager | None) -> None:
         self.manager = manager
         self.state = ServerState(options, manager)
-        self._server = uvicorn.Server(
+        self._server = QuickServer(
             uvicorn.Config(
                 create_app(self.state),
                 port=0,

@@ -8,8 +8,9 @@ LIBRARY_ENVIRONMENT = {
     "LRU_CACHE_CAPACITY": "128",
 }
 """OpenMP threads yield their core soon: by default they spin for milliseconds, which on a machine whose cores the model
-shares with the rest of the server made it many times slower (benchmarks/RESULTS.md). oneDNN, and torch's layer above it
-once more, keep a compiled kernel per shape, and almost every step has a new shape: fewer of them bound the memory.
+shares with the rest of the server made it many times slower (benchmarks/results/gsm8k.md). oneDNN, and torch's layer
+above it once more, keep a compiled kernel per shape, and almost every step has a new shape: fewer of them bound the
+memory.
 """
 
 

@@ -1,0 +1,26 @@
+"""What the pages point to is there: links between them, and files of the package that they name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "tokenyard"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+NAMED = re.compile(r"`((?:tokenyard/)?[a-z_]+/[a-z_/]+\.py)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_files_exist(page):
+    text = page.read_text(encoding="utf-8")
+    missing = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+    missing += [name for name in NAMED.findall(text) if not any((root / name).exists() for root in (ROOT, PACKAGE))]
+    assert not missing
+
+
+def test_every_page_of_results_is_linked():
+    links = LINK.findall((ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8"))
+    pages = {str(page.relative_to(ROOT / "benchmarks")) for page in (ROOT / "benchmarks/results").glob("*.md")}
+    assert pages == {link for link in links if link.startswith("results/")}
