@@ -47,7 +47,7 @@ def test_a_process_whose_parent_is_gone_ends_and_cleans_up(monkeypatch, tmp_path
     monkeypatch.setattr(os, "_exit", end)
     sockets = tmp_path / "sockets"
     sockets.mkdir()
-    task = ChildTask(EngineConfig("m"), "a", "b", "c", os.getppid(), str(sockets))
+    task = ChildTask(EngineConfig("m"), os.getppid(), str(sockets))
     child.end_with_parent(task)
     assert sockets.exists()
     task.parent_pid += 1

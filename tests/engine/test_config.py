@@ -31,7 +31,7 @@ def test_a_cpu_has_nothing_to_overlap_with():
 
 def test_tasks_and_reports_travel_as_lines():
     config = mock_config(answer_tokens=[2, 3])
-    task = ChildTask(config, "a", "b", "c", 1, "d")
+    task = ChildTask(config, 1, "d", 1, 7, "a note")
     line = encode_line(task)
     assert line.count(b"\n") == 1
     assert decode_task(line) == task

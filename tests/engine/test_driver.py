@@ -6,11 +6,12 @@ import time
 import numpy as np
 import pytest
 
+from tests.engine.calls import flush, replies, snapshot
 from tests.engine.engines import watched_mock
 from tokenyard.base import Cancel, Pause, Request, Resume, SamplingParams, SchedulerSettings, SetPolicy, Submit
 from tokenyard.engine.processes.driver import DeviceBrokenError, Driver
 from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
-from tokenyard.engine.processes.messages import FlushCache, FlushReply, GetSnapshot, SnapshotReply
+from tokenyard.engine.processes.messages import Reply
 from tokenyard.engine.watch.liveness import HeartbeatThread, LoopState, heartbeat_age_s
 from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.scheduler import Scheduler
@@ -98,11 +99,11 @@ def test_the_loops_answer_and_stop(loop, depth):
 
 @both_loops
 def test_control_messages_are_answered(loop, depth):
-    port = ScriptedPort([submit(1)], [FlushCache(5), GetSnapshot(6)])
+    port = ScriptedPort([submit(1)], [flush(5), snapshot(6)])
     run(loop, depth, port)
-    replies = [message for message in port.sent if isinstance(message, FlushReply | SnapshotReply)]
-    assert replies[0] == FlushReply(5, True)
-    assert (replies[1].reply_id, replies[1].counters["running"]) == (6, 0)
+    found = replies(port)
+    assert found[5] == Reply(5, True)
+    assert found[6].value["running"] == 0
 
 
 @both_loops
@@ -118,14 +119,14 @@ def test_a_pause_holds_everything_until_resume(loop, depth):
 def test_a_failed_step_ends_its_requests_and_no_more(loop, depth, where, step):
     inner = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
     executor = FailingExecutor(inner, **{where: [step]})
-    port = ScriptedPort([submit(1), submit(2, (9, 9))], [submit(3)], [GetSnapshot(1)])
+    port = ScriptedPort([submit(1), submit(2, (9, 9))], [submit(3)], [snapshot(1)])
     run(loop, depth, port, executor=executor)
     ends = port.finished()
     assert (ends[1].reason, ends[1].cause) == ("abort", "failed")
     assert "out of luck" in ends[2].message
     assert ends[3].reason == "length"
     assert len(port.tokens()[3]) == 4
-    state = port.sent[-1].counters
+    state = port.sent[-1].value
     assert (state["running"], state["used_tokens"]) == (0, 0)
 
 

@@ -9,12 +9,12 @@ import types
 import numpy as np
 import pytest
 
+from tests.engine.calls import choose, replies, snapshot
 from tests.engine.engines import mock_config, watched_mock
 from tests.engine.test_driver import LOOPS, ScriptedPort, both_loops, run, submit
 from tokenyard.base import ConfigError, SchedulerSettings, SetPolicy
 from tokenyard.engine.processes.driver import Driver
 from tokenyard.engine.processes.launch import running_engine
-from tokenyard.engine.processes.messages import ChoosePolicy, GetSnapshot, PolicyReply
 from tokenyard.engine.watch.guards import MOST_MISTAKES, STALL_NS, WINDOW_CALLS, StalledError, StallGuard, broken_off
 from tokenyard.engine.watch.liveness import LoopState
 from tokenyard.engine.watch.step_log import StepLog
@@ -24,47 +24,47 @@ from tokenyard.tape.recorder import Recorder
 from tokenyard.tape.replay import replay
 
 
-def replies(port):
-    return {message.reply_id: message.refusal for message in port.sent if isinstance(message, PolicyReply)}
+def refusals_of(port):
+    return {call_id: reply.refusal for call_id, reply in replies(port).items()}
 
 
 @both_loops
 def test_a_policy_is_changed_while_requests_wait(loop, depth):
     burst = [submit(number, prompt=(5,) * number, tokens=6) for number in range(1, 6)]
-    port = ScriptedPort([*burst, ChoosePolicy(1, "lof")], [GetSnapshot(2)])
+    port = ScriptedPort([*burst, choose(1, "lof")], [snapshot(2)])
     run(loop, depth, port, max_running_requests=2)
-    state = port.sent[-1].counters
+    state = port.sent[-1].value
     assert (state["policy"], state["policy_note"], state["policy_options"]) == ("lof", "", {})
     assert state["overtaking"].startswith("none")
-    assert replies(port) == {1: ""}
+    assert refusals_of(port)[1] == ""
     assert len(port.finished()) == 5
 
 
 @both_loops
 def test_a_refused_policy_is_answered_and_leaves_the_old_one(loop, depth, caplog):
-    choices = [ChoosePolicy(1, "lmp"), ChoosePolicy(2, "random", {"sed": 1}), ChoosePolicy(3, "random", {"seed": "x"})]
-    port = ScriptedPort(choices, [SetPolicy("nothing")], [GetSnapshot(4)])
+    choices = [choose(1, "lmp"), choose(2, "random", {"sed": 1}), choose(3, "random", {"seed": "x"})]
+    port = ScriptedPort(choices, [SetPolicy("nothing")], [snapshot(4)])
     run(loop, depth, port, schedule_policy="hrrn")
-    refusals = replies(port)
+    refusals = refusals_of(port)
     assert "did you mean lpm" in refusals[1]
     assert "it has seed" in refusals[2]
     assert "must be a int" in refusals[3]
-    assert port.sent[-1].counters["policy"] == "hrrn"
+    assert port.sent[-1].value["policy"] == "hrrn"
     assert "there is no schedule policy 'nothing'" in caplog.text
 
 
 @both_loops
 def test_a_policy_that_contradicts_other_settings_is_refused(loop, depth):
-    port = ScriptedPort([ChoosePolicy(1, "priority")])
+    port = ScriptedPort([choose(1, "priority")])
     run(loop, depth, port, abort_on_priority_when_disabled=True)
-    assert "drop one of the two" in replies(port)[1]
+    assert "drop one of the two" in refusals_of(port)[1]
 
 
 def test_a_policy_that_needs_the_cache_says_what_it_does_without(caplog):
-    port = ScriptedPort([ChoosePolicy(1, "dfs-weight")], [GetSnapshot(2)])
+    port = ScriptedPort([choose(1, "dfs-weight")], [snapshot(2)])
     run(*LOOPS[0], port, disable_radix_cache=True)
     note = "dfs-weight needs the prefix cache, which is disabled: using fcfs"
-    assert (port.sent[-1].counters["policy"], port.sent[-1].counters["policy_note"]) == ("fcfs", note)
+    assert (port.sent[-1].value["policy"], port.sent[-1].value["policy_note"]) == ("fcfs", note)
     assert note in caplog.messages
 
 
@@ -123,11 +123,11 @@ def test_a_stalling_policy_makes_way_for_fcfs_and_a_tape_shows_when(loop, depth,
     )
     sink = Sink()
     core = Recorder(Origin(settings, executor.info), sink, None, "test")
-    port = ScriptedPort([submit(number, tokens=2) for number in range(1, 10)], [GetSnapshot(1)])
+    port = ScriptedPort([submit(number, tokens=2) for number in range(1, 10)], [snapshot(1)])
     loop(Driver(core, executor, port, log=StepLog(0), state=LoopState()))
     assert {finish.reason for finish in port.finished().values()} == {"length"}
     assert len(port.finished()) == 9
-    state = port.sent[-1].counters
+    state = port.sent[-1].value
     assert state["policy"] == "priority+fcfs"
     assert "my_policies:Slow took longer than 50 ms" in state["policy_note"]
     assert state["policy_note"] in caplog.messages
@@ -140,10 +140,10 @@ def test_a_stalling_policy_makes_way_for_fcfs_and_a_tape_shows_when(loop, depth,
 
 @both_loops
 def test_a_policy_that_never_comes_back_is_broken_off(loop, depth, own_policies):
-    port = ScriptedPort([submit(number, tokens=2) for number in range(1, 5)], [GetSnapshot(1)])
+    port = ScriptedPort([submit(number, tokens=2) for number in range(1, 5)], [snapshot(1)])
     run(loop, depth, port, schedule_policy="my_policies:Endless")
     assert {finish.reason for finish in port.finished().values()} == {"length"}
-    state = port.sent[-1].counters
+    state = port.sent[-1].value
     assert "fcfs (my_policies:Endless failed: it raised StalledError" in state["policy"]
 
 
@@ -183,9 +183,9 @@ def test_outside_the_main_thread_nothing_is_broken_off():
 @both_loops
 def test_a_chosen_policy_ends_the_note_on_the_stalled_one(loop, depth, own_policies):
     burst = [submit(number, tokens=2) for number in range(1, 6)]
-    port = ScriptedPort(burst, [ChoosePolicy(1, "my_policies:Quick")], [GetSnapshot(2)])
+    port = ScriptedPort(burst, [choose(1, "my_policies:Quick")], [snapshot(2)])
     run(loop, depth, port, max_running_requests=1, schedule_policy="my_policies:Slow")
-    assert (port.sent[-1].counters["policy"], port.sent[-1].counters["policy_note"]) == ("my_policies:Quick", "")
+    assert (port.sent[-1].value["policy"], port.sent[-1].value["policy_note"]) == ("my_policies:Quick", "")
 
 
 class Clock:

@@ -27,8 +27,15 @@ from tokenyard.base import (
     TokenLogprobs,
     Update,
 )
-from tokenyard.engine.processes.ipc import FROM_SCHEDULER, TO_API, TO_SCHEDULER, ProtocolError, SocketDirectory
-from tokenyard.engine.processes.messages import FlushCache, FlushReply, GetSnapshot, Heartbeat, SnapshotReply, TextBatch
+from tokenyard.engine.processes.ipc import (
+    FROM_SCHEDULER,
+    TO_API,
+    TO_SCHEDULER,
+    TO_TEXT,
+    ProtocolError,
+    SocketDirectory,
+)
+from tokenyard.engine.processes.messages import Call, Fence, Fenced, Heartbeat, Reply, TextBatch
 
 
 def int32(*values):
@@ -55,6 +62,7 @@ BATCH = TokenBatch(
     [TokenLogprobs(1, 0, 5, -0.5, [5], [-0.5])],
 )
 TEXT = TextBatch(np.array([1]), ["añ"], int32(2), int32(5, 6), int32(2), int32(0), BATCH.finished, BATCH.logprobs)
+FENCED = Fenced(3, np.array([1, 2**40]), int32(2, 0), int32(5, 6))
 BEAT = Heartbeat(1, "step", 2, 3, {"a": {"b": 1.5}})
 
 MESSAGES = [
@@ -63,9 +71,10 @@ MESSAGES = [
         for message in (Submit(REQUEST), Cancel([1]), Update(1, 2), Pause("retract", [3]), Resume())
     ),
     *((TO_SCHEDULER, message) for message in (StopFound(1, 2, "x"), OpenGate(1, 4), SetPolicy("lpm", {"a": 1.5}))),
-    *((TO_SCHEDULER, message) for message in (Flush(), FlushCache(1), GetSnapshot(2))),
-    *((FROM_SCHEDULER, message) for message in (BATCH, BEAT, FlushReply(1, True), SnapshotReply(1, {"x": "y"}))),
-    *((TO_API, message) for message in (TEXT, BATCH, BEAT, FlushReply(1, False), SnapshotReply(1, {}))),
+    *((TO_SCHEDULER, message) for message in (Flush(), Call(1, "explain", {"number": 3}))),
+    *((FROM_SCHEDULER, message) for message in (BATCH, BEAT, Reply(1, True), Reply(2, {"x": [b"y"]}))),
+    *((TO_TEXT, message) for message in (BATCH, BEAT, Reply(1, refusal="no"), Fence(3, [1, 2**40]))),
+    *((TO_API, message) for message in (TEXT, BATCH, BEAT, Reply(1), FENCED)),
 ]
 
 
@@ -82,22 +91,33 @@ def same(left, right):
 
 @pytest.mark.parametrize(("codec", "message"), MESSAGES, ids=lambda value: type(value).__name__)
 def test_messages_survive_the_wire(codec, message):
-    assert same(codec.decode(codec.encode(message)), message)
+    decoded, source = codec.decode(codec.encode(message, 2**20))
+    assert same(decoded, message)
+    assert source == 2**20
 
 
 def test_what_the_scheduler_sends_straight_to_the_api_is_understood():
-    assert same(TO_API.decode(FROM_SCHEDULER.encode(BATCH)), BATCH)
+    assert same(TO_API.decode(FROM_SCHEDULER.encode(BATCH))[0], BATCH)
 
 
 def test_arrays_of_another_width_arrive_as_declared():
     batch = TokenBatch(np.array([1], np.int32), np.array([5]), np.array([0]))
-    out = FROM_SCHEDULER.decode(FROM_SCHEDULER.encode(batch))
+    out, _ = FROM_SCHEDULER.decode(FROM_SCHEDULER.encode(batch))
     assert (out.numbers.dtype, out.tokens.dtype) == (np.int64, np.int32)
     assert out.tokens.tolist() == [5]
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"\xff", b"\x00", b"\x00garbage", TO_API.encode(TEXT), TO_SCHEDULER.encode(Resume())[:-1]]
+    "frame",
+    [
+        b"",
+        b"\xff",
+        b"\x00",
+        bytes(4),
+        b"\x00\x00\x00\x00\x00garbage",
+        TO_API.encode(TEXT),
+        TO_SCHEDULER.encode(Resume())[:-1],
+    ],
 )
 def test_other_frames_are_refused(frame):
     with pytest.raises(ProtocolError):
@@ -114,7 +134,8 @@ def test_the_socket_directory_is_private_and_goes_away():
         path = sockets.path
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         assert path.stat().st_uid == os.getuid()
-        assert len({sockets.endpoints.scheduler, sockets.endpoints.detokenizer, sockets.endpoints.api}) == 3
+        ends = sockets.endpoints
+        assert len({ends.scheduler(0), ends.scheduler(1), ends.detokenizer, ends.api}) == 4
         (path / "api").touch()
     assert not path.exists()
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.engine.calls import flush
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, submit
 from tokenyard.base import ConfigError, SchedulerSettings
@@ -12,7 +13,6 @@ from tokenyard.cache.kv_events import block_hashes, root_hash
 from tokenyard.cache.radix import make_key
 from tokenyard.engine.processes.driver import Driver
 from tokenyard.engine.processes.event_loop import event_loop_normal
-from tokenyard.engine.processes.messages import FlushCache
 from tokenyard.engine.watch.kv_events import KvEventPublisher
 from tokenyard.engine.watch.liveness import LoopState
 from tokenyard.engine.watch.step_log import StepLog
@@ -39,7 +39,7 @@ def run(*groups, **settings):
 
 
 def test_what_enters_and_leaves_is_told_in_order():
-    events, tokens = run([submit(1, range(2, 10))], [submit(2, range(20, 32))], [FlushCache(1)], enable_kv_events=True)
+    events, tokens = run([submit(1, range(2, 10))], [submit(2, range(20, 32))], [flush(1)], enable_kv_events=True)
     names = [event[0] for event in events]
     assert names[0] == names[-1] == "AllBlocksCleared"
     assert "BlockRemoved" in names, "the second request needs pages of the first"

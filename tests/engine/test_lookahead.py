@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from tests.e2e.servers import alive
+from tests.engine.calls import choose, replies, snapshot
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, submit
 from tokenyard.base import ConfigError, Finish, SchedulerSettings, SetPolicy, TokenBatch
 from tokenyard.engine.processes.driver import Driver
 from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
-from tokenyard.engine.processes.messages import ChoosePolicy, GetSnapshot
 from tokenyard.engine.watch import lookahead_client as module
 from tokenyard.engine.watch.liveness import LoopState
 from tokenyard.engine.watch.lookahead_client import COMMAND, LookaheadClient
@@ -261,7 +261,7 @@ def test_the_loop_changes_its_policy_and_people_choose():
         def receive(self, timeout_ns):
             seen.append(core.snapshot(0).policy)
             if seen[-1] == "slo":
-                return [ChoosePolicy(1, "lpm"), ChoosePolicy(2, "adaptive", {"among": "slow"}), GetSnapshot(3)]
+                return [choose(1, "lpm"), choose(2, "adaptive", {"among": "slow"}), snapshot(3)]
             if seen[-1] == "lpm":
                 return None
             return [submit(next(numbers), range(3, 30), tokens=3)]
@@ -269,10 +269,10 @@ def test_the_loop_changes_its_policy_and_people_choose():
     port = Port()
     event_loop_normal(Driver(core, executor, port, log=StepLog(0), state=LoopState(), lookahead=lookahead))
     assert list(dict.fromkeys(seen)) == ["adaptive", "fcfs", "slo", "lpm"]
-    replies = {message.reply_id: message for message in port.sent if hasattr(message, "reply_id")}
-    assert replies[1].refusal == ""
-    assert "did you mean slo" in replies[2].refusal
-    assert replies[3].counters["adaptive"] == {}
+    found = replies(port)
+    assert found[1].refusal == ""
+    assert "did you mean slo" in found[2].refusal
+    assert found[3].value["adaptive"] == {}
     lookahead.close()
     # The tape knows the changes, so that it replays without the process.
     tape = Tape(sink.getvalue(), "tape")

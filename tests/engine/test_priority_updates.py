@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.engine.calls import snapshot
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, both_loops
 from tokenyard.base import (
@@ -26,7 +27,6 @@ from tokenyard.base import (
 )
 from tokenyard.config import Settings
 from tokenyard.engine.processes.driver import Driver
-from tokenyard.engine.processes.messages import GetSnapshot
 from tokenyard.engine.watch.attainment import Attainment
 from tokenyard.engine.watch.guards import MOST_MISTAKES, WINDOW_CALLS, Mistakes
 from tokenyard.engine.watch.liveness import LoopState
@@ -250,10 +250,10 @@ def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth):
     core = Recorder(origin, sink, b"key", "test")
     hook = PriorityUpdates(by_tenant, "mod:f", core)
     burst = [Submit(request(number, tenant="late but urgent" if number == 4 else "")) for number in range(1, 5)]
-    port = ScriptedPort(burst, [GetSnapshot(1)])
+    port = ScriptedPort(burst, [snapshot(1)])
     loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), hook=hook))
     assert list(port.finished()) == [4, 1, 2, 3]
-    assert port.sent[-1].counters["priority_function"] == "mod:f"
+    assert port.sent[-1].value["priority_function"] == "mod:f"
     report = replay(Tape(sink.data, "tape"))
     assert (report.difference, report.plans) == (None, report.equal)
     assert report.plans > 4
@@ -265,11 +265,11 @@ def test_a_broken_function_harms_nobody(loop, depth, caplog):
     core = Scheduler(SchedulerSettings(max_in_flight=depth, enable_priority_scheduling=True), executor.info)
     hook = PriorityUpdates(lambda view, system: time.sleep(0.001), "mod:f", core)
     burst = [Submit(request(number)) for number in range(1, 9)]
-    port = ScriptedPort([Pause()], burst, [], [], [Resume()], [GetSnapshot(1)])
+    port = ScriptedPort([Pause()], burst, [], [], [Resume()], [snapshot(1)])
     loop(Driver(core, executor, port, log=StepLog(0), state=LoopState(), hook=hook))
     assert sorted(port.finished()) == list(range(1, 9))
     assert {finish.reason for finish in port.finished().values()} == {"length"}
-    assert port.sent[-1].counters["priority_function"].startswith("off (mod:f ")
+    assert port.sent[-1].value["priority_function"].startswith("off (mod:f ")
     assert "switched off" in caplog.text
 
 

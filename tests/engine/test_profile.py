@@ -6,28 +6,33 @@ from collections import defaultdict
 
 import pytest
 
+from tests.engine.calls import replies
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, both_loops, run, submit
-from tokenyard.engine.processes.messages import Profile, ProfileReply
+from tokenyard.engine.processes.messages import Call
 from tokenyard.engine.watch import profile
 
 
-def replies(port):
-    return {message.reply_id: message for message in port.sent if isinstance(message, ProfileReply)}
+def start(call_id):
+    return Call(call_id, "start_profile")
+
+
+def stop(call_id):
+    return Call(call_id, "stop_profile")
 
 
 def profiled(loop, depth):
-    port = ScriptedPort([Profile(1, True), submit(1), submit(2, (9, 9))], [Profile(2, False)], [submit(3)])
+    port = ScriptedPort([start(1), submit(1), submit(2, (9, 9))], [stop(2)], [submit(3)])
     executor = watched_mock(step_ms=2.0, max_total_tokens=128, max_pool_rows=8)
     run(loop, depth, port, executor=executor)
     assert len(port.tokens()[3]) == 4, "the driver goes on without the profile"
-    return replies(port)[2]
+    return replies(port)[2].value
 
 
 @both_loops
 def test_steps_and_what_the_host_does_are_on_the_timeline(loop, depth):
     spans = defaultdict(list)
-    for event in json.loads(profiled(loop, depth).events):
+    for event in json.loads(profiled(loop, depth)):
         if event["ph"] == "X":
             spans[event["tid"], event["name"]].append(event)
     host = {name for tid, name in spans if tid == profile.LOOP}
@@ -44,22 +49,24 @@ def test_steps_and_what_the_host_does_are_on_the_timeline(loop, depth):
 
 @both_loops
 def test_device_steps_do_not_overlap(loop, depth):
-    events = json.loads(profiled(loop, depth).events)
+    events = json.loads(profiled(loop, depth))
     steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == profile.DEVICE)
     assert all(end <= begin + 1e-3 for (_, end), (begin, _) in itertools.pairwise(steps))
 
 
 @both_loops
 def test_one_profile_at_a_time(loop, depth):
-    port = ScriptedPort([Profile(1, False), Profile(2, True), Profile(3, True), Profile(4, False), Profile(5, False)])
+    port = ScriptedPort([stop(1), start(2), start(3), stop(4), stop(5)])
     run(loop, depth, port)
-    assert [reply.done for _, reply in sorted(replies(port).items())] == [False, True, False, True, False]
+    found = [reply.value for _, reply in sorted(replies(port).items())]
+    assert [found[0], found[1], found[2], found[4]] == [None, True, False, None]
+    assert json.loads(found[3])
 
 
 @both_loops
 def test_a_long_profile_is_bounded(loop, depth, monkeypatch):
     monkeypatch.setattr(profile, "MOST_EVENTS", 10)
-    events = json.loads(profiled(loop, depth).events)
+    events = json.loads(profiled(loop, depth))
     assert len(events) == 11
     assert "events dropped" in events[-1]["args"]["name"]
 

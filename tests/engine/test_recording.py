@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.calls import flush, snapshot
 from tests.engine.engines import mock_config
 from tests.engine.test_driver import LOOPS, FailingExecutor, ScriptedPort, submit, watched_mock
 from tokenyard.base import Cancel, ConfigError, SetPolicy, Submit
 from tokenyard.engine.processes.driver import Driver
-from tokenyard.engine.processes.messages import FlushCache, GetSnapshot, Heartbeat
+from tokenyard.engine.processes.messages import Heartbeat
 from tokenyard.engine.watch.liveness import LoopState
 from tokenyard.engine.watch.recording import TapeFile, build_core, open_tape
 from tokenyard.engine.watch.step_log import StepLog
@@ -39,7 +40,7 @@ def test_the_loops_leave_a_tape_that_replays_even_through_failures(tmp_path, loo
     executor = FailingExecutor(watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8), collects=[6])
     twice = submit(7)
     groups = [submit(1), submit(2, (9, 9))], [SetPolicy("nobody-has-this"), submit(3), twice, twice, Cancel([3])]
-    port = ScriptedPort(*groups, [submit(5, tokens=20)], [FlushCache(1), GetSnapshot(2)], [submit(6)])
+    port = ScriptedPort(*groups, [submit(5, tokens=20)], [flush(1), snapshot(2)], [submit(6)])
     tape = recorded_run(tmp_path / "t", loop, depth, port, executor)
     report = replay(tape)
     assert report.difference is None

@@ -5,8 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from tokenyard.base import EngineDeadError, Finish, OverloadedError, TokenLogprobs
+from tokenyard.base import EngineDeadError, Finish, OverloadedError, Request, SamplingParams, TokenLogprobs
 from tokenyard.engine import streams
+from tokenyard.engine.client import SchedulerClient
 from tokenyard.engine.processes.messages import TextBatch
 from tokenyard.engine.streams import Stream, StreamTable
 
@@ -40,7 +41,8 @@ def opened(*answers):
     """A table with a stream for each count of answers."""
     table, found, number = StreamTable(), [], 1
     for count in answers:
-        found.append(Stream(number, f"r{number}", count, 5))
+        request = Request(number, f"r{number}", np.zeros(5, np.int32), SamplingParams(n=count))
+        found.append(Stream(request, SchedulerClient(lambda message: None)))
         table.add(found[-1])
         number += count
     return table, found
@@ -90,16 +92,49 @@ def test_messages_that_come_together_make_one_delta_of_each_answer():
     asyncio.run(main())
 
 
-def test_who_has_left_is_told_of_open_answers_only_and_then_forgotten():
+def test_a_reader_that_has_left_is_told_of_ends_that_it_has_not_read_and_then_forgotten():
     async def main():
-        table, (stream,) = opened(2)
+        table, (stream,) = opened(3)
+        await table.deliver([news([3], finished=[Finish(3, "stop")])])
+        assert stream.take().finish.reason == "stop"
         await table.deliver([news([1], finished=[Finish(1, "length")])])
         told = []
         table.leave(stream, told.append)
         assert table._left.keys() == {2}
         await table.deliver([news([2], finished=[Finish(2, "abort", completion_tokens=4)])])
-        assert [(delta.index, delta.finish.reason, delta.completion_tokens) for delta in told] == [(1, "abort", 4)]
+        assert [(delta.index, delta.finish.reason, delta.completion_tokens) for delta in told] == [
+            (0, "length", 1),
+            (1, "abort", 4),
+        ]
         assert not table._left
+
+    asyncio.run(main())
+
+
+def test_the_end_of_an_answer_counts_even_if_its_stream_fails_before_it_is_read():
+    async def main():
+        table, (stream,) = opened(2)
+        await table.deliver([news([1], finished=[Finish(1, "length")])])
+        stream.fail(OverloadedError("too slow"))
+        told = []
+        table.leave(stream, told.append)
+        assert [(delta.index, delta.finish.reason) for delta in told] == [(0, "length")]
+        assert table._left.keys() == {2}
+
+    asyncio.run(main())
+
+
+def test_the_ends_of_a_lost_scheduler_reach_those_who_wait_for_them_after_their_reader_left():
+    async def main():
+        table, (stream, other) = opened(2, 1)
+        told = []
+        table.leave(stream, told.append)
+        other.client = SchedulerClient(lambda message: None)
+        table.leave(other, told.append)
+        table.end_left(stream.client, Finish(0, "abort", cause="failed"))
+        ends = [(delta.index, delta.finish.number, delta.finish.cause, delta.prompt_tokens) for delta in told]
+        assert ends == [(0, 1, "failed", 5), (1, 2, "failed", 5)]
+        assert table._left.keys() == {3}
 
     asyncio.run(main())
 

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.calls import replies, snapshot
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import LOOPS, ScriptedPort, run, submit
 from tokenyard.base import Cancel, StopFound
-from tokenyard.engine.processes.messages import GetSnapshot, SnapshotReply
 
 LONGEST = 40
 
@@ -46,14 +46,14 @@ def test_no_schedule_changes_an_answer(data, prompts, loop):
     executor = watched_mock(step_ms=0.0, page_size=page, max_total_tokens=pool, max_pool_rows=6)
     requests = [submit(i + 1, prompt, count) for i, (prompt, count) in enumerate(zip(prompts, tokens, strict=True))]
     cut = data.draw(st.integers(0, len(requests)), "in two groups")
-    port = ScriptedPort(requests[:cut], requests[cut:], [GetSnapshot(1)])
+    port = ScriptedPort(requests[:cut], requests[cut:], [snapshot(1)])
     run(*loop, port, executor=executor, **options)
     ends = port.finished()
     assert {number: finish.message for number, finish in ends.items() if finish.reason != "length"} == {}
     found = port.tokens()
     assert [found[i + 1] for i in range(len(prompts))] == answers_alone(prompts, tokens)
-    (reply,) = [message for message in port.sent if isinstance(message, SnapshotReply)]
-    assert reply.counters["used_tokens"] == 0
+    (reply,) = replies(port).values()
+    assert reply.value["used_tokens"] == 0
 
 
 class InterruptingPort(ScriptedPort):
@@ -84,7 +84,7 @@ def test_interruptions_leave_the_others_alone(data, prompts, loop):
     tokens = [12] * len(prompts)
     executor = watched_mock(step_ms=0.0, page_size=2, max_total_tokens=64, max_pool_rows=6)
     port = InterruptingPort(
-        interruptions, [submit(i + 1, prompt, 12) for i, prompt in enumerate(prompts)], [GetSnapshot(1)]
+        interruptions, [submit(i + 1, prompt, 12) for i, prompt in enumerate(prompts)], [snapshot(1)]
     )
     run(*loop, port, executor=executor, page_size=2, chunked_prefill_size=8, init_new_token_ratio=0.1)
     ends, found, alone = port.finished(), port.tokens(), answers_alone(prompts, tokens)
@@ -95,5 +95,4 @@ def test_interruptions_leave_the_others_alone(data, prompts, loop):
         assert got == alone[number - 1][: len(got)]
         if finish.reason == "length":
             assert len(got) == 12
-    replies = [message for message in port.sent if isinstance(message, SnapshotReply)]
-    assert np.all([reply.counters["used_tokens"] == 0 for reply in replies])
+    assert np.all([reply.value["used_tokens"] == 0 for reply in replies(port).values()])

@@ -1,4 +1,4 @@
-"""Which ids belong to which numbers, for requests that are open or ended not long ago."""
+"""Which ids belong to which numbers and schedulers, for requests that are open or ended not long ago."""
 
 from collections import OrderedDict
 
@@ -11,26 +11,32 @@ class RecentRequests:
     """The latest requests by id and by number. An id that is used again stands for its latest request."""
 
     def __init__(self) -> None:
-        self._numbers: OrderedDict[str, list[int]] = OrderedDict()
+        self._places: OrderedDict[str, tuple[list[int], int]] = OrderedDict()
         self._rids: OrderedDict[int, str] = OrderedDict()
 
     def add(self, stream: Stream) -> None:
-        """A request has come; the oldest one is forgotten if there are too many."""
-        self._numbers.pop(stream.rid, None)
-        self._numbers[stream.rid] = stream.numbers
+        """A request has come, or has gone to another scheduler; the oldest is forgotten if there are too many."""
+        self._places.pop(stream.rid, None)
+        self._places[stream.rid] = stream.numbers, stream.client.source
         self._rids.update(dict.fromkeys(stream.numbers, stream.rid))
-        if len(self._numbers) > MOST_RECENT:
-            self._numbers.popitem(last=False)
+        if len(self._places) > MOST_RECENT:
+            self._places.popitem(last=False)
         while len(self._rids) > MOST_RECENT + stream.answers:
             self._rids.popitem(last=False)
 
     def rids(self) -> list[str]:
         """All ids, oldest first."""
-        return list(self._numbers)
+        return list(self._places)
 
     def numbers(self, rid: str) -> list[int]:
         """The numbers of a request's answers; none if it is not known."""
-        return self._numbers.get(rid, [])
+        place = self._places.get(rid)
+        return [] if place is None else place[0]
+
+    def source(self, rid: str) -> int:
+        """The process number of the scheduler that has or had a request; -1 if it is not known."""
+        place = self._places.get(rid)
+        return -1 if place is None else place[1]
 
     def rid(self, number: int) -> str | None:
         """The id of the request that an answer belongs to; None if it is not known."""

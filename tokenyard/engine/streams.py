@@ -1,18 +1,20 @@
-"""The open answers of the API process: who waits for what, with a bound on what a slow reader leaves behind."""
+"""The open answers of the API process: which reader waits for what, with a bound on what a slow one leaves behind."""
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from dataclasses import replace
 from types import coroutine
 from typing import Any
 
-from tokenyard.base import Finish, OverloadedError, TokenLogprobs, TokenyardError
+from tokenyard.base import Finish, OverloadedError, Request, TokenLogprobs, TokenyardError
+from tokenyard.engine.client import SchedulerClient
 from tokenyard.engine.processes.messages import TextBatch
 from tokenyard.engine.spec import OutputDelta
 
 Reader = Callable[[OutputDelta], Coroutine[Any, Any, None]]
 Ended = Callable[[OutputDelta], None]
-"""Told of the end of an answer that nobody reads any more."""
+"""Told of the end of an answer whose reader has gone."""
 
 MOST_PENDING_TOKENS = 4096
 STREAMS_AT_ONCE = 32
@@ -21,27 +23,40 @@ STREAMS_AT_ONCE = 32
 class Stream:
     """The news of one request's answers, between the messages that bring them and the reader that takes them.
 
-    News that come before the reader took the last ones of the same answer become one delta with them, so that whoever
-    is behind, this process or its client, has fewer and larger pieces to deal with.
+    News that come before the reader took the last ones of the same answer become one delta with them, so that where
+    this process or a client is behind, it has fewer and larger pieces to deal with.
+
+    request, client, paused: what a scheduler must know to go on with it, the scheduler that has it, and whether it is
+    held back. moves: how often its scheduler ended under it.
     """
 
-    def __init__(self, number: int, rid: str, answers: int, prompt_tokens: int) -> None:
-        self.number = number
-        self.rid = rid
-        self.answers = answers
-        self.prompt_tokens = prompt_tokens
-        self.open_answers = set(range(answers))
+    def __init__(self, request: Request, client: SchedulerClient) -> None:
+        self.request = request
+        self.client = client
+        self.paused = False
+        self.moves = 0
+        self.number = request.number
+        self.rid = request.rid
+        self.answers = request.sampling.n
+        self.prompt_tokens = len(request.prompt_ids)
+        self.open_answers = set(range(self.answers))
         """Indices of the answers that have not ended."""
         self.error: TokenyardError | None = None
+        self._unread_ends: list[OutputDelta] = []
         self._pending: dict[int, OutputDelta] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._reader: Reader | None = None
-        self._num_prefilling: Awaitable[None] | None = None
+        self._rest: Awaitable[None] | None = None
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of all answers."""
         return list(range(self.number, self.number + self.answers))
+
+    @property
+    def open_numbers(self) -> list[int]:
+        """The numbers of the answers that have not ended."""
+        return [self.number + index for index in sorted(self.open_answers)]
 
     def put(self, delta: OutputDelta) -> bool:
         """Add a delta; return whether it is the first one that waits, so that the reader should be woken.
@@ -64,8 +79,16 @@ class Stream:
     def fail(self, error: TokenyardError) -> None:
         """End the stream with an error, at once."""
         self.error = self.error or error
+        self._unread_ends += self._ends_pending()
         self._pending.clear()
         self.wake()
+
+    def unread_ends(self) -> list[OutputDelta]:
+        """The last deltas of answers that have ended, but that no reader has taken and none will."""
+        return self._unread_ends + self._ends_pending()
+
+    def _ends_pending(self) -> list[OutputDelta]:
+        return [delta for delta in self._pending.values() if delta.finish is not None]
 
     def take(self) -> OutputDelta | None:
         """Return the next delta, None if there is none now. Raises the error of a failed stream."""
@@ -94,8 +117,8 @@ class Stream:
                 else:
                     self._reader = reader
                     await self.arrival()
-                    if self._num_prefilling is not None:
-                        rest, self._num_prefilling = self._num_prefilling, None
+                    if self._rest is not None:
+                        rest, self._rest = self._rest, None
                         await rest
         finally:
             self._reader = None
@@ -110,11 +133,11 @@ class Stream:
     def _read(self, reader: Reader) -> None:
         """Run the reader on what there is; hand over to its task where it has to wait, fails or is done."""
         try:
-            while self._num_prefilling is None and (delta := self.take()) is not None:
-                self._num_prefilling = begin(reader(delta))
+            while self._rest is None and (delta := self.take()) is not None:
+                self._rest = begin(reader(delta))
         except Exception as error:
             self._hand_over(error)
-        if self._num_prefilling is not None or not self.open_answers:
+        if self._rest is not None or not self.open_answers:
             self._hand_over(None)
 
     def _hand_over(self, error: Exception | None) -> None:
@@ -133,11 +156,11 @@ def begin(work: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
         awaited = work.send(None)
     except StopIteration:
         return None
-    return _rest(work, awaited)
+    return _remaining(work, awaited)
 
 
 @coroutine
-def _rest(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+def _remaining(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
     """Go on with a coroutine that waits for `awaited`."""
     try:
         yield awaited
@@ -169,10 +192,27 @@ class StreamTable:
             self._by_number.pop(number, None)
 
     def leave(self, stream: Stream, ended: Ended) -> None:
-        """Forget a stream but for the ends of its open answers, of which `ended` is told."""
+        """Forget a stream but for the ends of its answers: `ended` is told of those that no reader took, and of those
+        still to come.
+        """
         self.remove(stream)
+        for delta in stream.unread_ends():
+            ended(delta)
         for index in stream.open_answers:
             self._left[stream.number + index] = stream, ended
+
+    def end_left(self, client: SchedulerClient, finish: Finish) -> None:
+        """End the answers of a scheduler that is gone whose readers have gone as well, as `finish` says."""
+        for number, (stream, ended) in list(self._left.items()):
+            if stream.client is client:
+                del self._left[number]
+                ended(_end(stream, replace(finish, number=number, prompt_tokens=stream.prompt_tokens)))
+
+    def of(self, client: SchedulerClient) -> list[Stream]:
+        """The open streams of a scheduler, in order of arrival."""
+        return [
+            stream for number, stream in self._by_number.items() if number == stream.number and stream.client is client
+        ]
 
     def with_rid(self, rid: str | None) -> list[Stream]:
         """Return the streams with this request id, or all for None."""
@@ -190,7 +230,7 @@ class StreamTable:
     async def deliver(self, batches: Sequence[TextBatch]) -> list[Stream]:
         """Hand the news of messages to their streams; return the streams that failed over them.
 
-        Readers, and whoever else waits for the event loop, have their turn in between, a few at a time: writing out a
+        Readers, and whatever else waits for the event loop, have their turn in between, a few at a time: writing out a
         step of a thousand streams in one go would hold up a probe for tens of milliseconds. Where several messages
         have come, readers get the news of all of them as one.
         """

@@ -1,25 +1,23 @@
 """The engine's front in the API process: text to token ids on the way in, deltas of text on the way out."""
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import Any, Protocol
 
-import zmq
 from tokenizers import Tokenizer
 
 from tokenyard.base import (
     AbortCause,
     Cancel,
-    ConfigError,
     EngineDeadError,
     ExecutorInfo,
     Explanation,
+    Finish,
     OverloadedError,
     Pause,
     PauseMode,
@@ -28,68 +26,84 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
-from tokenyard.engine.processes.ipc import TO_API, TO_SCHEDULER, Endpoints, ProtocolError, pull_socket, push_socket
-from tokenyard.engine.processes.messages import (
-    ChoosePolicy,
-    Explain,
-    ExplainReply,
-    FlushCache,
-    FlushReply,
-    GetSnapshot,
-    Heartbeat,
-    PolicyReply,
-    Profile,
-    ProfileReply,
-    SnapshotReply,
-    TextBatch,
-    ToApi,
-    ToScheduler,
-)
+from tokenyard.engine.client import SchedulerClient, Transmit
+from tokenyard.engine.continuation import begun_answers, continued
+from tokenyard.engine.processes.messages import Fence, Fenced, Heartbeat, Reply, TextBatch, ToApi
+from tokenyard.engine.ranks import Ranks
 from tokenyard.engine.recent import RecentRequests
 from tokenyard.engine.requests import RequestMaker, check_priority, ns_from_ms
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.streams import Ended, Reader, Stream, StreamTable
 from tokenyard.engine.text.chat_messages import Message
 from tokenyard.engine.text.chat_template import ChatTemplate, render_within
-from tokenyard.engine.text.text_side import TextAssembler
-from tokenyard.engine.watch.liveness import heartbeat_age_s
+from tokenyard.engine.text.text_side import TextAssembler, ends_batch
 
 logger = logging.getLogger(__name__)
 
-REPLY_TIMEOUT_S = 30.0
 SNAPSHOT_TIMEOUT_S = 2.0
+FENCE_TIMEOUT_S = 10.0
+"""How long the detokenizer may take to say how far the answers of a scheduler have come that has ended."""
+
+MOST_MOVES = 3
+"""A request whose scheduler ends once more is given up: it may be what ends them."""
+
+
+class Link(Protocol):
+    """How messages reach the engine's processes."""
+
+    def connect(self, source: int) -> Transmit:
+        """A way to scheduler process `source`."""
+
+    def disconnect(self, source: int) -> None:
+        """The process is gone."""
+
+    def fence(self, fence: Fence) -> None:
+        """Ask the text side's process how far answers have come; it answers by `Fenced`."""
+
+    def close(self) -> None:
+        """No more messages."""
 
 
 class TokenizerManager:
-    """Sends requests to the scheduler and hands out what comes back. One per engine, used from one event loop.
+    """Sends requests to schedulers and hands out what comes back. One per engine, used from one event loop.
 
-    `tokenizer` is None where the engine takes and gives token ids only.
+    `tokenizer` is None where the engine takes and gives token ids only. `assembler` is given where token ids become
+    text in this process, and not in one of their own. What arrives goes to `receive`. A scheduler that ends leaves its
+    requests to the others, or to the one that is started in its place; see `rank_lost`. `on_death` hears why the engine
+    ended, if it does by itself; all open requests have ended by then.
     """
 
     def __init__(
-        self, info: ExecutorInfo, tokenizer: Tokenizer | None, template: ChatTemplate, endpoints: Endpoints
+        self,
+        info: ExecutorInfo,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate,
+        link: Link,
+        *,
+        ranks: int = 1,
+        assembler: TextAssembler | None = None,
+        on_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
+        self.ranks = Ranks(ranks)
         self._template = template
         self._requests = RequestMaker(info, tokenizer, template.special_tokens.get("eos_token", ""))
-        # Without a detokenizer process the scheduler's own messages arrive here.
-        self._assembler = TextAssembler(None)
+        self._link = link
+        self._assembler = assembler
+        self._on_death = on_death
         self._streams = StreamTable()
         self._recent = RecentRequests()
         self._next_number = 1
-        self._reply_ids = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._heartbeat: Heartbeat | None = None
         self._death: str | None = None
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._inbox = pull_socket(self._context, endpoints.api)
-        self._outbox = push_socket(self._context, endpoints.scheduler)
+        self._lost: dict[int, tuple[SchedulerClient, asyncio.TimerHandle]] = {}
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._inbox.fileno(), self._receive)
         self._news: list[TextBatch] = []
+        self._fenced: list[Fenced] = []
         self._has_news = asyncio.Event()
         self._deliverer = self._loop.create_task(self._deliver())
+
+    # ---- generation --------------------------------------------------------------------------------------------
 
     @property
     def context_length(self) -> int:
@@ -128,7 +142,7 @@ class TokenizerManager:
     async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
         """Answer one request as `generate` does, and give each delta to `reader`, which must not wait for long.
 
-        Where the reader goes or is too slow, `ended` is told how each answer that was still open came to its end.
+        Where the reader goes or is too slow, `ended` is told of the end of each answer that the reader has not seen.
         """
         stream = await self._submit(spec)
         try:
@@ -143,10 +157,38 @@ class TokenizerManager:
         """
         return await render_within(self._template, messages, **options)
 
+    async def _submit(self, spec: GenerateSpec) -> Stream:
+        self._check_alive()
+        arrival_ns = time.monotonic_ns()
+        rid = spec.rid or uuid.uuid4().hex
+        prompt_ids = await self._requests.prompt_ids(spec)
+        self._check_alive()
+        request = self._requests.make(spec, prompt_ids, number=self._next_number, rid=rid, arrival_ns=arrival_ns)
+        self._next_number += request.sampling.n
+        stream = Stream(request, self.ranks.choose())
+        self._streams.add(stream)
+        self._recent.add(stream)
+        stream.client.load.add(0.0)
+        stream.client.send(Submit(request))
+        return stream
+
+    def _close_stream(self, stream: Stream, ended: Ended | None = None) -> None:
+        """Forget a stream; if its request may still run, cancel it."""
+        self._streams.remove(stream)
+        stream.client.load.remove(0.0)
+        if self._death is not None:
+            return
+        if ended is not None:
+            self._streams.leave(stream, ended)
+        if stream.open_answers or stream.error is not None:
+            stream.client.send(Cancel(stream.numbers, "the client went away", "client_gone"))
+
+    # ---- control -----------------------------------------------------------------------------------------------
+
     async def abort(self, rid: str | None = None, cause: AbortCause = "cancelled") -> None:
         """End the requests with this id, or all for None; each ends with a finish of reason "abort" and this cause."""
         for stream in self._streams.with_rid(rid):
-            self._send(Cancel(stream.numbers, cause=cause))
+            stream.client.send(Cancel(stream.numbers, cause=cause))
 
     async def update(self, rid: str, *, priority: int | None = None, deadline_ms: float | None = None) -> bool:
         """Change how urgent a request is; `deadline_ms` counts from its arrival. False if there is none with this id.
@@ -156,48 +198,45 @@ class TokenizerManager:
         check_priority(priority)
         deadline_ns = ns_from_ms(deadline_ms, "deadline_ms")
         streams = self._streams.with_rid(rid)
+        changes = {"priority": priority, "deadline_ns": deadline_ns}
         for stream in streams:
+            given = {name: value for name, value in changes.items() if value is not None}
+            stream.request = replace(stream.request, **given)  # type: ignore[arg-type]
             for number in stream.numbers:
-                self._send(Update(number, priority, deadline_ns))
+                stream.client.send(Update(number, priority, deadline_ns))
         return bool(streams)
 
     async def pause_request(self, rid: str) -> bool:
         """Let a request give up its place until `resume_request`; False if there is none with this id."""
-        streams = self._streams.with_rid(rid)
-        for stream in streams:
-            self._send(Pause(numbers=stream.numbers))
-        return bool(streams)
+        return self._hold(rid, paused=True)
 
     async def resume_request(self, rid: str) -> bool:
         """Let a paused request go on; False if there is none with this id."""
+        return self._hold(rid, paused=False)
+
+    def _hold(self, rid: str, *, paused: bool) -> bool:
         streams = self._streams.with_rid(rid)
         for stream in streams:
-            self._send(Resume(stream.numbers))
+            stream.paused = paused
+            stream.client.send(Pause(numbers=stream.numbers) if paused else Resume(stream.numbers))
         return bool(streams)
 
     async def explain(self, rid: str) -> list[Explanation]:
         """Where the time of each answer to a request went; empty for one that is not known, or not any more."""
-        told = []
-        for number in self._recent.numbers(rid):
-            reply_id, reply = self._expect_reply()
-            self._send(Explain(reply_id, number))
-            told.append(await self._reply(reply_id, reply, REPLY_TIMEOUT_S))
+        client = self.ranks.find(self._recent.source(rid))
+        if client is None:
+            return []
+        told = [await client.call("explain", Explanation | None, number=n) for n in self._recent.numbers(rid)]
         return [explanation for explanation in told if explanation is not None]
 
     async def start_profile(self) -> bool:
-        """Begin a timeline of the event loop's steps; False if one runs already."""
-        return (await self._profile(start=True)).done
+        """Begin a timeline of the steps of all schedulers; False if one runs already."""
+        return all(await self.ranks.call("start_profile", bool))
 
     async def stop_profile(self) -> bytes | None:
         """End the timeline and return its events as a JSON list (Trace Event Format); None if none runs."""
-        reply = await self._profile(start=False)
-        return reply.events if reply.done else None
-
-    async def _profile(self, *, start: bool) -> ProfileReply:
-        reply_id, reply = self._expect_reply()
-        self._send(Profile(reply_id, start))
-        answer: ProfileReply = await self._reply(reply_id, reply, REPLY_TIMEOUT_S)
-        return answer
+        timelines = [events for events in await self.ranks.call("stop_profile", bytes | None) if events]
+        return b"[" + b",".join(events[1:-1] for events in timelines) + b"]" if timelines else None
 
     def recent_rids(self) -> list[str]:
         """The ids of requests that are open or ended not long ago."""
@@ -209,152 +248,142 @@ class TokenizerManager:
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """Stop all work until `continue_`; new requests wait."""
-        self._send(Pause(mode))
+        self.ranks.pause(Pause(mode))
 
     async def continue_(self) -> None:
         """Go on after `pause`."""
-        self._send(Resume())
+        self.ranks.pause(Resume())
 
     async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
         """Order the queue by another policy. Raises ConfigError, and nothing changes, if that cannot be."""
-        reply_id, reply = self._expect_reply()
-        self._send(ChoosePolicy(reply_id, name, options))
-        refusal = await self._reply(reply_id, reply, REPLY_TIMEOUT_S)
-        if refusal:
-            raise ConfigError(refusal)
+        await self.ranks.set_policy(name, options)
 
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False, and nothing done, while requests run or wait."""
-        reply_id, reply = self._expect_reply()
-        self._send(FlushCache(reply_id))
-        return bool(await self._reply(reply_id, reply, REPLY_TIMEOUT_S))
+        return all(await self.ranks.call("flush", bool))
 
     async def snapshot(self, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> dict[str, Any]:
-        """Return the scheduler's counters; those of the last heartbeat if it is in a step for longer than that."""
-        reply_id, reply = self._expect_reply()
-        self._send(GetSnapshot(reply_id))
-        try:
-            return dict(await self._reply(reply_id, reply, timeout_s))
-        except OverloadedError:
-            return self.load
-
-    @property
-    def load(self) -> dict[str, Any]:
-        """The scheduler's counters of the last heartbeat, without asking; empty before the first."""
-        return dict(self._heartbeat.counters) if self._heartbeat is not None else {}
-
-    @property
-    def last_heard(self) -> str:
-        """What the scheduler was doing as of its last heartbeat, with its queue, in words."""
-        beat = self._heartbeat
-        return f"{beat.doing}, {beat.steps} steps done, queue {beat.counters}" if beat is not None else "nothing"
+        """Return the schedulers' counters; those of the last heartbeats if one is in a step for longer than that."""
+        return await self.ranks.snapshot(timeout_s)
 
     def health(self) -> float:
-        """Return the seconds since the scheduler was known to be well; infinite if it never was or is dead.
+        """Return the seconds since the engine was known to be well; infinite if it never was or is dead.
 
         A scheduler that waits for a long step of the device counts as well.
         """
-        if self._death is not None or self._heartbeat is None:
-            return math.inf
-        return heartbeat_age_s(self._heartbeat, time.monotonic_ns())
+        return math.inf if self._death is not None else self.ranks.age_s(time.monotonic_ns())
+
+    # ---- the life of the engine --------------------------------------------------------------------------------
+
+    def rank_ready(self, rank: int, source: int) -> None:
+        """A scheduler process runs; requests may go there, and those that have waited for one do."""
+        client = SchedulerClient(self._link.connect(source), rank, source)
+        self.ranks.join(client)
+        for stream in self._streams.of(self.ranks.absent):
+            self._place(stream, client)
+
+    def rank_lost(self, source: int, reason: str) -> None:
+        """A scheduler process has ended. Its requests go on elsewhere, each from the last token that came of it.
+
+        First the text side must say how far they are, so that none comes twice and none is missed (`Fence`).
+        """
+        error = OverloadedError(f"the scheduler ended ({reason}) and is started again; try again soon")
+        client = self.ranks.leave(source, error, time.monotonic_ns())
+        if client is None or self._death is not None:
+            return
+        self._link.disconnect(source)
+        if ":" in client.counters.get("policy", ""):
+            self.ranks.drop_user_policy()
+        end = Finish(0, "abort", message=f"the scheduler ended: {reason}", cause="failed")
+        self._streams.end_left(client, end)
+        numbers: list[int] = []
+        for stream in self._streams.of(client):
+            stream.moves += 1
+            if stream.moves <= MOST_MOVES:
+                numbers += stream.open_numbers
+                continue
+            end.message = f"the scheduler ended {stream.moves} times while this request was there: {reason}"
+            self._add_news(ends_batch([replace(end, number=number) for number in stream.open_numbers]))
+        timer = self._loop.call_later(FENCE_TIMEOUT_S, self.engine_died, "the detokenizer does not answer")
+        self._lost[source] = client, timer
+        fence = Fence(source, numbers)
+        if self._assembler is None:
+            self._link.fence(fence)
+        else:
+            self.receive(self._assembler.fence(fence), source)
 
     def engine_died(self, reason: str) -> None:
         """End everything that is open with EngineDeadError, and refuse everything from now on."""
+        if self._death is None:
+            logger.critical("the engine stopped: %s", reason)
+            self._end_all(reason)
+            self._on_death(reason)
+
+    def _end_all(self, reason: str) -> None:
         self._death = self._death or reason
         error = EngineDeadError(f"the engine stopped: {self._death}")
         self._streams.fail_all(error)
-        for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(error)
+        self.ranks.close(error)
 
     async def close(self) -> None:
         """Cancel what is open and close the sockets."""
-        self.engine_died("the server is shutting down")
+        self._end_all("the server is shutting down")
         self._deliverer.cancel()
         await asyncio.gather(self._deliverer, return_exceptions=True)
-        self._loop.remove_reader(self._inbox.fileno())
-        self._inbox.close(linger=0)
-        self._outbox.close(linger=0)
-        self._context.term()
-
-    async def _submit(self, spec: GenerateSpec) -> Stream:
-        self._check_alive()
-        arrival_ns = time.monotonic_ns()
-        rid = spec.rid or uuid.uuid4().hex
-        prompt_ids = await self._requests.prompt_ids(spec)
-        self._check_alive()
-        number = self._next_number
-        request = self._requests.make(spec, prompt_ids, number=number, rid=rid, arrival_ns=arrival_ns)
-        self._next_number += request.sampling.n
-        stream = Stream(number, rid, request.sampling.n, len(prompt_ids))
-        self._streams.add(stream)
-        self._recent.add(stream)
-        self._send(Submit(request))
-        return stream
-
-    def _close_stream(self, stream: Stream, ended: Ended | None = None) -> None:
-        """Forget a stream; if its request may still run, cancel it."""
-        self._streams.remove(stream)
-        if (stream.open_answers or stream.error is not None) and self._death is None:
-            if ended is not None:
-                self._streams.leave(stream, ended)
-            self._send(Cancel(stream.numbers, "the client went away", "client_gone"))
+        for _, timer in self._lost.values():
+            timer.cancel()
+        self._link.close()
 
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDeadError(f"the engine stopped: {self._death}")
 
-    def _send(self, message: ToScheduler) -> None:
-        self._check_alive()
-        self._outbox.send(TO_SCHEDULER.encode(message))
+    def _bring_back(self, fenced: Fenced) -> None:
+        """Send on what a scheduler that has ended left behind."""
+        lost, timer = self._lost.pop(fenced.source)
+        timer.cancel()
+        begun, streams = begun_answers(fenced), self._streams.of(lost)
+        for stream in streams:
+            client = self.ranks.choose()
+            self._place(stream, client)
+            for request in continued(stream.request, stream.open_answers, begun):
+                client.send(Submit(request))
+            if stream.paused:
+                client.send(Pause(numbers=stream.numbers))
+        if streams:
+            logger.warning("%d requests go on where their scheduler ended", len(streams))
 
-    def _expect_reply(self) -> tuple[int, asyncio.Future[Any]]:
-        self._check_alive()
-        reply_id = next(self._reply_ids)
-        self._replies[reply_id] = asyncio.get_running_loop().create_future()
-        return reply_id, self._replies[reply_id]
+    def _place(self, stream: Stream, client: SchedulerClient) -> None:
+        stream.client.load.remove(0.0)
+        stream.client = client
+        client.load.add(0.0)
+        self._recent.add(stream)
 
-    async def _reply(self, reply_id: int, reply: asyncio.Future[Any], timeout_s: float) -> Any:
-        try:
-            return await asyncio.wait_for(reply, timeout_s)
-        except TimeoutError as error:
-            raise OverloadedError(f"the scheduler did not answer within {timeout_s:g} s") from error
-        finally:
-            del self._replies[reply_id]
+    # ---- news --------------------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
-        """Take in all that the socket holds: its descriptor tells of new messages only once none is left."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._take_frame(self._inbox.recv(zmq.NOBLOCK))
-
-    def _take_frame(self, frame: bytes) -> None:
-        """Take in one message; whatever goes wrong with it costs that one only."""
-        try:
-            self._take(TO_API.decode(frame))
-        except ProtocolError as error:
-            logger.error("dropped a message: %s", error)
-        except Exception:
-            logger.exception("a message from the engine could not be taken in")
-
-    def _take(self, message: ToApi) -> None:
+    def receive(self, message: ToApi, source: int) -> None:
+        """Take in a message of the text side or of scheduler process `source`."""
         match message:
             case TextBatch():
                 self._add_news(message)
+            case Heartbeat() | Reply():
+                if (client := self.ranks.find(source)) is not None:
+                    client.hear(message)
             case TokenBatch():
-                self._add_news(self._assembler.step(message)[0])
-            case Heartbeat():
-                self._heartbeat = message
-            case (
-                FlushReply(reply_id=reply_id, done=value)
-                | SnapshotReply(reply_id=reply_id, counters=value)
-                | PolicyReply(reply_id=reply_id, refusal=value)
-                | ExplainReply(reply_id=reply_id, explanation=value)
-                | (ProfileReply(reply_id=reply_id) as value)
-            ):
-                reply = self._replies.get(reply_id)
-                if reply is not None and not reply.done():
-                    reply.set_result(value)
+                self._assemble(message, source)
+            case Fenced():
+                self._fenced.append(message)
+                self._has_news.set()
+
+    def _assemble(self, batch: TokenBatch, source: int) -> None:
+        """Take in tokens where they become text in this process."""
+        client = self.ranks.find(source)
+        if client is None or self._assembler is None:
+            return
+        news, stops = self._assembler.step(batch, source)
+        for stop in stops:
+            client.send(stop)
+        self._add_news(news)
 
     def _add_news(self, batch: TextBatch) -> None:
         self._news.append(batch)
@@ -366,8 +395,11 @@ class TokenizerManager:
             await self._has_news.wait()
             self._has_news.clear()
             batches, self._news = self._news, []
+            fenced, self._fenced = self._fenced, []
             try:
                 for stream in await self._streams.deliver(batches):
-                    self._send(Cancel(stream.numbers, "the client reads too slowly", "slow_reader"))
+                    stream.client.send(Cancel(stream.numbers, "the client reads too slowly", "slow_reader"))
+                for one in fenced:
+                    self._bring_back(one)
             except Exception:
                 logger.exception("news from the engine could not be handed on")

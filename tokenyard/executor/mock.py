@@ -186,7 +186,7 @@ class MockExecutor:
         first, end = int(plan.starts[i]) + 1, int(plan.starts[i] + plan.counts[i])
         ids: list[int] = []
         position = end
-        if options.prompt_from >= 0:
+        if options.prompt_from >= 0 and len(start.known_ids) == start.prompt_tokens:
             position = min(max(first, options.prompt_from), end)
             ids = start.known_ids[position : min(end + 1 if sampled < 0 else end, start.prompt_tokens)].tolist()
         if sampled >= 0 and options.output:

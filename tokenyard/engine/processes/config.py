@@ -12,6 +12,7 @@ from tokenyard.base import ConfigError, ExecutorInfo, SchedulerSettings
 class EngineConfig:
     """Settings of one engine.
 
+    ranks: schedulers with a model of their own side by side, among which requests are shared out.
     executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
@@ -24,6 +25,7 @@ class EngineConfig:
     """
 
     model_path: str
+    ranks: int = 1
     executor: str = "torch"
     executor_options: dict[str, Any] = field(default_factory=dict)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
@@ -56,14 +58,18 @@ class EngineConfig:
 
 
 class ChildTask(msgspec.Struct):
-    """What a child process reads from its standard input as one line of JSON."""
+    """What a child process reads from its standard input as one line of JSON.
+
+    rank, source: of a scheduler: which of the engine's ranks it is, and a number that no other process of this engine
+    has had. policy_note: what people should know about its policy.
+    """
 
     config: EngineConfig
-    scheduler: str
-    detokenizer: str
-    api: str
     parent_pid: int
     socket_directory: str
+    rank: int = 0
+    source: int = 0
+    policy_note: str = ""
 
 
 class ChildReport(msgspec.Struct):

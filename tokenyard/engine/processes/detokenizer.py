@@ -1,14 +1,23 @@
 """The detokenizer process: token ids in, text out (`python -m tokenyard.engine.processes.detokenizer`)."""
 
 import logging
+from typing import Any
 
 import zmq
 
-from tokenyard.base import TokenBatch
+from tokenyard.base import StopFound, TokenBatch
 from tokenyard.engine.processes.child import Inbox, ReportReady, run_child
 from tokenyard.engine.processes.config import ChildReport, ChildTask
-from tokenyard.engine.processes.ipc import FROM_SCHEDULER, TO_API, TO_SCHEDULER, ProtocolError, pull_socket, push_socket
-from tokenyard.engine.processes.messages import FromScheduler
+from tokenyard.engine.processes.ipc import (
+    TO_API,
+    TO_SCHEDULER,
+    TO_TEXT,
+    Endpoints,
+    ProtocolError,
+    pull_socket,
+    push_socket,
+)
+from tokenyard.engine.processes.messages import Fence, ToText
 from tokenyard.engine.text.text_side import TextAssembler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 
@@ -18,35 +27,60 @@ WAIT_MS = 60_000
 
 
 def run_detokenizer(task: ChildTask, report: ReportReady) -> None:
-    """Turn the scheduler's messages into the API's until told to stop."""
+    """Turn the messages of the schedulers into those for the API process until told to stop."""
     assembler = TextAssembler(load_tokenizer(task.config.tokenizer_path or task.config.model_path))
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(pull_socket(context, task.detokenizer))
-    to_api, to_scheduler = push_socket(context, task.api), push_socket(context, task.scheduler)
+    context: zmq.Context[Any] = zmq.Context()
+    endpoints = Endpoints(task.socket_directory)
+    inbox = Inbox(pull_socket(context, endpoints.detokenizer))
+    desk = Desk(assembler, context, endpoints)
     report(ChildReport())
     while (frames := inbox.wait(WAIT_MS)) is not None:
         for frame in frames:
             try:
-                _pass_on(FROM_SCHEDULER.decode(frame), assembler, to_api, to_scheduler)
+                desk.take(*TO_TEXT.decode(frame))
             except ProtocolError as error:
                 logger.error("dropped a message: %s", error)
     context.destroy(linger=200)
 
 
-def _pass_on(
-    message: FromScheduler,
-    assembler: TextAssembler,
-    to_api: zmq.Socket[bytes],
-    to_scheduler: zmq.Socket[bytes],
-) -> None:
-    if not isinstance(message, TokenBatch):
-        to_api.send(TO_API.encode(message))
-        return
-    batch, stops = assembler.step(message)
-    for stop in stops:
-        to_scheduler.send(TO_SCHEDULER.encode(stop))
-    if not batch.empty:
-        to_api.send(TO_API.encode(batch))
+class Desk:
+    """Takes in messages and sends on what they become: text to the API process, found stops where tokens came from."""
+
+    def __init__(self, assembler: TextAssembler, context: "zmq.Context[Any]", endpoints: Endpoints) -> None:
+        self._assembler = assembler
+        self._context = context
+        self._endpoints = endpoints
+        self._to_api = push_socket(context, endpoints.api)
+        self._to_scheduler: dict[int, Any] = {}
+        self._fenced: set[int] = set()
+
+    def take(self, message: ToText, source: int) -> None:
+        """Take in a message of scheduler process `source`, or a fence."""
+        if isinstance(message, Fence):
+            self._fence(message)
+        elif source in self._fenced:
+            return
+        elif isinstance(message, TokenBatch):
+            batch, stops = self._assembler.step(message, source)
+            for stop in stops:
+                self._send_stop(stop, source)
+            if not batch.empty:
+                self._to_api.send(TO_API.encode(batch, source))
+        else:
+            self._to_api.send(TO_API.encode(message, source))
+
+    def _fence(self, fence: Fence) -> None:
+        self._fenced.add(fence.source)
+        socket = self._to_scheduler.pop(fence.source, None)
+        if socket is not None:
+            socket.close(linger=0)
+        self._to_api.send(TO_API.encode(self._assembler.fence(fence)))
+
+    def _send_stop(self, stop: StopFound, source: int) -> None:
+        socket = self._to_scheduler.get(source)
+        if socket is None:
+            socket = self._to_scheduler[source] = push_socket(self._context, self._endpoints.scheduler(source))
+        socket.send(TO_SCHEDULER.encode(stop))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,11 @@
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from tokenyard.base import (
     NS_PER_S,
@@ -21,20 +24,7 @@ from tokenyard.base import (
     Submit,
     TokenyardError,
 )
-from tokenyard.engine.processes.messages import (
-    ChoosePolicy,
-    Explain,
-    ExplainReply,
-    FlushCache,
-    FlushReply,
-    FromScheduler,
-    GetSnapshot,
-    PolicyReply,
-    Profile,
-    ProfileReply,
-    SnapshotReply,
-    ToScheduler,
-)
+from tokenyard.engine.processes.messages import Call, FromScheduler, Reply, ToScheduler, Verb
 from tokenyard.engine.watch.guards import STALL_NS, StallGuard
 from tokenyard.engine.watch.kv_events import KvEventPublisher
 from tokenyard.engine.watch.liveness import LoopState
@@ -93,6 +83,8 @@ class Driver:
         hook: PriorityUpdates | None = None,
         lookahead: LookaheadClient | None = None,
         kv_events: KvEventPublisher | None = None,
+        policy_note: str = "",
+        rank: int = 0,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -107,8 +99,17 @@ class Driver:
         self._lookahead = lookahead
         self._kv_events = kv_events
         self._guard = StallGuard()
-        self._stall_note = ""
+        self._policy_note = policy_note
+        self._rank = rank
         self._profile: StepProfile | None = None
+        self._verbs: dict[Verb, Callable[..., Any]] = {
+            "snapshot": self._counters,
+            "explain": self._explain,
+            "set_policy": self._choose_policy,
+            "flush": scheduler.flush,
+            "start_profile": self._start_profile,
+            "stop_profile": self._stop_profile,
+        }
         self._look_at_policy()
 
     def receive(self, *, wait: bool) -> bool:
@@ -124,7 +125,7 @@ class Driver:
         for message in messages or ():
             self._handle(message)
         if wait:
-            # Nothing ran, so whoever came first is judged before he is lined up.
+            # Nothing ran, so what came first is judged before it is lined up.
             self.while_device_runs()
         return messages is not None
 
@@ -232,36 +233,49 @@ class Driver:
 
     def _handle(self, message: ToScheduler) -> None:
         now = time.monotonic_ns()
-        if isinstance(message, FlushCache):
-            self._port.send(FlushReply(message.reply_id, self._scheduler.flush(now)))
-        elif isinstance(message, GetSnapshot):
-            self._port.send(SnapshotReply(message.reply_id, self._counters(now)))
-        elif isinstance(message, ChoosePolicy):
-            event = SetPolicy(message.name, message.options)
-            self._port.send(PolicyReply(message.reply_id, self._set_policy(event, now)))
-        elif isinstance(message, Explain):
-            self._port.send(ExplainReply(message.reply_id, self._scheduler.explain(message.number, now)))
-        elif isinstance(message, Profile):
-            self._port.send(self._switch_profile(message))
+        if isinstance(message, Call):
+            self._port.send(self._answer(message, now))
         elif isinstance(message, SetPolicy):
             self._set_policy(message, now)
         else:
             self._apply(message, now)
 
-    def _switch_profile(self, message: Profile) -> ProfileReply:
-        """Begin or end a timeline, unless that is done already."""
-        if message.start == (self._profile is not None):
-            return ProfileReply(message.reply_id, False)
-        if self._profile is None:
-            self._profile = StepProfile(self)
-            return ProfileReply(message.reply_id, True)
-        events, self._profile = self._profile.stop(), None
-        return ProfileReply(message.reply_id, True, events)
+    def _answer(self, call: Call, now: int) -> Reply:
+        """Do what a call asks for. One that fails costs its caller an answer, and nothing else."""
+        try:
+            return Reply(call.call_id, self._verbs[call.verb](now, **call.arguments))
+        except ConfigError as error:
+            return Reply(call.call_id, refusal=error.message)
+        except Exception as error:
+            logger.exception("the call %s failed", call.verb)
+            return Reply(call.call_id, refusal=f"{call.verb} failed: {error}")
+
+    def _explain(self, now: int, number: int) -> Any:
+        """Where the time of a request went, as plain data; None for one that is not known any more."""
+        return msgspec.to_builtins(self._scheduler.explain(number, now))
+
+    def _choose_policy(self, now: int, name: str, options: dict[str, float | int | str | bool]) -> None:
+        """Order the queue by another policy. Raises ConfigError if that cannot be."""
+        refusal = self._set_policy(SetPolicy(name, options), now)
+        if refusal:
+            raise ConfigError(refusal)
+
+    def _start_profile(self, now: int) -> bool:
+        """Begin a timeline; False if one runs already."""
+        if self._profile is not None:
+            return False
+        self._profile = StepProfile(self, self._rank)
+        return True
+
+    def _stop_profile(self, now: int) -> bytes | None:
+        """End the timeline and return its events as a JSON list; None if none runs."""
+        profile, self._profile = self._profile, None
+        return None if profile is None else profile.stop()
 
     def _counters(self, now: int) -> dict[str, Any]:
         """The scheduler's snapshot, and what the guards out here have to say."""
         counters = asdict(self._scheduler.snapshot(now))
-        counters["policy_note"] = self._stall_note or counters["policy_note"]
+        counters["policy_note"] = self._policy_note or counters["policy_note"]
         counters["priority_function"] = self._priority_updates.describe() if self._priority_updates is not None else ""
         counters["adaptive"] = self._lookahead.describe(now) if self._lookahead is not None else {}
         return counters
@@ -280,7 +294,7 @@ class Driver:
         except Exception as error:
             logger.warning("the policy stays as it is: %s", error, exc_info=not isinstance(error, ConfigError))
             return str(error)
-        self._stall_note = ""
+        self._policy_note = ""
         self._look_at_policy()
         return ""
 
@@ -288,16 +302,16 @@ class Driver:
         """Watch over the policy if it is the user's own, and log a note on it."""
         state = self._scheduler.snapshot(time.monotonic_ns())
         self._guard.begin(state.policy)
-        if state.policy_note:
-            logger.warning("%s", state.policy_note)
+        if note := self._policy_note or state.policy_note:
+            logger.warning("%s", note)
 
     def _replace_policy(self) -> None:
         now = time.monotonic_ns()
         stalled = self._scheduler.snapshot(now).policy
         self._set_policy(SetPolicy("fcfs"), now)
         limit_ms = STALL_NS * 1000 // NS_PER_S
-        self._stall_note = f"{stalled} took longer than {limit_ms} ms for a step again and again: using fcfs"
-        logger.error("%s", self._stall_note)
+        self._policy_note = f"{stalled} took longer than {limit_ms} ms for a step again and again: using fcfs"
+        logger.error("%s", self._policy_note)
 
     def _apply(self, event: Event, now: int) -> None:
         """Hand an event on; one that the scheduler refuses costs its own request only."""

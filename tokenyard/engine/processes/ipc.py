@@ -1,9 +1,10 @@
-"""Messages on the wire: one tag byte, then msgpack; numpy arrays travel as their raw bytes. No pickle anywhere.
+"""Messages on the wire: a tag byte, the number of the scheduler process that sent it, then msgpack. No pickle anywhere.
 
-Sockets are ZeroMQ PUSH/PULL over ipc:// files in a private directory.
+Numpy arrays travel as their raw bytes. Sockets are ZeroMQ PUSH/PULL over ipc:// files in a private directory.
 """
 
 import shutil
+import struct
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -16,11 +17,13 @@ import numpy as np
 import zmq
 
 from tokenyard.base import ConfigError, TokenyardError
-from tokenyard.engine.processes.messages import FromScheduler, ToApi, ToScheduler
+from tokenyard.engine.processes.messages import FromScheduler, ToApi, ToScheduler, ToText
 
 Message = TypeVar("Message")
 LONGEST_SOCKET_PATH = 100
+LONGEST_SOCKET_NAME = "/scheduler-1000000"
 RECONNECT_MS = 20
+HEAD = struct.Struct("<BI")
 
 
 class ProtocolError(TokenyardError):
@@ -49,7 +52,7 @@ def _item_type(array_type: Any) -> Any:
 
 
 _TAGS: dict[type, int] = {
-    cls: tag for tag, cls in enumerate(dict.fromkeys(get_args(ToScheduler) + get_args(FromScheduler) + get_args(ToApi)))
+    cls: tag for tag, cls in enumerate(dict.fromkeys(get_args(ToScheduler) + get_args(ToText) + get_args(ToApi)))
 }
 """One tag for each class in all directions, as the scheduler's messages may also go straight to the API process."""
 
@@ -59,56 +62,73 @@ class Codec(Generic[Message]):
 
     def __init__(self, union: Any) -> None:
         types = get_args(union)
-        self._tags = {cls: bytes([_TAGS[cls]]) for cls in types}
+        self._tags = {cls: _TAGS[cls] for cls in types}
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
         self._decoders = {_TAGS[cls]: msgspec.msgpack.Decoder(cls, dec_hook=_decode_array) for cls in types}
 
-    def encode(self, message: Message) -> bytes:
-        """Return the frame of a message. Raises ProtocolError for one that does not go this way."""
+    def encode(self, message: Message, source: int = 0) -> bytes:
+        """Return the frame of a message from scheduler process `source`.
+
+        Raises ProtocolError for a message that does not go this way.
+        """
         tag = self._tags.get(type(message))
         if tag is None:
             raise ProtocolError(f"{type(message).__name__} is not a message of this direction")
-        return tag + self._encoder.encode(message)
+        return HEAD.pack(tag, source) + self._encoder.encode(message)
 
-    def decode(self, frame: bytes) -> Message:
-        """Return the message of a frame. Raises ProtocolError for anything that is not one."""
-        view = memoryview(frame)
-        decoder = self._decoders.get(view[0]) if len(view) else None
+    def decode(self, frame: bytes) -> tuple[Message, int]:
+        """Return the message of a frame and its source. Raises ProtocolError for anything that is not a message."""
+        tag, source = HEAD.unpack_from(frame) if len(frame) >= HEAD.size else (None, 0)
+        decoder = self._decoders.get(tag)
         if decoder is None:
             raise ProtocolError("a frame without a tag of this direction")
         try:
-            return decoder.decode(view[1:])  # type: ignore[no-any-return]
+            return decoder.decode(memoryview(frame)[HEAD.size :]), source
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise ProtocolError(f"a frame that does not decode: {error}") from error
 
 
 TO_SCHEDULER: Codec[ToScheduler] = Codec(ToScheduler)
 FROM_SCHEDULER: Codec[FromScheduler] = Codec(FromScheduler)
+TO_TEXT: Codec[ToText] = Codec(ToText)
 TO_API: Codec[ToApi] = Codec(ToApi)
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where each process listens."""
+    """Where each process listens: addresses of socket files in `directory`."""
 
-    scheduler: str
-    detokenizer: str
-    api: str
+    directory: str
+
+    @property
+    def api(self) -> str:
+        """Of the API process."""
+        return f"ipc://{self.directory}/api"
+
+    @property
+    def detokenizer(self) -> str:
+        """Of the detokenizer."""
+        return f"ipc://{self.directory}/detokenizer"
+
+    def scheduler(self, source: int) -> str:
+        """Of scheduler process `source`: each has its own, so that none gets what was meant for the one before it."""
+        return f"ipc://{self.directory}/scheduler-{source}"
 
 
 class SocketDirectory:
     """A directory that only this user may enter, for socket files; gone when closed."""
 
     def __init__(self) -> None:
+        """Raises ConfigError where the path is too long for a socket."""
         self.path = Path(tempfile.mkdtemp(prefix="tokenyard-"))
-        if len(str(self.path)) > LONGEST_SOCKET_PATH - len("/detokenizer"):
+        if len(str(self.path)) > LONGEST_SOCKET_PATH - len(LONGEST_SOCKET_NAME):
             self.close()
             raise ConfigError(f"the path {self.path} is too long for a socket; set TMPDIR to a shorter one")
 
     @property
     def endpoints(self) -> Endpoints:
-        """One address for each process."""
-        return Endpoints(*(f"ipc://{self.path}/{name}" for name in ("scheduler", "detokenizer", "api")))
+        """The addresses in it."""
+        return Endpoints(str(self.path))
 
     def close(self) -> None:
         """Remove the directory and what is in it."""

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import math
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +14,11 @@ from tokenizers import Tokenizer
 from tokenyard.base import ExecutorInfo
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.ipc import SocketDirectory
+from tokenyard.engine.processes.link import SocketLink
 from tokenyard.engine.processes.supervisor import Supervisor
+from tokenyard.engine.ranks import Ranks
 from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template
+from tokenyard.engine.text.text_side import TextAssembler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 from tokenyard.engine.tokenizer_manager import TokenizerManager
 
@@ -37,20 +42,17 @@ async def running_engine(
     tokenizer, template = load_text_side(config)
 
     with SocketDirectory() as sockets:
-        managers: list[TokenizerManager] = []
-
-        def died(reason: str) -> None:
-            logger.error("the engine stopped: %s", reason)
-            for manager in managers:
-                manager.engine_died(reason)
-            on_death(reason)
-
-        supervisor = Supervisor(config, sockets, died)
+        supervisor = Supervisor(config, sockets)
         info = await supervisor.start()
-        _warn_of_strangers(tokenizer, info)
-        manager = TokenizerManager(info, tokenizer, template, sockets.endpoints)
-        managers.append(manager)
-        listener = asyncio.create_task(_end_when_silent(manager, supervisor, config.watchdog_timeout_s))
+        _warn_of_unknown_tokens(tokenizer, info)
+        link = SocketLink(sockets.endpoints)
+        assembler = TextAssembler(None) if config.skip_tokenizer_init else None
+        manager = TokenizerManager(
+            info, tokenizer, template, link, ranks=config.ranks, assembler=assembler, on_death=on_death
+        )
+        link.listen(manager.receive)
+        supervisor.watch(manager)
+        listener = asyncio.create_task(_end_when_silent(manager.ranks, supervisor, config.watchdog_timeout_s))
         try:
             yield manager
         finally:
@@ -59,7 +61,7 @@ async def running_engine(
             await supervisor.stop()
 
 
-def _warn_of_strangers(tokenizer: Tokenizer | None, info: ExecutorInfo) -> None:
+def _warn_of_unknown_tokens(tokenizer: Tokenizer | None, info: ExecutorInfo) -> None:
     """Log it if a tokenizer has tokens that its model does not know; texts with such a token are refused."""
     if tokenizer is not None and tokenizer.get_vocab_size() > info.vocab_size:
         logger.warning(
@@ -69,18 +71,21 @@ def _warn_of_strangers(tokenizer: Tokenizer | None, info: ExecutorInfo) -> None:
         )
 
 
-async def _end_when_silent(manager: TokenizerManager, supervisor: Supervisor, timeout_s: float) -> None:
-    """End an engine whose heartbeats stay away: the watchdog in a process that stands still altogether cannot bark."""
-    times_silent = 0
-    while timeout_s and times_silent < SILENT_TIMES:
+async def _end_when_silent(ranks: Ranks, supervisor: Supervisor, timeout_s: float) -> None:
+    """End schedulers whose heartbeats stay away: a process that stands still altogether has no watchdog either."""
+    times_silent: Counter[int] = Counter()
+    while timeout_s:
         await asyncio.sleep(LISTEN_EVERY_S)
-        age_s = manager.health()
-        # More than once, as heartbeats may wait in our own socket if it is this process that stood still.
-        times_silent = times_silent + 1 if timeout_s + SILENCE_GRACE_S < age_s < math.inf else 0
-    if timeout_s:
-        reason = f"no sign of life from the scheduler or the detokenizer for {age_s:.0f} s"
-        logger.critical("%s (see --watchdog-timeout-s); last heard: %s; stacks follow", reason, manager.last_heard)
-        supervisor.end_silent(reason)
+        for client in ranks.clients:
+            age_s = client.age_s(time.monotonic_ns())
+            # More than once, as heartbeats may wait in our own socket if it is this process that stood still.
+            silent = timeout_s + SILENCE_GRACE_S < age_s < math.inf
+            times_silent[client.source] = times_silent[client.source] + 1 if silent else 0
+            if times_silent[client.source] == SILENT_TIMES:
+                reason = f"no sign of life from the scheduler or the detokenizer for {age_s:.0f} s"
+                heard = client.last_heard
+                logger.critical("%s (see --watchdog-timeout-s); last heard: %s; stacks follow", reason, heard)
+                supervisor.end_silent(client.source, reason)
 
 
 def load_text_side(config: EngineConfig) -> tuple[Tokenizer | None, ChatTemplate]:

@@ -1,109 +1,42 @@
 """The messages between the engine's processes, one tagged union per direction.
 
-API process -> scheduler: the events of `base` and the control messages here. Scheduler -> text side: one `TokenBatch`
-a step, heartbeats and replies. Text side -> API: one `TextBatch` a step, and whatever else passes through. Text side
--> scheduler: `StopFound`.
+API process -> scheduler: the events of `base`, and calls. Scheduler -> text side: one `TokenBatch` a step, heartbeats
+and replies. API process -> text side: `Fence`. Text side -> API process: one `TextBatch` a step, `Fenced`, and
+heartbeats and replies as they are. Text side -> scheduler: `StopFound`.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from tokenyard.base import (
-    Cancel,
-    Explanation,
-    Finish,
-    Flush,
-    Int32Array,
-    Int64Array,
-    OpenGate,
-    Pause,
-    Resume,
-    SetPolicy,
-    StopFound,
-    Submit,
-    TokenBatch,
-    TokenLogprobs,
-    Update,
-)
+from tokenyard.base import Event, Finish, Int32Array, Int64Array, TokenBatch, TokenLogprobs
+
+Verb = Literal["snapshot", "explain", "set_policy", "flush", "start_profile", "stop_profile"]
+"""What a scheduler process can be asked to do, apart from taking in events; `processes/driver.py` has the functions."""
 
 
-class FlushCache(msgspec.Struct):
-    """Empty the prefix cache and say in a `FlushReply` with the same id whether it was done."""
+class Call(msgspec.Struct):
+    """Do `verb` with `arguments`, and answer in a `Reply` with the same id."""
 
-    reply_id: int
-
-
-class GetSnapshot(msgspec.Struct):
-    """Answer the scheduler's counters in a `SnapshotReply` with the same id."""
-
-    reply_id: int
+    call_id: int
+    verb: Verb
+    arguments: dict[str, Any] = {}
 
 
-class ChoosePolicy(msgspec.Struct):
-    """Order the queue by another policy and say in a `PolicyReply` with the same id whether it was done."""
+class Reply(msgspec.Struct):
+    """What a call returned, as plain data; `refusal` says why it was not done, "" if it was."""
 
-    reply_id: int
-    name: str
-    options: dict[str, float | int | str | bool] = {}
-
-
-class Explain(msgspec.Struct):
-    """Say in an `ExplainReply` with the same id where the time of request `number` went."""
-
-    reply_id: int
-    number: int
-
-
-class Profile(msgspec.Struct):
-    """Begin or end a timeline of the event loop and answer in a `ProfileReply` with the same id."""
-
-    reply_id: int
-    start: bool
-
-
-class FlushReply(msgspec.Struct):
-    """The cache was emptied, or was not because requests run or wait."""
-
-    reply_id: int
-    done: bool
-
-
-class PolicyReply(msgspec.Struct):
-    """The policy was changed, or was not, and `refusal` says why."""
-
-    reply_id: int
+    call_id: int
+    value: Any = None
     refusal: str = ""
 
 
-class ExplainReply(msgspec.Struct):
-    """Where the time of a request went; None for one that is not known any more."""
-
-    reply_id: int
-    explanation: Explanation | None
-
-
-class ProfileReply(msgspec.Struct):
-    """Whether a timeline was begun or ended; `events` are those of one that ended, as a JSON list."""
-
-    reply_id: int
-    done: bool
-    events: bytes = b""
-
-
-class SnapshotReply(msgspec.Struct):
-    """The scheduler's counters by name."""
-
-    reply_id: int
-    counters: dict[str, Any]
-
-
 class Heartbeat(msgspec.Struct):
-    """Sign of life of the scheduler process, sent about every half second by a thread of its own.
+    """Sign of life of a scheduler process, sent about every half second by a thread of its own.
 
-    `doing` is "idle" (waiting for messages), "step" (waiting for the device) or "host" (everything else);
-    `doing_ns` is for how long already, so a loop that hangs on the host shows as a growing "host". `counters` are the
-    scheduler's, as they were a moment ago.
+    `doing` is "idle" (waiting for messages), "step" (waiting for the device) or "host" (everything else); `doing_ns`
+    says for how long, so that a loop that hangs on the host shows as a growing "host". `counters` are the scheduler's,
+    as they were a moment ago.
     """
 
     sent_ns: int
@@ -135,22 +68,27 @@ class TextBatch(msgspec.Struct, array_like=True):
         return not (len(self.numbers) or self.finished)
 
 
-ToScheduler = (
-    Submit
-    | Cancel
-    | Update
-    | Pause
-    | Resume
-    | StopFound
-    | OpenGate
-    | SetPolicy
-    | Flush
-    | FlushCache
-    | GetSnapshot
-    | ChoosePolicy
-    | Explain
-    | Profile
-)
-Reply = FlushReply | SnapshotReply | PolicyReply | ExplainReply | ProfileReply
+class Fence(msgspec.Struct):
+    """The scheduler `source` has ended: drop what still comes from it, and say in `Fenced` how far `numbers` are."""
+
+    source: int
+    numbers: list[int]
+
+
+class Fenced(msgspec.Struct):
+    """No more news of the scheduler `source` will come.
+
+    numbers: int64[n], those answers of the `Fence` that have begun; token_counts: int32[n], how many of `tokens`
+    (int32[sum]) are each one's: all output tokens that the text side has taken in.
+    """
+
+    source: int
+    numbers: Int64Array
+    token_counts: Int32Array
+    tokens: Int32Array
+
+
+ToScheduler = Event | Call
 FromScheduler = TokenBatch | Heartbeat | Reply
-ToApi = TextBatch | TokenBatch | Heartbeat | Reply
+ToText = FromScheduler | Fence
+ToApi = TextBatch | TokenBatch | Heartbeat | Reply | Fenced

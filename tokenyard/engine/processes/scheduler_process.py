@@ -22,7 +22,14 @@ from tokenyard.engine.processes.child import (
 from tokenyard.engine.processes.config import ChildReport, ChildTask, EngineConfig
 from tokenyard.engine.processes.driver import DeviceBrokenError, Driver
 from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
-from tokenyard.engine.processes.ipc import FROM_SCHEDULER, TO_SCHEDULER, ProtocolError, pull_socket, push_socket
+from tokenyard.engine.processes.ipc import (
+    FROM_SCHEDULER,
+    TO_SCHEDULER,
+    Endpoints,
+    ProtocolError,
+    pull_socket,
+    push_socket,
+)
 from tokenyard.engine.processes.messages import FromScheduler, Heartbeat, ToScheduler
 from tokenyard.engine.watch.kv_events import open_kv_events
 from tokenyard.engine.watch.liveness import HeartbeatThread, LoopState
@@ -53,9 +60,10 @@ def load_executor(config: EngineConfig) -> Executor:
 class SocketPort:
     """The scheduler's messages over ZeroMQ."""
 
-    def __init__(self, inbox: Inbox, out: zmq.Socket[bytes]) -> None:
+    def __init__(self, inbox: Inbox, out: zmq.Socket[bytes], source: int) -> None:
         self._inbox = inbox
         self._out = out
+        self._source = source
 
     def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
         """Return what has come, waiting up to `timeout_ns` for a first message; None means stop."""
@@ -65,14 +73,14 @@ class SocketPort:
         messages = []
         for frame in frames:
             try:
-                messages.append(TO_SCHEDULER.decode(frame))
+                messages.append(TO_SCHEDULER.decode(frame)[0])
             except ProtocolError as error:
                 logger.error("dropped a message: %s", error)
         return messages
 
     def send(self, message: FromScheduler) -> None:
         """Send one message to the text side."""
-        self._out.send(FROM_SCHEDULER.encode(message))
+        self._out.send(FROM_SCHEDULER.encode(message, self._source))
 
 
 def run_scheduler(task: ChildTask, report: ReportReady) -> None:
@@ -82,23 +90,41 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         # The device must come free even if a step hangs; the detokenizer is left to remove the sockets.
         die_with_parent()
         end_with_parent(task)
-    tape, kv_events = open_tape(config), open_kv_events(config)
+    tape, kv_events = open_tape(config, task.rank), open_kv_events(config, task.rank)
     executor = load_executor(config)
     if executor.info.device == "cpu":
         yield_cores()
     core = build_core(config, executor.info, tape)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    out_address = task.api if config.skip_tokenizer_init else task.detokenizer
-    port = SocketPort(Inbox(pull_socket(context, task.scheduler)), push_socket(context, out_address))
+    endpoints = Endpoints(task.socket_directory)
+    out_address = endpoints.api if config.skip_tokenizer_init else endpoints.detokenizer
+    inbox = Inbox(pull_socket(context, endpoints.scheduler(task.source)))
+    port = SocketPort(inbox, push_socket(context, out_address), task.source)
     state = LoopState()
     hook = create_priority_updates(config.priority_function, core)
     log = StepLog(config.decode_log_interval)
     lookahead = LookaheadClient(core, config.scheduler_settings(executor.info))
-    driver = Driver(core, executor, port, log=log, state=state, hook=hook, lookahead=lookahead, kv_events=kv_events)
+    driver = Driver(
+        core,
+        executor,
+        port,
+        log=log,
+        state=state,
+        hook=hook,
+        lookahead=lookahead,
+        kv_events=kv_events,
+        policy_note=task.policy_note,
+        rank=task.rank,
+    )
     # Sockets belong to one thread, so the heartbeat has its own.
     beats = push_socket(context, out_address)
     watchdog = Watchdog(config.watchdog_timeout_s, core, report, tape.flush if tape is not None else lambda: None)
-    heartbeat = HeartbeatThread(state, lambda beat: _send_beat(beats, beat, watchdog), lambda: end_with_parent(task))
+
+    def send_beat(beat: Heartbeat) -> None:
+        beats.send(FROM_SCHEDULER.encode(beat, task.source))
+        watchdog.check(beat)
+
+    heartbeat = HeartbeatThread(state, send_beat, lambda: end_with_parent(task))
     # What was loaded so far lives for ever; a walk of the collector over all of it would hold up several steps.
     gc.collect()
     gc.freeze()
@@ -128,11 +154,6 @@ def _end_all(driver: Driver, message: str) -> None:
         driver.end_all(message)
     except Exception:
         logger.exception("could not end the open requests")
-
-
-def _send_beat(socket: zmq.Socket[bytes], beat: Heartbeat, watchdog: Watchdog) -> None:
-    socket.send(FROM_SCHEDULER.encode(beat))
-    watchdog.check(beat)
 
 
 if __name__ == "__main__":

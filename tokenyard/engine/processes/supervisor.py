@@ -1,4 +1,4 @@
-"""Starts the engine's child processes, waits until they are ready, watches them, and leaves none behind."""
+"""Starts the engine's child processes, watches them, starts schedulers again that end, and leaves none behind."""
 
 import asyncio
 import contextlib
@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo
+from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo, TokenyardError
 from tokenyard.engine.processes.config import ChildReport, ChildTask, EngineConfig, decode_report, encode_line
 from tokenyard.engine.processes.ipc import SocketDirectory
 from tokenyard.engine.processes.libraries import child_environment
@@ -20,92 +21,157 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 STOP_WORD = b"stop\n"
 LONGEST_REPORT_BYTES = 1 << 20
+RESTART_PAUSES_S = (0.0, 1.0, 5.0, 20.0, 60.0)
+"""How long to wait before each try to start a scheduler again; after the last one it is given up."""
+
+STABLE_S = 300.0
+"""A scheduler that has run for so long has all tries again."""
+
 CHILD_MODULES = {
     "scheduler": "tokenyard.engine.processes.scheduler_process",
     "detokenizer": "tokenyard.engine.processes.detokenizer",
 }
 
 
+class Listener(Protocol):
+    """Hears what becomes of the processes."""
+
+    def rank_ready(self, rank: int, source: int) -> None:
+        """The scheduler of a rank runs again, as process number `source`."""
+
+    def rank_lost(self, source: int, reason: str) -> None:
+        """A scheduler process has ended; it is started again if that is possible."""
+
+    def engine_died(self, reason: str) -> None:
+        """The engine cannot go on."""
+
+
 @dataclass(slots=True)
 class Child:
-    """A child process and the pipe on which it reports that it is ready or why it ends."""
+    """A child process and the pipe on which it reports that it is ready or why it ends.
+
+    rank, source: of a scheduler, as in `ChildTask`. silent: why it was ended from here, "" if it was not.
+    """
 
     name: str
     process: Process
     reports: asyncio.StreamReader
     pipe: asyncio.ReadTransport
+    rank: int = 0
+    source: int = 0
+    silent: str = ""
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def ready(self) -> ChildReport:
+        """Wait for its report. Raises ConfigError or EngineDeadError if it is a failure or never comes."""
+        report = decode_report(await self.reports.readline())
+        if report.wrong_settings:
+            raise ConfigError(report.failure)
+        if report.failure:
+            raise EngineDeadError(f"the {self.name} did not start: {report.failure}")
+        return report
+
+    async def end(self) -> str:
+        """Wait for its end and return the reason."""
+        code = await self.process.wait()
+        last_words = await self.reports.readline()
+        self.pipe.close()
+        if self.silent:
+            return self.silent
+        if last_words:
+            return f"the {self.name} failed: {decode_report(last_words).failure}"
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"the {self.name} {how}"
 
 
 class Supervisor:
-    """The scheduler and detokenizer processes of one engine.
+    """The scheduler processes, one per rank, and the detokenizer process of one engine.
 
-    Each child's standard input stays open; a word on it asks the child to end, and its end tells that we are gone.
-    `on_death` is called with the reason when the first child ends unasked.
+    Each child's standard input stays open; a word on it asks the child to end, and its end tells that we are gone. A
+    scheduler that ends unasked is started again a few times, with fcfs where its policy is the user's own. The engine
+    dies with the last rank, or with the detokenizer.
     """
 
-    def __init__(self, config: EngineConfig, sockets: SocketDirectory, on_death: Callable[[str], None]) -> None:
+    def __init__(self, config: EngineConfig, sockets: SocketDirectory) -> None:
         self._config = config
         self._sockets = sockets
-        self._on_death = on_death
-        self._children: list[Child] = []
+        self._listener: Listener | None = None
+        self._children: dict[int, Child] = {}
         self._watchers: list[asyncio.Task[None]] = []
+        self._next_source = 0
+        self._given_up = 0
         self._stopping = False
 
     async def start(self) -> ExecutorInfo:
-        """Start all children and return what the scheduler says of its model, when all are ready.
+        """Start all children and return what a scheduler says of its model, when all are ready.
 
         Raises EngineDeadError with the reason of the first child that fails, or ConfigError where the settings are at
         fault; all others are stopped then.
         """
-        names = ["scheduler"] if self._config.skip_tokenizer_init else ["scheduler", "detokenizer"]
         try:
-            for name in names:
-                self._children.append(await self._spawn(name))
-            reports = await asyncio.gather(*(_ready(child) for child in self._children))
+            for rank in range(self._config.ranks):
+                await self._spawn("scheduler", rank)
+            if not self._config.skip_tokenizer_init:
+                await self._spawn("detokenizer")
+            reports = await asyncio.gather(*(child.ready() for child in self._children.values()))
         except BaseException:
-            # Who still loads listens to nobody, and has nothing to lose.
-            for child in self._children:
-                with contextlib.suppress(ProcessLookupError):
-                    child.process.kill()
+            # A process that still loads listens to nobody, and has nothing to lose.
+            for child in self._children.values():
+                child.kill()
             await self.stop()
             raise
-        self._watchers = [asyncio.create_task(self._watch(child)) for child in self._children]
         info = reports[0].info
         assert info is not None
         return info
+
+    def watch(self, listener: Listener) -> None:
+        """From now on, tell `listener` what becomes of the children, first of the schedulers that run."""
+        self._listener = listener
+        for child in self._children.values():
+            is_scheduler = child.name == "scheduler"
+            if is_scheduler:
+                listener.rank_ready(child.rank, child.source)
+            watch = self._watch_rank(child) if is_scheduler else self._watch_detokenizer(child)
+            self._watchers.append(asyncio.create_task(watch))
 
     async def stop(self) -> None:
         """Ask all children to end, and make those that do not within a few seconds."""
         self._stopping = True
         for watcher in self._watchers:
             watcher.cancel()
-        for child in self._children:
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for child in self._children.values():
             stdin = child.process.stdin
             # The pipe of a child that has died is closed already.
             if stdin is not None and not stdin.is_closing():
                 stdin.write(STOP_WORD)
                 stdin.close()
-        for child in self._children:
+        for child in self._children.values():
             try:
                 await asyncio.wait_for(child.process.wait(), STOP_TIMEOUT_S)
             except TimeoutError:
                 logger.warning("the %s did not end by itself", child.name)
-                child.process.kill()
+                child.kill()
                 await child.process.wait()
             child.pipe.close()
-        self._children = []
+        self._children = {}
 
-    def end_silent(self, reason: str) -> None:
-        """End children of which nothing is heard; each leaves the stacks of its threads in the log, if it still can."""
-        for child in self._children:
+    def end_silent(self, source: int, reason: str) -> None:
+        """End a scheduler of which nothing is heard; it leaves the stacks of its threads in the log, if it can."""
+        child = self._children.get(source)
+        if child is not None:
+            child.silent = reason
             with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(signal.SIGABRT)
                 child.process.send_signal(signal.SIGCONT)
-        if not self._stopping:
-            self._stopping = True
-            self._on_death(reason)
 
-    async def _spawn(self, name: str) -> Child:
+    async def _spawn(self, name: str, rank: int = 0, *, config: EngineConfig | None = None, note: str = "") -> Child:
+        """Start a process, which is among the children from then on."""
+        source, self._next_source = self._next_source, self._next_source + 1
         read_fd, write_fd = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -116,33 +182,81 @@ class Supervisor:
             )
         finally:
             os.close(write_fd)
-        ends = self._sockets.endpoints
-        task = ChildTask(self._config, ends.scheduler, ends.detokenizer, ends.api, os.getpid(), str(self._sockets.path))
+        task = ChildTask(config or self._config, os.getpid(), str(self._sockets.path), rank, source, note)
         assert process.stdin is not None
         process.stdin.write(encode_line(task))
         reader = asyncio.StreamReader(limit=LONGEST_REPORT_BYTES)
         pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
         )
-        return Child(name, process, reader, pipe)
+        child = self._children[source] = Child(name, process, reader, pipe, rank, source)
+        return child
 
-    async def _watch(self, child: Child) -> None:
-        code = await child.process.wait()
-        last_words = await child.reports.readline()
-        if self._stopping:
-            return
-        self._stopping = True
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        if last_words:
-            how = f"failed: {decode_report(last_words).failure}"
-        self._on_death(f"the {child.name} {how}")
+    async def _watch_detokenizer(self, child: Child) -> None:
+        reason = await child.end()
+        if not self._stopping:
+            self._die(reason)
+
+    async def _watch_rank(self, child: Child) -> None:
+        """Wait for the end of a rank's scheduler and start it again, until all tries are used up."""
+        assert self._listener is not None
+        config, note, clock = self._config, "", asyncio.get_running_loop().time
+        tries = iter(RESTART_PAUSES_S)
+        while True:
+            began_s = clock()
+            reason = await child.end()
+            del self._children[child.source]
+            if self._stopping:
+                return
+            self._listener.rank_lost(child.source, reason)
+            if clock() - began_s > STABLE_S:
+                tries = iter(RESTART_PAUSES_S)
+            if ":" in config.scheduler.schedule_policy:
+                config, note = without_user_policy(config), _policy_note(config, reason)
+            started = await self._start_again(child.rank, reason, tries, config, note)
+            if started is None:
+                return
+            child = started
+            self._listener.rank_ready(child.rank, child.source)
+            logger.warning("the scheduler of rank %d runs again", child.rank)
+
+    async def _start_again(
+        self, rank: int, reason: str, tries: Iterator[float], config: EngineConfig, note: str
+    ) -> Child | None:
+        """Start a rank's scheduler; where that fails until no try is left, its rank is given up."""
+        for pause_s in tries:
+            logger.critical("%s; rank %d starts again in %g s%s", reason, rank, pause_s, note and f" ({note})")
+            await asyncio.sleep(pause_s)
+            child = await self._spawn("scheduler", rank, config=config, note=note)
+            try:
+                await child.ready()
+                return child
+            except TokenyardError as error:
+                reason = error.message
+                child.kill()
+                await child.end()
+                del self._children[child.source]
+                if isinstance(error, ConfigError):
+                    break
+        self._given_up += 1
+        if self._given_up == self._config.ranks:
+            self._die(reason)
+        else:
+            left = self._config.ranks - self._given_up
+            logger.critical("%s; rank %d is given up, %d of %d are left", reason, rank, left, self._config.ranks)
+        return None
+
+    def _die(self, reason: str) -> None:
+        assert self._listener is not None
+        if not self._stopping:
+            self._stopping = True
+            self._listener.engine_died(reason)
 
 
-async def _ready(child: Child) -> ChildReport:
-    """Wait for a child's report. Raises ConfigError or EngineDeadError if it is a failure or never comes."""
-    report = decode_report(await child.reports.readline())
-    if report.wrong_settings:
-        raise ConfigError(report.failure)
-    if report.failure:
-        raise EngineDeadError(f"the {child.name} did not start: {report.failure}")
-    return report
+def without_user_policy(config: EngineConfig) -> EngineConfig:
+    """The same settings with fcfs as the policy."""
+    return replace(config, scheduler=replace(config.scheduler, schedule_policy="fcfs", policy_options={}))
+
+
+def _policy_note(config: EngineConfig, reason: str) -> str:
+    return f"using fcfs, as {config.scheduler.schedule_policy} may be why {reason}"

@@ -9,28 +9,33 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tokenyard.base import Finish, Int32Array, InvalidRequestError, Started, StopFound, TokenBatch, TokenLogprobs
-from tokenyard.engine.processes.messages import TextBatch
+from tokenyard.engine.processes.messages import Fence, Fenced, TextBatch
 from tokenyard.engine.text.incremental import IncrementalText
 from tokenyard.engine.text.stop_strings import StopHit, StopMatcher
 
 
 class _TextState:
-    """One answer between its first token and its end."""
+    """One answer between its first token and its end.
+
+    `tokens` are all output tokens so far, of which the first `sent` have gone to the API process. Those that the
+    request brought with it count as sent: they are decoded for what follows them, and shown to nobody.
+    """
 
     __slots__ = (
         "cached_tokens",
-        "completion_tokens",
         "interval",
         "logprobs",
         "matcher",
         "min_tokens",
-        "new_tokens",
         "number",
         "pieces",
         "prompt_tokens",
+        "sent",
         "sent_once",
+        "source",
         "stopped_by",
         "text",
+        "tokens",
         "trims_stop",
         "undecoded",
     )
@@ -47,19 +52,24 @@ class _TextState:
         self.matcher = StopMatcher(started.stop) if started.stop else None
         self.min_tokens = options.min_tokens
         self.stopped_by: str | None = None
-        self.completion_tokens = 0
+        self.source = 0
         self.cached_tokens = 0
         self.sent_once = False
-        self.new_tokens: list[int] = []
+        self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.undecoded: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        for token in started.output_ids.tolist():
+            self.tokens.append(token)
+            if self.text is not None and self.stopped_by is None:
+                self._show(self.text.add(token))
+        self.pieces.clear()
+        self.sent = len(self.tokens)
 
     def add(self, token: int, cached_tokens: int) -> bool:
         """Take in one token; return whether it completed a stop string."""
-        self.completion_tokens += 1
         self.cached_tokens = cached_tokens
-        self.new_tokens.append(token)
+        self.tokens.append(token)
         if self.text is None:
             return False
         if not self.interval and self.matcher is None:
@@ -69,15 +79,19 @@ class _TextState:
 
     def drop(self, token: int, cached_tokens: int) -> None:
         """Take in the token that stopped the answer and is not to be seen."""
-        self.completion_tokens += 1
         self.cached_tokens = cached_tokens
-        self.new_tokens.append(token)
+        self.tokens.append(token)
 
     def due(self) -> bool:
         """Whether a streaming answer has something to send now."""
-        if not self.interval or not (self.pieces or (self.text is None and self.new_tokens)):
+        unsent = len(self.tokens) - self.sent
+        if not self.interval or not (self.pieces or (self.text is None and unsent)):
             return False
-        return not self.sent_once or len(self.new_tokens) >= self.interval
+        return not self.sent_once or unsent >= self.interval
+
+    def stop_found(self) -> StopFound:
+        """What the scheduler must hear of the stop string that was found."""
+        return StopFound(self.number, len(self.tokens), cast(str, self.stopped_by))
 
     def finish(self, finish: Finish) -> Finish:
         """Show what was held back; return the end as the client shall see it: a found stop string wins."""
@@ -90,19 +104,19 @@ class _TextState:
             return finish
         finish.reason, finish.matched = "stop", self.stopped_by
         finish.message, finish.cause = "", ""
-        finish.completion_tokens = self.completion_tokens
+        finish.completion_tokens = len(self.tokens)
         return finish
 
     def take_logprobs(self) -> list[TokenLogprobs]:
         """Return the log-probabilities of tokens taken in so far; those behind a found stop string never come."""
-        end = self.prompt_tokens + self.completion_tokens
+        end = self.prompt_tokens + len(self.tokens)
         found = [entry for entry in self.logprobs if entry.position < end]
         self.logprobs = [entry for entry in self.logprobs if entry.position >= end]
         return found
 
     def _show(self, piece: str) -> bool:
         """Pass a piece on through the stop strings; return whether one was found."""
-        if self.matcher is None or not piece or self.completion_tokens <= self.min_tokens:
+        if self.matcher is None or not piece or len(self.tokens) <= self.min_tokens:
             self._show_raw(piece)
             return False
         shown = self.matcher.feed(piece)
@@ -135,13 +149,14 @@ class _Columns:
         """Take everything that an answer has to send."""
         self.numbers.append(answer.number)
         self.texts.append("".join(answer.pieces))
-        self.token_counts.append(len(answer.new_tokens))
-        self.tokens += answer.new_tokens
-        self.completion_tokens.append(answer.completion_tokens)
+        tokens, sent = answer.tokens, answer.sent
+        self.token_counts.append(len(tokens) - sent)
+        self.tokens += tokens[sent:]
+        self.completion_tokens.append(len(tokens))
         self.cached_tokens.append(answer.cached_tokens)
         if answer.logprobs:
             self.logprobs += answer.take_logprobs()
-        answer.pieces, answer.new_tokens, answer.sent_once = [], [], True
+        answer.pieces, answer.sent, answer.sent_once = [], len(tokens), True
 
     def batch(self) -> TextBatch:
         """Return the message."""
@@ -155,6 +170,11 @@ class _Columns:
             self.finished,
             self.logprobs,
         )
+
+
+def ends_batch(finished: list[Finish]) -> TextBatch:
+    """The message that says of answers that they have ended, and nothing else."""
+    return TextBatch(np.empty(0, dtype=np.int64), [], _int32([]), _int32([]), _int32([]), _int32([]), finished)
 
 
 def _int32(values: list[int]) -> Int32Array:
@@ -174,21 +194,18 @@ class TextAssembler:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def step(self, batch: TokenBatch) -> tuple[TextBatch, list[StopFound]]:
-        """Take in what one step says; return what the API process and the scheduler must hear of it.
+    def step(self, batch: TokenBatch, source: int = 0) -> tuple[TextBatch, list[StopFound]]:
+        """Take in what a step of scheduler process `source` says; return what the API process and it must hear of it.
 
         Raises InvalidRequestError for stop strings where there is no tokenizer.
         """
-        for started in batch.started:
-            if self._tokenizer is None and started.stop:
-                raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-            self._answers[started.number] = _TextState(started, self._tokenizer)
+        stops = [stop for started in batch.started if (stop := self._start(started, source)) is not None]
         for entry in batch.logprobs:
             if (answer := self._answers.get(entry.number)) is not None:
                 answer.logprobs.append(entry)
         columns = _Columns()
         ends = {finish.number: finish for finish in batch.finished}
-        stops = self._take_tokens(batch, ends, columns)
+        stops += self._take_tokens(batch, ends, columns)
         for finish in batch.finished:
             ended = self._answers.pop(finish.number, None)
             if ended is not None:
@@ -196,6 +213,31 @@ class TextAssembler:
                 columns.add(ended)
             columns.finished.append(finish)
         return columns.batch(), stops
+
+    def fence(self, fence: Fence) -> Fenced:
+        """How far the answers have come that a scheduler leaves behind. They go on when another one starts them; what
+        else it had is forgotten.
+        """
+        kept = set(fence.numbers)
+        for number in [n for n, answer in self._answers.items() if answer.source == fence.source and n not in kept]:
+            del self._answers[number]
+        begun = [answer for number in fence.numbers if (answer := self._answers.get(number)) is not None]
+        return Fenced(
+            fence.source,
+            np.array([answer.number for answer in begun], dtype=np.int64),
+            _int32([len(answer.tokens) for answer in begun]),
+            _int32([token for answer in begun for token in answer.tokens]),
+        )
+
+    def _start(self, started: Started, source: int) -> StopFound | None:
+        """Begin an answer, or go on with one whose scheduler has ended; returns its stop string if it holds one."""
+        if self._tokenizer is None and started.stop:
+            raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
+        answer = self._answers.get(started.number)
+        if answer is None or not answer.tokens:
+            answer = self._answers[started.number] = _TextState(started, self._tokenizer)
+        answer.source = source
+        return None if answer.stopped_by is None else answer.stop_found()
 
     def _take_tokens(self, batch: TokenBatch, ends: dict[int, Finish], columns: _Columns) -> list[StopFound]:
         stops = []
@@ -209,7 +251,7 @@ class TextAssembler:
             if end is not None and _hides(answer, end, token):
                 answer.drop(token, hit)
             elif answer.add(token, hit):
-                stops.append(StopFound(number, answer.completion_tokens, cast(str, answer.stopped_by)))
+                stops.append(answer.stop_found())
             if end is None and answer.interval and answer.due():
                 columns.add(answer)
         return stops
@@ -217,5 +259,5 @@ class TextAssembler:
 
 def _hides(answer: _TextState, end: Finish, token: int) -> bool:
     """Whether `token` is the stop token that ends the answer and is to be trimmed."""
-    last = answer.completion_tokens + 1 == end.completion_tokens
+    last = len(answer.tokens) + 1 == end.completion_tokens
     return last and end.reason == "stop" and end.matched == token and answer.trims_stop

@@ -16,14 +16,14 @@ from tokenyard.engine.processes.config import EngineConfig
 
 TOPIC = b"kv-events"
 NUMBER_BYTES = 8
-RANK = 0
 
 
 class KvEventPublisher:
     """A PUB socket. Publishing never waits: a subscriber that is too slow loses messages."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, rank: int = 0) -> None:
         """Raises ConfigError if the endpoint cannot be had."""
+        self._rank = rank
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._encoder = msgspec.msgpack.Encoder()
@@ -38,7 +38,7 @@ class KvEventPublisher:
     def publish(self, events: list[Any]) -> None:
         """Send the events of a step as one message; nothing for none."""
         if events:
-            payload = self._encoder.encode([time.time(), events, RANK])
+            payload = self._encoder.encode([time.time(), events, self._rank])
             self._socket.send_multipart([TOPIC, self._number.to_bytes(NUMBER_BYTES, "big"), payload])
             self._number += 1
 
@@ -47,6 +47,15 @@ class KvEventPublisher:
         self._context.destroy(linger=0)
 
 
-def open_kv_events(config: EngineConfig) -> KvEventPublisher | None:
-    """The publisher that the settings ask for, if they do. Raises ConfigError if its endpoint cannot be had."""
-    return KvEventPublisher(config.kv_events_endpoint) if config.scheduler.enable_kv_events else None
+def open_kv_events(config: EngineConfig, rank: int = 0) -> KvEventPublisher | None:
+    """The publisher that the settings ask for, if they do; rank r listens r ports above the endpoint's.
+
+    Raises ConfigError if its endpoint cannot be had.
+    """
+    if not config.scheduler.enable_kv_events:
+        return None
+    endpoint = config.kv_events_endpoint
+    host, colon, port = endpoint.rpartition(":")
+    if rank and port.isdecimal() and int(port):
+        endpoint = f"{host}{colon}{int(port) + rank}"
+    return KvEventPublisher(endpoint, rank)

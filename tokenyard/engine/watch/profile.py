@@ -16,6 +16,9 @@ from tokenyard.base import NS_PER_S, StepPlan, StepResult
 MOST_EVENTS = 200_000
 NS_PER_US = 1000
 SCHEDULER_PID = 1
+FURTHER_RANKS_PID = 1000
+"""The timeline's process number of rank r above 0 is this plus r; the API process has 2."""
+
 LOOP, DEVICE = 1, 2
 VERBS = {
     "receive": "receive",
@@ -40,10 +43,12 @@ def name_tracks(pid: int, process: str, threads: dict[int, str]) -> list[dict[st
 class StepProfile:
     """The events of one profile, at most MOST_EVENTS; later ones are counted and dropped."""
 
-    def __init__(self, driver: Any) -> None:
-        """Begin to time the verbs of `driver`."""
+    def __init__(self, driver: Any, rank: int = 0) -> None:
+        """Begin to time the verbs of `driver`, the scheduler of this rank."""
         self._driver = driver
-        self._events = name_tracks(SCHEDULER_PID, "scheduler", {LOOP: "event loop", DEVICE: "device"})
+        self._pid = FURTHER_RANKS_PID + rank if rank else SCHEDULER_PID
+        self._name = f"scheduler {rank}" if rank else "scheduler"
+        self._events = name_tracks(self._pid, self._name, {LOOP: "event loop", DEVICE: "device"})
         self._dropped = 0
         self._launches: dict[int, tuple[int, StepPlan]] = {}
         self._device_free_ns = 0
@@ -55,7 +60,7 @@ class StepProfile:
         for verb in VERBS:
             delattr(self._driver, verb)
         if self._dropped:
-            self._events += name_tracks(SCHEDULER_PID, f"scheduler ({self._dropped} events dropped)", {})
+            self._events += name_tracks(self._pid, f"{self._name} ({self._dropped} events dropped)", {})
         return msgspec.json.encode(self._events)
 
     def _timed(self, verb: Callable[..., Any], label: str) -> Callable[..., Any]:
@@ -90,4 +95,4 @@ class StepProfile:
             self._dropped += 1
             return
         times = {"ts": begin_ns / NS_PER_US, "dur": max(0, end_ns - begin_ns) / NS_PER_US}
-        self._events.append({"name": name, "ph": "X", "pid": SCHEDULER_PID, "tid": tid, **times, "args": args})
+        self._events.append({"name": name, "ph": "X", "pid": self._pid, "tid": tid, **times, "args": args})

@@ -65,9 +65,12 @@ class TapeFile:
         logger.error("the tape %s ends here: %s; serving goes on without it", self._path, error.strerror)
 
 
-def open_tape(config: EngineConfig) -> TapeFile | None:
-    """The file that the settings ask for, if they do. Raises ConfigError if it cannot be written."""
-    return TapeFile(Path(config.record)) if config.record else None
+def open_tape(config: EngineConfig, rank: int = 0) -> TapeFile | None:
+    """The file that the settings ask for, if they do; ranks above 0 have `.rank1` and so on behind its name.
+
+    Raises ConfigError if it cannot be written.
+    """
+    return TapeFile(Path(f"{config.record}.rank{rank}" if rank else config.record)) if config.record else None
 
 
 def build_core(config: EngineConfig, info: ExecutorInfo, tape: TapeFile | None) -> Core:
