@@ -136,7 +136,7 @@ async def open_all(server: Server, streams: int, tokens: int) -> tuple[list[Stre
 
 
 def kill_child(child: str, streams: int) -> Outcome:
-    """kill -9 of the "scheduler", the "detokenizer" or the "server" itself while all streams run."""
+    """kill -9 of the "detokenizer" or the "server" itself while all streams run."""
     room = ("--max-running-requests", str(streams), "--max-total-tokens", str(1024 * streams))
     server = Server(*MOCK, "--mock-step-ms", "30", *room)
     children = server.children()
@@ -159,6 +159,21 @@ def kill_child(child: str, streams: int) -> Outcome:
     if orphans := _still_alive(children):
         outcome.notes.append(f"{orphans} orphans")
     return outcome
+
+
+def kill_scheduler(streams: int, tokens: int = 100) -> Outcome:
+    """kill -9 of the scheduler while all streams run: it is started again, and they go on."""
+
+    async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
+        opened, tasks = await open_all(server, streams, tokens)
+        os.kill(server.children()[0], signal.SIGKILL)
+        begin = time.monotonic()
+        ends = Counter(await asyncio.wait_for(asyncio.gather(*tasks), 120))
+        short = sum(stream.tokens != tokens for stream in opened)
+        return ends, time.monotonic() - begin, [f"{short} short"] if short else []
+
+    room = ("--max-running-requests", str(streams), "--max-total-tokens", str(1024 * streams))
+    return _surviving("kill -9 of the scheduler", ("--mock-step-ms", "30", *room), work)
 
 
 def _kill(server: Server) -> None:

@@ -9,12 +9,19 @@ pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), r
 STREAMS = 24
 
 
-@pytest.mark.parametrize("child", ["scheduler", "detokenizer"])
-def test_a_killed_child_ends_every_stream_with_an_error(child):
-    outcome = faults.kill_child(child, STREAMS)
+def test_a_killed_scheduler_is_started_again_and_every_stream_comes_to_its_end():
+    outcome = faults.kill_scheduler(STREAMS)
+    assert outcome.ends == {"done": STREAMS}
+    assert not outcome.notes
+    assert outcome.pages == "conserved"
+    assert outcome.exit_status == 0
+
+
+def test_a_killed_detokenizer_ends_every_stream_with_an_error():
+    outcome = faults.kill_child("detokenizer", STREAMS)
     assert outcome.ends == {"error event": STREAMS}
     assert outcome.exit_status == 1
-    assert child in outcome.reason
+    assert "detokenizer" in outcome.reason
     assert "signal 9" in outcome.reason
     assert not outcome.notes
 

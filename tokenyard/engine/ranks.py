@@ -8,9 +8,9 @@ from typing import Any
 from tokenyard.base import OverloadedError, Pause, Resume, SetPolicy, TokenyardError
 from tokenyard.engine.client import CALL_TIMEOUT_S, SchedulerClient
 from tokenyard.engine.processes.messages import ToScheduler, Verb
-from tokenyard.router.choice import make_chooser
+from tokenyard.router.choice import Features, make_policy
 
-CHOOSER = "least_load"
+ROUTE_POLICY = "least_load"
 AVERAGED = ("new_token_ratio", "step_time_error")
 """Counters of which an engine with several ranks reports the mean; all other numbers are added up."""
 
@@ -22,9 +22,9 @@ class Ranks:
     the whole engine, a pause or a policy that was chosen, is told to a scheduler that joins later.
     """
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self) -> None:
         self._clients: dict[int, SchedulerClient] = {}
-        self._chooser = make_chooser(CHOOSER, count)
+        self._route = make_policy(ROUTE_POLICY)
         self._backlog: list[ToScheduler] = []
         self.absent = SchedulerClient(self._backlog.append, rank=-1, source=-1)
         self._policy: SetPolicy | None = None
@@ -59,14 +59,15 @@ class Ranks:
             self._lost_ns = now_ns
         return client
 
-    def choose(self) -> SchedulerClient:
-        """The scheduler for the next request."""
+    def choose(self, prompt_tokens: int) -> SchedulerClient:
+        """The scheduler for the next request, one with the fewest open requests."""
         if len(self._clients) == 1:
             return next(iter(self._clients.values()))
         if not self._clients:
             return self.absent
         clients = self.clients
-        return clients[self._chooser.choose([client.load for client in clients], b"")]
+        ranking = self._route.rank(Features(prompt_tokens), [client.load for client in clients])
+        return clients[ranking.order[0]]
 
     def pause(self, event: Pause | Resume) -> None:
         """Stop all schedulers, or let all go on."""

@@ -80,13 +80,12 @@ class TokenizerManager:
         template: ChatTemplate,
         link: Link,
         *,
-        ranks: int = 1,
         assembler: TextAssembler | None = None,
         on_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
-        self.ranks = Ranks(ranks)
+        self.ranks = Ranks()
         self._template = template
         self._requests = RequestMaker(info, tokenizer, template.special_tokens.get("eos_token", ""))
         self._link = link
@@ -165,17 +164,17 @@ class TokenizerManager:
         self._check_alive()
         request = self._requests.make(spec, prompt_ids, number=self._next_number, rid=rid, arrival_ns=arrival_ns)
         self._next_number += request.sampling.n
-        stream = Stream(request, self.ranks.choose())
+        stream = Stream(request, self.ranks.choose(len(prompt_ids)))
         self._streams.add(stream)
         self._recent.add(stream)
-        stream.client.load.add(0.0)
+        stream.client.opened()
         stream.client.send(Submit(request))
         return stream
 
     def _close_stream(self, stream: Stream, ended: Ended | None = None) -> None:
         """Forget a stream; if its request may still run, cancel it."""
         self._streams.remove(stream)
-        stream.client.load.remove(0.0)
+        stream.client.closed()
         if self._death is not None:
             return
         if ended is not None:
@@ -344,7 +343,7 @@ class TokenizerManager:
         timer.cancel()
         begun, streams = begun_answers(fenced), self._streams.of(lost)
         for stream in streams:
-            client = self.ranks.choose()
+            client = self.ranks.choose(stream.prompt_tokens)
             self._place(stream, client)
             for request in continued(stream.request, stream.open_answers, begun):
                 client.send(Submit(request))
@@ -354,9 +353,9 @@ class TokenizerManager:
             logger.warning("%d requests go on where their scheduler ended", len(streams))
 
     def _place(self, stream: Stream, client: SchedulerClient) -> None:
-        stream.client.load.remove(0.0)
+        stream.client.closed()
         stream.client = client
-        client.load.add(0.0)
+        client.opened()
         self._recent.add(stream)
 
     # ---- news --------------------------------------------------------------------------------------------------

@@ -47,9 +47,7 @@ async def running_engine(
         _warn_of_unknown_tokens(tokenizer, info)
         link = SocketLink(sockets.endpoints)
         assembler = TextAssembler(None) if config.skip_tokenizer_init else None
-        manager = TokenizerManager(
-            info, tokenizer, template, link, ranks=config.ranks, assembler=assembler, on_death=on_death
-        )
+        manager = TokenizerManager(info, tokenizer, template, link, assembler=assembler, on_death=on_death)
         link.listen(manager.receive)
         supervisor.watch(manager)
         listener = asyncio.create_task(_end_when_silent(manager.ranks, supervisor, config.watchdog_timeout_s))
