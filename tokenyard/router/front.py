@@ -66,6 +66,7 @@ class _Reading:
     url: bytes = b""
     headers: Headers = field(default_factory=list)
     head_bytes: int = 0
+    header_bytes: int = 0
     parts: list[bytes] = field(default_factory=list)
     body_bytes: int = 0
     in_body: bool = False
@@ -152,7 +153,7 @@ class FrontConnection(asyncio.Protocol):
             self._parser.feed_data(data)
             reading = self._reading
             if reading is not None and not reading.in_body and reading.head_bytes > LONGEST_HEAD:
-                raise RouterError(431, f"the headers are longer than {LONGEST_HEAD} bytes", code="headers_too_large")
+                raise self._long_head()
         except httptools.HttpParserUpgrade as upgrade:
             self._stay(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
@@ -178,8 +179,11 @@ class FrontConnection(asyncio.Protocol):
         """A header."""
         assert self._reading is not None
         self._reading.headers.append((name.lower(), value))
+        self._reading.header_bytes += len(name) + len(value)
         if len(self._reading.headers) > MOST_HEADERS:
             raise RouterError(431, f"there are more than {MOST_HEADERS} headers", code="headers_too_large")
+        if self._reading.header_bytes > LONGEST_HEAD:
+            raise self._long_head()
 
     def on_headers_complete(self) -> None:
         """All headers are there: see what is coming."""
@@ -242,6 +246,9 @@ class FrontConnection(asyncio.Protocol):
         kept = [header for header in reading.headers if header[0] not in (b"upgrade", b"connection", b"http2-settings")]
         head = [b"%b %b HTTP/1.1" % (method, reading.url), *[b"%b: %b" % header for header in kept]]
         self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
+
+    def _long_head(self) -> RouterError:
+        return RouterError(431, f"the headers are longer than {LONGEST_HEAD} bytes", code="headers_too_large")
 
     def _too_large(self) -> RouterError:
         return RouterError(413, f"the body is larger than {self._max_body} bytes", code="body_too_large")

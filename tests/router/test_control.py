@@ -1,0 +1,417 @@
+"""What the router answers itself, who may ask, the queue in front of full workers, ranks, and discovery."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from tests.router.fakes import FakeWorker, answer, routing
+from tokenyard.base import ConfigError
+from tokenyard.router.discovery import Discovery, Source, read_file, ready_pods, resolve, sources
+from tokenyard.router.proxy import Router
+from tokenyard.router.settings import RouterSettings
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def test_probes():
+    async def main():
+        async with FakeWorker(health=503) as worker, routing(worker, ready=False) as (router, client):
+            assert (await client.ask("GET", "/health")).status == 200
+            got = await client.ask("GET", "/ready")
+            assert (got.status, got.body) == (503, b"no worker")
+            worker.health = 200
+            async with asyncio.timeout(5):
+                while (await client.ask("GET", "/ready")).status != 200:
+                    await asyncio.sleep(0.02)
+            router.draining = True
+            assert (await client.ask("GET", "/ready")).body == b"draining"
+            assert (await client.complete()).error == "draining"
+            assert (await client.ask("HEAD", "/health")).body == b""
+
+    run(main())
+
+
+def test_models_are_those_of_all_workers():
+    async def main():
+        async with FakeWorker(models=("m", "n")) as a, FakeWorker(models=("m", "o")) as b, routing(a, b) as (_, client):
+            got = await client.ask("GET", "/v1/models")
+            assert sorted(card["id"] for card in got.json["data"]) == ["m", "n", "o"]
+            assert (await client.ask("GET", "/v1/models/n")).json["id"] == "n"
+            assert (await client.ask("GET", "/v1/models/x")).error == "model_not_found"
+
+    run(main())
+
+
+def test_workers_come_and_go_at_run_time():
+    async def main():
+        async with FakeWorker("a") as a, FakeWorker("b") as b, routing(a) as (router, client):
+            got = await client.ask("POST", "/workers", {"url": b.url})
+            assert (got.status, got.json["id"]) == (202, "w1")
+            assert (await client.ask("POST", "/workers", {"url": b.url + "/"})).status == 409
+            assert (await client.ask("POST", "/workers", {"url": b.url.upper().replace("HTTP", "http")})).status == 409
+            for wrong in ({"url": "ftp://x"}, {"url": "http://u:p@x"}, {"url": 3}, {}, [1], {"url": "http://x y"}):
+                assert (await client.ask("POST", "/workers", wrong)).status == 400
+            async with asyncio.timeout(5):
+                while not router.workers.find("w1").healthy:
+                    await asyncio.sleep(0.01)
+            listed = (await client.ask("GET", "/workers")).json["workers"]
+            assert [worker["state"] for worker in listed] == ["healthy", "healthy"]
+            assert (await client.ask("DELETE", "/workers/w0")).status == 200
+            assert {(await client.complete(f"p {i}")).json["worker"] for i in range(4)} == {"b"}
+            assert (await client.ask("DELETE", "/workers/w0")).error == "no_such_worker"
+            assert (await client.ask("PUT", "/workers/w1")).status == 405
+
+    run(main())
+
+
+def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new():
+    async def main():
+        async with FakeWorker("a", delay_s=0.2) as a, FakeWorker("b") as b, routing(a, b) as (_, client):
+            first = asyncio.create_task(client.complete("x " * 900))
+            while not a.asked and not b.asked:
+                await asyncio.sleep(0.005)
+            busy = "w0" if a.asked else "w1"
+            assert (await client.ask("POST", f"/workers/{busy}/drain")).json["state"] == "draining"
+            for _ in range(3):
+                assert (await client.complete("x " * 900)).json["worker"] != (await first).json["worker"]
+            assert (await client.ask("POST", f"/workers/{busy}/resume")).json["state"] == "healthy"
+
+    run(main())
+
+
+def test_a_worker_can_be_removed_while_it_answers():
+    async def main():
+        async with FakeWorker("a", delay_s=0.1) as a, routing(a) as (router, client):
+            first = asyncio.create_task(client.complete())
+            while not a.asked:
+                await asyncio.sleep(0.005)
+            assert (await client.ask("DELETE", "/workers/w0")).status == 200
+            assert (await first).json == {"worker": "a"}
+            assert (await client.complete()).error == "no_worker"
+            assert len(router.workers) == 0
+
+    run(main())
+
+
+def test_keys():
+    async def main():
+        async with (
+            FakeWorker() as worker,
+            routing(worker, api_key="open", admin_api_key="admin", worker_api_key="inner") as (_, client),
+        ):
+            assert (await client.complete()).error == "invalid_api_key"
+            assert (await client.complete(headers=["Authorization: Bearer admin"])).status == 401
+            assert (await client.complete(headers=["Authorization: bearer open"])).status == 200
+            assert worker.asked[0].headers["authorization"] == "Bearer inner"
+            assert (await client.ask("GET", "/workers", headers=["Authorization: Bearer open"])).status == 401
+            assert (await client.ask("GET", "/workers", headers=["Authorization: Bearer admin"])).status == 200
+            assert (await client.ask("GET", "/v1/models")).status == 401
+            for path in ("/health", "/ready", "/metrics"):
+                assert (await client.ask("GET", path)).status == 200
+
+    run(main())
+
+
+def test_a_clients_key_goes_through_where_the_router_wants_none():
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (_, client):
+            await client.complete(headers=["Authorization: Bearer theirs"])
+            assert worker.asked[0].headers["authorization"] == "Bearer theirs"
+        async with FakeWorker() as worker, routing(worker, api_key="mine") as (_, client):
+            await client.complete(headers=["Authorization: Bearer mine"])
+            assert "authorization" not in worker.asked[0].headers
+
+    run(main())
+
+
+def test_unknown_paths():
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (_, client):
+            for path in ("/", "/admin", "/v2/x", "http://other/v1/models", "//v1/models", "/v1"):
+                assert (await client.ask("POST", path, b"{}")).status == 404
+            assert worker.asked == []
+
+    run(main())
+
+
+def test_levers_go_to_all_workers():
+    async def main():
+        async with FakeWorker() as a, FakeWorker() as b, routing(a, b) as (_, client):
+            got = await client.ask("POST", "/flush_cache")
+            assert got.json["success"] is True
+            assert [len(worker.asked) for worker in (a, b)] == [1, 1]
+
+    run(main())
+
+
+def test_metrics_are_prometheus_text():
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (_, client):
+            for _ in range(3):
+                await client.complete("long " * 400)
+            text = (await client.ask("GET", "/metrics")).body.decode()
+            lines = [line for line in text.splitlines() if not line.startswith("#")]
+            assert all(
+                re.fullmatch(r'[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? [-+.e0-9]+', line) for line in lines
+            )
+            told = dict(line.rsplit(" ", 1) for line in lines)
+            assert told["tokenyard_router_requests_total"] == "3"
+            assert told['tokenyard_router_choices_total{reason="cached"}'] == "2"
+            assert told['tokenyard_router_worker_state{worker="w0",state="healthy"}'] == "1"
+            assert float(told["tokenyard_router_index_bytes"]) > 0
+            assert len({line.split(" ")[2] for line in text.splitlines() if line.startswith("# TYPE")}) == text.count(
+                "# TYPE"
+            )
+
+    run(main())
+
+
+class TestQueue:
+    def test_requests_wait_for_room_and_the_urgent_go_first(self):
+        async def main():
+            order = []
+            go = asyncio.Event()
+
+            async def reply(asked, writer):
+                order.append(asked.json["prompt"])
+                if asked.json["prompt"] == "first":
+                    await go.wait()
+                writer.write(answer({}))
+
+            async with (
+                FakeWorker(on_request=reply) as worker,
+                routing(worker, max_worker_requests=1) as (router, client),
+            ):
+                tasks = [asyncio.create_task(client.complete("first"))]
+                await _until(lambda: order)
+                for prompt, priority in (("low", 0), ("high", 5), ("mid", 1)):
+                    tasks.append(asyncio.create_task(client.complete(prompt, priority=priority)))
+                    await _until(lambda: len(router.queue) == len(tasks) - 1)
+                go.set()
+                assert [(await task).status for task in tasks] == [200] * 4
+                assert order == ["first", "high", "mid", "low"]
+
+        run(main())
+
+    def test_it_is_bounded_and_the_urgent_displace(self):
+        async def main():
+            async with (
+                FakeWorker(delay_s=0.3) as worker,
+                routing(worker, max_worker_requests=1, queue_size=1) as (router, client),
+            ):
+                running = asyncio.create_task(client.complete("a"))
+                await _until(lambda: worker.asked)
+                waiting = asyncio.create_task(client.complete("b"))
+                await _until(lambda: len(router.queue) == 1)
+                got = await client.complete("c")
+                assert (got.status, got.error, got.headers["retry-after"]) == (429, "queue_full", "1")
+                urgent = asyncio.create_task(client.complete("d", priority=3))
+                assert (await waiting).error == "queue_full"
+                assert [(await running).status, (await urgent).status] == [200, 200]
+
+        run(main())
+
+    def test_who_waits_too_long_is_told_so(self):
+        async def main():
+            async with (
+                FakeWorker(delay_s=0.5) as worker,
+                routing(worker, max_worker_requests=1, queue_timeout_secs=0.15) as (_, client),
+            ):
+                running = asyncio.create_task(client.complete("a"))
+                await _until(lambda: worker.asked)
+                got, late = await asyncio.gather(client.complete("b"), client.complete("c", deadline_ms=50))
+                assert (got.status, got.error, got.headers["retry-after"]) == (503, "queue_timeout", "1")
+                assert late.error == "deadline"
+                assert (await running).status == 200
+
+        run(main())
+
+    def test_who_hangs_up_leaves_the_queue(self):
+        async def main():
+            async with (
+                FakeWorker(delay_s=0.3) as worker,
+                routing(worker, max_worker_requests=1) as (router, client),
+            ):
+                running = asyncio.create_task(client.complete("a"))
+                await _until(lambda: worker.asked)
+                _, writer = await asyncio.open_connection("127.0.0.1", client.port)
+                writer.write(client.head("POST", "/v1/completions", body=b"{}"))
+                await _until(lambda: len(router.queue) == 1)
+                writer.close()
+                await _until(lambda: len(router.queue) == 0)
+                assert (await running).status == 200
+                assert len(worker.asked) == 1
+
+        run(main())
+
+    def test_requests_wait_for_a_worker_to_come_back(self):
+        async def main():
+            async with FakeWorker() as worker, routing(worker, max_retries=1) as (router, client):
+                await worker.stop()
+                waiting = asyncio.create_task(client.complete())
+                await _until(lambda: len(router.queue) == 1)
+                await worker.start()
+                assert (await waiting).json == {"worker": "w"}
+
+        run(main())
+
+    def test_there_is_a_bound_on_all_requests(self):
+        async def main():
+            async with FakeWorker(delay_s=0.2) as worker, routing(worker, max_concurrent_requests=2) as (_, client):
+                open_ones = [asyncio.create_task(client.complete()) for _ in range(2)]
+                await _until(lambda: len(worker.asked) == 2)
+                assert (await client.complete()).error == "overloaded"
+                assert [(await one).status for one in open_ones] == [200, 200]
+
+        run(main())
+
+    def test_weights_must_be_numbers(self):
+        async def main():
+            for wrong in ("gold", "gold=", "gold=-1", "gold=x"):
+                with pytest.raises(ConfigError, match="tenant-weights"):
+                    Router(RouterSettings(tenant_weights=(wrong,)))
+
+        run(main())
+
+
+async def _until(holds, timeout_s=5.0):
+    async with asyncio.timeout(timeout_s):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+class TestRanks:
+    def test_a_worker_with_ranks_is_as_many_targets(self):
+        async def main():
+            async with (
+                FakeWorker(info={"dp_size": 4}) as worker,
+                routing(worker, policy="round_robin") as (router, client),
+            ):
+                assert [target.name for target in router.workers.find("w0").targets] == ["w0@0", "w0@1", "w0@2", "w0@3"]
+                for _ in range(4):
+                    await client.complete()
+                assert sorted(asked.json["data_parallel_rank"] for asked in worker.asked) == [0, 1, 2, 3]
+                assert {asked.headers["x-data-parallel-rank"] for asked in worker.asked} == set("0123")
+
+        run(main())
+
+    def test_a_client_may_name_its_rank_but_no_unknown_one(self):
+        async def main():
+            async with FakeWorker(info={"dp_size": 2}) as worker, routing(worker) as (_, client):
+                for _ in range(3):
+                    assert (await client.complete(data_parallel_rank=1)).status == 200
+                assert {asked.json["data_parallel_rank"] for asked in worker.asked} == {1}
+                for wrong in (2, -1, "x", True, 1.5):
+                    got = await client.complete(data_parallel_rank=wrong)
+                    assert got.status == 400
+                assert len(worker.asked) == 3
+
+        run(main())
+
+    def test_a_prefix_stays_on_its_rank(self):
+        async def main():
+            async with FakeWorker(info={"dp_size": 8}) as worker, routing(worker) as (_, client):
+                for _ in range(5):
+                    await client.complete("same " * 1000)
+                assert len({asked.json["data_parallel_rank"] for asked in worker.asked}) == 1
+
+        run(main())
+
+    def test_an_empty_object_gets_a_rank_too(self):
+        async def main():
+            async with FakeWorker(info={"dp_size": 2}) as worker, routing(worker) as (_, client):
+                await client.ask("POST", "/v1/completions", b"{ }")
+                assert json.loads(worker.asked[0].body)["data_parallel_rank"] in (0, 1)
+
+        run(main())
+
+    def test_it_can_be_switched_off(self):
+        async def main():
+            async with FakeWorker(info={"dp_size": 4}) as worker, routing(worker, dp_aware=False) as (_, client):
+                await client.complete()
+                assert "data_parallel_rank" not in worker.asked[0].json
+
+        run(main())
+
+
+def test_a_worker_that_started_anew_is_known_by_its_boot_id():
+    async def main():
+        async with FakeWorker(info={"boot_id": "one"}) as worker, routing(worker) as (router, client):
+            await client.complete("x " * 900)
+            name = str(router.workers.find("w0").url)
+            assert router.index.blocks_of(name) > 0
+            worker.info["boot_id"] = "two"
+            await _until(lambda: router.index.blocks_of(name) == 0)
+
+    run(main())
+
+
+def test_sessions_stick():
+    async def main():
+        async with FakeWorker("a") as a, FakeWorker("b") as b, routing(a, b, policy="round_robin") as (_, client):
+            for session in ("one", "two", "three"):
+                got = {(await client.complete(headers=[f"X-Session-Id: {session}"])).json["worker"] for _ in range(4)}
+                assert len(got) == 1
+
+    run(main())
+
+
+class TestDiscovery:
+    def test_workers_follow_their_source_and_leave_others_alone(self):
+        async def main():
+            async with FakeWorker() as worker, routing(worker) as (router, _):
+                discovery = Discovery(router, Source("file", lambda: read_file(None)))
+                discovery.apply(["http://10.0.0.1:1", "http://10.0.0.2:1/", "10.0.0.2:1", "ftp://no", worker.url])
+                assert sorted(str(w.url) for w in router.workers) == [
+                    "http://10.0.0.1:1",
+                    "http://10.0.0.2:1",
+                    worker.url,
+                ]
+                discovery.apply(["http://10.0.0.2:1"])
+                assert sorted(str(w.url) for w in router.workers) == ["http://10.0.0.2:1", worker.url]
+
+        run(main())
+
+    def test_a_file_and_a_name(self, tmp_path):
+        path = tmp_path / "workers"
+        path.write_text("http://a:1  # the first\n\n# none\nb:2\n")
+        assert run(read_file(path)) == ["http://a:1", "b:2"]
+        assert "http://127.0.0.1:30000" in run(resolve("localhost", 30000))
+
+    def test_pods_that_are_ready(self):
+        def pod(ip, ready="True", **metadata):
+            return {"status": {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}, "metadata": metadata}
+
+        listed = [
+            pod("10.0.0.1"),
+            pod("10.0.0.2", "False"),
+            pod("10.0.0.3", deletionTimestamp="now"),
+            pod("fd00::1"),
+            {},
+        ]
+        assert ready_pods({"items": listed}, 80) == ["http://10.0.0.1:80", "http://[fd00::1]:80"]
+
+    def test_a_source_that_cannot_be_is_refused(self):
+        with pytest.raises(ConfigError, match="host:port"):
+            sources(RouterSettings(worker_dns="nowhere"))
+        names = RouterSettings(worker_dns="a:1", worker_file="f", worker_selector="app=x")
+        assert [source.name for source in sources(names)] == ["file", "dns", "kubernetes"]
+
+
+def test_a_dead_file_changes_nothing(tmp_path):
+    async def main():
+        path = tmp_path / "workers"
+        async with FakeWorker() as worker, routing(ready=False, discovery_interval_secs=0.1) as (router, _):
+            path.write_text(worker.url)
+            task = asyncio.create_task(Discovery(router, Source("file", lambda: read_file(path))).run())
+            await _until(lambda: len(router.workers) == 1)
+            path.unlink()
+            await asyncio.sleep(0.25)
+            assert len(router.workers) == 1
+            task.cancel()
+
+    run(main())
