@@ -24,3 +24,13 @@ def test_every_page_of_results_is_linked():
     links = LINK.findall((ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8"))
     pages = {str(page.relative_to(ROOT / "benchmarks")) for page in (ROOT / "benchmarks/results").glob("*.md")}
     assert pages == {link for link in links if link.startswith("results/")}
+
+
+def test_the_glossary_names_what_is_there():
+    lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").split("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")][2:]
+    assert len(rows) > 30
+    for _, ours, files in rows:
+        texts = [(PACKAGE / name).read_text(encoding="utf-8") for name in re.findall(r"`([^`]+)`", files)]
+        for name in re.findall(r"`([\w.]+)`", ours):
+            assert any(name.split(".")[-1] in text for text in texts), f"{name} is not in {files}"
