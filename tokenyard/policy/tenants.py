@@ -162,7 +162,7 @@ class TenantLimits(Limits):
         assert self._columns is not None
         tenant = int(self._columns.tenant[row])
         self._running[tenant] -= 1
-        self._used[tenant] -= int(self._columns.planned[row] - self._columns.hit[row])
+        self._used[tenant] -= _held_tokens(self._columns, row)
         if self._within_share(asker):
             self._claim = asker, int(self._columns.seq[asker])
 
@@ -191,7 +191,7 @@ class TenantLimits(Limits):
         while over:
             tenant = max(over, key=lambda number: (used[number] - share[number], -number))
             victim = queues[tenant].pop(0)
-            used[tenant] -= int(columns.planned[victim] - columns.hit[victim])
+            used[tenant] -= _held_tokens(columns, victim)
             over = [number for number in over if queues[number] and used[number] > share[number]]
             yield victim
 
@@ -207,7 +207,7 @@ class TenantLimits(Limits):
         for victim in victims:
             tenant = int(self._columns.tenant[victim])
             if not share[tenant] or used[tenant] > share[tenant]:
-                used[tenant] -= int(self._columns.planned[victim] - self._columns.hit[victim])
+                used[tenant] -= _held_tokens(self._columns, victim)
                 left.append(victim)
         return left
 
@@ -228,15 +228,19 @@ class TenantLimits(Limits):
         for victim in victims:
             tenant = int(views.columns.tenant[victim])
             if used[tenant] > share[tenant]:
-                used[tenant] -= int(views.columns.planned[victim] - views.columns.hit[victim])
+                used[tenant] -= _held_tokens(views.columns, victim)
                 first.append(victim)
             else:
                 after.append(victim)
         return first + after
 
     def _held_tokens(self, columns: Columns, rows: Int32Array) -> Int64Array:
-        """KV tokens by tenant that `rows` hold beyond what they found in the cache."""
-        tokens = columns.planned[rows] - columns.hit[rows]
+        """KV tokens by tenant that `rows` hold beyond what they found in the cache.
+
+        Tokens of steps in flight do not count: a row that lost its place for them would lose them too, claim its share
+        again, and so on without a token gained.
+        """
+        tokens = np.minimum(columns.planned[rows], columns.known[rows]) - columns.hit[rows]
         held: Int64Array = np.bincount(columns.tenant[rows], tokens, minlength=len(self._rate)).astype(np.int64)
         return held
 
@@ -276,6 +280,11 @@ class TenantLimits(Limits):
             self._rate[number], self._share[number] = tenant.tokens_per_s, tenant.kv_share
             self._burst[number] = self._bucket[number] = tenant.burst_tokens
             self._most_running[number] = tenant.max_running if tenant.max_running >= 0 else NO_LIMIT
+
+
+def _held_tokens(columns: Columns, row: int) -> int:
+    """What `TenantLimits._held_tokens` counts for one row."""
+    return int(min(columns.planned[row], columns.known[row]) - columns.hit[row])
 
 
 def create_limits(settings: SchedulerSettings) -> Limits:
