@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
 from tests.server.fake import FakeManager
 from tokenyard.server.app import HOT_ROUTES, create_app
 from tokenyard.server.state import ServerOptions, ServerState
@@ -58,7 +57,7 @@ def test_no_body_breaks_the_server(path):
     app = create_app(ServerState(ServerOptions(model_name="fake"), FakeManager()))
     kind = HOT_ROUTES[path][1]
 
-    @settings(max_examples=examples(200), deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(bodies(kind))
     def check(body):
         status, answer = asyncio.run(post(app, path, json.dumps(body, allow_nan=True).encode()))
@@ -73,7 +72,7 @@ def test_no_body_breaks_the_server(path):
     check()
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=64))
 def test_no_bytes_break_the_server(body):
     app = create_app(ServerState(ServerOptions(model_name="fake"), FakeManager()))

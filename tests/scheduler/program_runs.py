@@ -54,7 +54,7 @@ class BrokenRun(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """Tells tokens that are computed for the first time from those computed again.
+    """Tells tokens that are computed for the first time from those computed again, or in vain.
 
     furthest: int64[numbers], first position of each answer that was never computed. advances: how many plans computed
     something new, and how many events came. lost_place_at: for each answer, `advances` when it last lost its place.
@@ -73,11 +73,14 @@ class Progress:
             raise BrokenRun(f"thrash: request {number} loses its place twice and nothing new is computed between")
         self.lost_place_at[number] = self.advances
 
-    def planned(self, numbers: np.ndarray, plan: StepPlan) -> None:
-        """A plan was made; raises BrokenRun if for too long nothing was computed for the first time."""
+    def committed(self, numbers: np.ndarray, plan: StepPlan, taken: np.ndarray) -> None:
+        """A step has ended, of which the scheduler takes the results of the rows `taken` (bool[n]) and drops others.
+
+        Raises BrokenRun if for too long nothing was computed for the first time.
+        """
         ends = plan.starts + plan.counts
-        fresh = np.maximum(ends - np.maximum(self.furthest[numbers], plan.starts), 0)
-        self.furthest[numbers] = np.maximum(self.furthest[numbers], ends)
+        fresh = np.where(taken, np.maximum(ends - np.maximum(self.furthest[numbers], plan.starts), 0), 0)
+        self.furthest[numbers] = np.where(taken, np.maximum(self.furthest[numbers], ends), self.furthest[numbers])
         again = int(plan.counts.sum() - fresh.sum())
         self.recomputed += again
         self.advances += bool(fresh.any())
@@ -137,16 +140,34 @@ class ProgramRun:
         self._watch_places()
         self._noise = np.random.default_rng(len(jobs))
 
+    def on_retract(self, row: int, why: str) -> None:
+        """The table row `row` is about to lose its place."""
+        if why != "paused":
+            self._progress.lost_place(int(self.scheduler.state.table.number[row]))
+
+    def on_admit(self, row: int) -> None:
+        """The table row `row` is about to take a place, for the first time or again."""
+
+    def on_preempt(self, victim: int, asker: int) -> None:
+        """The row `victim` is about to give way to the waiting row `asker`; `on_retract` follows."""
+
     def _watch_places(self) -> None:
         state = self.scheduler.state
-        retract = state.retract
+        retract, admit, preempted = state.retract, state.admit, state.limits.preempted
 
-        def watched(row: int, why: str, now: int) -> None:
-            if why != "paused":
-                self._progress.lost_place(int(state.table.number[row]))
+        def watched_retract(row: int, why: str, now: int) -> None:
+            self.on_retract(row, why)
             retract(row, why, now)
 
-        state.retract = watched
+        def watched_admit(row: int, hit: int, now: int) -> None:
+            self.on_admit(row)
+            admit(row, hit, now)
+
+        def watched_preempted(row: int, asker: int) -> None:
+            self.on_preempt(row, asker)
+            preempted(row, asker)
+
+        state.retract, state.admit, state.limits.preempted = watched_retract, watched_admit, watched_preempted
 
     def run(self) -> Outcome:
         """Run to the end or to the first thing that is wrong."""
@@ -201,7 +222,6 @@ class ProgramRun:
             self._owner[state.table.pool_row[held]] = state.table.number[held]
         numbers = self._owner[plan.pool_rows]
         self._in_flight.append((plan, numbers))
-        self._progress.planned(numbers, plan)
         self.outcome.steps += 1
         self.outcome.tokens += int(plan.counts.sum())
         self._empty_turns = 0
@@ -220,8 +240,15 @@ class ProgramRun:
         if self._program.noise:
             seconds *= float(self._noise.lognormal(0.0, self._program.noise))
         self.outcome.events += 1
+        self._progress.committed(numbers, plan, self._taken(numbers, plan))
         self.scheduler.commit(StepResult(plan.step, tokens, seconds), self.now)
         self._ends.take(self.scheduler)
+
+    def _taken(self, numbers: np.ndarray, plan: StepPlan) -> np.ndarray:
+        """Rows of the plan that still have the place for which it was made, bool[n]."""
+        table = self.scheduler.state.table
+        rows = zip(map(table.row_of, numbers.tolist()), plan.epochs, strict=True)
+        return np.array([row is not None and table.epoch[row] == epoch for row, epoch in rows], bool)
 
     def _wait(self) -> bool:
         """Nothing is in flight and nothing was planned: wait for a time-out or the next event."""

@@ -199,14 +199,13 @@ def _tenants(draw: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
     for name in draw.sample((*TENANTS, "*"), draw.choice((1, 2, 3))):
         values = _some(
             draw,
-            0.4,
+            0.3,
             weight=(0.5, 2.0),
             tokens_per_s=(1.0, 100.0, 10_000.0),
             burst_tokens=(1, 16, 64),
             max_running=(1, 2),
             max_queued=(1, 3),
-            kv_share=(0.2, 0.4, 0.6),
-        )
+        ) | _some(draw, 0.6, kv_share=(0.2, 0.4, 0.6))
         share = values.get("kv_share", 0.0)
         if name == "*" or share > left:
             values.pop("kv_share", None)
