@@ -5,11 +5,14 @@ tokens. Over text, where no tokenizer is given, blocks begin with 256 bytes and 
 of any length has few digests and its match is known to about an eighth.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
-from tokenyard.base.blocks import BLOCK_TOKENS, ROOT, block_digests, chain
+import numpy as np
+
+from tokenyard.base.blocks import BLOCK_TOKENS, ROOT, block_digests, chain, link
 from tokenyard.base.request import Int32Array
 
 ENTRY_BYTES = 160
@@ -20,7 +23,16 @@ BLOCKS_PER_OCTAVE = 8
 LONGEST_TEXT = 1 << 26
 LEAST_ENTRIES = 256
 
+MOST_ENGINE_BLOCKS = 1 << 22
+
 Digest = bytes | int
+Hash = int | bytes | str
+"""What an engine calls a block."""
+
+_ARRAY_FIELDS = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    "BlockRemoved": ("block_hashes", "medium"),
+}
 
 
 @dataclass(slots=True)
@@ -194,3 +206,87 @@ class PrefixIndex:
             del held.blocks[digest]
         self._entries -= count
         self.evicted += count
+
+
+class KvBlocks:
+    """Turns what one engine says of its cache, block by block in its own hashes, into our digests. Pure.
+
+    Engines name blocks by hashes of their own, of any page size, so a block of ours is known by the tokens that events
+    bring. It is held while every engine block that it lies in is. Events are arrays or maps (see `apply`), as vLLM and
+    SGLang have sent them; hashes are taken as they come. A prompt's first block follows none, or one of `roots`.
+    """
+
+    def __init__(self, roots: Collection[Hash] = ()) -> None:
+        self._after: dict[Hash, _Place] = {}
+        self._covers: dict[Hash, list[bytes]] = {}
+        self._roots = roots
+
+    def apply(self, event: Any) -> tuple[list[bytes], list[bytes], bool]:
+        """An event as (digests stored, digests removed, whether everything is gone).
+
+        An array has its name first and then its fields in order, a map has it under `type`. What is no such event, or
+        follows a block that nobody spoke of, changes nothing.
+        """
+        fields = _event_fields(event)
+        name, hashes = fields.get("type"), fields.get("block_hashes")
+        if name == "AllBlocksCleared":
+            self._after, self._covers = {}, {}
+            return [], [], True
+        if not isinstance(hashes, list) or not all(isinstance(block, Hash) for block in hashes):
+            return [], [], False
+        if fields.get("medium") not in (None, "GPU"):
+            return [], [], False
+        if name == "BlockRemoved":
+            return [], [digest for block in hashes for digest in self._remove(block)], False
+        return self._store(fields, hashes) if name == "BlockStored" else [], [], False
+
+    def _store(self, fields: Mapping[str, Any], hashes: list[Hash]) -> list[bytes]:
+        parent, size = fields.get("parent_block_hash"), fields.get("block_size")
+        try:
+            data = np.array(fields.get("token_ids"), "<i4").tobytes()
+        except (TypeError, ValueError, OverflowError):
+            return []
+        place = _Place(ROOT, b"", ()) if parent is None or parent in self._roots else self._after.get(parent)
+        if place is None or not isinstance(size, int) or len(data) != 4 * size * len(hashes):
+            return []
+        if len(self._after) + len(hashes) > MOST_ENGINE_BLOCKS:
+            self._after, self._covers = {}, {}
+        stored: list[bytes] = []
+        for number, block in enumerate(hashes):
+            place = self._follow(place, block, data[4 * size * number : 4 * size * (number + 1)], stored)
+            self._after[block] = place
+        return stored
+
+    def _follow(self, place: "_Place", block: Hash, content: bytes, stored: list[bytes]) -> "_Place":
+        """Where one is after an engine block; digests of ours that it completes are `stored`."""
+        digest, rest, within = place.digest, place.rest + content, (*place.within, block)
+        self._covers[block] = []
+        while len(rest) >= 4 * BLOCK_TOKENS:
+            digest = link(digest, rest[: 4 * BLOCK_TOKENS])
+            rest = rest[4 * BLOCK_TOKENS :]
+            stored.append(digest)
+            for part in within:
+                self._covers.setdefault(part, []).append(digest)
+            within = (block,) if rest else ()
+        return _Place(digest, rest, within)
+
+    def _remove(self, block: Hash) -> list[bytes]:
+        self._after.pop(block, None)
+        return self._covers.pop(block, [])
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """After an engine block: the last whole block of ours, what follows it, and the engine blocks that lies in."""
+
+    digest: bytes
+    rest: bytes
+    within: tuple[Hash, ...]
+
+
+def _event_fields(event: Any) -> Mapping[str, Any]:
+    if isinstance(event, Mapping):
+        return event
+    if isinstance(event, list | tuple) and event:
+        return dict(zip(("type", *_ARRAY_FIELDS.get(str(event[0]), ())), event, strict=False))
+    return {}

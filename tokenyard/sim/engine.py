@@ -1,8 +1,9 @@
 """Running a workload through one engine, or through several behind a router, in virtual time."""
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from tokenyard.policy.adaptive import Adaptive, Switch
 from tokenyard.sim.adaptive import Adapter
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE, BlankContent, Content
 from tokenyard.sim.replica import NEVER_NS, Replica, SimExecutor, StepObserver
-from tokenyard.sim.router import SimRouter
+from tokenyard.sim.router import Fault, Fleet, Routing, make_routing
 from tokenyard.sim.workload import Workload, to_ns
 from tokenyard.tape.codec import Origin
 from tokenyard.tape.recorder import Recorder, Sink
@@ -84,6 +85,7 @@ class Setup:
     belief_scale: float = 1.0
     learn: bool = False
     oracle: bool = False
+    fleet: Fleet = field(default_factory=Fleet)
 
     @property
     def slo(self) -> SloTargets:
@@ -124,6 +126,7 @@ class Outcome:
     busy_seconds: float = 0.0
     wall_seconds: float = 0.0
     decision_hash: str = ""
+    predicted_cached_tokens: int = 0
 
     @property
     def arrival_ns(self) -> Int64Array:
@@ -241,23 +244,32 @@ class _Run:
         self._content: Content = BlankContent() if setup.settings.disable_radix_cache else workload.content
         self._unloaded_s: dict[int, float] = {}
         self._outcome = _blank_outcome(workload, setup)
-        router = self._make_router()
-        self._router = router if setup.replicas > 1 else None
-        others = [self._replica(None, None) for _ in range(setup.replicas - 1)]
-        self._replicas = [self._replica(observer, tape), *others]
+        routing = self._make_routing()
+        self._routing = routing if setup.replicas > 1 else None
+        self._executors: dict[int, SimExecutor] = {}
+        self._ended_replicas: list[Replica] = []
+        others = [self._replica(number, None, None) for number in range(1, setup.replicas)]
+        self._replicas = [self._replica(0, observer, tape), *others]
         adaptive = setup.settings.schedule_policy == Adaptive.name
         self._adapters = [Adapter(setup.settings, replica) for replica in self._replicas] if adaptive else []
         self._described = self._replicas[0].scheduler.snapshot(0).policy
 
-    def _make_router(self) -> SimRouter:
-        setup, info = self._setup, executor_info(self._workload, self._setup)
-        return SimRouter(setup.router, setup.replicas, setup.seed, info.num_pages * info.page_size)
+        if self._adapters and setup.fleet.faults:
+            raise ConfigError("the policy adaptive cannot be simulated with faults")
+        self._faults = sorted(_fault_events(setup.fleet.faults), key=lambda event: event[0])
 
-    def _replica(self, observer: StepObserver | None, tape: Sink | None) -> Replica:
+    def _make_routing(self) -> Routing:
+        setup, info = self._setup, executor_info(self._workload, self._setup)
+        return make_routing(setup.router, setup.replicas, setup.seed, info.num_pages * info.page_size, setup.fleet)
+
+    def _replica(self, number: int, observer: StepObserver | None, tape: Sink | None) -> Replica:
         setup, info = self._setup, executor_info(self._workload, self._setup)
         distinct = not setup.settings.disable_radix_cache
         executor = SimExecutor(info, self._truth, self._workload.output_tokens, distinct)
-        origin = Origin(setup.settings, info, setup.belief(), setup.learn)
+        self._executors[number] = executor
+        routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None
+        settings = replace(setup.settings, enable_kv_events=True) if by_events else setup.settings
+        origin = Origin(settings, info, setup.belief(), setup.learn)
         scheduler = origin.scheduler() if tape is None else Recorder(origin, tape, None, __version__)
         return Replica(
             scheduler,
@@ -266,21 +278,42 @@ class _Run:
             setup.settings.max_in_flight,
             setup.host_s,
             observer,
-            None if self._router is None else self._router.first_token,
+            None if routing is None else routing.first_token,
+            partial(routing.told, number) if routing is not None and by_events else None,
         )
 
     def submit(self, index: int) -> None:
         """Bring all replicas to the arrival of request `index` and give it to one of them."""
         arrival_ns = to_ns(float(self._workload.arrival_s[index]))
+        while self._faults and self._faults[0][0] <= arrival_ns:
+            self._next_fault()
         self._advance(arrival_ns, to_arrival=True)
-        unloaded_s = self._unloaded(int(self._workload.prompt_tokens[index]))
+        self._outcome.unloaded_s[index] = self._unloaded(int(self._workload.prompt_tokens[index]))
+        self._send(index, arrival_ns)
+
+    def _send(self, index: int, now: int) -> None:
+        """Give request `index` to one of the replicas, which are all at `now`."""
         request = self._workload.request(index, self._content, true_length=self._setup.oracle)
-        chosen = 0 if self._router is None else self._router.choose(request, arrival_ns)
+        chosen = 0 if self._routing is None else self._routing.choose(request, now)
         self._outcome.replica[index] = chosen
-        self._outcome.unloaded_s[index] = unloaded_s
-        self._replicas[chosen].submit(request, arrival_ns)
+        self._replicas[chosen].submit(request, now)
         if self._adapters:
-            self._adapters[chosen].submitted(request, arrival_ns)
+            self._adapters[chosen].submitted(request, now)
+
+    def _next_fault(self) -> None:
+        """What goes wrong next with a replica, or gets well again."""
+        at_ns, fault, ends = self._faults.pop(0)
+        self._advance(at_ns, to_arrival=True)
+        if not fault.deadly:
+            self._executors[fault.replica].slow_down(1.0 if ends else fault.factor)
+        elif self._routing is not None and ends:
+            self._routing.dead.discard(fault.replica)
+        elif self._routing is not None:
+            self._ended_replicas.append(self._replicas[fault.replica])
+            self._replicas[fault.replica] = self._replica(fault.replica, None, None)
+            # They begin anew elsewhere: an engine that goes on with an answer has to compute all of it again, too.
+            for index in self._routing.died(fault.replica):
+                self._send(index, at_ns)
 
     def _advance(self, until: int, *, to_arrival: bool) -> None:
         """Do everything that is due before `until` (ns), in all replicas."""
@@ -314,22 +347,36 @@ class _Run:
         outcome.cached_tokens[number] = finish.cached_tokens
         outcome.retractions[number] = finish.retractions
         replica = int(outcome.replica[number])
-        if self._router is not None:
-            self._router.finished(finish)
+        if self._routing is not None:
+            self._routing.finished(finish)
+            seen_ns = self._routing.first_seen.pop(number, finish.first_token_ns)
+            outcome.first_token_ns[number] = min(seen_ns, finish.first_token_ns)
         if self._adapters:
             self._adapters[replica].finished(finish)
 
     def finish(self) -> Outcome:
         """Let everything run to its end and sum up."""
         outcome = self._outcome
+        while self._faults:
+            self._next_fault()
         self._advance(NEVER_NS, to_arrival=False)
+        everyone = [*self._replicas, *self._ended_replicas]
         outcome.sim_seconds = max(replica.now for replica in self._replicas) / NS_PER_S
-        outcome.busy_seconds = sum(replica.busy_ns for replica in self._replicas) / NS_PER_S
+        outcome.busy_seconds = sum(replica.busy_ns for replica in everyone) / NS_PER_S
+        if self._routing is not None:
+            outcome.predicted_cached_tokens = self._routing.predicted_tokens
         outcome.decision_hash = b"".join(replica.decision_hash() for replica in self._replicas).hex()[:64]
-        outcome.counters = _sum_counters(self._replicas)
+        outcome.counters = _sum_counters(everyone)
         outcome.switches = [switch for adapter in self._adapters for switch in adapter.judge.latest]
         outcome.policy_note = "; ".join(dict.fromkeys(filter(None, map(self._policy_note, self._replicas))))
         return outcome
+
+
+def _fault_events(faults: tuple[Fault, ...]) -> Iterator[tuple[int, Fault, bool]]:
+    """When each fault begins and ends, as (time in ns, fault, whether it ends)."""
+    for fault in faults:
+        yield to_ns(fault.at_s), fault, False
+        yield to_ns(fault.at_s + fault.for_s), fault, True
 
 
 def _sum_counters(replicas: list[Replica]) -> dict[str, int]:

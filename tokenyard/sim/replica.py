@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -41,12 +42,16 @@ class SimExecutor:
     """
 
     def __init__(self, info: ExecutorInfo, truth: LinearCost, output_tokens: Int32Array, distinct_tokens: bool) -> None:
-        self._truth = truth
+        self._usual = self._truth = truth
         self._output_tokens = output_tokens
         self._distinct = distinct_tokens
         self._last_position = np.full(info.max_pool_rows, -1, np.int64)
         self._prompt_tokens = np.zeros(info.max_pool_rows, np.int64)
         self._number = np.zeros(info.max_pool_rows, np.int64)
+
+    def slow_down(self, factor: float) -> None:
+        """From now on everything takes `factor` times as long as usual."""
+        self._truth = LinearCost(self._usual.terms.scaled(factor), self._usual.links) if factor != 1.0 else self._usual
 
     def run(self, plan: StepPlan) -> tuple[StepWork, StepResult]:
         """The work of a plan and what comes out of it."""
@@ -115,8 +120,11 @@ class Replica:
         host_s: float = 0.0,
         observer: StepObserver | None = None,
         started: Callable[[int, int], None] | None = None,
+        cache_told: Callable[[list[Any], int], None] | None = None,
     ) -> None:
-        """`started` is told of each first token: (number of the request, when)."""
+        """`started` is told of each first token: (number of the request, when); `cache_told` of what enters and leaves
+        the prefix cache, if the settings say that it is told: (wire forms of events, when).
+        """
         self.scheduler = scheduler
         self.now = 0
         self.busy_ns = 0
@@ -124,6 +132,7 @@ class Replica:
         self._executor = executor
         self._finished = finished
         self._started = started
+        self._cache_told = cache_told
         self._host_ns = to_ns(host_s)
         self._observer = observer
         self._depth = depth
@@ -237,5 +246,7 @@ class Replica:
         if self._started is not None:
             for started in batch.started:
                 self._started(started.number, self.now)
+        if self._cache_told is not None:
+            self._cache_told(self.scheduler.kv_records(), self.now)
         for finish in batch.finished:
             self._finished(finish)

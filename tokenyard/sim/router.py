@@ -1,65 +1,188 @@
-"""The router in front of simulated replicas: its own policies, index and bookkeeping, in virtual time."""
+"""Routers in front of simulated replicas: their own policies, index and bookkeeping, in virtual time.
 
+What goes wrong in a fleet is simulated as well: several routers that know nothing of each other, events of the caches
+that come late or not at all, replicas that die and come back empty, or slow down.
+"""
+
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
-from tokenyard.base import NS_PER_S, Finish, Request
+import numpy as np
+
+from tokenyard.base import NS_PER_S, ConfigError, Finish, Request
 from tokenyard.base.blocks import BLOCK_TOKENS
+from tokenyard.cache.kv_events import root_hash
 from tokenyard.router.choice import Features, PolicyOptions, make_policy, mix
-from tokenyard.router.index import PrefixIndex, token_prompt
+from tokenyard.router.index import KvBlocks, PrefixIndex, token_prompt
 from tokenyard.router.load import Sent, Speed, TargetState
 
 INDEX_BYTES = 1 << 30
 KEY_BLOCKS = 4
 """A prompt is known by its first 256 tokens, as in the proxy."""
 
+LOSS_STREAM = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """At `at_s`, `replica` takes `factor` times as long for everything; infinity means that it is dead. It comes back,
+    empty if it was dead, after `for_s`. A replica that is dead from 0 on is one that joins later.
+    """
+
+    at_s: float
+    replica: int
+    for_s: float
+    factor: float = float("inf")
+
+    @property
+    def deadly(self) -> bool:
+        """Whether the replica loses what it has."""
+        return self.factor == float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """How replicas are routed to. kv_event_lag_s: how late routers hear of what caches hold; None where they go by what
+    they sent alone. kv_event_loss: share of the events' batches that get lost.
+    """
+
+    routers: int = 1
+    kv_event_lag_s: float | None = None
+    kv_event_loss: float = 0.0
+    faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for numbers that make no sense."""
+        if self.routers < 1 or not 0.0 <= self.kv_event_loss <= 1.0 or (self.kv_event_lag_s or 0.0) < 0.0:
+            raise ConfigError("a fleet needs at least 1 router, a loss from 0 to 1 and a lag that is not negative")
+
 
 @dataclass(slots=True)
 class _Open:
-    """A request under way: where, and how its load is counted."""
+    """A request under way: at which router and replica, and how its load is counted."""
 
+    router: "SimRouter"
     replica: int
     sent: Sent
 
 
 class SimRouter:
-    """Chooses a replica for each request, and learns from what becomes of it, as the proxy does."""
+    """One router: chooses a replica for each request, and learns from what becomes of it, as the proxy does."""
 
     def __init__(self, policy: str, replicas: int, seed: int, pool_tokens: int) -> None:
-        """`pool_tokens`: the KV pool of a replica, which bounds what it can hold. Raises ConfigError for an unknown
-        policy.
-        """
         self._policy = make_policy(policy, PolicyOptions(seed=seed))
         speed = Speed()
         self.targets = [TargetState(f"r{number}", speed) for number in range(replicas)]
         self.index = PrefixIndex(INDEX_BYTES)
+        self._blocks = [_known_blocks() for _ in range(replicas)]
         for target in self.targets:
             self.index.limit(target.name, max(pool_tokens // BLOCK_TOKENS, 1))
-        self._open: dict[int, _Open] = {}
-        self.predicted_tokens = 0
 
-    def choose(self, request: Request, now_ns: int) -> int:
-        """The number of the replica that shall serve a request which arrives now."""
-        tokens = len(request.prompt_ids)
-        prompt = token_prompt(request.prompt_ids)
-        matched = [BLOCK_TOKENS * self.index.match(target.name, prompt.digests) for target in self.targets]
+    def choose(self, request: Request, now_ns: int, dead: set[int]) -> tuple[int, Sent]:
+        """The number of the replica that shall serve a request which arrives now, and the count of it."""
+        alive = [number for number in range(len(self.targets)) if number not in dead] or list(range(len(self.targets)))
+        tokens, prompt = len(request.prompt_ids), token_prompt(request.prompt_ids)
+        targets = [self.targets[number] for number in alive]
+        matched = [BLOCK_TOKENS * self.index.match(target.name, prompt.digests) for target in targets]
         first = prompt.digests[min(KEY_BLOCKS, len(prompt.digests)) - 1] if prompt.digests else b""
         key = mix(int.from_bytes(bytes(first[:8]), "little")) if isinstance(first, bytes) else 0
         features = Features(tokens, matched, key, request.tenant)
-        chosen = self._policy.rank(features, self.targets).order[0]
-        target = self.targets[chosen]
+        place = self._policy.rank(features, targets).order[0]
+        target = targets[place]
         self._policy.sent(features, target)
         self.index.insert(target.name, prompt.digests)
-        sent = Sent(target, tokens, matched[chosen], now_ns / NS_PER_S)
-        self._open[request.number] = _Open(chosen, sent)
-        self.predicted_tokens += matched[chosen]
-        return chosen
+        return alive[place], Sent(target, tokens, matched[place], now_ns / NS_PER_S)
+
+    def hear(self, replica: int, records: list[Any]) -> None:
+        """What has changed in a replica's cache."""
+        name = self.targets[replica].name
+        for record in records:
+            stored, removed, cleared = self._blocks[replica].apply(record)
+            if cleared:
+                self.index.drop(name)
+            self.index.insert(name, stored)
+            self.index.remove(name, removed)
+
+    def died(self, replica: int) -> None:
+        """The replica has lost its cache."""
+        self.index.drop(self.targets[replica].name)
+        self.targets[replica].forget()
+        self._blocks[replica] = _known_blocks()
+
+
+def _known_blocks() -> KvBlocks:
+    """Blocks that follow the root as our engines name it."""
+    return KvBlocks({root_hash("")})
+
+
+class Routing:
+    """All routers of a fleet and the requests that they have open.
+
+    dead: replicas that get nothing. first_seen: when the client saw the first token of requests that are not over.
+    """
+
+    def __init__(self, routers: list[SimRouter], fleet: Fleet, seed: int) -> None:
+        self.dead: set[int] = set()
+        self.predicted_tokens = 0
+        self.first_seen: dict[int, int] = {}
+        self._routers, self._fleet, self._seed = routers, fleet, seed
+        self._open: dict[int, _Open] = {}
+        self._late: deque[tuple[int, int, list[Any]]] = deque()
+        self._loss = np.random.default_rng([seed, LOSS_STREAM])
+
+    def choose(self, request: Request, now_ns: int) -> int:
+        """The number of the replica that shall serve a request which arrives now, by the router that it came to."""
+        self._hear_until(now_ns)
+        router = self._routers[mix(request.number + self._seed) % len(self._routers)]
+        replica, sent = router.choose(request, now_ns, self.dead)
+        self._open[request.number] = _Open(router, replica, sent)
+        self.predicted_tokens += sent.predicted
+        return replica
 
     def first_token(self, number: int, now_ns: int) -> None:
         """The answer to request `number` begins."""
         self._open[number].sent.first_token(now_ns / NS_PER_S)
+        self.first_seen.setdefault(number, now_ns)
 
     def finished(self, finish: Finish) -> None:
         """A request has ended."""
-        sent = self._open.pop(finish.number).sent
-        sent.hit(finish.cached_tokens)
-        sent.end()
+        ended = self._open.pop(finish.number)
+        ended.sent.hit(finish.cached_tokens)
+        ended.sent.end()
+
+    def told(self, replica: int, records: list[Any], now_ns: int) -> None:
+        """A replica says what has changed in its cache."""
+        lag_s = self._fleet.kv_event_lag_s
+        if records and lag_s is not None and self._loss.random() >= self._fleet.kv_event_loss:
+            self._late.append((now_ns + round(lag_s * NS_PER_S), replica, records))
+
+    def died(self, replica: int) -> list[int]:
+        """A replica is dead; the numbers of the requests that it had."""
+        self.dead.add(replica)
+        for router in self._routers:
+            router.died(replica)
+        self._late = deque(entry for entry in self._late if entry[1] != replica)
+        lost = [number for number, one in self._open.items() if one.replica == replica]
+        for number in lost:
+            self._open.pop(number).sent.end()
+        return lost
+
+    def _hear_until(self, now_ns: int) -> None:
+        """Replicas run one after the other up to the same time, so batches are put in order first."""
+        due = sorted((entry for entry in self._late if entry[0] <= now_ns), key=lambda entry: entry[0])
+        self._late = deque(entry for entry in self._late if entry[0] > now_ns)
+        for _, replica, records in due:
+            for router in self._routers:
+                router.hear(replica, records)
+
+
+def make_routing(policy: str, replicas: int, seed: int, pool_tokens: int, fleet: Fleet) -> Routing:
+    """The routers of a fleet. `pool_tokens`: the KV pool of a replica, which bounds what it can hold.
+
+    Raises ConfigError for an unknown policy or a fault of no replica.
+    """
+    if any(not 0 <= fault.replica < replicas for fault in fleet.faults):
+        raise ConfigError(f"a fault names a replica that is not there; there are {replicas}")
+    routers = [SimRouter(policy, replicas, seed + number, pool_tokens) for number in range(fleet.routers)]
+    return Routing(routers, fleet, seed)

@@ -1,0 +1,93 @@
+"""Routers in front of simulated replicas, and what goes wrong in a fleet."""
+
+import numpy as np
+import pytest
+
+from tests.sim.small import setup
+from tokenyard.base import ConfigError
+from tokenyard.router.choice import POLICIES
+from tokenyard.sim.engine import simulate
+from tokenyard.sim.metrics import summary
+from tokenyard.sim.router import Fault, Fleet
+from tokenyard.sim.synthetic import synthetic
+
+CACHED = {"disable_radix_cache": False}
+
+
+def fleet(router="predicted_ttft", replicas=3, **options):
+    return setup(settings=CACHED, replicas=replicas, router=router, fleet=Fleet(**options))
+
+
+@pytest.mark.parametrize("router", sorted(POLICIES))
+def test_every_policy_of_the_router_serves_everybody_and_repeats(router):
+    traffic = synthetic("multi-turn", 60, 10.0, seed=2)
+    one, again = (simulate(traffic, fleet(router)) for _ in range(2))
+    assert one.served.all()
+    assert one.decision_hash == again.decision_hash
+    assert set(one.replica.tolist()) == {0, 1, 2}
+
+
+def test_what_the_router_expects_is_about_what_comes_true():
+    outcome = simulate(synthetic("shared-prefix", 150, 10.0, seed=1), fleet())
+    assert outcome.predicted_cached_tokens == pytest.approx(outcome.cached_tokens.sum(), rel=0.15)
+
+
+def test_requests_of_a_replica_that_dies_are_served_elsewhere():
+    traffic = synthetic("plain", 120, 30.0, seed=1)
+    calm = simulate(traffic, fleet())
+    killed = simulate(traffic, fleet(faults=(Fault(1.5, 1, 1.0),)))
+    assert killed.served.all()
+    during = (killed.arrival_ns > 1.5e9) & (killed.arrival_ns < 2.5e9)
+    assert during.any()
+    assert not (killed.replica[during] == 1).any()
+    assert (killed.replica[killed.arrival_ns > 2.5e9] == 1).any()
+    assert (killed.first_token_ns >= killed.arrival_ns).all()
+    assert killed.e2e_s.max() >= calm.e2e_s.max()
+
+
+def test_a_replica_can_join_later():
+    outcome = simulate(synthetic("plain", 120, 30.0, seed=1), fleet(faults=(Fault(0.0, 2, 2.0),)))
+    early = outcome.arrival_ns < 2e9
+    assert not (outcome.replica[early] == 2).any()
+    assert (outcome.replica[~early] == 2).any()
+
+
+def test_a_slow_replica_gets_fewer_requests_by_predicted_ttft():
+    traffic = synthetic("plain", 300, 40.0, seed=1)
+    slow = (Fault(0.0, 0, 1e6, 3.0),)
+    aware, blind = (simulate(traffic, fleet(router, faults=slow)) for router in ("predicted_ttft", "round_robin"))
+    assert np.count_nonzero(aware.replica == 0) < 0.8 * np.count_nonzero(blind.replica == 0)
+    assert np.percentile(aware.ttft_s, 95) < np.percentile(blind.ttft_s, 95)
+
+
+def test_several_routers_share_what_events_tell():
+    traffic = synthetic("shared-prefix", 200, 20.0, seed=3)
+    alone, told = (
+        simulate(traffic, fleet("cache_aware", routers=4, kv_event_lag_s=lag, replicas=4)) for lag in (None, 0.05)
+    )
+    assert told.served.all()
+    assert summary(told)["prefix_hit_rate"] > summary(alone)["prefix_hit_rate"]
+
+
+def test_lost_events_cost_no_request():
+    traffic = synthetic("shared-prefix", 100, 20.0, seed=3)
+    for loss in (0.3, 1.0):
+        assert simulate(traffic, fleet(kv_event_lag_s=0.2, kv_event_loss=loss)).served.all()
+
+
+@pytest.mark.parametrize("router", ["predicted_ttft", "round_robin"])
+def test_one_shared_prompt_does_not_collapse(router):
+    traffic = synthetic("shared-prefix", 240, 60.0, seed=1)
+    share = np.bincount(simulate(traffic, fleet(router, replicas=4)).replica, minlength=4).max() / len(traffic)
+    assert share <= 0.3
+
+
+@pytest.mark.parametrize("options", [{"routers": 0}, {"kv_event_loss": 2.0}, {"kv_event_lag_s": -1.0}])
+def test_fleets_that_make_no_sense_are_refused(options):
+    with pytest.raises(ConfigError, match="a fleet needs"):
+        Fleet(**options)
+
+
+def test_faults_must_name_a_replica():
+    with pytest.raises(ConfigError, match="a replica that is not there"):
+        simulate(synthetic("plain", 2, 1.0), fleet(faults=(Fault(0.0, 7, 1.0),)))
