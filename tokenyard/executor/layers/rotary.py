@@ -11,14 +11,18 @@ class Rotary:
     """Tables of cosines and sines, float32[positions, head_dim / 2], for positions up to the context's length."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> None:
-        frequencies, scale = rope_frequencies(rope, head_dim)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-        # One table of [cos, sin] so that a step looks up once.
-        self._table = (torch.stack((angles.cos(), angles.sin()), dim=1) * scale).to(device)
+        self._table = rotary_table(rope, head_dim, positions).to(device)
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return float32[tokens, 2, 1, head_dim / 2], cosines and sines for int64[tokens]."""
         return self._table[positions].unsqueeze(2)
+
+
+def rotary_table(rope: RopeConfig, head_dim: int, positions: int) -> torch.Tensor:
+    """Return float32[positions, 2, head_dim / 2]: cosines, then sines, in one table so that a step looks up once."""
+    frequencies, scale = rope_frequencies(rope, head_dim)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=1) * scale
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -95,9 +95,16 @@ def _qk_norm(config: ModelConfig, weights: Weights, prefix: str) -> RMSNorm:
 
 
 def _fused(weights: Weights, outputs: dict[str, int], inputs: int, bias: bool) -> Linear:
-    """One product in the place of several over the same input; `outputs` maps their names to their sizes."""
+    """One product in the place of several over the same input; see fused_parts."""
+    return Linear(*fused_parts(weights, outputs, inputs, bias))
+
+
+def fused_parts(
+    weights: Weights, outputs: dict[str, int], inputs: int, bias: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weight and bias of several products over the same input as of one; `outputs` maps names to sizes."""
     parts = [weights.get(f"{name}.weight", (size, inputs)) for name, size in outputs.items()]
     biases = [weights.get(f"{name}.bias", (size,)) for name, size in outputs.items()] if bias else []
     if len(parts) == 1:
-        return Linear(parts[0], biases[0] if biases else None)
-    return Linear(torch.cat(parts), torch.cat(biases) if biases else None)
+        return parts[0], biases[0] if biases else None
+    return torch.cat(parts), torch.cat(biases) if biases else None

@@ -1,0 +1,95 @@
+"""Builds the native library with the C++ compiler of the machine. Needs nothing but Python.
+
+The package's build calls it (hatch_build.py), and so does the first use of a package that came without a library. The
+result has a name that says what it was built from, so that an old one is never taken for a new one.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "src"
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-pthread")
+AVX2 = ("-mavx2", "-mfma")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+KERNEL_FLAGS = {
+    "kernels_avx2": AVX2,
+    "kernels_avx512": AVX512,
+    "kernels_avx512_bf16": (*AVX512, "-mavx512bf16"),
+}
+"""What kernel files are compiled with beside FLAGS on x86-64. A compiler that does not know them makes an empty file
+of that kind; the library then has one kind of kernels less."""
+
+X86 = ("x86_64", "amd64")
+BUILD_TIMEOUT_S = 300
+
+
+class BuildError(Exception):
+    """There is no compiler, or it failed; the message is one line."""
+
+
+def library_name() -> str:
+    """Name of the library that these sources make on this kind of machine."""
+    digest = hashlib.sha256(repr((FLAGS, KERNEL_FLAGS)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return f"libtokenyard-{platform.machine().lower()}-{digest.hexdigest()[:16]}.so"
+
+
+def find_compiler() -> list[str]:
+    """Return the compiler's command: $CXX, or the first of g++, clang++ and c++. Raises BuildError."""
+    named = os.environ.get("CXX")
+    if named:
+        return shlex.split(named)
+    for name in ("g++", "clang++", "c++"):
+        if shutil.which(name):
+            return [name]
+    raise BuildError("no C++ compiler was found; install g++ or clang++, or set CXX")
+
+
+def build_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Build the library into `folder` and return its path; it appears there whole or not at all.
+
+    extra_flags: of all compilations and of the link, for sanitizers. Raises BuildError.
+    """
+    compiler = find_compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / library_name()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        sources = sorted(SOURCES.glob("*.cpp"))
+        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor(max(1, min(len(sources), os.cpu_count() or 1))) as pool:
+            for done in [pool.submit(_compile, compiler, *pair, extra_flags) for pair in zip(sources, objects)]:
+                done.result()
+        made = Path(scratch) / target.name
+        link = [*compiler, *FLAGS, *extra_flags, "-shared", "-o", str(made), *map(str, objects)]
+        _run(link)
+        made.replace(target)
+    return target
+
+
+def _compile(compiler: list[str], source: Path, target: Path, extra_flags: tuple[str, ...]) -> None:
+    common = [*compiler, *FLAGS, *extra_flags, "-c", str(source), "-o", str(target)]
+    special = KERNEL_FLAGS.get(source.stem, ()) if platform.machine().lower() in X86 else ()
+    try:
+        _run([*common, *special])
+    except BuildError:
+        if not special:
+            raise
+        _run(common)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the C++ compiler {command[0]} could not be run: {error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        raise BuildError(f"the C++ compiler {command[0]} failed: {lines[0].strip()}")

@@ -1,0 +1,102 @@
+"""What native backends share: the threads, the kernels, and a step as the library wants it."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import torch
+
+from tokenyard.executor.forward_batch import ForwardBatch, PageTable
+from tokenyard.executor.native.library import BF16, FLOAT32, Library, Step
+
+DTYPES = {torch.bfloat16: BF16, torch.float32: FLOAT32}
+MOST_HEAD_DIM = 256
+
+
+class NativeEngine:
+    """The library with its threads. Backends that share an engine must not run at the same time."""
+
+    def __init__(self, library: Library, threads: int, level: int | None = None) -> None:
+        self.library = library
+        self.functions = library.functions
+        self.level = library.level if level is None else level
+        self.threads = threads
+        self.pool = self.functions.ty_pool_new(threads)
+
+    def __del__(self) -> None:
+        # A constructor that failed has no pool.
+        if getattr(self, "pool", None):
+            self.functions.ty_pool_free(self.pool)
+
+    def active_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of activations between products, for weights of `dtype`."""
+        return torch.bfloat16 if self.functions.ty_active_is_bf16(self.level, DTYPES[dtype]) else torch.float32
+
+
+def choose_threads(wanted: int) -> int:
+    """Return how many threads compute: `wanted` if not 0, else OMP_NUM_THREADS, else the cores this process may use."""
+    if wanted:
+        return wanted
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0))
+    if given.isdecimal() and int(given):
+        return min(int(given), cores)
+    return max(1, min(cores, _granted_cores()))
+
+
+def _granted_cores() -> int:
+    """Whole cores that the control group grants, at least 1; a large number where it sets no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # no such file, or "max"
+        return 1 << 20
+
+
+def why_not(dtype: torch.dtype, head_dim: int, device: torch.device) -> str:
+    """Return in one line why the native kernels cannot serve such a model, "" if they can."""
+    if device.type != "cpu":
+        return f"native kernels are for the CPU, not {device}"
+    if dtype not in DTYPES:
+        return f"native kernels compute in bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+    if head_dim > MOST_HEAD_DIM:
+        return f"native kernels take heads of up to {MOST_HEAD_DIM} dimensions; this model's have {head_dim}"
+    return ""
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's numbers, which must lie one after the other."""
+    if not tensor.is_contiguous():
+        raise ValueError("the library takes contiguous tensors")
+    return tensor.data_ptr()
+
+
+def describe_step(batch: ForwardBatch, pages: PageTable, logits: torch.Tensor | None) -> Step:
+    """Return a batch as the library wants it; it holds addresses only, so the batch must outlive it."""
+    return Step(
+        tokens=len(batch.token_ids),
+        rows=len(batch.counts),
+        logit_count=0 if logits is None else len(logits),
+        token_ids=address(batch.token_ids),
+        positions=address(batch.positions),
+        slots=address(batch.slots),
+        pool_rows=address(batch.pool_rows),
+        starts=batch.starts.ctypes.data,
+        counts=batch.counts.ctypes.data,
+        logit_tokens=address(batch.logit_tokens),
+        page_table=address(pages.tensor),
+        page_table_stride=pages.tensor.stride(0),
+        page_size=pages.page_size,
+        logits=None if logits is None else address(logits),
+    )
+
+
+def check(failed: int) -> None:
+    """Raise MemoryError where a call of the library ran out of memory."""
+    if failed:
+        raise MemoryError("the native kernels found no memory for their working space")
+
+
+def int32s(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int32]:
+    """Return numbers as a C array."""
+    return (ctypes.c_int32 * len(values))(*values)

@@ -1,0 +1,182 @@
+"""Finds, builds and loads the native library, and says in one line why there is none. Needs no torch."""
+
+import ctypes
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tokenyard.executor.native.build import BuildError, build_library, library_name
+
+logger = logging.getLogger(__name__)
+
+PACKAGED = Path(__file__).resolve().parent / "lib"
+DISABLE_VARIABLE = "TOKENYARD_DISABLE_NATIVE"
+LEVEL_VARIABLE = "TOKENYARD_NATIVE_LEVEL"
+"""Environment variables for trials: the first makes as if there were no library, the second names the kernels to use."""
+
+LEVELS = ("plain", "avx2", "avx512", "avx512-bf16")
+BF16, FLOAT32 = 0, 1
+Pointer = ctypes.c_void_p
+
+
+class Config(ctypes.Structure):
+    """ty_config of src/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("dtype", "layers", "hidden", "inter", "heads", "kv_heads", "head_dim")),
+        ("eps", ctypes.c_float),
+        ("vocabulary", ctypes.c_int64),
+        ("plane_bytes", ctypes.c_int64),
+        *((name, Pointer) for name in ("windows", "embedding", "cos_sin", "kv")),
+    )
+
+
+class Step(ctypes.Structure):
+    """ty_step of src/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "rows", "logit_count")),
+        *(
+            (name, Pointer)
+            for name in ("token_ids", "positions", "slots", "pool_rows", "starts", "counts", "logit_tokens")
+        ),
+        ("page_table", Pointer),
+        ("page_table_stride", ctypes.c_int64),
+        ("page_size", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("logits", Pointer),
+    )
+
+
+class AttentionJob(ctypes.Structure):
+    """ty_attention of src/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "window")),
+        *((name, Pointer) for name in ("q", "keys", "values", "out")),
+    )
+
+
+class NoLibraryError(Exception):
+    """The native library cannot be used here; the message is one line."""
+
+
+class Library:
+    """The loaded library and the kernels that are used of it: `level` and its `name`."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.functions = ctypes.CDLL(str(path))
+            _declare(self.functions)
+        except (OSError, AttributeError) as error:
+            raise NoLibraryError(f"{path} cannot be loaded: {error}") from error
+        sizes = [ctypes.sizeof(kind) for kind in (Config, Step, AttentionJob)]
+        if sizes != [self.functions.ty_size_of(i) for i in range(len(sizes))]:
+            raise NoLibraryError(f"{path} was built from other sources")
+        self.path = path
+        self.level = self._choose_level()
+        self.name = LEVELS[self.level]
+
+    def levels(self) -> list[int]:
+        """The kinds of kernels that both the library and this CPU have."""
+        return [level for level in range(len(LEVELS)) if self.functions.ty_level_name(level)]
+
+    def _choose_level(self) -> int:
+        wanted = os.environ.get(LEVEL_VARIABLE)
+        if not wanted:
+            return int(self.functions.ty_best_level())
+        if wanted not in LEVELS or LEVELS.index(wanted) not in self.levels():
+            names = ", ".join(LEVELS[level] for level in self.levels())
+            raise NoLibraryError(f"{LEVEL_VARIABLE} is {wanted!r}; on this CPU it can be {names}")
+        return LEVELS.index(wanted)
+
+
+def load_library() -> Library:
+    """Return the library: the package's, or one built here before, or one that is built now and kept.
+
+    Raises NoLibraryError, in one line, and says the same when it is asked again.
+    """
+    found = _load()
+    if isinstance(found, NoLibraryError):
+        raise found
+    return found
+
+
+@functools.cache
+def _load() -> Library | NoLibraryError:
+    if os.environ.get(DISABLE_VARIABLE):
+        return NoLibraryError(f"{DISABLE_VARIABLE} is set")
+    if sys.platform != "linux":
+        return NoLibraryError(f"it is built for Linux only, not {sys.platform}")
+    try:
+        name = library_name()
+        for folder in (PACKAGED, cache_folder()):
+            if (folder / name).is_file():
+                return Library(folder / name)
+        return Library(_build())
+    except (NoLibraryError, BuildError, OSError) as error:
+        return NoLibraryError(str(error).split("\n")[0])
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept that were built at first use."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "tokenyard"
+
+
+def _build() -> Path:
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(folder / "build.lock"):
+        # Another process may have built it while this one waited.
+        target = folder / library_name()
+        if not target.is_file():
+            logger.info("building the native CPU kernels, once, with the C++ compiler of this machine")
+            begin_s = time.perf_counter()
+            build_library(folder)
+            logger.info("built %s in %.1f s", target, time.perf_counter() - begin_s)
+        return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with the process."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _declare(functions: ctypes.CDLL) -> None:
+    """Declare the functions of src/api.h. Raises AttributeError for one that is not there."""
+    number, numbers, pointer = ctypes.c_int, ctypes.c_int64, Pointer
+    kinds: dict[str, tuple[object, list[object]]] = {
+        "ty_size_of": (numbers, [number]),
+        "ty_best_level": (number, []),
+        "ty_level_name": (ctypes.c_char_p, [number]),
+        "ty_active_is_bf16": (number, [number, number]),
+        "ty_advise_huge": (None, [pointer, numbers]),
+        "ty_pool_new": (pointer, [number]),
+        "ty_pool_free": (None, [pointer]),
+        "ty_attention_new": (pointer, [pointer, *[number] * 5]),
+        "ty_attention_prepare": (number, [pointer, ctypes.POINTER(Step), pointer, number]),
+        "ty_attention_run": (number, [pointer, ctypes.POINTER(AttentionJob)]),
+        "ty_attention_free": (None, [pointer]),
+        "ty_model_new": (pointer, [pointer, number, ctypes.POINTER(Config)]),
+        "ty_model_linear": (None, [pointer, number, number, pointer, pointer]),
+        "ty_model_norm": (None, [pointer, number, number, pointer]),
+        "ty_model_step": (number, [pointer, ctypes.POINTER(Step)]),
+        "ty_model_logits": (number, [pointer, pointer, numbers, pointer]),
+        "ty_model_free": (None, [pointer]),
+        "ty_product": (number, [pointer, number, number, *[pointer] * 3, *[numbers] * 3, number, pointer]),
+    }
+    for name, (result, arguments) in kinds.items():
+        function = getattr(functions, name)
+        function.restype = result
+        function.argtypes = arguments

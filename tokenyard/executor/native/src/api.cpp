@@ -1,0 +1,158 @@
+#include "api.h"
+
+#include <new>
+
+#include "model.h"
+#include "ops.h"
+
+namespace {
+
+enum { PLAIN, AVX2, AVX512, AVX512_BF16, LEVELS };
+
+bool cpu_has(int level) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    switch (level) {
+    case AVX2: return avx2;
+    case AVX512: return avx512;
+    case AVX512_BF16: return avx512 && __builtin_cpu_supports("avx512bf16");
+    default: return level == PLAIN;
+    }
+#else
+    return level == PLAIN;
+#endif
+}
+
+const ty::Kernels *kernels_of(int level) {
+    if (!cpu_has(level))
+        return nullptr;
+    switch (level) {
+    case PLAIN: return ty::plain_kernels();
+    case AVX2: return ty::avx2_kernels();
+    case AVX512: return ty::avx512_kernels();
+    case AVX512_BF16: return ty::avx512_bf16_kernels();
+    default: return nullptr;
+    }
+}
+
+const ty::TypedKernels &typed_of(int level, int dtype) {
+    const ty::Kernels *kernels = kernels_of(level);
+    return dtype == TY_BF16 ? kernels->bf16_kernels : kernels->float_kernels;
+}
+
+// Nothing may be thrown through the C interface; the only thing that is thrown inside is a lack of memory.
+template <class Call>
+int guarded(const Call &call) {
+    try {
+        call();
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+}
+
+struct AloneAttention {
+    ty::Pool &pool;
+    ty::Attention attention;
+};
+
+ty::Pool &pool_of(void *pool) { return *(ty::Pool *)pool; }
+
+}  // namespace
+
+int64_t ty_size_of(int which) {
+    const int64_t sizes[] = {sizeof(ty_config), sizeof(ty_step), sizeof(ty_attention)};
+    return sizes[which];
+}
+
+int ty_best_level(void) {
+    int level = LEVELS - 1;
+    while (!kernels_of(level))
+        level--;
+    return level;
+}
+
+const char *ty_level_name(int level) {
+    const ty::Kernels *kernels = kernels_of(level);
+    return kernels ? kernels->name : nullptr;
+}
+
+int ty_active_is_bf16(int level, int dtype) { return typed_of(level, dtype).active_is_bf16; }
+
+void ty_advise_huge(void *memory, int64_t bytes) { ty::advise_huge(memory, (size_t)bytes); }
+
+void *ty_pool_new(int threads) { return new ty::Pool(threads); }
+
+void ty_pool_free(void *pool) { delete (ty::Pool *)pool; }
+
+void *ty_attention_new(void *pool, int level, int dtype, int heads, int kv_heads, int head_dim) {
+    return new AloneAttention{pool_of(pool), {pool_of(pool), typed_of(level, dtype), heads, kv_heads, head_dim}};
+}
+
+int ty_attention_prepare(void *attention, const ty_step *step, const int32_t *windows, int count) {
+    return guarded([&] {
+        ((AloneAttention *)attention)
+            ->attention.prepare({step->rows, step->starts, step->counts, step->pool_rows, step->page_table,
+                                 step->page_table_stride, step->page_size},
+                                std::vector<int>(windows, windows + count));
+    });
+}
+
+int ty_attention_run(void *attention, const ty_attention *job) {
+    return guarded([&] {
+        AloneAttention *alone = (AloneAttention *)attention;
+        ty::Awake awake(alone->pool);
+        alone->attention.run({job->q, job->keys, job->values, job->out, job->heads, job->kv_heads, job->head_dim,
+                              job->window, 1.0f / __builtin_sqrtf((float)job->head_dim)});
+    });
+}
+
+void ty_attention_free(void *attention) { delete (AloneAttention *)attention; }
+
+void *ty_model_new(void *pool, int level, const ty_config *config) {
+    void *made = nullptr;
+    guarded([&] { made = new ty::Model(pool_of(pool), *kernels_of(level), *config); });
+    return made;
+}
+
+void ty_model_linear(void *model, int layer, int which, const void *weights, const float *bias) {
+    ((ty::Model *)model)->set_linear(layer, which, weights, bias);
+}
+
+void ty_model_norm(void *model, int layer, int which, const float *weight) {
+    ((ty::Model *)model)->set_norm(layer, which, weight);
+}
+
+int ty_model_step(void *model, const ty_step *step) {
+    return guarded([&] { ((ty::Model *)model)->step(*step); });
+}
+
+int ty_model_logits(void *model, const int64_t *tokens, int64_t count, float *logits) {
+    return guarded([&] { ((ty::Model *)model)->logits_of_last(tokens, count, logits); });
+}
+
+void ty_model_free(void *model) { delete (ty::Model *)model; }
+
+int ty_product(void *pool, int level, int dtype, const void *x, const void *weights, const float *bias, int64_t rows,
+               int64_t inputs, int64_t outputs, int gated, void *y) {
+    return guarded([&] {
+        const ty::TypedKernels &kernels = typed_of(level, dtype);
+        const int width = kernels_of(level)->width;
+        ty::Block memory;
+        ty::Linear linear;
+        linear.inputs = inputs;
+        linear.outputs = outputs;
+        linear.gated = gated != 0;
+        linear.panels = memory.get_of<char>(linear.count(width) * kernels.panel_bytes(inputs));
+        ty::Awake awake(pool_of(pool));
+        ty::pack(pool_of(pool), kernels, width, dtype == TY_BF16 ? 2 : 4, linear, weights, bias);
+        const float *packed_bias = bias ? linear.bias.data() : nullptr;
+        ty::run_product(pool_of(pool), kernels, width,
+                        {x, inputs, linear.panels, packed_bias, inputs, outputs, gated ? ty::SILU : ty::STORE, y,
+                         gated ? outputs / 2 : outputs},
+                        rows);
+    });
+}

@@ -1,0 +1,68 @@
+// The C interface of the library. Everything is called from one thread at a time. A call that returns int gives 0, or 1
+// where memory ran out.
+#pragma once
+
+#include <stdint.h>
+
+#define TY_API extern "C" __attribute__((visibility("default")))
+
+enum { TY_BF16, TY_FLOAT32 };
+enum { TY_QKV, TY_OUTPUT, TY_GATE_UP, TY_DOWN, TY_HEAD };
+enum { TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_LAST_NORM };
+
+// windows: int32[layers], tokens that a query sees, 0 for all. embedding: stored[vocabulary, hidden]. cos_sin:
+// float[positions, head_dim]. kv: the pool, [layer][keys, values][slot, kv_heads, head_dim], with plane_bytes between
+// two planes. All of these must outlive the model.
+struct ty_config {
+    int32_t dtype, layers, hidden, inter, heads, kv_heads, head_dim;
+    float eps;
+    int64_t vocabulary, plane_bytes;
+    const int32_t *windows;
+    const void *embedding;
+    const float *cos_sin;
+    void *kv;
+};
+
+// See Rows in ops.h. token_ids, positions, slots, pool_rows: int64[tokens]. starts, counts: int64[rows]. logits:
+// float[logit_count, vocabulary], of the tokens logit_tokens.
+struct ty_step {
+    int64_t tokens, rows, logit_count;
+    const int64_t *token_ids, *positions, *slots, *pool_rows, *starts, *counts, *logit_tokens;
+    const int32_t *page_table;
+    int64_t page_table_stride;
+    int32_t page_size, reserved;
+    float *logits;
+};
+
+// Attention by itself: q and out are active[tokens, heads * head_dim], keys and values of one layer.
+struct ty_attention {
+    int32_t heads, kv_heads, head_dim, window;
+    const void *q, *keys, *values;
+    void *out;
+};
+
+TY_API int64_t ty_size_of(int which);  // of ty_config, ty_step, ty_attention: a check that both sides mean the same
+TY_API int ty_best_level(void);        // the best kernels that this CPU can run
+TY_API const char *ty_level_name(int level);  // null where the library or the CPU lacks it
+TY_API int ty_active_is_bf16(int level, int dtype);
+TY_API void ty_advise_huge(void *memory, int64_t bytes);
+
+TY_API void *ty_pool_new(int threads);
+TY_API void ty_pool_free(void *pool);
+
+TY_API void *ty_attention_new(void *pool, int level, int dtype, int heads, int kv_heads, int head_dim);
+TY_API int ty_attention_prepare(void *attention, const ty_step *step, const int32_t *windows, int count);
+TY_API int ty_attention_run(void *attention, const ty_attention *job);
+TY_API void ty_attention_free(void *attention);
+
+TY_API void *ty_model_new(void *pool, int level, const ty_config *config);
+// weights: stored[outputs, inputs], laid out anew. bias: float[outputs] or null.
+TY_API void ty_model_linear(void *model, int layer, int which, const void *weights, const float *bias);
+TY_API void ty_model_norm(void *model, int layer, int which, const float *weight);
+TY_API int ty_model_step(void *model, const ty_step *step);
+TY_API int ty_model_logits(void *model, const int64_t *tokens, int64_t count, float *logits);
+TY_API void ty_model_free(void *model);
+
+// One product by itself: y = x * weights^T + bias, float32 out; x is active[rows, inputs].
+TY_API int ty_product(void *pool, int level, int dtype, const void *x, const void *weights, const float *bias,
+                      int64_t rows, int64_t inputs, int64_t outputs, int gated, void *y);

@@ -1,0 +1,124 @@
+// The table of kernels that each instruction set fills in. A kernel does one task of one thread; who runs which tasks
+// is said in model.cpp and ops.cpp. Shapes are row-major.
+//
+// KV and weights are of one type, bf16 or float ("stored"). Inputs of products ("active") are bf16 where the CPU
+// multiplies bf16 (`pairs`) and weights are bf16, else float. The residual stream, scores and sums are float.
+#pragma once
+
+#include "common.h"
+
+namespace ty {
+
+constexpr int MAX_HEAD_DIM = 256;
+constexpr int KEY_BLOCK = 64;      // keys that attend at once
+constexpr int MAX_WIDTH = 16;      // most outputs in a panel
+constexpr float NOTHING = -1e30f;  // a score that no key has
+
+enum Epilogue { STORE, ADD, SILU };
+
+// y = x * weights^T + bias, of which a task computes some rows and some panels of outputs.
+// A panel holds the weights of `width` outputs, input after input. bias: one number per output of the panels, or null.
+// STORE, ADD: y is float[rows, ldy], overwritten or added to. SILU: panels come in turns of gate and up, and y is
+// active[rows, ldy] = silu(gate) * up, half as wide.
+struct Product {
+    const void *x;
+    int64_t ldx;
+    const void *weights;
+    const float *bias;
+    int64_t inputs, outputs;
+    Epilogue epilogue;
+    void *y;
+    int64_t ldy;
+};
+
+// What comes after the product of q, k and v, for tokens first .. last - 1: norms of heads (null for none), rotation,
+// and the way into the pool. qkv: float[tokens, (heads + 2 * kv_heads) * head_dim]. cos_sin: float[positions, head_dim],
+// cosines then sines. slots: where the tokens' keys and values go. keys, values: stored[slot, kv_heads, head_dim].
+struct Placing {
+    float *qkv;
+    const float *q_norm, *k_norm;
+    float eps;
+    const float *cos_sin;
+    const int64_t *positions, *slots;
+    void *keys, *values;
+    void *q;
+    int heads, kv_heads, head_dim;
+};
+
+// Attention in one layer. q, out: active[tokens, heads * head_dim]. keys, values: stored[slot, kv_heads, head_dim].
+struct Attending {
+    const void *q;
+    const void *keys, *values;
+    void *out;
+    int heads, kv_heads, head_dim;
+    int window;  // tokens that a query sees, its own included; 0 for all
+    float scale;
+};
+
+// Part of the keys of a row of few queries. The queries are tokens `token` .. token + queries - 1 at positions from
+// `position` upwards; slots[i] is the slot of the row's position i. The part is of positions begin .. end - 1 and key
+// heads head_begin .. head_end - 1. `partial` takes, per query and head of the row, head_dim sums, the maximum and the
+// sum of weights.
+struct Part {
+    const int32_t *slots;
+    int64_t token;
+    int queries;
+    int64_t position, begin, end;
+    int head_begin, head_end;
+    float *partial;
+};
+
+// Keys and values of one head of one row, laid out for products, KEY_BLOCK positions a block from block `first`.
+// Positions before `begin` or from `end` on are zeros.
+struct Packing {
+    const int32_t *slots;
+    int64_t first, begin, end;
+    void *keys, *values;
+};
+
+// Queries of one head of a row that attends over packed keys: tokens `token` .. token + queries - 1.
+struct Chunk {
+    const void *keys, *values;
+    int64_t first;
+    int64_t token;
+    int queries;
+    int64_t position;
+    int kv_head;
+    void *space;  // chunk_space bytes
+};
+
+// The kernels over one type of weights.
+struct TypedKernels {
+    bool active_is_bf16;
+    // Bytes of a panel of weights with so many inputs.
+    int64_t (*panel_bytes)(int64_t inputs);
+    // Lay out `rows` (at most `width`) rows of stored weights as a panel; further outputs are zeros.
+    void (*pack_panel)(const void *weights, int64_t rows, int64_t inputs, void *panel);
+    void (*product)(const Product &job, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
+    // out[rows, size] (active) = x[rows, size] / rms(x) * weight
+    void (*norm)(const float *x, const float *weight, void *out, int64_t rows, int64_t size, float eps);
+    // x[rows, size] = table[ids[row]]
+    void (*embed)(const void *table, const int64_t *ids, float *x, int64_t rows, int64_t size);
+    void (*place)(const Placing &job, int64_t first, int64_t last);
+    void (*attend_part)(const Attending &job, const Part &part);
+    // Join `count` parts of a row into the output of some of its heads; `stride` floats lie between two partials.
+    void (*join_parts)(const Attending &job, const Part &part, int64_t count, int64_t stride, int head_begin, int head_end);
+    int64_t (*packed_block)(int head_dim);  // bytes of a block of keys, or of values
+    void (*pack_block)(const Attending &job, const Packing &packing, int kv_head, int64_t block);
+    int64_t (*chunk_space)(int head_dim, int rows);
+    void (*attend_chunk)(const Attending &job, const Chunk &chunk);
+};
+
+struct Kernels {
+    const char *name;
+    int width;
+    TypedKernels bf16_kernels, float_kernels;
+};
+
+// Null where the library has no such kernels.
+const Kernels *plain_kernels();
+const Kernels *avx2_kernels();
+const Kernels *avx512_kernels();
+const Kernels *avx512_bf16_kernels();
+
+}  // namespace ty

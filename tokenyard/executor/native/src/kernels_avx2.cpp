@@ -1,0 +1,25 @@
+// The kernels for avx2.
+#include "kernels.h"
+
+#if defined(__AVX2__) && defined(__FMA__)
+
+#include <math.h>
+
+#include "vec_avx2.h"
+
+#define TY_TABLE avx2_kernels
+#define TY_NAME "avx2"
+#define TY_BF16_ACTIVE float
+
+#include "product.inc"
+#include "rows.inc"
+#include "attention.inc"
+#include "table.inc"
+
+#else
+
+namespace ty {
+const Kernels *avx2_kernels() { return nullptr; }
+}  // namespace ty
+
+#endif

@@ -1,0 +1,25 @@
+// The kernels for avx512-bf16.
+#include "kernels.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+
+#include <math.h>
+
+#include "vec_avx512.h"
+
+#define TY_TABLE avx512_bf16_kernels
+#define TY_NAME "avx512-bf16"
+#define TY_BF16_ACTIVE bf16
+
+#include "product.inc"
+#include "rows.inc"
+#include "attention.inc"
+#include "table.inc"
+
+#else
+
+namespace ty {
+const Kernels *avx512_bf16_kernels() { return nullptr; }
+}  // namespace ty
+
+#endif

@@ -1,0 +1,15 @@
+// The kernels for any CPU.
+#include "kernels.h"
+
+#include <math.h>
+
+#include "vec_plain.h"
+
+#define TY_TABLE plain_kernels
+#define TY_NAME "plain"
+#define TY_BF16_ACTIVE float
+
+#include "product.inc"
+#include "rows.inc"
+#include "attention.inc"
+#include "table.inc"

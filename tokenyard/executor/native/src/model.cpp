@@ -1,0 +1,126 @@
+#include "model.h"
+
+#include <algorithm>
+
+namespace ty {
+
+namespace {
+
+const TypedKernels &typed_of(const Kernels &kernels, int dtype) {
+    return dtype == TY_BF16 ? kernels.bf16_kernels : kernels.float_kernels;
+}
+
+}  // namespace
+
+Model::Model(Pool &pool, const Kernels &kernels, const ty_config &config)
+    : pool_(pool), all_(kernels), kernels_(typed_of(kernels, config.dtype)), config_(config),
+      q_size_((int64_t)config.heads * config.head_dim), kv_size_((int64_t)config.kv_heads * config.head_dim),
+      active_bytes_(kernels_.active_is_bf16 ? 2 : 4), windows_(config.windows, config.windows + config.layers),
+      layers_((size_t)config.layers), attention_(pool, kernels_, config.heads, config.kv_heads, config.head_dim) {
+    const int64_t hidden = config.hidden, inter = config.inter;
+    std::vector<Linear *> linears;
+    for (Layer &layer : layers_) {
+        const int64_t sizes[4][2] = {
+            {hidden, q_size_ + 2 * kv_size_}, {q_size_, hidden}, {hidden, 2 * inter}, {inter, hidden}};
+        for (int i = 0; i < 4; i++) {
+            layer.linears[i].inputs = sizes[i][0];
+            layer.linears[i].outputs = sizes[i][1];
+            layer.linears[i].gated = i == TY_GATE_UP;
+            linears.push_back(&layer.linears[i]);
+        }
+    }
+    head_.inputs = hidden;
+    head_.outputs = config.vocabulary;
+    linears.push_back(&head_);
+    int64_t bytes = 0;
+    for (const Linear *one : linears)
+        bytes += one->count(all_.width) * kernels_.panel_bytes(one->inputs);
+    char *memory = weights_.get_of<char>(bytes);
+    for (Linear *one : linears) {
+        one->panels = memory;
+        memory += one->count(all_.width) * kernels_.panel_bytes(one->inputs);
+    }
+}
+
+Linear &Model::linear(int layer, int which) {
+    return which == TY_HEAD ? head_ : layers_[(size_t)layer].linears[which];
+}
+
+void Model::set_linear(int layer, int which, const void *weights, const float *bias) {
+    Awake awake(pool_);
+    pack(pool_, kernels_, all_.width, config_.dtype == TY_BF16 ? 2 : 4, linear(layer, which), weights, bias);
+}
+
+void Model::set_norm(int layer, int which, const float *weight) {
+    if (which == TY_LAST_NORM) {
+        norm_.assign(weight, weight + config_.hidden);
+        return;
+    }
+    const bool of_heads = which == TY_Q_NORM || which == TY_K_NORM;
+    layers_[(size_t)layer].norms[which].assign(weight, weight + (of_heads ? config_.head_dim : config_.hidden));
+}
+
+Product Model::product(const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy) const {
+    return {x,        linear.inputs, linear.panels, linear.bias.empty() ? nullptr : linear.bias.data(),
+            linear.inputs, linear.outputs, epilogue, y, ldy};
+}
+
+void Model::step(const ty_step &step) {
+    const int64_t tokens = step.tokens, hidden = config_.hidden;
+    x_ = residual_.get_of<float>(tokens * hidden);
+    normed_.get((size_t)(tokens * hidden * active_bytes_));
+    qkv_.get_of<float>(tokens * (q_size_ + 2 * kv_size_));
+    q_.get((size_t)(tokens * q_size_ * active_bytes_));
+    attended_.get((size_t)(tokens * q_size_ * active_bytes_));
+    gated_.get((size_t)(tokens * config_.inter * active_bytes_));
+    Awake awake(pool_);
+    kernels_.embed(config_.embedding, step.token_ids, x_, tokens, hidden);
+    attention_.prepare({step.rows, step.starts, step.counts, step.pool_rows, step.page_table, step.page_table_stride,
+                        step.page_size},
+                       windows_);
+    for (int i = 0; i < config_.layers; i++)
+        run_layer(i, step);
+    if (step.logit_count)
+        logits(step.logit_tokens, step.logit_count, step.logits);
+}
+
+void Model::run_layer(int index, const ty_step &step) {
+    const Layer &layer = layers_[(size_t)index];
+    const int64_t tokens = step.tokens, hidden = config_.hidden;
+    void *h = normed_.get(0), *q = q_.get(0), *attended = attended_.get(0), *gated = gated_.get(0);
+    float *qkv = (float *)qkv_.get(0);
+    char *keys = (char *)config_.kv + 2 * index * config_.plane_bytes, *values = keys + config_.plane_bytes;
+    const auto weights = [&](int which) {
+        return layer.norms[which].empty() ? nullptr : layer.norms[which].data();
+    };
+    run_norm(pool_, kernels_, x_, weights(TY_ATTENTION_NORM), h, tokens, hidden, config_.eps);
+    run_product(pool_, kernels_, all_.width,
+                product(layer.linears[TY_QKV], h, STORE, qkv, q_size_ + 2 * kv_size_), tokens);
+    run_place(pool_, kernels_,
+              {qkv, weights(TY_Q_NORM), weights(TY_K_NORM), config_.eps, config_.cos_sin, step.positions, step.slots,
+               keys, values, q, config_.heads, config_.kv_heads, config_.head_dim},
+              tokens);
+    attention_.run({q, keys, values, attended, config_.heads, config_.kv_heads, config_.head_dim,
+                    windows_[(size_t)index], 1.0f / __builtin_sqrtf((float)config_.head_dim)});
+    run_product(pool_, kernels_, all_.width, product(layer.linears[TY_OUTPUT], attended, ADD, x_, hidden), tokens);
+    run_norm(pool_, kernels_, x_, weights(TY_MLP_NORM), h, tokens, hidden, config_.eps);
+    run_product(pool_, kernels_, all_.width, product(layer.linears[TY_GATE_UP], h, SILU, gated, config_.inter), tokens);
+    run_product(pool_, kernels_, all_.width, product(layer.linears[TY_DOWN], gated, ADD, x_, hidden), tokens);
+}
+
+void Model::logits_of_last(const int64_t *tokens, int64_t count, float *out) {
+    Awake awake(pool_);
+    logits(tokens, count, out);
+}
+
+void Model::logits(const int64_t *tokens, int64_t count, float *out) {
+    const int64_t hidden = config_.hidden;
+    float *x = few_.get_of<float>(count * hidden);
+    void *h = few_normed_.get((size_t)(count * hidden * active_bytes_));
+    for (int64_t i = 0; i < count; i++)
+        std::copy_n(x_ + tokens[i] * hidden, hidden, x + i * hidden);
+    run_norm(pool_, kernels_, x, norm_.data(), h, count, hidden, config_.eps);
+    run_product(pool_, kernels_, all_.width, product(head_, h, STORE, out, config_.vocabulary), count);
+}
+
+}  // namespace ty

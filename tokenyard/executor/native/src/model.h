@@ -1,0 +1,48 @@
+// A decoder whose steps run from token ids to logits in one call. The shapes and the order of what is computed are those
+// of executor/models/decoder.py.
+#pragma once
+
+#include <vector>
+
+#include "api.h"
+#include "ops.h"
+
+namespace ty {
+
+class Model {
+  public:
+    Model(Pool &pool, const Kernels &kernels, const ty_config &config);
+
+    void set_linear(int layer, int which, const void *weights, const float *bias);
+    void set_norm(int layer, int which, const float *weight);
+    void step(const ty_step &step);
+    // Logits of tokens of the last step: float[count, vocabulary].
+    void logits_of_last(const int64_t *tokens, int64_t count, float *out);
+
+  private:
+    struct Layer {
+        Linear linears[4];
+        std::vector<float> norms[4];
+    };
+
+    Linear &linear(int layer, int which);
+    Product product(const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy) const;
+    void logits(const int64_t *tokens, int64_t count, float *out);
+    void run_layer(int index, const ty_step &step);
+
+    Pool &pool_;
+    const Kernels &all_;
+    const TypedKernels &kernels_;
+    const ty_config config_;
+    const int64_t q_size_, kv_size_, active_bytes_;
+    std::vector<int> windows_;
+    std::vector<Layer> layers_;
+    std::vector<float> norm_;
+    Linear head_;
+    Block weights_;
+    Attention attention_;
+    Block residual_, normed_, qkv_, q_, attended_, gated_, few_, few_normed_;
+    float *x_ = nullptr;
+};
+
+}  // namespace ty

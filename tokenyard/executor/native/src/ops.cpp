@@ -1,0 +1,215 @@
+#include "ops.h"
+
+#include <algorithm>
+
+namespace ty {
+
+namespace {
+
+constexpr int64_t SMALL = 4096;        // numbers that one thread is done with before others have heard of them
+constexpr int64_t ROWS_OF_TASK = 16;   // tokens of a task of norms or rotations
+constexpr int64_t FEW = 48;            // rows of a product that one task takes all of
+constexpr int64_t ROW_BLOCK = 96;      // rows of a task otherwise
+constexpr int64_t TASKS_OF_THREAD = 8;
+constexpr int64_t PART_KEYS = 512;     // most keys of a part; fixed, so that a row's result depends on the row alone
+constexpr int64_t PART_QUERIES = 24;   // most query heads per key head of a row that is attended by parts
+constexpr int64_t CHUNK_ROWS = 96;     // query heads of a chunk
+constexpr int64_t LINE_FLOATS = 16;
+
+}  // namespace
+
+void pack(Pool &pool, const TypedKernels &kernels, int width, int64_t stored_bytes, Linear &linear, const void *weights,
+          const float *bias) {
+    const int64_t panels = linear.count(width), bytes = kernels.panel_bytes(linear.inputs);
+    const int64_t halves = linear.gated ? 2 : 1, half = linear.outputs / halves;
+    if (bias)
+        linear.bias.assign((size_t)(panels * width), 0.0f);
+    pool.run(panels, [&](int64_t panel, int) {
+        // Panels of gate and up take turns.
+        const int64_t row = panel / halves * width, begin = panel % halves * half + row;
+        const int64_t rows = least(width, half - row);
+        const char *from = (const char *)weights + begin * linear.inputs * stored_bytes;
+        kernels.pack_panel(from, rows, linear.inputs, linear.panels + panel * bytes);
+        for (int64_t i = 0; bias && i < rows; i++)
+            linear.bias[(size_t)(panel * width + i)] = bias[begin + i];
+    });
+}
+
+void run_product(Pool &pool, const TypedKernels &kernels, int width, const Product &job, int64_t rows) {
+    const int64_t panels = job.epilogue == SILU ? 2 * ceil_div(job.outputs / 2, width) : ceil_div(job.outputs, width);
+    const int64_t fair = round_up(ceil_div(panels, TASKS_OF_THREAD * pool.threads()), 4);
+    const int64_t group = std::clamp<int64_t>(fair, 4, rows <= FEW ? 16 : 8);
+    const int64_t groups = ceil_div(panels, group), block = rows <= FEW ? rows : ROW_BLOCK;
+    const int64_t blocks = ceil_div(rows, block);
+    pool.run(groups * blocks, [&](int64_t i, int) {
+        const int64_t row = i % blocks * block, panel = i / blocks * group;
+        kernels.product(job, row, std::min(rows, row + block), panel, std::min(panels, panel + group));
+    });
+}
+
+void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const float *weight, void *out, int64_t rows,
+              int64_t size, float eps) {
+    if (rows * size <= SMALL)
+        return kernels.norm(x, weight, out, rows, size, eps);
+    const int64_t bytes = kernels.active_is_bf16 ? 2 : 4;
+    pool.run(ceil_div(rows, ROWS_OF_TASK), [&](int64_t i, int) {
+        const int64_t row = i * ROWS_OF_TASK, some = std::min(ROWS_OF_TASK, rows - row);
+        kernels.norm(x + row * size, weight, (char *)out + row * size * bytes, some, size, eps);
+    });
+}
+
+void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int64_t tokens) {
+    if (tokens * (job.heads + 2 * job.kv_heads) * job.head_dim <= SMALL)
+        return kernels.place(job, 0, tokens);
+    pool.run(ceil_div(tokens, ROWS_OF_TASK), [&](int64_t i, int) {
+        kernels.place(job, i * ROWS_OF_TASK, std::min(tokens, (i + 1) * ROWS_OF_TASK));
+    });
+}
+
+Attention::Attention(Pool &pool, const TypedKernels &kernels, int heads, int kv_heads, int head_dim)
+    : pool_(pool), kernels_(kernels), heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim) {}
+
+bool Attention::is_chunk(int64_t queries) const { return queries * (heads_ / kv_heads_) > PART_QUERIES; }
+
+void Attention::prepare(const Rows &rows, const std::vector<int> &windows) {
+    std::vector<const int32_t *> slots((size_t)rows.rows);
+    int64_t all = 0, token = 0;
+    for (int64_t r = 0; r < rows.rows; r++)
+        all += rows.starts[r] + rows.counts[r];
+    int32_t *own = rows.page_size == 1 ? nullptr : slots_.get_of<int32_t>(all);
+    for (int64_t r = 0; r < rows.rows; r++) {
+        const int64_t end = rows.starts[r] + rows.counts[r];
+        const int32_t *pages = rows.page_table + rows.pool_rows[token] * rows.page_table_stride;
+        slots[(size_t)r] = own ? own : pages;
+        for (int64_t t = 0; own && t < end; t++)
+            own[t] = pages[t / rows.page_size] * rows.page_size + (int32_t)(t % rows.page_size);
+        own = own ? own + end : own;
+        token += rows.counts[r];
+    }
+    std::vector<int> wanted(windows);
+    std::sort(wanted.begin(), wanted.end());
+    wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
+    if (tasks_.size() != wanted.size())
+        tasks_ = std::vector<Tasks>(wanted.size());
+    for (size_t i = 0; i < wanted.size(); i++) {
+        tasks_[i].window = wanted[i];
+        plan_parts(tasks_[i], rows, slots);
+        plan_chunks(tasks_[i], rows, slots);
+    }
+    space_bytes_ = round_up(kernels_.chunk_space(head_dim_, (int)most(CHUNK_ROWS, heads_ / kv_heads_)), 64);
+    spaces_.get((size_t)(space_bytes_ * pool_.threads()));
+}
+
+void Attention::plan_parts(Tasks &tasks, const Rows &rows, const std::vector<const int32_t *> &slots) {
+    tasks.rows.clear();
+    tasks.parts.clear();
+    std::vector<int64_t> strides;
+    int64_t floats = 0, count = 0, token = 0;
+    for (int64_t r = 0; r < rows.rows; token += rows.counts[r], r++) {
+        if (is_chunk(rows.counts[r]))
+            continue;
+        const int64_t start = rows.starts[r], end = start + rows.counts[r];
+        const int64_t begin = tasks.window ? most(0, start - tasks.window + 1) : 0;
+        const int64_t parts = ceil_div(end - begin, PART_KEYS);
+        const Part first = {slots[(size_t)r], token, (int)rows.counts[r], start, begin, end, 0, kv_heads_, nullptr};
+        tasks.rows.push_back({first, parts, 1});
+        strides.push_back(round_up(rows.counts[r] * heads_ * (head_dim_ + 2), LINE_FLOATS));
+        floats += parts * strides.back();
+        count += parts;
+    }
+    if (!count)
+        return;
+    float *partials = tasks.partials.get_of<float>(floats);
+    const int64_t splits = least(kv_heads_, ceil_div(2 * pool_.threads(), count));
+    tasks.left.reset(new std::atomic<int64_t>[tasks.rows.size() * (size_t)splits]);
+    for (size_t r = 0; r < tasks.rows.size(); r++) {
+        RowTasks &row = tasks.rows[r];
+        row.splits = splits;
+        row.first.partial = partials;
+        const int64_t keys = row.first.end - row.first.begin, step = round_up(ceil_div(keys, row.count), MAX_WIDTH);
+        for (int64_t i = 0; i < row.count; i++, partials += strides[r])
+            for (int64_t s = 0; s < splits; s++) {
+                Part part = row.first;
+                part.begin = least(row.first.end, row.first.begin + i * step);
+                part.end = least(row.first.end, part.begin + step);
+                part.head_begin = (int)(kv_heads_ * s / splits);
+                part.head_end = (int)(kv_heads_ * (s + 1) / splits);
+                part.partial = partials;
+                tasks.parts.push_back({part, (int64_t)r, s});
+            }
+        for (int64_t s = 0; s < splits; s++)
+            tasks.left[r * (size_t)splits + (size_t)s].store(row.count, std::memory_order_relaxed);
+    }
+}
+
+void Attention::plan_chunks(Tasks &tasks, const Rows &rows, const std::vector<const int32_t *> &slots) {
+    tasks.packs.clear();
+    tasks.chunks.clear();
+    const int64_t block_bytes = kernels_.packed_block(head_dim_);
+    int64_t blocks = 0, token = 0;
+    for (int64_t r = 0; r < rows.rows; r++) {
+        const int64_t start = rows.starts[r], begin = tasks.window ? most(0, start - tasks.window + 1) : 0;
+        if (is_chunk(rows.counts[r]))
+            blocks += ceil_div(start + rows.counts[r], KEY_BLOCK) - begin / KEY_BLOCK;
+    }
+    if (!blocks)
+        return;
+    char *packed = tasks.packed.get_of<char>(2 * blocks * kv_heads_ * block_bytes);
+    const int64_t most_queries = most(1, CHUNK_ROWS / (heads_ / kv_heads_));
+    for (int64_t r = 0; r < rows.rows; token += rows.counts[r], r++) {
+        if (!is_chunk(rows.counts[r]))
+            continue;
+        const int64_t start = rows.starts[r], end = start + rows.counts[r];
+        const int64_t begin = tasks.window ? most(0, start - tasks.window + 1) : 0, first = begin / KEY_BLOCK;
+        const int64_t own = ceil_div(end, KEY_BLOCK) - first;
+        for (int h = 0; h < kv_heads_; h++) {
+            char *keys = packed, *values = packed + own * block_bytes;
+            packed += 2 * own * block_bytes;
+            for (int64_t b = first; b < first + own; b++)
+                tasks.packs.push_back({{slots[(size_t)r], first, begin, end, keys, values}, h, b});
+            for (int64_t q = 0; q < rows.counts[r]; q += most_queries) {
+                const int queries = (int)least(most_queries, rows.counts[r] - q);
+                tasks.chunks.push_back({keys, values, first, token + q, queries, start + q, h, nullptr});
+            }
+        }
+    }
+    // The last queries of a row see the most keys: long tasks first.
+    std::stable_sort(tasks.chunks.begin(), tasks.chunks.end(),
+                     [](const Chunk &a, const Chunk &b) { return a.position > b.position; });
+}
+
+void Attention::attend(Tasks &tasks, const Attending &job, int64_t i) {
+    const PartTask &task = tasks.parts[(size_t)i];
+    const RowTasks &row = tasks.rows[(size_t)task.row];
+    kernels_.attend_part(job, task.part);
+    std::atomic<int64_t> &left = tasks.left[(size_t)(task.row * row.splits + task.split)];
+    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1)
+        return;
+    // The last part joins them all, and sets the count anew for the next layer.
+    left.store(row.count, std::memory_order_relaxed);
+    const int64_t stride = round_up(task.part.queries * (int64_t)heads_ * (head_dim_ + 2), LINE_FLOATS);
+    kernels_.join_parts(job, row.first, row.count, stride, task.part.head_begin, task.part.head_end);
+}
+
+void Attention::run(const Attending &job) {
+    Tasks *tasks = nullptr;
+    for (Tasks &one : tasks_)
+        if (one.window == job.window)
+            tasks = &one;
+    const int64_t parts = (int64_t)tasks->parts.size(), packs = (int64_t)tasks->packs.size();
+    if (parts + packs)
+        pool_.run(parts + packs, [&](int64_t i, int) {
+            if (i < parts)
+                return attend(*tasks, job, i);
+            const PackTask &task = tasks->packs[(size_t)(i - parts)];
+            kernels_.pack_block(job, task.packing, task.kv_head, task.block);
+        });
+    if (!tasks->chunks.empty())
+        pool_.run((int64_t)tasks->chunks.size(), [&](int64_t i, int thread) {
+            Chunk chunk = tasks->chunks[(size_t)i];
+            chunk.space = (char *)spaces_.get(0) + thread * space_bytes_;
+            kernels_.attend_chunk(job, chunk);
+        });
+}
+
+}  // namespace ty

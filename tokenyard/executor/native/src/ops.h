@@ -1,0 +1,95 @@
+// Whole operations, shared out among the threads of a pool.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "memory.h"
+#include "pool.h"
+
+namespace ty {
+
+// Weights laid out for products; `gated` ones are a gate's and then, as many, those that it is multiplied with. The
+// memory of the panels belongs to someone else.
+struct Linear {
+    char *panels = nullptr;
+    int64_t inputs = 0, outputs = 0;
+    bool gated = false;
+    std::vector<float> bias;
+
+    int64_t count(int width) const { return gated ? 2 * ceil_div(outputs / 2, width) : ceil_div(outputs, width); }
+};
+
+// Lay out stored weights[outputs, inputs]; `stored_bytes` is the size of one. bias: float[outputs] or null.
+void pack(Pool &pool, const TypedKernels &kernels, int width, int64_t stored_bytes, Linear &linear, const void *weights,
+          const float *bias);
+
+// Compute `rows` rows of a product.
+void run_product(Pool &pool, const TypedKernels &kernels, int width, const Product &job, int64_t rows);
+void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const float *weight, void *out, int64_t rows,
+              int64_t size, float eps);
+void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int64_t tokens);
+
+// The rows of a step: row r has counts[r] tokens, the first at position starts[r], which is token 0 of the step for
+// row 0, and so on. pool_rows: int64[tokens], the row of the page table that each token belongs to.
+struct Rows {
+    int64_t rows;
+    const int64_t *starts, *counts, *pool_rows;
+    const int32_t *page_table;
+    int64_t page_table_stride;
+    int32_t page_size;
+};
+
+// Attention of a step's rows in a layer after another; a layer's window decides what is prepared for it.
+class Attention {
+  public:
+    Attention(Pool &pool, const TypedKernels &kernels, int heads, int kv_heads, int head_dim);
+
+    // Work out the tasks of a step. The page table must stay as it is until the last layer is done.
+    void prepare(const Rows &rows, const std::vector<int> &windows);
+    // Attend in one layer; q, keys, values, out and window of the job are read.
+    void run(const Attending &job);
+
+  private:
+    struct RowTasks {
+        Part first;      // its first part
+        int64_t count;   // number of parts
+        int64_t splits;  // head ranges that each part is cut into
+    };
+    struct PartTask {
+        Part part;
+        int64_t row;    // in RowTasks
+        int64_t split;
+    };
+    struct PackTask {
+        Packing packing;
+        int kv_head;
+        int64_t block;
+    };
+    struct Tasks {
+        int window = 0;
+        std::vector<RowTasks> rows;
+        std::vector<PartTask> parts;
+        std::vector<PackTask> packs;
+        std::vector<Chunk> chunks;
+        std::unique_ptr<std::atomic<int64_t>[]> left;  // parts to come, by row and split
+        Block partials, packed;
+    };
+
+    void plan_parts(Tasks &tasks, const Rows &rows, const std::vector<const int32_t *> &slots);
+    void plan_chunks(Tasks &tasks, const Rows &rows, const std::vector<const int32_t *> &slots);
+    bool is_chunk(int64_t queries) const;
+    void attend(Tasks &tasks, const Attending &job, int64_t i);
+
+    Pool &pool_;
+    const TypedKernels &kernels_;
+    const int heads_, kv_heads_, head_dim_;
+    std::vector<Tasks> tasks_;  // by window
+    Block slots_, spaces_;
+    int64_t space_bytes_ = 0;
+};
+
+}  // namespace ty
