@@ -99,6 +99,19 @@ class Settings(SharedSettings):
         None, "device", "tokens that the KV pool holds; by the memory if absent", POOL_TOKENS
     )
     threads: int = setting(0, "device", "CPU threads of the executor; 0 lets the library choose", Allowed(0, 4096))
+    model_impl: str = setting(
+        "auto",
+        "device",
+        "what computes a step: native runs it whole by the CPU's own kernels, torch layer by layer; auto takes native "
+        "kernels where they can serve",
+        choices=("auto", "torch", "native"),
+    )
+    attention_backend: str = setting(
+        "auto",
+        "device",
+        "what attends between torch's layers: gather is plain torch, native the CPU's own kernels",
+        choices=("auto", "gather", "native"),
+    )
     cost_profile: str = setting(
         "",
         "device",
@@ -285,6 +298,8 @@ class Settings(SharedSettings):
             "mem_fraction_static": self.mem_fraction_static,
             "load_format": self.load_format,
             "threads": self.threads,
+            "model_impl": self.model_impl,
+            "attention_backend": self.attention_backend,
             "seed": self.random_seed,
         }
 

@@ -12,28 +12,36 @@ from tokenyard.executor.load import load_executor
 
 CASE = "qwen3-layers"
 ANSWER_TOKENS = 6
+IMPLS = ["torch", "auto"] if DEVICE == "cpu" else ["auto"]
 
 
 @functools.cache
-def executor(page_size):
+def executor(page_size, model_impl):
     with tempfile.TemporaryDirectory() as folder:
         judge(CASE).save_pretrained(folder)
         return load_executor(
-            folder, device=DEVICE, dtype="float32", page_size=page_size, max_total_tokens=2048, max_pool_rows=4
+            folder,
+            device=DEVICE,
+            dtype="float32",
+            page_size=page_size,
+            max_total_tokens=2048,
+            max_pool_rows=4,
+            model_impl=model_impl,
         )
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     page_size=st.sampled_from([1, 4, 16]),
+    model_impl=st.sampled_from(IMPLS),
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     moves=st.lists(st.lists(st.integers(0, 40), min_size=3, max_size=3), min_size=1, max_size=12),
     in_flight=st.integers(1, 3),
     retract_after=st.integers(0, 12),
 )
-def test_random_plans(page_size, lengths, moves, in_flight, retract_after):
+def test_random_plans(page_size, model_impl, lengths, moves, in_flight, retract_after):
     """Each move says how many tokens each request computes at most; 0 leaves it out of the step."""
-    driver = Driver(executor(page_size))
+    driver = Driver(executor(page_size, model_impl))
     prompts = [prompt_of(length, seed=number) for number, length in enumerate(lengths)]
     sequences = [driver.start(prompt) for prompt in prompts]
     flying = []

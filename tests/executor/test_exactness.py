@@ -11,8 +11,8 @@ TOKENS = 10
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_are_those_of_transformers(make_driver, case, page_size):
-    driver = make_driver(case, page_size=page_size)
+def test_greedy_tokens_are_those_of_transformers(make_driver, backend, case, page_size):
+    driver = make_driver(case, page_size=page_size, **backend)
     prompt = prompt_of(37, seed=1)
     expected = greedy(case, prompt, TOKENS)
     assert driver.generate(driver.start(prompt), TOKENS) == expected
@@ -20,8 +20,8 @@ def test_greedy_tokens_are_those_of_transformers(make_driver, case, page_size):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_close_to_those_of_transformers(make_driver, case):
-    driver = make_driver(case, page_size=4)
+def test_logits_are_close_to_those_of_transformers(make_driver, backend, case):
+    driver = make_driver(case, page_size=4, **backend)
     prompt = prompt_of(41, seed=2)
     plan, _, ticket = driver.launch((driver.start(prompt), 23), delay=True)
     assert ticket.logits is None
@@ -37,7 +37,16 @@ def test_logits_are_close_to_those_of_transformers(make_driver, case):
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypatch, attend, case, page_size):
     monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device: attend())
-    driver = make_driver(case, page_size=page_size)
+    run_chunks_beside_decodes(make_driver(case, page_size=page_size), case)
+
+
+@pytest.mark.parametrize("case", ["llama-odd", "mistral-window", "qwen3-layers"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_they_do_whatever_computes_them(make_driver, backend, case, page_size):
+    run_chunks_beside_decodes(make_driver(case, page_size=page_size, **backend), case)
+
+
+def run_chunks_beside_decodes(driver, case):
     prompts = [prompt_of(length, seed=length) for length in (3, 120, 45, 46)]
     late = prompt_of(33, seed=9)
     sequences = [driver.start(prompt) for prompt in prompts]
@@ -49,6 +58,14 @@ def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypa
         driver.step(*[(sequence, 1) for sequence in sequences])
     for prompt, sequence in zip([*prompts, late], sequences, strict=True):
         assert sequence.output == greedy(case, prompt, len(sequence.output))
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-odd", "mistral-window", "qwen2-window"])
+@pytest.mark.parametrize("chunk", [None, 50, 70, 3])
+def test_long_prompts_in_chunks_of_any_size(make_driver, backend, case, chunk):
+    driver = make_driver(case, page_size=4, **backend)
+    prompt = prompt_of(150, seed=3)
+    assert driver.generate(driver.start(prompt), 2, chunk=chunk) == greedy(case, prompt, 2)
 
 
 @pytest.mark.parametrize("attend", [Fused, ByProducts])
@@ -100,8 +117,8 @@ def test_on_a_cpu_keys_attend_in_whole_blocks(make_driver, monkeypatch):
     assert {shape[2] for shape in shapes} == {64, 128}
 
 
-def test_a_retracted_row_is_taken_up_again(make_driver):
-    driver = make_driver("qwen2", page_size=4)
+def test_a_retracted_row_is_taken_up_again(make_driver, backend):
+    driver = make_driver("qwen2", page_size=4, **backend)
     prompt, other = prompt_of(30, seed=4), prompt_of(50, seed=5)
     expected = greedy("qwen2", prompt, 12)
     sequence = driver.start(prompt)
@@ -113,8 +130,8 @@ def test_a_retracted_row_is_taken_up_again(make_driver):
 
 
 @pytest.mark.parametrize("page_size", [1, 8])
-def test_rows_share_pages(make_driver, page_size):
-    driver = make_driver("mistral-window", page_size=page_size)
+def test_rows_share_pages(make_driver, backend, page_size):
+    driver = make_driver("mistral-window", page_size=page_size, **backend)
     prefix = prompt_of(24, seed=6)
     first, second = prefix + prompt_of(9, seed=7), prefix + prompt_of(13, seed=8)
     owner = driver.start(first)
@@ -127,8 +144,8 @@ def test_rows_share_pages(make_driver, page_size):
     assert guest.output == greedy("mistral-window", second, 6)
 
 
-def test_steps_in_flight_read_each_others_tokens(make_driver):
-    driver = make_driver("qwen3", page_size=4)
+def test_steps_in_flight_read_each_others_tokens(make_driver, backend):
+    driver = make_driver("qwen3", page_size=4, **backend)
     prompts = [prompt_of(20, seed=10), prompt_of(31, seed=11)]
     sequences = [driver.start(prompt) for prompt in prompts]
     flying = [driver.launch(*[(sequence, None) for sequence in sequences])]
@@ -140,8 +157,8 @@ def test_steps_in_flight_read_each_others_tokens(make_driver):
         assert sequence.output == greedy("qwen3", prompt, 7)
 
 
-def test_what_a_broken_request_left_behind_reaches_nobody(make_driver):
-    driver = make_driver("llama", page_size=4, max_pool_rows=2)
+def test_what_a_broken_request_left_behind_reaches_nobody(make_driver, backend):
+    driver = make_driver("llama", page_size=4, max_pool_rows=2, **backend)
     long, short = prompt_of(60, seed=14), prompt_of(9, seed=15)
     broken = driver.start(prompt_of(60, seed=16))
     driver.prefill(broken)
@@ -155,8 +172,8 @@ def test_what_a_broken_request_left_behind_reaches_nobody(make_driver):
     assert [sequence.output for sequence in sequences] == [greedy("llama", p, 4) for p in (short, long)]
 
 
-def test_a_delayed_sampling_gives_the_same_tokens(make_driver):
-    driver = make_driver()
+def test_a_delayed_sampling_gives_the_same_tokens(make_driver, backend):
+    driver = make_driver(**backend)
     prompt = prompt_of(20, seed=12)
     sequence = driver.start(prompt)
     while len(sequence.output) < 4:
@@ -173,8 +190,8 @@ def test_closing_twice_is_no_error(make_driver):
     assert not hasattr(driver.executor, "kv_pool")
 
 
-def test_an_idle_plan_does_nothing(make_driver):
-    driver = make_driver()
+def test_an_idle_plan_does_nothing(make_driver, backend):
+    driver = make_driver(**backend)
     result = driver.step()
     assert result.tokens.tolist() == []
     assert result.logprobs == []

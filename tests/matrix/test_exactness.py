@@ -1,8 +1,8 @@
 """Greedy tokens are those of transformers under every schedule.
 
 Every combination of page size, chunk, mixed chunks, plans in flight, prefix cache and pool size runs in `make test`,
-each with other architectures; `TOKENYARD_FULL_MATRIX=1` runs every combination with every architecture, and
-`TOKENYARD_TEST_DEVICE=cuda` (for the tests of the executor too) runs our side on a GPU.
+each with other architectures, by torch and by the native kernels; `TOKENYARD_FULL_MATRIX=1` runs every combination with
+every architecture, and `TOKENYARD_TEST_DEVICE=cuda` (for the tests of the executor too) runs our side on a GPU.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from tests.executor.tiny_models import CASES, DEVICE, greedy, prompt_of
 from tests.scheduler.harness import Yard
 from tokenyard.base import SchedulerSettings
 from tokenyard.executor.load import load_executor
+from tokenyard.executor.native.library import NoLibraryError, load_library
 
 REQUESTS, TOKENS = 32, 12
 PAGE_SIZES, CHUNKS, DEPTHS = (1, 16), (16, -1), (1, 2)
@@ -26,6 +27,18 @@ MATRIX = [
     for index, combination in enumerate(COMBINATIONS)
     for case in (CASES if FULL else [list(CASES)[index % len(CASES)], list(CASES)[(index * 5 + 3) % len(CASES)]])
 ]
+
+
+def needs_native():
+    """Skip the test where native kernels cannot be used."""
+    if DEVICE != "cpu":
+        pytest.skip("native kernels are for the CPU")
+    try:
+        load_library()
+    except NoLibraryError as error:
+        pytest.skip(f"no native library: {error}")
+
+
 POOL_TOKENS = {"roomy": 4096, "tight": 96}
 
 
@@ -40,7 +53,12 @@ def prompts():
 
 
 @pytest.mark.parametrize(("case", "page_size", "chunk", "mixed", "depth", "no_cache", "pool"), MATRIX)
-def test_greedy_tokens_do_not_depend_on_the_schedule(folder, case, page_size, chunk, mixed, depth, no_cache, pool):
+@pytest.mark.parametrize("model_impl", ["torch", "native"])
+def test_greedy_tokens_do_not_depend_on_the_schedule(
+    folder, case, page_size, chunk, mixed, depth, no_cache, pool, model_impl
+):
+    if model_impl == "native":
+        needs_native()
     torch.set_num_threads(1)
     executor = load_executor(
         folder(case),
@@ -49,6 +67,8 @@ def test_greedy_tokens_do_not_depend_on_the_schedule(folder, case, page_size, ch
         page_size=page_size,
         max_total_tokens=POOL_TOKENS[pool],
         max_pool_rows=REQUESTS + depth,
+        model_impl=model_impl,
+        attention_backend="auto" if model_impl == "native" else "gather",
     )
     settings = SchedulerSettings(
         page_size=page_size,

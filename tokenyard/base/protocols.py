@@ -10,7 +10,8 @@ from tokenyard.base.request import Int32Array, Int64Array
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
     """What the rest of the system must know of a loaded model. `num_pages` counts usable pages of `page_size` tokens;
-    page 0 is the executor's own padding page and never given out, so ids run from 1 to `num_pages`.
+    page 0 is the executor's own padding page and never given out, so ids run from 1 to `num_pages`. `kernels` says, for
+    people, what computes the steps.
     """
 
     model: str
@@ -23,6 +24,7 @@ class ExecutorInfo:
     num_pages: int
     max_pool_rows: int
     kv_bytes_per_token: int = 0
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from tokenyard.base.version import __version__
 from tokenyard.cli.flags import Resolved, resolve
 from tokenyard.config import Settings
 from tokenyard.executor.hub import is_path
+from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
 
 PACKAGES = (
     "torch",
@@ -107,8 +108,19 @@ def device() -> dict[str, Any]:
         "cuda_devices": devices,
         "threads": torch.get_num_threads(),
         "kernels": "torch's own" + (f", CPU level {torch.backends.cpu.get_cpu_capability()}" if not devices else ""),
+        "native_kernels": native_kernels(),
         "would_choose": "cuda" if devices else "cpu",
     }
+
+
+def native_kernels() -> str:
+    """Which native CPU kernels there are and which of them this CPU would use, or why none; may build them."""
+    try:
+        library = load_library()
+    except NoLibraryError as error:
+        return f"none, steps on the CPU would take up to three times as long: {error}"
+    names = ", ".join(LEVELS[level] for level in library.levels())
+    return f"{library.name}, the best of {names} that this CPU has ({library.path})"
 
 
 def packages() -> dict[str, str | None]:

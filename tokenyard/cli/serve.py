@@ -144,6 +144,7 @@ def _print_box(settings: Settings, info: ExecutorInfo) -> None:
         ("URL", f"{url}/v1"),
         ("Model", f"{settings.served_model_name} ({info.model})"),
         ("Device", f"{info.device}, {info.dtype}"),
+        *((("Kernels", info.kernels),) if info.kernels else ()),
         ("KV tokens", f"{info.num_pages * info.page_size:,} in pages of {info.page_size}"),
         ("Context", f"{info.context_length:,} tokens"),
         ("Policy", settings.schedule_policy),

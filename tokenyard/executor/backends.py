@@ -16,7 +16,7 @@ from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.native.attention import NativeAttention
 from tokenyard.executor.native.engine import NativeEngine, choose_threads, why_not
 from tokenyard.executor.native.library import NoLibraryError, load_library
-from tokenyard.executor.native.model import NativeModel
+from tokenyard.executor.native.model import NativeDecoder, NativeModel
 from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -28,14 +28,13 @@ ATTENTION_BACKENDS = ("auto", "gather", "native")
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
     """What computes a model. engine: the native kernels, None where nothing asks for them or they cannot serve.
-    native_model: whether they run whole steps. native_attention: whether they attend between torch's layers.
-    why: in one line, for people.
+    native_model: whether they run whole steps, and not only attend between torch's layers. kernels: what computes the
+    steps, for people.
     """
 
     engine: NativeEngine | None
     native_model: bool
-    native_attention: bool
-    why: str
+    kernels: str
 
 
 def choose_backends(
@@ -52,23 +51,21 @@ def choose_backends(
     ):
         if value not in known:
             raise ConfigError(f"{name} {value!r} is unknown; use {', '.join(known)}")
-    if model_impl == "torch" and attention_backend == "gather":
-        return BackendChoice(None, False, False, "torch")
+    if attention_backend == "gather" and model_impl != "native":
+        return BackendChoice(None, False, "torch")
     engine, reason = _native_engine(config, dtype, device, threads)
     if engine is None:
         if "native" in (model_impl, attention_backend):
             raise ConfigError(f"native kernels cannot be used: {reason}")
-        return BackendChoice(None, False, False, f"torch ({reason})")
+        return BackendChoice(None, False, f"torch ({reason})")
     # Whoever names an attention backend wants the layers that ask for one.
     native_model = model_impl == "native" or (model_impl == "auto" and attention_backend == "auto")
     if native_model and attention_backend == "gather":
         raise ConfigError("model_impl native attends by itself; attention_backend gather needs model_impl torch")
     kernels = f"native {engine.name}, {engine.threads} thread{'s' if engine.threads > 1 else ''}"
     if native_model:
-        return BackendChoice(engine, True, False, kernels)
-    if attention_backend == "gather":
-        return BackendChoice(None, False, False, "torch")
-    return BackendChoice(engine, False, True, f"torch, attention {kernels}")
+        return BackendChoice(engine, True, kernels)
+    return BackendChoice(engine, False, f"torch, attention {kernels}")
 
 
 def _native_engine(
@@ -85,16 +82,25 @@ def _native_engine(
         return None, str(error)
 
 
-def make_model(
-    choice: BackendChoice, config: ModelConfig, weights: Weights, pool: KvPool, pages: PageTable, context_length: int
-) -> ModelBackend:
-    """Build the model that was chosen, from weights. Raises ConfigError if one is missing or misshapen."""
+def load_layers(
+    choice: BackendChoice,
+    config: ModelConfig,
+    weights: Weights,
+    device: torch.device,
+    dtype: torch.dtype,
+    context_length: int,
+) -> Decoder | NativeDecoder:
+    """Take a model's weights, as the choice wants them. Raises ConfigError if one is missing or misshapen."""
     if choice.engine is not None and choice.native_model:
-        return NativeModel(choice.engine, config, weights, pool, pages, context_length)
-    decoder = Decoder(config, weights, pool.tensor.device, context_length)
-    attention: AttentionBackend
-    if choice.engine is not None and choice.native_attention:
-        attention = NativeAttention(choice.engine, pool, pages, config.windows, config.num_heads)
-    else:
-        attention = GatherAttention(pool, pages, config.windows)
-    return TorchModel(decoder, attention)
+        return NativeDecoder(choice.engine, config, weights, dtype, context_length)
+    return Decoder(config, weights, device, context_length)
+
+
+def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvPool, pages: PageTable) -> ModelBackend:
+    """Put the chosen backend together over a KV pool and its page table."""
+    if isinstance(layers, NativeDecoder):
+        return NativeModel(layers, pool, pages)
+    attention: AttentionBackend = GatherAttention(pool, pages, layers.config.windows)
+    if choice.engine is not None:
+        attention = NativeAttention(choice.engine, pool, pages, layers.config.windows, layers.config.num_heads)
+    return TorchModel(layers, attention)

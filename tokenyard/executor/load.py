@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo
-from tokenyard.executor.attention.gather import GatherAttention
+from tokenyard.executor.backends import BackendChoice, choose_backends, load_layers, make_model
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
-from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.models.config import ModelConfig, read_model_config
 from tokenyard.executor.models.decoder import Decoder
+from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.runner import ModelExecutor
 from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, read_json
 
@@ -40,14 +40,16 @@ def load_executor(
     load_format: str = "auto",
     threads: int = 0,
     seed: int = 0,
+    model_impl: str = "auto",
+    attention_backend: str = "auto",
 ) -> ModelExecutor:
     """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
 
     device: auto (CUDA where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16, float16 or float32.
     max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
     model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
-    and a config alone. threads: of torch on a CPU, 0 to leave them alone. Raises ConfigError, in one line, for
-    whatever does not fit.
+    and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend:
+    see choose_backends. Raises ConfigError, in one line, for whatever does not fit.
     """
     target = choose_device(device)
     if target.type == "cuda":
@@ -60,7 +62,8 @@ def load_executor(
     config = read_folder_config(folder)
     kind = choose_dtype(dtype, target, config)
     length = _context_length(context_length, config)
-    model = _load_model(config, folder, load_format, target, kind, length, seed)
+    choice = choose_backends(model_impl, attention_backend, config, kind, target, threads)
+    layers = _load_layers(choice, config, folder, load_format, target, kind, length, seed)
     num_pages = choose_num_pages(
         config,
         page_size=page_size,
@@ -80,11 +83,11 @@ def load_executor(
         num_pages=num_pages,
         max_pool_rows=max_pool_rows,
         kv_bytes_per_token=kv_bytes_per_token(config, kind),
+        kernels=choice.kernels,
     )
     pool = _make_pool(config, info, target, kind)
     pages = PageTable(max_pool_rows, length, page_size, target)
-    attention = GatherAttention(pool, pages, config.windows)
-    return ModelExecutor(TorchModel(model, attention), pool, pages, info, target)
+    return ModelExecutor(make_model(choice, layers, pool, pages), pool, pages, info, target)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
@@ -150,7 +153,8 @@ def _context_length(wanted: int | None, config: ModelConfig) -> int:
 
 
 @torch.inference_mode()
-def _load_model(
+def _load_layers(
+    choice: BackendChoice,
     config: ModelConfig,
     folder: Path,
     load_format: str,
@@ -158,18 +162,18 @@ def _load_model(
     dtype: torch.dtype,
     context_length: int,
     seed: int,
-) -> Decoder:
+) -> Decoder | NativeDecoder:
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError(f"load_format {load_format!r} is unknown; use auto, safetensors or dummy")
     try:
         if load_format == "dummy":
-            return Decoder(config, DummyWeights(device, dtype, seed), device, context_length)
+            return load_layers(choice, config, DummyWeights(device, dtype, seed), device, dtype, context_length)
         weights = SafetensorsWeights(folder, device, dtype)
-        model = Decoder(config, weights, device, context_length)
+        layers = load_layers(choice, config, weights, device, dtype, context_length)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
     weights.warn_unused()
-    return model
+    return layers
 
 
 def _make_pool(config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype) -> KvPool:

@@ -30,7 +30,7 @@ class NativeAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Cut the step into tasks; see AttentionBackend."""
-        step = describe_step(batch, self._pages, None)
+        step = describe_step(batch, self._pool, self._pages, None)
         windows = int32s(self._windows)
         check(
             self._engine.functions.ty_attention_prepare(

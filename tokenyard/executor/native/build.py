@@ -65,7 +65,9 @@ def build_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(max(1, min(len(sources), os.cpu_count() or 1))) as pool:
-            for done in [pool.submit(_compile, compiler, *pair, extra_flags) for pair in zip(sources, objects)]:
+            for done in [
+                pool.submit(_compile, compiler, *pair, extra_flags) for pair in zip(sources, objects, strict=True)
+            ]:
                 done.result()
         made = Path(scratch) / target.name
         link = [*compiler, *FLAGS, *extra_flags, "-shared", "-o", str(made), *map(str, objects)]

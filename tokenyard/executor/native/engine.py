@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
-from tokenyard.executor.native.library import BF16, FLOAT32, Library, Step
+from tokenyard.executor.kv_pool import KvPool
+from tokenyard.executor.native.library import BF16, FLOAT32, LEVELS, Library, Step
 
 DTYPES = {torch.bfloat16: BF16, torch.float32: FLOAT32}
 MOST_HEAD_DIM = 256
@@ -21,6 +22,7 @@ class NativeEngine:
         self.functions = library.functions
         self.level = library.level if level is None else level
         self.threads = threads
+        self.name = LEVELS[self.level]
         self.pool = self.functions.ty_pool_new(threads)
 
     def __del__(self) -> None:
@@ -71,7 +73,7 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def describe_step(batch: ForwardBatch, pages: PageTable, logits: torch.Tensor | None) -> Step:
+def describe_step(batch: ForwardBatch, pool: KvPool, pages: PageTable, logits: torch.Tensor | None) -> Step:
     """Return a batch as the library wants it; it holds addresses only, so the batch must outlive it."""
     return Step(
         tokens=len(batch.token_ids),
@@ -88,6 +90,8 @@ def describe_step(batch: ForwardBatch, pages: PageTable, logits: torch.Tensor | 
         page_table_stride=pages.tensor.stride(0),
         page_size=pages.page_size,
         logits=None if logits is None else address(logits),
+        kv=address(pool.tensor),
+        plane_bytes=pool.tensor.stride(1) * pool.tensor.itemsize,
     )
 
 

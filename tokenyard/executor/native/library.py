@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 PACKAGED = Path(__file__).resolve().parent / "lib"
 DISABLE_VARIABLE = "TOKENYARD_DISABLE_NATIVE"
 LEVEL_VARIABLE = "TOKENYARD_NATIVE_LEVEL"
-"""Environment variables for trials: the first makes as if there were no library, the second names the kernels to use."""
+"""Environment variables for trials: the first makes as if there were no library, the second names the kernels."""
 
 LEVELS = ("plain", "avx2", "avx512", "avx512-bf16")
 BF16, FLOAT32 = 0, 1
@@ -31,8 +31,7 @@ class Config(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("dtype", "layers", "hidden", "inter", "heads", "kv_heads", "head_dim")),
         ("eps", ctypes.c_float),
         ("vocabulary", ctypes.c_int64),
-        ("plane_bytes", ctypes.c_int64),
-        *((name, Pointer) for name in ("windows", "embedding", "cos_sin", "kv")),
+        *((name, Pointer) for name in ("windows", "embedding", "cos_sin")),
     )
 
 
@@ -50,6 +49,8 @@ class Step(ctypes.Structure):
         ("page_size", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
         ("logits", Pointer),
+        ("kv", Pointer),
+        ("plane_bytes", ctypes.c_int64),
     )
 
 
@@ -161,7 +162,6 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_best_level": (number, []),
         "ty_level_name": (ctypes.c_char_p, [number]),
         "ty_active_is_bf16": (number, [number, number]),
-        "ty_advise_huge": (None, [pointer, numbers]),
         "ty_pool_new": (pointer, [number]),
         "ty_pool_free": (None, [pointer]),
         "ty_attention_new": (pointer, [pointer, *[number] * 5]),

@@ -22,66 +22,39 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(5)
 ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM, LAST_NORM = range(5)
 
 
-class NativeModel:
-    """A ModelBackend for a CPU: weights are laid out once for its products, and a step is one call of the library.
+class NativeDecoder:
+    """The weights of a model, laid out once for the library's products.
 
     Weights are taken by their Hugging Face names, one after another, so that a second copy of the model never lies in
     memory. Raises ConfigError if a weight is missing or misshapen or memory runs out.
     """
 
     def __init__(
-        self,
-        engine: NativeEngine,
-        config: ModelConfig,
-        weights: Weights,
-        pool: KvPool,
-        pages: PageTable,
-        context_length: int,
+        self, engine: NativeEngine, config: ModelConfig, weights: Weights, dtype: torch.dtype, context_length: int
     ) -> None:
-        self._engine, self._config, self._pool, self._pages = engine, config, pool, pages
-        self._embedding = weights.get("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)).contiguous()
+        self.engine, self.config = engine, config
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding = weights.get("model.embed_tokens.weight", shape).contiguous()
         self._cos_sin = rotary_table(config.rope, config.head_dim, context_length)
-        self._logits = torch.empty(0)
-        self._model = self._make()
+        self.model = self._make(dtype)
         begin_s = time.perf_counter()
         for layer in range(config.num_layers):
             self._take_layer(weights, layer)
         self._norm(0, LAST_NORM, weights.get("model.norm.weight", (config.hidden_size,)))
-        shape = (config.vocab_size, config.hidden_size)
         head = self._embedding if config.tied_embeddings else weights.get("lm_head.weight", shape)
         self._linear(0, HEAD, head, None)
-        logger.info("packed the weights of %d layers in %.1f s", config.num_layers, time.perf_counter() - begin_s)
+        logger.info("loaded and packed %d layers in %.1f s", config.num_layers, time.perf_counter() - begin_s)
 
     def __del__(self) -> None:
-        if getattr(self, "_model", None):
-            self._engine.functions.ty_model_free(self._model)
+        if getattr(self, "model", None):
+            self.engine.functions.ty_model_free(self.model)
 
-    def step(self, batch: ForwardBatch) -> torch.Tensor:
-        """Compute a batch; see ModelBackend."""
-        logits = self._space(len(batch.logit_tokens))
-        step = describe_step(batch, self._pages, logits)
-        check(self._engine.functions.ty_model_step(self._model, ctypes.byref(step)))
-        return logits
-
-    def logits(self, first: int, last: int) -> torch.Tensor:
-        """Return logits of tokens of the last step; see ModelBackend."""
-        tokens = torch.arange(first, last)
-        found = torch.empty(last - first, self._config.vocab_size)
-        check(self._engine.functions.ty_model_logits(self._model, address(tokens), len(tokens), address(found)))
-        return found
-
-    def _space(self, rows: int) -> torch.Tensor:
-        """Return float32[rows, vocabulary], of one piece of memory that is kept: fresh pages cost more than filling."""
-        if len(self._logits) < rows:
-            self._logits = torch.empty(rows, self._config.vocab_size)
-        return self._logits[:rows]
-
-    def _make(self) -> int:
+    def _make(self, dtype: torch.dtype) -> int:
         """Create the library's model, which has room for all weights."""
-        config, kv = self._config, self._pool.tensor
+        config = self.config
         windows = int32s(config.windows)
         wanted = Config(
-            dtype=DTYPES[kv.dtype],
+            dtype=DTYPES[dtype],
             layers=config.num_layers,
             hidden=config.hidden_size,
             inter=config.intermediate_size,
@@ -90,19 +63,17 @@ class NativeModel:
             head_dim=config.head_dim,
             eps=config.norm_eps,
             vocabulary=config.vocab_size,
-            plane_bytes=kv.stride(1) * kv.itemsize,
             windows=ctypes.addressof(windows),
             embedding=address(self._embedding),
             cos_sin=address(self._cos_sin),
-            kv=address(kv),
         )
-        made = self._engine.functions.ty_model_new(self._engine.pool, self._engine.level, ctypes.byref(wanted))
+        made = self.engine.functions.ty_model_new(self.engine.pool, self.engine.level, ctypes.byref(wanted))
         if not made:
             raise ConfigError("there is no memory for the packed weights; try a smaller model or --model-impl torch")
         return int(made)
 
     def _take_layer(self, weights: Weights, layer: int) -> None:
-        config, prefix = self._config, f"model.layers.{layer}"
+        config, prefix = self.config, f"model.layers.{layer}"
         hidden, inter = config.hidden_size, config.intermediate_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -121,16 +92,43 @@ class NativeModel:
     def _fused(
         self, weights: Weights, layer: int, which: int, outputs: dict[str, int], inputs: int, bias: bool
     ) -> None:
-        parts, biases = fused_parts(weights, outputs, inputs, bias)
-        self._linear(layer, which, parts, biases)
+        self._linear(layer, which, *fused_parts(weights, outputs, inputs, bias))
 
     def _linear(self, layer: int, which: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         weight = weight.contiguous()
         bias = None if bias is None else bias.float().contiguous()
-        self._engine.functions.ty_model_linear(
-            self._model, layer, which, address(weight), None if bias is None else address(bias)
+        self.engine.functions.ty_model_linear(
+            self.model, layer, which, address(weight), None if bias is None else address(bias)
         )
 
     def _norm(self, layer: int, which: int, weight: torch.Tensor) -> None:
         weight = weight.float().contiguous()
-        self._engine.functions.ty_model_norm(self._model, layer, which, address(weight))
+        self.engine.functions.ty_model_norm(self.model, layer, which, address(weight))
+
+
+class NativeModel:
+    """A ModelBackend for a CPU: a step is one call of the library, over the pool and the page table as they are."""
+
+    def __init__(self, decoder: NativeDecoder, pool: KvPool, pages: PageTable) -> None:
+        self._decoder, self._pool, self._pages = decoder, pool, pages
+        self._functions = decoder.engine.functions
+        self._vocabulary = decoder.config.vocab_size
+        self._logits = torch.empty(0, self._vocabulary)
+
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        """Compute a batch; see ModelBackend."""
+        wanted = len(batch.logit_tokens)
+        if len(self._logits) < wanted:
+            # Kept from step to step: fresh pages cost more than filling them.
+            self._logits = torch.empty(wanted, self._vocabulary)
+        logits = self._logits[:wanted]
+        step = describe_step(batch, self._pool, self._pages, logits)
+        check(self._functions.ty_model_step(self._decoder.model, ctypes.byref(step)))
+        return logits
+
+    def logits(self, first: int, last: int) -> torch.Tensor:
+        """Return logits of tokens of the last step; see ModelBackend."""
+        tokens = torch.arange(first, last)
+        found = torch.empty(last - first, self._vocabulary)
+        check(self._functions.ty_model_logits(self._decoder.model, address(tokens), len(tokens), address(found)))
+        return found

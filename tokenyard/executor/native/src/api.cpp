@@ -82,8 +82,6 @@ const char *ty_level_name(int level) {
 
 int ty_active_is_bf16(int level, int dtype) { return typed_of(level, dtype).active_is_bf16; }
 
-void ty_advise_huge(void *memory, int64_t bytes) { ty::advise_huge(memory, (size_t)bytes); }
-
 void *ty_pool_new(int threads) { return new ty::Pool(threads); }
 
 void ty_pool_free(void *pool) { delete (ty::Pool *)pool; }

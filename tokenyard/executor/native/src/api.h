@@ -11,19 +11,17 @@ enum { TY_QKV, TY_OUTPUT, TY_GATE_UP, TY_DOWN, TY_HEAD };
 enum { TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_LAST_NORM };
 
 // windows: int32[layers], tokens that a query sees, 0 for all. embedding: stored[vocabulary, hidden]. cos_sin:
-// float[positions, head_dim]. kv: the pool, [layer][keys, values][slot, kv_heads, head_dim], with plane_bytes between
-// two planes. All of these must outlive the model.
+// float[positions, head_dim]. Both must outlive the model.
 struct ty_config {
     int32_t dtype, layers, hidden, inter, heads, kv_heads, head_dim;
     float eps;
-    int64_t vocabulary, plane_bytes;
+    int64_t vocabulary;
     const int32_t *windows;
     const void *embedding;
     const float *cos_sin;
-    void *kv;
 };
 
-// See Rows in ops.h. token_ids, positions, slots, pool_rows: int64[tokens]. starts, counts: int64[rows]. logits:
+// kv: the pool, [layer][keys, values][slot, kv_heads, head_dim], with plane_bytes between two planes. See Rows in ops.h. token_ids, positions, slots, pool_rows: int64[tokens]. starts, counts: int64[rows]. logits:
 // float[logit_count, vocabulary], of the tokens logit_tokens.
 struct ty_step {
     int64_t tokens, rows, logit_count;
@@ -32,6 +30,8 @@ struct ty_step {
     int64_t page_table_stride;
     int32_t page_size, reserved;
     float *logits;
+    void *kv;
+    int64_t plane_bytes;
 };
 
 // Attention by itself: q and out are active[tokens, heads * head_dim], keys and values of one layer.
@@ -45,7 +45,6 @@ TY_API int64_t ty_size_of(int which);  // of ty_config, ty_step, ty_attention: a
 TY_API int ty_best_level(void);        // the best kernels that this CPU can run
 TY_API const char *ty_level_name(int level);  // null where the library or the CPU lacks it
 TY_API int ty_active_is_bf16(int level, int dtype);
-TY_API void ty_advise_huge(void *memory, int64_t bytes);
 
 TY_API void *ty_pool_new(int threads);
 TY_API void ty_pool_free(void *pool);

@@ -89,7 +89,7 @@ void Model::run_layer(int index, const ty_step &step) {
     const int64_t tokens = step.tokens, hidden = config_.hidden;
     void *h = normed_.get(0), *q = q_.get(0), *attended = attended_.get(0), *gated = gated_.get(0);
     float *qkv = (float *)qkv_.get(0);
-    char *keys = (char *)config_.kv + 2 * index * config_.plane_bytes, *values = keys + config_.plane_bytes;
+    char *keys = (char *)step.kv + 2 * index * step.plane_bytes, *values = keys + step.plane_bytes;
     const auto weights = [&](int which) {
         return layer.norms[which].empty() ? nullptr : layer.norms[which].data();
     };

@@ -1,0 +1,245 @@
+"""The native kernels of every instruction set against float64, on random inputs, odd sizes and poisoned memory.
+
+Bounds: float32 results stay within a few hundred roundings of the sum of magnitudes, bfloat16 ones within two
+roundings of bfloat16 of it beside those of inputs, which are exact here.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from tokenyard.executor.forward_batch import ForwardBatch, PageTable
+from tokenyard.executor.native.attention import NativeAttention
+from tokenyard.executor.native.engine import DTYPES, NativeEngine, address
+from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
+
+try:
+    LIBRARY = load_library()
+except NoLibraryError as error:
+    pytest.skip(f"no native library: {error}", allow_module_level=True)
+
+KERNELS = pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
+DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
+NAN = float("nan")
+
+
+def engine(level, threads=2):
+    return NativeEngine(LIBRARY, threads, level)
+
+
+def random(*shape, seed, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def product(on, x, weights, bias=None, gated=False):
+    """Multiply by the library; the output is poisoned first."""
+    rows, inputs = x.shape
+    outputs = len(weights)
+    active = on.active_dtype(weights.dtype)
+    out = torch.full((rows, outputs // 2 if gated else outputs), NAN, dtype=active if gated else torch.float32)
+    given = x.to(active).contiguous()
+    failed = on.functions.ty_product(
+        on.pool,
+        on.level,
+        DTYPES[weights.dtype],
+        address(given),
+        address(weights),
+        None if bias is None else address(bias),
+        rows,
+        inputs,
+        outputs,
+        gated,
+        address(out),
+    )
+    assert not failed
+    return out
+
+
+SIZES = [(1, 2, 1), (1, 576, 67), (3, 34, 16), (7, 48, 130), (13, 66, 33), (49, 20, 47), (130, 64, 96), (200, 96, 31)]
+
+
+@KERNELS
+@DTYPE
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+def test_products(level, dtype, rows, inputs, outputs, with_bias):
+    x = random(rows, inputs, seed=1, dtype=dtype)
+    weights = random(outputs, inputs, seed=2, dtype=dtype)
+    bias = random(outputs, seed=3) if with_bias else None
+    found = product(engine(level), x, weights, bias)
+    expected = x.double() @ weights.double().T + (bias.double() if with_bias else 0.0)
+    magnitude = x.double().abs() @ weights.double().abs().T + 1.0
+    # Products are summed in float32 whatever the inputs.
+    assert ((found - expected).abs() <= 64 * ROUNDING[torch.float32] * magnitude).all()
+
+
+@KERNELS
+@DTYPE
+@pytest.mark.parametrize(("rows", "inputs", "half"), [(1, 32, 5), (6, 48, 80), (20, 66, 33), (100, 34, 16)])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+def test_gated_products(level, dtype, rows, inputs, half, with_bias):
+    x = random(rows, inputs, seed=4, dtype=dtype)
+    weights = random(2 * half, inputs, seed=5, dtype=dtype)
+    bias = random(2 * half, seed=6) if with_bias else None
+    found = product(engine(level), x, weights, bias, gated=True)
+    both = x.double() @ weights.double().T + (bias.double() if with_bias else 0.0)
+    expected = torch.nn.functional.silu(both[:, :half]) * both[:, half:]
+    magnitude = (x.double().abs() @ weights.double().abs().T + 1.0).view(rows, 2, half).prod(dim=1)
+    bound = 64 * ROUNDING[torch.float32] * magnitude + 2 * ROUNDING[found.dtype] * expected.abs()
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+@KERNELS
+@DTYPE
+def test_a_row_does_not_depend_on_the_others(level, dtype):
+    on = engine(level)
+    x, weights = random(61, 96, seed=7, dtype=dtype), random(70, 96, seed=8, dtype=dtype)
+    whole = product(on, x, weights)
+    for rows in (1, 2, 5, 6, 7, 12, 13, 48, 60):
+        assert torch.equal(product(on, x[:rows].contiguous(), weights), whole[:rows])
+
+
+@dataclass
+class Scene:
+    """Rows over a poisoned pool: only the rows' own slots hold numbers."""
+
+    batch: ForwardBatch
+    pages: PageTable
+    pool: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Pool:
+    """As much of a KvPool as attention needs."""
+
+    def __init__(self, tensor, page_size):
+        self.tensor, self.page_size = tensor, page_size
+
+    def layer(self, index):
+        return self.tensor[index, 0], self.tensor[index, 1]
+
+
+def scene(rows, heads, kv_heads, dim, page_size, dtype, seed=0):
+    """rows: (start, count) pairs."""
+    rng = np.random.default_rng(seed)
+    starts, counts = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    columns = int(-(-(starts + counts).max() // page_size)) + 1
+    needed = len(rows) * columns
+    ids = rng.permutation(needed).reshape(len(rows), columns) + 1
+    pages = PageTable(len(rows) + 2, columns * page_size, page_size, torch.device("cpu"))
+    pages.tensor.fill_(2**30)
+    pool_rows = rng.permutation(len(rows) + 2)[: len(rows)]
+    for row, own in zip(pool_rows, ids, strict=True):
+        used = -(-(starts + counts)[list(pool_rows).index(row)] // page_size)
+        pages.tensor[row, :used] = torch.from_numpy(own[:used]).to(torch.int32)
+    tensor = torch.full((1, 2, (needed + 1) * page_size, kv_heads, dim), NAN, dtype=dtype)
+    of_token = torch.from_numpy(np.repeat(pool_rows, counts))
+    positions = torch.from_numpy(np.concatenate([np.arange(s, s + c) for s, c in rows]))
+    for number, row in enumerate(pool_rows):
+        before = pages.slots(torch.tensor([row]), torch.arange(int(starts[number]))).long()
+        for side in range(2):
+            tensor[0, side, before] = random(len(before), kv_heads, dim, seed=seed + 10 * number + side, dtype=dtype)
+    total = int(counts.sum())
+    batch = ForwardBatch(
+        token_ids=torch.zeros(total, dtype=torch.int64),
+        positions=positions,
+        slots=pages.slots(of_token, positions).long(),
+        pool_rows=of_token,
+        logit_tokens=torch.zeros(0, dtype=torch.int64),
+        starts=starts,
+        counts=counts,
+        decode_rows=0,
+    )
+    q = random(total, heads, dim, seed=seed + 100, dtype=dtype)
+    k, v = (random(total, kv_heads, dim, seed=seed + 101 + side, dtype=dtype) for side in range(2))
+    return Scene(batch, pages, tensor, q, k, v)
+
+
+def exact(given, window):
+    """Attention in float64, token by token."""
+    heads, dim = given.q.shape[1:]
+    group = heads // given.k.shape[1]
+    out = torch.empty(given.q.shape, dtype=torch.float64)
+    for token, (row, position) in enumerate(zip(given.batch.pool_rows, given.batch.positions, strict=True)):
+        first = max(0, int(position) + 1 - window) if window else 0
+        slots = given.pages.slots(row, torch.arange(first, int(position) + 1)).long()
+        k, v = (given.pool[0, side, slots].double().repeat_interleave(group, dim=1) for side in range(2))
+        weights = (torch.einsum("hd,nhd->hn", given.q[token].double(), k) * dim**-0.5).softmax(-1)
+        out[token] = torch.einsum("hn,nhd->hd", weights, v)
+    return out.flatten(1)
+
+
+SCENES = {
+    "one": ([(0, 1)], 1, 1, 8, 1, 0),
+    "decode": ([(0, 1), (1, 1), (63, 1), (64, 1), (200, 1)], 9, 3, 64, 1, 0),
+    "pages": ([(5, 1), (130, 1)], 8, 1, 40, 16, 0),
+    "long": ([(1100, 1), (3, 1)], 4, 2, 128, 4, 0),
+    "drafts": ([(70, 5), (0, 3), (511, 4), (30, 1)], 4, 2, 24, 4, 0),
+    "chunks": ([(0, 70), (64, 65), (100, 33)], 6, 2, 72, 1, 0),
+    "chunk-group7": ([(10, 20), (0, 64)], 14, 2, 64, 16, 0),
+    "mixed": ([(90, 1), (17, 1), (129, 60), (0, 33)], 9, 3, 64, 4, 0),
+    "wide": ([(40, 1), (20, 50)], 2, 1, 256, 1, 0),
+    "odd": ([(40, 2), (3, 40)], 4, 2, 12, 1, 0),
+    "window": ([(90, 1), (600, 1), (70, 5), (2, 90), (150, 40)], 4, 2, 32, 4, 37),
+    "window-one": ([(9, 1), (20, 30)], 4, 4, 16, 1, 1),
+}
+
+
+@KERNELS
+@DTYPE
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", SCENES)
+def test_attention(level, dtype, threads, name):
+    rows, heads, kv_heads, dim, page_size, window = SCENES[name]
+    given = scene(rows, heads, kv_heads, dim, page_size, dtype, seed=len(name))
+    attention = NativeAttention(engine(level, threads), Pool(given.pool, page_size), given.pages, (window,), heads)
+    attention.prepare(given.batch)
+    for _ in range(2):  # a second layer finds all counters as the first one did
+        found = attention.forward(0, given.q, given.k, given.v, given.batch)
+        # Weights and outputs are rounded to the activations' dtype once each; values are about 1.
+        bound = 3e-6 if dtype == torch.float32 else 2.5e-2
+        assert (found.double() - exact(given, window)).abs().max() <= bound
+
+
+@KERNELS
+@DTYPE
+def test_a_decode_does_not_depend_on_the_batch(level, dtype):
+    rows = [(700, 1), (40, 1), (1300, 1)]
+    given = scene(rows, 4, 2, 64, 1, dtype)
+    attention = NativeAttention(engine(level), Pool(given.pool, 1), given.pages, (0,), 4)
+    attention.prepare(given.batch)
+    together = attention.forward(0, given.q, given.k, given.v, given.batch)
+    for number in range(3):
+        own = slice(number, number + 1)
+        batch = ForwardBatch(
+            *(column[own].contiguous() for column in (given.batch.token_ids, given.batch.positions)),
+            *(column[own].contiguous() for column in (given.batch.slots, given.batch.pool_rows)),
+            logit_tokens=given.batch.logit_tokens,
+            starts=given.batch.starts[own],
+            counts=given.batch.counts[own],
+            decode_rows=1,
+        )
+        attention.prepare(batch)
+        assert torch.equal(attention.forward(0, given.q[own], given.k[own], given.v[own], batch), together[own])
+
+
+def test_attention_at_32k_and_4096_rows():
+    on = engine(LIBRARY.level)
+    for rows in ([(32000, 1), (31990, 10)], [(number % 7, 1) for number in range(4096)]):
+        given = scene(rows, 2, 1, 16, 16, torch.float32)
+        attention = NativeAttention(on, Pool(given.pool, 16), given.pages, (0,), 2)
+        attention.prepare(given.batch)
+        found = attention.forward(0, given.q, given.k, given.v, given.batch)
+        assert (found.double() - exact(given, 0)).abs().max() <= 3e-6
+
+
+def test_the_structures_are_those_of_the_library():
+    assert ctypes.sizeof(ctypes.c_void_p) == 8
+    assert LIBRARY.levels()[0] == 0
+    assert LIBRARY.functions.ty_level_name(99) is None

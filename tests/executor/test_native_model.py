@@ -1,0 +1,166 @@
+"""Whole steps by the native library: how far bfloat16 is from float64, and what a step may not depend on."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.executor.driver import Driver
+from tests.executor.tiny_models import judge, prompt_of
+from tokenyard.base import ConfigError
+from tokenyard.executor.load import load_executor
+from tokenyard.executor.native import library
+from tokenyard.executor.native.engine import choose_threads
+from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
+
+try:
+    LIBRARY = load_library()
+except NoLibraryError as error:
+    pytest.skip(f"no native library: {error}", allow_module_level=True)
+
+
+def exact_logits(case, prompt):
+    """Logits of the last position in float64, of a model whose weights are those that bfloat16 can hold."""
+    model = copy.deepcopy(judge(case)).double()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+        return model(torch.tensor([prompt])).logits[0, -1]
+
+
+def load(folder, case, model_impl, dtype="bfloat16", **options):
+    return load_executor(
+        folder(case),
+        dtype=dtype,
+        device="cpu",
+        max_total_tokens=1024,
+        max_pool_rows=8,
+        model_impl=model_impl,
+        **options,
+    )
+
+
+def last_logits(executor, prompt, chunk=None):
+    driver = Driver(executor)
+    sequence = driver.start(prompt)
+    while sequence.total - sequence.planned > (chunk or 1 << 30):
+        driver.step((sequence, chunk))
+    _, _, ticket = driver.launch((sequence, None), delay=True)
+    return ticket.logits[0].double()
+
+
+@pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
+@pytest.mark.parametrize("case", ["llama", "llama-odd", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize("chunk", [None, 1], ids=["prefill", "decode"])
+def test_bfloat16_is_near_float64(folder, monkeypatch, case, level, chunk):
+    monkeypatch.setattr(LIBRARY, "level", level)
+    prompt = prompt_of(45, seed=3)
+    expected = exact_logits(case, prompt)
+    own = last_logits(load(folder, case, "native"), prompt, chunk) - expected
+    torchs = last_logits(load(folder, case, "torch"), prompt, chunk) - expected
+    # Three layers of large random weights turn each rounding into a percent of the logits' spread.
+    assert own.abs().max() < 0.3 * expected.std()
+    assert own.pow(2).mean().sqrt() < 0.08 * expected.std()
+    assert own.pow(2).mean().sqrt() < 1.7 * torchs.pow(2).mean().sqrt()
+
+
+@pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
+@pytest.mark.parametrize("case", ["llama-biases", "llama-odd", "mistral-window", "qwen3-layers"])
+def test_every_instruction_set_computes_float32(folder, monkeypatch, case, level):
+    monkeypatch.setattr(LIBRARY, "level", level)
+    prompt = prompt_of(45, seed=3)
+    with torch.inference_mode():
+        expected = judge(case)(torch.tensor([prompt])).logits[0, -1].double()
+    found = last_logits(load(folder, case, "native", "float32", threads=2), prompt, 20)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decode_is_the_same_bit_for_bit_in_any_batch(folder, dtype):
+    driver = Driver(load(folder, "qwen3", "native", dtype))
+    rows = [driver.start(prompt_of(length, seed=length)) for length in (5, 40, 90)]
+    twin = driver.start(prompt_of(40, seed=40))
+    for row in (*rows, twin):
+        driver.prefill(row)
+    _, _, alone = driver.launch((twin, 1), delay=True)
+    _, sequences, together = driver.launch(*[(row, 1) for row in rows], delay=True)
+    assert torch.equal(together.logits[sequences.index(rows[1])], alone.logits[0])
+
+
+def test_poison_in_free_pages_and_outputs_reaches_nobody(folder):
+    driver = Driver(load(folder, "mistral-window", "native", "float32", page_size=4))
+    prompt = prompt_of(60, seed=4)
+    expected = driver.generate(driver.start(prompt), 6)
+    poisoned = Driver(load(folder, "mistral-window", "native", "float32", page_size=4))
+    poisoned.executor.kv_pool.tensor.fill_(float("nan"))
+    sequence = poisoned.start(prompt)
+    for _ in range(6):
+        with torch.inference_mode():
+            poisoned.executor.model._logits.fill_(float("nan"))
+        poisoned.step((sequence, None))
+    assert sequence.output == expected
+
+
+def test_what_cannot_be_native_says_why(folder, monkeypatch):
+    with pytest.raises(ConfigError, match=r"native kernels cannot be used: .*float16"):
+        load(folder, "llama", "native", "float16")
+    assert load(folder, "llama", "auto", "float16").info.kernels.startswith("torch (native kernels compute in bfloat16")
+    with pytest.raises(ConfigError, match="attends by itself"):
+        load(folder, "llama", "native", attention_backend="gather")
+    with pytest.raises(ConfigError, match="model_impl 'fast' is unknown; use auto, torch, native"):
+        load(folder, "llama", "fast")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing was loaded yet."""
+    library._load.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    library._load.cache_clear()
+
+
+def test_without_a_compiler_torch_computes(folder, fresh, tmp_path, caplog):
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fresh.setattr(library, "PACKAGED", tmp_path)
+    fresh.setenv("CXX", "no-such-compiler")
+    executor = load(folder, "llama", "auto", "float32")
+    assert executor.info.kernels.startswith("torch (the C++ compiler no-such-compiler could not be run")
+    assert "\n" not in executor.info.kernels
+    with pytest.raises(ConfigError, match="no-such-compiler"):
+        load(folder, "llama", "native")
+
+
+def test_a_failing_compiler_is_told_in_one_line(fresh, tmp_path):
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fresh.setattr(library, "PACKAGED", tmp_path)
+    fresh.setenv("CXX", "false")
+    with pytest.raises(NoLibraryError, match=r"^the C\+\+ compiler false failed: .*$"):
+        load_library()
+    with pytest.raises(NoLibraryError, match="failed"):
+        load_library()
+
+
+def test_a_library_that_is_none_is_refused(fresh, tmp_path):
+    folder = tmp_path / "tokenyard"
+    folder.mkdir()
+    (folder / library.library_name()).write_bytes(b"not a library")
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fresh.setattr(library, "PACKAGED", tmp_path)
+    with pytest.raises(NoLibraryError, match="cannot be loaded"):
+        load_library()
+
+
+def test_kernels_of_another_cpu_are_refused(fresh):
+    fresh.setenv(library.LEVEL_VARIABLE, "avx9")
+    with pytest.raises(NoLibraryError, match="is 'avx9'; on this CPU it can be plain"):
+        load_library()
+
+
+@pytest.mark.parametrize(("given", "expected"), [("1", 1), ("0", None), ("many", None), ("-3", None), ("100000", None)])
+def test_odd_numbers_of_threads_do_no_harm(monkeypatch, given, expected):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    found = choose_threads(0)
+    assert 1 <= found <= 4096
+    assert expected is None or found == expected
+    assert choose_threads(3) == 3
