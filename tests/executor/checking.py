@@ -89,7 +89,7 @@ class CheckedModel:
 
 def load_checked(model_path, **options):
     """An executor whose attention and whose steps are checked by the two backends above."""
-    executor = load_executor(model_path, **options)
+    executor = load_executor(model_path, model_impl="torch", **options)
     model, pages = executor.model, executor._pages
     model.attention = CheckedAttention(model.attention, executor.kv_pool, pages, model.windows)
     executor.model = CheckedModel(model, executor.kv_pool, pages)

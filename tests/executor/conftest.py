@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 BACKENDS = {
     "gather": {"model_impl": "torch", "attention_backend": "gather"},
     "attention": {"model_impl": "torch", "attention_backend": "native"},
-    "native": {"model_impl": "native"},
+    "native": {"model_impl": "native", "attention_backend": "auto"},
 }
 """Options of load_executor that choose how a step is computed."""
 

@@ -30,7 +30,7 @@ FOREIGN_FLAGS = {
     "one device runs the whole model": "tp-size tp pp-size dp-size dp ep-size enable-dp-attention tensor-parallel-size "
     "pipeline-parallel-size data-parallel-size enable-expert-parallel nnodes node-rank dist-init-addr use-ray",
     "weights and KV are kept in --dtype": "quantization kv-cache-dtype",
-    "models run by this package's own code alone": "trust-remote-code attention-backend sampling-backend model-impl",
+    "models run by this package's own code alone": "trust-remote-code sampling-backend",
     "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",
     "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",
     "there is no speculative decoding": "speculative-algorithm speculative-config speculative-num-steps",

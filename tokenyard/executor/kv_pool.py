@@ -1,6 +1,8 @@
 """The tensors that hold keys and values, indexed by slot."""
 
+import ctypes
 import logging
+import sys
 
 import numpy as np
 import torch
@@ -10,6 +12,8 @@ from tokenyard.executor.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+HUGE_PAGE_BYTES = 2 << 20
+MADV_HUGEPAGE = 14
 CPU_DEFAULT_TOKENS = 32768
 CPU_DEFAULT_BYTES = 1 << 30
 
@@ -27,8 +31,11 @@ class KvPool:
         self.page_size = page_size
         slots = (num_pages + 1) * page_size
         shape = (config.num_layers, 2, slots, config.num_kv_heads, config.head_dim)
-        # Zeros, not empty: a masked slot counts as 0 * value, and that must never be 0 * NaN.
-        self.tensor = torch.zeros(shape, device=device, dtype=dtype)
+        self.tensor = torch.empty(shape, device=device, dtype=dtype)
+        if device.type == "cpu":
+            advise_huge_pages(self.tensor)
+        # Zeros, not whatever was there: a masked slot counts as 0 * value, and that must never be 0 * NaN.
+        self.tensor.zero_()
         self._layers = [(layer[0], layer[1]) for layer in self.tensor]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +48,20 @@ class KvPool:
         planes = np.arange(2 * len(self.tensor)) * (self.tensor.stride(1) * self.tensor.itemsize)
         begin = self.tensor.data_ptr() + planes
         return KvPieces(begin + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, str(self.tensor.device))
+
+
+def advise_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask Linux for huge pages under a tensor that nothing was written to yet; does nothing elsewhere.
+
+    The slots of a row lie anywhere in the pool: with pages of 4 KiB nearly each of them costs a walk of page tables.
+    """
+    if sys.platform != "linux":
+        return
+    begin = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if begin < end:
+        # What it returns does not matter: a kernel without huge pages serves as well, only slower.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(MADV_HUGEPAGE))
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
