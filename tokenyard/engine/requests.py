@@ -1,6 +1,5 @@
 """From what a front end states to the request that the scheduler sees, with everything checked on the way."""
 
-import asyncio
 import os
 from dataclasses import replace
 
@@ -18,10 +17,8 @@ from tokenyard.base import (
 )
 from tokenyard.base.ranges import LONGEST_MS
 from tokenyard.engine.spec import GenerateSpec
+from tokenyard.engine.text.prompt_tokenizer import PromptTokenizer
 from tokenyard.policy.levels import level_of
-
-INLINE_CHARS = 2000
-"""Longer texts are tokenized off the event loop."""
 
 MOST_STOPS = 128
 LONGEST_STOP_CHARS = 1024
@@ -80,6 +77,7 @@ class RequestMaker:
         self._more_ends = further_ends(info, tokenizer, eos_token)
         # The last token of an answer is never fed back, so it needs no place in the pool.
         self.longest = min(info.context_length, info.num_pages * info.page_size + 1)
+        self.prompts = PromptTokenizer(tokenizer, self.longest - 1)
 
     async def prompt_ids(self, spec: GenerateSpec) -> Int32Array:
         """Return the prompt's token ids, int32[n]. Raises InvalidRequestError for no prompt or ids out of range."""
@@ -88,19 +86,22 @@ class RequestMaker:
         if spec.text is not None:
             if not spec.text:
                 raise InvalidRequestError("the prompt is empty", param="prompt")
-            ids = await self._tokenize(spec.text, spec.add_special_tokens)
+            ids = await self.prompts.ids(spec.text, spec.add_special_tokens)
             check_known(ids, self._vocab_size)
         else:
-            ids = self._check_ids(np.asarray(spec.input_ids))
-        if not len(ids):
+            ids = self._check_ids(spec.input_ids)
+        self._check_length(len(ids))
+        return ids
+
+    def _check_length(self, tokens: int) -> None:
+        if not tokens:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if len(ids) >= self.longest:
+        if tokens >= self.longest:
             raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens; with at least one token of answer, this server takes at most"
+                f"the prompt has {tokens} tokens; with at least one token of answer, this server takes at most"
                 f" {self.longest - 1}",
                 param="prompt",
             )
-        return ids
 
     def make(self, spec: GenerateSpec, ids: Int32Array, *, number: int, rid: str, arrival_ns: int) -> Request:
         """Return the request for these prompt ids. Raises InvalidRequestError or ContextLengthError."""
@@ -127,16 +128,10 @@ class RequestMaker:
             routing_key=spec.routing_key,
         )
 
-    async def _tokenize(self, text: str, add_special_tokens: bool) -> Int32Array:
-        if self._tokenizer is None:
-            raise InvalidRequestError("this server has no tokenizer: send token ids instead of text", param="prompt")
-        if len(text) <= INLINE_CHARS:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            encoding = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return np.array(encoding.ids, dtype=np.int32)
-
-    def _check_ids(self, ids: np.ndarray) -> Int32Array:
+    def _check_ids(self, given: Int32Array | list[int] | None) -> Int32Array:
+        # A long list is refused before its tokens are looked at.
+        self._check_length(len(given) if given is not None else 0)
+        ids = np.asarray(given)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise InvalidRequestError("token ids must be one flat list of whole numbers", param="prompt")
         check_known(ids, self._vocab_size)

@@ -18,6 +18,7 @@ from tokenyard.base import (
     ExecutorInfo,
     Explanation,
     Finish,
+    Int32Array,
     OverloadedError,
     Pause,
     PauseMode,
@@ -154,7 +155,14 @@ class TokenizerManager:
 
         Raises InvalidRequestError if the template refuses, takes too long, or is not there.
         """
-        return await render_within(self._template, messages, **options)
+        return await render_within(self._template, messages, most_chars=self._requests.prompts.most_bytes, **options)
+
+    async def tokenize(self, text: str, add_special_tokens: bool, *, any_length: bool = False) -> Int32Array:
+        """Return the token ids of a text, int32[n]; with `any_length` also of one that is too long for a prompt.
+
+        Raises InvalidRequestError without a tokenizer and ContextLengthError beyond what is taken.
+        """
+        return await self._requests.prompts.ids(text, add_special_tokens, any_length=any_length)
 
     async def _submit(self, spec: GenerateSpec) -> Stream:
         self._check_alive()

@@ -126,8 +126,12 @@ async def _many(call: Call, specs: Sequence[GenerateSpec], take: Take) -> None:
         async with turn:
             await take(place, delta)
 
-    tasks = [asyncio.ensure_future(_one(call, spec, place, take_in_turn)) for place, spec in enumerate(specs)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for place, spec in enumerate(specs):
+            tasks.append(asyncio.ensure_future(_one(call, spec, place, take_in_turn)))
+            # Each start may tokenize a short text; others have the event loop in between.
+            await asyncio.sleep(0)
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:

@@ -1,10 +1,12 @@
 """Everything but generation: probes, models, tokenizing, metrics, server state and its levers."""
 
+import asyncio
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Depends, Request, Response
+from tokenizers import Tokenizer
 
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
 from tokenyard.base.version import __version__
@@ -19,14 +21,17 @@ from tokenyard.server.loads import (
     sections_of,
     wanted_sections,
 )
-from tokenyard.server.prompts import check_messages, encode, token_ids
-from tokenyard.server.protocol import AbortRequest, DetokenizeRequest, PauseRequest, TokenizeRequest, parse
+from tokenyard.server.prompts import check_messages, decode, token_ids
+from tokenyard.server.protocol import AbortRequest, DetokenizeRequest, PauseRequest, TokenizeRequest, parse, parse_body
 from tokenyard.server.state import ServerState
 from tokenyard.server.stream import read_body
 
 router = APIRouter()
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+LEAST_DETOKENIZED = 100_000
+"""So many tokens are made text at once whatever the model's context is."""
+
 SCRAPE_TIMEOUT_S = 0.002
 """Who scrapes every few seconds is better served by the last heartbeat's counters than by waiting for a step to end."""
 
@@ -106,38 +111,44 @@ def _model(state: ServerState) -> dict[str, Any]:
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(state: State, body: Body) -> dict[str, Any]:
     """Token ids of a prompt, or of messages through the chat template."""
-    fields = parse(body, TokenizeRequest, strict=state.options.strict_api)
+    fields = await parse_body(body, TokenizeRequest, strict=state.options.strict_api)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("give exactly one of prompt and messages", param="prompt")
     special = fields.add_special_tokens is not False and fields.messages is None
     text = fields.prompt
     if text is None:
         text = await state.manager.render_chat(
-            check_messages(fields.messages or []),
+            check_messages(fields.messages or [], state.manager.context_length),
             add_generation_prompt=fields.add_generation_prompt is not False and not fields.continue_final_message,
             continue_final_message=bool(fields.continue_final_message),
             tools=fields.tools,
             chat_template_kwargs=fields.chat_template_kwargs or {},
         )
-    ids = (await encode(state.manager.tokenizer, text, special)).tolist()
-    told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": state.manager.context_length}
+    ids = (await state.manager.tokenize(text, special, any_length=True)).tolist()
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": state.manager.context_length}
     if fields.return_token_strs:
-        told["token_strs"] = [state.manager.tokenizer.id_to_token(token) for token in ids]
-    return told
+        answer["token_strs"] = await asyncio.to_thread(_token_strings, state.manager.tokenizer, ids)
+    return answer
+
+
+def _token_strings(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
+    """The tokens of the vocabulary with these ids, None for ids that it does not have."""
+    return [tokenizer.id_to_token(token) for token in ids]
 
 
 @router.post("/detokenize")
 @router.post("/v1/detokenize", include_in_schema=False)
 async def detokenize(state: State, body: Body) -> dict[str, Any]:
     """The text of token ids."""
-    fields = parse(body, DetokenizeRequest, strict=state.options.strict_api)
+    fields = await parse_body(body, DetokenizeRequest, strict=state.options.strict_api)
     if state.manager.tokenizer is None:
         raise InvalidRequestError("this server has no tokenizer", param="tokens")
-    ids = token_ids(fields.tokens, "tokens").tolist()
-    wrong = [token for token in ids if state.manager.tokenizer.id_to_token(token) is None]
-    if wrong:
-        raise InvalidRequestError(f"the tokenizer has no token {wrong[0]}", param="tokens")
-    return {"prompt": state.manager.tokenizer.decode(ids, skip_special_tokens=bool(fields.skip_special_tokens))}
+    ids = token_ids(fields.tokens, "tokens", max(state.manager.context_length, LEAST_DETOKENIZED)).tolist()
+    known = await asyncio.to_thread(_token_strings, state.manager.tokenizer, ids)
+    if None in known:
+        raise InvalidRequestError(f"the tokenizer has no token {ids[known.index(None)]}", param="tokens")
+    skip = bool(fields.skip_special_tokens)
+    return {"prompt": await decode(state.manager.tokenizer, ids, skip_special_tokens=skip)}
 
 
 @router.get("/metrics")

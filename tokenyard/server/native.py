@@ -11,8 +11,8 @@ from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.answers import Answer, Call, collect, run
 from tokenyard.server.convert import check_max_tokens, new_spec, refuse_unsupported, sampling_of, text_options_of
 from tokenyard.server.logprobs import native_logprobs
-from tokenyard.server.prompts import check_count, encode, split_prompts
-from tokenyard.server.protocol import NativeRequest, NativeSampling, parse
+from tokenyard.server.prompts import split_prompts
+from tokenyard.server.protocol import NativeRequest, NativeSampling, parse_body
 from tokenyard.server.stream import DONE
 
 NATIVE_MAX_NEW_TOKENS = 128
@@ -31,7 +31,7 @@ class NativeJob:
 
 async def generate(call: Call) -> None:
     """Answer a native request."""
-    body = parse(call.body, NativeRequest, strict=call.state.options.strict_api)
+    body = await parse_body(call.body, NativeRequest, strict=call.state.options.strict_api)
     job = await _job(call, body)
     if body.stream:
         await _stream(call, job)
@@ -49,12 +49,11 @@ async def _job(call: Call, body: NativeRequest) -> NativeJob:
     value: Any = body.text if body.text is not None else body.input_ids
     param = "text" if body.text is not None else "input_ids"
     batch = isinstance(value, list) and bool(value) and isinstance(value[0], (list, str))
-    prompts = split_prompts(value, param)
-    check_count(len(prompts), call.state.options.max_prompts, param)
+    prompts = split_prompts(call, value, param)
     start = -1 if body.logprob_start_len is None or not body.return_logprob else body.logprob_start_len
     if start == 0:
         # The first token has no log-probability to be reported with, so its id must be known here.
-        prompts = [await encode(call.manager.tokenizer, p, True) if isinstance(p, str) else p for p in prompts]
+        prompts = [await call.manager.tokenize(p, True) if isinstance(p, str) else p for p in prompts]
     samplings = _per_prompt(body.sampling_params, len(prompts), "sampling_params")
     rids = _rids(call, body, len(prompts))
     specs = [

@@ -21,7 +21,7 @@ from tokenyard.server.convert import (
 from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
 from tokenyard.server.parse.reading import Reading, functions_of
 from tokenyard.server.prompts import CompletionPrompt, chat_prompt, completion_prompts
-from tokenyard.server.protocol import ChatRequest, CompletionRequest, OpenAIFields, parse
+from tokenyard.server.protocol import ChatRequest, CompletionRequest, OpenAIFields, parse_body
 from tokenyard.server.state import answer_id
 from tokenyard.server.stream import DONE, ChunkWriter, closing_event
 
@@ -53,13 +53,13 @@ class Job:
 
 async def chat_completions(call: Call) -> None:
     """Answer a chat request."""
-    body = parse(call.body, ChatRequest, strict=call.state.options.strict_api)
+    body = await parse_body(call.body, ChatRequest, strict=call.state.options.strict_api)
     await _answer(call, await _chat_job(call, body))
 
 
 async def completions(call: Call) -> None:
     """Answer a text completion request."""
-    body = parse(call.body, CompletionRequest, strict=call.state.options.strict_api)
+    body = await parse_body(call.body, CompletionRequest, strict=call.state.options.strict_api)
     await _answer(call, await _completion_job(call, body))
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
-from tokenyard.base import Int32Array, InvalidRequestError
+from tokenyard.base import ContextLengthError, Int32Array, InvalidRequestError
 from tokenyard.server.answers import Call
 from tokenyard.server.parse.reading import OutputStyle
 from tokenyard.server.protocol import ChatRequest, CompletionRequest
@@ -24,10 +25,13 @@ class CompletionPrompt:
     echo: str = ""
 
 
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as they are. Raises InvalidRequestError for one without a role, or with content that is not text."""
+def check_messages(messages: list[dict[str, Any]], most_tokens: int) -> list[dict[str, Any]]:
+    """The messages as they are. Raises InvalidRequestError for one without a role, or with content that is not text,
+    and ContextLengthError for more messages and parts than tokens fit.
+    """
     if not messages:
         raise InvalidRequestError("messages must not be empty", param="messages")
+    pieces = len(messages)
     for place, message in enumerate(messages):
         where = f"messages[{place}]"
         if not isinstance(message.get("role"), str):
@@ -35,7 +39,11 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         content = message.get("content")
         if not isinstance(content, str | list | None):
             raise InvalidRequestError(f"{where}.content must be a string or a list of parts", param="messages")
-        for part in content if isinstance(content, list) else ():
+        parts = content if isinstance(content, list) else []
+        pieces += len(parts)
+        if pieces > 2 * most_tokens:
+            raise ContextLengthError(f"so many messages do not fit into {most_tokens} tokens", param="messages")
+        for part in parts:
             _check_part(part, where)
     return messages
 
@@ -57,7 +65,7 @@ async def chat_prompt(manager: Manager, body: ChatRequest, style: OutputStyle) -
     given = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
     variables = {name: value for name, value in given.items() if value is not None}
     return await manager.render_chat(
-        style.roles(check_messages(body.messages)),
+        style.roles(check_messages(body.messages, manager.context_length)),
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         tools=body.tools if use_tools else None,
@@ -65,54 +73,58 @@ async def chat_prompt(manager: Manager, body: ChatRequest, style: OutputStyle) -
     )
 
 
-def token_ids(value: list[Any], param: str) -> Int32Array:
-    """A JSON list as token ids, int32[n]. Raises InvalidRequestError if it holds anything but token ids."""
+def token_ids(value: list[Any], param: str, most: int) -> Int32Array:
+    """A JSON list as token ids, int32[n]. Raises ContextLengthError for more than `most`, before it looks at them, and
+    InvalidRequestError for anything but token ids.
+    """
+    if len(value) > most:
+        raise ContextLengthError(f"{param} has {len(value)} tokens; at most {most} are taken", param=param)
     if not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in value):
         raise InvalidRequestError(f"{param} must hold token ids, which are whole numbers from 0", param=param)
     return np.array(value, dtype=np.int32)
 
 
-def split_prompts(value: str | list[Any], param: str) -> list[str | Int32Array]:
-    """A string, a list of strings, a list of ids or a list of lists of ids, as a list of prompts."""
+def split_prompts(call: Call, value: str | list[Any], param: str) -> list[str | Int32Array]:
+    """A string, a list of strings, a list of ids or a list of lists of ids, as a list of prompts.
+
+    Raises InvalidRequestError for anything else or more prompts than are taken, ContextLengthError for too many ids.
+    """
     if isinstance(value, str):
         return [value]
     if not value:
         raise InvalidRequestError(f"{param} must not be empty", param=param)
+    most_tokens, most_prompts = call.manager.context_length, call.state.options.max_prompts
+    if not isinstance(value[0], str | list):
+        return [token_ids(value, param, most_tokens)]
+    if len(value) > most_prompts:
+        raise InvalidRequestError(f"{len(value)} prompts in one request; at most {most_prompts} are taken", param=param)
     if all(isinstance(item, str) for item in value):
         return value
     if all(isinstance(item, list) for item in value):
-        return [token_ids(item, param) for item in value]
-    return [token_ids(value, param)]
-
-
-def check_count(count: int, most: int, param: str) -> None:
-    """Raise InvalidRequestError if one request brings more prompts than the server takes."""
-    if count > most:
-        raise InvalidRequestError(f"{count} prompts in one request; at most {most} are taken", param=param)
+        return [token_ids(item, param, most_tokens) for item in value]
+    raise InvalidRequestError(f"{param} must hold prompts of one kind: strings, or lists of token ids", param=param)
 
 
 async def completion_prompts(call: Call, body: CompletionRequest) -> list[CompletionPrompt]:
     """All prompts of a completion request. With echo and logprobs a text is tokenized here, for its token names."""
-    values = split_prompts(body.prompt, "prompt")
-    check_count(len(values), call.state.options.max_prompts, "prompt")
+    values = split_prompts(call, body.prompt, "prompt")
     tokenizer = call.manager.tokenizer
     prompts = []
     for value in values:
         if isinstance(value, str):
             prompt = CompletionPrompt(text=value, echo=value)
             if body.echo and body.logprobs is not None:
-                prompt.ids = await encode(tokenizer, value, body.add_special_tokens is not False)
+                prompt.ids = await call.manager.tokenize(value, body.add_special_tokens is not False)
         else:
             prompt = CompletionPrompt(ids=value)
             if body.echo and tokenizer is not None:
-                prompt.echo = tokenizer.decode(value.tolist(), skip_special_tokens=False)
+                prompt.echo = await decode(tokenizer, value.tolist(), skip_special_tokens=False)
         prompts.append(prompt)
     return prompts
 
 
-async def encode(tokenizer: Any, text: str, add_special_tokens: bool) -> Int32Array:
-    """Token ids of `text`, int32[n], made off the event loop. Raises InvalidRequestError without a tokenizer."""
-    if tokenizer is None:
-        raise InvalidRequestError("this server has no tokenizer: send token ids instead of text", param="prompt")
-    encoding = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return np.array(encoding.ids, dtype=np.int32)
+async def decode(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool) -> str:
+    """The text of token ids, made off the event loop."""
+    # A batch call releases the interpreter's lock, a single one does not.
+    texts = await asyncio.to_thread(tokenizer.decode_batch, [ids], skip_special_tokens=skip_special_tokens)
+    return str(texts[0])

@@ -106,7 +106,7 @@ def _ready_call(call: Any, wants: Wants) -> Any:
     if isinstance(arguments, str) and not wants.json_arguments:
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return call
     elif isinstance(arguments, dict) and wants.json_arguments:
         arguments = json.dumps(arguments, ensure_ascii=False)

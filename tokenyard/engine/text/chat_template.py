@@ -20,7 +20,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokenyard.base import ConfigError, InvalidRequestError
+from tokenyard.base import ConfigError, ContextLengthError, InvalidRequestError
 from tokenyard.engine.text.chat_messages import Message, Wants, ready_messages, wants_of
 from tokenyard.engine.text.model_files import read_json
 from tokenyard.engine.text.tokenizer_files import special_tokens
@@ -28,7 +28,7 @@ from tokenyard.engine.text.tokenizer_files import special_tokens
 MARK = "<<the last message ends here>> "
 """Ends with a space, which tells whether the template trims content."""
 
-LONGEST_PROMPT_CHARS = 64_000_000
+MOST_CHARS = 64_000_000
 RENDER_TIMEOUT_S = 10.0
 
 
@@ -106,12 +106,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        most_chars: int = MOST_CHARS,
     ) -> str:
         """Return the prompt. With tools the template named "tool_use" is taken if there is one.
 
         `continue_final_message` cuts the prompt right behind the last message's content, for the model to go on.
         Content may be a string or a list of text parts.
-        Raises InvalidRequestError if there is no template, or with the message of a template that refuses.
+        Raises InvalidRequestError if there is no template, or with the message of a template that refuses, and
+        ContextLengthError once it has written more than `most_chars`.
         """
         if continue_final_message:
             messages = _marked(messages)
@@ -123,13 +125,13 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self.render_variables(variables)
+        text = self.render_variables(variables, most_chars)
         return _cut_at_mark(text) if continue_final_message else text
 
     def _choose(self, tools: Any) -> str:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
 
-    def render_variables(self, variables: Mapping[str, Any]) -> str:
+    def render_variables(self, variables: Mapping[str, Any], most_chars: int = MOST_CHARS) -> str:
         """Render with exactly these variables; raises as `render` does."""
         template = self._templates.get(self._choose(variables.get("tools")))
         if template is None:
@@ -139,8 +141,11 @@ class ChatTemplate:
             for piece in template.generate(variables):
                 pieces.append(piece)
                 length += len(piece)
-                if length > LONGEST_PROMPT_CHARS:
-                    raise InvalidRequestError(f"the chat template wrote more than {LONGEST_PROMPT_CHARS} characters")
+                if length > most_chars:
+                    raise ContextLengthError(
+                        f"the prompt of the conversation has more than {most_chars} characters, which cannot fit",
+                        param="messages",
+                    )
         except (InvalidRequestError, TooSlowError, MemoryError):
             raise
         except Exception as error:  # a template fails with whatever its expressions raise

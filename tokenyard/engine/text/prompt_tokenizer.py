@@ -1,0 +1,168 @@
+"""Text to token ids off the event loop, with a bound on how much of it is worked on at a time.
+
+Tokenizing takes about a hundred bytes of memory and two microseconds for each byte of text. The library holds the
+interpreter's lock while it encodes one text, and releases it only in its batch calls.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tokenyard.base import ContextLengthError, Int32Array, InvalidRequestError
+
+INLINE_CHARS = 1000
+"""Longer texts are tokenized in a thread."""
+
+PIECE_CHARS = 16_384
+COUNTED_BYTES_PER_TOKEN = 6
+"""A text with more bytes for each token that fits is counted in pieces first; hardly any text of real use has more."""
+
+PIECE_SLACK = 1.1
+"""Cutting a text into pieces adds a token or two to each; a text is refused only beyond this factor."""
+
+LEAST_TOKEN_BYTES = 32
+LEAST_COUNTED_BYTES = 1_000_000
+"""What is only counted may be so long, whatever the model's context is."""
+
+BYTES_AT_A_TIME = 4_000_000
+MOST_THREADS = 4
+
+T = TypeVar("T")
+
+
+def longest_token_bytes(tokenizer: Tokenizer) -> int:
+    """The most bytes of text that one token of the vocabulary stands for; at least `LEAST_TOKEN_BYTES`.
+
+    A byte-level vocabulary writes each byte as one character; others write a space as U+2581.
+    """
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if "ByteLevel(" in repr(tokenizer.decoder):
+        return max(LEAST_TOKEN_BYTES, *map(len, vocabulary))
+    return max(LEAST_TOKEN_BYTES, *(len(text.replace("\u2581", " ").encode()) for text in vocabulary))
+
+
+class ByteRoom:
+    """Room for a number of bytes; who finds none waits, first come, first served. Used from one event loop."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.free = size
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, size: int) -> int:
+        """Wait for `size` bytes of room, or for all of it if that is less; return how much to give back."""
+        size = min(size, self.size)
+        if not self._waiting and size <= self.free:
+            self.free -= size
+            return size
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, place))
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.give(size)
+            raise
+        return size
+
+    def give(self, size: int) -> None:
+        """Give room back, and let those in who waited for it."""
+        self.free += size
+        while self._waiting and (self._waiting[0][0] <= self.free or self._waiting[0][1].done()):
+            size, place = self._waiting.popleft()
+            if not place.done():
+                self.free -= size
+                place.set_result(None)
+
+
+class _Job:
+    """One text on its way through a thread; `abandoned` tells the thread that the result is not wanted any more."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._add_special_tokens = add_special_tokens
+        self.abandoned = False
+
+    def exceeds(self, most_tokens: int) -> bool:
+        """Whether the text has more than `most_tokens`, counted piece by piece up to there."""
+        count = 0
+        for start in range(0, len(self._text), PIECE_CHARS):
+            if self.abandoned:
+                return True
+            piece = self._text[start : start + PIECE_CHARS]
+            count += len(self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0])
+            if count > PIECE_SLACK * most_tokens:
+                return True
+        return False
+
+    def ids(self) -> list[int]:
+        """The token ids of the whole text."""
+        if self.abandoned:
+            return []
+        encoding = self._tokenizer.encode_batch_fast([self._text], add_special_tokens=self._add_special_tokens)[0]
+        ids: list[int] = encoding.ids
+        return ids
+
+
+class PromptTokenizer:
+    """Tokenizes prompts of up to `most_tokens` tokens.
+
+    `most_bytes` is the most bytes that so many tokens can stand for. Longer texts are refused unseen, also where a
+    tokenizer leaves parts of a text out (such as spaces).
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, most_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self.most_tokens = most_tokens
+        self.most_bytes = most_tokens * (longest_token_bytes(tokenizer) if tokenizer is not None else LEAST_TOKEN_BYTES)
+        self._room = ByteRoom(BYTES_AT_A_TIME)
+        threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+
+    async def ids(self, text: str, add_special_tokens: bool, *, any_length: bool = False) -> Int32Array:
+        """The token ids of a text, int32[n]; one that has a few tokens too many is returned whole.
+
+        Raises InvalidRequestError without a tokenizer, and ContextLengthError for a text that surely has more than
+        `most_tokens`, after the work for little more than these. With `any_length` texts of up to
+        `LEAST_COUNTED_BYTES` are taken in any case.
+        """
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError("this server has no tokenizer: send token ids instead of text", param="prompt")
+        if len(text) <= INLINE_CHARS:
+            return np.array(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+        most = max(self.most_bytes, LEAST_COUNTED_BYTES) if any_length else self.most_bytes
+        size = len(text) if len(text) > most else len(text.encode("utf-8", "surrogatepass"))
+        if size > most:
+            raise self._too_long(size)
+        job = _Job(tokenizer, text, add_special_tokens)
+        counts_first = size > COUNTED_BYTES_PER_TOKEN * self.most_tokens and not any_length
+        # A piece at a time is in memory.
+        if counts_first and await self._run(job, PIECE_CHARS, lambda: job.exceeds(self.most_tokens)):
+            raise self._too_long(size)
+        return np.array(await self._run(job, size, job.ids), dtype=np.int32)
+
+    def _too_long(self, size: int) -> ContextLengthError:
+        return ContextLengthError(
+            f"the prompt has {size} bytes, which are more than {self.most_tokens} tokens, the most that this server"
+            " takes with at least one token of answer",
+            param="prompt",
+        )
+
+    async def _run(self, job: _Job, size: int, work: Callable[[], T]) -> T:
+        """Work in a thread; the room is given back when the thread is done, also if the caller has gone by then."""
+        taken = await self._room.take(size)
+        done = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        done.add_done_callback(lambda _: self._room.give(taken))
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            job.abandoned = True
+            raise
