@@ -2,8 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -15,6 +13,7 @@ from tokenyard.base import (
     Explanation,
     Finish,
     FinishReason,
+    Int32Array,
     InvalidRequestError,
     RequestTimings,
     SloTargets,
@@ -22,6 +21,7 @@ from tokenyard.base import (
 )
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.streams import Ended, Reader
+from tokenyard.engine.text.prompt_tokenizer import PromptTokenizer
 
 WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()  # noqa: SIM905
 PROMISE = SloTargets(ttft_ns=10**15, tpot_ns=1)
@@ -37,11 +37,8 @@ def word_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-class FakeManager:
-    """Answers with the words of WORDS in turn, one a delta, or with the pieces of `answer`.
-
-    Remembers what it was asked and what was closed.
-    """
+class FakeGenerator:
+    """Answers with the words of WORDS in turn, one a delta, or with the pieces of `answer`."""
 
     context_length = 64
 
@@ -53,10 +50,6 @@ class FakeManager:
         self.closed: list[str] = []
         self.calls: list[Any] = []
         self.delay_s = 0.0
-        self.age_s = 0.1
-        self.flushable = True
-        self.explanations: dict[str, list[Explanation]] = {}
-        self.profiled = False
         self.reject: Finish | None = None
         self.fail_after: int | None = None
         self.failure: Exception = RuntimeError("a fault")
@@ -66,24 +59,17 @@ class FakeManager:
         texts = [message.get("content") or "" for message in messages]
         return " ".join(text if isinstance(text, str) else "".join(part["text"] for part in text) for text in texts)
 
-    async def generate(self, spec: GenerateSpec) -> AsyncGenerator[OutputDelta, None]:
+    async def tokenize(self, text: str, add_special_tokens: bool, *, any_length: bool = False) -> Int32Array:
+        prompts = PromptTokenizer(self.tokenizer, self.context_length)
+        return await prompts.ids(text, add_special_tokens, any_length=any_length)
+
+    async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
         self.specs.append(spec)
-        prompt = (
-            [int(token) for token in spec.input_ids]
-            if spec.input_ids is not None
-            else self.tokenizer.encode(spec.text).ids
-        )
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        count = spec.sampling.max_new_tokens if self.answer is None else len(self.answer)
-        if len(prompt) + count > self.context_length:
-            if not spec.clamp_max_new_tokens:
-                raise ContextLengthError(f"{len(prompt)} + {count} tokens do not fit", param="max_tokens")
-            count = self.context_length - len(prompt)
+        given = spec.input_ids if spec.input_ids is not None else await self.tokenize(spec.text or "", True)
+        prompt = [int(token) for token in given]
+        count = check_length(spec, len(prompt), self.answer, self.context_length)
         if self.reject is not None:
-            yield OutputDelta(0, "", [], len(prompt), 0, 0, self.reject)
-            return
-        ended = 0
+            return await reader(OutputDelta(0, "", [], len(prompt), 0, 0, self.reject))
         try:
             for place in range(count):
                 if self.delay_s:
@@ -91,65 +77,69 @@ class FakeManager:
                 if place == self.fail_after:
                     raise self.failure
                 for index in range(spec.sampling.n):
-                    yield self._delta(spec, prompt, index, place, count)
-                    ended += place + 1 == count
-        finally:
-            if ended < spec.sampling.n:
-                self.closed.append(spec.rid)
+                    await reader(delta(spec, prompt, index, place, count, self.answer))
+        except BaseException:
+            self.closed.append(spec.rid)
+            raise
 
-    async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
-        async with aclosing(self.generate(spec)) as deltas:
-            async for delta in deltas:
-                await reader(delta)
 
-    def _delta(self, spec: GenerateSpec, prompt: list[int], index: int, place: int, count: int) -> OutputDelta:
-        token = place % len(WORDS) + 1
-        text = ("" if place == 0 else " ") + WORDS[token - 1]
-        if self.answer is not None:
-            text = self.answer[place]
-        last = place + 1 == count
-        return OutputDelta(
-            index=index,
-            text=text,
-            token_ids=[token],
-            prompt_tokens=len(prompt),
-            completion_tokens=place + 1,
-            cached_tokens=2,
-            finish=finish(
-                "length" if self.answer is None else "stop", prompt=len(prompt), output=count, slo_targets=PROMISE
-            )
-            if last
-            else None,
-            logprobs=self._logprobs(spec, prompt, place, token),
-        )
+def check_length(spec: GenerateSpec, prompt: int, answer: list[str] | None, most: int) -> int:
+    """The tokens of the answer, or what the engine raises for a prompt that does not fit."""
+    count = spec.sampling.max_new_tokens if answer is None else len(answer)
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    if prompt + count > most and not spec.clamp_max_new_tokens:
+        raise ContextLengthError(f"{prompt} + {count} tokens do not fit", param="max_tokens")
+    return min(count, most - prompt)
 
-    def _logprobs(self, spec: GenerateSpec, prompt: list[int], place: int, token: int) -> list[TokenLogprobs]:
-        if spec.logprobs is None:
-            return []
-        entries = []
-        if place == 0 and spec.logprobs.prompt_from >= 0:
-            entries = [(position, prompt[position]) for position in range(1, len(prompt))]
-        entries.append((len(prompt) + place, token))
-        top = spec.logprobs.top
-        return [
-            TokenLogprobs(0, position, token, -0.5, [token, token + 1][:top], [-0.5, -1.5][:top])
-            for position, token in entries
-        ]
 
-    async def abort(self, rid: str | None = None, cause: str = "cancelled") -> None:
-        self.calls.append(("abort", rid))
+def delta(
+    spec: GenerateSpec, prompt: list[int], index: int, place: int, count: int, answer: list[str] | None
+) -> OutputDelta:
+    """One token of an answer."""
+    token = place % len(WORDS) + 1
+    text = ("" if place == 0 else " ") + WORDS[token - 1] if answer is None else answer[place]
+    reason: FinishReason = "length" if answer is None else "stop"
+    end = finish(reason, prompt=len(prompt), output=count, slo_targets=PROMISE) if place + 1 == count else None
+    return OutputDelta(index, text, [token], len(prompt), place + 1, 2, end, logprobs(spec, prompt, place, token))
 
-    async def update(self, rid: str, **changes: Any) -> bool:
-        self.calls.append(("update", rid, changes))
-        return True
 
-    async def pause_request(self, rid: str) -> bool:
-        self.calls.append(("pause", rid))
-        return True
+def logprobs(spec: GenerateSpec, prompt: list[int], place: int, token: int) -> list[TokenLogprobs]:
+    """Those that a request wants of one token, and with the first one those of its prompt."""
+    if spec.logprobs is None:
+        return []
+    entries = []
+    if place == 0 and spec.logprobs.prompt_from >= 0:
+        entries = [(position, prompt[position]) for position in range(1, len(prompt))]
+    entries.append((len(prompt) + place, token))
+    top = spec.logprobs.top
+    return [
+        TokenLogprobs(0, position, token, -0.5, [token, token + 1][:top], [-0.5, -1.5][:top])
+        for position, token in entries
+    ]
 
-    async def resume_request(self, rid: str) -> bool:
-        self.calls.append(("resume", rid))
-        return True
+
+class FakeControl:
+    """Remembers in `calls` what it was asked to do: (verb, arguments), and named ones in a dict."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.age_s = 0.1
+        self.flushable = True
+        self.profiled = False
+        self.explanations: dict[str, list[Explanation]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("abort", "update", "pause_request", "resume_request", "pause", "continue_", "set_policy"):
+            raise AttributeError(name)
+
+        async def verb(*arguments: Any, **named: Any) -> bool:
+            if arguments == ("fastest", {}):
+                raise ConfigError("there is no schedule policy 'fastest'; did you mean fcfs?")
+            self.calls.append((name, *arguments, named) if named else (name, *arguments))
+            return True
+
+        return verb
 
     async def explain(self, rid: str) -> list[Explanation]:
         return self.explanations.get(rid, [])
@@ -159,17 +149,6 @@ class FakeManager:
 
     def rid_of(self, number: int) -> str | None:
         return {1: "first", 3: "third"}.get(number)
-
-    async def pause(self, mode: str) -> None:
-        self.calls.append(("pause", mode))
-
-    async def continue_(self) -> None:
-        self.calls.append(("continue",))
-
-    async def set_policy(self, name: str, options: dict[str, Any]) -> None:
-        if name == "fastest":
-            raise ConfigError("there is no schedule policy 'fastest'; did you mean fcfs?")
-        self.calls.append(("set_policy", name, options))
 
     async def flush_cache(self) -> bool:
         return self.flushable
@@ -190,6 +169,14 @@ class FakeManager:
 
     def health(self) -> float:
         return self.age_s
+
+
+class FakeManager(FakeControl, FakeGenerator):
+    """Both halves of an engine, with one list of calls."""
+
+    def __init__(self) -> None:
+        FakeControl.__init__(self)
+        FakeGenerator.__init__(self)
 
 
 def finish(reason: FinishReason, *, prompt: int = 0, output: int = 0, **more: Any) -> Finish:

@@ -102,7 +102,7 @@ def test_abort_pause_continue_reach_the_engine(server):
     assert server.client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
     assert server.client.post("/pause_generation", json={"mode": "nap"}).status_code == 400
     assert server.client.post("/continue_generation").status_code == 200
-    assert server.manager.calls == [("abort", None), ("pause", "retract"), ("continue",)]
+    assert server.manager.calls == [("abort", None), ("pause", "retract"), ("continue_",)]
 
 
 def test_aborting_an_id_reaches_every_prompt_of_its_request(start):

@@ -34,8 +34,8 @@ def test_a_request_is_changed_paused_and_resumed_by_its_id(start):
         assert server.client.post("/v1/requests/a/b c/resume").json() == {"id": "a/b c", "paused": False}
     assert server.manager.calls == [
         ("update", "a/b c", {"priority": 7, "deadline_ms": 500.0}),
-        ("pause", "a/b c"),
-        ("resume", "a/b c"),
+        ("pause_request", "a/b c"),
+        ("resume_request", "a/b c"),
     ]
 
 
@@ -63,7 +63,7 @@ def test_the_id_of_the_answer_will_do(start):
 def test_every_prompt_of_a_batch_is_reached(start):
     with streaming(start, text=["hello", "dog"], rid="x") as server:
         assert server.client.post("/v1/requests/x/pause").status_code == 200
-    assert sorted(server.manager.calls) == [("pause", "x-0"), ("pause", "x-1")]
+    assert sorted(server.manager.calls) == [("pause_request", "x-0"), ("pause_request", "x-1")]
 
 
 @pytest.mark.parametrize(("method", "path"), [("PATCH", "x"), ("POST", "x/pause"), ("POST", "cmpl-x/resume")])

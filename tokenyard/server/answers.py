@@ -9,10 +9,11 @@ from typing import Any
 from tokenyard.base import Finish, TokenLogprobs
 from tokenyard.engine.requests import level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.server.engine import Generator
 from tokenyard.server.errors import failure
 from tokenyard.server.explain import stages_ms, wall_s
 from tokenyard.server.parse.reading import AnswerReader
-from tokenyard.server.state import Manager, ServerState
+from tokenyard.server.state import ServerState
 from tokenyard.server.stream import Reply
 
 _USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
@@ -26,7 +27,7 @@ class Call:
     """One HTTP request on its way: body, headers, engine, the reply to write and the tenant whose key it came with."""
 
     state: ServerState
-    manager: Manager
+    manager: Generator
     body: bytes
     headers: Mapping[str, str]
     reply: Reply

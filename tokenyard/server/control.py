@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
 from tokenyard.base.version import __version__
-from tokenyard.engine.spec import GenerateSpec
+from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.errors import check_encoding
 from tokenyard.server.loads import (
     DEFAULT_SECTIONS,
@@ -58,7 +58,7 @@ async def health(state: State) -> Response:
     """200 while the engine's heartbeat is young, and while it still loads; 503 if it is stuck or dead."""
     if state.phase == "loading":
         return Response(status_code=200)
-    alive = state.manager.health() <= state.options.health_timeout_s
+    alive = state.control.health() <= state.options.health_timeout_s
     return Response(status_code=200 if alive else 503)
 
 
@@ -66,7 +66,7 @@ async def health(state: State) -> Response:
 @router.head("/ready", include_in_schema=False)
 async def ready(state: State) -> Response:
     """200 when requests are welcome; 503 while loading, draining or stuck."""
-    good = state.phase == "ready" and state.manager.health() <= state.options.health_timeout_s
+    good = state.phase == "ready" and state.control.health() <= state.options.health_timeout_s
     why = "stuck" if state.phase == "ready" else state.phase
     return Response(status_code=200) if good else Response(why, 503, {"retry-after": "1"})
 
@@ -75,9 +75,12 @@ async def ready(state: State) -> Response:
 async def health_generate(state: State) -> Response:
     """200 once a token was generated through the whole engine."""
     spec = GenerateSpec(input_ids=[0], sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
-    async for _ in state.admit().generate(spec):
-        pass
+    await state.admit().feed(spec, _ignore, lambda delta: None)
     return Response(status_code=200)
+
+
+async def _ignore(delta: OutputDelta) -> None:
+    """Take in an answer that only has to come."""
 
 
 @router.get("/v1/models")
@@ -96,7 +99,7 @@ async def model(state: State, name: str) -> dict[str, Any]:
 def _model(state: ServerState) -> dict[str, Any]:
     """The model card."""
     name = state.options.model_name
-    length = state.manager.context_length if state.phase != "loading" else None
+    length = state.generator.context_length if state.phase != "loading" else None
     return {
         "id": name,
         "object": "model",
@@ -117,17 +120,18 @@ async def tokenize(state: State, body: Body) -> dict[str, Any]:
     special = fields.add_special_tokens is not False and fields.messages is None
     text = fields.prompt
     if text is None:
-        text = await state.manager.render_chat(
-            check_messages(fields.messages or [], state.manager.context_length),
+        text = await state.generator.render_chat(
+            check_messages(fields.messages or [], state.generator.context_length),
             add_generation_prompt=fields.add_generation_prompt is not False and not fields.continue_final_message,
             continue_final_message=bool(fields.continue_final_message),
             tools=fields.tools,
             chat_template_kwargs=fields.chat_template_kwargs or {},
         )
-    ids = (await state.manager.tokenize(text, special, any_length=True)).tolist()
-    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": state.manager.context_length}
-    if fields.return_token_strs:
-        answer["token_strs"] = await asyncio.to_thread(_token_strings, state.manager.tokenizer, ids)
+    tokenizer = state.generator.tokenizer
+    ids = (await state.generator.tokenize(text, special, any_length=True)).tolist()
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": state.generator.context_length}
+    if fields.return_token_strs and tokenizer is not None:
+        answer["token_strs"] = await asyncio.to_thread(_token_strings, tokenizer, ids)
     return answer
 
 
@@ -141,21 +145,22 @@ def _token_strings(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
 async def detokenize(state: State, body: Body) -> dict[str, Any]:
     """The text of token ids."""
     fields = await parse_body(body, DetokenizeRequest, strict=state.options.strict_api)
-    if state.manager.tokenizer is None:
+    tokenizer = state.generator.tokenizer
+    if tokenizer is None:
         raise InvalidRequestError("this server has no tokenizer", param="tokens")
-    ids = token_ids(fields.tokens, "tokens", max(state.manager.context_length, LEAST_DETOKENIZED)).tolist()
-    known = await asyncio.to_thread(_token_strings, state.manager.tokenizer, ids)
+    ids = token_ids(fields.tokens, "tokens", max(state.generator.context_length, LEAST_DETOKENIZED)).tolist()
+    known = await asyncio.to_thread(_token_strings, tokenizer, ids)
     if None in known:
         raise InvalidRequestError(f"the tokenizer has no token {ids[known.index(None)]}", param="tokens")
     skip = bool(fields.skip_special_tokens)
-    return {"prompt": await decode(state.manager.tokenizer, ids, skip_special_tokens=skip)}
+    return {"prompt": await decode(tokenizer, ids, skip_special_tokens=skip)}
 
 
 @router.get("/metrics")
 async def metrics(state: State) -> Response:
     """Prometheus text; within a long step its gauges are those of up to a second ago."""
     if state.phase != "loading":
-        snapshot = await state.manager.snapshot(SCRAPE_TIMEOUT_S)
+        snapshot = await state.control.snapshot(SCRAPE_TIMEOUT_S)
         state.metrics.set_load(load_of(snapshot) | rates_of(snapshot), totals_of(snapshot))
         state.metrics.adaptive = snapshot.get("adaptive", {})
     return Response(state.metrics.exposition(), media_type=PROMETHEUS)
@@ -195,7 +200,7 @@ async def loads(
     if dp_rank != 0:
         raise InvalidRequestError("this server has one rank, 0", param="dp_rank")
     wanted = wanted_sections(include)
-    sections = sections_of(await state.manager.snapshot(), wanted)
+    sections = sections_of(await state.control.snapshot(), wanted)
     if format == "prometheus":
         return Response(as_prometheus(sections), media_type=PROMETHEUS)
     return {"object": "list", "data": [sections]}
@@ -204,7 +209,7 @@ async def loads(
 @router.get("/get_load")
 async def get_load(state: State) -> list[dict[str, Any]]:
     """The older form of /v1/loads."""
-    load = load_of(await state.manager.snapshot())
+    load = load_of(await state.control.snapshot())
     return [
         {
             "dp_rank": 0,
@@ -219,7 +224,7 @@ async def get_load(state: State) -> list[dict[str, Any]]:
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(state: State) -> dict[str, Any]:
     """Settings (no keys) and state."""
-    age_s = state.manager.health() if state.phase != "loading" else math.inf
+    age_s = state.control.health() if state.phase != "loading" else math.inf
     return {
         **state.options.info,
         "default_sampling_params": state.options.default_sampling,
@@ -227,7 +232,7 @@ async def server_info(state: State) -> dict[str, Any]:
         "status": state.phase,
         "dp_size": 1,
         "heartbeat_age_s": age_s if math.isfinite(age_s) else None,
-        "internal_states": [await state.manager.snapshot()] if state.phase != "loading" else [],
+        "internal_states": [await state.control.snapshot()] if state.phase != "loading" else [],
     }
 
 
@@ -240,7 +245,7 @@ async def model_info(state: State) -> dict[str, Any]:
         "tokenizer_path": state.options.info.get("tokenizer_path"),
         "served_model_name": state.options.model_name,
         "is_generation": True,
-        "max_model_len": state.manager.context_length,
+        "max_model_len": state.generator.context_length,
     }
 
 
@@ -255,7 +260,7 @@ async def version() -> dict[str, Any]:
 @router.get("/flush_cache", include_in_schema=False)
 async def flush_cache(state: State) -> dict[str, Any]:
     """Empty the prefix cache; 400 while requests are there."""
-    if not await state.manager.flush_cache():
+    if not await state.control.flush_cache():
         raise InvalidRequestError("the cache is not flushed: requests are waiting or running", code="busy")
     return {"success": True}
 
@@ -268,7 +273,7 @@ async def abort_request(state: State, body: Body) -> dict[str, Any]:
         raise InvalidRequestError("give rid, or abort_all: true", param="rid")
     rids: list[str | None] = [None] if fields.abort_all else [*state.ids_of(fields.rid or "")]
     for rid in rids:
-        await state.manager.abort(rid)
+        await state.control.abort(rid)
     return {"success": True}
 
 
@@ -276,15 +281,16 @@ async def abort_request(state: State, body: Body) -> dict[str, Any]:
 async def pause_generation(state: State, body: Body) -> dict[str, Any]:
     """Stop working until /continue_generation; the mode says what happens to running requests."""
     fields = parse(body or b"{}", PauseRequest, strict=state.options.strict_api)
-    mode = fields.mode or "in_place"
-    if mode not in get_args(PauseMode):
-        raise InvalidRequestError(f"mode must be one of {', '.join(get_args(PauseMode))}", param="mode")
-    await state.manager.pause(mode)
+    modes: tuple[PauseMode, ...] = get_args(PauseMode)
+    mode = next((mode for mode in modes if mode == (fields.mode or "in_place")), None)
+    if mode is None:
+        raise InvalidRequestError(f"mode must be one of {', '.join(modes)}", param="mode")
+    await state.control.pause(mode)
     return {"success": True, "mode": mode}
 
 
 @router.post("/continue_generation")
 async def continue_generation(state: State) -> dict[str, Any]:
     """Undo /pause_generation."""
-    await state.manager.continue_()
+    await state.control.continue_()
     return {"success": True}

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 
 from tokenyard.base import ContextLengthError, Int32Array, InvalidRequestError
 from tokenyard.server.answers import Call
+from tokenyard.server.engine import Generator
 from tokenyard.server.parse.reading import OutputStyle
 from tokenyard.server.protocol import ChatRequest, CompletionRequest
-from tokenyard.server.state import Manager
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -54,7 +54,7 @@ def _check_part(part: Any, where: str) -> None:
         raise InvalidRequestError(f"{where}.content: only text parts are supported, not {kind!r}", param="messages")
 
 
-async def chat_prompt(manager: Manager, body: ChatRequest, style: OutputStyle) -> str:
+async def chat_prompt(manager: Generator, body: ChatRequest, style: OutputStyle) -> str:
     """The prompt text of a chat request, through the model's template."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:

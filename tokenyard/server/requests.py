@@ -29,9 +29,9 @@ async def update_request(state: State, request_id: str, body: Body) -> dict[str,
     priority, deadline_ms = fields.priority, fields.deadline_ms
     if priority is None and deadline_ms is None:
         raise InvalidRequestError("give priority, deadline_ms or both", param="priority")
-    await _reach(state, request_id, lambda rid: state.manager.update(rid, priority=priority, deadline_ms=deadline_ms))
+    await _reach(state, request_id, lambda rid: state.control.update(rid, priority=priority, deadline_ms=deadline_ms))
     told = {"id": request_id, "priority": priority, "deadline_ms": deadline_ms}
-    policy = (await state.manager.snapshot()).get("policy", "")
+    policy = (await state.control.snapshot()).get("policy", "")
     if priority is not None and not _counts_priorities(policy):
         told["note"] = f"priorities do not count under policy {policy}; see --enable-priority-scheduling"
     return told
@@ -40,23 +40,23 @@ async def update_request(state: State, request_id: str, body: Body) -> dict[str,
 @router.post("/{request_id:path}/pause")
 async def pause_request(state: State, request_id: str) -> dict[str, Any]:
     """Let a request give up its place until it is resumed; what it has computed may stay in the prefix cache."""
-    await _reach(state, request_id, state.manager.pause_request)
+    await _reach(state, request_id, state.control.pause_request)
     return {"id": request_id, "paused": True}
 
 
 @router.post("/{request_id:path}/resume")
 async def resume_request(state: State, request_id: str) -> dict[str, Any]:
     """Let a paused request go on exactly where it stopped, as soon as its turn comes."""
-    await _reach(state, request_id, state.manager.resume_request)
+    await _reach(state, request_id, state.control.resume_request)
     return {"id": request_id, "paused": False}
 
 
 @router.get("/{request_id:path}/explain")
 async def explain_request(state: State, request_id: str) -> dict[str, Any]:
     """Where the time of a request went, open or ended not long ago: an entry for each of its answers."""
-    manager = state.manager
-    rids = matching(request_id, manager.recent_rids())
-    told = [explained(answer, manager.rid_of) for rid in rids for answer in await manager.explain(rid)]
+    control = state.control
+    rids = matching(request_id, control.recent_rids())
+    told = [explained(answer, control.rid_of) for rid in rids for answer in await control.explain(rid)]
     if not told:
         message = f"nothing is known of request {request_id!r}; it ended too long ago, or never came"
         raise HttpError("request_not_found", message)

@@ -33,12 +33,12 @@ async def change_scheduler(state: State, body: Body) -> dict[str, Any]:
             f"the policy {wanted.policy!r} is code, which is loaded at the start only; use --schedule-policy",
             param="policy",
         )
-    await state.manager.set_policy(wanted.policy, wanted.options)
+    await state.control.set_policy(wanted.policy, wanted.options)
     return await _described(state)
 
 
 async def _described(state: ServerState) -> dict[str, Any]:
-    snapshot, info = await state.manager.snapshot(), state.options.info
+    snapshot, info = await state.control.snapshot(), state.options.info
     names = [item.name for item in fields(SchedulerSettings) if item.name in info and item.name not in CHANGEABLE]
     return {
         "policy": snapshot.get("policy"),

@@ -133,7 +133,7 @@ class DrainingServer(uvicorn.Server):
         elif late_s > 0 and not self._cut_off:
             self._cut_off = True
             log.warning("shutdown timeout: aborting %d open requests", self.state.open_requests)
-            await self.state.manager.abort(None, "draining")
+            await self.state.control.abort(None, "draining")
 
     def _drop_stalled(self, now: float) -> None:
         """End connections whose client takes nothing any more, and with them their requests."""

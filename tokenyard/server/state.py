@@ -1,14 +1,14 @@
 """What the routes share: options, the engine's front, metrics, and the phase of the server's life."""
 
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from tokenyard.base import AbortCause, Explanation, InvalidRequestError, OverloadedError, Slo
+from tokenyard.base import InvalidRequestError, OverloadedError, Slo
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.engine.streams import Ended, Reader
+from tokenyard.server.engine import Control, Engine, Generator
 from tokenyard.server.errors import HttpError
 from tokenyard.server.logprobs import TokenNames
 from tokenyard.server.metrics import Metrics
@@ -17,76 +17,6 @@ from tokenyard.server.request_log import RequestLog
 from tokenyard.server.timeline import StreamProfile
 
 Phase = Literal["loading", "ready", "draining"]
-
-
-class Manager(Protocol):
-    """The engine as the server sees it; `engine.TokenizerManager` is the real one."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer`, None without one."""
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of prompt and answer together."""
-
-    @property
-    def template_sources(self) -> Mapping[str, str]:
-        """The Jinja sources of the chat templates by name."""
-
-    def generate(self, spec: GenerateSpec) -> AsyncGenerator[OutputDelta, None]:
-        """Answer one request; closing the iterator cancels it."""
-
-    async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
-        """Answer one request and give each delta to `reader`; tell `ended` of ends that it does not wait for."""
-
-    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The prompt for a conversation."""
-
-    async def abort(self, rid: str | None = None, cause: AbortCause = "cancelled") -> None:
-        """End one request, or all."""
-
-    async def update(self, rid: str, *, priority: int | None = None, deadline_ms: float | None = None) -> bool:
-        """Change how urgent a request is; False if there is none."""
-
-    async def pause_request(self, rid: str) -> bool:
-        """Hold one request back; False if there is none."""
-
-    async def resume_request(self, rid: str) -> bool:
-        """Let it go on; False if there is none."""
-
-    async def explain(self, rid: str) -> list[Explanation]:
-        """Where the time of each answer went; empty if the request is not known."""
-
-    def recent_rids(self) -> list[str]:
-        """The ids of requests that are open or ended not long ago."""
-
-    def rid_of(self, number: int) -> str | None:
-        """The id of the request with this number."""
-
-    async def pause(self, mode: Any) -> None:
-        """Stop working."""
-
-    async def continue_(self) -> None:
-        """Go on."""
-
-    async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
-        """Order the queue by another policy. Raises ConfigError if that cannot be."""
-
-    async def flush_cache(self) -> bool:
-        """Empty the prefix cache; False if requests are there."""
-
-    async def snapshot(self, timeout_s: float = 2.0) -> Mapping[str, Any]:
-        """Counters of the scheduler, not quite new ones if it does not answer in time."""
-
-    async def start_profile(self) -> bool:
-        """Begin a timeline of the steps; False if one runs."""
-
-    async def stop_profile(self) -> bytes | None:
-        """End it and return its events as a JSON list; None if none runs."""
-
-    def health(self) -> float:
-        """Age of the last heartbeat in seconds; infinite if the engine died."""
 
 
 @dataclass(slots=True)
@@ -126,7 +56,7 @@ WatcherMaker = Callable[[GenerateSpec, Mapping[str, str]], Watcher]
 class ServerState:
     """The one object that all routes share."""
 
-    def __init__(self, options: ServerOptions, manager: Manager | None = None) -> None:
+    def __init__(self, options: ServerOptions, engine: Engine | None = None) -> None:
         self.options = options
         self.metrics = Metrics(options.model_name, options.metrics_compat, options.info.get("page_size", 1))
         self.watcher_makers: list[WatcherMaker] = [lambda spec, headers: self.metrics.tracker(spec)]
@@ -134,19 +64,19 @@ class ServerState:
             self.watcher_makers.append(lambda spec, headers: RequestLog(spec, content=options.log_requests_content))
         self.phase: Phase = "loading"
         self.created_s = int(time.time())
-        self._manager: Manager | None = None
+        self._engine: Engine | None = None
         self._names: TokenNames | None = None
         self._style: OutputStyle | None = None
         self._rids: set[str] = set()
         self._timeline: StreamProfile | None = None
-        if manager is not None:
-            self.set_ready(manager)
+        if engine is not None:
+            self.set_ready(engine)
 
-    def set_ready(self, manager: Manager) -> None:
+    def set_ready(self, engine: Engine) -> None:
         """The engine is warm: requests are welcome from now on."""
-        self._manager = manager
-        self._names = TokenNames(manager.tokenizer)
-        self._style = OutputStyle(manager.template_sources, manager.tokenizer, self.options.tool_call_parser)
+        self._engine = engine
+        self._names = TokenNames(engine.tokenizer)
+        self._style = OutputStyle(engine.template_sources, engine.tokenizer, self.options.tool_call_parser)
         self.phase = "ready"
 
     def start_draining(self) -> None:
@@ -154,11 +84,19 @@ class ServerState:
         self.phase = "draining"
 
     @property
-    def manager(self) -> Manager:
-        """The engine. Raises OverloadedError while it loads."""
-        if self._manager is None:
+    def generator(self) -> Generator:
+        """What answers requests. Raises OverloadedError while it loads."""
+        return self._loaded_engine()
+
+    @property
+    def control(self) -> Control:
+        """What watches and steers the engine. Raises OverloadedError while it loads."""
+        return self._loaded_engine()
+
+    def _loaded_engine(self) -> Engine:
+        if self._engine is None:
             raise OverloadedError("the model is still loading; try again soon", code="loading")
-        return self._manager
+        return self._engine
 
     @property
     def names(self) -> TokenNames:
@@ -172,11 +110,11 @@ class ServerState:
         assert self._style is not None
         return self._style
 
-    def admit(self) -> Manager:
-        """The engine, for a new request. Raises OverloadedError while loading or draining."""
+    def admit(self) -> Generator:
+        """What answers requests, for a new request. Raises OverloadedError while loading or draining."""
         if self.phase == "draining":
             raise OverloadedError("the server is shutting down", code="draining")
-        return self.manager
+        return self.generator
 
     def start_timeline(self) -> None:
         """Draw a timeline of the requests that come from now on."""

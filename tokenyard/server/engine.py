@@ -1,0 +1,97 @@
+"""The engine as the server sees it: two protocols, both of which `engine.TokenizerManager` implements.
+
+Handlers that answer requests need `Generator` only; probes and levers need `Control` only.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from tokenyard.base import AbortCause, Explanation, Int32Array, PauseMode
+from tokenyard.engine.spec import GenerateSpec
+from tokenyard.engine.streams import Ended, Reader
+
+
+class Generator(Protocol):
+    """Answers requests. All methods raise EngineDeadError once the engine has gone."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, None where the engine takes and gives token ids only."""
+
+    @property
+    def template_sources(self) -> Mapping[str, str]:
+        """The Jinja sources of the chat templates by name."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+
+    async def tokenize(self, text: str, add_special_tokens: bool, *, any_length: bool = False) -> Int32Array:
+        """The token ids of a text, int32[n]; with `any_length` also of one that is too long for a prompt.
+
+        Raises InvalidRequestError without a tokenizer and ContextLengthError beyond what is taken.
+        """
+
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The prompt for a conversation; `options` are those of `ChatTemplate.render`. Raises InvalidRequestError."""
+
+    async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
+        """Answer one request and give each delta to `reader`; tell `ended` of ends that the reader does not see.
+
+        Cancelling it cancels the request. Raises InvalidRequestError for a wrong spec, and what `reader` raises.
+        """
+
+
+class Control(Protocol):
+    """Watches and steers the engine. All coroutines raise EngineDeadError once the engine has gone."""
+
+    async def abort(self, rid: str | None = None, cause: AbortCause = "cancelled") -> None:
+        """End one request, or all."""
+
+    async def update(self, rid: str, *, priority: int | None = None, deadline_ms: float | None = None) -> bool:
+        """Change how urgent a request is; False if there is none."""
+
+    async def pause_request(self, rid: str) -> bool:
+        """Hold one request back; False if there is none."""
+
+    async def resume_request(self, rid: str) -> bool:
+        """Let it go on; False if there is none."""
+
+    async def explain(self, rid: str) -> list[Explanation]:
+        """Where the time of each answer went; empty if the request is not known."""
+
+    def recent_rids(self) -> list[str]:
+        """The ids of requests that are open or ended not long ago."""
+
+    def rid_of(self, number: int) -> str | None:
+        """The id of the request with this number."""
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """Stop working."""
+
+    async def continue_(self) -> None:
+        """Go on."""
+
+    async def set_policy(self, name: str, options: dict[str, float | int | str | bool]) -> None:
+        """Order the queue by another policy. Raises ConfigError if that cannot be."""
+
+    async def flush_cache(self) -> bool:
+        """Empty the prefix cache; False if requests are there."""
+
+    async def snapshot(self, timeout_s: float = 2.0) -> Mapping[str, Any]:
+        """Counters of the scheduler, not quite new ones if it does not answer in time."""
+
+    async def start_profile(self) -> bool:
+        """Begin a timeline of the steps; False if one runs."""
+
+    async def stop_profile(self) -> bytes | None:
+        """End it and return its events as a JSON list; None if none runs."""
+
+    def health(self) -> float:
+        """Age of the last heartbeat in seconds; infinite if the engine died."""
+
+
+class Engine(Generator, Control, Protocol):
+    """Both."""
