@@ -45,6 +45,7 @@ from tokenyard.engine.requests import check_known, further_ends
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.text.text_side import TextAssembler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer, special_tokens
+from tokenyard.engine.watch.grammars import GrammarCompiler
 from tokenyard.engine.watch.kv_events import open_kv_events
 from tokenyard.engine.watch.liveness import LoopState
 from tokenyard.engine.watch.lookahead_client import LookaheadClient
@@ -363,7 +364,14 @@ class LLM:
             hook=create_priority_updates(config.priority_function, core),
             lookahead=lookahead,
             kv_events=self._kv_events,
+            grammars=GrammarCompiler(self._executor, self._port.inbox.put, self._tokenizer_text),
         )
+
+    def _tokenizer_text(self) -> str:
+        """The tokenizer as grammars need it. Raises InvalidRequestError where there is none."""
+        if self.tokenizer is None:
+            raise InvalidRequestError("grammars need a tokenizer")
+        return str(self.tokenizer.to_str())
 
     def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
         """A request, checked. Its answers take the next n numbers."""

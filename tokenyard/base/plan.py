@@ -18,6 +18,7 @@ class RowStart:
     """A request takes (or takes again, after it was retracted) a pool row; sent with the first plan that uses it.
 
     `known_ids` is int32[prompt + output so far]; the executor needs it for penalties and min_new_tokens.
+    grammar: what the answer must keep to, a text that `Executor.compile_grammar` has taken; "" for nothing.
     """
 
     pool_row: int
@@ -25,6 +26,7 @@ class RowStart:
     known_ids: Int32Array
     prompt_tokens: int
     logprobs: LogprobOptions | None = None
+    grammar: str = ""
 
 
 @dataclass(slots=True)
@@ -94,13 +96,15 @@ class RowLogprobs:
 @dataclass(slots=True)
 class StepResult:
     """What the executor answers. `tokens` is int32[n], -1 where the plan row sampled nothing (int32[num_steps * n] of a
-    multi-step plan); `seconds` is the time the device worked on it.
+    multi-step plan); `seconds` is the time the device worked on it. failures: rows (by place in the plan) that cannot
+    go on, with the reason.
     """
 
     step: int
     tokens: Int32Array
     seconds: float
     logprobs: list[RowLogprobs] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """The seams between rooms, as protocols: whoever fits one can take the place."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,6 +53,12 @@ class Executor(Protocol):
 
     def collect(self, ticket: Any) -> StepResult:
         """Wait for a launched step and return its result."""
+
+    def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
+        """Make a grammar ready for rows that start; may take seconds and be called from several threads.
+
+        `tokenizer` gives the text of tokenizer.json. Raises InvalidRequestError for a grammar that cannot be used.
+        """
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the KV of pages (int32[n]) lies, for transfer and stores. Steps in flight may still write it."""

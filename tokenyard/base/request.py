@@ -118,6 +118,7 @@ class Request:
     request; `deadline_ns` is counted from it. `priority` None means "none given", which ranks lowest. `output_ids` is
     int32[n]: an answer begun elsewhere or earlier, which goes on from there. It counts for limits, penalties, stops,
     seeds and usage as if it had been generated here, but is not delivered again; such a request has one answer.
+    `grammar` is what the answer must keep to, as Lark text; "" for nothing.
     """
 
     number: int
@@ -135,6 +136,7 @@ class Request:
     cache_salt: str = ""
     lora: str = ""
     routing_key: str | None = None
+    grammar: str = ""
     output_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
 
     @property

@@ -126,6 +126,7 @@ class RequestMaker:
             cache_salt=spec.cache_salt,
             lora=spec.lora,
             routing_key=spec.routing_key,
+            grammar=spec.grammar,
         )
 
     def _check_ids(self, given: Int32Array | list[int] | None) -> Int32Array:

@@ -13,7 +13,7 @@ class GenerateSpec:
     it does not fit. `seed` None draws one from the system; `sampling.seed` is overwritten either way. `rid` "" makes
     one up. `deadline_ms` counts from arrival. `text_options.stream` asks for deltas as they come; without it each
     answer arrives as one delta at its end. `add_special_tokens` is for `text`: whether the tokenizer may put its own
-    marks (such as BOS) around it.
+    marks (such as BOS) around it. `grammar` is Lark text that the answer must keep to, "" for nothing.
     """
 
     text: str | None = None
@@ -33,6 +33,7 @@ class GenerateSpec:
     cache_salt: str = ""
     lora: str = ""
     routing_key: str | None = None
+    grammar: str = ""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ Useful to try schedules, servers and clients on any machine, and held to the sam
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,6 +126,9 @@ class MockExecutor:
         if self._sleep:
             time.sleep(max(0, ticket.done_ns - time.monotonic_ns()) / NS_PER_S)
         return StepResult(ticket.plan.step, ticket.tokens, ticket.seconds, ticket.logprobs)
+
+    def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
+        """Take any grammar: made-up tokens keep to none."""
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the marks of pages lie; without `check_kv` there are none, and pages have no pieces."""

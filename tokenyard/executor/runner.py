@@ -1,6 +1,7 @@
 """Runs plans on a model: the executor that computes."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from tokenyard.base import ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
 from tokenyard.executor.forward_batch import PageTable, build_batch, sampled_positions, samples_of, upload
 from tokenyard.executor.future_map import FutureMap
+from tokenyard.executor.grammar import GrammarRows, GrammarStore
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.backend import ModelBackend
 from tokenyard.executor.sampling.logprobs import (
@@ -86,6 +88,8 @@ class ModelExecutor:
         self._device = device
         self._pages = pages
         self._future = FutureMap(info.max_pool_rows, device)
+        self._grammars = GrammarStore(info.vocab_size, info.eos_token_ids)
+        self._grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
         self._sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device)
 
     @torch.inference_mode()
@@ -94,6 +98,7 @@ class ModelExecutor:
         ticket = Ticket(plan, StepClock(self._device))
         ticket.clock.start()
         self._sampler.take(plan.row_starts)
+        self._grammar_rows.take(plan)
         self._pages.write(plan)
         if len(plan.pool_rows):
             self._forward(ticket)
@@ -126,7 +131,12 @@ class ModelExecutor:
         seconds = ticket.clock.wait()
         tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
         tokens[plan.sampled] = ticket.tokens.numpy()
-        return StepResult(plan.step, tokens, seconds, join_pieces(ticket.pieces))
+        failures = self._grammar_rows.consume(plan, tokens)
+        return StepResult(plan.step, tokens, seconds, join_pieces(ticket.pieces), failures)
+
+    def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
+        """Make a grammar ready; see Executor."""
+        self._grammars.compile(text, tokenizer)
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the KV of pages lies; see Executor."""
@@ -155,7 +165,7 @@ class ModelExecutor:
         samples = samples_of(plan)
         pool_rows = np.repeat(plan.pool_rows, samples)
         positions = sampled_positions(plan)
-        tokens = self._sampler.sample(logits, pool_rows, positions)
+        tokens = self._sampler.sample(logits, pool_rows, positions, self._grammar_rows.masks(plan))
         last = np.cumsum(samples)[samples > 0] - 1
         rows = upload((plan.pool_rows[samples > 0], last), self._device)
         self._future.store(rows[0], tokens[rows[1]])

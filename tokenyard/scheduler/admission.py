@@ -208,7 +208,8 @@ class PrefillAdder:
         sampling, answer = request.sampling, int(table.number[row]) - request.number
         if answer:
             sampling = replace(sampling, seed=sampling.seed + answer)
-        return RowStart(pool_row, sampling, request_state.known_ids, int(table.prompt_tokens[row]), request.logprobs)
+        prompt_tokens = int(table.prompt_tokens[row])
+        return RowStart(pool_row, sampling, request_state.known_ids, prompt_tokens, request.logprobs, request.grammar)
 
     def _preempt(self, row: int, hit: int, missing_tokens: int) -> bool:
         """Let rows that rank strictly below `row` give way, all that are needed or none.

@@ -83,6 +83,7 @@ class PlanBuilder:
             page_ids=_joined(self._page_ids),
             row_starts=self.row_starts,
             decode_rows=decoding,
+            delay_sampling=self._table.grammars > 0 and bool(self._table.constrained[rows][sampled].any()),
         )
 
     def _chunk_tokens(self, chunk: Chunk) -> Int32Array:

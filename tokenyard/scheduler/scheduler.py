@@ -113,6 +113,8 @@ class Scheduler:
                 request.number + answer for answer in range(1, len(rows))
             ]
             self.state.table.gates[rows[1:]] |= Gate.GROUP
+        if request.grammar:
+            self.state.table.gates[rows] |= Gate.GRAMMAR
         for row in rows:
             self.state.join(row, now)
             if self._paused:
@@ -285,6 +287,15 @@ class Scheduler:
             raise ValueError(f"step {pending.plan.step} was to be committed, not {result.step}")
         self._in_flight.popleft()
         self._committer.commit(pending.plan, pending.rows, result, now)
+
+    def number_in(self, plan: StepPlan, place: int) -> int | None:
+        """The number of the request at a place of a plan that waits for its commit; None if it is there no longer."""
+        for pending in self._in_flight:
+            if pending.plan is plan:
+                row = int(pending.rows[place])
+                if self.state.table.epoch[row] == plan.epochs[place]:
+                    return int(self.state.table.number[row])
+        return None
 
     def _launch(self, draft: PlanBuilder) -> StepPlan:
         state, counters = self.state, self.state.counters

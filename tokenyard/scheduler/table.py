@@ -42,6 +42,7 @@ INT32_COLUMNS = (
     "routing",
     "prefix_group",
     "branch",
+    "constrained",
 )
 INT64_COLUMNS = (
     "seq",
@@ -81,6 +82,7 @@ class RequestTable:
 
     number: the request's number. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row
     of ReqToTokenPool, -1 while waiting. last_step: the latest plan that contains the row. gates, state: lifecycle.
+    constrained: 1 for rows whose answer must keep to a grammar; `grammars` counts them.
     """
 
     def __init__(self, capacity: int = 256, tenants: Iterable[str] = ()) -> None:
@@ -92,6 +94,7 @@ class RequestTable:
         self._tenants = {name: number for number, name in enumerate(tenants)}
         self._routing_keys = Interner(first=1)
         self._next_seq = 0
+        self.grammars = 0
         for name in INT32_COLUMNS:
             setattr(self, name, np.zeros(0, np.int32))
         for name in INT64_COLUMNS:
@@ -118,6 +121,7 @@ class RequestTable:
     routing: Int32Array
     prefix_group: Int32Array
     branch: Int32Array
+    constrained: Int32Array
     seq: np.ndarray[Any, np.dtype[np.int64]]
     number: np.ndarray[Any, np.dtype[np.int64]]
     arrival_ns: np.ndarray[Any, np.dtype[np.int64]]
@@ -146,6 +150,8 @@ class RequestTable:
         self.arrival_ns[row] = request.arrival_ns or now
         self._request_states[row] = RequestState(request, known_ids, StageClock(request.arrival_ns or now))
         self.prompt_tokens[row] = prompt
+        self.constrained[row] = bool(request.grammar)
+        self.grammars += bool(request.grammar)
         self.known[row] = self.target[row] = len(known_ids)
         self.limit[row] = prompt + max(request.sampling.max_new_tokens, 1) - 1
         self.priority[row] = NO_PRIORITY if request.priority is None else request.priority
@@ -176,6 +182,7 @@ class RequestTable:
     def remove(self, row: int) -> None:
         """Forget a request that has ended."""
         del self._row_of_number[int(self.number[row])]
+        self.grammars -= int(self.constrained[row])
         self._request_states[row] = None
         if self.routing[row]:
             self._routing_keys.drop(int(self.routing[row]))

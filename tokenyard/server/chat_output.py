@@ -57,9 +57,11 @@ def _join(deltas: list[dict[str, Any]], name: str, text: str) -> None:
         deltas.append({name: text})
 
 
-def chat_reason(reason: str, message: ParsedMessage) -> str:
-    """The finish_reason of an answer: one that was cut off keeps its reason even if it called a tool."""
-    return "tool_calls" if reason == "stop" and message.calls else reason
+def chat_reason(reason: str, message: ParsedMessage, *, named: bool) -> str:
+    """The finish_reason of an answer: one that was cut off keeps its reason even if it called a tool, and one that
+    calls the tool that the client named ends with stop, as OpenAI's API says.
+    """
+    return "tool_calls" if reason == "stop" and message.calls and not named else reason
 
 
 def reasoning_usage(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -141,8 +141,8 @@ def sampling_of(
 
 
 def _refuse_constraints(fields: SamplingFields) -> None:
-    """Raise InvalidRequestError for constrained output, which there is no grammar engine for."""
-    for name in ("regex", "ebnf", "json_schema", "structural_tag", "stop_regex", "custom_params"):
+    """Raise InvalidRequestError for ways to sample that cannot be had here."""
+    for name in ("stop_regex", "custom_params"):
         if getattr(fields, name):
             raise _unsupported(name, f"{name} is not supported by this server")
 
@@ -174,16 +174,9 @@ def refuse_unsupported(body: OpenAIFields | NativeRequest) -> None:
             raise _unsupported(field.name, f"{field.name} is not supported by this server")
     if body.data_parallel_rank:
         raise _unsupported("data_parallel_rank", "this server has one rank, 0")
-    if isinstance(body, OpenAIFields):
-        kind = (body.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise _unsupported(
-                "response_format", f"response_format {kind!r} is not supported by this server; only text is"
-            )
     if isinstance(body, ChatRequest):
-        for name in ("tool_choice", "function_call"):
-            if getattr(body, name) not in (None, "none", "auto"):
-                raise _unsupported(name, f"{name} may only be none or auto: this server cannot force a tool call")
+        if body.function_call not in (None, "none", "auto"):
+            raise _unsupported("function_call", "function_call may only be none or auto; use tools and tool_choice")
         if body.modalities not in (None, [], ["text"]):
             raise _unsupported("modalities", "this server answers with text only")
 

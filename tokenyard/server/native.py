@@ -10,6 +10,7 @@ from tokenyard.base import NS_PER_S, Finish, Int32Array, InvalidRequestError, Lo
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.answers import Answer, Call, collect, run
 from tokenyard.server.convert import check_max_tokens, new_spec, refuse_unsupported, sampling_of, text_options_of
+from tokenyard.server.grammars import grammar_text
 from tokenyard.server.logprobs import native_logprobs
 from tokenyard.server.prompts import split_prompts
 from tokenyard.server.protocol import NativeRequest, NativeSampling, parse_body
@@ -108,6 +109,7 @@ def _spec(
     if body.return_logprob:
         spec.logprobs = LogprobOptions(output=True, top=_top(body.top_logprobs_num), prompt_from=logprob_from)
     spec.seed = sampling.seed
+    spec.grammar = grammar_text(sampling, call.state.style)
     spec.clamp_max_new_tokens = sampling.max_new_tokens is None
     return spec
 

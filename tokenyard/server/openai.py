@@ -18,12 +18,14 @@ from tokenyard.server.convert import (
     sampling_of,
     text_options_of,
 )
+from tokenyard.server.grammars import grammar_text
 from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
-from tokenyard.server.parse.reading import Reading, functions_of
+from tokenyard.server.parse.reading import Reading
 from tokenyard.server.prompts import CompletionPrompt, chat_prompt, completion_prompts
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, OpenAIFields, parse_body
 from tokenyard.server.state import answer_id
 from tokenyard.server.stream import DONE, ChunkWriter, closing_event
+from tokenyard.server.tool_choice import chat_grammar, tool_use
 
 COMPLETION_MAX_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
@@ -44,6 +46,7 @@ class Job:
     want_usage_always: bool
     drop_output: bool = False
     reading: Reading | None = None
+    named: bool = False
 
     @property
     def want_token_ids(self) -> bool:
@@ -71,12 +74,20 @@ async def _chat_job(call: Call, body: ChatRequest) -> Job:
     logprobs = _logprob_options(body.top_logprobs or 0, "top_logprobs", -1) if body.logprobs else None
     given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     check_max_tokens(given, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens", least=1)
-    functions = functions_of(body.tools or ()) if body.tool_choice != "none" else []
+    use = tool_use(body)
     text = await chat_prompt(call.manager, body, call.state.style)
     spec = _spec(call, body, given, default=call.manager.context_length, logprobs=logprobs)
     spec.text, spec.add_special_tokens = text, False
     job = _job(call, body, [spec], [])
-    job.reading = call.state.style.reading(text, functions, reasoning=body.separate_reasoning is not False)
+    spec.grammar = chat_grammar(body, use, call.state.style, text)
+    job.named = use.named
+    job.reading = call.state.style.reading(
+        text,
+        use.functions,
+        reasoning=body.separate_reasoning is not False,
+        forced=use.forced,
+        parallel=use.parallel,
+    )
     if job.reading is not None:
         spec.text_options.keep_ids = call.state.style.keep_ids
         if job.reading.notes:
@@ -94,11 +105,13 @@ async def _completion_job(call: Call, body: CompletionRequest) -> Job:
     # The engine always samples a token; an echo alone asks for one and leaves it out.
     most = 1 if body.max_tokens == 0 else body.max_tokens
     prompts = await completion_prompts(call, body)
+    grammar = grammar_text(body, call.state.style)
     specs = []
     for prompt in prompts:
         spec = _spec(call, body, most, default=COMPLETION_MAX_TOKENS, logprobs=logprobs)
         spec.text, spec.input_ids = (prompt.text, None) if prompt.ids is None else (None, prompt.ids)
         spec.add_special_tokens = body.add_special_tokens is not False
+        spec.grammar = grammar
         specs.append(spec)
     job = _job(call, body, specs, prompts)
     job.drop_output = body.max_tokens == 0
@@ -259,7 +272,7 @@ def _reason(job: Job, answer: Answer) -> str | None:
     if answer.finish is None:
         return None
     if answer.reader is not None:
-        return chat_reason(answer.finish.reason, answer.reader.message)
+        return chat_reason(answer.finish.reason, answer.reader.message, named=job.named)
     return "length" if job.drop_output and answer.finish.reason == "stop" else answer.finish.reason
 
 

@@ -108,11 +108,6 @@ class RefusedFields:
     kv_transfer_params: Any = None
     bootstrap_host: Any = None
     bootstrap_room: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     functions: Any = None
     chat_template: Any = None
     audio: Any = None
@@ -150,6 +145,11 @@ class OpenAIFields(SamplingFields, UrgencyFields, RefusedFields, IdleFields):
     return_x_sched: bool | None = None
     request_id: str | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     data_parallel_rank: int | None = None
 
 

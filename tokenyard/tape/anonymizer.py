@@ -84,6 +84,7 @@ class Anonymizer:
             tenant=self.tenant(request.tenant),
             cache_salt=self.name(request.cache_salt),
             lora=self.name(request.lora),
+            grammar=self.name(request.grammar),
             routing_key=self.name(request.routing_key or "") or None,
         )
 

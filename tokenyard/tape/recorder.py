@@ -83,6 +83,10 @@ class Recorder:
             self._note_raised(error)
             raise
 
+    def number_in(self, plan: StepPlan, place: int) -> int | None:
+        """The number of the request at a place of a plan."""
+        return self.scheduler.number_in(plan, place)
+
     def idle(self) -> str | None:
         """Let the scheduler check its books."""
         self._sink.write(self._encoder.record(self._now, Idled()))

@@ -25,6 +25,7 @@ from tokenyard.base import (
     TokenyardError,
 )
 from tokenyard.engine.processes.messages import Call, FromScheduler, Reply, ToScheduler, Verb
+from tokenyard.engine.watch.grammars import GrammarCompiler
 from tokenyard.engine.watch.guards import STALL_NS, StallGuard
 from tokenyard.engine.watch.kv_events import KvEventPublisher
 from tokenyard.engine.watch.liveness import LoopState
@@ -85,6 +86,7 @@ class Driver:
         kv_events: KvEventPublisher | None = None,
         policy_note: str = "",
         rank: int = 0,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -98,6 +100,7 @@ class Driver:
         self._priority_updates = hook
         self._lookahead = lookahead
         self._kv_events = kv_events
+        self._grammars = grammars
         self._guard = StallGuard()
         self._policy_note = policy_note
         self._rank = rank
@@ -192,6 +195,10 @@ class Driver:
             self._state.enter("host")
         self._failures = 0
         self._launched.popleft()
+        for place, message in result.failures.items():
+            number = self._scheduler.number_in(step.plan, place)
+            if number is not None:
+                self._scheduler.apply(Cancel([number], message, "invalid"), time.monotonic_ns())
         return result
 
     def commit(self, result: StepResult) -> None:
@@ -322,6 +329,8 @@ class Driver:
         try:
             with self._guard.watch():
                 self._scheduler.apply(event, now)
+            if isinstance(event, Submit) and event.request.grammar and self._grammars is not None:
+                self._grammars.submit(event.request)
         except Exception as error:
             refused = isinstance(error, TokenyardError)
             logger.warning("%s was not taken: %s", type(event).__name__, error, exc_info=not refused)

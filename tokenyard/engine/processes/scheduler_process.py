@@ -6,11 +6,12 @@ It runs as `python -m tokenyard.engine.processes.scheduler_process`.
 import gc
 import importlib
 import logging
+import threading
 from typing import cast
 
 import zmq
 
-from tokenyard.base import NS_PER_MS, ConfigError, Executor
+from tokenyard.base import NS_PER_MS, ConfigError, Executor, InvalidRequestError
 from tokenyard.engine.processes.child import (
     Inbox,
     ReportReady,
@@ -31,6 +32,8 @@ from tokenyard.engine.processes.ipc import (
     push_socket,
 )
 from tokenyard.engine.processes.messages import FromScheduler, Heartbeat, ToScheduler
+from tokenyard.engine.text.tokenizer_files import load_tokenizer
+from tokenyard.engine.watch.grammars import GrammarCompiler
 from tokenyard.engine.watch.kv_events import open_kv_events
 from tokenyard.engine.watch.liveness import HeartbeatThread, LoopState
 from tokenyard.engine.watch.lookahead_client import LookaheadClient
@@ -83,6 +86,26 @@ class SocketPort:
         self._out.send(FROM_SCHEDULER.encode(message, self._source))
 
 
+class LockedSender:
+    """Sends messages to the scheduler's own inbox from any thread."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._lock = threading.Lock()
+
+    def send(self, message: ToScheduler) -> None:
+        """Send one message."""
+        with self._lock:
+            self._socket.send(TO_SCHEDULER.encode(message))
+
+
+def tokenizer_text(config: EngineConfig) -> str:
+    """The model's tokenizer.json as it is used here. Raises InvalidRequestError where there is none."""
+    if config.skip_tokenizer_init:
+        raise InvalidRequestError("this server has no tokenizer, which grammars need", code="unsupported")
+    return str(load_tokenizer(config.tokenizer_path or config.model_path).to_str())
+
+
 def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     """Load the model, say that all is ready, and run the event loop until told to stop."""
     config = task.config
@@ -104,6 +127,8 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     hook = create_priority_updates(config.priority_function, core)
     log = StepLog(config.decode_log_interval)
     lookahead = LookaheadClient(core, config.scheduler_settings(executor.info))
+    own_inbox = LockedSender(push_socket(context, endpoints.scheduler(task.source)))
+    grammars = GrammarCompiler(executor, own_inbox.send, lambda: tokenizer_text(config))
     driver = Driver(
         core,
         executor,
@@ -115,6 +140,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         kv_events=kv_events,
         policy_note=task.policy_note,
         rank=task.rank,
+        grammars=grammars,
     )
     # Sockets belong to one thread, so the heartbeat has its own.
     beats = push_socket(context, out_address)
@@ -139,6 +165,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         raise
     finally:
         heartbeat.close()
+        grammars.close()
         lookahead.close()
         if tape is not None:
             tape.close()

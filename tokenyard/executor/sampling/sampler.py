@@ -6,6 +6,7 @@ import torch
 
 from tokenyard.base import Int32Array, RowStart
 from tokenyard.executor.forward_batch import send, upload
+from tokenyard.executor.grammar import RowMasks
 from tokenyard.executor.sampling import draw
 from tokenyard.executor.sampling.noise import uniform
 from tokenyard.executor.sampling.penalties import Penalties
@@ -17,9 +18,9 @@ Int64Array = npt.NDArray[np.int64]
 class Sampler:
     """Turns logits into tokens on the device, with the parameters kept by pool row.
 
-    The order is: logit_bias and the ban on early ends, penalties, then for rows that are not greedy temperature,
-    top_k, top_p, min_p and the draw. A draw depends on the row's logits, its seed and the position of the token
-    alone. A step whose rows are all greedy and plain costs one argmax.
+    The order is: logit_bias and the ban on early ends, penalties, what a grammar allows, then for rows that are not
+    greedy temperature, top_k, top_p, min_p and the draw. A draw depends on the row's logits, its seed and the position
+    of the token alone. A step whose rows are all greedy and plain costs one argmax.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class Sampler:
         for start in starts:
             self._penalties.take(start)
 
-    def sample(self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array, masks: RowMasks | None = None
+    ) -> torch.Tensor:
         """Choose tokens: int64[n] on the device.
 
         logits: float32[n, vocabulary], which this changes. pool_rows: int32[n] and positions: int64[n], on the host;
-        a position is that of the token being sampled.
+        a position is that of the token being sampled. masks: what grammars allow.
         """
         kinds = self.rows.kinds[pool_rows]
         needed = int(np.bitwise_or.reduce(kinds, initial=0))
@@ -47,6 +50,8 @@ class Sampler:
             self._edit(logits, pool_rows, positions, np.flatnonzero(kinds & EDITED))
         if needed & PENALISED:
             self._penalise(logits, pool_rows, np.flatnonzero(kinds & PENALISED))
+        if masks is not None:
+            masks.apply(logits)
         tokens = logits.argmax(dim=-1)
         if needed & RANDOM:
             self._draw(logits, tokens, pool_rows, positions, np.flatnonzero(kinds & RANDOM))

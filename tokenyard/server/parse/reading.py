@@ -9,7 +9,8 @@ from typing import Any
 
 from tokenyard.base import InvalidRequestError
 from tokenyard.server.parse.detect import detect, knows_tools, named
-from tokenyard.server.parse.events import CallStart, Event, ParsedMessage
+from tokenyard.server.parse.events import CallStart, Content, Event, ParsedMessage
+from tokenyard.server.parse.events import Reasoning as Thought
 from tokenyard.server.parse.families import FALLBACK
 from tokenyard.server.parse.format import Format
 from tokenyard.server.parse.machine import OutputParser
@@ -30,7 +31,8 @@ class OutputStyle:
         self.form: Format | None = named(name) if name else detect(sources.values())
         self.knows_tools = knows_tools(sources.values())
         self.knows_developer = any("developer" in source for source in sources.values())
-        self.keep_ids = _special_markers(self.form, tokenizer)
+        self.special = _special_tokens(tokenizer)
+        self.keep_ids = _markers_among(self.special, self.form)
         self._tokenizer = tokenizer
 
     @property
@@ -47,11 +49,18 @@ class OutputStyle:
         ]
 
     def reading(
-        self, prompt: str, tools: Sequence[Mapping[str, Any]] = (), *, reasoning: bool = True, forced: bool = False
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        reasoning: bool = True,
+        forced: bool = False,
+        parallel: bool = True,
     ) -> "Reading | None":
         """How answers to `prompt` are read; None where they are nothing but text.
 
         tools: the functions that may be called (name, parameters). forced: a grammar sees to it that one is called.
+        parallel: whether calls behind the first one count.
         """
         form = self.form if self.form is not None or not tools else FALLBACK
         if forced:
@@ -62,7 +71,7 @@ class OutputStyle:
             log.warning("%s", DROPS_TOOLS)
         schemas = {str(tool["name"]): tool.get("parameters") for tool in tools}
         notes = [DROPS_TOOLS] if tools and not self.knows_tools else []
-        return Reading(form, prompt, schemas, reasoning, self.count_tokens, notes)
+        return Reading(form, prompt, schemas, reasoning, self.count_tokens, notes, parallel)
 
     def count_tokens(self, text: str) -> int:
         """How many tokens a piece of text has; 0 without a tokenizer."""
@@ -81,6 +90,7 @@ class Reading:
     reasoning: bool
     count_tokens: Callable[[str], int]
     notes: list[str] = field(default_factory=list)
+    parallel: bool = True
 
     def reader(self) -> "AnswerReader":
         """A reader for one answer."""
@@ -110,6 +120,8 @@ class AnswerReader:
         events = self._parser.feed(text) if text else []
         if last:
             events += self._parser.finish()
+        if not self._reading.parallel:
+            events = [event for event in events if isinstance(event, Content | Thought) or event.index == 0]
         for event in events:
             if isinstance(event, CallStart) and not event.id:
                 event.id = self._reading.call_id()
@@ -122,15 +134,18 @@ class AnswerReader:
         return self._reading.count_tokens(self.message.reasoning)
 
 
-def _special_markers(form: Format | None, tokenizer: Any) -> list[int]:
-    """Ids of special tokens that markers consist of, which must stay in the text."""
-    if form is None or tokenizer is None:
-        return []
-    markers = form.markers
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The special tokens of a tokenizer by their text."""
+    if tokenizer is None:
+        return {}
     added = tokenizer.get_added_tokens_decoder()
-    return sorted(
-        token for token, entry in added.items() if entry.special and any(entry.content in marker for marker in markers)
-    )
+    return {entry.content: token for token, entry in added.items() if entry.special}
+
+
+def _markers_among(special: Mapping[str, int], form: Format | None) -> list[int]:
+    """Ids of special tokens that markers of a format consist of, which must stay in the text."""
+    markers = form.markers if form is not None else set()
+    return sorted(token for text, token in special.items() if any(text in marker for marker in markers))
 
 
 def functions_of(tools: Sequence[Any], param: str = "tools") -> list[dict[str, Any]]:

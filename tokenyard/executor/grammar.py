@@ -1,0 +1,170 @@
+"""Grammars that answers must keep to: compiled once each, a matcher for each pool row, and masks over logits.
+
+llguidance does the work (github guidance-ai/llguidance). Its limits are counts of work, not of time, so that the same
+grammar and tokens always give the same verdict. A matcher never raises: its error state is looked at after every call.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenyard.base import Int32Array, InvalidRequestError, StepPlan
+from tokenyard.executor.forward_batch import send
+
+MOST_COMPILED = 256
+MOST_COMPILED_CHARS = 16_000_000
+
+
+@dataclass(slots=True)
+class Matcher:
+    """Follows one row's answer. `epoch` is the row's, which a result must have to be this answer's."""
+
+    epoch: int
+    state: Any
+
+
+@dataclass(slots=True)
+class RowMasks:
+    """What some sampled positions allow. places: int64[k]. values: float32[k, vocabulary], 0 for allowed tokens, -inf
+    for all others; both on the device.
+    """
+
+    places: torch.Tensor
+    values: torch.Tensor
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Mask logits in place. A row that nothing would be left of follows its mask alone: a grammar wins over a bias
+        and over the least number of tokens.
+        """
+        masked = logits[self.places] + self.values
+        empty = masked.amax(dim=-1) == float("-inf")
+        masked[empty] = self.values[empty]
+        logits[self.places] = masked
+
+
+class GrammarStore:
+    """Compiled grammars by their text, the latest of them; may be used from several threads."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._compiled
+
+    def compile(self, text: str, tokenizer: Callable[[], str]) -> None:
+        """Make a grammar (Lark, as llguidance reads it) ready. `tokenizer` gives the text of tokenizer.json.
+
+        Raises InvalidRequestError, with what is wrong, for a grammar or a tokenizer that cannot be used.
+        """
+        import llguidance
+
+        with self._lock:
+            if text in self._compiled:
+                return
+            if self._tokenizer is None:
+                self._tokenizer = self._read_tokenizer(llguidance, tokenizer())
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
+        if not matcher.is_error():
+            # Some grammars are found out to be too large only here.
+            matcher.deep_copy().compute_bitmask()
+        if matcher.is_error():
+            raise InvalidRequestError(f"the grammar cannot be used: {_reason(matcher.get_error())}")
+        with self._lock:
+            self._compiled[text] = matcher
+            while len(self._compiled) > MOST_COMPILED or sum(map(len, self._compiled)) > MOST_COMPILED_CHARS:
+                self._compiled.popitem(last=False)
+
+    def matcher(self, text: str) -> Any:
+        """A fresh matcher of a grammar that was compiled, even if long ago."""
+        import llguidance
+
+        with self._lock:
+            pristine = self._compiled.get(text)
+            if pristine is not None:
+                self._compiled.move_to_end(text)
+                return pristine.deep_copy()
+        return llguidance.LLMatcher(self._tokenizer, text, log_level=0)
+
+    def _read_tokenizer(self, llguidance: Any, text: str) -> Any:
+        try:
+            return llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+        except Exception as error:  # the library raises whatever its parts raise
+            raise InvalidRequestError(f"this model's tokenizer cannot be used with grammars: {error}") from error
+
+
+class GrammarRows:
+    """Matchers by pool row, for an executor: rows start, are masked before they are sampled, and take in tokens."""
+
+    def __init__(self, store: GrammarStore, vocab_size: int, device: torch.device) -> None:
+        self._store = store
+        self._vocab_size = vocab_size
+        self._device = device
+        self._matchers: dict[int, Matcher] = {}
+        self._table: torch.Tensor | None = None
+
+    def take(self, plan: StepPlan) -> None:
+        """Take over rows that start. One that had begun its answer before goes on behind what it has."""
+        for start in plan.row_starts:
+            self._matchers.pop(start.pool_row, None)
+            if start.grammar:
+                state = self._store.matcher(start.grammar)
+                state.consume_tokens(start.known_ids[start.prompt_tokens :].tolist())
+                place = int(np.flatnonzero(plan.pool_rows == start.pool_row)[0])
+                self._matchers[start.pool_row] = Matcher(int(plan.epochs[place]), state)
+
+    def masks(self, plan: StepPlan) -> RowMasks | None:
+        """What the rows of a plan may say next, None where none has a grammar."""
+        if not self._matchers:
+            return None
+        found = [
+            (place, matcher)
+            for place, row in enumerate(plan.pool_rows[plan.sampled].tolist())
+            if (matcher := self._matchers.get(row)) is not None
+        ]
+        if not found:
+            return None
+        words = np.zeros((len(found), -(-self._vocab_size // 32)), dtype=np.uint32)
+        for i, (_, matcher) in enumerate(found):
+            matcher.state.unsafe_compute_mask_ptr(words[i].ctypes.data, words.shape[1] * 4)
+        places = np.array([place for place, _ in found], dtype=np.int64)
+        return RowMasks(send(places, self._device), self._values(words))
+
+    def consume(self, plan: StepPlan, tokens: Int32Array) -> dict[int, str]:
+        """Take in what a step sampled (int32[rows], -1 for none); returns what went wrong, by place in the plan."""
+        failures: dict[int, str] = {}
+        if not self._matchers:
+            return failures
+        for place, (row, epoch, token) in enumerate(
+            zip(plan.pool_rows.tolist(), plan.epochs.tolist(), tokens.tolist(), strict=True)
+        ):
+            matcher = self._matchers.get(row)
+            if token < 0 or matcher is None or matcher.epoch != epoch or matcher.state.is_stopped():
+                continue
+            if not matcher.state.consume_token(token) or matcher.state.is_error():
+                failures[place] = f"the grammar failed: {_reason(matcher.state.get_error())}"
+                del self._matchers[row]
+        return failures
+
+    def _values(self, words: npt.NDArray[np.uint32]) -> torch.Tensor:
+        """0 for bits that are set and -inf for others: float32[k, vocabulary], by a table of all bytes."""
+        if self._table is None:
+            bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+            self._table = send(np.where(bits, 0.0, -np.inf).astype(np.float32), self._device)
+        masks = send(words.view(np.uint8).astype(np.int32), self._device)
+        return torch.nn.functional.embedding(masks, self._table).flatten(1)[:, : self._vocab_size]
+
+
+def _reason(error: str) -> str:
+    """The first lines of a complaint of the library, without its state."""
+    text = error.split("<state>")[0].strip()
+    return text[:500] or "the grammar allows nothing more"
