@@ -75,7 +75,7 @@ def test_logprobs_of_prompt_and_output(server):
     [
         ({}, "text"),
         ({"text": "x", "input_ids": [1]}, "text"),
-        ({"text": "x", "sampling_params": {"regex": "a"}}, "regex"),
+        ({"text": "x", "sampling_params": {"regex": "a", "ebnf": 'root ::= "a"'}}, "ebnf"),
         ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"text": ["x", "y"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["x", "y"], "rid": ["a"]}, "rid"),

@@ -165,6 +165,6 @@ class GrammarRows:
 
 
 def _reason(error: str) -> str:
-    """The first lines of a complaint of the library, without its state."""
-    text = error.split("<state>")[0].strip()
+    """The first lines of a complaint of the library, without its state and the lines of the grammar."""
+    text = error.split("<state>")[0].split("\n   1 |")[0].strip()
     return text[:500] or "the grammar allows nothing more"

@@ -21,6 +21,9 @@ LONGEST_EBNF_CHARS = 100_000
 SPACE_IN_JSON = r"[ \n]{0,8}"
 """White space between the parts of JSON is bounded: models may otherwise write nothing else up to their limit."""
 
+SPACE_IN_CALLS = "[ ]?"
+"""Chat templates write calls on one line, with a space behind commas and colons or without."""
+
 SPACE_BEFORE = r"/[ \n]{0,4}/"
 THOUGHT = r"/(?s:.*)/"
 
@@ -55,7 +58,7 @@ def literal(text: str, special: Mapping[str, int]) -> str:
     return " ".join(pieces)
 
 
-def schema_rule(schema: Any, *, lenient: bool, param: str) -> str:
+def schema_rule(schema: Any, *, lenient: bool, param: str, space: str = SPACE_IN_JSON) -> str:
     """JSON that keeps to a schema. `lenient` ignores keywords that cannot be enforced, else they are refused."""
     if isinstance(schema, str):
         try:
@@ -66,7 +69,7 @@ def schema_rule(schema: Any, *, lenient: bool, param: str) -> str:
         schema = {} if schema else {"type": []}
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(f"{param} must be a JSON schema, which is an object", param=param)
-    options: dict[str, Any] = {"whitespace_pattern": SPACE_IN_JSON}
+    options: dict[str, Any] = {"whitespace_pattern": space}
     if lenient:
         options["lenient"] = True
     given = schema.get("x-guidance")
@@ -328,7 +331,10 @@ def _add_arguments(
     param = f"tools: {function['name']}.parameters"
     lenient = function.get("strict") is not True
     if shape.parameter is None:
-        rules[f"arguments_{place}"] = schema_rule({"type": "object", **parameters}, lenient=lenient, param=param)
+        # Models should not make up arguments that a tool does not have, unless it says that it takes any.
+        closed = {"additionalProperties": False} if parameters.get("properties") else {}
+        schema = {"type": "object", **closed, **parameters}
+        rules[f"arguments_{place}"] = schema_rule(schema, lenient=lenient, param=param, space=SPACE_IN_CALLS)
         return
     before, middle, after = shape.parameter
     required = parameters.get("required") or []

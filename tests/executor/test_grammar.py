@@ -1,0 +1,136 @@
+"""Grammars in the executor: what compiles, masks over logits, and rows that come, go and come again."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tokenyard
+from tokenyard.base import InvalidRequestError, RowStart, SamplingParams, StepPlan
+from tokenyard.executor.grammar import GrammarRows, GrammarStore, RowMasks
+
+TOKENIZER = (Path(tokenyard.__file__).parent / "demo_model" / "tokenizer.json").read_text()
+VOCABULARY, EOS = 2048, 6
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def store():
+    return GrammarStore(VOCABULARY, (EOS,))
+
+
+def plan(row: int, epoch: int, *, starts: list[RowStart] = ()) -> StepPlan:
+    one, none = np.array([1], np.int32), np.zeros(0, np.int32)
+    return StepPlan(
+        step=0,
+        pool_rows=np.array([row], np.int32),
+        epochs=np.array([epoch], np.int32),
+        starts=none,
+        counts=one,
+        sampled=np.array([True]),
+        tokens=none,
+        page_rows=none,
+        page_columns=none,
+        page_ids=none,
+        row_starts=list(starts),
+        delay_sampling=True,
+    )
+
+
+def begun(store: GrammarStore, grammar: str, output: list[int] = ()) -> GrammarRows:
+    store.compile(grammar, lambda: TOKENIZER)
+    rows = GrammarRows(store, VOCABULARY, CPU)
+    known = np.array([5, 5, *output], np.int32)
+    rows.take(plan(3, 7, starts=[RowStart(3, SamplingParams(), known, 2, grammar=grammar)]))
+    return rows
+
+
+def allowed(rows: GrammarRows) -> set[int]:
+    masks = rows.masks(plan(3, 7))
+    assert masks is not None
+    return set(torch.nonzero(masks.values[0] == 0).flatten().tolist())
+
+
+def answer(rows: GrammarRows, seed: int, most: int = 200) -> list[int]:
+    """What random weights say."""
+    generator, tokens = np.random.default_rng(seed), []
+    while len(tokens) < most:
+        token = int(generator.choice(sorted(allowed(rows))))
+        assert rows.consume(plan(3, 7), np.array([token], np.int32)) == {}
+        if token == EOS:
+            break
+        tokens.append(token)
+    return tokens
+
+
+def test_random_choices_keep_to_the_grammar(store):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(TOKENIZER)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema |= {"additionalProperties": False, "x-guidance": {"whitespace_pattern": "[ ]?"}}
+    for seed in range(5):
+        text = tokenizer.decode(answer(begun(store, "start: %json " + json.dumps(schema)), seed))
+        try:
+            assert isinstance(json.loads(text)["a"], int)
+        except ValueError:
+            assert text.startswith('{"a":') or text.startswith('{ "a"'), "cut off within an endless number"
+
+
+def test_a_row_that_comes_again_goes_on_behind_its_answer(store):
+    whole = begun(store, 'start: /[0-9]{6}/ "x"')
+    tokens = answer(whole, 1)
+    for cut in range(len(tokens)):
+        resumed = begun(store, 'start: /[0-9]{6}/ "x"', tokens[:cut])
+        assert tokens[cut] in allowed(resumed)
+
+
+def test_results_of_an_earlier_owner_of_the_row_are_not_taken_in(store):
+    rows = begun(store, 'start: "ab"')
+    before = allowed(rows)
+    assert rows.consume(plan(3, 6), np.array([EOS], np.int32)) == {}
+    assert allowed(rows) == before
+
+
+def test_a_token_that_the_grammar_forbids_fails_its_row_alone(store):
+    rows = begun(store, 'start: "ab"')
+    failures = rows.consume(plan(3, 7), np.array([EOS], np.int32))
+    assert "grammar" in failures[0]
+    assert rows.masks(plan(3, 7)) is None
+
+
+def test_rows_without_a_grammar_have_no_masks(store):
+    rows = GrammarRows(store, VOCABULARY, CPU)
+    rows.take(plan(3, 7, starts=[RowStart(3, SamplingParams(), np.array([1], np.int32), 1)]))
+    assert rows.masks(plan(3, 7)) is None
+
+
+def test_a_mask_wins_over_a_bias_that_leaves_nothing():
+    values = torch.full((1, 4), float("-inf"))
+    values[0, 2] = 0.0
+    logits = torch.zeros(2, 4)
+    logits[1, 2] = float("-inf")
+    RowMasks(torch.tensor([1]), values).apply(logits)
+    assert logits[1].argmax() == 2
+    assert (logits[0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ('start: %json {"type": "object", "not": {}}', "not"),
+        ("start: /(/", "unclosed"),
+        ("start: nowhere", "nowhere"),
+        ("nonsense", "grammar"),
+    ],
+)
+def test_wrong_grammars_are_refused_with_the_reason(store, grammar, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        store.compile(grammar, lambda: TOKENIZER)
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused():
+    with pytest.raises(InvalidRequestError, match="tokenizer"):
+        GrammarStore(VOCABULARY, (EOS,)).compile('start: "a"', lambda: "{}")
