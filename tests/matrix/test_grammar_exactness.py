@@ -1,0 +1,115 @@
+"""Answers that keep to grammars are the same under every schedule: alone, chunked, overlapped, cached and retracted."""
+
+import itertools
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.executor.test_grammar import TOKENIZER
+from tests.scheduler.harness import Yard
+from tokenyard.base import OpenGate, SamplingParams, SchedulerSettings
+from tokenyard.config import DEMO_MODEL
+from tokenyard.executor.load import load_executor
+from tokenyard.scheduler.lifecycle import Gate
+
+GRAMMARS = (
+    'start: %json {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}',
+    "start: /[a-z ]{12,30}/",
+    'start: "yes" | "no way"',
+    "",
+)
+TEXTS = ("Alice was beginning to get very tired of sitting", "Once upon a time", "The Queen said", "x")
+TOKENS = 24
+REQUESTS = 12
+
+
+class DelayedYard(Yard):
+    """Samples delayed steps when the one before has been committed, as the event loops do."""
+
+    def turn(self, depth: int = 1) -> bool:
+        began = len(self.tickets) < depth and self.launch()
+        if not began or len(self.tickets) == depth:
+            done = self.commit() if len(self.tickets) > began else False
+        else:
+            done = False
+        if began and self.tickets[-1].plan.delay_sampling:
+            self.executor.sample(self.tickets[-1])
+        if began and depth == 1:
+            done = self.commit()
+        return bool(began or done)
+
+
+def sampling(place: int) -> SamplingParams:
+    temperature = 0.0 if place % 2 else 1.0
+    return SamplingParams(max_new_tokens=TOKENS, temperature=temperature, seed=place, n=1 + (place % 5 == 0))
+
+
+def answers(*, tokens: int, chunk: int, depth: int, no_cache: bool, together: bool) -> tuple[list[list[int]], int]:
+    """The tokens of every answer, and how often rows were retracted."""
+    torch.set_num_threads(1)
+    executor = load_executor(
+        str(DEMO_MODEL), device="cpu", dtype="float32", max_total_tokens=tokens, max_pool_rows=REQUESTS * 2 + depth
+    )
+    settings = SchedulerSettings(
+        max_running_requests=REQUESTS * 2,
+        context_length=executor.info.context_length,
+        chunked_prefill_size=chunk,
+        disable_radix_cache=no_cache,
+        max_in_flight=depth,
+        schedule_conservativeness=0.01,
+        clip_max_new_tokens=1,
+    )
+    yard = DelayedYard(settings, executor.info, executor=executor)
+    tokenizer = Tokenizer.from_str(TOKENIZER)
+    numbers = []
+    for place in range(REQUESTS):
+        grammar, wish = GRAMMARS[place % len(GRAMMARS)], sampling(place)
+        first = yard.submit(tokenizer.encode(TEXTS[place % 3]).ids, sampling=wish, grammar=grammar)
+        numbers += range(first, first + wish.n)
+        if grammar:
+            executor.compile_grammar(grammar, lambda: TOKENIZER)
+            for number in range(first, first + wish.n):
+                yard.apply(OpenGate(number, Gate.GRAMMAR))
+        if not together:
+            yard.run(depth)
+    yard.run(depth)
+    assert yard.scheduler.idle() is None
+    return [yard.tokens[number] for number in numbers], yard.scheduler.snapshot(0).counters.retracted
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return answers(tokens=4096, chunk=-1, depth=1, no_cache=True, together=False)[0]
+
+
+def test_alone_every_answer_keeps_to_its_grammar(alone):
+    tokenizer = Tokenizer.from_str(TOKENIZER)
+    texts = [tokenizer.decode(tokens) for tokens in alone]
+    assert any(text.strip() in ("yes", "no way") for text in texts)
+    assert any(text.startswith("{") for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "depth", "no_cache", "tokens"), list(itertools.product((4, -1), (1, 2), (False, True), (4096, 110)))
+)
+def test_no_schedule_changes_an_answer(alone, chunk, depth, no_cache, tokens):
+    found, retracted = answers(tokens=tokens, chunk=chunk, depth=depth, no_cache=no_cache, together=True)
+    assert found == alone
+    if tokens < 200:
+        assert retracted > 0
+
+
+def test_a_request_waits_until_its_grammar_is_there():
+    executor = load_executor(str(DEMO_MODEL), device="cpu", dtype="float32", max_total_tokens=256)
+    yard = DelayedYard(SchedulerSettings(context_length=256), executor.info, executor=executor)
+    number = yard.submit([5, 6], grammar=GRAMMARS[2], max_new=4)
+    plain = yard.submit([5, 6], max_new=4)
+    yard.run()
+    assert plain in yard.finished
+    assert number not in yard.finished
+    executor.compile_grammar(GRAMMARS[2], lambda: TOKENIZER)
+    yard.apply(OpenGate(number, Gate.GRAMMAR))
+    yard.run()
+    assert yard.finished[number].reason == "stop"
+    assert not any(plan.delay_sampling for plan in yard.plans[:4])
