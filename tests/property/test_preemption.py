@@ -20,7 +20,7 @@ from tests.scheduler.programs import Job, make_program
 from tokenyard.base import SchedulerSettings, TenantSettings
 from tokenyard.scheduler.lifecycle import State
 
-SEEDS = 60
+SEEDS = 40
 PRIORITIES = {"enable_priority_scheduling": True}
 URGENCY = {
     "aged": PRIORITIES | {"priority_scheduling_preemption_threshold": 1, "priority_aging_s": 0.01},
@@ -92,6 +92,7 @@ class UrgencyWatch(Watched):
         self.waits_for[int(self.state.table.number[victim])] = int(self.state.table.number[asker])
 
     def on_admit(self, row):
+        super().on_admit(row)
         asker = self.state.table.row_of(self.waits_for.pop(int(self.state.table.number[row]), -1))
         if asker is not None and self.state.table.state[asker] == State.WAITING:
             raise BrokenRun("undone: a victim is back before the request that it gave way to")
@@ -168,6 +169,7 @@ class PageWatch(Watched):
             assert len(state.running) + len(state.prefilling) > 1, "the last row gives its pages to no other"
 
     def on_admit(self, row):
+        super().on_admit(row)
         state, table, memory = self.state, self.state.table, self.state.memory
         ended = self.short.pop(int(table.number[row]), None)
         if ended is None or ended < state.counters.finished + state.counters.aborted or not len(self.holders()):
@@ -192,19 +194,20 @@ def test_prefills_that_hold_all_pages_leave_them_to_the_oldest():
     state, numbers = yard.scheduler.state, []
     for deadline_ms in (400, 300, 200, 100):
         numbers.append(yard.submit([5 + deadline_ms] * 20, max_new=2, deadline_ns=deadline_ms * 1_000_000))
-        yard.turn()
+        yard.advance()
     assert len(state.prefilling) == 4
     lost = state.memory.allocator.alloc(state.memory.allocator.available - 8)
     retract, left = state.retract, []
 
     def watched(row, why, now):
-        assert row == state.prefilling.rows[-1]
-        left.append(len(state.prefilling))
+        if state.table.state[row] == State.PREFILL:
+            assert row == state.prefilling.rows[-1]
+            left.append(len(state.prefilling))
         retract(row, why, now)
 
     state.retract = watched
     while numbers[0] not in yard.finished:
-        assert yard.turn()
+        assert yard.advance()
     assert left
     assert left == list(range(4, 4 - len(left), -1)), "the number of prefills falls each time"
     state.memory.allocator.free(lost)

@@ -91,7 +91,7 @@ class Yard:
         self._collect()
         return True
 
-    def turn(self, depth: int = 1) -> bool:
+    def advance(self, depth: int = 1) -> bool:
         """One turn of the event loop: plans up to `depth`, and one commit. False if there was nothing to do."""
         while len(self.tickets) < depth and self.launch():
             pass
@@ -100,7 +100,7 @@ class Yard:
     def run(self, depth: int = 1, limit: int = 10_000) -> None:
         """Run until nothing is left to do."""
         for _ in range(limit):
-            if not self.turn(depth):
+            if not self.advance(depth):
                 return
         raise AssertionError("the scheduler does not come to rest")
 

@@ -5,7 +5,8 @@ answers and E the number of events that are no arrivals:
 
 - Between two tokens that are computed for the first time, at most (N + 2) * P tokens are computed again.
 - All in all at most `RECOMPUTED` * (T + E * P) tokens are computed again.
-- Between two times that an answer loses its place, a token is computed for the first time or an event comes.
+- Between two times that an answer loses its place, a token is computed for the first time, another answer starts for
+  the first time or an event comes.
 - A step computes a token or more, so a run ends within (1 + `RECOMPUTED`) * (T + E * P) steps.
 """
 
@@ -57,7 +58,8 @@ class Progress:
     """Tells tokens that are computed for the first time from those computed again, or in vain.
 
     furthest: int64[numbers], first position of each answer that was never computed. advances: how many plans computed
-    something new, and how many events came. lost_place_at: for each answer, `advances` when it last lost its place.
+    something new, how many answers have started, and how many events came. lost_place_at: for each answer, `advances`
+    when it last lost its place.
     """
 
     furthest: np.ndarray
@@ -147,6 +149,7 @@ class ProgramRun:
 
     def on_admit(self, row: int) -> None:
         """The table row `row` is about to take a place, for the first time or again."""
+        self._progress.advances += not self.scheduler.state.table.admitted_ns[row]
 
     def on_preempt(self, victim: int, asker: int) -> None:
         """The row `victim` is about to give way to the waiting row `asker`; `on_retract` follows."""

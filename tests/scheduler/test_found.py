@@ -56,10 +56,10 @@ def test_a_chunk_that_the_budget_denies_costs_no_row_its_place(policy, depth):
     )
     first = submit(yard, 20, 50, priority=0)
     for _ in range(5):
-        yard.turn(depth)
+        yard.advance(depth)
     second = submit(yard, 300, 50, priority=URGENT)
     while yard.scheduler.has_work:
-        assert yard.turn(depth), "nothing is planned though requests wait"
+        assert yard.advance(depth), "nothing is planned though requests wait"
     assert sorted(yard.finished) == [first, second]
     assert counters(yard).preempted <= 1
 
@@ -77,7 +77,7 @@ def test_a_bound_on_overtaking_around_priorities_lets_each_request_keep_its_plac
     )
     numbers = [submit(yard, 100, 50, priority=0) for _ in range(2)]
     for _ in range(5):
-        yard.turn(2)
+        yard.advance(2)
     numbers.append(submit(yard, 100, 50, priority=URGENT))
     yard.run(2, limit=600)
     assert sorted(yard.finished) == numbers
@@ -108,7 +108,7 @@ def test_levels_around_priorities_only_order(depth):
     yard = make_yard(rows=1, enable_priority_scheduling=True, enable_service_levels=True, max_in_flight=depth)
     numbers = [submit(yard, 10, 50, priority=0, service_class="high")]
     for _ in range(5):
-        yard.turn(depth)
+        yard.advance(depth)
     numbers.append(submit(yard, 10, 50, priority=URGENT, service_class="low"))
     yard.run(depth, limit=200)
     assert sorted(yard.finished) == numbers
@@ -159,7 +159,7 @@ def test_mlfq_lets_a_long_request_go_on_however_many_short_ones_come(depth):
     while long not in yard.finished:
         while len(yard.scheduler.state.waiting) < 6:
             submit(yard, 20, draw.randint(10, 30))
-        yard.turn(depth)
+        yard.advance(depth)
         if len(yard.tokens.get(long, ())) > written:
             written, idle_since = len(yard.tokens[long]), yard.now
         # It starts once those that arrived before its promotion have; each of six runs for 30 steps at most.
@@ -181,14 +181,14 @@ def claimed(**settings):
     )
     submit(yard, 10, 400, tenant="own")
     for _ in range(3):
-        yard.turn(2)
+        yard.advance(2)
     submit(yard, 450, 500, tenant="flood")
     submit(yard, 300, 20, tenant="flood")
     for _ in range(4):
-        yard.turn(2)
+        yard.advance(2)
     submit(yard, 300, 5, tenant="own")
     for _ in range(5):
-        yard.turn(2)
+        yard.advance(2)
     return yard
 
 
@@ -197,7 +197,7 @@ def test_a_claim_ends_when_its_owner_cannot_start(policy):
     yard = claimed(schedule_policy=policy)
     others = [submit(yard, 5, 5, tenant=name) for name in ("other", "third")]
     for _ in range(1300):
-        yard.turn(2)
+        yard.advance(2)
     assert set(others) <= set(yard.finished), "the claim keeps all others out"
     assert {2, 3} <= set(yard.finished), "the preempted tenant gets its place back"
 
@@ -212,7 +212,7 @@ def test_a_share_claim_and_a_priority_do_not_take_from_each_other():
     )
     numbers = [submit(yard, 8, 7, priority=URGENT)]
     for _ in range(6):
-        yard.turn(3)
+        yard.advance(3)
     numbers.append(submit(yard, 5, 11, priority=0, tenant="x"))
     yard.run(3, limit=100)
     assert sorted(yard.finished) == numbers

@@ -1,0 +1,42 @@
+"""Random programs on the core: each run ends within bounds that follow from its tokens (`scheduler/program_runs.py`).
+
+`python -m benchmarks.livelock_search` runs as many more of them as one likes.
+"""
+
+import pytest
+
+from benchmarks.livelock_search import shrink
+from tests.scheduler.program_runs import run_program
+from tests.scheduler.programs import Job, Program, make_program
+from tokenyard.policy.compose import OrderOnly, Wrapper
+
+MOST_TOKENS = 200
+BLOCKS, SEEDS = 8, 200
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_random_programs_end(block):
+    for seed in range(block * SEEDS, (block + 1) * SEEDS):
+        program = make_program(seed)
+        if sum(job.most_tokens for job in program.jobs) <= MOST_TOKENS:
+            outcome = run_program(program)
+            assert not outcome.failure, f"python -m benchmarks.livelock_search --one {seed}"
+
+
+def two_levels(**more):
+    """Two requests of which the priorities name one first and the levels the other."""
+    settings = {"enable_priority_scheduling": True, "enable_service_levels": True, "max_in_flight": 3} | more
+    jobs = [Job(0, 9, 8, 8), Job(1, 5, 30, 30, fields={"service_class": "low", "priority": 30})]
+    return Program(settings, pages=64, pool_rows=1, script=[(2 * job.number, job) for job in jobs])
+
+
+def test_two_rules_that_undo_each_other_are_found_and_shrunk(monkeypatch):
+    assert not run_program(two_levels()).failure
+    monkeypatch.setattr(OrderOnly, "outranked", Wrapper.outranked)
+    program = two_levels(enable_mixed_chunk=True, page_size=2)
+    kind = run_program(program).kind
+    assert kind in ("livelock:", "thrash:", "recomputed:")
+    small = shrink(program, kind)
+    assert run_program(small).kind == kind
+    assert "page_size" not in small.settings
+    assert sum(job.most_tokens for job in small.jobs) < 20
