@@ -66,7 +66,7 @@ class EqualRows:
             epochs=np.zeros(len(rows), dtype=np.int32),
             starts=np.full(len(rows), start, dtype=np.int32),
             counts=counts,
-            sampled=np.ones(len(rows), dtype=bool),
+            samples=np.ones(len(rows), dtype=np.int32),
             tokens=tokens.astype(np.int32),
             page_rows=none,
             page_columns=none,

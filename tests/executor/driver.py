@@ -122,7 +122,7 @@ class Driver:
             epochs=np.zeros(len(work), dtype=np.int32),
             starts=np.array(starts, dtype=np.int32),
             counts=np.array([count for _, count in work], dtype=np.int32),
-            sampled=np.array(sampled, dtype=bool),
+            samples=np.array(sampled, dtype=np.int32),
             tokens=np.array(columns["tokens"], dtype=np.int32),
             page_rows=pages[:, 0],
             page_columns=pages[:, 1],

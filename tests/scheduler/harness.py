@@ -110,7 +110,7 @@ class Yard:
         memory, table = state.memory, state.table
         seated = np.concatenate((state.prefilling.rows, state.running.rows))
         table.check(seated)
-        held = [memory.pages_for(int(tokens)) for tokens in table.planned[seated]]
+        held = [memory.pages_for(int(tokens)) for tokens in table.held[seated]]
         private = sum(held) - int((table.cached[seated] // memory.page_size).sum())
         owned = memory.allocator.available + memory.tree.total_pages + private + memory.releasing_pages
         assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"

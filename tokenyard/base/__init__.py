@@ -26,7 +26,7 @@ from tokenyard.base.events import (
     TokenLogprobs,
     Update,
 )
-from tokenyard.base.plan import LAST_SAMPLED, RowLogprobs, RowStart, StepPlan, StepResult, StepWork, step_work
+from tokenyard.base.plan import DRAFT, LAST_SAMPLED, RowLogprobs, RowStart, StepPlan, StepResult, StepWork, step_work
 from tokenyard.base.protocols import CostModel, Executor, ExecutorInfo, KvPieces, PrefixListener
 from tokenyard.base.request import (
     BoolArray,
@@ -43,6 +43,7 @@ from tokenyard.base.settings import NS_PER_MS, NS_PER_S, SchedulerSettings, Tena
 from tokenyard.base.timings import AbortCause, Explanation, RequestTimings, RetractReason, SloTargets, Stage, Starts
 
 __all__ = [
+    "DRAFT",
     "LAST_SAMPLED",
     "NS_PER_MS",
     "NS_PER_S",

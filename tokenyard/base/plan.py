@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenyard.base.request import BoolArray, Int32Array, LogprobOptions, SamplingParams
+from tokenyard.base.request import BoolArray, Int32Array, Int64Array, LogprobOptions, SamplingParams
 
 LAST_SAMPLED = -1
 """In `StepPlan.tokens`: the token this pool row sampled last, which only the device is sure to have."""
+
+DRAFT = -2
+"""In `StepPlan.tokens`: the next draft of this pool row, which only the executor's drafter knows."""
 
 
 @dataclass(slots=True)
@@ -37,11 +40,13 @@ class StepPlan:
     epochs:    int32[n], the row's epoch when planned; a result with another epoch is dropped.
     starts:    int32[n], position of the first token computed.
     counts:    int32[n], tokens computed, at least 1.
-    sampled:   bool[n], whether a token is sampled after the row's last position.
-    tokens:    int32[sum(counts)], input token ids row after row; LAST_SAMPLED where only the device knows.
+    samples:   int32[n], at how many of its last positions a row samples: 0 for a chunk that is not the last, 1 for one
+               token, 1 + k for k drafts to verify.
+    tokens:    int32[sum(counts)], input token ids row after row; LAST_SAMPLED or DRAFT where only the device knows.
     page_rows, page_columns, page_ids: int32[m], writes page_table[row, column] = page, done before the step.
     row_starts: rows that change owner with this plan, done before anything else.
-    decode_rows: how many rows at the front compute one sampled token each (FutureMap rows); the rest are chunks.
+    decode_rows: how many rows at the front compute one sampled token each (FutureMap rows).
+    verify_rows: how many rows after those compute their last sampled token and drafts; the rest are chunks.
     delay_sampling: launch runs the model only and `Executor.sample` follows (a grammar must see the last token).
     num_steps: of a plan that only decodes: so many steps, each one position further with what the one before sampled.
         The page writes are those of all of them, the result's tokens come step after step.
@@ -52,15 +57,33 @@ class StepPlan:
     epochs: Int32Array
     starts: Int32Array
     counts: Int32Array
-    sampled: BoolArray
+    samples: Int32Array
     tokens: Int32Array
     page_rows: Int32Array
     page_columns: Int32Array
     page_ids: Int32Array
     row_starts: list[RowStart] = field(default_factory=list)
     decode_rows: int = 0
+    verify_rows: int = 0
     delay_sampling: bool = False
     num_steps: int = 1
+
+    @property
+    def sampled(self) -> BoolArray:
+        """bool[n], whether a row samples at all."""
+        return self.samples > 0
+
+    @property
+    def positions(self) -> Int64Array:
+        """int64[sum(counts)], the position of each input token: those of a row run on from its start."""
+        counts = self.counts.astype(np.int64)
+        # Index among all tokens plus a constant per row.
+        return np.arange(len(self.tokens)) + np.repeat(self.starts - np.cumsum(counts) + counts, counts)
+
+    @property
+    def chunks_from(self) -> int:
+        """Where the chunks begin: rows before it decode or verify."""
+        return self.decode_rows + self.verify_rows
 
     @property
     def last_step(self) -> int:
@@ -72,9 +95,9 @@ class StepPlan:
         """The seeds' ForwardMode, read off the finished plan: IDLE, DECODE, EXTEND or MIXED."""
         if not len(self.pool_rows):
             return "IDLE"
-        if self.decode_rows == len(self.pool_rows):
+        if self.chunks_from == len(self.pool_rows):
             return "DECODE"
-        return "MIXED" if self.decode_rows else "EXTEND"
+        return "MIXED" if self.chunks_from else "EXTEND"
 
 
 @dataclass(slots=True)
@@ -95,9 +118,15 @@ class RowLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the executor answers. `tokens` is int32[n], -1 where the plan row sampled nothing (int32[num_steps * n] of a
-    multi-step plan); `seconds` is the time the device worked on it. failures: rows (by place in the plan) that cannot
-    go on, with the reason.
+    """What the executor answers. `seconds` is the time the device worked on it.
+
+    tokens: int32[n], -1 where the plan row sampled nothing (int32[num_steps * n] of a multi-step plan).
+    accepted: int32[n], how many tokens each row yields, from 0 for a chunk that is not the last to its `samples`; then
+        `tokens` is int32[sum(accepted)], row after row. None: as many as `tokens` says. A row that verifies drafts
+        yields those that its own samples confirm, and the sample after them.
+    drafted: int32[n], how many drafts the executor has ready for each row's next step; None: it drafts for no row.
+    ended: bool[n], whether a row's grammar is complete after its last token; None: no row's.
+    failures: rows (by place in the plan) that cannot go on, with the reason.
     """
 
     step: int
@@ -105,14 +134,18 @@ class StepResult:
     seconds: float
     logprobs: list[RowLogprobs] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
+    accepted: Int32Array | None = None
+    drafted: Int32Array | None = None
+    ended: BoolArray | None = None
 
 
 @dataclass(slots=True)
 class StepWork:
-    """The work of one step as the few sums that its time depends on (`reference` formula of the cost models).
+    """The work of one step as the few sums that its time depends on (see `cost.linear`).
 
-    tokens: all tokens computed. decode_rows: rows computing a single sampled token. decode_context: KV tokens read by
-    those rows. prefill_tokens: tokens of chunks. chunk_area: sum over chunks of x * (prefix + x / 2). rows: all rows.
+    tokens: all tokens computed. rows: all rows. decode_rows: rows that decode, with drafts to verify or without.
+    decode_context: KV tokens read by those rows. verify_tokens: tokens of rows that verify drafts. prefill_tokens:
+    tokens of chunks. chunk_area: sum over chunks of x * (prefix + x / 2).
     """
 
     tokens: int = 0
@@ -121,6 +154,7 @@ class StepWork:
     decode_context: int = 0
     prefill_tokens: int = 0
     chunk_area: float = 0.0
+    verify_tokens: int = 0
 
     def add_chunk(self, prefix: int, tokens: int) -> None:
         """Add a prefill chunk of `tokens` after `prefix` tokens already in the cache."""
@@ -131,19 +165,22 @@ class StepWork:
 
 
 def step_work(plan: StepPlan) -> StepWork:
-    """Sum up a plan's work for a cost model; a decode at position p reads p + 1 tokens of KV."""
-    decodes = plan.decode_rows
-    context = int(plan.starts[:decodes].sum(dtype=np.int64)) + decodes
-    if decodes == len(plan.pool_rows):
-        return StepWork(tokens=decodes, rows=decodes, decode_rows=decodes, decode_context=context)
-    starts = plan.starts[decodes:].astype(np.float64)
-    counts = plan.counts[decodes:].astype(np.float64)
-    prefill_tokens = int(counts.sum())
-    return StepWork(
-        tokens=decodes + prefill_tokens,
+    """Sum up a plan's work for a cost model; a decode at position p reads p + 1 tokens of KV, its drafts no more."""
+    decodes, chunks = plan.decode_rows, plan.chunks_from
+    context, verified = int(plan.starts[:chunks].sum(dtype=np.int64)) + decodes, 0
+    if plan.verify_rows:
+        verified = int(plan.counts[decodes:chunks].sum())
+    work = StepWork(
+        tokens=decodes + verified,
         rows=len(plan.pool_rows),
-        decode_rows=decodes,
-        decode_context=context,
-        prefill_tokens=prefill_tokens,
-        chunk_area=float((counts * (starts + counts / 2)).sum()),
+        decode_rows=chunks,
+        decode_context=context + verified,
+        verify_tokens=verified,
     )
+    if chunks < len(plan.pool_rows):
+        starts = plan.starts[chunks:].astype(np.float64)
+        counts = plan.counts[chunks:].astype(np.float64)
+        work.prefill_tokens = int(counts.sum())
+        work.tokens += work.prefill_tokens
+        work.chunk_area = float((counts * (starts + counts / 2)).sum())
+    return work

@@ -71,7 +71,7 @@ def send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 def samples_of(plan: StepPlan) -> npt.NDArray[np.int64]:
     """Return int64[n]: at how many of its last positions each row of a plan samples."""
-    return plan.sampled.astype(np.int64)
+    return plan.samples.astype(np.int64)
 
 
 def sampled_tokens(plan: StepPlan) -> npt.NDArray[np.int64]:
@@ -93,10 +93,7 @@ def build_batch(plan: StepPlan, pages: PageTable) -> ForwardBatch:
     """Lay out a plan's tokens; token ids may still hold LAST_SAMPLED. The plan's page writes must be applied."""
     device = pages.tensor.device
     starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
-    ends = np.cumsum(counts)
-    # Positions of a row run on from its start: index in T plus a constant per row.
-    positions = np.arange(len(plan.tokens)) + np.repeat(starts - ends + counts, counts)
-    columns = upload((plan.tokens, positions, np.repeat(plan.pool_rows, counts)), device)
+    columns = upload((plan.tokens, plan.positions, np.repeat(plan.pool_rows, counts)), device)
     return ForwardBatch(
         token_ids=columns[0],
         positions=columns[1],

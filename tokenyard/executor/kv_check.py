@@ -51,7 +51,7 @@ class _Row:
 
 
 class KvCheck:
-    """Plays the KV pool for plans: `apply` before a step, `sampled` after it.
+    """Plays the KV pool for plans, whose drafts have their ids: `apply` before a step, `sampled` after it.
 
     Each slot keeps the mark of the history that was written to it last. After a step's writes, all slots of a row up
     to its last computed position must hold the marks of that row's own history.
@@ -71,28 +71,34 @@ class KvCheck:
         self._write_pages(plan)
         offset = 0
         slots_of_rows = []
-        for pool_row, start, count in zip(
-            plan.pool_rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True
-        ):
-            self._check_tokens(plan.step, pool_row, start, plan.tokens[offset : offset + count])
+        columns = zip(plan.pool_rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
+        for i, (pool_row, start, count) in enumerate(columns):
+            tokens = plan.tokens[offset : offset + count]
             offset += count
-            slots = self._slots_of(plan.step, pool_row, start + count)
-            self._slots[slots[start:]] = self._rows[pool_row].marks[start : start + count]
+            verifies = plan.decode_rows <= i < plan.chunks_from
+            self._check_tokens(plan.step, pool_row, start, tokens[:1] if verifies else tokens)
+            slots, marks = self._slots_of(plan.step, pool_row, start + count), self._rows[pool_row].marks
+            if verifies:
+                self._slots[slots[start + 1 :]] = history_marks(tokens[1:], start + 1, int(marks[start]))
+                slots = slots[: start + 1]
+            self._slots[slots[start:]] = marks[start : len(slots)]
             slots_of_rows.append((pool_row, slots))
         for pool_row, slots in slots_of_rows:
             self._verify(plan.step, pool_row, slots)
 
-    def sampled(self, plan: StepPlan, tokens: Int32Array) -> None:
-        """Note the tokens a step sampled: int32[n], -1 for rows that sampled none."""
-        for i in np.flatnonzero(plan.sampled).tolist():
+    def sampled(self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array) -> None:
+        """Note the tokens that a step yields: `accepted[i]` of `tokens` for each row, row after row."""
+        ends = np.cumsum(accepted)
+        for i in np.flatnonzero(accepted).tolist():
             row = self._rows[int(plan.pool_rows[i])]
-            position = int(plan.starts[i] + plan.counts[i])
+            position = int(plan.starts[i] + plan.counts[i] - plan.samples[i] + 1)
             if position != row.length:
                 raise KvMismatchError(
                     f"step {plan.step}: row {plan.pool_rows[i]} samples position {position}, but {row.length} of its"
                     " tokens are known"
                 )
-            row.append(int(tokens[i]))
+            for token in tokens[ends[i] - accepted[i] : ends[i]].tolist():
+                row.append(token)
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the marks of pages lie: one piece a page."""

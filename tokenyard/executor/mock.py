@@ -6,13 +6,14 @@ Useful to try schedules, servers and clients on any machine, and held to the sam
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenyard.base import (
+    DRAFT,
     NS_PER_S,
     ConfigError,
     CostModel,
@@ -62,6 +63,7 @@ class MockTicket:
     seconds: float
     done_ns: int
     tokens: Int32Array | None = None
+    accepted: Int32Array | None = None
     logprobs: list[RowLogprobs] = field(default_factory=list)
 
 
@@ -72,6 +74,9 @@ class MockExecutor:
     can change an answer. With `answer_tokens` (low, high) the answer's token number `low .. high`, picked by the same
     hash, is the first eos token; None never says eos. `check_kv` verifies on every step that each row reads its own
     history only (see KvCheck). Without `sleep` nothing waits, but the reported seconds stay the same.
+
+    With `drafts` it drafts that many tokens for each row that sampled; the share `draft_right` of them, picked
+    by a hash, is what the row samples, any other is wrong.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class MockExecutor:
         *,
         answer_tokens: tuple[int, int] | None = None,
         check_kv: bool = True,
+        drafts: int = 0,
+        draft_right: float = 1.0,
     ) -> None:
         if answer_tokens is not None and not (1 <= answer_tokens[0] <= answer_tokens[1] and info.eos_token_ids):
             raise ConfigError("answer_tokens needs 1 <= low <= high and a model with an eos token")
@@ -94,11 +101,15 @@ class MockExecutor:
         self._eos_positions = np.full(info.max_pool_rows, NEVER_EOS, dtype=np.int64)
         self._starts: dict[int, RowStart] = {}
         self._free_at_ns = 0
+        self._drafts = drafts
+        self._draft_right = draft_right
 
     def launch(self, plan: StepPlan) -> MockTicket:
         """Start a step. Raises KvMismatchError if the plan reads KV that is not its rows' own."""
         for start in plan.row_starts:
             self._take_row(start)
+        if plan.verify_rows:
+            plan = replace(plan, tokens=self._with_drafts(plan))
         if self._kv is not None:
             self._kv.apply(plan)
         seconds = self._cost.step(step_work(plan))
@@ -114,10 +125,13 @@ class MockExecutor:
         tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
         chosen = plan.sampled
         tokens[chosen] = self._tokens(plan.pool_rows[chosen], (plan.starts + plan.counts)[chosen])
-        if self._kv is not None:
-            self._kv.sampled(plan, tokens)
-        ticket.tokens = tokens
         ticket.logprobs = self._logprobs(plan, tokens)
+        if plan.verify_rows:
+            tokens, ticket.accepted = self._runs(plan)
+        if self._kv is not None:
+            accepted = chosen.astype(np.int32) if ticket.accepted is None else ticket.accepted
+            self._kv.sampled(plan, tokens if ticket.accepted is not None else tokens[chosen], accepted)
+        ticket.tokens = tokens
 
     def collect(self, ticket: MockTicket) -> StepResult:
         """Wait until the device has ended the step. Raises TokenyardError if it was never sampled."""
@@ -125,7 +139,11 @@ class MockExecutor:
             raise TokenyardError(f"step {ticket.plan.step} is collected before it was sampled")
         if self._sleep:
             time.sleep(max(0, ticket.done_ns - time.monotonic_ns()) / NS_PER_S)
-        return StepResult(ticket.plan.step, ticket.tokens, ticket.seconds, ticket.logprobs)
+        result = StepResult(ticket.plan.step, ticket.tokens, ticket.seconds, ticket.logprobs, accepted=ticket.accepted)
+        if self._drafts:
+            drafting = [row not in self._starts for row in ticket.plan.pool_rows.tolist()]
+            result.drafted = np.where(ticket.plan.sampled & np.array(drafting), self._drafts, 0).astype(np.int32)
+        return result
 
     def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
         """Take any grammar: made-up tokens keep to none."""
@@ -139,6 +157,31 @@ class MockExecutor:
     def close(self) -> None:
         """Forget all rows."""
         self._starts.clear()
+
+    def _with_drafts(self, plan: StepPlan) -> Int32Array:
+        """Return the plan's input tokens with the ids of its drafts."""
+        tokens = plan.tokens.copy()
+        at = np.flatnonzero(tokens == DRAFT)
+        positions = plan.positions[at].astype(np.int32)
+        rows = np.repeat(plan.pool_rows, plan.counts)[at]
+        right = self._tokens(rows, positions)
+        chances = mix(positions.astype(np.uint64) + self._keys[rows]) % np.uint64(1000)
+        wrong = chances >= np.uint64(round(1000 * self._draft_right))
+        tokens[at] = np.where(wrong, (right + 1) % self.info.vocab_size, right)
+        return tokens
+
+    def _runs(self, plan: StepPlan) -> tuple[Int32Array, Int32Array]:
+        """Return the tokens that a plan with drafts yields, row after row, and how many each row does."""
+        drafted = np.split(plan.tokens, np.cumsum(plan.counts)[:-1])
+        runs: list[Int32Array] = []
+        for i, samples in enumerate(plan.samples.tolist()):
+            first = int(plan.starts[i] + plan.counts[i]) - samples + 1
+            positions = np.arange(first, first + samples, dtype=np.int32)
+            tokens = self._tokens(np.full(samples, plan.pool_rows[i], np.int32), positions)
+            # A chunk's own tokens are no drafts.
+            refused = np.flatnonzero(tokens[:-1] != drafted[i][len(drafted[i]) - samples + 1 :])
+            runs.append(tokens[: refused[0] + 1] if samples and len(refused) else tokens)
+        return np.concatenate(runs), np.array([len(run) for run in runs], dtype=np.int32)
 
     def _take_row(self, start: RowStart) -> None:
         prompt = start.known_ids[: start.prompt_tokens]
@@ -224,6 +267,8 @@ def load_executor(
     sleep: bool = True,
     answer_tokens: tuple[int, int] | None = None,
     check_kv: bool = False,
+    drafts: int = 0,
+    draft_right: float = 1.0,
 ) -> MockExecutor:
     """Make a mock from plain options.
 
@@ -249,7 +294,9 @@ def load_executor(
         raise ConfigError("the mock needs a vocabulary, a context, a page size and a row count of at least 1")
     if info.num_pages < 1:
         raise ConfigError(f"max_total_tokens {max_total_tokens} does not hold one page of {page_size} tokens")
-    return MockExecutor(info, cost, sleep, answer_tokens=answer_tokens, check_kv=check_kv)
+    return MockExecutor(
+        info, cost, sleep, answer_tokens=answer_tokens, check_kv=check_kv, drafts=drafts, draft_right=draft_right
+    )
 
 
 @dataclass(frozen=True, slots=True)

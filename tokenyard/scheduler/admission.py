@@ -25,7 +25,7 @@ class PrefillAdder:
     `_reserved_prompts` (the unplanned rest of prompts that have started).
     """
 
-    def __init__(self, state: SchedulerState, views: Views, budget: StepBudget, draft: PlanBuilder) -> None:
+    def __init__(self, state: SchedulerState, views: Views, budget: StepBudget, builder: PlanBuilder) -> None:
         self._state = state
         self._table = state.table
         self._memory = state.memory
@@ -33,7 +33,7 @@ class PrefillAdder:
         self._limits = state.limits
         self._views = views
         self._budget = budget
-        self._builder = draft
+        self._builder = builder
         self._requests_left = budget.max_requests
         self._num_prefilling = len(views.prefilling)
         self._free_rows = views.free_rows
@@ -52,9 +52,8 @@ class PrefillAdder:
 
         Without the latter a newcomer would get their pages and be retracted at once.
         """
-        page_size = self._memory.page_size
-        growing = np.count_nonzero(self._table.planned[views.running] % page_size == 0)
-        return max(self._policy.headroom.running_tokens(views), page_size * int(growing))
+        growing = self._memory.page_size * self._state.pages_to_decode(views.running)
+        return max(self._policy.headroom.running_tokens(views), growing)
 
     def fill(self) -> None:
         """Draw candidates until the budget is used up or a newcomer does not fit; then only started prefills go on.
@@ -161,7 +160,7 @@ class PrefillAdder:
         pool_row, pages = memory.seat(request_state.known_ids, node, hit)
         request_state.node = node
         table.pool_row[row] = pool_row
-        table.cached[row] = table.computed[row] = table.planned[row] = hit
+        table.cached[row] = table.computed[row] = table.planned[row] = table.held[row] = hit
         self._builder.write_page_run(pool_row, 0, pages)
         self._builder.row_starts.append(self._row_start(row, pool_row))
         self._state.admit(row, hit, self._views.now)
@@ -179,7 +178,7 @@ class PrefillAdder:
         return bool(pages <= self._memory.allocator.available + self._memory.tree.evictable_pages)
 
     def _plan_chunk(self, row: int, start: int, count: int) -> bool:
-        """Take the chunk's pages and put it into the draft; False if the pages are not to be had now."""
+        """Take the chunk's pages and put it into the builder; False if the pages are not to be had now."""
         table, memory = self._table, self._memory
         first = memory.pages_for(start)
         pages = memory.take_pages(memory.pages_for(start + count) - first)
@@ -194,7 +193,7 @@ class PrefillAdder:
             self._state.prompt_planned(row)
         self._builder.chunks.append(Chunk(row, start, count, sampled))
         table.request_state(row).clock.timings.prefill_chunks += 1
-        table.planned[row] = start + count
+        table.planned[row] = table.held[row] = start + count
         self._budget.spend(start, count)
         self._policy.charge(row, count)
         self._limits.charge(row, count)
@@ -252,14 +251,14 @@ class PrefillAdder:
         if missing_tokens <= 0:
             return min(len(victims), 1)
         reserved, private = self._growth(self._views) + self._unplanned(self._views), 0
-        most = int(table.planned[victims].sum()) + memory.page_size * len(victims) + reserved
+        most = int(table.held[victims].sum()) + memory.page_size * len(victims) + reserved
         if most < missing_tokens:
             return 0
         evictable, lifted = memory.tree.evictable_pages, []
         for victim in victims:
             lifted.append(table.request_state(victim).node)
             memory.tree.unlock(lifted[-1])
-            private += memory.pages_for(int(table.planned[victim])) - int(table.cached[victim]) // memory.page_size
+            private += memory.pages_for(int(table.held[victim])) - int(table.cached[victim]) // memory.page_size
             gained = memory.page_size * (memory.tree.evictable_pages - evictable + private)
             left = self._without(victims[: len(lifted)])
             gained += reserved - self._growth(left) - self._unplanned(left)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tokenyard.base import Int32Array, StepPlan, StepResult, step_work
+from tokenyard.base import BoolArray, Int32Array, StepPlan, StepResult, step_work
 from tokenyard.scheduler.multi_step import append_but_last
 from tokenyard.scheduler.planner import Planner
 from tokenyard.scheduler.state import SchedulerState
@@ -20,11 +20,29 @@ class Committer:
         their place since then are skipped.
         """
         state = self._state
-        counts, sampled, tokens, decoding = plan.counts, plan.sampled, result.tokens, plan.decode_rows
         state.memory.committed(plan.last_step)
         alive = state.table.epoch[rows] == plan.epochs
         if result.logprobs:
             state.outbox.tell_logprobs(result.logprobs, state.table.number[rows], alive)
+        if result.accepted is None:
+            ended = self._commit_tokens(plan, rows, alive, result.tokens, now)
+        else:
+            ended = self._commit_runs(plan, rows, alive, result.tokens, result.accepted, now)
+        if result.ended is not None:
+            ended |= self._end_grammars(plan, rows, result.ended, now)
+        if result.drafted is not None:
+            state.drafting = True
+            alive = state.table.epoch[rows] == plan.epochs
+            state.table.drafts[rows[alive]] = result.drafted[alive]
+        if ended:
+            state.sweep()
+        if state.cost is not None and state.cost.learns:
+            state.cost.learn(step_work(plan), result.seconds)
+
+    def _commit_tokens(self, plan: StepPlan, rows: Int32Array, alive: BoolArray, tokens: Int32Array, now: int) -> bool:
+        """Apply a result of at most one token a row; returns whether any row ended."""
+        state = self._state
+        counts, sampled, decoding = plan.counts, plan.sampled, plan.decode_rows
         if plan.num_steps > 1:
             by_step = tokens.reshape(plan.num_steps, -1)
             append_but_last(state, plan, rows[alive], by_step[:-1, alive])
@@ -37,11 +55,36 @@ class Committer:
         if decoding < len(rows):
             ended = self._commit_chunks(rows[decoding:], now)
             rows, tokens = rows[sampled], tokens[sampled]
-        ended |= self._append_tokens(rows, tokens, now)
-        if ended:
-            state.sweep()
-        if state.cost is not None and state.cost.learns:
-            state.cost.learn(step_work(plan), result.seconds)
+        return self._append_tokens(rows, tokens, now) or ended
+
+    def _commit_runs(
+        self, plan: StepPlan, rows: Int32Array, alive: BoolArray, tokens: Int32Array, accepted: Int32Array, now: int
+    ) -> bool:
+        """Apply a result of runs of tokens: row i yields `accepted[i]` of them. Returns whether any row ended.
+
+        A row computes as many tokens as it yields, as each confirms the draft before it. A stop token cuts a run.
+        """
+        table, epochs = self._state.table, plan.epochs
+        verify, chunks = slice(plan.decode_rows, plan.chunks_from), slice(plan.chunks_from, None)
+        chunk_rows = rows[chunks][alive[chunks]]
+        table.computed[chunk_rows] += plan.counts[chunks][alive[chunks]]
+        ended = self._commit_chunks(chunk_rows, now)
+        firsts = np.cumsum(accepted) - accepted
+        decodes = np.arange(len(rows)) < plan.chunks_from
+        for place in range(int(accepted.max(initial=0))):
+            live = (accepted > place) & (table.epoch[rows] == epochs)
+            table.computed[rows[live & decodes]] += 1
+            ended |= self._append_tokens(rows[live], tokens[firsts[live] + place], now)
+        verified = rows[verify][table.epoch[rows[verify]] == epochs[verify]]
+        table.planned[verified] = table.computed[verified]
+        return ended
+
+    def _end_grammars(self, plan: StepPlan, rows: Int32Array, complete: BoolArray, now: int) -> bool:
+        """End the rows whose grammar is complete; returns whether there was any."""
+        done = rows[complete & (self._state.table.epoch[rows] == plan.epochs)]
+        for row in done.tolist():
+            self._state.end(row, "stop", now)
+        return bool(len(done))
 
     def _commit_chunks(self, rows: Int32Array, now: int) -> bool:
         """Give what prefill computed to the tree; end rows that wanted no token. Returns whether any row ended."""

@@ -25,8 +25,8 @@ NO_PAGES = np.empty(0, np.int32)
 class Release:
     """Pages and pool row of a request that left, to be given back once plan `last_step` has committed.
 
-    `computed` tokens have their KV; those beyond `cached` go into the tree, to whole pages. `planned` says how far
-    the row had taken pages. `unlocks`: pages of the tree that only this row keeps from being evicted.
+    `computed` tokens have their KV; those beyond `cached` go into the tree, to whole pages. `held` tokens have
+    pages. `unlocks`: pages of the tree that only this row keeps from being evicted.
     """
 
     last_step: int
@@ -34,7 +34,7 @@ class Release:
     node: Any
     cached: int
     computed: int
-    planned: int
+    held: int
     priority: int
     unlocks: int = 0
 
@@ -204,11 +204,11 @@ class KvMemory:
         return after - before
 
     def _private_pages(self, release: Release) -> int:
-        return self.pages_for(release.planned) - release.cached // self.page_size
+        return self.pages_for(release.held) - release.cached // self.page_size
 
     def _give_back(self, release: Release) -> None:
         size = self.page_size
-        first, held = release.cached // size, self.pages_for(release.planned)
+        first, held = release.cached // size, self.pages_for(release.held)
         end = release.computed // size
         table = self.pool.page_table[release.pool_row]
         if self.tree.enabled and end > first:

@@ -23,6 +23,7 @@ def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: i
         return
     plan.num_steps += further
     state.table.planned[rows] += further
+    state.table.held[rows] += further
     state.table.last_step[rows] += further
     state.counters.steps += further
     state.counters.decode_steps += further
@@ -55,6 +56,7 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
     """
     return (
         state.settings.max_in_flight == 1
+        and not state.drafting
         and plan.decode_rows == len(plan.pool_rows)
         and not len(state.waiting)
         and not len(state.prefilling)

@@ -1,10 +1,10 @@
-"""A step plan in the making: decoding rows as columns, chunks one by one, made into a `StepPlan` at the end."""
+"""A step plan in the making: decoding and verifying rows as columns, chunks one by one, a `StepPlan` at the end."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from tokenyard.base import LAST_SAMPLED, Int32Array, RowStart, StepPlan
+from tokenyard.base import DRAFT, LAST_SAMPLED, Int32Array, RowStart, StepPlan
 from tokenyard.scheduler.memory import NO_PAGES, KvMemory
 from tokenyard.scheduler.table import RequestTable
 
@@ -27,6 +27,9 @@ class PlanBuilder:
         self._memory = memory
         self.decode_rows: Int32Array = NO_PAGES
         self._decode_starts: Int32Array = NO_PAGES
+        self.verify_rows: Int32Array = NO_PAGES
+        self._verify_starts: Int32Array = NO_PAGES
+        self._drafts: Int32Array = NO_PAGES
         self.chunks: list[Chunk] = []
         self.row_starts: list[RowStart] = []
         self._page_rows: list[Int32Array] = []
@@ -36,11 +39,15 @@ class PlanBuilder:
     @property
     def empty(self) -> bool:
         """Whether the step would do nothing."""
-        return not (len(self.decode_rows) or self.chunks)
+        return not (len(self.decode_rows) or len(self.verify_rows) or self.chunks)
 
     def decode(self, rows: Int32Array, starts: Int32Array) -> None:
         """Let `rows` (int32[n]) compute one token each at `starts` (int32[n])."""
         self.decode_rows, self._decode_starts = rows, starts
+
+    def verify(self, rows: Int32Array, starts: Int32Array, drafts: Int32Array) -> None:
+        """Let `rows` compute their last sampled token at `starts` and then `drafts` drafts each; all int32[n]."""
+        self.verify_rows, self._verify_starts, self._drafts = rows, starts, drafts
 
     def write_pages(self, pool_rows: Int32Array, columns: Int32Array, pages: Int32Array) -> None:
         """page_table[pool_rows[i], columns[i]] = pages[i] before the step; all int32[m]."""
@@ -54,21 +61,26 @@ class PlanBuilder:
         self.write_pages(np.full(len(pages), pool_row, np.int32), columns, pages)
 
     def rows(self) -> Int32Array:
-        """Table rows of the step, in the plan's order: decoding ones, then chunks."""
-        if not self.chunks:
+        """Table rows of the step, in the plan's order: decoding ones, verifying ones, then chunks."""
+        if not self.chunks and not len(self.verify_rows):
             return self.decode_rows
-        return np.concatenate((self.decode_rows, np.array([chunk.row for chunk in self.chunks], np.int32)))
+        chunks = np.array([chunk.row for chunk in self.chunks], np.int32)
+        return np.concatenate((self.decode_rows, self.verify_rows, chunks))
 
     def finish(self, step: int) -> StepPlan:
         """The plan; `step` is its number."""
         rows, decoding = self.rows(), len(self.decode_rows)
         starts, counts = self._decode_starts, np.ones(decoding, np.int32)
-        sampled = np.ones(decoding, np.bool_)
-        tokens = np.full(decoding, LAST_SAMPLED, np.int32)
+        samples, tokens = counts, np.full(decoding, LAST_SAMPLED, np.int32)
+        if len(self.verify_rows):
+            starts = np.concatenate((starts, self._verify_starts))
+            counts = samples = np.concatenate((counts, self._drafts + 1))
+            tokens = np.full(int(counts.sum()), DRAFT, np.int32)
+            tokens[np.cumsum(counts) - counts] = LAST_SAMPLED
         if self.chunks:
             starts = np.concatenate((starts, np.array([chunk.start for chunk in self.chunks], np.int32)))
             counts = np.concatenate((counts, np.array([chunk.count for chunk in self.chunks], np.int32)))
-            sampled = np.concatenate((sampled, np.array([chunk.sampled for chunk in self.chunks], np.bool_)))
+            samples = np.concatenate((samples, np.array([chunk.sampled for chunk in self.chunks], np.int32)))
             tokens = np.concatenate((tokens, *map(self._chunk_tokens, self.chunks)))
         return StepPlan(
             step=step,
@@ -76,14 +88,15 @@ class PlanBuilder:
             epochs=self._table.epoch[rows],
             starts=starts,
             counts=counts,
-            sampled=sampled,
+            samples=samples,
             tokens=tokens,
             page_rows=_joined(self._page_rows),
             page_columns=_joined(self._page_columns),
             page_ids=_joined(self._page_ids),
             row_starts=self.row_starts,
             decode_rows=decoding,
-            delay_sampling=self._table.grammars > 0 and bool(self._table.constrained[rows][sampled].any()),
+            delay_sampling=self._table.grammars > 0 and bool(self._table.constrained[rows][samples > 0].any()),
+            verify_rows=len(self.verify_rows),
         )
 
     def _chunk_tokens(self, chunk: Chunk) -> Int32Array:

@@ -25,12 +25,12 @@ class Planner:
         `in_flight` plans wait for their commit; only with none of them can nothing to do mean a deadlock.
         """
         while True:
-            draft = self._new_builder()
+            builder = self._new_builder()
             moved = self._moved()
-            refused = self._fill(draft, now)
-            if not draft.empty:
+            refused = self._fill(builder, now)
+            if not builder.empty:
                 self._deduplicated.clear()
-                return draft
+                return builder
             if in_flight:
                 return None
             # Without the row that gave way the next try finds another state.
@@ -41,22 +41,22 @@ class Planner:
         """How many rows have given way so far."""
         return self._state.counters.retracted + self._state.counters.preempted
 
-    def _fill(self, draft: PlanBuilder, now: int) -> int | None:
-        """Fill the draft; returns the newcomer, if any, that memory had no room for."""
+    def _fill(self, builder: PlanBuilder, now: int) -> int | None:
+        """Fill the builder; returns the newcomer, if any, that memory had no room for."""
         state = self._state
         decoding, refused = state.running.rows.copy(), None
         if len(state.waiting) or len(state.prefilling):
             views = self._begin_step(now)
             budget = state.policy.budget()
             if budget.prefill:
-                adder = PrefillAdder(state, views, budget, draft)
+                adder = PrefillAdder(state, views, budget, builder)
                 adder.fill()
                 refused = adder.refused
-                if draft.chunks:
+                if builder.chunks:
                     state.sweep()
-            decoding = views.running if budget.with_decode or draft.empty else NO_ROWS
+            decoding = views.running if budget.with_decode or builder.empty else NO_ROWS
         if len(decoding):
-            self._decode(draft, decoding, now)
+            self._decode(builder, decoding, now)
         return refused
 
     def _begin_step(self, now: int) -> Views:
@@ -85,37 +85,74 @@ class Planner:
         self._deduplicated.append((row, int(self._state.table.epoch[row]), first_page, pages))
 
     def _new_builder(self) -> PlanBuilder:
-        """An empty draft, but for pages that the tree deduplicated in rows since the last plan."""
+        """An empty builder, but for pages that the tree deduplicated in rows since the last plan."""
         table = self._state.table
-        draft = PlanBuilder(table, self._state.memory)
+        builder = PlanBuilder(table, self._state.memory)
         for row, epoch, first, pages in self._deduplicated:
             if table.epoch[row] == epoch:
-                draft.write_page_run(int(table.pool_row[row]), first, pages)
-        return draft
+                builder.write_page_run(int(table.pool_row[row]), first, pages)
+        return builder
 
-    def _decode(self, draft: PlanBuilder, rows: Int32Array, now: int) -> None:
-        """Let every row that may still grow compute one token, if the pages for all of them can be had."""
+    def _decode(self, builder: PlanBuilder, rows: Int32Array, now: int) -> None:
+        """Let every row that may still grow compute one token, if the pages for all of them can be had.
+
+        Rows with drafts verify as many as their limit and the pages allow. They wait while a step of theirs is in
+        flight, as only its commit says where the drafts stand.
+        """
         table, memory = self._state.table, self._state.memory
         starts = table.planned[rows]
         ready = starts < table.limit[rows]
+        if self._state.drafting:
+            ready &= (table.drafts[rows] == 0) | (starts < table.known[rows])
         if not ready.all():
             rows, starts = rows[ready], starts[ready]
             if not len(rows):
                 return
-        crossing = starts % memory.page_size == 0
+        if self._state.drafting and self._verify(builder, rows, starts):
+            return
+        crossing = self._state.crossing(rows)
         pages = memory.take_pages(int(np.count_nonzero(crossing)))
         if pages is None:
             survivors = self._make_room(rows, now)
             if len(survivors):
-                self._decode(draft, survivors, now)
+                self._decode(builder, survivors, now)
             return
         if len(pages):
             owners, columns = table.pool_row[rows[crossing]], starts[crossing] // memory.page_size
             memory.pool.page_table[owners, columns] = pages
-            draft.write_pages(owners, columns, pages)
+            builder.write_pages(owners, columns, pages)
         table.planned[rows] = starts + 1
-        draft.decode(rows, starts)
+        table.held[rows] = np.maximum(table.held[rows], starts + 1) if self._state.drafting else starts + 1
+        builder.decode(rows, starts)
         self._state.charge_decode(rows)
+
+    def _verify(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array) -> bool:
+        """Let `rows`, which start at `starts` (int32[n]), verify their drafts; False, and nothing done, if none has any
+        or the pages for all of them are not to be had: drafts are worth no retraction.
+        """
+        table, memory = self._state.table, self._state.memory
+        drafts = np.minimum(table.drafts[rows], table.limit[rows] - starts - 1)
+        verify = drafts > 0
+        if not verify.any():
+            return False
+        ends, held = starts + 1 + drafts, table.held[rows]
+        size = memory.page_size
+        wanted = np.maximum(-(-ends // size) - -(-held // size), 0)
+        pages = memory.take_pages(int(wanted.sum()))
+        if pages is None:
+            return False
+        if len(pages):
+            owners = np.repeat(table.pool_row[rows], wanted)
+            firsts = np.repeat(-(-held // size) - np.cumsum(wanted) + wanted, wanted)
+            columns = (firsts + np.arange(len(pages))).astype(np.int32)
+            memory.pool.page_table[owners, columns] = pages
+            builder.write_pages(owners, columns, pages)
+        table.planned[rows] = ends
+        table.held[rows] = np.maximum(held, ends)
+        builder.decode(rows[~verify], starts[~verify])
+        builder.verify(rows[verify], starts[verify], drafts[verify])
+        self._state.charge_decode(np.repeat(rows, drafts + 1))
+        return True
 
     def _make_room(self, rows: Int32Array, now: int) -> Int32Array:
         """Retract victims until the others of `rows` can take one more token each; return those that can do so now.
@@ -127,17 +164,14 @@ class Planner:
         views.running = rows
         before = len(rows)
         for victim in state.limits.borrowers_first(views, list(state.policy.victims(views))):
-            if memory.page_size * self._pages_to_decode(rows) <= memory.free_tokens:
+            if memory.page_size * self._state.pages_to_decode(rows) <= memory.free_tokens:
                 break
             state.retract(victim, "out of pages", now)
             rows = rows[rows != victim]
         if len(rows) < before:
             state.policy.headroom.retracted(state.table, rows)
-        fits = self._pages_to_decode(rows) <= memory.allocator.available + memory.tree.evictable_pages
+        fits = self._state.pages_to_decode(rows) <= memory.allocator.available + memory.tree.evictable_pages
         return rows if fits else NO_ROWS
-
-    def _pages_to_decode(self, rows: Int32Array) -> int:
-        return int(np.count_nonzero(self._state.table.planned[rows] % self._state.memory.page_size == 0))
 
     def _break_deadlock(self, refused: int | None, now: int) -> bool:
         """With nothing planned and nothing in flight, let someone give way; False if all is well or idle.

@@ -266,8 +266,8 @@ class Scheduler:
         self.state.expire(now)
         if self._paused or len(self._in_flight) >= self.state.settings.max_in_flight:
             return None
-        draft = self._planner.plan(now, len(self._in_flight))
-        return None if draft is None else self._launch(draft)
+        builder = self._planner.plan(now, len(self._in_flight))
+        return None if builder is None else self._launch(builder)
 
     def multi_step(self, most: int) -> int:
         """Let the plan just made stand for up to `most` steps, if the next ones are the same but for their positions.
@@ -297,16 +297,16 @@ class Scheduler:
                     return int(self.state.table.number[row])
         return None
 
-    def _launch(self, draft: PlanBuilder) -> StepPlan:
+    def _launch(self, builder: PlanBuilder) -> StepPlan:
         state, counters = self.state, self.state.counters
-        plan, rows = draft.finish(counters.steps), draft.rows()
+        plan, rows = builder.finish(counters.steps), builder.rows()
         state.table.last_step[rows] = plan.step
         self._in_flight.append(InFlightPlan(plan, rows))
         counters.steps += 1
-        if draft.chunks:
+        if builder.chunks:
             counters.prefill_steps += 1
-            counters.prefill_tokens += sum(chunk.count for chunk in draft.chunks)
-        if len(draft.decode_rows):
+            counters.prefill_tokens += sum(chunk.count for chunk in builder.chunks)
+        if plan.chunks_from:
             counters.decode_steps += 1
             state.prefill_steps_in_row = 0
         elif len(state.running):

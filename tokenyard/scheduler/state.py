@@ -10,6 +10,7 @@ import numpy as np
 
 from tokenyard.base import (
     AbortCause,
+    BoolArray,
     CostModel,
     ExecutorInfo,
     Explanation,
@@ -71,6 +72,7 @@ class SchedulerState:
         self.limits = create_limits(settings)
         self.prefill_steps_in_row = 0
         self._pages_returned = 0
+        self.drafting = False
         self._index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
         self.reset_memory()
@@ -132,6 +134,19 @@ class SchedulerState:
         self.table.state[row] = State.RUNNING
         self.running.append(row)
 
+    def pages_to_decode(self, rows: Int32Array) -> int:
+        """Pages that running `rows` take if each computes one more token."""
+        return int(np.count_nonzero(self.crossing(rows)))
+
+    def crossing(self, rows: Int32Array) -> BoolArray:
+        """Which rows begin a page with their next token, bool[len(rows)]."""
+        planned = self.table.planned[rows]
+        crossing: BoolArray = planned % self.memory.page_size == 0
+        if self.drafting:
+            # What was taken for drafts that were refused serves the tokens in their place.
+            crossing &= planned == self.table.held[rows]
+        return crossing
+
     def charge_decode(self, rows: Int32Array) -> None:
         """Tell who keeps accounts that each of `rows` decodes one token."""
         self.policy.headroom.decoded()
@@ -149,7 +164,7 @@ class SchedulerState:
         table.retractions[row] += 1
         table.target[row] = table.known[row]
         table.pool_row[row] = -1
-        table.cached[row] = table.computed[row] = table.planned[row] = 0
+        table.cached[row] = table.computed[row] = table.planned[row] = table.held[row] = table.drafts[row] = 0
         table.state[row] = State.WAITING
         self.waiting.insert_by(row, table.seq)
         self._index.add(row)
@@ -227,7 +242,7 @@ class SchedulerState:
             node=request_state.node,
             cached=int(table.cached[row]),
             computed=int(table.computed[row]),
-            planned=int(table.planned[row]),
+            held=int(table.held[row]),
             priority=request_state.request.priority or 0,
         )
         request_state.node = None

@@ -31,6 +31,8 @@ INT32_COLUMNS = (
     "cached",
     "computed",
     "planned",
+    "held",
+    "drafts",
     "known",
     "tenant",
     "epoch",
@@ -81,7 +83,9 @@ class RequestTable:
     """Columns by row. See `policy.Columns` for the meaning of those that policies read; the others are:
 
     number: the request's number. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row
-    of ReqToTokenPool, -1 while waiting. last_step: the latest plan that contains the row. gates, state: lifecycle.
+    of ReqToTokenPool, -1 while waiting. held: leading tokens that have pages, beyond `planned` where drafts were
+    refused. drafts: drafts that the executor has ready for the row's next step. last_step: the latest plan that
+    contains the row. gates, state: lifecycle.
     constrained: 1 for rows whose answer must keep to a grammar; `grammars` counts them.
     """
 
@@ -110,6 +114,8 @@ class RequestTable:
     cached: Int32Array
     computed: Int32Array
     planned: Int32Array
+    held: Int32Array
+    drafts: Int32Array
     known: Int32Array
     tenant: Int32Array
     epoch: Int32Array
@@ -171,6 +177,8 @@ class RequestTable:
             self.cached,
             self.computed,
             self.planned,
+            self.held,
+            self.drafts,
             self.gates,
             self.retractions,
             self.boost,
@@ -227,7 +235,8 @@ class RequestTable:
         """Assert the order of the lengths (design, law 3) for rows in use."""
         assert (self.cached[rows] <= self.computed[rows]).all()
         assert (self.computed[rows] <= self.planned[rows]).all()
-        assert (self.planned[rows] <= self.limit[rows]).all()
+        assert (self.planned[rows] <= self.held[rows]).all()
+        assert (self.held[rows] <= self.limit[rows]).all()
         assert (self.computed[rows] <= self.known[rows]).all()
 
     def _grow(self, capacity: int) -> None:

@@ -61,15 +61,25 @@ class Planned(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Committed(msgspec.Struct, array_like=True, frozen=True):
-    """`commit` was called with this result; `tokens` are raw int32."""
+    """`commit` was called with this result; columns are raw int32, `ended` raw bool."""
 
     step: int
     seconds: float
     tokens: bytes
+    accepted: bytes | None = None
+    drafted: bytes | None = None
+    ended: bytes | None = None
 
     def result(self) -> StepResult:
         """The result as the scheduler takes it."""
-        return StepResult(self.step, np.frombuffer(self.tokens, np.int32), self.seconds)
+        return StepResult(
+            self.step,
+            np.frombuffer(self.tokens, np.int32),
+            self.seconds,
+            accepted=None if self.accepted is None else np.frombuffer(self.accepted, np.int32),
+            drafted=None if self.drafted is None else np.frombuffer(self.drafted, np.int32),
+            ended=None if self.ended is None else np.frombuffer(self.ended, np.bool_),
+        )
 
 
 class Idled(msgspec.Struct, array_like=True, frozen=True):
@@ -170,7 +180,9 @@ class TapeEncoder:
     def committed(self, now: int, result: StepResult) -> bytes:
         """A result that the scheduler is about to take in."""
         tokens = self._anonymizer.ids(result.tokens).tobytes()
-        return self.record(now, Committed(result.step, result.seconds, tokens))
+        columns = (result.accepted, result.drafted, result.ended)
+        optional = [None if column is None else column.tobytes() for column in columns]
+        return self.record(now, Committed(result.step, result.seconds, tokens, *optional))
 
 
 def summarise(plan: StepPlan | None, anonymizer: Anonymizer) -> Planned:
@@ -182,6 +194,9 @@ def summarise(plan: StepPlan | None, anonymizer: Anonymizer) -> Planned:
     columns = (plan.pool_rows, plan.epochs, plan.starts, plan.counts, plan.sampled, anonymizer.ids(plan.tokens))
     for column in (*columns, plan.page_rows, plan.page_columns, plan.page_ids):
         digest.update(np.ascontiguousarray(column).data)
+    if plan.verify_rows:
+        digest.update(np.int64(plan.verify_rows).tobytes())
+        digest.update(np.ascontiguousarray(plan.samples).data)
     for start in plan.row_starts:
         facts = (start.pool_row, start.prompt_tokens, anonymizer.sampling(start.sampling), start.logprobs)
         digest.update(msgspec.msgpack.encode(facts))

@@ -1,0 +1,132 @@
+"""Drafts to verify: what they change is the number of steps, never a token, an end or a page."""
+
+import io
+import random
+
+import pytest
+
+from tests.scheduler.harness import Yard, make_info
+from tokenyard.base import Cancel, Pause, Resume, SamplingParams, SchedulerSettings, StopFound
+from tokenyard.executor.mock import FixedStepCost, MockExecutor
+from tokenyard.policy import POLICIES
+from tokenyard.tape.codec import Origin, Tape
+from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.replay import replay
+
+ANSWERS = (3, 30)
+
+
+def make_yard(drafts: int, right: float, depth: int = 1, pages: int = 64, page_size: int = 4, **more) -> Yard:
+    settings = SchedulerSettings(
+        page_size=page_size, max_running_requests=4, context_length=64, max_in_flight=depth, **more
+    )
+    info = make_info(pages, page_size, 4 + depth, 64)
+    cost = FixedStepCost(0.001)
+    device = MockExecutor(info, cost, sleep=False, answer_tokens=ANSWERS, drafts=drafts, draft_right=right)
+    return Yard(settings, info, executor=device)
+
+
+def submit_some(yard: Yard, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [
+        yard.submit(
+            [rng.randint(3, 9) for _ in range(rng.randint(1, 20))],
+            sampling=SamplingParams(
+                max_new_tokens=rng.choice((1, 5, 17, 40)), temperature=0.0, stop_token_ids=[rng.randint(3, 96)]
+            ),
+        )
+        for _ in range(12)
+    ]
+
+
+def ends(yard: Yard) -> dict:
+    return {n: (end.reason, end.matched, end.completion_tokens) for n, end in sorted(yard.finished.items())}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("drafts", "right"), [(1, 1.0), (4, 1.0), (4, 0.0), (3, 0.6), (40, 0.9)])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_every_token_and_end_is_the_same(depth, drafts, right, page_size):
+    plain, drafting = (make_yard(k, right, depth, 800 // page_size, page_size) for k in (0, drafts))
+    for yard in (plain, drafting):
+        submit_some(yard)
+        while True:
+            while len(yard.tickets) < depth and yard.launch():
+                pass
+            if not yard.commit():
+                break
+            yard.check()
+    assert drafting.tokens == plain.tokens
+    assert ends(drafting) == ends(plain)
+    assert drafting.scheduler.idle() is None
+    steps = [len(yard.plans) for yard in (plain, drafting)]
+    if right == 1.0:
+        assert steps[1] < steps[0]
+    if right == 0.0 and depth == 1:
+        assert steps[1] == steps[0], "a refused draft costs no step"
+
+
+def test_right_drafts_are_all_accepted():
+    yard = make_yard(4, 1.0, page_size=4)
+    number = yard.submit([5] * 9, sampling=SamplingParams(max_new_tokens=26, ignore_eos=True, temperature=0.0))
+    yard.run()
+    assert yard.finished[number].completion_tokens == 26
+    # One step for the prompt and the first token, then five tokens a step.
+    assert len(yard.plans) == 1 + 5
+    assert [plan.verify_rows for plan in yard.plans] == [0, 1, 1, 1, 1, 1]
+    assert max(int((plan.starts + plan.counts).max()) for plan in yard.plans) == 9 + 25, "cut at the limit"
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_where_memory_is_short_drafts_cost_no_request_its_pages(policy):
+    plain, drafting = (make_yard(k, 0.5, 2, 14, 4, schedule_policy=policy, headroom="none") for k in (0, 3))
+    for yard in (plain, drafting):
+        submit_some(yard, seed=7)
+        yard.run(2)
+        assert yard.scheduler.idle() is None
+    assert drafting.tokens == plain.tokens
+    assert ends(drafting) == ends(plain)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_random_events_lose_no_page(depth):
+    rng = random.Random(depth)
+    yard = make_yard(5, 0.7, depth, 20, 4, headroom="none")
+    for turn in range(500):
+        if turn < 450 and rng.random() < 0.2:
+            submit_some(yard, seed=turn)
+        number = rng.randint(1, 12 * (turn + 1))
+        happens = rng.random()
+        if happens < 0.05:
+            yard.apply(Cancel([number]))
+        elif happens < 0.1:
+            yard.apply(StopFound(number, rng.randint(0, 3), "x"))
+        elif happens < 0.15:
+            yard.apply(Pause(numbers=[number]))
+            yard.apply(Resume([number]))
+        while len(yard.tickets) < depth and yard.launch():
+            pass
+        yard.commit()
+        yard.check()
+    yard.run(depth)
+    assert yard.scheduler.idle() is None
+
+
+def test_a_tape_holds_what_drafts_became():
+    settings = SchedulerSettings(page_size=4, max_running_requests=4, context_length=64, max_in_flight=2)
+    info = make_info(40, 4, 6, 64)
+    yard = make_yard(3, 0.6, 2)
+    file = io.BytesIO()
+    yard.scheduler = Recorder(Origin(settings, info), file, b"key", "test")
+    submit_some(yard)
+    tickets = []
+    while True:
+        while len(tickets) < 2 and (plan := yard.scheduler.plan(yard.now)) is not None:
+            tickets.append(yard.executor.launch(plan))
+        if not tickets:
+            break
+        yard.now += 1000
+        yard.scheduler.commit(yard.executor.collect(tickets.pop(0)), yard.now)
+    report = replay(Tape(file.getvalue(), "tape"))
+    assert report.difference is None
+    assert report.plans == report.equal > 20
