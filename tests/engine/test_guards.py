@@ -93,7 +93,16 @@ def own_policies():
             while True:
                 pass
 
+    class Stubborn(Policy):
+        def order(self, views):
+            try:
+                while True:
+                    pass
+            except Exception:
+                return super().order(views)
+
     made = types.ModuleType("my_policies")
+    made.Stubborn = Stubborn
     made.Slow, made.Endless, made.Quick = Slow, Endless, type("Quick", (Policy,), {})
     sys.modules["my_policies"] = made
     yield
@@ -139,12 +148,13 @@ def test_a_stalling_policy_makes_way_for_fcfs_and_a_tape_shows_when(loop, depth,
 
 
 @both_loops
-def test_a_policy_that_never_comes_back_is_broken_off(loop, depth, own_policies):
+@pytest.mark.parametrize("name", ["Endless", "Stubborn"])
+def test_a_policy_that_never_comes_back_is_broken_off(loop, depth, name, own_policies):
     port = ScriptedPort([submit(number, tokens=2) for number in range(1, 5)], [snapshot(1)])
-    run(loop, depth, port, schedule_policy="my_policies:Endless")
+    run(loop, depth, port, schedule_policy=f"my_policies:{name}")
     assert {finish.reason for finish in port.finished().values()} == {"length"}
     state = port.sent[-1].value
-    assert "fcfs (my_policies:Endless failed: it raised StalledError" in state["policy"]
+    assert f"fcfs (my_policies:{name} failed: it raised StalledError" in state["policy"]
 
 
 def test_only_what_the_guarded_function_calls_is_broken_off():
@@ -198,7 +208,7 @@ class Clock:
 
 def stalls(policy, steps_ns):
     """After how many steps the policy counts as stalled; None for never."""
-    guard = StallGuard(Clock(steps_ns))
+    guard = StallGuard(clock=Clock(steps_ns))
     guard.begin(policy)
     for count in range(1, len(steps_ns) + 1):
         with guard.watch():

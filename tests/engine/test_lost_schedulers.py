@@ -3,16 +3,25 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from tests.engine.engines import mock_config
-from tests.engine.test_engine import spec, until
+from tests.engine.test_engine import FOR_EVER, spec, titled, until
 from tokenyard.base import LogprobOptions
+from tokenyard.engine import tokenizer_manager
+from tokenyard.engine.processes import launch, supervisor
 from tokenyard.engine.processes.launch import running_engine
 
+pytestmark = pytest.mark.usefixtures("no_pauses")
 ENGINES = {"alone": {}, "one of two": {"ranks": 2}, "ids only": {"skip_tokenizer": True}}
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(supervisor, "RESTART_PAUSES_S", (0.0,) * 5)
 
 
 def engine(*, ranks=1, **options):
@@ -31,6 +40,12 @@ def scheduler_pids():
 def kill_all():
     for pid in scheduler_pids():
         os.kill(pid, signal.SIGKILL)
+
+
+async def kill_and_wait(manager):
+    """End the only scheduler, and wait until that is known."""
+    kill_all()
+    await until(lambda: asyncio.sleep(0, not manager.ranks.clients))
 
 
 def wanted(manager, **options):
@@ -132,3 +147,172 @@ def test_two_deaths_in_a_row_lose_nothing_either():
             same(whole, broken)
 
     asyncio.run(main())
+
+
+def with_own_code(**settings):
+    config = engine(step_ms=1.0)
+    config.priority_function = settings.pop("priority_function", "")
+    config.scheduler = replace(config.scheduler, **settings)
+    return config
+
+
+@pytest.mark.parametrize("policy", ["Swallows", "Measures", "Exits"])
+def test_a_policy_that_ends_or_stops_its_process_makes_way_for_fcfs(policy, monkeypatch, caplog):
+    monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.own_code")
+
+    async def main():
+        async with running_engine(with_own_code(schedule_policy=f"tests.engine.own_code:{policy}")) as manager:
+            readings = await asyncio.gather(*(read_whole(manager, tokens=400, n=2) for _ in range(3)))
+            for reading in readings:
+                same(readings[0], reading)
+                assert {reason for reason, _, _ in reading.ends().values()} == {"length"}
+            counters = await manager.snapshot()
+            assert counters["policy"] == "fcfs"
+            assert "as that may be why" in counters["policy_note"]
+
+    asyncio.run(main())
+    assert "starts again" in caplog.text
+
+
+def test_a_priority_function_that_never_ends_is_left_out():
+    async def main():
+        config = with_own_code(priority_function="tests.engine.own_code:swallows", enable_priority_scheduling=True)
+        async with running_engine(config) as manager:
+            for _ in range(2):  # the first one may come before the loop has been idle
+                await read_whole(manager, tokens=20)
+            assert (await manager.snapshot())["priority_function"] == ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.own_code")
+        asyncio.run(main())
+
+
+def test_a_policy_chosen_while_it_ran_is_not_chosen_again_after_it_hung(monkeypatch):
+    monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.own_code")
+
+    async def main():
+        async with running_engine(with_own_code(schedule_policy="lpm")) as manager:
+            await manager.set_policy("tests.engine.own_code:Swallows", {})
+            await read_whole(manager, tokens=20)
+            assert (await manager.snapshot())["policy"] == "lpm"
+
+    asyncio.run(main())
+
+
+def test_what_was_chosen_or_paused_holds_for_the_scheduler_that_is_started_again():
+    async def main():
+        async with running_engine(engine()) as manager:
+            await manager.set_policy("mlfq", {})
+            whole = await read_whole(manager, tokens=60)
+            held = Reading(manager, spec(tokens=60, rid="held"))
+            await begun(held, tokens=5)
+            await manager.pause_request("held")
+            kill_all()
+            other = await read_whole(manager, tokens=60)
+            same(whole, other)
+            assert (await manager.snapshot())["policy"] == "mlfq"
+            assert not held.task.done()
+            await manager.pause()
+            await kill_and_wait(manager)
+            await manager.resume_request("held")
+            late = Reading(manager, spec(tokens=5))
+            await until(running_again(manager))
+            assert (await manager.snapshot())["paused"]
+            assert not late.deltas
+            await manager.continue_()
+            await asyncio.wait_for(asyncio.gather(held.task, late.task), 40)
+            same(whole, held)
+
+    asyncio.run(main())
+
+
+def running_again(manager):
+    async def condition():
+        return bool(manager.ranks.clients) and manager.health() < 5.0
+
+    return condition
+
+
+def test_a_full_queue_takes_back_what_was_accepted():
+    async def main():
+        config = engine(max_pool_rows=3)
+        config.scheduler = replace(config.scheduler, max_running_requests=3, max_queued_requests=2)
+        async with running_engine(config) as manager:
+            whole = await read_whole(manager, tokens=60)
+            readings = []
+            for _ in range(3):
+                readings.append(Reading(manager, spec(tokens=60)))
+                await begun(*readings, tokens=1)
+            readings += [Reading(manager, spec(tokens=60)) for _ in range(2)]
+            await asyncio.sleep(0)
+            kill_all()
+            await asyncio.wait_for(asyncio.gather(*(reading.task for reading in readings)), 40)
+            for reading in readings:
+                same(whole, reading)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_ends_its_scheduler_again_and_again_ends_with_an_error(monkeypatch):
+    monkeypatch.setattr(tokenizer_manager, "MOST_MOVES", 1)
+
+    async def main():
+        async with running_engine(engine()) as manager:
+            ended = []
+            gone = asyncio.create_task(
+                manager.feed(spec(tokens=FOR_EVER), lambda delta: asyncio.sleep(0), ended.append)
+            )
+            broken = Reading(manager, spec(tokens=FOR_EVER))
+            for tokens in (5, 60):
+                await begun(broken, tokens=tokens)
+                await kill_and_wait(manager)
+                await until(running_again(manager))
+            await asyncio.wait_for(broken.task, 20)
+            finish = broken.deltas[-1].finish
+            assert (finish.reason, finish.cause) == ("abort", "failed")
+            assert "ended 2 times while this request was there" in finish.message
+            assert (await read_whole(manager, tokens=5)).ends()
+            await gone
+            assert manager.open_requests == 0
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_while_nothing_runs_is_told_of_the_end():
+    async def main():
+        async with running_engine(engine()) as manager:
+            ended = asyncio.Queue()
+
+            async def reader(delta):
+                read.append(delta)
+
+            read = []
+            feeding = asyncio.create_task(manager.feed(spec(tokens=FOR_EVER), reader, ended.put_nowait))
+            await until(lambda: asyncio.sleep(0, len(read) > 5))
+            await kill_and_wait(manager)
+            feeding.cancel()
+            told = await asyncio.wait_for(ended.get(), 20)
+            assert told.finish.reason == "abort"
+            assert manager.open_requests == 0
+
+    asyncio.run(main())
+
+
+def test_a_scheduler_that_stands_still_is_ended_and_started_again(monkeypatch, caplog, capfd):
+    monkeypatch.setattr(launch, "SILENCE_GRACE_S", 0.5)
+
+    async def main():
+        config = engine()
+        config.watchdog_timeout_s = 1.0
+        async with running_engine(config) as manager:
+            whole = await read_whole(manager, tokens=80)
+            broken = Reading(manager, spec(tokens=80))
+            await begun(broken, tokens=5)
+            titled(os.getpid(), "tokenyard: scheduler").suspend()
+            await asyncio.wait_for(broken.task, 40)
+            same(whole, broken)
+
+    asyncio.run(main())
+    assert "last heard" in caplog.text
+    assert "no sign of life from the scheduler" in caplog.text
+    assert "Fatal Python error: Aborted" in capfd.readouterr().err

@@ -16,9 +16,13 @@ PauseMode = Literal["abort", "in_place", "retract"]
 
 @dataclass(slots=True)
 class Submit:
-    """A request arrives."""
+    """A request arrives.
+
+    accepted: it had its place before, in a scheduler that has ended, so that limits of the queue do not apply again.
+    """
 
     request: Request
+    accepted: bool = False
 
 
 @dataclass(slots=True)

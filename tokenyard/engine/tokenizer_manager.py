@@ -289,17 +289,18 @@ class TokenizerManager:
         for stream in self._streams.of(self.ranks.absent):
             self._place(stream, client)
 
-    def rank_lost(self, source: int, reason: str) -> None:
+    def rank_lost(self, source: int, reason: str, *, distrust: bool) -> None:
         """A scheduler process has ended. Its requests go on elsewhere, each from the last token that came of it.
 
-        First the text side must say how far they are, so that none comes twice and none is missed (`Fence`).
+        First the text side must say how far they are, so that none comes twice and none is missed (`Fence`). With
+        `distrust`, a policy of the user's own that was chosen while it ran may be the reason, and is not chosen again.
         """
         error = OverloadedError(f"the scheduler ended ({reason}) and is started again; try again soon")
         client = self.ranks.leave(source, error, time.monotonic_ns())
         if client is None or self._death is not None:
             return
         self._link.disconnect(source)
-        if ":" in client.counters.get("policy", ""):
+        if distrust:
             self.ranks.drop_user_policy()
         end = Finish(0, "abort", message=f"the scheduler ended: {reason}", cause="failed")
         self._streams.end_left(client, end)
@@ -354,7 +355,7 @@ class TokenizerManager:
             client = self.ranks.choose(stream.prompt_tokens)
             self._place(stream, client)
             for request in continued(stream.request, stream.open_answers, begun):
-                client.send(Submit(request))
+                client.send(Submit(request, accepted=True))
             if stream.paused:
                 client.send(Pause(numbers=stream.numbers))
         if streams:

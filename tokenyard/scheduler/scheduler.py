@@ -100,7 +100,8 @@ class Scheduler:
         self.state.table.limit[rows] = np.minimum(self.state.table.limit[rows], self.state.longest - 1)
         self.state.counters.submitted += len(rows)
         self.state.counters.prompt_tokens += len(request.prompt_ids) * len(rows)
-        refusal = refusal or self._make_room(rows, now)
+        if refusal is None and not event.accepted:
+            refusal = self._make_room(rows, now)
         if refusal is not None:
             self.state.counters.rejected += len(rows)
             for row in rows:

@@ -29,6 +29,11 @@ from tokenyard.tape.recorder import Core
 NEVER_NS = 2**63 - 1
 FILLER_TOKEN = 1
 COMMITS_PER_DRAIN = 8
+RETRY_NS = NS_PER_S
+MOST_RETRIES = 60
+"""Where there is work, nothing can be planned and no time-out is near, it is tried again like in a server, and for so
+often: what cannot be planned then never will be.
+"""
 
 StepObserver = Callable[[int, int, StepPlan, StepWork, Core], None]
 """Told of each step when it is committed: (launch ns, end ns, plan, work, scheduler)."""
@@ -138,7 +143,7 @@ class Replica:
         self._depth = depth
         self._in_flight: deque[_SimulatedStep] = deque()
         self._must_commit = False
-        self._undrained = 0
+        self._undrained = self._retries = 0
         self._device_free_ns = 0
         self._hash = blake2b(digest_size=16)
 
@@ -169,18 +174,23 @@ class Replica:
     def _plan(self, until: int, to_arrival: bool) -> bool:
         """One turn of planning; False if there is nothing to do before the next event. See `advance`."""
         plan = self.scheduler.plan(self.now)
-        if plan is not None and not self._launch_multi_step(plan, until, to_arrival):
-            self._launch(plan)
+        if plan is not None:
+            self._retries = 0
+            if not self._launch_multi_step(plan, until, to_arrival):
+                self._launch(plan)
         self._must_commit = bool(self._in_flight) and (plan is None or len(self._in_flight) == self._depth)
         return bool(self._in_flight)
 
     def _sleep(self, until: int) -> bool:
-        """Nothing can be planned: move on to the next time-out before `until`, if there is one."""
+        """Nothing can be planned: move on to when that is tried again before `until`, if it is."""
         if not self.scheduler.has_work:
             mismatch = self.scheduler.idle()
             if mismatch is not None:
                 raise RuntimeError(f"the scheduler's books do not balance: {mismatch}")
         wakeup = self.scheduler.wakeup_ns()
+        if wakeup is None and self.scheduler.has_work and self._retries < MOST_RETRIES:
+            self._retries += 1
+            wakeup = self.now + RETRY_NS
         if wakeup is None or not self.now < wakeup < until:
             return False
         self.now = wakeup

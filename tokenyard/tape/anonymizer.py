@@ -62,7 +62,7 @@ class Anonymizer:
         """An event as the tape shows it. Messages and what a stop string was never matter to a plan: they go."""
         match event:
             case Submit():
-                return Submit(self.request(event.request))
+                return replace(event, request=self.request(event.request))
             case Cancel():
                 return replace(event, message="")
             case StopFound():

@@ -75,11 +75,13 @@ class ChildTask(msgspec.Struct):
 class ChildReport(msgspec.Struct):
     """What a child process answers, as lines of JSON: that it is ready, or why it cannot be or go on.
 
-    wrong_settings: whether the failure is one of settings or files, which its text names.
+    wrong_settings: whether the failure is one of settings or files, which its text names. culprit: what code of the
+    user's own it is that does not come back, "" for none.
     """
 
     failure: str = ""
     wrong_settings: bool = False
+    culprit: str = ""
     info: ExecutorInfo | None = None
 
 

@@ -28,17 +28,20 @@ from tokenyard.engine.processes.messages import Call, FromScheduler, Reply, ToSc
 from tokenyard.engine.watch.grammars import GrammarCompiler
 from tokenyard.engine.watch.guards import STALL_NS, StallGuard
 from tokenyard.engine.watch.kv_events import KvEventPublisher
-from tokenyard.engine.watch.liveness import LoopState
+from tokenyard.engine.watch.liveness import PRIORITY_FUNCTION, LoopState
 from tokenyard.engine.watch.lookahead_client import LookaheadClient
 from tokenyard.engine.watch.priority_updates import PriorityUpdates
 from tokenyard.engine.watch.profile import StepProfile
 from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.tape.recorder import Core
 
 logger = logging.getLogger(__name__)
 
 COUNTERS_EVERY_NS = NS_PER_S // 4
 LONGEST_WAIT_NS = 60 * NS_PER_S
+FIRST_RETRY_NS, LONGEST_RETRY_NS = NS_PER_S // 10, NS_PER_S
+"""Where there is work and nothing can be planned, it is tried again after the first time, then after twice as long."""
 
 
 class Port(Protocol):
@@ -70,7 +73,8 @@ class Driver:
     """One scheduler, one executor and a port, with the verbs that an event loop is made of.
 
     A step that fails ends all open requests with an error; two failures in a row, or one that the device cannot
-    recover from, raise DeviceBrokenError. A policy of the user's own that stalls is replaced by fcfs.
+    recover from, raise DeviceBrokenError, and leave the requests to whatever comes in place of this process. A policy
+    of the user's own that stalls is replaced by fcfs.
     """
 
     def __init__(
@@ -101,7 +105,8 @@ class Driver:
         self._lookahead = lookahead
         self._kv_events = kv_events
         self._grammars = grammars
-        self._guard = StallGuard()
+        self._guard = StallGuard(state.enter)
+        self._retry_ns = FIRST_RETRY_NS
         self._policy_note = policy_note
         self._rank = rank
         self._profile: StepProfile | None = None
@@ -138,6 +143,8 @@ class Driver:
             plan = self._scheduler.plan(time.monotonic_ns())
         if self._guard.stalled:
             self._replace_policy()
+        if plan is not None:
+            self._retry_ns = FIRST_RETRY_NS
         return plan
 
     def while_device_runs(self) -> None:
@@ -146,7 +153,10 @@ class Driver:
         """
         now = time.monotonic_ns()
         if self._priority_updates is not None:
-            for update in self._priority_updates.poll(now):
+            self._state.enter(PRIORITY_FUNCTION)
+            updates = self._priority_updates.poll(now)
+            self._state.enter("host")
+            for update in updates:
                 self._scheduler.apply(update, now)
         if self._lookahead is not None and (event := self._lookahead.poll(now)) is not None:
             self._change_policy(event, now)
@@ -162,7 +172,7 @@ class Driver:
             self._fail(error, plan)
         self._state.enter("host")
         self._state.steps += 1
-        self._log.launched(plan, self._scheduler)
+        self._log.launched(plan, self._snapshot)
         self._refresh_counters()
         return step
 
@@ -205,7 +215,7 @@ class Driver:
         """Let the scheduler take in the result of a step."""
         with self._guard.watch():
             self._scheduler.commit(result, time.monotonic_ns())
-        self._log.committed(result, self._scheduler)
+        self._log.committed(result)
 
     def send(self) -> None:
         """Tell everything that happened since the last time."""
@@ -222,16 +232,27 @@ class Driver:
         if self._kv_events is not None:
             self._kv_events.publish(self._scheduler.kv_records())
 
-    def end_all(self, message: str) -> None:
-        """End every request with an error and tell so; for a process that is about to end."""
-        self._scheduler.apply(Cancel([], message, "failed"), time.monotonic_ns())
-        self.send()
-
     def _wait_ns(self) -> int:
+        """How long to wait for messages when nothing can be planned and nothing is in flight."""
         wakeup = self._scheduler.wakeup_ns()
-        if wakeup is None:
-            return LONGEST_WAIT_NS
-        return min(max(0, wakeup - time.monotonic_ns()), LONGEST_WAIT_NS)
+        wait_ns = LONGEST_WAIT_NS if wakeup is None else min(max(0, wakeup - time.monotonic_ns()), LONGEST_WAIT_NS)
+        if not self._scheduler.has_work:
+            return wait_ns
+        retry_ns = self._retry_ns
+        self._retry_ns = min(2 * retry_ns, LONGEST_RETRY_NS)
+        if retry_ns < LONGEST_RETRY_NS <= self._retry_ns:
+            self._note_standstill()
+        return min(wait_ns, retry_ns)
+
+    def _note_standstill(self) -> None:
+        """Log that there is work and none of it can be done, unless that is what was asked for."""
+        state = self._snapshot()
+        if not state.paused:
+            logger.warning(
+                "no step can be planned although %d requests wait; unless they are paused, this is a defect of the "
+                "policy %s; trying again every %g s",
+                *(state.waiting, state.policy, LONGEST_RETRY_NS / NS_PER_S),
+            )
 
     def _check_idle(self) -> None:
         """Let the scheduler check its books when nothing is left to do."""
@@ -279,9 +300,14 @@ class Driver:
         profile, self._profile = self._profile, None
         return None if profile is None else profile.stop()
 
+    def _snapshot(self) -> Snapshot:
+        """The state of the scheduler; its policy is asked for what it measures."""
+        with self._guard.watch():
+            return self._scheduler.snapshot(time.monotonic_ns())
+
     def _counters(self, now: int) -> dict[str, Any]:
         """The scheduler's snapshot, and what the guards out here have to say."""
-        counters = asdict(self._scheduler.snapshot(now))
+        counters = asdict(self._snapshot())
         counters["policy_note"] = self._policy_note or counters["policy_note"]
         counters["priority_function"] = self._priority_updates.describe() if self._priority_updates is not None else ""
         counters["adaptive"] = self._lookahead.describe(now) if self._lookahead is not None else {}
@@ -307,15 +333,14 @@ class Driver:
 
     def _look_at_policy(self) -> None:
         """Watch over the policy if it is the user's own, and log a note on it."""
-        state = self._scheduler.snapshot(time.monotonic_ns())
+        state = self._snapshot()
         self._guard.begin(state.policy)
         if note := self._policy_note or state.policy_note:
             logger.warning("%s", note)
 
     def _replace_policy(self) -> None:
-        now = time.monotonic_ns()
-        stalled = self._scheduler.snapshot(now).policy
-        self._set_policy(SetPolicy("fcfs"), now)
+        stalled = self._snapshot().policy
+        self._set_policy(SetPolicy("fcfs"), time.monotonic_ns())
         limit_ms = STALL_NS * 1000 // NS_PER_S
         self._policy_note = f"{stalled} took longer than {limit_ms} ms for a step again and again: using fcfs"
         logger.error("%s", self._policy_note)
@@ -340,19 +365,21 @@ class Driver:
                 self._refused += [Finish(number, "abort", message=str(error), cause=cause) for number in numbers]
 
     def _fail(self, error: Exception, plan: StepPlan) -> None:
-        """End all requests because a step failed; plans in step commit empty, so that their pages come back."""
+        """End all requests because a step failed; plans in flight commit empty, so that their pages come back.
+
+        Raises DeviceBrokenError, and ends none, if the device is of no use any more.
+        """
         logger.error("step %d failed: %s: %s", plan.step, type(error).__name__, error, exc_info=error)
         self._failures += 1
         message = f"the model step failed: {error}"
+        if self._failures > 1 or "CUDA error" in str(error):
+            raise DeviceBrokenError(message) from error
         now = time.monotonic_ns()
         self._scheduler.apply(Cancel([], message, "failed"), now)
         while self._launched:
             step = self._launched.popleft()
             step.lost = True
             self._scheduler.commit(empty_result(step.plan), now)
-        if self._failures > 1 or "CUDA error" in str(error):
-            self.send()
-            raise DeviceBrokenError(message) from error
 
     def _refresh_counters(self) -> None:
         now = time.monotonic_ns()

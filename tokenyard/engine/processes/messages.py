@@ -34,9 +34,9 @@ class Reply(msgspec.Struct):
 class Heartbeat(msgspec.Struct):
     """Sign of life of a scheduler process, sent about every half second by a thread of its own.
 
-    `doing` is "idle" (waiting for messages), "step" (waiting for the device) or "host" (everything else); `doing_ns`
-    says for how long, so that a loop that hangs on the host shows as a growing "host". `counters` are the scheduler's,
-    as they were a moment ago.
+    `doing` is "idle" (waiting for messages), "step" (waiting for the device), "policy" or "priority function" (running
+    the user's own) or "host" (everything else); `doing_ns` says for how long, so that a loop that hangs on the host
+    shows as a growing "host". `counters` are the scheduler's, as they were a moment ago.
     """
 
     sent_ns: int

@@ -21,7 +21,7 @@ from tokenyard.engine.processes.child import (
     yield_cores,
 )
 from tokenyard.engine.processes.config import ChildReport, ChildTask, EngineConfig
-from tokenyard.engine.processes.driver import DeviceBrokenError, Driver
+from tokenyard.engine.processes.driver import Driver
 from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.processes.ipc import (
     FROM_SCHEDULER,
@@ -158,11 +158,6 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     heartbeat.start()
     try:
         (event_loop_overlap if config.overlaps(executor.info) else event_loop_normal)(driver)
-    except DeviceBrokenError:
-        raise
-    except Exception as error:
-        _end_all(driver, f"the scheduler failed: {error}")
-        raise
     finally:
         heartbeat.close()
         grammars.close()
@@ -173,14 +168,6 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         if kv_events is not None:
             kv_events.close()
         context.destroy(linger=200)
-
-
-def _end_all(driver: Driver, message: str) -> None:
-    """Tell every open request why; a scheduler too broken even for that leaves it to the supervisor."""
-    try:
-        driver.end_all(message)
-    except Exception:
-        logger.exception("could not end the open requests")
 
 
 if __name__ == "__main__":

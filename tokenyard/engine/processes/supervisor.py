@@ -39,8 +39,10 @@ class Listener(Protocol):
     def rank_ready(self, rank: int, source: int) -> None:
         """The scheduler of a rank runs again, as process number `source`."""
 
-    def rank_lost(self, source: int, reason: str) -> None:
-        """A scheduler process has ended; it is started again if that is possible."""
+    def rank_lost(self, source: int, reason: str, *, distrust: bool) -> None:
+        """A scheduler process has ended; it is started again if that is possible, without code of the user's own if
+        that is to be distrusted.
+        """
 
     def engine_died(self, reason: str) -> None:
         """The engine cannot go on."""
@@ -50,7 +52,8 @@ class Listener(Protocol):
 class Child:
     """A child process and the pipe on which it reports that it is ready or why it ends.
 
-    rank, source: of a scheduler, as in `ChildTask`. silent: why it was ended from here, "" if it was not.
+    rank, source: of a scheduler, as in `ChildTask`. silent: why it was ended from here, "" if it was not. culprit: as
+    in its last report.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Child:
     rank: int = 0
     source: int = 0
     silent: str = ""
+    culprit: str = ""
 
     def kill(self) -> None:
         """End it at once."""
@@ -83,7 +87,9 @@ class Child:
         if self.silent:
             return self.silent
         if last_words:
-            return f"the {self.name} failed: {decode_report(last_words).failure}"
+            report = decode_report(last_words)
+            self.culprit = report.culprit
+            return f"the {self.name} failed: {report.failure}"
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return f"the {self.name} {how}"
 
@@ -92,8 +98,9 @@ class Supervisor:
     """The scheduler processes, one per rank, and the detokenizer process of one engine.
 
     Each child's standard input stays open; a word on it asks the child to end, and its end tells that we are gone. A
-    scheduler that ends unasked is started again a few times, with fcfs where its policy is the user's own. The engine
-    dies with the last rank, or with the detokenizer.
+    scheduler that ends unasked is started again a few times. Code of the user's own is left out then if it did not come
+    back, or if it is the second end in a short time: fcfs stands in for a policy. The engine dies with the last rank,
+    or with the detokenizer.
     """
 
     def __init__(self, config: EngineConfig, sockets: SocketDirectory) -> None:
@@ -201,18 +208,21 @@ class Supervisor:
         """Wait for the end of a rank's scheduler and start it again, until all tries are used up."""
         assert self._listener is not None
         config, note, clock = self._config, "", asyncio.get_running_loop().time
-        tries = iter(RESTART_PAUSES_S)
+        tries, ends = iter(RESTART_PAUSES_S), 0
         while True:
             began_s = clock()
             reason = await child.end()
             del self._children[child.source]
             if self._stopping:
                 return
-            self._listener.rank_lost(child.source, reason)
             if clock() - began_s > STABLE_S:
-                tries = iter(RESTART_PAUSES_S)
-            if ":" in config.scheduler.schedule_policy:
-                config, note = without_user_policy(config), _policy_note(config, reason)
+                tries, ends = iter(RESTART_PAUSES_S), 0
+            ends += 1
+            distrust = bool(child.culprit) or ends > 1
+            self._listener.rank_lost(child.source, reason, distrust=distrust)
+            if distrust and has_user_code(config):
+                note = f"no policy or function of the user's own, as that may be why {reason}"
+                config = without_user_code(config)
             started = await self._start_again(child.rank, reason, tries, config, note)
             if started is None:
                 return
@@ -253,10 +263,14 @@ class Supervisor:
             self._listener.engine_died(reason)
 
 
-def without_user_policy(config: EngineConfig) -> EngineConfig:
-    """The same settings with fcfs as the policy."""
-    return replace(config, scheduler=replace(config.scheduler, schedule_policy="fcfs", policy_options={}))
+def has_user_code(config: EngineConfig) -> bool:
+    """Whether the policy or the priority function is the user's own."""
+    return ":" in config.scheduler.schedule_policy or bool(config.priority_function)
 
 
-def _policy_note(config: EngineConfig, reason: str) -> str:
-    return f"using fcfs, as {config.scheduler.schedule_policy} may be why {reason}"
+def without_user_code(config: EngineConfig) -> EngineConfig:
+    """The same settings without a priority function, and with fcfs instead of a policy of the user's own."""
+    scheduler = config.scheduler
+    if ":" in scheduler.schedule_policy:
+        scheduler = replace(scheduler, schedule_policy="fcfs", policy_options={})
+    return replace(config, scheduler=scheduler, priority_function="")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 
 from tokenyard.base import NS_PER_S
+from tokenyard.engine.watch.liveness import POLICY
 from tokenyard.policy.user_policy import ASKS
 
 MOST_MISTAKES = 3
@@ -24,8 +25,8 @@ RING_AGAIN_S = 0.05
 Clock = Callable[[], int]
 
 
-class StalledError(Exception):
-    """Raised inside code of the user's that does not come back."""
+class StalledError(BaseException):
+    """Raised inside code of the user's that does not come back. No Exception, as such code may catch those itself."""
 
 
 @contextmanager
@@ -82,9 +83,14 @@ class Mistakes:
 
 
 class StallGuard:
-    """Measures how long the scheduler takes under a policy of the user's own, and breaks off what never ends."""
+    """Measures how long the scheduler takes under a policy of the user's own, and breaks off what never ends.
 
-    def __init__(self, clock: Clock = time.monotonic_ns) -> None:
+    `enter` is told when such a call begins ("policy") and ends ("host"): the watchdog ends the process where the policy
+    catches what is to break it off.
+    """
+
+    def __init__(self, enter: Callable[[str], None] = lambda doing: None, clock: Clock = time.monotonic_ns) -> None:
+        self._enter = enter
         self._clock = clock
         self._watched = False
         self._mistakes = Mistakes()
@@ -103,6 +109,10 @@ class StallGuard:
             yield
             return
         begin_ns = self._clock()
-        with broken_off(inside=ASKS):
-            yield
+        self._enter(POLICY)
+        try:
+            with broken_off(inside=ASKS):
+                yield
+        finally:
+            self._enter("host")
         self.stalled |= self._mistakes.count(self._clock() - begin_ns > STALL_NS)

@@ -9,6 +9,9 @@ from tokenyard.base import NS_PER_S
 from tokenyard.engine.processes.messages import Heartbeat
 
 BEAT_EVERY_S = 0.5
+POLICY, PRIORITY_FUNCTION = "policy", "priority function"
+USER_CODE = (POLICY, PRIORITY_FUNCTION)
+"""What the loop does while code of the user's own runs."""
 
 
 class LoopState:
@@ -20,7 +23,9 @@ class LoopState:
         self._doing: tuple[str, int] = ("host", time.monotonic_ns())
 
     def enter(self, doing: str) -> None:
-        """Note that the loop now waits for messages ("idle"), for the device ("step") or works itself ("host")."""
+        """Note that the loop now waits for messages ("idle"), for the device ("step"), for code of the user's own (one
+        of `USER_CODE`) or works itself ("host").
+        """
         self._doing = (doing, time.monotonic_ns())
 
     def beat(self, now_ns: int) -> Heartbeat:
@@ -62,8 +67,8 @@ class HeartbeatThread:
 def heartbeat_age_s(beat: Heartbeat, now_ns: int) -> float:
     """Return the seconds since the scheduler's loop was known to be well.
 
-    A loop that waits for messages or for the device is well as of its heartbeat; one that works on the host is well
+    A loop that waits for messages or for the device is well as of its heartbeat; one that does anything else is well
     as of the moment it began to.
     """
-    hung_ns = beat.doing_ns if beat.doing == "host" else 0
+    hung_ns = 0 if beat.doing in ("idle", "step") else beat.doing_ns
     return (now_ns - beat.sent_ns + hung_ns) / NS_PER_S

@@ -94,7 +94,7 @@ class PriorityUpdates:
         try:
             with broken_off():
                 boost = to_boost(self._function(request, system))
-        except Exception as error:
+        except BaseException as error:
             mistake, stalled = f"failed: {error!r}", isinstance(error, StalledError)
         took_ns = self._clock() - begin_ns
         if not mistake and took_ns > BUDGET_NS:

@@ -2,11 +2,12 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from tokenyard.base import StepPlan, StepResult
-from tokenyard.tape.recorder import Core
+from tokenyard.scheduler.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -20,22 +21,21 @@ class StepLog:
         self._generated = 0
         self._prefill_since = self._decode_since = time.monotonic()
 
-    def launched(self, plan: StepPlan, scheduler: Core) -> None:
-        """Write about a step that has just begun."""
+    def launched(self, plan: StepPlan, snapshot: Callable[[], Snapshot]) -> None:
+        """Write about a step that has just begun; `snapshot` gives the scheduler's state."""
         if plan.decode_rows == len(plan.pool_rows):
             self._decode_steps += 1
             if self._decode_interval and self._decode_steps % self._decode_interval == 0:
-                self._decode_line(scheduler)
+                self._decode_line(snapshot())
         elif self._decode_interval and logger.isEnabledFor(logging.INFO):
-            self._prefill_line(plan, scheduler)
+            self._prefill_line(plan, snapshot())
 
-    def committed(self, result: StepResult, scheduler: Core) -> None:
+    def committed(self, result: StepResult) -> None:
         """Count the tokens of a step that has ended."""
         self._generated += int(np.count_nonzero(result.tokens >= 0))
 
-    def _prefill_line(self, plan: StepPlan, scheduler: Core) -> None:
+    def _prefill_line(self, plan: StepPlan, state: Snapshot) -> None:
         now = time.monotonic()
-        state = scheduler.snapshot(time.monotonic_ns())
         new_rows = [start.pool_row for start in plan.row_starts]
         chunks = slice(plan.decode_rows, None)
         new_tokens = int(plan.counts[chunks].sum())
@@ -53,9 +53,8 @@ class StepLog:
         )
         self._prefill_since = now
 
-    def _decode_line(self, scheduler: Core) -> None:
+    def _decode_line(self, state: Snapshot) -> None:
         now = time.monotonic()
-        state = scheduler.snapshot(time.monotonic_ns())
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: False, "
             "gen throughput (token/s): %.2f, #queue-req: %d",

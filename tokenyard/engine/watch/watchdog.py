@@ -10,18 +10,22 @@ from collections.abc import Callable
 from tokenyard.base import NS_PER_S
 from tokenyard.engine.processes.config import ChildReport
 from tokenyard.engine.processes.messages import Heartbeat
+from tokenyard.engine.watch.liveness import USER_CODE
 from tokenyard.tape.recorder import Core
 
 logger = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 1.0
+USER_CODE_TIMEOUT_NS = 10 * NS_PER_S
+"""For code of the user's own, which has been broken off many times by then and goes on all the same."""
 
 
 class Watchdog:
-    """Judges heartbeats: a device step or a piece of the loop's own work that takes longer than `timeout_s` is stuck.
+    """Judges heartbeats: a device step or a piece of the loop's own work that takes longer than `timeout_s` is stuck,
+    as is a policy or priority function of the user's own that takes longer than 10 s.
 
     Then the stacks of all threads and the state of the queue go to the log, `save` has a moment to keep what it can,
-    `report` tells the parent, and the process ends. A `timeout_s` of 0 switches it off.
+    `report` tells the parent, and the process ends. A `timeout_s` of 0 switches it off but for code of the user's own.
     """
 
     def __init__(
@@ -34,21 +38,28 @@ class Watchdog:
 
     def check(self, beat: Heartbeat) -> None:
         """End the process if this heartbeat says that the loop is stuck. For the heartbeat's thread."""
-        if self._timeout_ns and beat.doing != "idle" and beat.doing_ns > self._timeout_ns:
+        timeout_ns = USER_CODE_TIMEOUT_NS if beat.doing in USER_CODE else self._timeout_ns
+        if timeout_ns and beat.doing != "idle" and beat.doing_ns > timeout_ns:
             self._end(beat)
 
     def _end(self, beat: Heartbeat) -> None:
         where = "the device's work on a step" if beat.doing == "step" else "the event loop's own work"
+        culprit = beat.doing if beat.doing in USER_CODE else ""
+        if culprit:
+            where = f"the user's own {culprit}"
         reason = f"{where} has not ended for {beat.doing_ns / NS_PER_S:.0f} s, after {beat.steps} steps"
         logger.critical("%s (see --watchdog-timeout-s); the stacks of all threads follow", reason)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        logger.critical("the queue: %s", self._queue(beat.sent_ns))
-        # What hangs may be the very file that is to be saved, so this must not be waited for.
-        saving = threading.Thread(target=self._save, daemon=True)
+        # What hangs may be the very file that is to be saved, or a policy that is asked here, so this may hang too.
+        saving = threading.Thread(target=self._leave_traces, args=(beat.sent_ns,), daemon=True)
         saving.start()
         saving.join(SAVE_TIMEOUT_S)
-        self._report(ChildReport(failure=reason))
+        self._report(ChildReport(failure=reason, culprit=culprit))
         os._exit(1)
+
+    def _leave_traces(self, now: int) -> None:
+        self._save()
+        logger.critical("the queue: %s", self._queue(now))
 
     def _queue(self, now: int) -> str:
         """The state of the queue in words; the loop stands still, so it may be read from here."""

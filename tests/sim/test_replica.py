@@ -1,0 +1,42 @@
+"""One engine in virtual time: what it does where there is work and none of it can be planned."""
+
+from types import SimpleNamespace
+
+from tokenyard.base import NS_PER_S
+from tokenyard.sim.replica import MOST_RETRIES, NEVER_NS, Replica
+
+
+class Stuck:
+    """A scheduler with work that it cannot plan, until some time."""
+
+    has_work = True
+
+    def __init__(self, until_ns):
+        self.until_ns, self.asked = until_ns, []
+
+    def plan(self, now):
+        self.asked.append(now)
+        self.has_work = now < self.until_ns
+
+    def wakeup_ns(self):
+        return None
+
+    def idle(self):
+        return None
+
+    def drain(self):
+        return SimpleNamespace(finished=[])
+
+
+def test_it_is_tried_again_as_in_a_server():
+    scheduler = Stuck(5 * NS_PER_S)
+    replica = Replica(scheduler, None, lambda finish: None)
+    replica.advance(NEVER_NS)
+    assert scheduler.asked == [second * NS_PER_S for second in range(6)]
+
+
+def test_what_never_can_be_planned_does_not_keep_the_simulator_for_ever():
+    scheduler = Stuck(NEVER_NS)
+    replica = Replica(scheduler, None, lambda finish: None)
+    replica.advance(NEVER_NS)
+    assert len(scheduler.asked) == MOST_RETRIES + 1
