@@ -249,8 +249,8 @@ class Driver:
         state = self._snapshot()
         if not state.paused:
             logger.warning(
-                "no step can be planned although %d requests wait; unless they are paused, this is a defect of the "
-                "policy %s; trying again every %g s",
+                "no step can be planned although %d requests wait; unless they are paused or wait for a grammar, this "
+                "is a defect of the policy %s; trying again every %g s",
                 *(state.waiting, state.policy, LONGEST_RETRY_NS / NS_PER_S),
             )
 
