@@ -91,3 +91,8 @@ def test_help_needs_no_heavy_import():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(capsys):
+    assert main(["doctor", "--served-model-name", "[/x]", *MOCK]) == 0
+    assert "[/x]" in capsys.readouterr().out

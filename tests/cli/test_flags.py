@@ -95,7 +95,7 @@ def test_targets_of_service_classes_stand_in_the_config_file(tmp_path):
     file.write_text("slo-classes: {interactive: {ttft_ms: 500, tpot_ms: 30}, flex: {ttft_ms: 60000}}\n")
     chosen = settings("--config", str(file)).settings.slo_classes
     assert (chosen["interactive"].tpot_ms, chosen["flex"].ttft_ms, chosen["flex"].tpot_ms) == (30.0, 60000.0, None)
-    with pytest.raises(ConfigError, match="it has no flag: set slo-classes in the file of --config"):
+    with pytest.raises(ConfigError, match="it has no flag: set slo-classes in the --config file"):
         settings("--slo-classes", str(file))
 
 
@@ -128,7 +128,7 @@ def test_a_key_in_a_wrong_place_is_not_told(tmp_path):
         ("port: x", "whole number"),
         ("- a", "name: value"),
         ("a: [", "cannot be read"),
-        ("slo-classes: {a: {ttft: 5}}", "a has no setting 'ttft'; there are ttft_ms, tpot_ms"),
+        ("slo-classes: {a: {ttft: 5}}", "a has no setting 'ttft'; it has ttft_ms, tpot_ms"),
         ("slo-classes: {a: {ttft_ms: -1}}", "a: ttft_ms is -1"),
         ("slo-classes: {a: {ttft_ms: soon}}", "slo-classes"),
         ("slo-classes: fast", "slo-classes"),
@@ -172,12 +172,12 @@ def test_flags_and_their_aliases(argv, name, value):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--port", "x"], "--port: 'x' is no whole number"),
+        (["--port", "x"], "--port: 'x' is not a whole number"),
         (["--dtype", "int3"], "choose from auto, float32"),
         (["--policy-options", "x"], "name=value"),
         (["--metrics-compat", "sglang,x"], "choose from sglang, vllm"),
         (["--max-runing-requests", "1"], "did you mean --max-running-requests"),
-        (["--schedule-conservativeness", "nan"], "no number"),
+        (["--schedule-conservativeness", "nan"], "not a number"),
         (["--api-key", ""], "--api-key is empty"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size; one device runs the whole model"),
         (["--enable-metrics"], "leave it out: metrics are always there"),

@@ -43,7 +43,7 @@ def test_a_difference_is_shown_and_is_a_failure(tape, tmp_path, capsys):
     (tmp_path / "b.tape").write_bytes(data)
     status, out, _ = run(capsys, tmp_path / "b.tape", "--to-trace", tmp_path / "t.jsonl")
     assert status == 1
-    assert "the first difference is record" in out
+    assert "the first difference is at record" in out
     assert "tape: step" in out
     assert not (tmp_path / "t.jsonl").exists()
 
@@ -76,8 +76,8 @@ def test_other_settings_and_devices_are_simulated_beside_what_happened(tape, tmp
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["--port", "5"], "--port changes nothing"),
-        (["--config", "x.yaml"], "not by --config"),
+        (["--port", "5"], "--port does not change"),
+        (["--config", "x.yaml"], "not in a --config file"),
         (["--schedule-policy", "fcsf"], "no schedule policy"),
         (["--profile", "abacus/llama"], "no cost profile"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size"),
@@ -94,7 +94,7 @@ def test_wrong_arguments_are_one_clear_line(tape, capsys, argv, complaint):
     ("argv", "complaint"),
     [
         (["--json", "n.json"], "give scheduler flags or --profile"),
-        (["--to-trace", "absent/t.jsonl"], "lies in a folder that does not exist"),
+        (["--to-trace", "absent/t.jsonl"], "is in a folder that does not exist"),
         (["--profile", "cpu/demo", "--json", "."], "is a folder"),
     ],
 )

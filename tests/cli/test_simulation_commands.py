@@ -149,7 +149,7 @@ def test_a_profile_file_takes_the_place_of_device_and_model(tmp_path):
         ([*SMALL, "--slo-tpot-ms", "0"], "^--slo-tpot-ms|^SLO targets"),
         ([*SMALL, "--schedule-policy", "fcsf"], "no schedule policy"),
         ([*SMALL, "--chunked-prefill-size", "7"], "--chunked-prefill-size"),
-        ([*SMALL, "--json", "nowhere/o.json"], "--json nowhere/o.json lies in a folder"),
+        ([*SMALL, "--json", "nowhere/o.json"], "--json nowhere/o.json is in a folder"),
         ([*SMALL, "--report", "/"], "--report / is a folder"),
         ([*SMALL, "--json", "o", "--report", "./o"], "another file of this run"),
         (["--trace", "t.jsonl", "--tape", "t.jsonl"], "another file of this run"),

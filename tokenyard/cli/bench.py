@@ -1,4 +1,4 @@
-"""`tokenyard bench serve`: load a running server and print what came of it."""
+"""`tokenyard bench serve`: load a running server and print the results."""
 
 import argparse
 import asyncio
@@ -32,7 +32,7 @@ def bench(namespace: argparse.Namespace) -> int:
 
 
 async def bench_serve(args: argparse.Namespace) -> int:
-    """Load a server and print the table. Raises ConfigError for arguments that cannot work, or if none is there."""
+    """Load a server and print the table. Raises ConfigError for wrong arguments, or if the server does not answer."""
     targets = Targets.parse(args.goodput)
     _check_counts(args)
     base_url = args.base_url or f"http://{args.host}:{args.port}"
@@ -80,7 +80,7 @@ def _headers(words: list[str]) -> dict[str, str]:
     pairs = [word.partition(":") for word in words]
     for name, colon, _ in pairs:
         if not colon or not name.strip():
-            raise ConfigError(f"--header {name!r} is no 'NAME: VALUE'")
+            raise ConfigError(f"--header {name!r} is not of the form 'NAME: VALUE'")
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
@@ -113,10 +113,10 @@ async def _tokenizer(target: Target, path: str | None) -> Tokenizer | None:
 
 
 async def _warm_up(target: Target, backend: Backend, prompts: list[Prompt], *, flush: bool) -> None:
-    """Wait for some answers. Raises ConfigError if one fails: then nothing that follows can be right."""
+    """Wait for the warm-up answers. Raises ConfigError if one fails, as the measurement would fail too."""
     for answer in await asyncio.gather(*(target.stream(backend, prompt) for prompt in prompts)):
         if answer.error:
-            raise ConfigError(f"the warm-up request failed: {answer.error}; drop it by --warmup-requests 0")
+            raise ConfigError(f"the warm-up request failed: {answer.error}; --warmup-requests 0 skips it")
     if flush:
         await target.flush_cache()
 

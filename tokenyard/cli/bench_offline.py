@@ -15,7 +15,7 @@ from tokenyard.offline import LLM
 
 
 def bench_offline(args: argparse.Namespace) -> int:
-    """Measurement all prompts at once with an engine in this process, and print the table."""
+    """Answer all prompts at once with an engine in this process, and print the table."""
     settings = resolve(vars(args)).settings
     set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
     with LLM.from_settings(settings) as llm:

@@ -27,12 +27,16 @@ POOR_ERROR = 0.2
 
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `tokenyard calibrate` that are no settings."""
+    """The arguments of `tokenyard calibrate` that are not settings."""
     parser.add_argument("model", nargs="?", default=None, help="folder of the model; the demo model if absent")
-    parser.add_argument("--output", type=Path, default=Path("profile.json"), metavar="FILE", help="[profile.json]")
-    parser.add_argument("--device-name", default="", metavar="NAME", help="of the profile; the device's own if absent")
     parser.add_argument(
-        "--seconds", type=float, default=75.0, metavar="S", help="begin no further step after this time [75]"
+        "--output", type=Path, default=Path("profile.json"), metavar="FILE", help="file for the profile [profile.json]"
+    )
+    parser.add_argument(
+        "--device-name", default="", metavar="NAME", help="name of the device in the profile; its own if absent"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=75.0, metavar="S", help="start no further step after this many seconds [75]"
     )
 
 

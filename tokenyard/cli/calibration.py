@@ -1,4 +1,4 @@
-"""Steps to measure a device with, and plans that make an executor do them without a scheduler."""
+"""The steps that a calibration measures, and plans that make an executor run them without a scheduler."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +15,11 @@ DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = (16, 128, 512, 2048, 8192)
 MIXED_ROWS, MIXED_CHUNKS = (8, 64), (64, 512)
 MOST_KV_TOKENS = 1 << 19
-"""Attention gathers what a step reads; more than this might not fit beside a pool that takes the rest of the memory."""
+"""Attention gathers the KV that a step reads; more might not fit beside a pool that takes the rest of the memory."""
 
 REPEATS = 5
 POINT_S = 1.0
-"""A step that takes long is measured less often, but at least twice."""
+"""A slow step is measured fewer times, but at least twice."""
 
 Measured = tuple[StepWork, float]
 """A step's work and the seconds it took."""
@@ -39,7 +39,7 @@ class Point:
 
     @property
     def size(self) -> float:
-        """Roughly how much work it is, to begin with the quick ones."""
+        """Roughly how much work it is, so that the quick steps come first."""
         return self.rows * (1 + self.context * CONTEXT_WEIGHT) + self.chunk * (1 + self.prefix * PREFIX_WEIGHT)
 
 

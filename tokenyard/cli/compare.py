@@ -38,11 +38,11 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting_names(parser)
     add_run_arguments(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers of all settings")
-    group.add_argument("--report", type=Path, metavar="OUT", help="write one page with all settings")
+    group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers of all settings as JSON")
+    group.add_argument("--report", type=Path, metavar="OUT", help="write one HTML page with all settings")
     add_oracle_argument(group)
-    group.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes at once [all cores]")
-    group.add_argument("--quiet", action="store_true", help="no progress bar and no table")
+    group.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes at a time [all cores]")
+    group.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
 
 
 def run_compare(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`tokenyard doctor`: what this machine has, what is installed, and what a server with these flags would choose."""
+"""`tokenyard doctor`: the machine, the packages installed, and what a server with these flags would choose."""
 
 import argparse
 import importlib.metadata
@@ -124,7 +124,7 @@ def native_kernels() -> str:
 
 
 def packages() -> dict[str, str | None]:
-    """Versions of what matters; null for what is not installed."""
+    """Versions of the packages that matter; null for one that is not installed."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -150,7 +150,7 @@ def find_problems(settings: Settings, report: dict[str, Any]) -> list[str]:
     if chosen.executor == "torch" and report["device"]["torch"] is None:
         problems.append("the executor torch needs the package torch: pip install 'tokenyard[torch]'")
     if chosen.device == "cuda" and not report["device"].get("cuda_devices"):
-        problems.append("--device cuda, but torch sees no CUDA device")
+        problems.append("--device is cuda, but torch sees no CUDA device")
     folder = Path(chosen.model_path).expanduser()
     if not folder.exists() and is_path(chosen.model_path):
         problems.append(f"there is no model folder {chosen.model_path!r}")
@@ -168,11 +168,11 @@ def _print_report(report: dict[str, Any]) -> None:
     for title in ("machine", "device", "packages"):
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
         for name, value in report[title].items():
-            table.add_row(name.replace("_", " "), _shown(value))
+            table.add_row(name.replace("_", " "), escape(_shown(value)))
         console.print(table)
     table = Table("setting", "value", "from", title="settings that are not defaults", title_justify="left", box=None)
     for name, entry in report["settings"].items():
-        table.add_row(name, _shown(entry["value"]), entry["from"])
+        table.add_row(name, escape(_shown(entry["value"])), escape(entry["from"]))
     console.print(table if report["settings"] else f"all {len(fields(Settings))} settings are defaults")
     for problem in report["problems"]:
         console.print(f"[red]problem:[/red] {escape(problem)}")
@@ -181,7 +181,7 @@ def _print_report(report: dict[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value for people."""
+    """A value as text for the table."""
     if value is None:
         return "-"
     return ", ".join(str(item) for item in value) or "-" if isinstance(value, list) else str(value)

@@ -10,19 +10,20 @@ from http.client import HTTPException
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tokenyard.base import TokenyardError
 
 TIMEOUT_S = 35.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Past any proxy of the environment, as `tokenyard bench` goes: it would look for 127.0.0.1 on its own machine."""
+"""Ignores the proxy of the environment, as `tokenyard bench` does: a proxy looks for 127.0.0.1 on its own machine."""
 
 KEY_VARIABLES = ("TOKENYARD_ADMIN_API_KEY", "TOKENYARD_API_KEY")
 
 
 def explain(namespace: argparse.Namespace) -> int:
-    """Print the explanation of one request, as a table for each of its answers or as JSON."""
+    """Print how one request spent its time, as a table for each of its answers or as JSON."""
     found = fetch(namespace.url, namespace.id, namespace.key)
     if namespace.json:
         print(json.dumps(found, indent=2))
@@ -30,7 +31,7 @@ def explain(namespace: argparse.Namespace) -> int:
     console = Console(highlight=False)
     for answer in found["answers"]:
         console.print(answer_table(found["id"], answer))
-        console.print(f"  {answer['summary']}\n")
+        console.print(f"  {escape(answer['summary'])}\n")
     return 0
 
 
@@ -49,7 +50,7 @@ def fetch(url: str, request_id: str, key: str | None) -> dict[str, Any]:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """What the server said, or its status where that was nothing of ours."""
+    """The server's message, or the status where the body is not one of our errors."""
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -58,25 +59,26 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 def answer_table(request_id: str, answer: dict[str, Any]) -> Table:
     """One answer as a table of stages and of what got in the way."""
-    table = Table(title=f"{request_id}: {answer['finish_reason'] or answer['state']}", title_justify="left", box=None)
-    table.add_column("where")
-    table.add_column("how much", justify="right")
+    title = escape(f"{request_id}: {answer['finish_reason'] or answer['state']}")
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("stage")
+    table.add_column("value", justify="right")
     for stage, time_ms in answer["stages_ms"].items():
         table.add_row(stage, f"{time_ms:.1f} ms")
     behind, lost = answer["waited_behind"], answer["lost_its_place"]
     rows = {
-        "prompt tokens, from the cache": f"{answer['prompt_tokens']}, {answer['cached_tokens']}",
+        "prompt tokens, of these from the cache": f"{answer['prompt_tokens']}, {answer['cached_tokens']}",
         "prefill chunks": answer["prefill_chunks"],
-        "lost its place: preempted, out of pages, paused": "{preempted}, {out_of_pages}, {paused}".format(**lost),
+        "interrupted: preempted, out of pages, paused": "{preempted}, {out_of_pages}, {paused}".format(**lost),
         "tokens computed again": lost["recomputed_tokens"],
-        "ahead at arrival: with a place, waiting": f"{behind['admitted_at_arrival']}, {behind['waiting_at_arrival']}",
-        "earlier ones that started first": _starts(behind["earlier"]),
-        "later ones that overtook": _starts(behind["later"]),
+        "ahead at arrival: running, waiting": f"{behind['admitted_at_arrival']}, {behind['waiting_at_arrival']}",
+        "earlier arrivals that started first": _starts(behind["earlier"]),
+        "later arrivals that overtook it": _starts(behind["later"]),
         "policy": behind["policy"],
-        "what may overtake under it": behind["overtaking"],
+        "what may overtake under this policy": behind["overtaking"],
     }
     for name, value in rows.items():
-        table.add_row(name, str(value))
+        table.add_row(name, escape(str(value)))
     return table
 
 

@@ -29,19 +29,19 @@ ENV_PREFIX = "TOKENYARD_"
 FOREIGN_FLAGS = {
     "one device runs the whole model": "tp-size tp pp-size dp-size dp ep-size enable-dp-attention tensor-parallel-size "
     "pipeline-parallel-size data-parallel-size enable-expert-parallel nnodes node-rank dist-init-addr use-ray",
-    "weights and KV are kept in --dtype": "quantization kv-cache-dtype",
-    "models run by this package's own code alone": "trust-remote-code sampling-backend",
+    "weights and KV are stored in --dtype": "quantization kv-cache-dtype",
+    "models run with this package's own code only": "trust-remote-code sampling-backend",
     "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",
     "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",
     "there is no speculative decoding": "speculative-algorithm speculative-config speculative-num-steps",
     "prefill and decode run in one engine": "disaggregation-mode disaggregation-transfer-backend kv-transfer-config",
     "there are no CUDA graphs to switch off": "disable-cuda-graph cuda-graph-max-bs enforce-eager compilation-config",
     "leave it out: metrics are always there": "enable-metrics disable-log-stats",
-    "leave it out: answers always tell of cached tokens": "enable-cache-report enable-prompt-tokens-details",
+    "leave it out: answers always report cached tokens": "enable-cache-report enable-prompt-tokens-details",
     "leave it out: prefill is always in chunks": "enable-chunked-prefill",
     "leave it out: requests are not logged": "disable-log-requests no-enable-log-requests",
 }
-"""Flags of SGLang and vLLM that are not here, by the reason."""
+"""Flags of SGLang and vLLM that do not exist here, by the reason."""
 _MULTIPLIERS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -50,10 +50,10 @@ def parse_count(text: str) -> int:
     """An integer like 8192, 8k (8000), 8K (8192), 1m or 1M. Raises ValueError for anything else."""
     match = re.fullmatch(r"(-?\d[\d_]*(?:\.\d+)?)([kKmMgG]?)", text.strip())
     if not match:
-        raise ValueError(f"{text!r} is no whole number; write it like 8192, 8k (8000) or 8K (8192)")
+        raise ValueError(f"{text!r} is not a whole number; write it like 8192, 8k (8000) or 8K (8192)")
     value = float(match[1]) * _MULTIPLIERS[match[2]] if "." in match[1] else int(match[1]) * _MULTIPLIERS[match[2]]
     if value != int(value):
-        raise ValueError(f"{text!r} is no whole number")
+        raise ValueError(f"{text!r} is not a whole number")
     return int(value)
 
 
@@ -68,7 +68,7 @@ def parse_float(text: str) -> float:
     """A number. Raises ValueError for anything else, NaN included."""
     value = float(text)
     if value != value:
-        raise ValueError(f"{text!r} is no number")
+        raise ValueError(f"{text!r} is not a number")
     return value
 
 
@@ -90,7 +90,7 @@ def parse_options(value: str | dict[str, Any]) -> dict[str, float | int | str | 
     for pair in parse_list(value):
         name, equals, text = pair.partition("=")
         if not equals:
-            raise ValueError(f"{pair!r} is no name=value pair")
+            raise ValueError(f"{pair!r} is not a name=value pair")
         try:
             options[name.strip()] = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -99,7 +99,7 @@ def parse_options(value: str | dict[str, Any]) -> dict[str, float | int | str | 
 
 
 def _in_one_line(error: Exception) -> str:
-    """What is wrong with a file, and where; YAML's own messages take many lines."""
+    """What is wrong with a file, and where, in one line; YAML's own messages take several."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
@@ -124,7 +124,7 @@ def parse_slo_classes(value: Any) -> dict[str, ClassTargets]:
 
 
 def parse_texts(value: Any) -> dict[str, str]:
-    """A mapping of names to texts. Raises ValueError, without telling the texts, which may be keys."""
+    """A mapping of names to texts. Raises ValueError that does not show the texts, which may be keys."""
     try:
         return msgspec.convert(value, dict[str, str])
     except msgspec.ValidationError:
@@ -135,7 +135,7 @@ Named = TypeVar("Named", TenantSettings, ClassTargets)
 
 
 def _by_name(value: Any, what: str, kind: type[Named]) -> dict[str, Named]:
-    """A mapping of names to settings of one kind. Raises ValueError, also for a setting that there is none of."""
+    """A mapping of names to settings of one kind. Raises ValueError, for an unknown setting as well."""
     try:
         read = msgspec.convert(value, dict[str, kind])  # type: ignore[valid-type]
     except msgspec.ValidationError as error:
@@ -143,7 +143,7 @@ def _by_name(value: Any, what: str, kind: type[Named]) -> dict[str, Named]:
     known = [item.name for item in fields(kind)]
     for name, given in value.items():
         for unknown in (given or {}).keys() - set(known):
-            raise ValueError(f"{what}: {name} has no setting {unknown!r}; there are {', '.join(known)}")
+            raise ValueError(f"{what}: {name} has no setting {unknown!r}; it has {', '.join(known)}")
     return read
 
 
@@ -258,14 +258,14 @@ def all_flags() -> list[Flag]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose mistakes are ConfigErrors, with the nearest flag named."""
+    """An argument parser that raises ConfigError for mistakes, naming the nearest flag."""
 
     def error(self, message: str) -> typing.NoReturn:
         """Raise ConfigError instead of printing the usage."""
         raise ConfigError(message)
 
     def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse `argv`. Raises ConfigError for an unknown flag, with what it may have been meant to be."""
+        """Parse `argv`. Raises ConfigError for an unknown flag, with a hint of what was probably meant."""
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
             word = unknown[0].split("=")[0]
@@ -275,14 +275,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def _hint(word: str, known: Sequence[str]) -> str:
-    """What an unknown flag may have been meant to be."""
+    """A hint of what an unknown flag was probably meant to be."""
     name = word.lstrip("-")
     for reason, names in FOREIGN_FLAGS.items():
         if name in names.split():
             return reason
     for flag in all_settings():
         if flag.dashed == name and not flag.positive:
-            return f"it has no flag: set {name} in the file of --config, or {flag.env} in the environment"
+            return f"it has no flag: set {name} in the --config file, or {flag.env} in the environment"
     near = difflib.get_close_matches(word, known, n=3)
     return f"did you mean {' or '.join(near)}?" if near else "see --help, or --help WORD to search"
 
@@ -316,7 +316,7 @@ def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> Non
 def _list_file_only(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
     """Put settings that have no flag at the end of the help: argparse describes flags only."""
     width = shutil.get_terminal_size().columns - 2
-    lines = ["without a flag, in the file of --config or the environment:"]
+    lines = ["settings without a flag, for the --config file or the environment:"]
     for flag in flags:
         text = f"{flag.dashed}: {flag.describe()}".replace("%%", "%")
         lines.append(

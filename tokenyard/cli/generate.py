@@ -58,7 +58,7 @@ def read_inputs(prompt: str | None, path: str | None) -> Iterator[str | Conversa
     Raises ConfigError for both or neither, and for a file that cannot be read.
     """
     if (prompt is None) == (path is None):
-        raise ConfigError("give a prompt, or a file of prompts by --input")
+        raise ConfigError("give a prompt, or a file of prompts with --input")
     if prompt is not None:
         yield _standard_input() if prompt == "-" else prompt
         return
@@ -97,7 +97,7 @@ def _from_json(line: str, where: str) -> str | Conversation:
         return messages
     text = fields.get("prompt", fields.get("text"))
     if not isinstance(text, str):
-        raise ConfigError(f"{where}: there is no prompt, text or messages in it")
+        raise ConfigError(f"{where}: it has no prompt, text or messages")
     return text
 
 

@@ -38,15 +38,25 @@ def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting_names(parser)
     add_run_arguments(parser)
     group = parser.add_argument_group("search")
-    group.add_argument("--targets", default="0.9,0.99", metavar="A,B", help="attainment to hold [0.9,0.99]")
-    group.add_argument("--max-wait-s", type=float, metavar="S", help="also hold the p99.9 wait of the served below S")
     group.add_argument(
-        "--max-rejected", type=float, default=1.0, metavar="F", help="also reject at most this share [1]"
+        "--targets", default="0.9,0.99", metavar="A,B", help="shares of requests that must meet their SLO [0.9,0.99]"
     )
-    group.add_argument("--tolerance", type=float, default=0.01, metavar="F", help="relative, of the scale found [0.01]")
-    group.add_argument("--json", type=Path, metavar="OUT", help="write the scales and every point that was run")
-    group.add_argument("--report", type=Path, metavar="OUT", help="write a page with the curves")
-    group.add_argument("--quiet", action="store_true", help="no progress bar and no table")
+    group.add_argument(
+        "--max-wait-s", type=float, metavar="S", help="also keep the p99.9 wait of served requests below S seconds"
+    )
+    group.add_argument(
+        "--max-rejected",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="also keep the share of rejected requests at or below F [1]",
+    )
+    group.add_argument(
+        "--tolerance", type=float, default=0.01, metavar="F", help="relative precision of the load that is found [0.01]"
+    )
+    group.add_argument("--json", type=Path, metavar="OUT", help="write the loads found and every run as JSON")
+    group.add_argument("--report", type=Path, metavar="OUT", help="write an HTML page with the curves")
+    group.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """The process that looks ahead for a scheduler with policy `adaptive` (`python -m tokenyard.cli.lookahead_worker`).
 
-It reads what happens to requests and questions from its standard input and writes answers to its standard output, each
-as a frame: length (uint32, little-endian), then a message of `scheduler.lookahead_state`. It ends with its parent.
+It reads queries, and the arrivals and ends of requests, from its standard input and writes replies to its standard
+output. Each is a frame: length (uint32, little-endian), then a message of `scheduler.lookahead_state`. The process ends
+with its parent.
 """
 
 import os
@@ -19,13 +20,13 @@ from tokenyard.sim.lookahead import look_ahead
 
 LENGTH = struct.Struct("<I")
 NICE = 10
-"""Low, but not so low that on a busy machine a look would take minutes: at most a tenth of what others get."""
+"""Low, but not so low that a look takes minutes on a busy machine: about a tenth of another process's share."""
 
 STDOUT, STDERR = 1, 2
 
 
 def answer_all(questions: BinaryIO, answers: BinaryIO) -> None:
-    """LookaheadReply until nothing more comes. Raises ValueError for what is no message."""
+    """Answer every query until the input ends. Raises ValueError for bytes that are no message."""
     traffic, counted_s = Traffic(), 0.0
     while len(head := questions.read(LENGTH.size)) == LENGTH.size:
         message = decode(questions.read(LENGTH.unpack(head)[0]))
@@ -41,12 +42,12 @@ def answer_all(questions: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    """LookaheadReply what comes on standard input."""
+    """Answer the queries on standard input."""
     setproctitle.setproctitle("tokenyard: lookahead")
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICE)
-    # Whatever else is printed must not get among the answers.
+    # Other output of this process must not mix with the answers.
     answers = os.fdopen(os.dup(STDOUT), "wb")
     os.dup2(STDERR, STDOUT)
     with os.fdopen(0, "rb") as questions, answers:

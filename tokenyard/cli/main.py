@@ -1,4 +1,4 @@
-"""The command `tokenyard`. Modules of a subcommand are imported only when it runs, so that help comes at once."""
+"""The command `tokenyard`. Modules of a subcommand are imported only when it runs, so that help appears at once."""
 
 import argparse
 import importlib
@@ -16,8 +16,7 @@ from tokenyard.cli.terminal import drop_output, flush_output, is_write_error, pr
 
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 SETTINGS_NOTE = (
-    " Every flag is also an environment variable, such as TOKENYARD_MAX_RUNNING_REQUESTS, and a line in the file given "
-    "by --config."
+    " Every flag is also an environment variable, such as TOKENYARD_MAX_RUNNING_REQUESTS, and a key of --config's file."
 )
 
 
@@ -53,16 +52,22 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
-    parser.add_argument("--input", metavar="FILE", help="prompts: one a line, or .jsonl with prompt or messages")
-    parser.add_argument("--output", metavar="FILE", help="write answers there as .jsonl instead of printing them")
+    parser.add_argument(
+        "--input", metavar="FILE", help="prompts, one per line, or .jsonl lines with prompt or messages"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="write the answers to this file as .jsonl instead of printing them"
+    )
     parser.add_argument(
         "--max-tokens", "--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of an answer [128]"
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token [the model's]")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="0 always takes the most likely token [the model's]"
+    )
     parser.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling [the model's]")
     parser.add_argument("--sampling-seed", type=int, default=0, metavar="N", help="seed of the sampling [0]")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
-    parser.add_argument("--raw", action="store_true", help="do not put the prompt through the chat template")
+    parser.add_argument("--raw", action="store_true", help="do not apply the chat template to the prompt")
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,15 +77,22 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def _replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a tape that `tokenyard serve --record` wrote")
     parser.add_argument("--to-trace", metavar="OUT", help="write its requests as a trace for `tokenyard simulate`")
-    parser.add_argument("--profile", default="", metavar="P", help="try another device: device/model, or a file")
-    parser.add_argument("--json", metavar="OUT", help="write the numbers of what was tried")
-    parser.add_argument("--own-policies", action="store_true", help="load policies of your own that the tape names")
+    parser.add_argument(
+        "--profile",
+        default="",
+        metavar="P",
+        help="simulate on another device: device/model, or a file of `tokenyard calibrate`",
+    )
+    parser.add_argument("--json", metavar="OUT", help="write the numbers of the simulation")
+    parser.add_argument("--own-policies", action="store_true", help="load the user policies that the tape names")
 
 
 def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", help="id of the request or of its answer")
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the server [http://127.0.0.1:30000]")
-    parser.add_argument("--key", help="its admin key, or its API key; better in TOKENYARD_ADMIN_API_KEY")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:30000", help="address of the server [http://127.0.0.1:30000]"
+    )
+    parser.add_argument("--key", help="its admin key or its API key; safer in TOKENYARD_ADMIN_API_KEY")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -98,28 +110,28 @@ COMMANDS = (
     ),
     Command(
         "doctor",
-        "look at this machine and say what would be chosen",
+        "inspect this machine and report what a server would choose",
         "tokenyard.cli.doctor:doctor",
         True,
         _doctor_arguments,
     ),
     Command(
         "explain",
-        "ask a running server where a request's time went",
+        "ask a running server how a request spent its time",
         "tokenyard.cli.explain:explain",
         False,
         _explain_arguments,
     ),
     Command(
         "replay",
-        "run a tape through the scheduler again, with other settings if given",
+        "run a recorded tape through the scheduler again, with other settings if given",
         "tokenyard.cli.replay:replay",
         True,
         _replay_arguments,
     ),
     Command(
         "bench",
-        "measure a running server, or the engine alone",
+        "measure a running server, or the engine without one",
         "tokenyard.cli.bench:bench",
         False,
         add_bench_arguments,
@@ -140,7 +152,7 @@ COMMANDS = (
     ),
     Command(
         "goodput",
-        "find the largest load that each policy can take",
+        "find the largest load that each policy can serve well",
         "tokenyard.cli.goodput:run_goodput",
         False,
         _arguments_of("tokenyard.cli.goodput:add_goodput_arguments"),

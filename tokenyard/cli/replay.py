@@ -35,7 +35,7 @@ def replay(namespace: argparse.Namespace) -> int:
     """
     what_if = read_what_if(namespace)
     if namespace.json and what_if is None:
-        raise ConfigError("--json takes the numbers of what is tried; give scheduler flags or --profile as well")
+        raise ConfigError("--json writes the numbers of a simulation; give scheduler flags or --profile as well")
     for flag, out in (("--json", namespace.json), ("--to-trace", namespace.to_trace)):
         check_output(Path(out) if out else None, flag)
     path = Path(namespace.file)
@@ -62,11 +62,11 @@ def read_what_if(namespace: argparse.Namespace) -> WhatIf | None:
     """The settings on the command line, None if there are none. Raises ConfigError for one that changes no plan."""
     given = [flag for flag in all_flags() if getattr(namespace, flag.name) is not None]
     if namespace.config is not None:
-        raise ConfigError("replay starts from the settings on the tape; give what differs as flags, not by --config")
+        raise ConfigError("replay starts from the settings on the tape; give changes as flags, not in a --config file")
     usable = {flag.name for flag in scheduler_flags()} | {OVERLAP_FLAG}
     for flag in given:
         if flag.name not in usable:
-            raise ConfigError(f"{flag.positive[0]} changes nothing that the scheduler decides; replay cannot try it")
+            raise ConfigError(f"{flag.positive[0]} does not change what the scheduler decides; replay cannot try it")
     settings = {flag.name: _value(flag, namespace) for flag in given}
     return WhatIf(settings, namespace.profile) if settings or namespace.profile else None
 
@@ -80,13 +80,13 @@ def print_report(tape: Tape, report: ReplayReport) -> None:
     header = tape.header
     print(f"{tape.name}: written by Tokenyard {header.written_by}, {'anonymized' if header.anonymized else 'plain'}")
     seconds = report.span_ns / 1e9
-    print(f"{report.records} records over {seconds:.3f} s; {report.equal} of {report.plans} plans are the same")
+    print(f"{report.records} records over {seconds:.3f} s; {report.equal} of {report.plans} plans are identical")
     if tape.cut_off_bytes:
-        print(f"the tape is cut off: its last {tape.cut_off_bytes} bytes are no whole record")
+        print(f"the tape is cut off: its last {tape.cut_off_bytes} bytes are not a complete record")
     if report.last_error:
         print(f"the last call raised an error here: {report.last_error}")
     if (found := report.difference) is not None:
-        print(f"the first difference is record {found.record}, {found.after_ns / 1e9:.6f} s after the first:")
+        print(f"the first difference is at record {found.record}, {found.after_ns / 1e9:.6f} s after the start:")
         print(f"  tape: {found.tape}")
         print(f"  here: {found.here}")
 
@@ -94,7 +94,7 @@ def print_report(tape: Tape, report: ReplayReport) -> None:
 def as_setup(origin: Origin, history: History) -> Setup:
     """What is simulated to be like the tape: its settings, and a device fitted to its steps."""
     profile, error = history.profile()
-    print(f"the device's costs are fitted to the tape, off by {100 * error:.1f} % of a step on average")
+    print(f"the cost model is fitted to the tape; its error is {100 * error:.1f} % of a step on average")
     return Setup(profile, origin.settings, host_s=history.host_s, learn=origin.learns)
 
 

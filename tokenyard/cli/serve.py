@@ -12,6 +12,7 @@ from typing import Any
 
 import setproctitle
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -150,7 +151,7 @@ def _print_box(settings: Settings, info: ExecutorInfo) -> None:
         ("Policy", settings.schedule_policy),
     )
     for name, value in rows:
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
     with contextlib.suppress(OSError):
         Console(stderr=True).print(Panel.fit(table, title="Tokenyard"))
         print(f"Tokenyard is ready at {url}", file=sys.stderr, flush=True)

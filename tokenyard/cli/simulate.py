@@ -36,13 +36,15 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """All arguments of `tokenyard simulate`."""
     add_run_arguments(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers")
-    group.add_argument("--report", type=Path, metavar="OUT", help="write a page with charts")
+    group.add_argument("--json", type=Path, metavar="OUT", help="write the numbers as JSON")
+    group.add_argument("--report", type=Path, metavar="OUT", help="write an HTML page with charts")
     group.add_argument("--perfetto", type=Path, metavar="OUT", help="write the steps for ui.perfetto.dev")
-    group.add_argument("--tape", type=Path, metavar="OUT", help="write a tape of the (first) scheduler, for replay")
-    group.add_argument("--bound", action="store_true", help="also say what no scheduler could beat")
+    group.add_argument(
+        "--tape", type=Path, metavar="OUT", help="write a tape of the first scheduler, for `tokenyard replay`"
+    )
+    group.add_argument("--bound", action="store_true", help="add upper bounds that no scheduler can beat")
     add_oracle_argument(group)
-    group.add_argument("--quiet", action="store_true", help="no progress bar and no table")
+    group.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
 
 
 def run_simulate(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -27,7 +28,7 @@ from tokenyard.sim.traces import TRACE_FORMATS, ReadOptions, Tokenize, read_trac
 from tokenyard.sim.workload import Workload
 
 ORACLE = ", oracle"
-"""Behind the name of a setting that was told the true lengths of answers."""
+"""Follows the name of a setting whose run knew the true lengths of answers."""
 
 OUTPUT_FLAGS = ("json", "report", "perfetto", "tape")
 CONTEXT_RANGE = Allowed(2, 1 << 22)
@@ -56,39 +57,68 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """What is served: a trace or made-up traffic."""
     group = parser.add_argument_group("workload")
     group.add_argument("--trace", type=Path, metavar="FILE", help="recorded traffic")
-    group.add_argument("--trace-format", choices=list(TRACE_FORMATS), default="tokenyard", help="form of the trace")
+    group.add_argument(
+        "--trace-format", choices=list(TRACE_FORMATS), default="tokenyard", help="format of the trace [tokenyard]"
+    )
     group.add_argument("--synthetic", choices=list(SYNTHETIC), help="made-up traffic instead of a trace")
     group.add_argument(
-        "--request-rate", type=float, default=5.0, metavar="R", help="of made-up traffic, per second [5]"
+        "--request-rate", type=float, default=5.0, metavar="R", help="made-up traffic: requests per second [5]"
     )
-    group.add_argument("--limit", type=int, metavar="N", help="only the first N requests (made-up traffic: N in all)")
-    group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="let requests come X times as fast")
-    group.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
-    group.add_argument("--tokenizer", type=Path, metavar="PATH", help="folder or tokenizer.json, for traces of text")
+    group.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N requests; made-up traffic: N in all [1000]"
+    )
+    group.add_argument(
+        "--rate-scale", type=float, default=1.0, metavar="X", help="let requests arrive X times as fast [1]"
+    )
+    group.add_argument("--seed", type=int, default=0, help="seed of all random draws [0]")
+    group.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="folder or tokenizer.json, needed for traces of text"
+    )
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     """What serves: the device's costs and the engines around it."""
     group = parser.add_argument_group("device")
-    group.add_argument("--device", default="h100", help="of the built-in cost profile [h100]")
+    group.add_argument("--device", default="h100", help="device of the built-in cost profile [h100]")
     group.add_argument(
-        "--model", dest="profile_model", default="llama-3-8b", metavar="MODEL", help="of the same profile [llama-3-8b]"
+        "--model",
+        dest="profile_model",
+        default="llama-3-8b",
+        metavar="MODEL",
+        help="model of that profile [llama-3-8b]",
     )
-    group.add_argument("--profile", type=Path, metavar="FILE", help="cost profile written by tokenyard calibrate")
-    group.add_argument("--replicas", type=int, default=1, metavar="R", help="engines behind a router")
-    group.add_argument("--router", choices=list(POLICIES), default="round_robin", help="how requests are spread")
-    group.add_argument("--host-us", type=float, default=0.0, metavar="US", help="CPU time of one step")
-    group.add_argument("--overlap", action="store_true", help="plan a step while the last one runs (one step of lag)")
     group.add_argument(
-        "--cost-error", type=float, default=0.0, metavar="E", help="scheduler's belief is off by E (0.2: 20 %%)"
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="cost profile written by `tokenyard calibrate`, instead of a built-in one",
     )
-    group.add_argument("--learn-cost", action="store_true", help="let the scheduler correct its belief as it goes")
+    group.add_argument("--replicas", type=int, default=1, metavar="R", help="engines behind a router [1]")
+    group.add_argument(
+        "--router", choices=list(POLICIES), default="round_robin", help="how the router chooses an engine [round_robin]"
+    )
+    group.add_argument(
+        "--host-us", type=float, default=0.0, metavar="US", help="CPU time of one step in microseconds [0]"
+    )
+    group.add_argument("--overlap", action="store_true", help="plan a step while the last one runs")
+    group.add_argument(
+        "--cost-error",
+        type=float,
+        default=0.0,
+        metavar="E",
+        help="relative error of the costs that the scheduler believes in (0.2: 20 %%) [0]",
+    )
+    group.add_argument(
+        "--learn-cost", action="store_true", help="let the scheduler correct these costs by the steps it sees"
+    )
 
 
 def add_oracle_argument(group: argparse._ArgumentGroup) -> None:
     """The switch that shows the ceiling of prediction beside the honest run."""
     group.add_argument(
-        "--oracle", action="store_true", help="also run told the true lengths of answers: what prediction could gain"
+        "--oracle",
+        action="store_true",
+        help="run once more with the true lengths of answers known: what prediction could gain at most",
     )
 
 
@@ -102,7 +132,7 @@ def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
     """How it is scheduled: a preset and any of the server's scheduler flags, which win over the preset."""
     group = parser.add_argument_group("scheduler")
     group.add_argument(
-        "--preset", choices=preset_names(), help="settings of another engine; without it the server's own"
+        "--preset", choices=preset_names(), help="settings of another engine; the server's own if absent"
     )
     for flag in scheduler_flags():
         flag.add_to(group)
@@ -124,16 +154,16 @@ def check_arguments(args: argparse.Namespace) -> None:
     for flag, path in written.items():
         check_output(path, flag)
         if files.count(path.resolve()) > 1:
-            raise ConfigError(f"{flag} {path} is another file of this run as well; name a file of its own")
+            raise ConfigError(f"{flag} {path} is also another file of this run; name a separate file")
 
 
 def check_output(path: Path | None, flag: str) -> None:
     """Raise ConfigError if no file can be written at `path`."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        what = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
+        what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise ConfigError(f"{flag} {path} {what}; name a file")
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{flag} {path} may not be written; name another file")
+        raise ConfigError(f"{flag} {path} cannot be written; name another file")
 
 
 def load_workload(args: argparse.Namespace) -> Workload:
@@ -279,7 +309,7 @@ def outcome_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     table = Table()
     table.add_column("")
     for name in results:
-        table.add_column(name, justify="right")
+        table.add_column(escape(name), justify="right")
     for label, cell in _ROWS:
         cells = [cell(numbers) for numbers in results.values()]
         if any(text != "-" for text in cells):
