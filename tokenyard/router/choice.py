@@ -271,42 +271,59 @@ class PredictedTtft(RoutePolicy):
     decode_tokens = 48.0
     """What a request that decodes costs a newcomer, in prompt tokens."""
 
-    near, near_s = 0.05, 0.002
+    near, near_s = 0.02, 0.001
+    noticeably_slow = 1.4
     over, over_requests = 1.25, 2.0
     starving, starving_requests = 0.5, 1.0
 
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
         """See `RoutePolicy.rank`. Scores are seconds."""
         matched = request.matched or [0] * len(targets)
-        scores = [self._score_s(request.tokens, matched[i], target) for i, target in enumerate(targets)]
-        weights = [1.0 / target.slowness for target in targets]
-        beyond = self._beyond(targets, weights)
-        best = min((score for score, out in zip(scores, beyond, strict=True) if not out), default=min(scores))
-        window = best * (1.0 + self.near) + self.near_s
-
-        def key(i: int) -> tuple[bool, float, float, int]:
-            near = scores[i] <= window
-            target = targets[i]
-            return beyond[i], 0.0 if near else scores[i], target.requests / weights[i], -mix(request.key ^ target.salt)
-
-        order = sorted(range(len(scores)), key=key)
+        slowness = self._slowness(targets)
+        scores = self._scores(request.tokens, matched, targets, slowness)
+        beyond = self._beyond(targets, slowness)
+        within = [i for i, out in enumerate(beyond) if not out]
+        window = min(scores[i] for i in within or range(len(scores))) * (1.0 + self.near) + self.near_s
+        near = [i for i in within if scores[i] <= window]
+        if len(near) > 1:
+            near.sort(key=lambda i: (targets[i].requests * slowness[i], -mix(request.key ^ targets[i].salt)))
+        taken = set(near)
+        rest = [i for i in _by(scores) if i not in taken]
+        order = near + [i for i in rest if not beyond[i]] + [i for i in rest if beyond[i]]
         return Ranking(order, scores, self._reason(order[0], matched, beyond))
 
-    def _beyond(self, targets: Sequence[TargetState], weights: list[float]) -> list[bool]:
-        """Which targets would have more than their share of the requests in flight with this one."""
-        fair = (sum(target.requests for target in targets) + 1) / sum(weights)
-        shares = [fair * weight for weight in weights]
-        starved = any(
-            target.requests < self.starving * share - self.starving_requests
-            for target, share in zip(targets, shares, strict=True)
-        )
-        over, more = (1.0, 0.0) if starved else (self.over, self.over_requests)
-        return [target.requests + 1 > over * share + more for target, share in zip(targets, shares, strict=True)]
+    def _scores(
+        self, tokens: int, matched: Sequence[int], targets: Sequence[TargetState], slowness: list[float]
+    ) -> list[float]:
+        """Predicted seconds to the first token at each target."""
+        decode = self.decode_tokens
+        return [
+            slow
+            * (
+                target.speed.base_s
+                + target.speed.token_s
+                * (target.prefill_tokens + max(tokens - hit * target.credit, 1.0) + decode * target.requests)
+            )
+            for target, hit, slow in zip(targets, matched, slowness, strict=True)
+        ]
 
-    def _score_s(self, tokens: int, matched: int, target: TargetState) -> float:
-        uncached = max(tokens - matched * target.credit, 1.0)
-        work = target.prefill_tokens + uncached + self.decode_tokens * target.requests
-        return target.slowness * target.speed.predict_s(work)
+    def _slowness(self, targets: Sequence[TargetState]) -> list[float]:
+        """How many times slower each target is than the usual one; 1 for all that differ by no more than chance."""
+        times = [target.slowness for target in targets]
+        if max(times) <= self.noticeably_slow * min(times):
+            return [1.0] * len(times)
+        usual = sorted(times)[(len(times) - 1) // 2]
+        return [time / usual if time > self.noticeably_slow * usual else 1.0 for time in times]
+
+    def _beyond(self, targets: Sequence[TargetState], slowness: list[float]) -> list[bool]:
+        """Which targets would have more than their share of the requests in flight with this one."""
+        requests = [target.requests for target in targets]
+        fair = (sum(requests) + 1) / sum([1.0 / slow for slow in slowness])
+        shares = [fair / slow for slow in slowness]
+        least, most = self.starving, self.starving_requests
+        starved = any(count < least * share - most for count, share in zip(requests, shares, strict=True))
+        over, more = (1.0, 0.0) if starved else (self.over, self.over_requests)
+        return [count + 1 > over * share + more for count, share in zip(requests, shares, strict=True)]
 
     def _reason(self, first: int, matched: Sequence[int], beyond: list[bool]) -> str:
         most = max(matched)

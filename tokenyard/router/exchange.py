@@ -22,7 +22,7 @@ from tokenyard.router.front import FrontConnection, Headers, Incoming
 from tokenyard.router.load import Sent
 from tokenyard.router.queue import Waiting
 from tokenyard.router.upstream import Body, UpstreamConnection, body_of
-from tokenyard.router.wire import HOP_BY_HOP, LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
+from tokenyard.router.wire import LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
 from tokenyard.router.workers import Target
 
 if TYPE_CHECKING:
@@ -108,11 +108,12 @@ class Exchange:
 
     def _dispatch(self, targets: list[Target]) -> None:
         """Rank the targets that have room, and try them in that order."""
-        roomy = [target for target in targets if not target.state.full] or targets
-        fresh = [target for target in roomy if target not in self._tried]
-        if not fresh:
-            self._tried.clear()
-            fresh = roomy
+        fresh = [target for target in targets if not target.state.full] or targets
+        if self._tried:
+            untried = [target for target in fresh if target not in self._tried]
+            if not untried:
+                self._tried.clear()
+            fresh = untried or fresh
         self._ranking, self._ranked = self._router.rank(self, fresh), fresh
         self._send(fresh[self._ranking.order[0]])
 
@@ -176,9 +177,10 @@ class Exchange:
     def _forwarded(self) -> Headers:
         """The client's headers that are the worker's business, and ours."""
         router, request = self._router, self._request
-        named = request.get(b"connection").lower().replace(b" ", b"").split(b",")
-        skip = router.not_forwarded
-        headers = [h for h in request.headers if h[0] not in HOP_BY_HOP and h[0] not in skip and h[0] not in named]
+        skip, connection = router.not_forwarded, request.get(b"connection")
+        if connection and connection.lower() not in (b"keep-alive", b"close"):
+            skip = skip.union(connection.lower().replace(b" ", b"").split(b","))
+        headers = [header for header in request.headers if header[0] not in skip]
         headers.append((b"x-request-id", request.request_id))
         headers.append((ROUTE_HEADER, router.hops(request)))
         headers += router.worker_headers

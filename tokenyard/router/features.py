@@ -20,6 +20,10 @@ BYTES_PER_TOKEN = 4.0
 KEY_BYTES = 1024
 RANK_FIELDS = ("data_parallel_rank", "routed_dp_rank")
 SALTS = ("cache_salt", "extra_key", "lora_path")
+BEFORE = ("tools", "system", "instructions")
+"""What templates put in front of the messages."""
+
+_ODD = (*SALTS, *BEFORE, "messages")
 PRIORITY_WORDS = {"low": -1, "flex": -1, "normal": 0, "default": 0, "auto": 0, "high": 1, "priority": 1}
 MOST_PRIORITY = 1 << 31
 
@@ -94,11 +98,14 @@ def prompt_text(fields: Mapping[str, Any]) -> bytes:
     """Everything of a body that becomes prompt, in the order in which chat templates put it, so that a conversation's
     next turn begins with its last one.
     """
+    plain = fields.get("prompt")
+    if isinstance(plain, str) and not any(name in fields for name in _ODD):
+        return plain.encode("utf-8", "replace")
     parts: list[str] = [salt for name in SALTS if isinstance(salt := fields.get(name), str)]
     messages = fields.get("messages")
     if messages is None:
         messages = fields.get("prompt", fields.get("text", fields.get("input")))
-    for name in ("tools", "system", "instructions"):
+    for name in BEFORE:
         if fields.get(name):
             _collect(fields[name], parts)
     _collect(messages, parts)

@@ -38,12 +38,14 @@ class Incoming:
     path: str = ""
     request_id: bytes = b""
 
+    named: dict[bytes, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.named = dict(reversed(self.headers))
+
     def get(self, name: bytes) -> bytes:
-        """The value of a header, b"" if there is none."""
-        for known, value in self.headers:
-            if known == name:
-                return value
-        return b""
+        """The value of a header, the first one if there are several; b"" if there is none."""
+        return self.named.get(name, b"")
 
 
 class Job(Protocol):

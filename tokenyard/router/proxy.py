@@ -21,6 +21,7 @@ from tokenyard.router.load import Sent
 from tokenyard.router.metrics import Metrics
 from tokenyard.router.queue import WaitingQueue
 from tokenyard.router.settings import RouterSettings
+from tokenyard.router.wire import HOP_BY_HOP
 from tokenyard.router.workers import Target, Worker, Workers
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class Router:
         self.exchanges: set[Exchange] = set()
         self.draining = False
         self.worker_headers: Headers = []
-        self.not_forwarded: set[bytes] = {ROUTE_HEADER, b"x-request-id", b"x-data-parallel-rank", b"x-route-debug"}
+        own = {ROUTE_HEADER, b"x-request-id", b"x-data-parallel-rank", b"x-route-debug"}
+        self.not_forwarded: set[bytes] = own | HOP_BY_HOP
         if settings.worker_api_key:
             self.worker_headers = [(b"authorization", b"Bearer " + settings.worker_api_key.encode())]
         if settings.worker_api_key or settings.api_key:

@@ -108,6 +108,7 @@ class Workers:
         self._made = 0
         self._speeds: dict[frozenset[str], Speed] = {}
         self._routable: list[Target] = []
+        self._by_model: dict[str, list[Target]] = {}
         self._context: ssl.SSLContext | None = None
         self.on_change: Callable[[], None] = lambda: None
 
@@ -216,19 +217,28 @@ class Workers:
         self._routable = [
             target for worker in workers if worker.healthy and not worker.draining for target in worker.targets
         ]
+        self._by_model.clear()
         self.on_change()
 
     def eligible(self, model: str, rank: int | None, now_s: float) -> list[Target]:
         """Targets that may serve `model` ("" for any) on `rank` (None for any). A model that no worker names may be
         known to any of them by another name.
         """
-        found = [target for target in self._routable if target.breaker.allows(now_s)]
-        if model and any(model not in target.worker.models for target in found):
-            named = [target for target in found if model in target.worker.models]
-            elsewhere = any(model in worker.models for worker in self._by_url.values())
-            found = named if named or elsewhere else found
+        found = self._by_model.get(model)
+        if found is None:
+            found = self._serving(model)
+        found = [target for target in found if target.breaker.allows(now_s)]
         if rank is not None:
             found = [target for target in found if target.rank == rank or (target.rank is None and rank == 0)]
+        return found
+
+    def _serving(self, model: str) -> list[Target]:
+        """Routable targets for a model; kept for models that some worker names."""
+        named = [target for target in self._routable if model in target.worker.models]
+        known = any(model in worker.models for worker in self._by_url.values())
+        found = named if known else self._routable
+        if known or not model:
+            self._by_model[model] = found
         return found
 
     def has_rank(self, rank: int) -> bool:

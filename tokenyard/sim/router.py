@@ -44,12 +44,14 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """How replicas are routed to. kv_event_lag_s: how late routers hear of what caches hold; None where they go by what
-    they sent alone. kv_event_loss: share of the events' batches that get lost.
+    they sent alone. kv_event_loss: share of the events' batches that get lost. believed_pool_tokens: the KV pool that
+    routers believe a replica to have, 0 for the true one.
     """
 
     routers: int = 1
     kv_event_lag_s: float | None = None
     kv_event_loss: float = 0.0
+    believed_pool_tokens: int = 0
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
@@ -184,5 +186,6 @@ def make_routing(policy: str, replicas: int, seed: int, pool_tokens: int, fleet:
     """
     if any(not 0 <= fault.replica < replicas for fault in fleet.faults):
         raise ConfigError(f"a fault names a replica that is not there; there are {replicas}")
-    routers = [SimRouter(policy, replicas, seed + number, pool_tokens) for number in range(fleet.routers)]
+    believed = fleet.believed_pool_tokens or pool_tokens
+    routers = [SimRouter(policy, replicas, seed + number, believed) for number in range(fleet.routers)]
     return Routing(routers, fleet, seed)
