@@ -10,10 +10,13 @@ PROBE := import sys, urllib.request as u; sys.exit(not u.urlopen(sys.argv[1] + "
 TORCH_FLAGS = $(shell command -v nvidia-smi >/dev/null 2>&1 || $(PYTHON) -c '$(PROBE)' $(TORCH_INDEX) 2>/dev/null && \
 	! command -v nvidia-smi >/dev/null 2>&1 && echo --extra-index-url $(TORCH_INDEX))
 
-.PHONY: serve test goodput clients lint clean
+.PHONY: serve fleet test goodput clients lint clean
 
 serve: .venv/serve  ## serve the embedded demo model on 127.0.0.1:30000
 	$(BIN)/tokenyard serve $(ARGS)
+
+fleet: .venv/serve  ## serve the demo model with two engines behind a router on 127.0.0.1:30000
+	$(BIN)/python tools/fleet.py $(ARGS)
 
 test: .venv/dev  ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)

@@ -42,7 +42,10 @@ class Worker(asyncio.Protocol):
             self._task.cancel()
 
     def data_received(self, data):
-        self._parser.feed_data(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._transport.close()  # one router asks first whether a worker speaks HTTP/2
 
     def on_url(self, url):
         self._url = url

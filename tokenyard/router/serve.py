@@ -9,12 +9,14 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Sequence
 
 from tokenyard.base import ConfigError
 from tokenyard.router.discovery import Discovery, sources
 from tokenyard.router.features import Tokenize
 from tokenyard.router.proxy import Router
 from tokenyard.router.settings import RouterSettings
+from tokenyard.router.upstream import WorkerUrl
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +51,28 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
     return context
 
 
+def check_urls(urls: Sequence[str]) -> None:
+    """Raise ConfigError for a URL that is none, or is given twice."""
+    seen: set[str] = set()
+    for url in urls:
+        parsed = str(WorkerUrl.parse(url))
+        if parsed in seen:
+            raise ConfigError(f"--worker-urls names {parsed} twice; every worker is named once")
+        seen.add(parsed)
+
+
 async def run(settings: RouterSettings, listener: socket.socket, tokenize: Tokenize | None = None) -> None:
     """Route until a signal, then let open requests end. Raises ConfigError for wrong workers or certificates."""
-    router = Router(settings, tokenize)
+    router, context, found = Router(settings, tokenize), tls_context(settings), sources(settings)
+    check_urls(settings.worker_urls)
     for url in settings.worker_urls:
         router.add_worker(url, "static")
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    server = await loop.create_server(router.new_connection, sock=listener, ssl=tls_context(settings))
+    server = await loop.create_server(router.new_connection, sock=listener, ssl=context)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     tasks = [loop.create_task(_sweep(router))]
-    tasks += [loop.create_task(Discovery(router, source).run()) for source in sources(settings)]
+    tasks += [loop.create_task(Discovery(router, source).run()) for source in found]
     _say_ready(settings, listener)
     gc.collect()
     gc.freeze()

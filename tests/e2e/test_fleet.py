@@ -1,0 +1,127 @@
+"""`tokenyard route` in front of real servers: two engines of ours, one of which is killed under load."""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from tests.e2e.servers import ROOT, Server
+from tokenyard.cli.route import route_settings
+from tokenyard.config import DEMO_MODEL
+
+pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
+
+
+class Route:
+    """`tokenyard route` on a free port in front of `urls`, ready when all of them are healthy."""
+
+    def __init__(self, *urls, flags=()):
+        command = [sys.executable, "-m", "tokenyard", "route", "--port", "0", "--worker-urls", *urls, *flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        line = self.process.stderr.readline()
+        self.url = re.search(r"routes at (\S+)", line)[1]
+        self.wait_for(len(urls))
+
+    def wait_for(self, healthy, timeout_s=30.0):
+        end = time.monotonic() + timeout_s
+        while sum(w["state"] == "healthy" for w in self.get("/workers")["workers"]) != healthy:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def get(self, path):
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return json.load(answer)
+
+    def complete(self, prompt, **fields):
+        body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}).encode()
+        headers = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{self.url}/v1/completions", body, headers), timeout=60
+        ) as a:
+            return a.read()
+
+    def close(self):
+        self.process.send_signal(signal.SIGTERM)
+        _, log = self.process.communicate(timeout=30)
+        assert "Traceback" not in log
+        return self.process.returncode
+
+
+def kill(server):
+    """kill -9 to the server and its children."""
+    pids = [*server.children(), server.process.pid]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    server.process.wait()
+
+
+def test_a_fleet_answers_and_a_killed_engine_costs_no_whole_answer():
+    flags = ("--executor", "mock", "--mock-step-ms", "5")
+    servers = [Server(*flags) for _ in range(2)]
+    route = Route(*(server.url for server in servers))
+    try:
+        assert [card["id"] for card in route.get("/v1/models")["data"]] == ["tokenyard-demo"]
+        whole = json.loads(route.complete("Once upon a time"))
+        assert whole["usage"]["completion_tokens"] == 8
+        assert route.complete("Once upon a time", stream=True).endswith(b"data: [DONE]\n\n")
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            asked = [pool.submit(route.complete, f"story {i}", max_tokens=40) for i in range(48)]
+            time.sleep(0.15)
+            kill(servers[0])
+            answers = [json.loads(one.result()) for one in asked]
+        assert all(answer["usage"]["completion_tokens"] == 40 for answer in answers)
+        route.wait_for(1)
+        assert json.loads(route.complete("still there"))["usage"]["completion_tokens"] == 8
+        assert all(worker["open_requests"] == 0 for worker in route.get("/workers")["workers"])
+    finally:
+        assert route.close() == 0
+        servers[1].close()
+
+
+def test_a_drain_lets_answers_end(mock_server):
+    route = Route(mock_server.url)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        open_ones = [pool.submit(route.complete, f"long {i}", max_tokens=200, stream=True) for i in range(4)]
+        while route.get("/workers")["workers"][0]["open_requests"] < 4:
+            time.sleep(0.01)
+        assert route.close() == 0
+        assert all(one.result().endswith(b"data: [DONE]\n\n") for one in open_ones)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--policy", "nearest"], "there is no router policy 'nearest'"),
+        (["--worker-urls", "http://a:1", "http://a:1/"], "names http://a:1 twice"),
+        (["--worker-urls", "ftp://a"], "is no worker"),
+        (["--port", "many"], "--port: 'many' is no whole number"),
+        (["--max-retries", "-1"], "--max-retries is -1; it must be from 0"),
+        (["--tls-cert-path", "x"], "belong together"),
+        (["--tls-cert-path", "/no", "--tls-key-path", "/no"], "cannot be used"),
+        (["--tenant-weights", "gold"], "takes name=weight"),
+        (["--worker-dns", "host"], "give host:port"),
+        (["--polcy", "random"], "did you mean --policy"),
+        (["--host", "256.1.1.1"], "cannot listen on"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags, message):
+    command = [sys.executable, "-m", "tokenyard", "route", "--port", "0", *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert ran.returncode == 2
+    assert message in ran.stderr.splitlines()[-1]
+    assert "Traceback" not in ran.stderr
+
+
+def test_the_environment_sets_what_flags_do_not():
+    environ = {"TOKENYARD_ROUTE_WORKER_URLS": "http://a:1,http://b:2", "TOKENYARD_ROUTE_POLICY": "random"}
+    settings = route_settings({"policy": "round_robin"}, environ)
+    assert (settings.worker_urls, settings.policy) == (("http://a:1", "http://b:2"), "round_robin")
