@@ -89,7 +89,7 @@ class Pace:
     """Chunks of equal time: after a prefix, as many tokens as take `chunk_s`, but at least `LEAST_PACED_TOKENS`.
 
     A fixed number of tokens takes longer and longer along a prompt, as attention reads what is there already (SGLang's
-    dynamic chunking, made for pipelines; see reference notes, 1.8).
+    dynamic chunking, made for pipelines).
     """
 
     time: PrefillTime

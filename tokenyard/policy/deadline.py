@@ -1,6 +1,6 @@
 """Deadlines: `edf` serves who is due first, `slo` also gives up in time on what cannot be met.
 
-Four mechanisms make `slo`; none replaces another (reference notes on goodput, leave one out): a step bounded in time,
+Four mechanisms make `slo`; none replaces another (docs/policies.md): a step bounded in time,
 deadline order, prefills that give way at the edge of a chunk, and putting last the largest request wherever the
 deadlines up to some point cannot all be met.
 """

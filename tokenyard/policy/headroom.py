@@ -87,7 +87,7 @@ class RatioHeadroom(NoHeadroom):
 
     The share starts at `init_new_token_ratio * schedule_conservativeness`, falls linearly over
     `new_token_ratio_decay_steps` decode steps, is estimated anew after a retraction and starts over when idle. Answers
-    are clipped to `clip_max_new_tokens` (see SGLang's scheduler; reference notes, section 5).
+    are clipped to `clip_max_new_tokens` (as in SGLang's scheduler).
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:

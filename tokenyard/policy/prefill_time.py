@@ -19,7 +19,7 @@ class PrefillTime:
     """A chunk of x tokens after `prefix` adds x * (token_s + area_s * (prefix + x / 2)) seconds to a step.
 
     Three questions to the cost model find the two factors: exact for models of that form, which measurements of many
-    engines fit well (reference notes, 1.8), and a local fit for others.
+    engines fit well, and a local fit for others.
     """
 
     token_s: float

@@ -1,7 +1,7 @@
 """Steps bounded in time instead of tokens: chunks as large as the decoding requests can afford.
 
-The four mechanisms of the deadline policies rest on it; its effect alone is small (Sarathi-Serve and Niyama have the
-idea, the reference notes on goodput the figures).
+The four mechanisms of the deadline policies rest on it; its effect alone is small (the idea is that of Sarathi-Serve
+and Niyama; benchmarks/results/simulate.md has figures).
 """
 
 from dataclasses import dataclass
