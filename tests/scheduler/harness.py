@@ -108,11 +108,13 @@ class Yard:
         """Every page has exactly one owner, every length is in order."""
         state = self.scheduler.state
         memory, table = state.memory, state.table
-        seated = np.concatenate((state.prefilling.rows, state.running.rows))
+        seated = state.admitted_rows()
         table.check(seated)
         held = [memory.pages_for(int(tokens)) for tokens in table.held[seated]]
         private = sum(held) - int((table.cached[seated] // memory.page_size).sum())
-        owned = memory.allocator.available + memory.tree.total_pages + private + memory.releasing_pages
+        owned = (
+            memory.allocator.available + memory.tree.total_pages + private + memory.releasing_pages + memory.held_pages
+        )
         assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"
         assert len(state.waiting) + len(seated) == len(table)
 

@@ -10,7 +10,7 @@ from typing import Literal
 from tokenyard.base.request import NO_TOKENS, Int32Array, Int64Array, LogprobOptions, Request, TextOptions
 from tokenyard.base.timings import AbortCause, RequestTimings, SloTargets
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "handover"]
 PauseMode = Literal["abort", "in_place", "retract"]
 
 
@@ -82,6 +82,34 @@ class OpenGate:
 
 
 @dataclass(slots=True)
+class Reach:
+    """KV of the first `tokens` known tokens of a waiting request can be loaded, from a store below or from another
+    engine, and loading it is worth its time. Opens `Gate.KV`. A request that no longer waits is left alone.
+    """
+
+    number: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class Arrived:
+    """The load that a `Load` asked for has ended, well or not: the KV of the first `tokens` tokens is in its pages.
+
+    Nothing writes to these pages any more. What did not arrive is computed.
+    """
+
+    number: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class HoldEnded:
+    """Nothing outside reads the pages any more that a request with `handover` left."""
+
+    number: int
+
+
+@dataclass(slots=True)
 class SetPolicy:
     """Order the queue by another policy from now on. `changes` are scheduler settings that go with it, of those that
     bound a step (`policy.adaptive.CHANGEABLE`); all others, and these at the next `SetPolicy`, are as at the start.
@@ -97,7 +125,31 @@ class Flush:
     """Empty the prefix cache. Refused while requests run or wait."""
 
 
-Event = Submit | Cancel | Update | Pause | Resume | StopFound | OpenGate | SetPolicy | Flush
+Event = (
+    Submit | Cancel | Update | Pause | Resume | StopFound | OpenGate | SetPolicy | Flush | Reach | Arrived | HoldEnded
+)
+
+
+@dataclass(slots=True)
+class Load:
+    """Fill `pages` (int32[n]) with the KV of a request's tokens from `start` on, then say so by `Arrived`."""
+
+    number: int
+    start: int
+    pages: Int32Array
+
+
+@dataclass(slots=True)
+class Handover:
+    """The KV of a request's first `tokens` tokens stands in `pages` (int32[n]), held until `HoldEnded`.
+
+    `token` is the first token of its answer.
+    """
+
+    number: int
+    tokens: int
+    pages: Int32Array
+    token: int
 
 
 @dataclass(slots=True)

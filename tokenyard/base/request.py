@@ -118,6 +118,8 @@ class Request:
     request; `deadline_ns` is counted from it. `priority` None means "none given", which ranks lowest. `output_ids` is
     int32[n]: an answer begun elsewhere or earlier, which goes on from there. It counts for limits, penalties, stops,
     seeds and usage as if it had been generated here, but is not delivered again; such a request has one answer.
+    `awaits_kv` holds it back (Gate.KV) until a `Reach` or `OpenGate` says where its KV is. With `handover` it ends with
+    its first token, and its pages are held for a reader outside until `HoldEnded`.
     `grammar` is what the answer must keep to, as Lark text; "" for nothing.
     """
 
@@ -138,6 +140,8 @@ class Request:
     routing_key: str | None = None
     grammar: str = ""
     output_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
+    awaits_kv: bool = False
+    handover: bool = False
 
     @property
     def known_ids(self) -> Int32Array:

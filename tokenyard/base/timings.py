@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-Stage = Literal["queue", "prefill", "decode", "requeued", "recompute", "paused"]
+Stage = Literal["queue", "loading", "prefill", "decode", "requeued", "recompute", "paused"]
 RetractReason = Literal["out of pages", "preempted", "paused"]
 AbortCause = Literal[
     "",
@@ -36,9 +36,10 @@ failed: a step or the scheduler failed.
 class RequestTimings:
     """The way of one request through the scheduler. Times are in nanoseconds and add up to its age.
 
-    queue_ns: waiting for its first place. prefill_ns: in place, before its first token was on its way. decode_ns: in
-    place after that. requeued_ns: waiting again after it lost its place. recompute_ns: computing again what it lost,
-    after its first token. paused_ns: held back because somebody paused it or the whole engine.
+    queue_ns: waiting for its first place. loading_ns: in place, while its KV was loaded from elsewhere. prefill_ns: in
+    place, before its first token was on its way. decode_ns: in place after that. requeued_ns: waiting again after it
+    lost its place. recompute_ns: computing again what it lost, after its first token. paused_ns: held back because
+    somebody paused it or the whole engine.
     inverted_ns: the part of its waiting in which somebody less urgent had a place (scheduler/priority_inversion.py).
 
     prefill_chunks: chunks planned. preemptions, page_shortages, pauses: how often it lost its place to a more urgent
@@ -48,6 +49,7 @@ class RequestTimings:
     """
 
     queue_ns: int = 0
+    loading_ns: int = 0
     prefill_ns: int = 0
     decode_ns: int = 0
     requeued_ns: int = 0
@@ -68,7 +70,7 @@ class RequestTimings:
     def total_ns(self) -> int:
         """From its arrival until now, or until its end."""
         waited = self.queue_ns + self.requeued_ns + self.paused_ns
-        return waited + self.prefill_ns + self.decode_ns + self.recompute_ns
+        return waited + self.loading_ns + self.prefill_ns + self.decode_ns + self.recompute_ns
 
 
 @dataclass(slots=True)

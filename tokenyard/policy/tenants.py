@@ -122,7 +122,7 @@ class TenantLimits(Limits):
     @override
     def begin_step(self, views: Views) -> None:
         self._columns, self._total_tokens = views.columns, views.total_tokens
-        held = np.concatenate((views.running, views.prefilling))
+        held = np.concatenate((views.running, views.prefilling, views.loading))
         self._learn(views.columns, np.concatenate((held, views.waiting)))
         self._fill_buckets(views.now)
         owners, tenants = views.columns.tenant[held], views.columns.tenant[views.waiting]

@@ -97,6 +97,7 @@ def guarded_views(views: Views) -> Views:
         waiting=read_only(views.waiting),
         prefilling=read_only(views.prefilling),
         running=read_only(views.running),
+        loading=read_only(views.loading),
         cost=None if views.cost is None else ReadOnlyCost(views.cost),
         prefixes=None if views.prefixes is None else ReadOnlyBranch(views.prefixes),
     )

@@ -1,10 +1,10 @@
 """What a policy sees: read-only columns over requests, and which rows stand where at the start of a step."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from tokenyard.base import CostModel, Int32Array, Int64Array, Request
+from tokenyard.base import NO_TOKENS, CostModel, Int32Array, Int64Array, Request
 
 NO_PRIORITY = -(2**63)
 """In the priority column: none was given, which ranks below every given one in both directions."""
@@ -77,8 +77,9 @@ class Views:
     """The scheduler's state at the start of a step, for a policy to read.
 
     waiting: rows that may be admitted now, in order of arrival. prefilling: admitted rows whose prompt is not wholly
-    planned, oldest first. running: rows that decode, in order of admission. free_tokens: KV tokens that are free,
-    evictable or about to be released; total_tokens: the whole pool. free_rows: places for more running requests.
+    planned, oldest first. loading: admitted rows whose KV is on the way; they take a place and are no victims. running:
+    rows that decode, in order of admission. free_tokens: KV tokens that are free, evictable or about to be released;
+    total_tokens: the whole pool. free_rows: places for more running requests.
     prefill_steps_in_row: prefill-only steps since the last step that decoded. first_seq: `seq` of whoever has waited
     for longest, those included whom limits of their tenants hold back. prefixes: the tree's waiting rows, above all
     name spaces, kept only for policies that need the tree.
@@ -97,6 +98,7 @@ class Views:
     first_seq: int = 0
     cost: CostModel | None = None
     prefixes: PrefixBranch | None = None
+    loading: Int32Array = field(default_factory=lambda: NO_TOKENS)
 
 
 def tokens_generated(columns: Columns, rows: Int32Array) -> Int32Array:

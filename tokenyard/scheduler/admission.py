@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import RowStart
+from tokenyard.base import Load, RowStart
+from tokenyard.base.blocks import BLOCK_TOKENS, block_digests, root_digest
 from tokenyard.policy import Views
 from tokenyard.policy.budget import StepBudget
 from tokenyard.scheduler.lifecycle import State
@@ -45,7 +46,8 @@ class PrefillAdder:
 
     def _unplanned(self, views: Views) -> int:
         """Tokens of started prompts that have not been planned."""
-        return int((self._table.target[views.prefilling] - self._table.planned[views.prefilling]).sum())
+        rows = np.concatenate((views.prefilling, views.loading))
+        return int((self._table.target[rows] - self._table.held[rows]).sum())
 
     def _growth(self, views: Views) -> int:
         """Tokens held back for running rows: the headroom, and never less than what they take when they decode next.
@@ -66,7 +68,7 @@ class PrefillAdder:
                 return
             drawn.add(row)
             started = self._table.state[row] == State.PREFILL
-            if not started and not self._limits.may_start(row):
+            if not started and not (self._limits.may_start(row) and self._may_load(row)):
                 continue
             if started and not self._continue(row):
                 return
@@ -96,7 +98,8 @@ class PrefillAdder:
         if self._free_rows <= 0 and not self._preemptable(row):
             return False
         node, hit = self._match(row)
-        if self._fits(row, hit) and self._seat(row, node, hit):
+        take = self._load if self._table.reach[row] > hit else self._seat
+        if self._fits(row, hit) and take(row, node, hit):
             return True
         self._memory.tree.unlock(node)
         return False
@@ -116,7 +119,8 @@ class PrefillAdder:
         With nothing running and nothing planned a row may always try: `submit` refused what can never fit. A row is
         preempted only for a chunk that the budget allows, or it would have lost its place for nothing.
         """
-        alone = self._builder.empty and not len(self._views.running) and not len(self._views.prefilling)
+        views = self._views
+        alone = self._builder.empty and not (len(views.running) or len(views.prefilling) or len(views.loading))
         if alone:
             return True
         extend = self._memory.pages_for(int(self._table.target[row]) - hit) * self._memory.page_size
@@ -156,21 +160,71 @@ class PrefillAdder:
         if not memory.pool.available_rows or not self._can_take(hit, count):
             self.refused = row
             return False
-        request_state = table.request_state(row)
-        pool_row, pages = memory.seat(request_state.known_ids, node, hit)
-        request_state.node = node
-        table.pool_row[row] = pool_row
-        table.cached[row] = table.computed[row] = table.planned[row] = table.held[row] = hit
-        self._builder.write_page_run(pool_row, 0, pages)
-        self._builder.row_starts.append(self._row_start(row, pool_row))
+        self._reserve(row, node, hit)
         self._state.admit(row, hit, self._views.now)
         self._limits.admitted(row)
         self._plan_chunk(row, hit, count)
-        self._reserved_prompts += extend - count
-        self._reserved_newcomers += self._policy.headroom.newcomer_tokens(table, row)
-        self._policy.headroom.admitted(table, row)
+        self._admitted(row, extend - count)
         self._num_prefilling += count < extend
+        return True
+
+    def _reserve(self, row: int, node: Any, hit: int) -> None:
+        """Take a pool row with the locked prefix of `hit` tokens; what is planned for the row is another matter."""
+        table, request_state = self._table, self._table.request_state(row)
+        table.pool_row[row], _ = self._memory.seat(request_state.known_ids, node, hit)
+        request_state.node, request_state.fresh = node, True
+        table.cached[row] = table.computed[row] = table.planned[row] = table.held[row] = hit
+
+    def _start_row(self, row: int) -> None:
+        """Tell the executor of the pool row's new owner and of the pages that it holds so far."""
+        request_state, pool_row = self._table.request_state(row), int(self._table.pool_row[row])
+        held = self._memory.pages_for(int(self._table.held[row]))
+        self._builder.write_page_run(pool_row, 0, self._memory.pool.page_table[pool_row, :held].copy())
+        self._builder.row_starts.append(self._row_start(row, pool_row))
+        request_state.fresh = False
+
+    def _admitted(self, row: int, reserved_tokens: int) -> None:
+        """Count what a row admitted in this step will still take: the rest of its prompt, and its answer."""
+        self._reserved_prompts += reserved_tokens
+        self._reserved_newcomers += self._policy.headroom.newcomer_tokens(self._table, row)
+        self._policy.headroom.admitted(self._table, row)
         self._free_rows -= 1
+
+    def _may_load(self, row: int) -> bool:
+        """Whether the row may start now; not if another one loads the same block, which it then finds in the tree."""
+        if not self._table.reach[row]:
+            return True
+        return not self._state.waits_for_load(row, self._run(row, self._hit(row)))
+
+    def _hit(self, row: int) -> int:
+        """Tokens of a waiting row that the tree holds now."""
+        node, hit = self._match(row)
+        self._memory.tree.unlock(node)
+        return hit
+
+    def _run(self, row: int, start: int) -> bytes:
+        """The name of the first block of the row's tokens that is not wholly before `start`."""
+        request_state = self._table.request_state(row)
+        ids = request_state.known_ids[: (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS]
+        return block_digests(ids, root_digest(request_state.request.namespace))[-1]
+
+    def _load(self, row: int, node: Any, hit: int) -> bool:
+        """Take a pool row and pages for what can be loaded beyond `hit`; the row is planned once that has arrived."""
+        table, memory = self._table, self._memory
+        reach = int(table.reach[row])
+        if not memory.pool.available_rows or not self._can_take(hit, reach - hit):
+            self.refused = row
+            return False
+        self._reserve(row, node, hit)
+        first, pool_row = memory.pages_for(hit), int(table.pool_row[row])
+        pages = memory.take_pages(memory.pages_for(reach) - first)
+        assert pages is not None
+        memory.pool.page_table[pool_row, first : first + len(pages)] = pages
+        table.held[row] = reach
+        self._state.load(row, hit, self._run(row, hit), self._views.now)
+        self._limits.admitted(row)
+        self._admitted(row, int(table.target[row]) - reach)
+        self._state.outbox.transfer(Load(int(table.number[row]), hit, pages))
         return True
 
     def _can_take(self, start: int, count: int) -> bool:
@@ -184,6 +238,8 @@ class PrefillAdder:
         pages = memory.take_pages(memory.pages_for(start + count) - first)
         if pages is None:
             return False
+        if table.request_state(row).fresh:
+            self._start_row(row)
         pool_row = int(table.pool_row[row])
         memory.pool.page_table[pool_row, first : first + len(pages)] = pages
         self._builder.write_page_run(pool_row, first, pages)

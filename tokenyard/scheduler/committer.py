@@ -104,18 +104,8 @@ class Committer:
         return ended
 
     def _publish(self, row: int) -> None:
-        memory, table = self._state.memory, self._state.table
-        request_state = table.request_state(row)
-        first = int(table.cached[row]) // memory.page_size
-        request_state.node, cached, deduplicated = memory.publish(
-            int(table.pool_row[row]),
-            request_state.node,
-            int(table.cached[row]),
-            int(table.computed[row]),
-            request_state.request.priority or 0,
-            int(table.last_step[row]),
-        )
-        table.cached[row] = cached
+        first = int(self._state.table.cached[row]) // self._state.memory.page_size
+        deduplicated = self._state.publish(row)
         if len(deduplicated):
             self._planner.deduplicated(row, first, deduplicated)
 

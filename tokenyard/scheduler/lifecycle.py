@@ -1,8 +1,10 @@
 """The states a request goes through and the gates that hold it back.
 
-    WAITING -> PREFILL -> RUNNING -> gone
-       ^          |          |
-       +----------+----------+   retracted, preempted or paused: back in line at its old place
+    WAITING -> (LOADING ->) PREFILL -> RUNNING -> gone
+       ^           |           |          |
+       +-----------+-----------+----------+   retracted, preempted or paused: back in line at its old place
+
+A LOADING row has a place and pages, but no plan contains it: its KV is on the way from a store or another engine.
 
 There is no state for a request that has left: its table row is free at once, and `memory.Release` keeps what the last
 plan in flight still reads.
@@ -16,6 +18,7 @@ class State:
     WAITING = 1
     PREFILL = 2
     RUNNING = 3
+    LOADING = 4
 
 
 class Gate:
@@ -30,4 +33,4 @@ class Gate:
     ADAPTER = 8
     """Its LoRA adapter is being loaded."""
     KV = 16
-    """Its KV is being transferred or deduplicated in."""
+    """Where its KV is has not been said yet, or another row loads the same."""

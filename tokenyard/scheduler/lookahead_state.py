@@ -130,7 +130,7 @@ def take_lookahead_state(state: SchedulerState, now: int) -> LookaheadState:
     waiting = waiting[(table.gates[waiting] & ~Gate.GROUP) == 0]
     if len(waiting) > MOST_WAITING:
         waiting = waiting[np.linspace(0, len(waiting) - 1, MOST_WAITING).astype(np.int64)]
-    rows = np.concatenate((state.running.rows, state.prefilling.rows, waiting))
+    rows = np.concatenate((state.admitted_rows(), waiting))
     return LookaheadState(
         now=now,
         settings=state.settings,

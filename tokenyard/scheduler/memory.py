@@ -1,9 +1,10 @@
 """Who holds which KV page: the one place that takes pages, gives them back and hands them to the tree.
 
-Three parties own pages: the allocator (free), the tree (`tree.evictable_pages`, `tree.protected_pages`) and rows
-(private). A row's first `cached` tokens lie on pages of the tree which the row has locked; the rest of its pages are
-private. Plans in flight may still read pages that their row has lost, so nothing goes back before the last plan that
-contains the row has committed (`Release`, `free_after`).
+Four parties own pages: the allocator (free), the tree (`tree.evictable_pages`, `tree.protected_pages`), rows (private)
+and holds (for a reader or writer outside the plans, until it has ended; never free, never counted as coming). A row's
+first `cached` tokens lie on pages of the tree which the row has locked; the rest of its pages are private. Plans in
+flight may still read pages that their row has lost, so nothing goes back before the last plan that contains the row has
+committed (`Release`, `free_after`).
 """
 
 from collections import deque
@@ -39,6 +40,14 @@ class Release:
     unlocks: int = 0
 
 
+@dataclass(slots=True)
+class Hold:
+    """What a reader or writer outside the plans still uses: private pages, and the tree's up to the locked `node`."""
+
+    pages: Int32Array
+    node: Any = None
+
+
 class KvMemory:
     """Allocator, tree and ReqToTokenPool together."""
 
@@ -58,6 +67,7 @@ class KvMemory:
         self._unlocking_pages = 0
         self._deferred: deque[tuple[int, Int32Array]] = deque()
         self._committed = -1
+        self._holds: dict[int, Hold] = {}
 
     @property
     def free_tokens(self) -> int:
@@ -70,6 +80,16 @@ class KvMemory:
     def releasing_pages(self) -> int:
         """Private pages of rows that have left, held back by plans in flight."""
         return self._releasing_pages
+
+    @property
+    def held_pages(self) -> int:
+        """Private pages of holds."""
+        return sum(len(hold.pages) for hold in self._holds.values())
+
+    @property
+    def holds(self) -> int:
+        """Readers and writers outside the plans."""
+        return len(self._holds)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens fill."""
@@ -175,17 +195,62 @@ class KvMemory:
             else:
                 self._deferred.append((last_step, pages))
 
+    def hold_written(self, number: int, release: Release) -> None:
+        """A row left while its pages beyond `cached` are being written: they are held, all else it had goes back."""
+        size = self.page_size
+        first, last = release.cached // size, self.pages_for(release.held)
+        self._holds[number] = Hold(self.pool.page_table[release.pool_row, first:last].copy())
+        self.tree.unlock(release.node)
+        self.pool.free_row(release.pool_row)
+
+    def hold_read(self, number: int, release: Release) -> Int32Array:
+        """A row left and its KV is to be read: whole pages go to the tree and stay locked, the last one is held.
+
+        Returns all its pages (int32[n]). Legal only when no plan in flight contains the row.
+        """
+        size, table = self.page_size, self.pool.page_table[release.pool_row]
+        whole, last = release.computed // size, self.pages_for(release.computed)
+        partial = table[whole:last].copy()
+        pages: Int32Array = table[:last].copy()
+        node = release.node
+        if self.tree.enabled:
+            key = self._key(release.pool_row, release.cached, whole * size)
+            first = release.cached // size
+            inserted = self.tree.extend(node, key, table[first:whole].copy(), release.priority)
+            self.allocator.free(table[first : first + inserted.present_tokens // size].copy())
+            self.tree.lock(inserted.node)
+            self.tree.unlock(node)
+            node = inserted.node
+            pages[:whole] = self.tree.pages(node)[:whole]
+        else:
+            partial = pages[release.cached // size :]
+        self.allocator.free(table[last : self.pages_for(release.held)].copy())
+        self.pool.free_row(release.pool_row)
+        self._holds[number] = Hold(partial, node)
+        return pages
+
+    def end_hold(self, number: int) -> None:
+        """The reader or writer of `number` has ended; unknown numbers are ignored."""
+        hold = self._holds.pop(number, None)
+        if hold is None:
+            return
+        self.allocator.free(hold.pages)
+        if hold.node is not None:
+            self.tree.unlock(hold.node)
+
     def flush(self) -> None:
-        """Empty the tree. Legal only while no row holds pages."""
+        """Empty the tree. Legal only while no row holds pages and nothing else does."""
         self.allocator.free(self.tree.clear())
 
     def idle_mismatch(self) -> str | None:
         """With no request left: what does not add up, or None."""
         found = []
-        held = self.allocator.available + self.tree.evictable_pages
+        held = self.allocator.available + self.tree.evictable_pages + self.held_pages
+        if self._holds:
+            held += self.tree.protected_pages
         if held != self.num_pages:
             found.append(f"{held} of {self.num_pages} pages accounted for")
-        if self.tree.protected_pages:
+        if self.tree.protected_pages and not self._holds:
             found.append(f"{self.tree.protected_pages} pages locked by nobody")
         if self.pool.available_rows != self.pool.rows:
             found.append(f"{self.pool.available_rows} of {self.pool.rows} pool rows free")

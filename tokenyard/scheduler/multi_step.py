@@ -60,6 +60,7 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
         and plan.decode_rows == len(plan.pool_rows)
         and not len(state.waiting)
         and not len(state.prefilling)
+        and not len(state.loading)
         and not (state.cost is not None and state.cost.learns)
     )
 

@@ -5,7 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import BoolArray, Finish, Int32Array, Int64Array, RowLogprobs, Started, TokenBatch, TokenLogprobs
+from tokenyard.base import (
+    BoolArray,
+    Finish,
+    Handover,
+    Int32Array,
+    Int64Array,
+    Load,
+    RowLogprobs,
+    Started,
+    TokenBatch,
+    TokenLogprobs,
+)
 
 _NO_NUMBERS = np.empty(0, np.int64)
 _NO_TOKENS = np.empty(0, np.int32)
@@ -16,6 +27,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._clear()
+        self._transfers: list[Load | Handover] = []
 
     def _clear(self) -> None:
         self._numbers: list[Int64Array] = []
@@ -36,6 +48,15 @@ class Outbox:
         for entry in entries:
             if alive[entry.index]:
                 self.logprobs.extend(_per_token(int(numbers[entry.index]), entry))
+
+    def transfer(self, wanted: Load | Handover) -> None:
+        """KV to load into pages, or to hand over from them."""
+        self._transfers.append(wanted)
+
+    def drain_transfers(self) -> list[Load | Handover]:
+        """KV to load or to hand over since the last call."""
+        transfers, self._transfers = self._transfers, []
+        return transfers
 
     def drain(self) -> TokenBatch:
         """Everything since the last call."""

@@ -52,7 +52,7 @@ class Planner:
                 adder = PrefillAdder(state, views, budget, builder)
                 adder.fill()
                 refused = adder.refused
-                if builder.chunks:
+                if builder.chunks or len(state.loading):
                     state.sweep()
             decoding = views.running if budget.with_decode or builder.empty else NO_ROWS
         if len(decoding):
@@ -184,7 +184,7 @@ class Planner:
             return True
         if len(state.prefilling):
             refused = int(state.prefilling.rows[0])
-        if refused is None or len(state.running):
+        if refused is None or len(state.running) or len(state.loading):
             return False
         message = "the request needs more KV than the pool has"
         state.end(refused, "abort", now, message=message, cause="no_memory")

@@ -8,6 +8,7 @@ gives finished prompt chunks to the tree, ends rows. A row that stops leaves the
 the last plan that contains it has committed (memory.Release). Up to `max_in_flight` plans may wait for their commit.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,15 +19,20 @@ import numpy as np
 from tokenyard.base import (
     NS_PER_S,
     AbortCause,
+    Arrived,
     Cancel,
     CostModel,
     Event,
     ExecutorInfo,
     Explanation,
     Flush,
+    Handover,
+    HoldEnded,
     Int32Array,
+    Load,
     OpenGate,
     Pause,
+    Reach,
     Request,
     Resume,
     SchedulerSettings,
@@ -38,6 +44,7 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
+from tokenyard.base.blocks import BLOCK_TOKENS
 from tokenyard.cache.kv_events import KvEvent, KvRecord, kv_record
 from tokenyard.policy import NO_PRIORITY
 from tokenyard.policy.adaptive import changed
@@ -83,6 +90,9 @@ class Scheduler:
             StopFound: self.stop_found,
             OpenGate: self.open_gate,
             SetPolicy: self.set_policy,
+            Reach: self.reach,
+            Arrived: self.arrived,
+            HoldEnded: self.hold_ended,
             Flush: lambda event, now: self.flush(now),
         }
 
@@ -116,6 +126,10 @@ class Scheduler:
             self.state.table.gates[rows[1:]] |= Gate.GROUP
         if request.grammar:
             self.state.table.gates[rows] |= Gate.GRAMMAR
+        if request.awaits_kv:
+            self.state.table.gates[rows] |= Gate.KV
+        if request.handover:
+            self.state.table.limit[rows] = np.minimum(self.state.table.limit[rows], self.state.table.known[rows])
         for row in rows:
             self.state.join(row, now)
             if self._paused:
@@ -206,7 +220,7 @@ class Scheduler:
         if event.mode == "abort":
             self.cancel(Cancel([], "the server was paused and all requests aborted", "paused"), now)
         elif event.mode == "retract":
-            for row in np.concatenate((self.state.running.rows, self.state.prefilling.rows)).tolist():
+            for row in self.state.admitted_rows().tolist():
                 self.state.retract(row, "paused", now)
         self._hold_clocks(self.state.known_rows(self.state.table.numbers()), now)
 
@@ -243,6 +257,29 @@ class Scheduler:
         if row is not None:
             self.state.table.gates[row] &= ~event.gate
 
+    def reach(self, event: Reach, now: int) -> None:
+        """KV of a waiting request's first tokens can be loaded; whole blocks and pages of it count."""
+        row = self.state.table.row_of(event.number)
+        if row is None:
+            return
+        self.state.table.gates[row] &= ~Gate.KV
+        if self.state.table.state[row] == State.WAITING:
+            unit = math.lcm(BLOCK_TOKENS, self.state.memory.page_size)
+            usable = min(event.tokens, self.state.table.usable_tokens(row))
+            self.state.table.reach[row] = max(usable, 0) // unit * unit
+
+    def arrived(self, event: Arrived, now: int) -> None:
+        """A load has ended. If its row has left meanwhile, the pages that were held for it are free now."""
+        row = self.state.table.row_of(event.number)
+        if row is None or self.state.table.state[row] != State.LOADING:
+            self.state.memory.end_hold(event.number)
+        else:
+            self.state.arrived(row, event.tokens, now)
+
+    def hold_ended(self, event: HoldEnded, now: int) -> None:
+        """The reader of what a request handed over has ended."""
+        self.state.memory.end_hold(event.number)
+
     def set_policy(self, event: SetPolicy, now: int) -> None:
         """Order the queue by another policy. Raises ConfigError for an unknown name, or one that contradicts other
         settings; the old one then stays.
@@ -254,8 +291,10 @@ class Scheduler:
             self.state.policy.headroom = headroom
 
     def flush(self, now: int) -> bool:
-        """Empty the prefix cache; False, and nothing done, while any request waits, runs or is in pending."""
-        if self.has_work:
+        """Empty the prefix cache; False, and nothing done, while any request waits, runs or is in flight, or pages are
+        held for a reader or writer outside.
+        """
+        if self.has_work or self.state.memory.holds:
             return False
         self.state.memory.flush()
         return True
@@ -322,6 +361,10 @@ class Scheduler:
             self._kv_events = self.state.memory.tree.drain_events()
         return self.state.outbox.drain()
 
+    def drain_transfers(self) -> list[Load | Handover]:
+        """KV to load into pages, or to hand over from them, since the last call."""
+        return self.state.outbox.drain_transfers()
+
     def kv_records(self) -> list[KvRecord]:
         """What entered and left the prefix cache up to the last `drain` and since the one before, in its wire form."""
         return [kv_record(event) for event in self._kv_events]
@@ -333,7 +376,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs, or a plan is in pending."""
+        """Whether any request waits or runs, or a plan is in flight."""
         return bool(len(self.state.table) or self._in_flight)
 
     def wakeup_ns(self) -> int | None:
@@ -349,7 +392,7 @@ class Scheduler:
         """Called when nothing is left to do. Reports pages that do not add up, after setting everything right."""
         self.state.policy.headroom.idle()
         mismatch = self.state.memory.idle_mismatch()
-        if mismatch is not None:
+        if mismatch is not None and not self.state.memory.holds:
             self.state.reset_memory()
         return mismatch
 
@@ -399,11 +442,13 @@ class Scheduler:
         return Snapshot(
             now=now,
             waiting=len(self.state.waiting),
+            loading=len(self.state.loading),
             prefilling=len(self.state.prefilling),
             running=len(self.state.running),
             in_flight=len(self._in_flight),
             used_tokens=total - cached - self.state.memory.allocator.available * size,
             cached_tokens=cached,
+            held_tokens=self.state.memory.held_pages * size,
             total_tokens=total,
             evicted_tokens=self.state.memory.evicted_tokens,
             new_token_ratio=self.state.policy.headroom.ratio,

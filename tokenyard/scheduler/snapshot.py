@@ -28,6 +28,7 @@ class Counters:
 @dataclass(slots=True)
 class Snapshot:
     """The state at one moment. used_tokens: KV held by rows and locked prefixes; cached_tokens: evictable KV.
+    held_tokens: KV held for a reader or writer outside.
 
     step_time_error: running mean of |predicted - measured| / measured, None if no cost model learns. measures: what the
     policy and the limits of tenants tell, by the name of the metric (`Policy.measures`).
@@ -36,11 +37,13 @@ class Snapshot:
 
     now: int
     waiting: int
+    loading: int
     prefilling: int
     running: int
     in_flight: int
     used_tokens: int
     cached_tokens: int
+    held_tokens: int
     total_tokens: int
     evicted_tokens: int
     new_token_ratio: float

@@ -16,6 +16,7 @@ from tokenyard.base import (
     Explanation,
     Finish,
     FinishReason,
+    Handover,
     Int32Array,
     RetractReason,
     SamplingParams,
@@ -63,6 +64,7 @@ class SchedulerState:
         self.history = RequestHistory()
         self.inversion = PriorityInversion()
         self.waiting = RowList()
+        self.loading = RowList()
         self.prefilling = RowList()
         self.running = RowList()
         self.longest = min(settings.context_length, info.num_pages * settings.page_size + 1)
@@ -73,6 +75,7 @@ class SchedulerState:
         self.prefill_steps_in_row = 0
         self._pages_returned = 0
         self.drafting = False
+        self._loads: dict[bytes, list[int]] = {}
         self._index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
         self.reset_memory()
@@ -83,7 +86,8 @@ class SchedulerState:
     def join(self, row: int, now: int) -> None:
         """A new request stands in line."""
         timings = self.table.request_state(row).clock.timings
-        timings.waiting_ahead, timings.admitted_ahead = len(self.waiting), len(self.prefilling) + len(self.running)
+        timings.waiting_ahead = len(self.waiting)
+        timings.admitted_ahead = len(self.loading) + len(self.prefilling) + len(self.running)
         self.waiting.append(row)
         self._index.add(row)
         self.update_inversion(row, now)
@@ -91,14 +95,86 @@ class SchedulerState:
 
     def admit(self, row: int, hit: int, now: int) -> None:
         """Waiting to prefill: `row` has taken a pool row with `hit` tokens from the tree."""
+        self._start_prefill(row, now)
+        self._admitted(row, hit, now)
+
+    def load(self, row: int, hit: int, run: bytes, now: int) -> None:
+        """Waiting to loading: `row` has a pool row, `hit` tokens from the tree, and pages for those on the way.
+
+        `run` names the first block that it loads; rows that want the same wait for it.
+        """
+        request_state = self.table.request_state(row)
+        request_state.run = run
+        self._loads[run] = []
+        self.table.state[row] = State.LOADING
+        self.loading.append(row)
+        request_state.clock.enter("loading", now)
+        self._admitted(row, hit, now)
+
+    def waits_for_load(self, row: int, run: bytes) -> bool:
+        """Whether another row loads the block named `run`; then `row` waits until it has arrived."""
+        waiters = self._loads.get(run)
+        if waiters is None:
+            return False
+        waiters.append(int(self.table.number[row]))
+        self.table.gates[row] |= Gate.KV
+        return True
+
+    def arrived(self, row: int, tokens: int, now: int) -> None:
+        """Loading to prefill: the KV of the first `tokens` tokens of `row` is there, whole pages of which count.
+
+        They are published at once, so that rows that waited for the same find them in the tree. Pages for what did not
+        arrive go back; it is computed like any other part of a prompt.
+        """
+        table, memory = self.table, self.memory
+        cached, held = int(table.cached[row]), int(table.held[row])
+        tokens = max(min(tokens, held) // memory.page_size * memory.page_size, cached)
+        unused = memory.pool.page_table[table.pool_row[row], memory.pages_for(tokens) : memory.pages_for(held)]
+        memory.allocator.free(unused.copy())
+        table.computed[row] = table.planned[row] = table.held[row] = tokens
+        table.hit[row] = max(int(table.hit[row]), min(tokens, int(table.prompt_tokens[row])))
+        self.publish(row)
+        self._end_load(row)
+        self._start_prefill(row, now)
+        self.sweep()
+
+    def _end_load(self, row: int) -> None:
+        """The load of `row` is over, well or not: it is not tried again, and rows that waited for it go on."""
+        request_state = self.table.request_state(row)
+        for waiter in self.known_rows(self._loads.pop(request_state.run)):
+            self.table.gates[waiter] &= ~Gate.KV
+        self.table.reach[row] = 0
+
+    def publish(self, row: int) -> Int32Array:
+        """Give the tree the whole pages of what `row` has computed so far; returns the pages (int32[n]) that stand from
+        its old `cached` on in its page table instead of its own, as the tree had them already.
+        """
+        memory, table = self.memory, self.table
+        request_state = table.request_state(row)
+        request_state.node, cached, deduplicated = memory.publish(
+            int(table.pool_row[row]),
+            request_state.node,
+            int(table.cached[row]),
+            int(table.computed[row]),
+            request_state.request.priority or 0,
+            int(table.last_step[row]),
+        )
+        table.cached[row] = cached
+        return deduplicated
+
+    def _start_prefill(self, row: int, now: int) -> None:
+        table = self.table
+        table.state[row] = State.PREFILL
+        self.prefilling.append(row)
+        table.request_state(row).clock.enter("recompute" if table.first_token_ns[row] else "prefill", now)
+
+    def _admitted(self, row: int, hit: int, now: int) -> None:
+        """What every admission has in common: `row` is in the queue no longer, and has a pool row."""
         table = self.table
         request_state = table.request_state(row)
-        table.state[row] = State.PREFILL
         self._index.remove(row)
-        self.prefilling.append(row)
         sampling = request_state.request.sampling
         self.stop_tokens.write(int(table.pool_row[row]), self.stop_token_ids(sampling))
-        request_state.clock.enter("recompute" if table.first_token_ns[row] else "prefill", now)
         self.update_inversion(row, now)
         timings, tokens = request_state.clock.timings, int(table.target[row]) - hit
         if table.admitted_ns[row]:
@@ -194,6 +270,8 @@ class SchedulerState:
     ) -> None:
         """End a request in any state, exactly once. The caller sweeps the lists afterwards."""
         table, timings = self.table, self.table.request_state(row).clock.timings
+        handover = reason == "length" and table.request(row).handover and table.pool_row[row] >= 0
+        reason = "handover" if handover else reason
         timings.inverted_ns += self.inversion.removed(row, now)
         output = int(table.known[row] - table.prompt_tokens[row])
         finish = Finish(
@@ -218,7 +296,10 @@ class SchedulerState:
         self.open_group(row)
         if table.pool_row[row] >= 0:
             self._pages_returned += 1
-            self._give_up_pages(row)
+            if handover:
+                self._hand_over(row)
+            else:
+                self._give_up_pages(row)
         self._index.forget(row)
         if reason == "abort":
             self.counters.aborted += 1
@@ -235,6 +316,23 @@ class SchedulerState:
         return short_since is None or short_since < self._pages_returned
 
     def _give_up_pages(self, row: int) -> None:
+        """Let go of what `row` holds, once no plan in flight and no load needs it any more."""
+        release = self._release(row)
+        if self.table.state[row] != State.LOADING:
+            self.memory.release(release)
+            return
+        self._end_load(row)
+        self.memory.hold_written(int(self.table.number[row]), release)
+
+    def _hand_over(self, row: int) -> None:
+        """Hold the pages of a row that ends with its first token, and say where its KV stands."""
+        table, number = self.table, int(self.table.number[row])
+        known, computed = int(table.known[row]), int(table.computed[row])
+        token = int(self.memory.pool.token_ids[table.pool_row[row], known - 1])
+        pages = self.memory.hold_read(number, self._release(row))
+        self.outbox.transfer(Handover(number, computed, pages, token))
+
+    def _release(self, row: int) -> Release:
         table, request_state = self.table, self.table.request_state(row)
         release = Release(
             last_step=int(table.last_step[row]),
@@ -246,7 +344,7 @@ class SchedulerState:
             priority=request_state.request.priority or 0,
         )
         request_state.node = None
-        self.memory.release(release)
+        return release
 
     def update_inversion(self, row: int, now: int) -> None:
         """Let it be counted whether a request in line is behind a less urgent one; for every change of either. Where
@@ -275,6 +373,7 @@ class SchedulerState:
         state = self.table.state
         for rows, wanted in (
             (self.waiting, State.WAITING),
+            (self.loading, State.LOADING),
             (self.prefilling, State.PREFILL),
             (self.running, State.RUNNING),
         ):
@@ -299,6 +398,10 @@ class SchedulerState:
         if overdue:
             self.sweep()
 
+    def admitted_rows(self) -> Int32Array:
+        """All rows that have a place, int32[n]."""
+        return np.concatenate((self.running.rows, self.prefilling.rows, self.loading.rows))
+
     # ---- views ---------------------------------------------------------------------------------------------
 
     def views(self, now: int) -> Views:
@@ -313,21 +416,23 @@ class SchedulerState:
             running=self.running.rows.copy(),
             free_tokens=self.memory.free_tokens,
             total_tokens=self.memory.num_pages * self.memory.page_size,
-            free_rows=self._rows_limit - len(self.running) - len(self.prefilling),
+            free_rows=self._rows_limit - len(self.running) - len(self.prefilling) - len(self.loading),
             page_size=self.memory.page_size,
             now=now,
             prefill_steps_in_row=self.prefill_steps_in_row,
             first_seq=int(self.table.seq[waiting[0]]) if len(waiting) else 0,
             cost=self.cost,
             prefixes=self._index.forest if self._index.active else None,
+            loading=self.loading.rows.copy(),
         )
 
     def measures(self) -> dict[str, float]:
         """What the policy and the limits of tenants tell, by the name of the metric."""
         waiting, prefilling, running = self.waiting.rows, self.prefilling.rows, self.running.rows
         total = self.memory.num_pages * self.memory.page_size
+        held = np.concatenate((running, prefilling, self.loading.rows))
         measures = self.policy.measures(np.concatenate((waiting, prefilling)))
-        return measures | self.limits.measures(self.table, np.concatenate((running, prefilling)), total)
+        return measures | self.limits.measures(self.table, held, total)
 
     def explain(self, row: int, now: int) -> Explanation:
         """Where the time of a request went that has not ended yet."""

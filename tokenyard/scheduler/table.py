@@ -33,6 +33,7 @@ INT32_COLUMNS = (
     "planned",
     "held",
     "drafts",
+    "reach",
     "known",
     "tenant",
     "epoch",
@@ -68,7 +69,8 @@ class RequestState:
     known_ids: int32[known], valid while the row has no pool row (afterwards the pool holds the tokens). node: the
     deepest tree node the row has locked. followers: numbers of the group's other answers, which wait for this one.
     clock: how long the request spends in each stage. short_since: of a row retracted for lack of pages, how often pages
-    had been returned by then (`SchedulerState.pages_returned_since`).
+    had been returned by then (`SchedulerState.pages_returned_since`). run: of a LOADING row, the name of the first
+    block that it loads. fresh: its pool row and pages are not in any plan yet.
     """
 
     request: Request
@@ -77,6 +79,8 @@ class RequestState:
     node: Any = None
     followers: list[int] = field(default_factory=list)
     short_since: int | None = None
+    run: bytes = b""
+    fresh: bool = False
 
 
 class RequestTable:
@@ -85,7 +89,7 @@ class RequestTable:
     number: the request's number. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row
     of ReqToTokenPool, -1 while waiting. held: leading tokens that have pages, beyond `planned` where drafts were
     refused. drafts: drafts that the executor has ready for the row's next step. last_step: the latest plan that
-    contains the row. gates, state: lifecycle.
+    contains the row. gates, state: lifecycle. reach: leading tokens whose KV can be loaded from elsewhere.
     constrained: 1 for rows whose answer must keep to a grammar; `grammars` counts them.
     """
 
@@ -116,6 +120,7 @@ class RequestTable:
     planned: Int32Array
     held: Int32Array
     drafts: Int32Array
+    reach: Int32Array
     known: Int32Array
     tenant: Int32Array
     epoch: Int32Array
@@ -179,6 +184,7 @@ class RequestTable:
             self.planned,
             self.held,
             self.drafts,
+            self.reach,
             self.gates,
             self.retractions,
             self.boost,

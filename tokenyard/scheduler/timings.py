@@ -46,6 +46,8 @@ class StageClock:
         match self.stage:
             case "queue":
                 timings.queue_ns += spent
+            case "loading":
+                timings.loading_ns += spent
             case "prefill":
                 timings.prefill_ns += spent
             case "decode":

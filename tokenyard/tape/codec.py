@@ -19,15 +19,18 @@ import msgspec
 import numpy as np
 
 from tokenyard.base import (
+    Arrived,
     Cancel,
     ConfigError,
     CostModel,
     Event,
     ExecutorInfo,
     Flush,
+    HoldEnded,
     Int32Array,
     OpenGate,
     Pause,
+    Reach,
     Resume,
     SchedulerSettings,
     SetPolicy,
@@ -41,8 +44,8 @@ from tokenyard.cost import LinearCost, OnlineCost
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.tape.anonymizer import Anonymizer
 
-VERSION = 2
-READABLE = (1, 2)
+VERSION = 3
+READABLE = (1, 2, 3)
 MAGIC = re.compile(rb"tokenyard tape (\d{1,9})\n")
 DIGEST_BYTES = 16
 _FRAME = struct.Struct("<IBq")
@@ -110,6 +113,9 @@ KINDS: tuple[type, ...] = (
     Committed,
     Idled,
     Raised,
+    Reach,
+    Arrived,
+    HoldEnded,
 )
 """The kind of a record is its place here; new kinds go to the end and raise VERSION."""
 

@@ -20,7 +20,7 @@ def event_loop_normal(driver: Driver) -> None:
 def event_loop_overlap(driver: Driver) -> None:
     """Plan and launch step N+1 while the device works on step N, then process N (SGLang's overlap schedule).
 
-    Needs a scheduler with two plans in step. Sampling of N+1 may have to wait until N was processed.
+    Needs a scheduler with two plans in flight. Sampling of N+1 may have to wait until N was processed.
     """
     idle = False
     pending: LaunchedStep | None = None
