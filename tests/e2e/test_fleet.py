@@ -4,12 +4,15 @@ import concurrent.futures
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
+import psutil
 import pytest
 
 from tests.e2e.servers import ROOT, Server
@@ -125,3 +128,48 @@ def test_the_environment_sets_what_flags_do_not():
     environ = {"TOKENYARD_ROUTE_WORKER_URLS": "http://a:1,http://b:2", "TOKENYARD_ROUTE_POLICY": "random"}
     settings = route_settings({"policy": "round_robin"}, environ)
     assert (settings.worker_urls, settings.policy) == (("http://a:1", "http://b:2"), "round_robin")
+
+
+def test_several_processes_share_a_port(mock_server):
+    route = Route(mock_server.url, flags=("--processes", "2"))
+    try:
+        assert len(psutil.Process(route.process.pid).children()) == 1
+        for i in range(12):
+            assert json.loads(route.complete(f"go {i}"))["usage"]["completion_tokens"] == 8
+        wrong = urllib.request.Request(route.url + "/workers", b'{"url": "http://127.0.0.1:9"}')
+        with pytest.raises(urllib.error.HTTPError, match="409"):
+            urllib.request.urlopen(wrong, timeout=30)
+    finally:
+        assert route.close() == 0
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls_on_both_sides(mock_server, tmp_path):
+    """A router with TLS in front of a router with TLS."""
+    key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+        "-days",
+        "1",
+    ]
+    subprocess.run([*made, "-subj", "/CN=x", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    flags = ("--tls-cert-path", certificate, "--tls-key-path", key)
+    os.environ["SSL_CERT_FILE"] = certificate
+    try:
+        inner = Route(mock_server.url, flags=flags)
+        outer = Route(inner.url, flags=(*flags, "--ca-cert-path", certificate))
+        assert outer.url.startswith("https://")
+        assert outer.complete("Once", stream=True).endswith(b"data: [DONE]\n\n")
+        assert outer.close() == 0
+        assert inner.close() == 0
+    finally:
+        del os.environ["SSL_CERT_FILE"]

@@ -4,16 +4,23 @@ import argparse
 import asyncio
 import logging
 import os
+import socket
 import typing
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from tokenyard.base import ConfigError
+import numpy as np
+
+from tokenyard.base import ConfigError, Int32Array
 from tokenyard.cli.flags import ENV_PREFIX, parse_bool, parse_count, parse_float
+from tokenyard.router.features import Tokenize
 from tokenyard.router.settings import RouterSettings, flag_of
 
 ENV = ENV_PREFIX + "ROUTE_"
+MOST_TOKENIZED_CHARS = 400_000
+"""A longer text is known by its bytes, as tokenizing it would hold up every stream."""
 
 
 def add_route_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,16 +78,44 @@ def _read(kind: Any, raw: Any, source: str) -> Any:
 
 def route(namespace: argparse.Namespace) -> int:
     """Route until told to stop. Returns 0 after a signal, 2 for wrong settings."""
-    from tokenyard.router.serve import listen, run
+    from tokenyard.router.serve import run, run_all
 
     settings = route_settings(vars(namespace))
     form = "[%(asctime)s] %(message)s"
     logging.basicConfig(level=settings.log_level.upper(), format=form, datefmt="%Y-%m-%d %H:%M:%S", force=True)
-    listener = listen(settings)
-    settings = replace(settings, port=listener.getsockname()[1])
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(run(settings, listener))
+    tokenize = make_tokenize(settings.tokenizer) if settings.tokenizer else None
+
+    def run_one(settings: RouterSettings, listener: socket.socket, announce: bool) -> None:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(run(settings, listener, tokenize, announce=announce))
+
+    run_all(settings, run_one)
     return 0
+
+
+def make_tokenize(folder: str) -> Tokenize:
+    """The tokens of a prompt as the model's own tokenizer and chat template make them. Raises ConfigError if `folder`
+    holds no tokenizer.
+    """
+    from tokenyard.engine.text.chat_template import load_chat_template
+    from tokenyard.engine.text.tokenizer_files import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    template = load_chat_template(Path(folder)) if Path(folder).is_dir() else None
+
+    def tokenize(fields: Mapping[str, Any]) -> Int32Array | None:
+        text, special = fields.get("prompt", fields.get("text")), True
+        try:
+            if isinstance(fields.get("messages"), list) and template:
+                text, special = template.render(fields["messages"], tools=fields.get("tools") or None), False
+        except Exception:
+            return None  # the worker will say what is wrong with these messages
+        if not isinstance(text, str) or len(text) > MOST_TOKENIZED_CHARS:
+            return None
+        ids = tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=special).ids
+        return np.array(ids, np.int32)
+
+    return tokenize
 
 
 def _loop_factory() -> Any:

@@ -106,6 +106,9 @@ class Control:
             return 200, self._fan_out(request)
         if path in ("/server_info", "/get_server_info"):
             return 200, {"version": __version__, "policy": router.policy.name, "workers": len(router.workers)}
+        if request.method != b"GET" and router.settings.processes > 1:
+            what = "this router has several processes, of which only one would hear; use --worker-file"
+            raise RouterError(409, what, code="several_processes")
         if path == "/workers":
             return self._workers(request)
         name, _, verb = unquote(path.removeprefix("/workers/")).rpartition("/")

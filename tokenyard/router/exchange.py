@@ -125,6 +125,8 @@ class Exchange:
         self._tries += 1
         assert self._ranking is not None
         self._sent = router.sent(self, target, self._ranking.reason)
+        if not self.parsed.stream:
+            asyncio.get_running_loop().call_later(self._sent.expected_s(), self._sent.prefilled)
         connection = target.worker.pool.take()
         if connection is None:
             self._connecting = asyncio.get_running_loop().create_task(self._connect(target))

@@ -118,6 +118,15 @@ class Sent:
         state.slowness += SLOWNESS_STEP * (min(max(ratio, 1.0 / SLOWEST), SLOWEST) - state.slowness)
         state.speed.observe(self._work, seconds)
 
+    def expected_s(self) -> float:
+        """Seconds from the dispatch to the first token, as the model's speed has it."""
+        return self._state.slowness * self._state.speed.predict_s(self._work)
+
+    def prefilled(self) -> None:
+        """The first token should be there by now; for answers that come whole, in which nobody sees it."""
+        if self._prefilling:
+            self._stop_prefilling()
+
     def hit(self, cached: int) -> None:
         """The answer says that `cached` tokens of its prompt were in the cache."""
         if self.predicted > 0:

@@ -9,11 +9,13 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tokenyard.base import ConfigError
 from tokenyard.router.discovery import Discovery, sources
 from tokenyard.router.features import Tokenize
+from tokenyard.router.kv_events import KvEvents
 from tokenyard.router.proxy import Router
 from tokenyard.router.settings import RouterSettings
 from tokenyard.router.upstream import WorkerUrl
@@ -61,9 +63,14 @@ def check_urls(urls: Sequence[str]) -> None:
         seen.add(parsed)
 
 
-async def run(settings: RouterSettings, listener: socket.socket, tokenize: Tokenize | None = None) -> None:
-    """Route until a signal, then let open requests end. Raises ConfigError for wrong workers or certificates."""
+async def run(
+    settings: RouterSettings, listener: socket.socket, tokenize: Tokenize | None = None, *, announce: bool = True
+) -> None:
+    """Route until a signal, then let open requests end; says on standard error where it listens if it shall `announce`
+    that. Raises ConfigError for wrong workers or certificates.
+    """
     router, context, found = Router(settings, tokenize), tls_context(settings), sources(settings)
+    events = KvEvents(router, settings.kv_events) if settings.kv_events else None
     check_urls(settings.worker_urls)
     for url in settings.worker_urls:
         router.add_worker(url, "static")
@@ -73,7 +80,10 @@ async def run(settings: RouterSettings, listener: socket.socket, tokenize: Token
         loop.add_signal_handler(number, stop.set)
     tasks = [loop.create_task(_sweep(router))]
     tasks += [loop.create_task(Discovery(router, source).run()) for source in found]
-    _say_ready(settings, listener)
+    if events is not None:
+        tasks.append(loop.create_task(events.run()))
+    if announce:
+        _say_ready(settings, listener)
     gc.collect()
     gc.freeze()
     try:
@@ -109,6 +119,38 @@ async def _drain(router: Router, stop: asyncio.Event) -> None:
                 await asyncio.sleep(SWEEP_S / 5)
     router.cut_off()
     await asyncio.sleep(LAST_WORDS_S)
+
+
+def run_all(settings: RouterSettings, run_one: Callable[[RouterSettings, socket.socket, bool], None]) -> None:
+    """Listen and run `run_one` in as many processes as the settings say, this one among them, which alone announces
+    itself; the others end with it.
+
+    Raises ConfigError if the address cannot be had.
+    """
+    listener = listen(settings)
+    settings = replace(settings, port=listener.getsockname()[1])
+    children = []
+    for _ in range(settings.processes - 1):
+        # A socket of its own for each, so that the system shares connections out among them.
+        shared = listen(settings)
+        pid = os.fork()
+        if pid == 0:
+            listener.close()
+            status = 1
+            try:
+                run_one(settings, shared, False)
+                status = 0
+            finally:
+                os._exit(status)
+        shared.close()
+        children.append(pid)
+    try:
+        run_one(settings, listener, True)
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGTERM)
+        for pid in children:
+            os.waitpid(pid, 0)
 
 
 def _say_ready(settings: RouterSettings, listener: socket.socket) -> None:

@@ -50,7 +50,7 @@ class RouterSettings:
     session_header: str = _setting("x-session-id", "header whose value must come back to the same target; '' for none")
     index_mb: float = _setting(256.0, "most memory of the prefix index", 1, 1 << 20)
     tokenizer: str = _setting("", "folder with the model's tokenizer, to count in tokens instead of bytes")
-    kv_events: bool = _setting(False, "follow the KV events of workers that publish them (needs --tokenizer)")
+    kv_events: str = _setting("", "where workers publish KV events, such as tcp://{host}:5557; needs --tokenizer")
     dp_aware: bool = _setting(True, "choose the data-parallel rank of workers that have several")
 
     max_worker_requests: int = _setting(0, "most requests at a time per target; 0: as many as the engine says, or any")
@@ -93,6 +93,8 @@ class RouterSettings:
                 raise ConfigError(f"{flag_of(item)} is {value:g}; it must be from {least:g} to {most:g}")
         if bool(self.tls_cert_path) != bool(self.tls_key_path):
             raise ConfigError("--tls-cert-path and --tls-key-path belong together; give both")
+        if self.kv_events and not self.tokenizer:
+            raise ConfigError("--kv-events names blocks of tokens; give --tokenizer too")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"--log-level is {self.log_level!r}; it takes debug, info, warning and error")
 

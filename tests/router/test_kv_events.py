@@ -1,0 +1,141 @@
+"""Events of caches over ZeroMQ, in the forms of vLLM and SGLang, and prompts as tokens."""
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from tests.router.fakes import FakeWorker, routing
+from tokenyard.base import ConfigError
+from tokenyard.base.blocks import block_digests
+from tokenyard.cli.route import make_tokenize
+from tokenyard.config import DEMO_MODEL
+from tokenyard.router.kv_events import Follower, KvEvents
+from tokenyard.router.settings import RouterSettings
+
+TOKENS = list(range(128))
+DIGESTS = block_digests(np.array(TOKENS, np.int32))
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [11, 12],
+    "parent_block_hash": None,
+    "token_ids": TOKENS,
+    "block_size": 64,
+    "lora_id": None,
+    "medium": "GPU",
+}
+
+
+def message(number, *events, rank=0):
+    return [b"kv@pod@model", number.to_bytes(8, "big"), msgspec.msgpack.encode([1.5, list(events), rank])]
+
+
+async def _until(holds):
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def test_the_index_follows_what_a_worker_publishes():
+    async def main():
+        publisher = zmq.Context.instance().socket(zmq.PUB)
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        async with FakeWorker() as worker, routing(worker) as (router, client):
+            events = KvEvents(router, f"tcp://{{host}}:{port}")
+            task = asyncio.create_task(events.run())
+            name = str(router.workers.find("w0").url)
+            number = 0
+
+            async def publish(*told):
+                nonlocal number
+                publisher.send_multipart(message(number, *told))
+                number += 1
+                await asyncio.sleep(0.01)
+
+            async with asyncio.timeout(5):
+                while not router.index.blocks_of(name):
+                    await publish(STORED)
+            assert router.index.match(name, DIGESTS) == 2
+            await publish(["BlockRemoved", [12]])
+            await _until(lambda: router.index.match(name, DIGESTS) == 1)
+            await publish({"type": "AllBlocksCleared"})
+            await _until(lambda: router.index.blocks_of(name) == 0)
+            assert (await client.complete()).status == 200
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        publisher.close(linger=0)
+
+    asyncio.run(main())
+
+
+def test_numbers_that_begin_anew_and_gaps():
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (router, _):
+            events = KvEvents(router, "tcp://{host}:5557")
+            follower = Follower(events, router, "w")
+            follower.take(message(5, STORED))
+            follower.take(message(9))
+            assert events.gaps == 1
+            assert router.index.match("w", DIGESTS) == 2
+            follower.take(message(0))
+            assert router.index.match("w", DIGESTS) == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b"topic"],
+        [b"t", b"short", b""],
+        [b"t", bytes(8), b"\xc1 no msgpack"],
+        [b"t", bytes(8), msgspec.msgpack.encode({"a": 1})],
+        [b"t", bytes(8), msgspec.msgpack.encode([1.0, 5])],
+        [b"t", bytes(8), msgspec.msgpack.encode([1.0, [None, 3, {}]])],
+    ],
+)
+def test_junk_is_ignored(frames):
+    async def main():
+        async with FakeWorker() as worker, routing(worker) as (router, _):
+            Follower(KvEvents(router, "tcp://{host}:1"), router, "w").take(frames)
+            assert router.index.bytes == 0
+
+    asyncio.run(main())
+
+
+def test_ranks_have_ports_of_their_own():
+    async def main():
+        async with FakeWorker(info={"dp_size": 2}) as worker, routing(worker) as (router, _):
+            events = KvEvents(router, "tcp://{host}:5557")
+            targets = router.workers.find("w0").targets
+            assert [events.endpoint(target) for target in targets] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
+            for wrong in ("5557", "tcp://host", "ipc:///x:1"):
+                with pytest.raises(ConfigError, match="give an endpoint"):
+                    KvEvents(router, wrong)
+
+    asyncio.run(main())
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        RouterSettings(kv_events="tcp://{host}:5557")
+
+
+@pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
+def test_prompts_are_tokens_where_there_is_a_tokenizer():
+    async def main():
+        tokenize = make_tokenize(str(DEMO_MODEL))
+        assert tokenize({"prompt": ["a", "b"]}) is None
+        assert tokenize({"messages": [{"role": 5}]}) is None
+        chat = tokenize({"messages": [{"role": "user", "content": "Tell me a story about a fox"}]})
+        assert len(chat) > 5
+        async with FakeWorker("a") as a, FakeWorker("b") as b, routing(a, b, tokenize=tokenize) as (router, client):
+            first = await client.complete("a long story about a fox " * 60)
+            assert (await client.complete("a long story about a fox " * 60 + "end")).json == first.json
+            names = [str(worker.url) for worker in router.workers]
+            expected = len(tokenize({"prompt": "a long story about a fox " * 60})) // 64
+            assert max(map(router.index.blocks_of, names)) in (expected, expected + 1)
+            asked = {"messages": [{"role": "user", "content": "a story " * 100}, {"role": "assistant", "content": "x"}]}
+            assert (await client.ask("POST", "/v1/chat/completions", asked)).status == 200
+
+    asyncio.run(main())
