@@ -1,15 +1,14 @@
-"""langchain-openai: invoke, stream, batch; structured output is refused clearly."""
+"""langchain-openai: invoke, stream, batch; structured output, tools, the Responses API."""
 
 from common import Target, expect, try_client
 from langchain_openai import ChatOpenAI
-from openai import BadRequestError
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class Animal(BaseModel):
     """An animal."""
 
-    name: str
+    name: str = Field(max_length=12)
 
 
 def chat(target: Target) -> ChatOpenAI:
@@ -41,15 +40,25 @@ def tools_left_to_the_model(target: Target) -> None:
     expect(answer.content or answer.tool_calls, "the answer is empty")
 
 
-def structured_output_refused(target: Target) -> None:
-    for method, says in (("json_schema", "response_format"), ("function_calling", "tool_choice")):
-        try:
-            chat(target).with_structured_output(Animal, method=method).invoke("Name an animal.")
-        except BadRequestError as error:
-            expect(says in error.message, f"{says} is not in {error.message!r}")
-        else:
-            raise AssertionError(f"{method} was not refused")
+def structured_output(target: Target) -> None:
+    model = chat(target)
+    for method in ("json_schema", "function_calling"):
+        plain = ChatOpenAI(
+            base_url=target.v1, api_key="none", model=target.model, max_tokens=300, temperature=0, max_retries=0
+        )
+        found = plain.with_structured_output(Animal, method=method).invoke("Name an animal.")
+        expect(isinstance(found, Animal), f"{method} gave {found}")
+    answer = model.bind(response_format={"type": "json_object"}).invoke("Name an animal in JSON.")
+    expect(answer.content.startswith("{"), f"json_object gave {answer.content}")
+
+
+def responses(target: Target) -> None:
+    model = ChatOpenAI(
+        base_url=target.v1, api_key="none", model=target.model, max_tokens=12, max_retries=0, use_responses_api=True
+    )
+    expect(model.invoke("Tell me a story.").content, "the answer is empty")
+    expect(list(model.stream("Tell me a story.")), "the stream is empty")
 
 
 if __name__ == "__main__":
-    try_client("langchain-openai", [invoke, stream, batch, tools_left_to_the_model, structured_output_refused])
+    try_client("langchain-openai", [invoke, stream, batch, tools_left_to_the_model, structured_output, responses])

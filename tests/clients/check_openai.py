@@ -1,14 +1,14 @@
-"""The openai package: models, chat, streams with usage, scored prompts, and what is refused."""
+"""The openai package: models, chat, streams, scored prompts, structured answers, tools, Responses, refusals."""
 
 import openai
 from common import Target, expect, try_client
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 HELLO = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 
 class Animal(BaseModel):
-    name: str
+    name: str = Field(max_length=12)
 
 
 def client(target: Target) -> openai.OpenAI:
@@ -55,10 +55,69 @@ def scored_prompt(target: Target) -> None:
     expect(scores[0] is None and all(score <= 0 for score in scores[1:]), f"scores were {scores}")
 
 
+def parsed_answer(target: Target) -> None:
+    options = {"model": target.model, "messages": HELLO, "max_tokens": 300}
+    answer = client(target).chat.completions.parse(**options, response_format=Animal)
+    expect(isinstance(answer.choices[0].message.parsed, Animal), f"parsed {answer.choices[0].message}")
+    with client(target).chat.completions.stream(**options, response_format=Animal) as stream:
+        final = stream.get_final_completion()
+    expect(isinstance(final.choices[0].message.parsed, Animal), f"streamed {final.choices[0].message}")
+
+
+def forced_tool(target: Target) -> None:
+    options = {"model": target.model, "messages": HELLO, "max_tokens": 300}
+    options["parallel_tool_calls"] = False
+    tools = [openai.pydantic_function_tool(Animal, name="animal")]
+    answer = client(target).chat.completions.parse(**options, tools=tools, tool_choice="required")
+    call = answer.choices[0].message.tool_calls[0]
+    expect(isinstance(call.function.parsed_arguments, Animal), f"call {call}")
+    expect(answer.choices[0].finish_reason == "tool_calls", f"finish_reason {answer.choices[0].finish_reason}")
+    named = {"type": "function", "function": {"name": "animal"}}
+    with client(target).chat.completions.stream(**options, tools=tools, tool_choice=named) as stream:
+        pieces = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        final = stream.get_final_completion()
+    Animal.model_validate_json(final.choices[0].message.tool_calls[0].function.arguments)
+    expect(len(pieces) > 1, "the arguments came in one piece")
+
+
+def responses(target: Target) -> None:
+    options = {"model": target.model, "input": "Tell me a story.", "max_output_tokens": 12}
+    answer = client(target).responses.create(**options, instructions="Be brief.")
+    expect(answer.output_text and answer.status in ("incomplete", "completed"), f"response {answer}")
+    with client(target).responses.stream(**options) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    expect(kinds[0] == "response.created" and "response.output_text.delta" in kinds, f"events {kinds}")
+    expect(final.output_text, "the streamed response is empty")
+
+
+def responses_parsed_and_with_tools(target: Target) -> None:
+    options = {"model": target.model, "input": "Name an animal.", "max_output_tokens": 300}
+    parsed = client(target).responses.parse(**options, text_format=Animal)
+    expect(isinstance(parsed.output_parsed, Animal), f"parsed {parsed.output}")
+    tool = {"type": "function", "name": "animal", "parameters": Animal.model_json_schema(), "strict": False}
+    with client(target).responses.stream(
+        **options, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    ) as stream:
+        pieces = [event for event in stream if event.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+    call = final.output[0]
+    Animal.model_validate_json(call.arguments)
+    expect(call.type == "function_call" and len(pieces) > 1, f"output {final.output}")
+    history = [{"role": "user", "content": "Name an animal."}, call.model_dump(exclude_none=True)]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "a fox"}
+    try:
+        client(target).responses.create(**{**options, "input": [*history, result], "max_output_tokens": 8})
+    except openai.BadRequestError as error:
+        # The template of the demo model knows no messages of tools, and says so.
+        expect("role" in str(error), f"another error: {error}")
+
+
 def errors_are_clear(target: Target) -> None:
     for call, kind, says in (
         (lambda: chat(Target(target.url, "other", "")), openai.NotFoundError, "does not exist"),
-        (lambda: parse(target), openai.BadRequestError, "response_format"),
+        (lambda: client(target).embeddings.create(model=target.model, input="x"), openai.NotFoundError, "not offer"),
+        (lambda: wrong_schema(target), openai.BadRequestError, "grammar"),
     ):
         try:
             call()
@@ -68,9 +127,24 @@ def errors_are_clear(target: Target) -> None:
             raise AssertionError(f"no {kind.__name__}")
 
 
-def parse(target: Target) -> None:
-    client(target).chat.completions.parse(model=target.model, messages=HELLO, response_format=Animal)
+def wrong_schema(target: Target) -> None:
+    schema = {"name": "x", "strict": True, "schema": {"type": "object", "not": {}}}
+    form = {"type": "json_schema", "json_schema": schema}
+    client(target).chat.completions.create(model=target.model, messages=HELLO, response_format=form)
 
+
+CHECKS = [
+    models,
+    chat,
+    stream_with_usage,
+    stream_helper,
+    scored_prompt,
+    parsed_answer,
+    forced_tool,
+    responses,
+    responses_parsed_and_with_tools,
+    errors_are_clear,
+]
 
 if __name__ == "__main__":
-    try_client("openai", [models, chat, stream_with_usage, stream_helper, scored_prompt, errors_are_clear])
+    try_client("openai", CHECKS)

@@ -43,6 +43,8 @@ class Client:
 
 CLIENTS = (
     Client("openai", ("openai==3.52.0",)),
+    Client("anthropic", ("anthropic==2.12.0",)),
+    Client("ollama", ("ollama==0.6.3",)),
     Client("langchain-openai", ("langchain-openai==1.7.3",)),
     Client("instructor", ("instructor==1.17.0",)),
     Client("litellm", ("litellm==1.106.2",)),

@@ -16,18 +16,19 @@ from starlette.types import ASGIApp
 
 from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.base.version import __version__
-from tokenyard.server import control, native, openai, profile, requests, scheduling
+from tokenyard.server import control, messages, native, ollama, openai, profile, requests, responses, scheduling
 from tokenyard.server.answers import Call
+from tokenyard.server.dialects import dialect_of
 from tokenyard.server.errors import (
     CLIENT_GONE_STATUS,
     HttpError,
     check_encoding,
-    error_body,
     error_headers,
     internal_error,
     outcome_of,
 )
 from tokenyard.server.middleware import TENANT, Authentication
+from tokenyard.server.offered import nothing_at
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
 from tokenyard.server.reference import reference_page
 from tokenyard.server.state import ServerState
@@ -41,6 +42,11 @@ HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/v1/chat/completions": (openai.chat_completions, ChatRequest),
     "/v1/completions": (openai.completions, CompletionRequest),
     "/generate": (native.generate, NativeRequest),
+    "/v1/messages": (messages.messages, messages.MessagesRequest),
+    "/v1/messages/count_tokens": (messages.count_tokens, messages.CountRequest),
+    "/v1/responses": (responses.responses, responses.ResponsesRequest),
+    "/api/chat": (ollama.chat, ollama.OllamaChat),
+    "/api/generate": (ollama.generate, ollama.OllamaGenerate),
 }
 
 
@@ -55,7 +61,7 @@ class GenerationRoute:
         """Answer one request."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         request_id = headers.get("x-request-id")
-        reply = Reply(send, {"x-request-id": request_id} if request_id else None)
+        reply = Reply(send, {"x-request-id": request_id} if request_id else None, dialect_of(scope["path"]))
         try:
             check_encoding(headers.get("content-encoding", ""))
             body = await read_body(receive, self._state.options.max_body_bytes)
@@ -102,6 +108,7 @@ def create_app(state: ServerState) -> ASGIApp:
     api.include_router(requests.router)
     api.include_router(profile.router)
     api.include_router(scheduling.router)
+    api.include_router(ollama.router)
     api.add_exception_handler(TokenyardError, _on_error)
     api.add_exception_handler(ClientGoneError, _on_client_gone)
     api.add_exception_handler(HTTPException, _on_http_exception)
@@ -131,16 +138,16 @@ async def _docs(request: Request) -> HTMLResponse:
     return HTMLResponse(reference_page(request.app.openapi()))
 
 
-def _error_response(error: TokenyardError) -> Response:
-    """An error as a whole response."""
+def _error_response(error: TokenyardError, path: str = "") -> Response:
+    """An error as a whole response, as the API at `path` writes it."""
     status = outcome_of(error).status
-    return Response(error_body(error), status, error_headers(status), "application/json")
+    return Response(dialect_of(path).error(error), status, error_headers(status), "application/json")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     """Our own errors."""
     assert isinstance(error, TokenyardError)
-    return _error_response(error)
+    return _error_response(error, request.url.path)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -151,10 +158,12 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
-    what = {404: "there is nothing at this path", 405: "this path does not take that method"}
-    message = f"{what.get(error.status_code, error.detail)}: {request.method} {request.url.path}"
-    code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    response = _error_response(HttpError(code, message))
+    method, path = request.method, request.url.path
+    if error.status_code == 405:
+        told = HttpError("method_not_allowed", f"this path does not take that method: {method} {path}")
+    else:
+        told = HttpError("not_found", nothing_at(method, path))
+    response = _error_response(told, path)
     response.headers.update(error.headers or {})
     return response
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp
 
+from tokenyard.server.dialects import dialect_of
 from tokenyard.server.errors import HttpError
 from tokenyard.server.stream import Receive, Reply, Scope, Send
 
@@ -47,7 +48,7 @@ class Authentication:
         """Let a request through or answer 401."""
         if scope["type"] == "http" and scope["method"] != "OPTIONS" and not self._allowed(scope):
             error = HttpError("invalid_api_key", "a valid API key is needed: Authorization: Bearer KEY")
-            await Reply(send).fail(error)
+            await Reply(send, dialect=dialect_of(scope["path"])).fail(error)
             return
         await self.app(scope, receive, send)
 
@@ -70,8 +71,11 @@ class Authentication:
 
 def _bearer_key(scope: Scope) -> bytes:
     """The key that a request came with, b"" for none."""
-    header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, given = header.partition(b" ")
+    headers = dict(scope["headers"])
+    if b"authorization" not in headers:
+        # Clients of Anthropic's API send theirs so.
+        return bytes(headers.get(b"x-api-key", b"").strip())
+    scheme, _, given = headers[b"authorization"].partition(b" ")
     return bytes(given.strip()) if scheme.lower() == b"bearer" else b""
 
 

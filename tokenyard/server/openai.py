@@ -57,16 +57,16 @@ class Job:
 async def chat_completions(call: Call) -> None:
     """Answer a chat request."""
     body = await parse_body(call.body, ChatRequest, strict=call.state.options.strict_api)
-    await _answer(call, await _chat_job(call, body))
+    await _answer(call, await chat_job(call, body))
 
 
 async def completions(call: Call) -> None:
     """Answer a text completion request."""
     body = await parse_body(call.body, CompletionRequest, strict=call.state.options.strict_api)
-    await _answer(call, await _completion_job(call, body))
+    await _answer(call, await completion_job(call, body))
 
 
-async def _chat_job(call: Call, body: ChatRequest) -> Job:
+async def chat_job(call: Call, body: ChatRequest) -> Job:
     """Read a chat body. Raises InvalidRequestError for anything wrong or unsupported in it."""
     refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
@@ -95,7 +95,7 @@ async def _chat_job(call: Call, body: ChatRequest) -> Job:
     return job
 
 
-async def _completion_job(call: Call, body: CompletionRequest) -> Job:
+async def completion_job(call: Call, body: CompletionRequest) -> Job:
     """Read a completion body. Raises InvalidRequestError for anything wrong or unsupported in it."""
     refuse_unsupported(body)
     _check_completion(body)

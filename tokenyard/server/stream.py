@@ -7,7 +7,8 @@ from typing import Any
 import orjson
 
 from tokenyard.base import TokenyardError
-from tokenyard.server.errors import HttpError, error_body, error_headers, outcome_of
+from tokenyard.server.dialects import OPENAI, Dialect
+from tokenyard.server.errors import HttpError, error_headers, outcome_of
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -17,7 +18,6 @@ Send = Callable[[Message], Awaitable[None]]
 DONE = b"data: [DONE]\n\n"
 READ_ON_FACTOR = 16
 _STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
@@ -30,8 +30,9 @@ class ClientGoneError(Exception):
 class Reply:
     """One HTTP answer over ASGI: either a whole body, or a stream of events. Knows whether its first byte is out."""
 
-    def __init__(self, send: Send, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str] | None = None, dialect: Dialect = OPENAI) -> None:
         self._send = send
+        self._dialect = dialect
         self._headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
         self.started = False
 
@@ -52,7 +53,7 @@ class Reply:
     async def _open(self, body: Message) -> None:
         """Send the headers of a stream and its first bytes."""
         self.started = True
-        fields = [*_STREAM_HEADERS, *self._headers]
+        fields = [(b"content-type", self._dialect.content_type), *_STREAM_HEADERS, *self._headers]
         await self._send({"type": "http.response.start", "status": 200, "headers": fields})
         await self._send(body)
 
@@ -62,12 +63,12 @@ class Reply:
 
     async def fail(self, error: TokenyardError) -> None:
         """Answer with an error; in a stream that has begun, as its last event."""
-        body = error_body(error)
+        body = self._dialect.error(error)
         if not self.started:
             status = outcome_of(error).status
             await self.whole(body, status=status, headers=error_headers(status))
             return
-        await self.event(b"data: " + body + b"\n\n")
+        await self.event(self._dialect.last(body))
         await self.end()
 
 

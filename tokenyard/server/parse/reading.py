@@ -29,6 +29,8 @@ class OutputStyle:
 
     def __init__(self, sources: Mapping[str, str], tokenizer: Any = None, name: str = "") -> None:
         self.form: Format | None = named(name) if name else detect(sources.values())
+        self.has_template = bool(sources)
+        self.template = sources.get("default", "")
         self.knows_tools = knows_tools(sources.values())
         self.knows_developer = any("developer" in source for source in sources.values())
         self.special = _special_tokens(tokenizer)
