@@ -84,11 +84,11 @@ def responses(target: Target) -> None:
     options = {"model": target.model, "input": "Tell me a story.", "max_output_tokens": 12}
     answer = client(target).responses.create(**options, instructions="Be brief.")
     expect(answer.output_text and answer.status in ("incomplete", "completed"), f"response {answer}")
-    with client(target).responses.stream(**options) as stream:
-        kinds = [event.type for event in stream]
-        final = stream.get_final_response()
+    # The package's stream helper raises for answers that their length cuts off.
+    events = list(client(target).responses.create(**options, stream=True))
+    kinds = [event.type for event in events]
     expect(kinds[0] == "response.created" and "response.output_text.delta" in kinds, f"events {kinds}")
-    expect(final.output_text, "the streamed response is empty")
+    expect(events[-1].response.output_text, "the streamed response is empty")
 
 
 def responses_parsed_and_with_tools(target: Target) -> None:

@@ -91,3 +91,17 @@ def test_rows_of_one_step_get_as_many_alternatives_as_each_asked_for(make_driver
             assert (token, len(ids)) == (sequence.known[position], top)
             assert value == pytest.approx(float(row[token]), abs=2e-3)
             assert values == pytest.approx(row.topk(top).values.tolist(), abs=2e-3)
+
+
+def test_named_tokens_are_reported_behind_the_likeliest(make_driver):
+    driver = make_driver(CASE)
+    few = driver.start(prompt_of(6, seed=5), logprobs=LogprobOptions(True, 2, 0, [7, 3]))
+    many = driver.start(prompt_of(8, seed=6), logprobs=LogprobOptions(True, 0, -1, [1, 2, 9]))
+    plain = driver.start(prompt_of(4, seed=7), logprobs=LogprobOptions(True, 1))
+    driver.step((few, None), (many, None), (plain, None))
+    for sequence, top, named in ((few, 2, [7, 3]), (many, 0, [1, 2, 9]), (plain, 1, [])):
+        expected = judged(sequence.known)
+        for position, (_, _, ids, values) in collected(sequence).items():
+            assert ids[top:] == named
+            assert len(ids) == top + len(named)
+            assert values == pytest.approx(expected[position - 1][ids].tolist(), abs=2e-3)

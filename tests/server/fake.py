@@ -112,9 +112,10 @@ def logprobs(spec: GenerateSpec, prompt: list[int], place: int, token: int) -> l
     if place == 0 and spec.logprobs.prompt_from >= 0:
         entries = [(position, prompt[position]) for position in range(1, len(prompt))]
     entries.append((len(prompt) + place, token))
-    top = spec.logprobs.top
+    top, named = spec.logprobs.top, spec.logprobs.token_ids
+    more = [-2.0] * len(named)
     return [
-        TokenLogprobs(0, position, token, -0.5, [token, token + 1][:top], [-0.5, -1.5][:top])
+        TokenLogprobs(0, position, token, -0.5, [token, token + 1][:top] + named, [-0.5, -1.5][:top] + more)
         for position, token in entries
     ]
 

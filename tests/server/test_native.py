@@ -76,7 +76,8 @@ def test_logprobs_of_prompt_and_output(server):
         ({}, "text"),
         ({"text": "x", "input_ids": [1]}, "text"),
         ({"text": "x", "sampling_params": {"regex": "a", "ebnf": 'root ::= "a"'}}, "ebnf"),
-        ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"text": "x", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+        ({"text": "x", "return_logprob": True, "top_logprobs_num": 101}, "top_logprobs_num"),
         ({"text": ["x", "y"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["x", "y"], "rid": ["a"]}, "rid"),
         ({"text": ["x", "y"], "rid": ["a", "a"]}, "rid"),
@@ -89,5 +90,55 @@ def test_logprobs_of_prompt_and_output(server):
 )
 def test_wrong_requests_get_a_clear_400(server, body, param):
     answer = generate(server, **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_no_new_tokens_give_the_prompt_alone(server):
+    body = {"text": "hello world", "sampling_params": {"max_new_tokens": 0}}
+    body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 100}
+    answer = generate(server, **body).json()
+    assert answer["text"] == ""
+    assert answer["output_ids"] == []
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    assert answer["meta_info"]["completion_tokens"] == 0
+    assert len(answer["meta_info"]["input_token_logprobs"]) == 2
+    assert answer["meta_info"]["output_token_logprobs"] == []
+    assert server.manager.specs[0].logprobs.top == 100
+
+
+def test_log_probabilities_of_named_tokens_stand_apart_from_the_top_ones(server):
+    body = {"text": "hello", "return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [5, 7]}
+    meta = generate(server, **body, sampling_params={"max_new_tokens": 1}).json()["meta_info"]
+    assert [entry[1] for entry in meta["output_top_logprobs"][0]] == [1]
+    assert [entry[1] for entry in meta["output_token_ids_logprobs"][0]] == [5, 7]
+
+
+def test_scores_are_probabilities_of_the_labels(server):
+    body = {"query": "hello", "items": ["world", "the"], "label_token_ids": [5, 7]}
+    answer = server.client.post("/v1/score", json=body).json()
+    assert len(answer["scores"]) == 2
+    assert all(0 < value < 1 for row in answer["scores"] for value in row)
+    assert answer["usage"]["completion_tokens"] == 0
+    soft = server.client.post("/v1/score", json={**body, "apply_softmax": True}).json()["scores"]
+    assert all(abs(sum(row) - 1) < 1e-9 for row in soft)
+    assert server.manager.specs[0].logprobs.token_ids == [5, 7]
+    ids = {**body, "query": [1], "items": [[2], [3]], "item_first": True}
+    server.client.post("/v1/score", json=ids)
+    assert list(server.manager.specs[-1].input_ids) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"items": []}, "items"),
+        ({"label_token_ids": []}, "label_token_ids"),
+        ({"items": [[1]]}, "items"),
+        ({"query": None}, "query"),
+    ],
+)
+def test_wrong_scores_are_refused(server, body, param):
+    fields = {"query": "hello", "items": ["world"], "label_token_ids": [1], **body}
+    answer = server.client.post("/v1/score", json=fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param

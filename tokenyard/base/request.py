@@ -93,11 +93,15 @@ class TextOptions:
 
 @dataclass(slots=True)
 class LogprobOptions:
-    """Which log-probabilities are wanted. `prompt_from` is the first prompt position reported, -1 for none."""
+    """Which log-probabilities are wanted. `prompt_from` is the first prompt position reported, -1 for none.
+
+    Those of `token_ids` are reported at each position as well, behind the `top` likeliest ones.
+    """
 
     output: bool = False
     top: int = 0
     prompt_from: int = -1
+    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

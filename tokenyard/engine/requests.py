@@ -142,7 +142,12 @@ class RequestMaker:
         sampling = spec.sampling
         sampling.validate()
         self._check_stops(sampling)
-        for param, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+        named = spec.logprobs.token_ids if spec.logprobs is not None else []
+        for param, ids in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", sampling.logit_bias),
+            ("token_ids_logprob", named),
+        ):
             if any(not 0 <= token < self._vocab_size for token in ids):
                 raise InvalidRequestError(f"{param} names a token outside of the vocabulary", param=param)
         room = self.longest - prompt_tokens

@@ -243,8 +243,9 @@ class MockExecutor:
         entry = RowLogprobs(i, position, ids, [_fake_logprob(token, position + k) for k, token in enumerate(ids)])
         for k, token in enumerate(ids):
             best = [(token + rank) % self.info.vocab_size for rank in range(options.top)]
-            entry.top_tokens.append(best)
-            entry.top_logprobs.append([_fake_logprob(token, position + k) - rank for rank in range(options.top)])
+            entry.top_tokens.append(best + options.token_ids)
+            ranked = [_fake_logprob(token, position + k) - rank for rank in range(options.top)]
+            entry.top_logprobs.append(ranked + [_fake_logprob(named, position + k) for named in options.token_ids])
         return entry
 
 

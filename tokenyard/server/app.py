@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.base.version import __version__
-from tokenyard.server import control, messages, native, ollama, openai, profile, requests, responses, scheduling
+from tokenyard.server import control, messages, native, ollama, openai, profile, requests, responses, scheduling, score
 from tokenyard.server.answers import Call
 from tokenyard.server.dialects import dialect_of
 from tokenyard.server.errors import (
@@ -42,6 +42,7 @@ HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/v1/chat/completions": (openai.chat_completions, ChatRequest),
     "/v1/completions": (openai.completions, CompletionRequest),
     "/generate": (native.generate, NativeRequest),
+    "/v1/score": (score.score, score.ScoreRequest),
     "/v1/messages": (messages.messages, messages.MessagesRequest),
     "/v1/messages/count_tokens": (messages.count_tokens, messages.CountRequest),
     "/v1/responses": (responses.responses, responses.ResponsesRequest),

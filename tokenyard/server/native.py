@@ -1,7 +1,7 @@
 """`POST /generate` in SGLang's shape: one prompt or a batch, text or token ids, cumulative text in streams."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -17,6 +17,7 @@ from tokenyard.server.protocol import NativeRequest, NativeSampling, parse_body
 from tokenyard.server.stream import DONE
 
 NATIVE_MAX_NEW_TOKENS = 128
+MAX_TOP_LOGPROBS = 100
 
 
 @dataclass(slots=True)
@@ -27,7 +28,12 @@ class NativeJob:
     n: int
     batch: bool
     with_text: bool
+    empty: list[bool]
     logprob_from: int
+
+    def drops_output(self, index: int) -> bool:
+        """Whether nothing was to be generated for this answer: the one token that the engine samples is left out."""
+        return self.empty[index // self.n]
 
 
 async def generate(call: Call) -> None:
@@ -64,7 +70,8 @@ async def _job(call: Call, body: NativeRequest) -> NativeJob:
     n = specs[0].sampling.n
     if any(spec.sampling.n != n for spec in specs):
         raise InvalidRequestError("all prompts of a batch must have the same n", param="sampling_params")
-    return NativeJob(specs, n, batch, bool(body.return_text_in_logprobs), start)
+    empty = [sampling is not None and sampling.max_new_tokens == 0 for sampling in samplings]
+    return NativeJob(specs, n, batch, bool(body.return_text_in_logprobs), empty, start)
 
 
 def _per_prompt(value: Any, count: int, param: str) -> Sequence[Any]:
@@ -90,8 +97,9 @@ def _spec(
     call: Call, body: NativeRequest, prompt: str | Int32Array, sampling: NativeSampling, rid: str, logprob_from: int
 ) -> GenerateSpec:
     """The engine's view of one prompt."""
-    check_max_tokens(sampling.max_new_tokens, "max_new_tokens", least=1)
-    most = NATIVE_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
+    check_max_tokens(sampling.max_new_tokens, "max_new_tokens", least=0)
+    # The engine always samples a token.
+    most = NATIVE_MAX_NEW_TOKENS if sampling.max_new_tokens is None else max(1, sampling.max_new_tokens)
     spec = new_spec(body, call.headers, call.state.options.class_targets, tenant=call.tenant, rid=rid)
     if isinstance(prompt, str):
         spec.text = prompt
@@ -107,7 +115,8 @@ def _spec(
         sampling, stream=bool(body.stream), stream_interval=call.state.options.stream_interval, keep_stop=False
     )
     if body.return_logprob:
-        spec.logprobs = LogprobOptions(output=True, top=_top(body.top_logprobs_num), prompt_from=logprob_from)
+        named = body.token_ids_logprob or []
+        spec.logprobs = LogprobOptions(True, _top(body.top_logprobs_num), logprob_from, named)
     spec.seed = sampling.seed
     spec.grammar = grammar_text(sampling, call.state.style)
     spec.clamp_max_new_tokens = sampling.max_new_tokens is None
@@ -116,8 +125,9 @@ def _spec(
 
 def _top(value: int | None) -> int:
     """How many alternatives to each token. Raises InvalidRequestError if that is too many."""
-    if value is not None and not 0 <= value <= 20:
-        raise InvalidRequestError("top_logprobs_num must be between 0 and 20", param="top_logprobs_num")
+    if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+        message = f"top_logprobs_num must be between 0 and {MAX_TOP_LOGPROBS}"
+        raise InvalidRequestError(message, param="top_logprobs_num")
     return value or 0
 
 
@@ -142,6 +152,8 @@ async def _stream(call: Call, job: NativeJob) -> None:
 def _result(call: Call, job: NativeJob, index: int, answer: Answer) -> dict[str, Any]:
     """One answer with its meta_info."""
     spec = job.specs[index // job.n]
+    if job.drops_output(index):
+        answer = _without_output(answer)
     meta: dict[str, Any] = {
         "id": spec.rid,
         "finish_reason": _finish_reason(answer.finish),
@@ -155,6 +167,15 @@ def _result(call: Call, job: NativeJob, index: int, answer: Answer) -> dict[str,
     if spec.logprobs is not None:
         meta |= _logprob_meta(call, job, answer, spec.input_ids)
     return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
+
+
+def _without_output(answer: Answer) -> Answer:
+    """The answer as it would be had nothing been generated."""
+    inputs = [entry for entry in answer.logprobs if entry.position < answer.prompt_tokens]
+    finish = answer.finish
+    if finish is not None and finish.reason != "abort":
+        finish = replace(finish, reason="length", matched=None, completion_tokens=0)
+    return replace(answer, text="", token_ids=[], completion_tokens=0, logprobs=inputs, finish=finish)
 
 
 def _finish_reason(finish: Finish | None) -> dict[str, Any] | None:
@@ -174,12 +195,19 @@ def _logprob_meta(call: Call, job: NativeJob, answer: Answer, prompt: Int32Array
     outputs = answer.logprobs[len(inputs) :]
     names = call.state.names
     meta: dict[str, Any] = {}
+    options = job.specs[0].logprobs
+    ranked = options.top if options is not None else 0
+    named = options is not None and bool(options.token_ids)
     own, top = native_logprobs(outputs, names, with_text=job.with_text)
-    meta["output_token_logprobs"], meta["output_top_logprobs"] = own, top
+    meta["output_token_logprobs"], meta["output_top_logprobs"] = own, [best[:ranked] for best in top]
+    if named:
+        meta["output_token_ids_logprobs"] = [best[ranked:] for best in top]
     if job.logprob_from >= 0:
         own, top = native_logprobs(inputs, names, with_text=job.with_text)
         if job.logprob_from == 0 and prompt is not None:
             first = int(prompt[0])
             own, top = [[None, first, names.text(first) if job.with_text else None], *own], [None, *top]
-        meta["input_token_logprobs"], meta["input_top_logprobs"] = own, top
+        meta["input_token_logprobs"], meta["input_top_logprobs"] = own, [best and best[:ranked] for best in top]
+        if named:
+            meta["input_token_ids_logprobs"] = [best and best[ranked:] for best in top]
     return meta

@@ -203,6 +203,7 @@ class NativeRequest(UrgencyFields, RefusedFields):
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
+    token_ids_logprob: list[int] | None = None
     return_text_in_logprobs: bool | None = None
     data_parallel_rank: int | None = None
 

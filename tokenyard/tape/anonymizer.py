@@ -80,6 +80,7 @@ class Anonymizer:
             output_ids=self.ids(request.output_ids),
             sampling=self.sampling(request.sampling),
             text=TextOptions(),
+            logprobs=replace(request.logprobs, token_ids=[]) if request.logprobs is not None else None,
             service_class=service_class if service_class in LEVEL_OF_CLASS else self.name(service_class or "") or None,
             tenant=self.tenant(request.tenant),
             cache_salt=self.name(request.cache_salt),

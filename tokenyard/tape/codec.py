@@ -28,6 +28,7 @@ from tokenyard.base import (
     Flush,
     HoldEnded,
     Int32Array,
+    LogprobOptions,
     OpenGate,
     Pause,
     Reach,
@@ -204,10 +205,18 @@ def summarise(plan: StepPlan | None, anonymizer: Anonymizer) -> Planned:
         digest.update(np.int64(plan.verify_rows).tobytes())
         digest.update(np.ascontiguousarray(plan.samples).data)
     for start in plan.row_starts:
-        facts = (start.pool_row, start.prompt_tokens, anonymizer.sampling(start.sampling), start.logprobs)
+        logprobs = _shown_logprobs(start.logprobs)
+        facts = (start.pool_row, start.prompt_tokens, anonymizer.sampling(start.sampling), logprobs)
         digest.update(msgspec.msgpack.encode(facts))
         digest.update(np.ascontiguousarray(anonymizer.ids(start.known_ids)).data)
     return Planned(digest.digest(), plan.step, len(plan.pool_rows), plan.decode_rows, len(plan.tokens))
+
+
+def _shown_logprobs(options: LogprobOptions | None) -> dict[str, int] | None:
+    """What a plan's digest holds of log-probabilities: all but the tokens that a client names."""
+    if options is None:
+        return None
+    return {"output": options.output, "top": options.top, "prompt_from": options.prompt_from}
 
 
 class Tape:

@@ -5,7 +5,7 @@ as OpenAI's API and vLLM report them by default.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,20 +22,22 @@ PIECE_POSITIONS = 256
 class LogprobRun:
     """`count` consecutive positions of one plan row, from `position` upwards, with `top` alternatives each.
 
-    index: the row's place in the plan.
+    index: the row's place in the plan. token_ids: tokens that are reported at each position whatever their rank.
     """
 
     index: int
     position: int
     count: int
     top: int
+    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class LogprobPiece:
     """Log-probabilities of the positions of some runs, one run after the other.
 
-    tokens, logprobs: [positions]; top_tokens, top_logprobs: [positions, the most that a run wants], best first.
+    tokens, logprobs: [positions]; top_tokens, top_logprobs: [positions, the most that a run wants], best first in the
+    `ranked` columns at the front, then those that runs name.
     """
 
     runs: list[LogprobRun]
@@ -43,6 +45,7 @@ class LogprobPiece:
     logprobs: torch.Tensor
     top_tokens: torch.Tensor
     top_logprobs: torch.Tensor
+    ranked: int
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the four tensors, in the order of the fields."""
@@ -86,7 +89,9 @@ def prompt_pieces(
             token = int(offsets[i]) + position - 1 - begin
             logprobs = torch.log_softmax(logits_of(token, token + end - position), dim=-1)
             tokens = send(start.known_ids[position:end].astype(np.int64), logprobs.device)
-            pieces.append(_piece([LogprobRun(i, position, end - position, options.top)], logprobs, tokens))
+            pieces.append(
+                _piece([LogprobRun(i, position, end - position, options.top, options.token_ids)], logprobs, tokens)
+            )
     return pieces
 
 
@@ -103,7 +108,8 @@ def keep_output(plan: StepPlan, rows: SamplingRows, logits: torch.Tensor) -> Out
         count, end = int(samples[row]), int(ends[row])
         if options is not None and options.output:
             places += range(end - count, end)
-            runs.append(LogprobRun(row, int(plan.starts[row] + plan.counts[row]) - count + 1, count, options.top))
+            position = int(plan.starts[row] + plan.counts[row]) - count + 1
+            runs.append(LogprobRun(row, position, count, options.top, options.token_ids))
     if not runs:
         return None
     on_device = send(np.array(places, dtype=np.int64), logits.device)
@@ -119,7 +125,18 @@ def _piece(runs: list[LogprobRun], logprobs: torch.Tensor, tokens: torch.Tensor)
     """Read what the runs want off float32[positions, vocabulary], for all of them at once."""
     best = torch.topk(logprobs, min(max(run.top for run in runs), logprobs.shape[-1]), dim=-1)
     own = logprobs.gather(1, tokens[:, None]).squeeze(1)
-    return LogprobPiece(runs, tokens, own, best.indices, best.values)
+    ids, values, ranked = best.indices, best.values, best.indices.shape[-1]
+    if any(run.token_ids for run in runs):
+        named = _named_tokens(runs, logprobs.device)
+        ids, values = torch.cat((ids, named), dim=-1), torch.cat((values, logprobs.gather(1, named)), dim=-1)
+    return LogprobPiece(runs, tokens, own, ids, values, ranked)
+
+
+def _named_tokens(runs: list[LogprobRun], device: torch.device) -> torch.Tensor:
+    """The tokens that runs name, int64[positions, the most of a run]; rows with fewer are filled up with token 0."""
+    width = max(len(run.token_ids) for run in runs)
+    rows = [run.token_ids + [0] * (width - len(run.token_ids)) for run in runs]
+    return send(np.repeat(np.array(rows, dtype=np.int64), [run.count for run in runs], axis=0), device)
 
 
 def join_pieces(pieces: list[LogprobPiece]) -> list[RowLogprobs]:
@@ -136,7 +153,8 @@ def join_pieces(pieces: list[LogprobPiece]) -> list[RowLogprobs]:
             row = joined.setdefault(run.index, RowLogprobs(run.index, run.position, [], []))
             row.tokens += tokens[own]
             row.logprobs += logprobs[own]
-            row.top_tokens += [ids[: run.top] for ids in top_tokens[own]]
-            row.top_logprobs += [values[: run.top] for values in top_logprobs[own]]
+            named = slice(piece.ranked, piece.ranked + len(run.token_ids))
+            row.top_tokens += [ids[: run.top] + ids[named] for ids in top_tokens[own]]
+            row.top_logprobs += [values[: run.top] + values[named] for values in top_logprobs[own]]
             first += run.count
     return [joined[index] for index in sorted(joined)]
