@@ -1,4 +1,4 @@
-"""The rooms and who may import whom (docs/architecture.md), and what pure rooms must not import at all."""
+"""What each room may import (docs/architecture.md), and what pure rooms must not import at all."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""How a request is put to each kind of server, and what is read from an event of its stream."""
+"""The body of a request for each kind of server, and what an event of its stream contains."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from tokenyard.bench.datasets import Prompt
 
 @dataclass(slots=True)
 class Measurement:
-    """What came back so far. Times in seconds from sending; a gap is the mean over the tokens of one event."""
+    """The answer so far. Times are seconds since sending; a gap is the mean over the tokens of one event."""
 
     service_class: str = ""
     sent_s: float = 0.0
@@ -27,7 +27,7 @@ class Measurement:
     error: str = ""
 
     def arrived(self, now_s: float, tokens: int) -> None:
-        """Note that `tokens` tokens came `now_s` after sending."""
+        """Record that `tokens` tokens arrived `now_s` after sending."""
         if not self.arrivals:
             self.ttft_s = now_s
         else:
@@ -45,7 +45,7 @@ class Backend(Protocol):
         """The request's body. Raises ConfigError for content that this kind does not take."""
 
     def read(self, event: dict[str, Any], answer: Measurement) -> int:
-        """Take an event into `answer`; returns how many tokens it brought."""
+        """Read an event into `answer`; returns the number of tokens in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class NativeBackend(Backend):
 
 
 class CompletionsBackend(Backend):
-    """`/v1/completions`: text or token ids in, one piece of text an event, counts at the end."""
+    """`/v1/completions`: takes text or token ids; one piece of text per event, counts at the end."""
 
     path = "/v1/completions"
 
@@ -132,7 +132,7 @@ class CompletionsBackend(Backend):
 
 
 class ChatBackend(CompletionsBackend):
-    """`/v1/chat/completions`: messages in; text is sent as one message of the user."""
+    """`/v1/chat/completions`: takes messages; text is sent as one message of the user."""
 
     path = "/v1/chat/completions"
 

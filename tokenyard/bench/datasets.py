@@ -1,4 +1,4 @@
-"""What a benchmark asks: prompts with the number of tokens that each answer should have."""
+"""The prompts of a benchmark, with the number of tokens that each answer should have."""
 
 import json
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from tokenyard.sim.workload import Workload
 Content = str | list[int] | list[dict[str, Any]]
 
 REFIT_ROUNDS = 4
-"""Text made of random tokens seldom tokenizes back into as many; so often is it cut or filled up."""
+"""Random tokens joined to text seldom tokenize back into the same number; so often the text is cut or extended."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Lengths:
 
 
 class Vocabulary:
-    """Random prompts from a tokenizer's ordinary tokens (no special ones)."""
+    """Random prompts of a tokenizer's ordinary tokens, without special ones."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = set(tokenizer.get_added_tokens_decoder())
@@ -74,7 +74,7 @@ class Vocabulary:
         return drawn
 
     def text(self, tokens: int, rng: np.random.Generator) -> tuple[str, int]:
-        """Random text of about `tokens` tokens, and how many it really has."""
+        """Random text of about `tokens` tokens, and its exact number of tokens."""
         ids, text = self.ids(tokens, rng), ""
         for _ in range(REFIT_ROUNDS):
             text = self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -100,7 +100,7 @@ def random_ids(vocabulary: Vocabulary, count: int, lengths: Lengths, rng: np.ran
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Groups of prompts that begin alike: lengths in tokens."""
+    """Groups of prompts with a common beginning; lengths in tokens."""
 
     groups: int
     prompts_per_group: int
@@ -116,7 +116,7 @@ class SharedPrefix:
 
 
 def shared_prefix(vocabulary: Vocabulary, shape: SharedPrefix, rng: np.random.Generator) -> list[Prompt]:
-    """For each group one system prompt and different questions after it, all in random order."""
+    """Each group's system prompt, followed by different questions; all prompts in random order."""
     prompts = []
     for _ in range(shape.groups):
         system, _ = vocabulary.text(shape.system_prompt_tokens, rng)

@@ -56,7 +56,7 @@ class Target:
                 raise ConfigError(f"--flush-cache: {_reason(reply.status, await reply.read())}")
 
     async def stream(self, backend: Backend, prompt: Prompt) -> Measurement:
-        """Send one request and read its stream to the end. What goes wrong stands in the answer's `error`."""
+        """Send one request and read its stream to the end. An error goes into the answer's `error`."""
         answer = Measurement(service_class=prompt.service_class, prompt_tokens=prompt.prompt_tokens)
         body = orjson.dumps(backend.body(prompt))
         headers = {"Content-Type": "application/json"}
@@ -73,7 +73,7 @@ class Target:
 
 
 async def _read(content: aiohttp.StreamReader, backend: Backend, answer: Measurement, begin: float) -> None:
-    """Take in all events of a stream; one that ends without [DONE] is an error."""
+    """Read all events of a stream into `answer`; a stream that ends without [DONE] is an error."""
     async for event in server_sent_events(content):
         if event == b"[DONE]":
             return
@@ -94,7 +94,7 @@ async def server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[byt
 
 
 def _reason(status: int, body: bytes) -> str:
-    """An answer that is no 200, in a few words."""
+    """The status and message of an answer other than 200, in a few words."""
     try:
         return f"{status}: {_message(orjson.loads(body))}"
     except orjson.JSONDecodeError:
@@ -110,7 +110,7 @@ def _message(fields: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run gave. `duration_s` counts from the first request to the last answer."""
+    """The result of a run. `duration_s` counts from the first request to the end of the last answer."""
 
     answers: list[Measurement]
     duration_s: float
@@ -127,9 +127,8 @@ async def run_load(
 ) -> Run:
     """Send each prompt at its time and wait for all answers.
 
-    The load is open: a slow server does not hold the next request back, unless `max_concurrency` are on their way; a
-    request that has to wait for that is timed from when it is sent. An answer's `late_s` says how long after its time
-    it was sent.
+    The load is open: a slow server does not delay the next request, unless `max_concurrency` requests are in flight. A
+    request that waits for that is timed from when it is sent. An answer's `late_s` is the delay until it was sent.
     """
     gate = asyncio.Semaphore(max_concurrency or len(prompts))
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""From answers to numbers; the keys are those of SGLang's result files."""
+"""The numbers of a run; the keys are those of SGLang's result files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _MEASURES: dict[str, Callable[[Measurement], float | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Most milliseconds to the first token, per further token, and to the end, by name; what is absent is not asked."""
+    """Most milliseconds to the first token, per further token and to the end, by name; an absent name sets none."""
 
     most_ms: Mapping[str, float]
 
@@ -44,7 +44,7 @@ class Targets:
             try:
                 most[name] = float(value)
             except ValueError:
-                raise ConfigError(f"--goodput: {word!r} is no name:milliseconds") from None
+                raise ConfigError(f"--goodput: {word!r} is not of the form name:milliseconds") from None
             if name not in _MEASURES or not most[name] > 0.0:
                 raise ConfigError(f"--goodput: {word!r}; names are {', '.join(_MEASURES)}, milliseconds are above 0")
         if not most:

@@ -1,4 +1,4 @@
-"""The result as people compare it: SGLang's rows, in its order, labels 40 columns wide."""
+"""The result as a table with SGLang's rows in SGLang's order, labels 40 columns wide."""
 
 import json
 from collections import Counter
@@ -102,7 +102,7 @@ def offline_table(numbers: Mapping[str, Any]) -> str:
 
 
 def remarks(answers: Sequence[Measurement], numbers: Mapping[str, Any]) -> list[str]:
-    """What the reader must know beside the table: why requests failed, and whether the client kept its times."""
+    """Remarks below the table: why requests failed, and whether the client sent them in time."""
     reasons = Counter(answer.error for answer in answers if answer.error)
     lines = [f"{count} failed: {reason}" for reason, count in reasons.most_common(MOST_REASONS)]
     late_ms = numbers["p99_send_delay_ms"]
