@@ -89,25 +89,14 @@ def engine_config(settings: Settings) -> EngineConfig:
     load_prior(settings.believed_costs())
     if settings.priority_function:
         load_priority_function(settings.priority_function)
-    return EngineConfig(
-        model_path=settings.model_path,
-        executor=settings.executor,
-        executor_options=settings.executor_options(),
-        scheduler=scheduler,
-        overlap=not settings.disable_overlap_schedule,
-        tokenizer_path=settings.tokenizer_path,
-        skip_tokenizer_init=settings.skip_tokenizer_init,
-        chat_template=settings.chat_template,
-        cost_profile=settings.believed_costs(),
-        kv_events_endpoint=settings.kv_events_endpoint,
-        record=settings.record,
-        record_plain=settings.record_plain,
-        priority_function=settings.priority_function,
-        watchdog_timeout_s=settings.watchdog_timeout_s,
-        decode_log_interval=settings.decode_log_interval,
-        log_level=settings.log_level,
-        log_format=settings.log_format,
-    )
+    alike = {item.name for item in fields(EngineConfig)} & {item.name for item in fields(Settings)}
+    derived: dict[str, Any] = {
+        "executor_options": settings.executor_options(),
+        "scheduler": scheduler,
+        "overlap": not settings.disable_overlap_schedule,
+        "cost_profile": settings.believed_costs(),
+    }
+    return EngineConfig(**{name: getattr(settings, name) for name in alike} | derived)
 
 
 @dataclass(slots=True)
