@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 PACKAGED = Path(__file__).resolve().parent / "lib"
 DISABLE_VARIABLE = "TOKENYARD_DISABLE_NATIVE"
 LEVEL_VARIABLE = "TOKENYARD_NATIVE_LEVEL"
-"""Environment variables for trials: the first makes as if there were no library, the second names the kernels."""
+LIBRARY_VARIABLE = "TOKENYARD_NATIVE_LIBRARY"
+"""Environment variables for trials: the first makes as if there were no library, the second names the kernels, and the
+third is the path of a library to use instead of any other."""
 
 LEVELS = ("plain", "avx2", "avx512", "avx512-bf16")
 BF16, FLOAT32 = 0, 1
@@ -114,7 +116,10 @@ def _load() -> Library | NoLibraryError:
         return NoLibraryError(f"{DISABLE_VARIABLE} is set")
     if sys.platform != "linux":
         return NoLibraryError(f"it is built for Linux only, not {sys.platform}")
+    named = os.environ.get(LIBRARY_VARIABLE)
     try:
+        if named:
+            return Library(Path(named))
         name = library_name()
         for folder in (PACKAGED, cache_folder()):
             if (folder / name).is_file():

@@ -27,7 +27,7 @@ void pack(Pool &pool, const TypedKernels &kernels, int width, int64_t stored_byt
     pool.run(panels, [&](int64_t panel, int) {
         // Panels of gate and up take turns.
         const int64_t row = panel / halves * width, begin = panel % halves * half + row;
-        const int64_t rows = least(width, half - row);
+        const int64_t rows = most(0, least(width, half - row));
         const char *from = (const char *)weights + begin * linear.inputs * stored_bytes;
         kernels.pack_panel(from, rows, linear.inputs, linear.panels + panel * bytes);
         for (int64_t i = 0; bias && i < rows; i++)
@@ -36,7 +36,8 @@ void pack(Pool &pool, const TypedKernels &kernels, int width, int64_t stored_byt
 }
 
 void run_product(Pool &pool, const TypedKernels &kernels, int width, const Product &job, int64_t rows) {
-    const int64_t panels = job.epilogue == SILU ? 2 * ceil_div(job.outputs / 2, width) : ceil_div(job.outputs, width);
+    const bool gated = job.epilogue == SILU;
+    const int64_t panels = 2 * (gated ? ceil_div(job.outputs / 2, width) : ceil_div(job.outputs, 2 * width));
     const int64_t fair = round_up(ceil_div(panels, TASKS_OF_THREAD * pool.threads()), 4);
     const int64_t group = std::clamp<int64_t>(fair, 4, rows <= FEW ? 16 : 8);
     const int64_t groups = ceil_div(panels, group), block = rows <= FEW ? rows : ROW_BLOCK;

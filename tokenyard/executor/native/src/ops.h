@@ -20,7 +20,10 @@ struct Linear {
     bool gated = false;
     std::vector<float> bias;
 
-    int64_t count(int width) const { return gated ? 2 * ceil_div(outputs / 2, width) : ceil_div(outputs, width); }
+    // How many panels there are: an even number, as panels are multiplied with two at a time at least.
+    int64_t count(int width) const {
+        return gated ? 2 * ceil_div(outputs / 2, width) : 2 * ceil_div(outputs, 2 * width);
+    }
 };
 
 // Lay out stored weights[outputs, inputs]; `stored_bytes` is the size of one. bias: float[outputs] or null.

@@ -1,0 +1,59 @@
+"""Runs the native kernels' own tests under the compiler's sanitizers. Not part of `make test`: it takes minutes.
+
+Run from the repository root, with GCC: `python tools/native_sanitizers.py [address|thread] [pytest's arguments]`.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tokenyard.executor.native.build import build_library, find_compiler  # noqa: E402
+from tokenyard.executor.native.library import LIBRARY_VARIABLE  # noqa: E402
+
+KINDS = {
+    "address": (("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ("libasan.so", "libubsan.so")),
+    "thread": (("-fsanitize=thread",), ("libtsan.so",)),
+}
+TESTS = ("tests/executor/test_native_kernels.py", "tests/executor/test_native_model.py")
+
+
+def main() -> int:
+    """Build, test and return pytest's exit status."""
+    arguments = sys.argv[1:]
+    kind = arguments.pop(0) if arguments and arguments[0] in KINDS else "address"
+    flags, libraries = KINDS[kind]
+    with tempfile.TemporaryDirectory() as folder:
+        library = build_library(Path(folder), (*flags, "-g", "-fno-omit-frame-pointer"))
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": " ".join(preloaded(name) for name in libraries),
+            # Python itself leaves memory behind at its end, and what it loads has races of its own.
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "TSAN_OPTIONS": f"suppressions={suppressions(Path(folder))} ignore_noninstrumented_modules=1",
+            "OMP_NUM_THREADS": "1",
+            LIBRARY_VARIABLE: str(library),
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def preloaded(name: str) -> str:
+    """Path of one of the compiler's runtime libraries."""
+    command = [*find_compiler(), f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def suppressions(folder: Path) -> Path:
+    """A file that leaves out what is not ours."""
+    path = folder / "suppressions"
+    path.write_text("called_from_lib:libtorch\ncalled_from_lib:libgomp\n", encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
