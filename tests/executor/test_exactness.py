@@ -1,5 +1,6 @@
 """Greedy output is that of transformers, whatever the plan."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,25 @@ def test_logits_are_close_to_those_of_transformers(make_driver, backend, case):
     driver.step((sequence, 23))
     _, _, ticket = driver.launch((sequence, None), delay=True)
     torch.testing.assert_close(ticket.logits[0].cpu(), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-layers"])
+def test_rows_sample_at_several_positions(make_driver, backend, case):
+    # What a row with drafts to verify asks for, beside a decode and a chunk that samples once or not at all.
+    driver = make_driver(case, page_size=4, **backend)
+    prompts = {4: prompt_of(40, seed=3), 1: prompt_of(23, seed=4), 0: prompt_of(50, seed=5), 2: prompt_of(9, seed=6)}
+    rows = {samples: driver.start(prompt) for samples, prompt in prompts.items()}
+    for samples in (4, 1):
+        driver.step((rows[samples], len(prompts[samples]) - max(samples, 1)))
+    work = [(rows[1], 1), (rows[4], 4), (rows[0], 30), (rows[2], 9)]
+    plan = driver._plan(work)
+    plan.samples = np.array([1, 4, 0, 2], dtype=np.int32)
+    plan.delay_sampling = True
+    ticket = driver.executor.launch(plan)
+    expected = torch.cat([logits(case, prompts[samples])[-samples:] for samples in (1, 4, 2)])
+    torch.testing.assert_close(ticket.logits.cpu(), expected, rtol=1e-3, atol=1e-3)
+    driver.executor.sample(ticket)
+    assert torch.equal(ticket.tokens.cpu(), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("attend", [Fused, ByProducts])
