@@ -1,4 +1,4 @@
-"""When the server collects garbage, and whom it does not wait for when it drains."""
+"""When the server collects garbage, and which clients it does not wait for when it drains."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,8 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from uvicorn import Config
-from uvicorn.server import ServerState as UvicornState
 
 from tokenyard.server import serving
-from tokenyard.server.http import LONGEST_HEAD_BYTES, HttpProtocol
 from tokenyard.server.serving import DUE_COLLECTIONS, LONGEST_UNCOLLECTED_S, STALLED_S, YOUNG, DrainingServer
 from tokenyard.server.state import ServerOptions, ServerState
 
@@ -66,72 +63,16 @@ class Connection:
 
     def __init__(self, unread=0, **cycle):
         self.unread, self.aborted = unread, False
-        self.transport = SimpleNamespace(get_write_buffer_size=lambda: self.unread, abort=self._abort)
+        self.transport = SimpleNamespace(
+            get_write_buffer_size=lambda: self.unread, abort=self._abort, is_closing=lambda: self.aborted
+        )
         self.cycle = SimpleNamespace(**cycle) if cycle else None
 
     def _abort(self):
         self.aborted = True
 
-
-class Transport:
-    """A client's end that only collects what is written to it."""
-
-    def __init__(self):
-        self.written, self.closed = b"", False
-
-    def write(self, data):
-        self.written += data
-
-    def close(self):
-        self.closed = True
-
-    def is_closing(self):
-        return self.closed
-
-    def pause_reading(self):
-        pass
-
-    def get_extra_info(self, name):
-        return None
-
-
-def protocol():
-    """One connection of a server that answers nothing."""
-
-    async def app(scope, receive, send):
-        await asyncio.Event().wait()
-
-    made = HttpProtocol(Config(app, log_config=None), UvicornState(), {}, asyncio.get_running_loop())
-    made.connection_made(Transport())
-    return made
-
-
-@pytest.mark.parametrize("endless", [b"X-Big: " + b"a" * LONGEST_HEAD_BYTES, b"X-A: b\r\n" * LONGEST_HEAD_BYTES])
-def test_headers_without_an_end_are_refused(endless):
-    async def send():
-        connection = protocol()
-        for piece in (b"POST /generate HTTP/1.1\r\n", endless, b"more"):
-            connection.data_received(piece)
-        return connection.transport
-
-    transport = asyncio.run(send())
-    assert transport.closed
-    assert transport.written.count(b" 431 ") == 1
-    assert b"headers_too_large" in transport.written
-
-
-def test_a_long_body_and_many_requests_on_a_connection_are_no_long_head():
-    async def send():
-        connection = protocol()
-        head = b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n"
-        for _ in range(3):
-            connection.data_received(head[:30])
-            connection.data_received(head[30:] % (2 * LONGEST_HEAD_BYTES))
-            connection.data_received(b"x" * 2 * LONGEST_HEAD_BYTES)
-        assert not connection.transport.closed
-        assert not connection.transport.written
-
-    asyncio.run(send())
+    def overdue(self, now, factor):
+        return ""
 
 
 def draining(*connections):
@@ -145,7 +86,7 @@ def test_a_client_that_takes_nothing_is_not_waited_for():
     server, begin = draining(stalled, slow, reading), time.monotonic()
     for second in range(int(STALLED_S) + 2):
         slow.unread -= 100
-        server._drop_stalled(begin + second)
+        server._sweep.run(server.server_state.connections, begin + second, STALLED_S)
     assert [connection.aborted for connection in (stalled, slow, reading)] == [True, False, False]
 
 

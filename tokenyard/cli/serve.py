@@ -25,6 +25,7 @@ from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.requests import ns_from_ms
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.offline import engine_config, located
+from tokenyard.server.connections import ConnectionLimits
 from tokenyard.server.parse.detect import named
 from tokenyard.server.serving import DrainingServer, listen
 from tokenyard.server.state import ServerOptions, ServerState
@@ -77,7 +78,7 @@ async def _serve(settings: Settings) -> int:
     """Listen, load the model beside it, and run until the server ends."""
     config = engine_config(settings)
     state = ServerState(server_options(settings))
-    server = DrainingServer(state, shutdown_timeout_s=settings.shutdown_timeout_s)
+    server = DrainingServer(state, shutdown_timeout_s=settings.shutdown_timeout_s, limits=ConnectionLimits.of_process())
     listener = listen(settings.host, settings.port)
     settings = dataclasses.replace(settings, port=listener.getsockname()[1])
     with _tracing(settings, state):

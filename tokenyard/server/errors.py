@@ -55,6 +55,8 @@ TABLE: dict[str, Outcome] = {
     "not_found": _NOT_FOUND,
     "model_not_found": _NOT_FOUND,
     "request_not_found": _NOT_FOUND,
+    "too_many_connections": _BUSY,
+    "request_timeout": Outcome(408, "invalid_request_error"),
     "method_not_allowed": Outcome(405, "invalid_request_error"),
     "body_too_large": Outcome(413, "invalid_request_error"),
     "unsupported_encoding": Outcome(415, "invalid_request_error"),

@@ -1,44 +1,141 @@
-"""HTTP as uvicorn speaks it, with a bound on how long the head of a request may be."""
+"""HTTP as uvicorn speaks it, with bounds on what a connection may send and on how long it may take."""
+
+import time
+from http import HTTPStatus
+from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tokenyard.server.errors import HttpError, error_body
+from tokenyard.server.connections import LEAST_BODY_BYTES_PER_S, ConnectionLimits
+from tokenyard.server.errors import HttpError, error_body, error_headers, outcome_of
+from tokenyard.server.middleware import OPEN_PATHS
+from tokenyard.server.stream import Receive, Reply, Scope, Send
 
 LONGEST_HEAD_BYTES = 65536
 
+Stage = Literal["idle", "head", "body", "answer"]
+
 
 class HttpProtocol(HttpToolsProtocol):
-    """Refuses a request whose address and headers do not come to an end: uvicorn would keep them all in memory."""
+    """Refuses a request whose headers, chunk lines or trailers do not come to an end, or come too slowly; uvicorn would
+    keep them all in memory, for ever. See `ConnectionLimits` for the rest.
+    """
 
-    _in_head = False
-    _head_bytes = 0
+    def __init__(self, *arguments: Any, limits: ConnectionLimits, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._limits = limits
+        self._handler = self.app
+        self._stage: Stage = "idle"
+        self._since = time.monotonic()
+        self._body_bytes = 0
+        self._bytes_without_progress = 0
+        self._for_probes = False
+
+    def connection_made(self, transport: Any) -> None:
+        """A client has connected; beyond the limit only probes are answered, the latest ones."""
+        super().connection_made(transport)
+        most = self._limits.most
+        if not most or len(self.connections) <= most:
+            return
+        self._for_probes = True
+        reserve = [other for other in self.connections if isinstance(other, HttpProtocol) and other._for_probes]
+        if len(reserve) > self._limits.probes:
+            waiting = [other for other in reserve if other._stage != "answer"]
+            min(waiting or reserve, key=lambda other: other._since).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Take in what has come on the connection."""
+        self._bytes_without_progress += len(data)
         super().data_received(data)
-        if not self._in_head:
-            self._head_bytes = 0
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > LONGEST_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse()
+        if self._bytes_without_progress > LONGEST_HEAD_BYTES and not self.transport.is_closing():
+            message = f"the headers are longer than {LONGEST_HEAD_BYTES} bytes"
+            self._refuse(HttpError("headers_too_large", message))
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        self._in_head = True
+        self._enter("head")
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """All headers of a request are there."""
-        self._in_head = False
+        """All headers of a request are there: it can be answered, or refused for want of connections."""
+        self._progress()
+        self._enter("body")
+        self._body_bytes = 0
+        crowded = self._for_probes and len(self.connections) > self._limits.most
+        path = self.url.split(b"?", 1)[0].decode("latin-1")
+        self.app = _refuse_for_crowd if crowded and path not in OPEN_PATHS else self._handler
         super().on_headers_complete()
 
-    def _refuse(self) -> None:
-        message = f"the headers are longer than {LONGEST_HEAD_BYTES} bytes"
-        body = error_body(HttpError("headers_too_large", message))
-        head = (
-            "HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body has come."""
+        self._progress()
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header has come. Those behind a body mean nothing here, and are not kept."""
+        if self._stage == "head":
+            super().on_header(name, value)
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        self._progress()
+        answered = self.cycle is None or self.cycle.response_complete
+        self._enter("idle" if answered else "answer")
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """An answer is out; the next request may have come already."""
+        if self._stage == "answer" and not self.pipeline:
+            self._enter("idle")
+        super().on_response_complete()
+
+    def overdue(self, now: float, factor: float) -> str:
+        """What the server has waited for too long; see `Connection.overdue`."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self.pipeline or (answering and self._stage == "head"):
+            # The answer to the request before comes first.
+            return ""
+        limits, waited_s = self._limits, now - self._since
+        if self._stage == "idle" and waited_s > factor * limits.idle_timeout_s:
+            return "a request"
+        if self._stage == "head" and waited_s > factor * limits.head_timeout_s:
+            return "the headers"
+        allowed_s = factor * limits.body_timeout_s + self._body_bytes / LEAST_BODY_BYTES_PER_S
+        return "the body" if self._stage == "body" and waited_s > allowed_s else ""
+
+    def end(self, waited_for: str) -> None:
+        """Close the connection, with an answer to a request that has begun."""
+        if self._stage == "idle":
+            self.transport.close()
+        else:
+            self._refuse(HttpError("request_timeout", f"{waited_for} did not come in time"))
+
+    def _enter(self, stage: Stage) -> None:
+        self._stage, self._since = stage, time.monotonic()
+
+    def _progress(self) -> None:
+        self._bytes_without_progress = 0
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer what is no whole request, unless another answer is on its way, and hang up."""
+        cycle = self.cycle
+        unanswered = cycle is None or cycle.response_complete or (self._stage == "body" and not cycle.response_started)
+        if unanswered and not self.pipeline:
+            body, status = error_body(error), outcome_of(error).status
+            fields = {
+                "content-type": "application/json",
+                "connection": "close",
+                "content-length": len(body),
+                **error_headers(status),
+            }
+            lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{lines}\r\n"
+            self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+async def _refuse_for_crowd(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer anything but a probe when there are too many connections."""
+    error = HttpError("too_many_connections", "the server has too many connections; try again later")
+    await Reply(send, {"connection": "close"}).fail(error)

@@ -5,13 +5,14 @@ import logging
 import os
 import socket
 import time
+from functools import partial
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
 from tokenyard.base import ConfigError
 from tokenyard.server.app import create_app
+from tokenyard.server.connections import ConnectionLimits, Sweep
 from tokenyard.server.http import HttpProtocol
 from tokenyard.server.state import ServerState
 
@@ -23,6 +24,9 @@ LAST_WORDS_S = 2.0
 
 STALLED_S = 5.0
 """A client that takes nothing for so long while the server drains is not waited for any more."""
+
+SWEEP_EVERY = 5
+"""Turns (of 0.1 s) between two looks at all connections."""
 
 YOUNG = 1
 """All generations of the garbage collector but the last one."""
@@ -40,7 +44,10 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError if the address cannot be had."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        # A peer that is gone without a word is noticed also while nothing is written to it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return listener
     except OSError as error:
         # The library writes the address into its text once more.
         number = error.errno or 0
@@ -55,16 +62,21 @@ class DrainingServer(uvicorn.Server):
     signal ends it at once. `reason` and `exit_status` are set if something other than a signal ended it.
     """
 
-    def __init__(self, state: ServerState, *, shutdown_timeout_s: float) -> None:
+    def __init__(
+        self, state: ServerState, *, shutdown_timeout_s: float, limits: ConnectionLimits | None = None
+    ) -> None:
+        limits = limits or ConnectionLimits()
         config = uvicorn.Config(
             create_app(state),
-            http=HttpProtocol,
+            http=partial(HttpProtocol, limits=limits),  # type: ignore[arg-type]
+            ws="none",
+            backlog=limits.backlog,
+            timeout_keep_alive=round(limits.idle_timeout_s),
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
             lifespan="off",
-            timeout_keep_alive=65,
             timeout_graceful_shutdown=2,
         )
         super().__init__(config)
@@ -75,7 +87,7 @@ class DrainingServer(uvicorn.Server):
         self._drain_until: float | None = None
         self._collected_s = time.monotonic()
         self._cut_off = False
-        self._unread: dict[Any, tuple[int, float]] = {}
+        self._sweep = Sweep(limits)
 
     def stop(self, reason: str, *, exit_status: int = 1) -> None:
         """End the server because of a failure; the first reason counts."""
@@ -103,6 +115,9 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: see how far the draining has come, and whether it is time to collect garbage."""
         self._collect_garbage()
+        if counter % SWEEP_EVERY == 0:
+            stalled_s = None if self._drain_until is None else STALLED_S
+            self._sweep.run(self.server_state.connections, time.monotonic(), stalled_s)  # type: ignore[arg-type]
         if self._drain_until is not None and not self.should_exit:
             await self._drain(self._drain_until)
         return await super().on_tick(counter)
@@ -126,7 +141,6 @@ class DrainingServer(uvicorn.Server):
         """Exit when no request is open; abort them when the time is over."""
         now = time.monotonic()
         late_s = now - until
-        self._drop_stalled(now)
         if self.state.open_requests == 0 or late_s > LAST_WORDS_S:
             self.should_exit = True
             self._drop_unfinished(late=late_s > LAST_WORDS_S)
@@ -134,18 +148,6 @@ class DrainingServer(uvicorn.Server):
             self._cut_off = True
             log.warning("shutdown timeout: aborting %d open requests", self.state.open_requests)
             await self.state.control.abort(None, "draining")
-
-    def _drop_stalled(self, now: float) -> None:
-        """End connections whose client takes nothing any more, and with them their requests."""
-        before, self._unread = self._unread, {}
-        for connection in self.server_state.connections:
-            size = connection.transport.get_write_buffer_size()
-            known, since = before.get(connection, (0, now))
-            if size:
-                self._unread[connection] = (size, since if size == known else now)
-        for connection, (_, since) in self._unread.items():
-            if now - since > STALLED_S:
-                connection.transport.abort()
 
     def _drop_unfinished(self, *, late: bool) -> None:
         """End connections that uvicorn would wait for in vain: whose request has not come in full, and if it is `late`
