@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenyard.base import ConfigError, InvalidRequestError
+from tokenyard.base import ConfigError, ContextLengthError, InvalidRequestError
 from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template, render_within
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared"
@@ -258,12 +258,6 @@ def test_an_endless_template_is_ended():
     assert asyncio.run(twice()) == "[user]Hi>"
 
 
-def test_endless_output_is_ended(monkeypatch):
-    monkeypatch.setattr("tokenyard.engine.text.chat_template.LONGEST_PROMPT_CHARS", 1000)
-    with pytest.raises(InvalidRequestError, match="more than 1000 characters"):
-        render("{% for a in range(9999) %}{{ a }}{% endfor %}")
-
-
 def test_where_templates_are_found(tmp_path):
     assert not load_chat_template(tmp_path)
     config = {"bos_token": {"content": "<b>"}, "chat_template": [{"name": "default", "template": "{{ bos_token }}1"}]}
@@ -297,3 +291,21 @@ def test_broken_template_files_are_named(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(ConfigError, match="tokenizer_config"):
             load_chat_template(tmp_path)
+
+
+def test_a_prompt_that_cannot_fit_is_ended_while_it_is_written():
+    with pytest.raises(ContextLengthError, match="1000 characters"):
+        render("{% for i in range(90000) %}{{ i }} {% endfor %}", most_chars=1000)
+
+
+@pytest.mark.parametrize("where", ["arguments", "template variables"])
+def test_values_nested_too_deeply_are_the_clients_error_or_stay_text(where):
+    if where == "arguments":
+        call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+        assert render("{{ messages[0].tool_calls[0].function.name }}", [{"role": "x", "tool_calls": [call]}]) == "f"
+        return
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidRequestError, match="refused"):
+        render("{{ x | tojson }}", chat_template_kwargs={"x": deep})

@@ -85,6 +85,12 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path):
         TapeFile(tmp_path / "nowhere" / "t")
 
 
+def test_a_pipe_is_refused_in_place_of_waiting_for_its_reader(tmp_path):
+    os.mkfifo(tmp_path / "p")
+    with pytest.raises(ConfigError, match="this is a pipe; give a file"):
+        TapeFile(tmp_path / "p")
+
+
 def test_a_full_disk_ends_the_tape_but_not_the_serving(caplog):
     if not FULL.exists():
         pytest.skip("there is no device that is always full here")

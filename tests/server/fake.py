@@ -41,6 +41,7 @@ class FakeGenerator:
     """Answers with the words of WORDS in turn, one a delta, or with the pieces of `answer`."""
 
     context_length = 64
+    most_prompt_bytes = 64 * 32
 
     def __init__(self) -> None:
         self.tokenizer: Any = word_tokenizer()

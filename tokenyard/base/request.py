@@ -83,7 +83,6 @@ class TextOptions:
     """
 
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     stream: bool = False
     stream_interval: int = 1

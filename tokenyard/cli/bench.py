@@ -88,7 +88,7 @@ async def _backend(target: Target, args: argparse.Namespace) -> Backend:
     """The chosen API, with the model to ask for."""
     try:
         extra = json.loads(args.extra_request_body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--extra-request-body is not JSON: {error}") from error
     if not isinstance(extra, dict):
         raise ConfigError("--extra-request-body must be a JSON object")

@@ -93,7 +93,7 @@ def parse_options(value: str | dict[str, Any]) -> dict[str, float | int | str | 
             raise ValueError(f"{pair!r} is not a name=value pair")
         try:
             options[name.strip()] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(f"{pair!r}: {_in_one_line(error)}") from error
     return options
 
@@ -113,7 +113,7 @@ def parse_tenants(value: str | dict[str, Any]) -> dict[str, TenantSettings]:
     if isinstance(value, str):
         try:
             value = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             raise ValueError(f"{value} cannot be read: {_in_one_line(error)}") from error
     return _by_name(value, "tenants", TenantSettings)
 
@@ -350,7 +350,7 @@ def read_config_file(path: str) -> dict[str, Any]:
     """Settings of a YAML file, by field name. Raises ConfigError for an unreadable file or an unknown key."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"--config {path} cannot be read: {_in_one_line(error)}") from error
     if content is None:
         return {}

@@ -87,7 +87,7 @@ def _from_json(line: str, where: str) -> str | Conversation:
     """The prompt of one JSON line: a string, or an object with prompt, text or messages."""
     try:
         content = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if isinstance(content, str):
         return content

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import ConfigError, Int32Array
+from tokenyard.base.log_format import TextFormatter
 from tokenyard.cli.flags import ENV_PREFIX, parse_bool, parse_count, parse_float
 from tokenyard.router.features import Tokenize
 from tokenyard.router.settings import RouterSettings, flag_of
@@ -81,8 +82,9 @@ def route(namespace: argparse.Namespace) -> int:
     from tokenyard.router.serve import run, run_all
 
     settings = route_settings(vars(namespace))
-    form = "[%(asctime)s] %(message)s"
-    logging.basicConfig(level=settings.log_level.upper(), format=form, datefmt="%Y-%m-%d %H:%M:%S", force=True)
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextFormatter())
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
     tokenize = make_tokenize(settings.tokenizer) if settings.tokenizer else None
 
     def run_one(settings: RouterSettings, listener: socket.socket, announce: bool) -> None:

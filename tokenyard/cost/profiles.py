@@ -198,7 +198,7 @@ def load_profile(path: Path) -> Profile:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the cost profile {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a cost profile: it is not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("version") != PROFILE_VERSION:
         raise ConfigError(

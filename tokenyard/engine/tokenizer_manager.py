@@ -155,7 +155,12 @@ class TokenizerManager:
 
         Raises InvalidRequestError if the template refuses, takes too long, or is not there.
         """
-        return await render_within(self._template, messages, most_chars=self._requests.prompts.most_bytes, **options)
+        return await render_within(self._template, messages, most_chars=self.most_prompt_bytes, **options)
+
+    @property
+    def most_prompt_bytes(self) -> int:
+        """Most bytes of text that a prompt can have."""
+        return self._requests.prompts.most_bytes
 
     async def tokenize(self, text: str, add_special_tokens: bool, *, any_length: bool = False) -> Int32Array:
         """Return the token ids of a text, int32[n]; with `any_length` also of one that is too long for a prompt.

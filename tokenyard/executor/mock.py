@@ -320,7 +320,7 @@ def _model_config(folder: Path) -> _ModelConfig:
             int(values["max_position_embeddings"]),
             tuple(eos) if isinstance(eos, list) else (int(eos),),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} does not say vocab_size and max_position_embeddings: {error}") from error
 
 

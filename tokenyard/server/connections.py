@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 PROBES = 16
 SPARE_FILES = 48
-"""Descriptors that are left for the rest of the process beside its connections."""
+SPARE_SHARE = 1 / 8
+"""Descriptors that are left for the rest of the process, and for connections that are accepted before others close."""
 
+LONGEST_BACKLOG = 2048
 LEAST_CONNECTIONS = 8
 SCARCE_SHARE = 0.75
 SCARCE_FACTOR = 0.1
@@ -23,7 +25,8 @@ LEAST_BODY_BYTES_PER_S = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`most` connections take requests, 0 for any number; `probes` more take those for `OPEN_PATHS` only.
+    """`most` connections take requests, 0 for any number; `probes` more take those for `OPEN_PATHS` only. Up to
+    `backlog` more may be accepted before one that is ended is closed.
 
     idle_timeout_s: between requests, and before the first. head_timeout_s: from the first byte of a request to the end
     of its headers. body_timeout_s: for a body, and as long again as it takes at `LEAST_BODY_BYTES_PER_S`.
@@ -32,6 +35,7 @@ class ConnectionLimits:
 
     most: int = 0
     probes: int = PROBES
+    backlog: int = LONGEST_BACKLOG
     idle_timeout_s: float = 65.0
     head_timeout_s: float = 20.0
     body_timeout_s: float = 60.0
@@ -40,12 +44,10 @@ class ConnectionLimits:
     @classmethod
     def of_process(cls) -> "ConnectionLimits":
         """The limits that the number of files that this process may open allows for."""
-        return cls(most=max(LEAST_CONNECTIONS, raised_file_limit() - _open_files() - SPARE_FILES - PROBES))
-
-    @property
-    def backlog(self) -> int:
-        """How many connections may be accepted in one go: those beyond the limit must close before more come."""
-        return min(2048, max(LEAST_CONNECTIONS, self.most // 4)) if self.most else 2048
+        files = raised_file_limit()
+        spare = max(SPARE_FILES, round(SPARE_SHARE * files))
+        most = max(LEAST_CONNECTIONS, files - _open_files() - spare - PROBES)
+        return cls(most=most, backlog=min(LONGEST_BACKLOG, spare))
 
 
 def raised_file_limit() -> int:

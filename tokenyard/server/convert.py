@@ -159,7 +159,6 @@ def text_options_of(fields: SamplingFields, *, stream: bool, stream_interval: in
     """Text options from a body; `keep_stop` leaves the stop string in the text."""
     return TextOptions(
         skip_special_tokens=fields.skip_special_tokens is not False,
-        spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
         no_stop_trim=bool(fields.no_stop_trim) or keep_stop,
         stream=stream,
         stream_interval=stream_interval,

@@ -28,6 +28,10 @@ class Generator(Protocol):
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
 
+    @property
+    def most_prompt_bytes(self) -> int:
+        """Most bytes of text that a prompt can have."""
+
     async def tokenize(self, text: str, add_special_tokens: bool, *, any_length: bool = False) -> Int32Array:
         """The token ids of a text, int32[n]; with `any_length` also of one that is too long for a prompt.
 

@@ -41,7 +41,10 @@ class HttpProtocol(HttpToolsProtocol):
         reserve = [other for other in self.connections if isinstance(other, HttpProtocol) and other._for_probes]
         if len(reserve) > self._limits.probes:
             waiting = [other for other in reserve if other._stage != "answer"]
-            min(waiting or reserve, key=lambda other: other._since).transport.abort()
+            oldest = min(waiting or reserve, key=lambda other: other._since)
+            # Its end comes only with the loop's next turn; until then it counts no more.
+            self.connections.discard(oldest)
+            oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Take in what has come on the connection."""

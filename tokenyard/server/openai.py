@@ -21,7 +21,7 @@ from tokenyard.server.convert import (
 from tokenyard.server.grammars import grammar_text
 from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
 from tokenyard.server.parse.reading import Reading
-from tokenyard.server.prompts import CompletionPrompt, chat_prompt, completion_prompts
+from tokenyard.server.prompts import CompletionPrompt, chat_prompt, check_chat_body, completion_prompts
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, OpenAIFields, parse_body
 from tokenyard.server.state import answer_id
 from tokenyard.server.stream import DONE, ChunkWriter, closing_event
@@ -56,6 +56,7 @@ class Job:
 
 async def chat_completions(call: Call) -> None:
     """Answer a chat request."""
+    check_chat_body(call)
     body = await parse_body(call.body, ChatRequest, strict=call.state.options.strict_api)
     await _answer(call, await chat_job(call, body))
 

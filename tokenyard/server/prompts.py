@@ -14,6 +14,10 @@ from tokenyard.server.parse.reading import OutputStyle
 from tokenyard.server.protocol import ChatRequest, CompletionRequest
 
 MAX_TOKEN_ID = 2**31 - 1
+CHAT_BODY_BYTES = 16
+"""Most bytes of a conversation's body for each byte of the longest prompt: escapes, field names, tools."""
+
+LEAST_CHAT_BODY_BYTES = 1_000_000
 
 
 @dataclass(slots=True)
@@ -23,6 +27,17 @@ class CompletionPrompt:
     text: str | None = None
     ids: Int32Array | None = None
     echo: str = ""
+
+
+def check_chat_body(call: Call) -> None:
+    """Raise ContextLengthError for the body of a conversation that is far larger than any prompt, before it is read."""
+    most = max(LEAST_CHAT_BODY_BYTES, CHAT_BODY_BYTES * call.manager.most_prompt_bytes)
+    if len(call.body) > most:
+        raise ContextLengthError(
+            f"the body has {len(call.body)} bytes; with prompts of at most {call.manager.most_prompt_bytes} bytes, at"
+            f" most {most} are taken",
+            param="messages",
+        )
 
 
 def check_messages(messages: list[dict[str, Any]], most_tokens: int) -> list[dict[str, Any]]:

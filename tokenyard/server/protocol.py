@@ -20,6 +20,9 @@ from tokenyard.base import InvalidRequestError
 log = logging.getLogger(__name__)
 
 INLINE_BYTES = 256_000
+MOST_ENTRIES = {"stop": 128, "stop_token_ids": 1024, "logit_bias": 20_000, "tools": 1024, "documents": 1024}
+"""Longer ones are refused before each entry is looked at, which would hold up everything else."""
+
 _large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
 
 Priority = int | str | None
@@ -60,7 +63,6 @@ class SamplingFields:
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -272,10 +274,23 @@ def parse(body: bytes, kind: type[T], *, strict: bool = False) -> T:
     if not isinstance(content, dict):
         raise InvalidRequestError("the body must be a JSON object")
     _look_for_unknown(content, kind, strict)
+    _check_entries(content)
+    sampling = content.get("sampling_params")
+    for part in sampling if isinstance(sampling, list) else [sampling]:
+        if isinstance(part, dict):
+            _check_entries(part)
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         raise _readable(error) from error
+
+
+def _check_entries(content: dict[str, Any]) -> None:
+    """Raise InvalidRequestError for a list or an object with more entries than are looked at."""
+    for name, most in MOST_ENTRIES.items():
+        value = content.get(name)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise InvalidRequestError(f"{name} has {len(value)} entries; at most {most} are taken", param=name)
 
 
 async def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> T:

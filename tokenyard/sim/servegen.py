@@ -135,7 +135,7 @@ def _lengths(raw: bytes, name: str) -> list[tuple[float, Histogram, Histogram]]:
             (float(start), _histogram(step["input_tokens"]), _histogram(step["output_tokens"]))
             for start, step in steps.items()
         ]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(
             f"{name}: its dataset.json is cut off or lacks usable input_tokens and output_tokens"
         ) from None

@@ -16,6 +16,7 @@ import setproctitle
 import zmq
 
 from tokenyard.base import ConfigError, TokenyardError
+from tokenyard.base.log_format import TextFormatter
 from tokenyard.engine.processes.config import ChildReport, ChildTask, decode_task, encode_line
 
 PR_SET_PDEATHSIG = 1
@@ -51,8 +52,7 @@ class JsonFormatter(logging.Formatter):
 def set_up_logging(level: str, form: str) -> None:
     """Log to standard error as `[date time] message`, or as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 

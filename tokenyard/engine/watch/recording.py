@@ -27,6 +27,9 @@ class TapeFile:
         """Open a new file; one of that name is kept with `.old` behind it. Raises ConfigError if it cannot."""
         self._path = path
         try:
+            if path.is_fifo():
+                # Opening it would wait for a reader, and writing to a full one for ever.
+                raise ConfigError(f"--record {path}: this is a pipe; give a file")
             if path.is_file():
                 path.replace(path.with_name(path.name + OLD_SUFFIX))
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

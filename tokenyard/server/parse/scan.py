@@ -177,7 +177,7 @@ def plain_arguments(text: str) -> str:
     """The JSON text of arguments that are no object as they stand: one in a string is taken out, null is none."""
     try:
         value = json.loads(text, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.strip()
     return "" if value is None else value.strip() if isinstance(value, str) else text.strip()
 
@@ -186,6 +186,6 @@ def _string(text: str) -> str | None:
     """A JSON string's content, None for anything else."""
     try:
         value = json.loads(text, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None

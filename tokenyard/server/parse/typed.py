@@ -46,7 +46,7 @@ def as_json(text: str, schema: Any) -> str:
     types = types_of(schema)
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         word = text.strip()
         if types != {"string"} and word in ("True", "False", "None"):
             return {"True": "true", "False": "false", "None": "null"}[word]

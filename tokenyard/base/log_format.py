@@ -1,0 +1,29 @@
+"""How logs look as text."""
+
+import logging
+from typing import Any
+
+from typing_extensions import override
+
+
+class TextFormatter(logging.Formatter):
+    """`[date time] message`, each on one line of its own: what a client sent cannot look like a line of the log."""
+
+    def __init__(self) -> None:
+        super().__init__("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+
+    @override
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, with control characters as escapes."""
+        return _printable(super().formatMessage(record))
+
+    @override
+    def formatException(self, ei: Any) -> str:
+        """Return a trace with its lines indented."""
+        return "\n".join(f"  {_printable(line)}" for line in super().formatException(ei).split("\n"))
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
