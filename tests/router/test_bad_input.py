@@ -4,8 +4,11 @@ import asyncio
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.router.fakes import STREAM_HEAD, FakeWorker, answer, event, parse_answer, routing
+from tokenyard.router.front import FrontConnection
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 SMUGGLING = {
@@ -415,5 +418,68 @@ def test_a_refused_request_does_not_cost_the_one_before_it():
             raw = await client.raw(good + b"\x00\x01 junk\r\n\r\n")
             assert parse_answer(raw).json == {"worker": "w"}
             assert len(worker.asked) == 1
+
+    run(main())
+
+
+class Recorded:
+    """A transport that keeps what is written."""
+
+    def __init__(self):
+        self.written, self.closed = b"", False
+
+    def write(self, data):
+        self.written += data
+
+    def close(self):
+        self.closed = True
+
+    abort = close
+
+    def is_closing(self):
+        return self.closed
+
+    def pause_reading(self):
+        pass
+
+    resume_reading = pause_reading
+
+    def set_write_buffer_limits(self, high):
+        pass
+
+    def get_extra_info(self, name):
+        return None
+
+
+PIECES = st.one_of(
+    st.binary(max_size=60),
+    st.sampled_from(
+        [POST, b"Content-Length: 3\r\n\r\n{}x", b"\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n", b"2\r\n{}\r\n"]
+    ),
+    st.sampled_from(
+        [b"0\r\n\r\n", b"Upgrade: h2c\r\nConnection: Upgrade\r\n", b"Expect: 100-continue\r\n", b"HTTP/1.1"]
+    ),
+)
+
+
+@given(st.lists(PIECES, max_size=12))
+def test_any_bytes_are_requests_or_an_error(parts):
+    """Whatever comes, the protocol raises nothing and hands on whole requests only."""
+
+    async def main():
+        seen = []
+
+        def handler(front, request):
+            seen.append(request)
+            front.answer(200, b"")
+
+        front, transport = FrontConnection(handler, set(), 1000), Recorded()
+        front.connection_made(transport)
+        for part in parts:
+            front.data_received(part)
+        await asyncio.sleep(0)
+        assert all(request.method and request.target for request in seen)
+        assert transport.written.count(b"HTTP/1.1 ") >= len(seen)
+        front.connection_lost(None)
 
     run(main())

@@ -415,3 +415,25 @@ def test_a_dead_file_changes_nothing(tmp_path):
             task.cancel()
 
     run(main())
+
+
+def test_a_worker_that_loads_gets_no_requests_yet():
+    async def main():
+        async with FakeWorker(info={"status": "loading"}) as worker, routing(worker, ready=False) as (router, client):
+            await asyncio.sleep(0.2)
+            assert (await client.ask("GET", "/ready")).status == 503
+            waiting = asyncio.create_task(client.complete())
+            await _until(lambda: len(router.queue) == 1)
+            worker.info["status"] = "ready"
+            assert (await waiting).status == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize(("given", "room"), [(8, 8), (0, 0), (None, 0), ("many", 0), (True, 0)])
+def test_a_target_takes_as_many_requests_as_its_engine_says(given, room):
+    async def main():
+        async with FakeWorker(info={"max_running_requests": given, "x": 1}) as worker, routing(worker) as (router, _):
+            assert router.workers.find("w0").targets[0].state.room == room
+
+    run(main())

@@ -153,7 +153,7 @@ class Health:
             await self._learn(worker)
         except OSError:
             return False
-        return True
+        return not worker.closed
 
     async def _learn(self, worker: Worker) -> None:
         """Models, ranks and identity of a worker, as far as it tells them."""

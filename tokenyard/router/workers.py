@@ -13,6 +13,8 @@ from tokenyard.router.settings import RouterSettings
 from tokenyard.router.upstream import Pool, WorkerUrl
 
 MOST_RANKS = 1024
+CLOSED = ("loading", "draining")
+"""What our engines say of themselves while they live but take no requests."""
 
 
 class Breaker:
@@ -69,7 +71,8 @@ class Worker:
     """An engine behind a URL. source: who named it. boot_id: changes when it starts anew, "" if it tells none.
 
     models: what it serves, empty while that is unknown. healthy: None before the first look. continues: how it can go
-    on with an answer that another worker has begun (see `continuation`), "" if it cannot.
+    on with an answer that another worker has begun (see `continuation`), "" if it cannot. closed: it says that it takes
+    no requests now.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Worker:
     continues: str = ""
     context_length: int | None = None
     restarts: int = 0
+    closed: bool = False
 
     @property
     def state(self) -> str:
@@ -194,6 +198,11 @@ class Workers:
             worker.continues = BY_OUTPUT_IDS
         if self._settings.dp_aware and isinstance(ranks, int) and not isinstance(ranks, bool):
             self.set_ranks(worker, ranks)
+        worker.closed = info.get("status") in CLOSED
+        most = info.get("max_running_requests")
+        if not self._settings.max_worker_requests and type(most) is int and most > 0:
+            for target in worker.targets:
+                target.state.room = -(-most // len(worker.targets))
 
     def restarted(self, worker: Worker) -> None:
         """Its cache is empty: it has started anew, or is gone."""
