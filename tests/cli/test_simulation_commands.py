@@ -186,7 +186,7 @@ def test_compare_runs_settings_side_by_side(tmp_path, capsys):
 
 def test_the_oracle_stands_apart(tmp_path, capsys):
     out, report = tmp_path / "o.json", tmp_path / "r.html"
-    tight = ["--synthetic", "plain", "--limit", "200", "--request-rate", "60", "--max-total-tokens", "24k"]
+    tight = ["--synthetic", "plain", "--limit", "80", "--request-rate", "60", "--max-total-tokens", "12k"]
     outputs = ["--json", str(out), "--report", str(report)]
     assert run_simulate(simulate_args(*tight, "--oracle", *outputs)) == 0
     numbers = json.loads(out.read_text())
