@@ -163,8 +163,8 @@ class Settings(SharedSettings):
     watchdog_timeout_s: float = setting(
         300.0,
         "server",
-        "longest time in seconds for a step, or for the loop's work between two, before the engine ends itself; 0 for "
-        "no limit",
+        "longest time in seconds for a step, or for the loop's work between two, before the scheduler is ended and "
+        "started again; 0 for no limit",
         ANY_COUNT,
         aliases=("--watchdog-timeout",),
     )
