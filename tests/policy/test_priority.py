@@ -146,7 +146,8 @@ def test_pages_are_taken_from_the_least_urgent_and_nothing_is_lost(depth):
         yard.launch()
         yard.check()
         assert yard.commit()
-    assert [yard.scheduler.state.counters.preempted, yard.scheduler.state.counters.retracted] == [2, 0]
+    counters = yard.scheduler.state.observer.counters
+    assert [counters.preempted, counters.retracted] == [2, 0]
     assert low[3] in admitted(yard) | set(yard.finished)
     yard.run(depth)
     assert all(len(yard.tokens[number]) == 4 for number in [*low, urgent])
@@ -188,7 +189,7 @@ def test_who_was_preempted_does_not_preempt_back():
             yard.commit()
     yard.run()
     assert yard.finished[low].retractions == 3
-    assert yard.scheduler.state.counters.preempted == 3
+    assert yard.scheduler.state.observer.counters.preempted == 3
 
 
 def test_an_urgent_newcomer_goes_before_a_started_prefill_but_an_equal_one_does_not():

@@ -165,14 +165,18 @@ class PageWatch(Watched):
         state, number = self.state, int(self.state.table.number[row])
         if state.table.state[row] == State.RUNNING:
             self.times += 1
-            self.short[number] = state.counters.finished + state.counters.aborted
+            self.short[number] = state.observer.counters.finished + state.observer.counters.aborted
             assert len(state.running) + len(state.prefilling) > 1, "the last row gives its pages to no other"
 
     def on_admit(self, row):
         super().on_admit(row)
         state, table, memory = self.state, self.state.table, self.state.memory
         ended = self.short.pop(int(table.number[row]), None)
-        if ended is None or ended < state.counters.finished + state.counters.aborted or not len(self.holders()):
+        if (
+            ended is None
+            or ended < state.observer.counters.finished + state.observer.counters.aborted
+            or not len(self.holders())
+        ):
             return
         # The pages of its first chunk are not taken yet; those of its prefix are locked, so not free.
         assert memory.free_tokens >= memory.page_size * len(state.running), "it takes what it has just given up"

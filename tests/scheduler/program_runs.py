@@ -183,7 +183,7 @@ class ProgramRun:
         except Exception as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
             self.outcome.failure = f"raised: {type(error).__name__}: {error} ({at.name}, line {at.lineno})"
-        counters = self.scheduler.state.counters
+        counters = self.scheduler.state.observer.counters
         self.outcome.recomputed = self._progress.recomputed
         self.outcome.preempted, self.outcome.retracted = counters.preempted, counters.retracted
         return self.outcome

@@ -164,16 +164,16 @@ def test_common_prefixes_are_found_again_in_the_forward_run():
     yard = Yard(shared_prefix(400, 20.0, 1), 15.0)
     future = yard.future()
     fork = Fork(yard.scheduler.lookahead_state(yard.now), future, SetPolicy("lpm"))
-    seated = fork._scheduler.state.counters.hit_tokens
+    seated = fork._scheduler.state.observer.counters.hit_tokens
     fork.score("lpm", yard.now + 10 * NS_PER_S)
-    counters = fork._scheduler.state.counters
+    counters = fork._scheduler.state.observer.counters
     come = sum(len(request.prompt_ids) for request in future.requests[future.running :])
     assert (counters.hit_tokens - seated) / come > 0.6
     # What only one request had is nobody's prefix.
     alone = Yard(plain(400, 20.0, 1), 15.0)
     fork = Fork(alone.scheduler.lookahead_state(alone.now), alone.future(), SetPolicy("lpm"))
     fork.score("lpm", alone.now + 10 * NS_PER_S)
-    assert fork._scheduler.state.counters.hit_tokens == 0
+    assert fork._scheduler.state.observer.counters.hit_tokens == 0
 
 
 def test_the_cache_holds_what_ended_lately_and_open_requests_keep_their_prefixes():

@@ -248,7 +248,7 @@ class PrefillAdder:
         if last:
             self._state.prompt_planned(row)
         self._builder.chunks.append(Chunk(row, start, count, sampled))
-        table.request_state(row).clock.timings.prefill_chunks += 1
+        self._state.observer.chunk_planned(row)
         table.planned[row] = table.held[row] = start + count
         self._budget.spend(start, count)
         self._policy.charge(row, count)

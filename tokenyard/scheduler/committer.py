@@ -98,7 +98,7 @@ class Committer:
                 state.end(row, "length", now)
                 ended = True
                 continue
-            table.request_state(row).clock.enter("decode", now)
+            state.observer.decodes(row, now)
             if not table.first_token_ns[row]:
                 table.first_token_ns[row] = now
         return ended
@@ -119,7 +119,7 @@ class Committer:
         known += 1
         table.known[rows] = known
         state.outbox.tokens(table.number[rows], tokens, table.hit[rows])
-        state.counters.generated_tokens += len(rows)
+        state.observer.counters.generated_tokens += len(rows)
         stopped = state.stop_tokens.hit(pool_rows, tokens)
         done = stopped | (known > table.limit[rows])
         if not done.any():

@@ -25,8 +25,8 @@ def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: i
     state.table.planned[rows] += further
     state.table.held[rows] += further
     state.table.last_step[rows] += further
-    state.counters.steps += further
-    state.counters.decode_steps += further
+    state.observer.counters.steps += further
+    state.observer.counters.decode_steps += further
     for _ in range(further):
         state.charge_decode(rows)
 
@@ -46,7 +46,7 @@ def append_but_last(state: SchedulerState, plan: StepPlan, rows: Int32Array, tok
     table.known[rows] = known + further
     table.computed[rows] += further
     state.outbox.tokens(np.tile(table.number[rows], further), every_token, np.tile(table.hit[rows], further))
-    state.counters.generated_tokens += len(every_token)
+    state.observer.counters.generated_tokens += len(every_token)
 
 
 def _same_again(state: SchedulerState, plan: StepPlan) -> bool:

@@ -26,7 +26,7 @@ class Planner:
         """
         while True:
             builder = self._new_builder()
-            moved = self._moved()
+            gave_way = self._state.gave_way
             refused = self._fill(builder, now)
             if not builder.empty:
                 self._deduplicated.clear()
@@ -34,12 +34,8 @@ class Planner:
             if in_flight:
                 return None
             # Without the row that gave way the next try finds another state.
-            if self._moved() == moved and not self._break_deadlock(refused, now):
+            if self._state.gave_way == gave_way and not self._break_deadlock(refused, now):
                 return None
-
-    def _moved(self) -> int:
-        """How many rows have given way so far."""
-        return self._state.counters.retracted + self._state.counters.preempted
 
     def _fill(self, builder: PlanBuilder, now: int) -> int | None:
         """Fill the builder; returns the newcomer, if any, that memory had no room for."""

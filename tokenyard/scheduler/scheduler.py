@@ -108,12 +108,11 @@ class Scheduler:
         refusal = self._refusal(request)
         rows = [self.state.table.add(request, request.number + answer, now) for answer in range(request.sampling.n)]
         self.state.table.limit[rows] = np.minimum(self.state.table.limit[rows], self.state.longest - 1)
-        self.state.counters.submitted += len(rows)
-        self.state.counters.prompt_tokens += len(request.prompt_ids) * len(rows)
+        self.state.observer.submitted(len(request.prompt_ids), len(rows))
         if refusal is None and not event.accepted:
             refusal = self._make_room(rows, now)
         if refusal is not None:
-            self.state.counters.rejected += len(rows)
+            self.state.observer.counters.rejected += len(rows)
             for row in rows:
                 self.state.end(row, "abort", now, message=refusal[1], cause=refusal[0])
             return
@@ -204,7 +203,7 @@ class Scheduler:
             self.state.table.boost[row] = min(max(event.boost, -MOST_BOOST), MOST_BOOST)
         if event.deadline_ns is not None:
             self.state.table.deadline_ns[row] = self.state.table.arrival_ns[row] + event.deadline_ns
-        self.state.update_inversion(row, now)
+        self.state.observer.moved(row, now)
 
     def pause(self, event: Pause, now: int) -> None:
         """Hold back single requests, or stop planning altogether in one of three modes (see `Pause`)."""
@@ -237,8 +236,7 @@ class Scheduler:
         """Let time count as paused for those of `rows` that are held back now, and for no others."""
         table = self.state.table
         for row in rows:
-            table.request_state(row).clock.hold(self._paused or bool(table.gates[row] & Gate.PAUSED), now)
-            self.state.update_inversion(row, now)
+            self.state.observer.held(row, self._paused or bool(table.gates[row] & Gate.PAUSED), now)
 
     def stop_found(self, event: StopFound, now: int) -> None:
         """The answer holds a stop string after `keep_tokens` tokens: later ones are dropped, the request finishes."""
@@ -338,7 +336,7 @@ class Scheduler:
         return None
 
     def _launch(self, builder: PlanBuilder) -> StepPlan:
-        state, counters = self.state, self.state.counters
+        state, counters = self.state, self.state.observer.counters
         plan, rows = builder.finish(counters.steps), builder.rows()
         state.table.last_step[rows] = plan.step
         self._in_flight.append(InFlightPlan(plan, rows))
@@ -424,11 +422,7 @@ class Scheduler:
 
     def explain(self, number: int, now: int) -> Explanation | None:
         """Where the time of a request went until `now`, or until it ended; None for one that is not known any more."""
-        state = self.state
-        row, end = state.table.row_of(number), state.history.end_of(number)
-        if row is not None:
-            return state.explain(row, now)
-        return None if end is None else state.history.explain(end)
+        return self.state.observer.explain(number, now)
 
     def lookahead_state(self, now: int) -> LookaheadState:
         """What a look ahead starts from; see `scheduler.lookahead_state`."""
@@ -459,5 +453,5 @@ class Scheduler:
             overtaking=self.state.policy.overtaking,
             policy_note=self.state.policy_note,
             paused=self._paused,
-            counters=replace(self.state.counters),
+            counters=replace(self.state.observer.counters),
         )

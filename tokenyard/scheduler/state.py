@@ -13,7 +13,6 @@ from tokenyard.base import (
     BoolArray,
     CostModel,
     ExecutorInfo,
-    Explanation,
     Finish,
     FinishReason,
     Handover,
@@ -27,13 +26,11 @@ from tokenyard.cost import LinearCost, OnlineCost, get_profile
 from tokenyard.policy import Policy, Views, create_policy
 from tokenyard.policy.slo_targets import slo_targets
 from tokenyard.policy.tenants import create_limits
-from tokenyard.scheduler.history import RequestHistory, Start
 from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.memory import KvMemory, Release
+from tokenyard.scheduler.observer import Observer
 from tokenyard.scheduler.outbox import Outbox
-from tokenyard.scheduler.priority_inversion import PriorityInversion
 from tokenyard.scheduler.row_list import RowList
-from tokenyard.scheduler.snapshot import Counters
 from tokenyard.scheduler.stop_tokens import StopTokens
 from tokenyard.scheduler.table import RequestTable
 from tokenyard.scheduler.timeouts import Timeouts
@@ -59,10 +56,8 @@ class SchedulerState:
         self.info = info
         self.cost = cost
         self.table = RequestTable(tenants=settings.tenants)
-        self.counters = Counters()
+        self.observer = Observer(self.table)
         self.outbox = Outbox()
-        self.history = RequestHistory()
-        self.inversion = PriorityInversion()
         self.waiting = RowList()
         self.loading = RowList()
         self.prefilling = RowList()
@@ -73,6 +68,7 @@ class SchedulerState:
         self.run_timeouts = Timeouts(settings.run_timeout_s)
         self.limits = create_limits(settings)
         self.prefill_steps_in_row = 0
+        self.gave_way = 0
         self._pages_returned = 0
         self.drafting = False
         self._loads: dict[bytes, list[int]] = {}
@@ -85,12 +81,10 @@ class SchedulerState:
 
     def join(self, row: int, now: int) -> None:
         """A new request stands in line."""
-        timings = self.table.request_state(row).clock.timings
-        timings.waiting_ahead = len(self.waiting)
-        timings.admitted_ahead = len(self.loading) + len(self.prefilling) + len(self.running)
+        admitted = len(self.loading) + len(self.prefilling) + len(self.running)
+        self.observer.joined(row, len(self.waiting), admitted, now)
         self.waiting.append(row)
         self._index.add(row)
-        self.update_inversion(row, now)
         self.queue_timeouts.start(int(self.table.number[row]), now)
 
     def admit(self, row: int, hit: int, now: int) -> None:
@@ -103,12 +97,11 @@ class SchedulerState:
 
         `run` names the first block that it loads; rows that want the same wait for it.
         """
-        request_state = self.table.request_state(row)
-        request_state.run = run
+        self.table.request_state(row).run = run
         self._loads[run] = []
         self.table.state[row] = State.LOADING
         self.loading.append(row)
-        request_state.clock.enter("loading", now)
+        self.observer.loads(row, now)
         self._admitted(row, hit, now)
 
     def waits_for_load(self, row: int, run: bytes) -> bool:
@@ -166,7 +159,7 @@ class SchedulerState:
         table = self.table
         table.state[row] = State.PREFILL
         self.prefilling.append(row)
-        table.request_state(row).clock.enter("recompute" if table.first_token_ns[row] else "prefill", now)
+        self.observer.prefills(row, now)
 
     def _admitted(self, row: int, hit: int, now: int) -> None:
         """What every admission has in common: `row` is in the queue no longer, and has a pool row."""
@@ -175,17 +168,11 @@ class SchedulerState:
         self._index.remove(row)
         sampling = request_state.request.sampling
         self.stop_tokens.write(int(table.pool_row[row]), self.stop_token_ids(sampling))
-        self.update_inversion(row, now)
-        timings, tokens = request_state.clock.timings, int(table.target[row]) - hit
+        self.observer.admitted(row, hit, now)
         if table.admitted_ns[row]:
-            self.counters.recomputed_tokens += tokens
-            timings.recomputed_tokens += tokens
             return
-        timings.policy, timings.overtaking = self.policy.describe(), self.policy.overtaking
-        self.history.started(Start(now, int(table.seq[row]), int(table.number[row]), tokens))
         table.admitted_ns[row] = now
-        table.hit[row] = hit = min(hit, int(table.prompt_tokens[row]))
-        self.counters.hit_tokens += hit
+        table.hit[row] = min(hit, int(table.prompt_tokens[row]))
         number, request = int(table.number[row]), request_state.request
         self.run_timeouts.start(number, now)
         self.outbox.started.append(
@@ -248,16 +235,8 @@ class SchedulerState:
         if why == "paused":
             self._pages_returned += 1
         request_state.short_since = self._pages_returned if why == "out of pages" else None
-        request_state.clock.enter("requeued", now)
-        self.update_inversion(row, now)
-        if why == "preempted":
-            self.counters.preempted += 1
-            request_state.clock.timings.preemptions += 1
-        elif why == "out of pages":
-            self.counters.retracted += 1
-            request_state.clock.timings.page_shortages += 1
-        else:
-            request_state.clock.timings.pauses += 1
+        self.gave_way += 1
+        self.observer.retracted(row, why, now)
 
     def end(
         self,
@@ -269,10 +248,9 @@ class SchedulerState:
         cause: AbortCause = "",
     ) -> None:
         """End a request in any state, exactly once. The caller sweeps the lists afterwards."""
-        table, timings = self.table, self.table.request_state(row).clock.timings
+        table, timings = self.table, self.observer.ends(row, now)
         handover = reason == "length" and table.request(row).handover and table.pool_row[row] >= 0
         reason = "handover" if handover else reason
-        timings.inverted_ns += self.inversion.removed(row, now)
         output = int(table.known[row] - table.prompt_tokens[row])
         finish = Finish(
             number=int(table.number[row]),
@@ -288,11 +266,11 @@ class SchedulerState:
             first_token_ns=int(table.first_token_ns[row]),
             finished_ns=now,
             cause=cause,
-            timings=table.request_state(row).clock.read(now),
+            timings=timings,
             slo_targets=slo_targets(table, row, self.settings, self.cost),
         )
         self.outbox.finished.append(finish)
-        self.history.ended(int(table.seq[row]), finish)
+        self.observer.ended(row, finish)
         self.open_group(row)
         if table.pool_row[row] >= 0:
             self._pages_returned += 1
@@ -301,11 +279,8 @@ class SchedulerState:
             else:
                 self._give_up_pages(row)
         self._index.forget(row)
-        if reason == "abort":
-            self.counters.aborted += 1
-        else:
+        if reason != "abort":
             self.policy.finished(row)
-            self.counters.finished += 1
             self.policy.headroom.finished(output)
         self.policy.removed(row)
         table.remove(row)
@@ -345,21 +320,6 @@ class SchedulerState:
         )
         request_state.node = None
         return release
-
-    def update_inversion(self, row: int, now: int) -> None:
-        """Let it be counted whether a request in line is behind a less urgent one; for every change of either. Where
-        priorities do not count all are alike.
-        """
-        if not self._priorities_count:
-            return
-        clock = self.table.request_state(row).clock
-        if clock.stage == "paused":
-            inverted_ns = self.inversion.removed(row, now)
-        else:
-            verb = self.inversion.enqueued if clock.stage in ("queue", "requeued") else self.inversion.admitted
-            level = int(self.policy.urgency.levels(self.table, np.array([row], np.int32))[0])
-            inverted_ns = verb(row, level, now)
-        clock.timings.inverted_ns += inverted_ns
 
     def open_group(self, row: int) -> None:
         """The group's prompt is in the tree, or its first answer has ended: the others may start."""
@@ -434,29 +394,6 @@ class SchedulerState:
         measures = self.policy.measures(np.concatenate((waiting, prefilling)))
         return measures | self.limits.measures(self.table, held, total)
 
-    def explain(self, row: int, now: int) -> Explanation:
-        """Where the time of a request went that has not ended yet."""
-        table, clock = self.table, self.table.request_state(row).clock
-        admitted_ns = int(table.admitted_ns[row])
-        earlier, later, complete = self.history.starts_between(
-            int(table.seq[row]), int(table.arrival_ns[row]), admitted_ns or now
-        )
-        self.update_inversion(row, now)
-        timings = clock.read(now)
-        if not admitted_ns:
-            timings.policy, timings.overtaking = self.policy.describe(), self.policy.overtaking
-        return Explanation(
-            number=int(table.number[row]),
-            stage=clock.stage,
-            timings=timings,
-            prompt_tokens=int(table.prompt_tokens[row]),
-            cached_tokens=int(table.hit[row]),
-            completion_tokens=int(table.known[row] - table.prompt_tokens[row]),
-            earlier=earlier,
-            later=later,
-            complete=complete,
-        )
-
     def set_policy(self, settings: SchedulerSettings, now: int) -> None:
         """Order the queue as `settings` say from `now` (ns) on. Raises ConfigError for an unknown policy."""
         policy = create_policy(settings.schedule_policy, settings)
@@ -467,10 +404,7 @@ class SchedulerState:
         if self.cost is None and (policy.needs_cost or policy.budget_rule.needs_cost):
             self.cost = OnlineCost(first_belief(self.info))
         self.policy: Policy = policy
-        self._priorities_count = settings.uses_priorities
-        for row in self.known_rows(self.table.numbers()):
-            self.table.request_state(row).clock.timings.inverted_ns += self.inversion.removed(row, now)
-            self.update_inversion(row, now)
+        self.observer.follows(policy, settings.uses_priorities, self.known_rows(self.table.numbers()), now)
         self._watch_tree()
 
     def _watch_tree(self) -> None:
