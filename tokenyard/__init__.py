@@ -4,13 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokenyard.base import SamplingParams
     from tokenyard.base.version import __version__
-    from tokenyard.offline import LLM
+    from tokenyard.offline import LLM, SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "tokenyard.offline", "SamplingParams": "tokenyard.base", "__version__": "tokenyard.base.version"}
+_HOMES = {"LLM": "tokenyard.offline", "SamplingParams": "tokenyard.offline", "__version__": "tokenyard.base.version"}
 
 
 def __getattr__(name: str) -> Any:

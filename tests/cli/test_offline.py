@@ -14,6 +14,7 @@ from tokenyard import LLM, SamplingParams
 from tokenyard.base import ConfigError, EngineDeadError, InvalidRequestError
 from tokenyard.config import DEMO_MODEL
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
+from tokenyard.engine.text.chat_template import load_chat_template
 from tokenyard.tape.codec import Tape
 from tokenyard.tape.replay import Replay
 
@@ -73,11 +74,11 @@ def test_wrong_requests_are_refused(llm):
     with pytest.raises(InvalidRequestError, match="token id 1000000 is not in the vocabulary"):
         llm.generate([10**6])
     for no_prompt in (None, 5, [1.5], b"x", [["a"]], ["a", None], [[1], [[2], [3, 4]]]):
-        with pytest.raises(InvalidRequestError, match="a text or a list of token ids"):
+        with pytest.raises(InvalidRequestError, match="a text, a list of token ids or a list of messages"):
             llm.generate(no_prompt)
     with pytest.raises(InvalidRequestError, match="empty"):
         llm.generate([[]])
-    with pytest.raises(InvalidRequestError, match="room"):
+    with pytest.raises(InvalidRequestError, match="takes at most"):
         llm.generate([1] * 5000)
     with pytest.raises(InvalidRequestError, match="sampling params"):
         llm.generate(["a", "b"], [SamplingParams()])
@@ -87,8 +88,66 @@ def test_wrong_requests_are_refused(llm):
         llm.generate("a", SamplingParams(stop=[""]))
     with pytest.raises(InvalidRequestError, match=r"wrong type.*max_new_tokens"):
         llm.generate("a", SamplingParams(max_new_tokens="many"))
+    with pytest.raises(InvalidRequestError, match="logit_bias names a token outside"):
+        llm.generate("a", SamplingParams(logit_bias={10**6: 1.0}))
     with pytest.raises(InvalidRequestError, match="not dict"):
         llm.generate("a", {"max_new_tokens": 3})
+
+
+def test_equal_prompts_differ_where_they_are_sampled_and_a_seed_makes_them_equal(llm):
+    def texts(**sampling):
+        return {answer.text for answer in llm.generate(["Hello there"] * 4, max_tokens=12, **sampling)}
+
+    assert len(texts()) == 4
+    assert len(texts(seed=7)) == 1
+    assert texts(seed=7) != texts(seed=8)
+    assert len(texts(temperature=0.0)) == 1
+
+
+def test_fields_of_sampling_params_may_be_given_by_name(llm):
+    by_name = llm.generate("Hello there", max_tokens=5, temperature=0.0)[0]
+    by_params = llm.generate("Hello there", SamplingParams(max_tokens=5, temperature=0.0))[0]
+    both = llm.generate("Hello there", SamplingParams(max_tokens=9, temperature=0.0), max_tokens=5)[0]
+    assert by_name.completions == by_params.completions == both.completions
+    assert len(by_name.completions[0].token_ids) == 5
+    assert SamplingParams(max_tokens=5) == SamplingParams(max_new_tokens=5)
+    with pytest.raises(TypeError, match="colour"):
+        llm.generate("Hello there", colour="red")
+
+
+def test_an_answer_comes_piece_by_piece(llm):
+    whole = llm.generate("Hello there", max_tokens=12, temperature=0.0)[0]
+    deltas = list(llm.stream("Hello there", max_tokens=12, temperature=0.0))
+    assert len(deltas) > 5
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [token for delta in deltas for token in delta.token_ids] == whole.completions[0].token_ids
+    assert deltas[-1].finish.reason == "length"
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        next(llm.stream("a", temperature=-1.0))
+
+
+def test_who_stops_reading_a_stream_frees_its_place():
+    with LLM(executor="mock", mock_step_ms=20.0, max_running_requests=1) as llm:
+        stream = llm.stream("a", max_tokens=1000)
+        assert next(stream).token_ids
+        stream.close()
+        (short,) = llm.submit("b", SamplingParams(max_new_tokens=1))
+        assert short.result(timeout=10).completions[0].token_ids
+
+
+def test_a_conversation_goes_through_the_chat_template(llm):
+    messages = [{"role": "user", "content": "Hello there"}]
+    template = load_chat_template(DEMO_MODEL, "")
+    ids = llm.tokenizer.encode(template.render(messages), add_special_tokens=False).ids
+    assert llm.has_chat_template
+    (answer,) = llm.chat(messages, max_tokens=6, temperature=0.0)
+    (plain,) = llm.generate(ids, max_tokens=6, temperature=0.0)
+    assert answer.completions == plain.completions
+    assert answer.prompt_tokens == len(ids)
+    assert [one.completions for one in llm.chat([messages] * 2, max_tokens=6, temperature=0.0)] == [
+        plain.completions
+    ] * 2
+    assert "".join(delta.text for delta in llm.stream(messages, max_tokens=6, temperature=0.0)) == plain.text
 
 
 def test_one_stop_string_needs_no_list(llm):

@@ -3,7 +3,7 @@
 from tokenyard.engine.processes.child import run_child
 from tokenyard.engine.processes.config import ChildReport
 from tokenyard.engine.processes.driver import DeviceBrokenError
-from tokenyard.engine.processes.scheduler_process import load_executor
+from tokenyard.engine.processes.scheduler_loop import load_executor
 
 
 def work(task, report):

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.engines import mock_config
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.engine.processes.config import ChildReport, ChildTask, decode_report, decode_task, encode_line
-from tokenyard.engine.processes.scheduler_process import load_executor
+from tokenyard.engine.processes.scheduler_loop import load_executor
 from tokenyard.engine.watch.recording import load_prior
 
 

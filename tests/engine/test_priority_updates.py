@@ -38,11 +38,11 @@ from tokenyard.engine.watch.priority_updates import (
     create_priority_updates,
 )
 from tokenyard.engine.watch.step_log import StepLog
-from tokenyard.offline import engine_config
 from tokenyard.scheduler import Scheduler
 from tokenyard.tape.codec import Origin, Tape
 from tokenyard.tape.recorder import Recorder
 from tokenyard.tape.replay import replay
+from tokenyard.wiring import engine_config
 
 SETTINGS = SchedulerSettings(enable_priority_scheduling=True, priority_aging_s=0.0, default_priority_value=0)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.engine.text_helpers import Run, batch, demo, gpt2, started
 from tokenyard.base import Finish, InvalidRequestError, TokenLogprobs
+from tokenyard.engine.processes.messages import Fence
 from tokenyard.engine.text.stop_strings import StopHit, StopMatcher
 from tokenyard.engine.text.text_side import TextAssembler
 
@@ -140,6 +141,67 @@ def test_a_found_stop_wins_over_length_and_abort(tokenizer):
 def test_the_beginning_of_a_stop_string_is_shown_when_it_comes_to_nothing(tokenizer):
     ids = ids_of(tokenizer, "one two thr")
     assert Run(tokenizer, ids, stop=[" three"]).text == "one two thr"
+
+
+def texts_by_token(tokenizer, ids, **options):
+    """What an answer that streams shows with each of its tokens, and at its end."""
+    assembler = TextAssembler(tokenizer)
+    assembler.step(batch(start=[started(**options)]))
+    shown = ["".join(assembler.step(batch([1], [token]))[0].texts) for token in ids]
+    last, _ = assembler.step(batch(finish=[Finish(1, "length", completion_tokens=len(ids))]))
+    return [*shown, "".join(last.texts)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 2047), min_size=1, max_size=80) | st.just([*demo().encode("a 🎉 b 🤦🏽‍♂️ c").ids] * 2),
+    cut=st.integers(0, 80),
+    stream=st.booleans(),
+    stop=st.sampled_from([[], ["e"], ["the ", "zz"], ["🎉 b"]]),
+    least=st.sampled_from([0, 20]),
+)
+def test_an_answer_that_was_begun_shows_what_is_still_to_be_shown(tokenizer, ids, cut, stream, stop, least):
+    cut = min(cut, len(ids))
+    options = {"stop": stop, "min_tokens": least, "prompt": [5, 6]}
+    whole = Run(tokenizer, ids, **options)
+    begun = Run(tokenizer, ids[cut:], begun=ids[:cut], stream=stream, **options)
+    before = "".join(texts_by_token(tokenizer, ids, **options)[:cut])
+    assert before + begun.text == whole.text
+    if cut < len(whole.tokens):
+        assert ids[:cut] + begun.tokens == whole.tokens
+    assert begun.finish.reason == whole.finish.reason
+    assert begun.finish.matched == whole.finish.matched
+
+
+def test_a_stop_string_that_an_answer_brings_with_it_is_told_at_once(tokenizer):
+    ids = ids_of(tokenizer, "one two three")
+    assembler = TextAssembler(tokenizer)
+    _, stops = assembler.step(batch(start=[started(begun=ids, stop=["two"])]))
+    assert [(stop.number, stop.keep_tokens, stop.matched) for stop in stops] == [(1, len(ids), "two")]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stop", [(), ("two thr",), ("one",)])
+def test_an_answer_goes_on_with_another_scheduler_where_the_first_one_left_it(tokenizer, stream, stop):
+    ids = ids_of(tokenizer, "one 🎉 two three 🎉 four")
+    whole = Run(tokenizer, ids, stop=stop, stream=stream)
+    for cut in range(len(ids) + 1):
+        assembler, shown = TextAssembler(tokenizer), []
+        assembler.step(batch(start=[started(stop=stop, stream=stream), started(2)]), source=1)
+        for token in ids[:cut]:
+            shown += assembler.step(batch([1], [token]), source=1)[0].texts
+        fenced = assembler.fence(Fence(1, [1, 3]))
+        assert (fenced.numbers.tolist(), fenced.token_counts.tolist()) == ([1], [min(cut, len(whole.tokens))])
+        assert fenced.tokens.tolist() == whole.tokens[:cut]
+        assert len(assembler) == 1, "what else the first one had is forgotten"
+        begun = fenced.tokens.tolist()
+        _, stops = assembler.step(batch(start=[started(stop=stop, stream=stream, begun=begun)]), source=2)
+        assert bool(stops) == (whole.finish.reason == "stop" and len(whole.tokens) <= cut)
+        for token in ids[cut:]:
+            shown += assembler.step(batch([1], [token]), source=2)[0].texts
+        last, _ = assembler.step(batch(finish=[Finish(1, "length", completion_tokens=len(ids))]), source=2)
+        assert "".join([*shown, *last.texts]) == whole.text
+        assert (last.finished[0].reason, last.finished[0].matched) == (whole.finish.reason, whole.finish.matched)
 
 
 @pytest.mark.parametrize(("no_stop_trim", "text"), [(False, "one two"), (True, "one two three")])

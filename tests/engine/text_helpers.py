@@ -24,9 +24,10 @@ def gpt2():
     return Tokenizer.from_file(str(path))
 
 
-def started(number=1, prompt=(), stop=(), **options):
-    prompt_ids = np.array(prompt, dtype=np.int32)
-    return Started(number, prompt_ids, TextOptions(**{"stream": True, **options}), list(stop), [])
+def started(number=1, prompt=(), stop=(), begun=(), **options):
+    prompt_ids, output_ids = (np.array(ids, dtype=np.int32) for ids in (prompt, begun))
+    options = TextOptions(**{"stream": True, **options})
+    return Started(number, prompt_ids, options, list(stop), [], output_ids=output_ids)
 
 
 def batch(numbers=(), tokens=(), start=(), finish=(), logprobs=(), hits=None):

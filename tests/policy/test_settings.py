@@ -12,7 +12,7 @@ from tokenyard.base.declare import declarations
 from tokenyard.base.ranges import MOST_PRIORITY
 from tokenyard.config import Settings
 from tokenyard.cost import LinearCost, LinearTerms
-from tokenyard.offline import engine_config
+from tokenyard.wiring import engine_config
 
 PRIORITIES = {"enable_priority_scheduling": True, "priority_aging_s": 0.0}
 LEVELS = {"enable_service_levels": True, "service_level_quantum_tokens": 16}

@@ -42,8 +42,9 @@ BANNED = {"torch", "time", "asyncio", "socket", "threading", "multiprocessing", 
 SIM_MAY = {"time", "multiprocessing"}
 WIRING = {
     "config": {*MAY_IMPORT},
-    "offline": {*MAY_IMPORT, "config"},
-    "cli": {*MAY_IMPORT, "config", "offline"},
+    "wiring": {*MAY_IMPORT, "config"},
+    "offline": {*MAY_IMPORT, "config", "wiring"},
+    "cli": {*MAY_IMPORT, "config", "wiring", "offline"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -19,8 +19,8 @@ from tokenyard.cost import LinearTerms, Profile, fit_terms, relative_errors, sav
 from tokenyard.cost.fit import FEWEST_SAMPLES
 from tokenyard.cost.profiles import LINKS_CPU, LINKS_GPU
 from tokenyard.engine.processes.child import set_up_logging
-from tokenyard.engine.processes.scheduler_process import load_executor
-from tokenyard.offline import engine_config, located
+from tokenyard.engine.processes.scheduler_loop import load_executor
+from tokenyard.wiring import engine_config, located
 
 HELD_OUT_EVERY = 4
 POOR_ERROR = 0.2

@@ -14,10 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tokenyard.base import ConfigError, SamplingParams
 from tokenyard.cli.flags import resolve
-from tokenyard.config import Settings
 from tokenyard.engine.processes.child import set_up_logging
-from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template
-from tokenyard.offline import LLM, Generation
+from tokenyard.offline import LLM, Generation, Prompt
 
 Conversation = list[dict[str, Any]]
 
@@ -33,7 +31,7 @@ def generate(namespace: argparse.Namespace) -> int:
         # The file is opened first: a path that cannot be written must not cost a whole run.
         output = stack.enter_context(_open_output(namespace.output)) if namespace.output else None
         llm = stack.enter_context(LLM.from_settings(settings))
-        prompts = [_token_ids(llm, item, raw=namespace.raw) for item in inputs]
+        prompts = [_prompt(llm, item, raw=namespace.raw) for item in inputs]
         answers = _run(llm, prompts, llm.default_sampling_params(**sampling))
         _write(inputs, answers, output)
     return 0
@@ -101,24 +99,16 @@ def _from_json(line: str, where: str) -> str | Conversation:
     return text
 
 
-def _token_ids(llm: LLM, item: str | Conversation, *, raw: bool) -> Sequence[int]:
-    """An input as token ids: through the chat template if the model has one, unless `raw`."""
+def _prompt(llm: LLM, item: str | Conversation, *, raw: bool) -> Prompt:
+    """An input as a prompt: through the chat template if the model has one, unless `raw`."""
     if llm.tokenizer is None:
         raise ConfigError("tokenyard generate needs a tokenizer; drop --skip-tokenizer-init")
-    template = _template(llm.settings)
-    if isinstance(item, str) and (raw or not template):
-        return list(llm.tokenizer.encode(item).ids)
-    messages = [{"role": "user", "content": item}] if isinstance(item, str) else item
-    return list(llm.tokenizer.encode(template.render(messages), add_special_tokens=False).ids)
+    if isinstance(item, str) and llm.has_chat_template and not raw:
+        return [{"role": "user", "content": item}]
+    return item
 
 
-def _template(settings: Settings) -> ChatTemplate:
-    """The model's chat template."""
-    path = Path(settings.tokenizer_path)
-    return load_chat_template(path if path.is_dir() else path.parent, settings.chat_template)
-
-
-def _run(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Generation]:
+def _run(llm: LLM, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Generation]:
     """Answer all prompts, with a progress bar on the terminal if there are several."""
     futures = llm.submit(list(prompts), sampling)
     columns = (

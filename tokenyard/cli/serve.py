@@ -24,12 +24,12 @@ from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.requests import ns_from_ms
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
-from tokenyard.offline import engine_config, located
 from tokenyard.server.connections import ConnectionLimits
 from tokenyard.server.parse.detect import named
 from tokenyard.server.serving import DrainingServer, listen
 from tokenyard.server.state import ServerOptions, ServerState
 from tokenyard.server.tracing import open_tracing
+from tokenyard.wiring import engine_config, located
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from tokenyard.base import (
     SamplingParams,
 )
 from tokenyard.base.ranges import LONGEST_MS
+from tokenyard.base.request import NO_TOKENS
 from tokenyard.engine.spec import GenerateSpec
 from tokenyard.engine.text.prompt_tokenizer import PromptTokenizer
 from tokenyard.policy.levels import level_of
@@ -127,6 +128,7 @@ class RequestMaker:
             lora=spec.lora,
             routing_key=spec.routing_key,
             grammar=spec.grammar,
+            output_ids=self._begun(spec),
         )
 
     def _check_ids(self, given: Int32Array | list[int] | None) -> Int32Array:
@@ -135,6 +137,18 @@ class RequestMaker:
         ids = np.asarray(given)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise InvalidRequestError("token ids must be one flat list of whole numbers", param="prompt")
+        check_known(ids, self._vocab_size)
+        return ids.astype(np.int32, copy=False)
+
+    def _begun(self, spec: GenerateSpec) -> Int32Array:
+        """The tokens of an answer that was begun elsewhere. Raises InvalidRequestError for such that cannot be."""
+        if spec.output_ids is None or not len(spec.output_ids):
+            return NO_TOKENS
+        if spec.sampling.n > 1:
+            raise InvalidRequestError("an answer that was begun (output_ids) needs n = 1", param="output_ids")
+        ids = np.asarray(spec.output_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise InvalidRequestError("output_ids must be one flat list of whole numbers", param="output_ids")
         check_known(ids, self._vocab_size)
         return ids.astype(np.int32, copy=False)
 

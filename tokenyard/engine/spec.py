@@ -13,7 +13,9 @@ class GenerateSpec:
     it does not fit. `seed` None draws one from the system; `sampling.seed` is overwritten either way. `rid` "" makes
     one up. `deadline_ms` counts from arrival. `text_options.stream` asks for deltas as they come; without it each
     answer arrives as one delta at its end. `add_special_tokens` is for `text`: whether the tokenizer may put its own
-    marks (such as BOS) around it. `grammar` is Lark text that the answer must keep to, "" for nothing.
+    marks (such as BOS) around it. `grammar` is Lark text that the answer must keep to, "" for nothing. `output_ids` are
+    the first tokens of an answer that was begun elsewhere: it goes on from there, counts them and gives only what is
+    new; such a request has one answer.
     """
 
     text: str | None = None
@@ -34,6 +36,7 @@ class GenerateSpec:
     lora: str = ""
     routing_key: str | None = None
     grammar: str = ""
+    output_ids: Int32Array | list[int] | None = None
 
 
 @dataclass(slots=True)

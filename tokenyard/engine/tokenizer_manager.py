@@ -338,9 +338,9 @@ class TokenizerManager:
         self._streams.fail_all(error)
         self.ranks.close(error)
 
-    async def close(self) -> None:
-        """Cancel what is open and close the sockets."""
-        self._end_all("the server is shutting down")
+    async def close(self, reason: str = "the server is shutting down") -> None:
+        """End what is open with EngineDeadError for this reason, and close the link."""
+        self._end_all(reason)
         self._deliverer.cancel()
         await asyncio.gather(self._deliverer, return_exceptions=True)
         for _, timer in self._lost.values():

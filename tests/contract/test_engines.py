@@ -1,0 +1,143 @@
+"""An engine of several processes, one with two ranks, and one within this process: the same front, the same answers."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from tests.engine.engines import mock_config
+from tests.engine.test_engine import FOR_EVER, collect, spec, until
+from tokenyard.base import ConfigError, InvalidRequestError, LogprobOptions, SamplingParams
+from tokenyard.engine.processes.in_process import engine_in_process
+from tokenyard.engine.processes.launch import running_engine
+from tokenyard.engine.spec import GenerateSpec
+
+PROMPT = "Once upon a time"
+
+
+def two_ranks(config):
+    config.ranks = 2
+    return running_engine(config)
+
+
+ENGINES = {"processes": running_engine, "two ranks": two_ranks, "in process": engine_in_process}
+
+
+@pytest.fixture(params=ENGINES)
+def with_engine(request):
+    def run(work, **options):
+        async def main():
+            async with ENGINES[request.param](mock_config(**options)) as manager:
+                return await asyncio.wait_for(work(manager), 60)
+
+        return asyncio.run(main())
+
+    return run
+
+
+def of_ids(count, *, seed=7, **options):
+    sampling = SamplingParams(**{"max_new_tokens": 100, "ignore_eos": True} | options)
+    return GenerateSpec(input_ids=list(range(5, 5 + count)), sampling=sampling, seed=seed)
+
+
+def told(deltas):
+    """What an answer was, however it came."""
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    finish = deltas[-1].finish
+    return "".join(delta.text for delta in deltas), tokens, finish.reason, finish.matched, finish.completion_tokens
+
+
+def test_limits_and_refusals_are_the_same(with_engine):
+    async def work(manager):
+        (whole,) = await collect(manager, of_ids(20))
+        assert (len(whole.token_ids), whole.finish.reason) == (45, "length")
+        for wrong in (of_ids(65), of_ids(0), of_ids(3, logit_bias={10**6: 1.0}), of_ids(3, temperature=-1.0)):
+            with pytest.raises(InvalidRequestError):
+                await collect(manager, wrong)
+        one, other = [await collect(manager, of_ids(3, seed=None)) for _ in range(2)]
+        assert told(one) != told(other)
+        assert told(await collect(manager, of_ids(3))) == told(await collect(manager, of_ids(3)))
+
+    with_engine(work, max_total_tokens=64)
+
+
+def test_control_is_the_same(with_engine):
+    async def work(manager):
+        async with aclosing(manager.generate(spec(tokens=FOR_EVER, rid="a"))) as deltas:
+            await anext(deltas)
+            assert not await manager.flush_cache()
+            (explanation,) = await manager.explain("a")
+            assert explanation.stage == "decode"
+            assert await manager.start_profile()
+            assert (await manager.snapshot())["running"] == 1
+            await manager.abort("a")
+            async for delta in deltas:
+                last = delta
+            assert (last.finish.reason, last.finish.cause) == ("abort", "cancelled")
+        assert b"event loop" in await manager.stop_profile()
+        await manager.set_policy("lpm", {})
+        with pytest.raises(ConfigError, match="did you mean lpm"):
+            await manager.set_policy("lmp", {})
+        assert (await manager.snapshot())["policy"] == "lpm"
+
+        async def flushed():
+            return await manager.flush_cache()
+
+        await until(flushed)
+        await manager.pause()
+        waiting = asyncio.create_task(collect(manager, spec()))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await manager.continue_()
+        assert told(await waiting) == told(await collect(manager, spec()))
+
+    with_engine(work)
+
+
+def test_an_answer_that_was_begun_goes_on_from_there(with_engine):
+    """Wherever it is cut: text, tokens, stop strings across the border, limits and usage are those of the whole."""
+
+    async def work(manager):
+        text = told(await collect(manager, spec(PROMPT, tokens=30)))[0]
+        stop = text[len(text) // 2 :][:7]
+        assert text.index(stop) == len(text) // 2
+        for options in (
+            {},
+            {"stop": [stop]},
+            {"temperature": 1.0},
+            {"stream": False},
+            {"stream": False, "stop": [stop]},
+        ):
+            whole = await collect(manager, spec(PROMPT, tokens=30, **options))
+            whole_text, whole_tokens, reason, matched, count = told(whole)
+            for cut in (1, 7, len(whole_tokens) // 2, len(whole_tokens) - 1):
+                begun = await collect(manager, spec(PROMPT, tokens=30, output_ids=whole_tokens[:cut], **options))
+                rest_text, rest_tokens, *end = told(begun)
+                assert rest_tokens == whole_tokens[cut:]
+                assert whole_text.endswith(rest_text)
+                assert end == [reason, matched, count]
+                assert begun[0].completion_tokens > cut
+
+    with_engine(work)
+
+
+def test_logprobs_of_an_answer_that_was_begun_are_those_of_what_is_new(with_engine):
+    async def work(manager):
+        options = {"logprobs": LogprobOptions(output=True, prompt_from=0), "tokens": 12}
+        _, tokens, *_ = told(await collect(manager, spec(PROMPT, **options)))
+        begun = await collect(manager, spec(PROMPT, output_ids=tokens[:5], **options))
+        assert [entry.token for delta in begun for entry in delta.logprobs] == tokens[5:]
+
+    with_engine(work)
+
+
+def test_a_whole_answer_ends_at_once_and_a_wrong_one_is_refused(with_engine):
+    async def work(manager):
+        _, tokens, *_ = told(await collect(manager, spec(PROMPT, tokens=8)))
+        (end,) = await collect(manager, spec(PROMPT, tokens=8, output_ids=tokens))
+        assert (end.token_ids, end.finish.reason, end.finish.completion_tokens) == ([], "length", 8)
+        for wrong in ({"output_ids": [10**6]}, {"output_ids": [[1], [2]]}, {"output_ids": tokens, "n": 2}):
+            with pytest.raises(InvalidRequestError):
+                await collect(manager, spec(PROMPT, **wrong))
+
+    with_engine(work)

@@ -1,0 +1,116 @@
+"""An engine without other processes: its event loop in a thread of this one, its front on the running event loop."""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from tokenyard.base import NS_PER_S, ExecutorInfo
+from tokenyard.engine.client import Transmit
+from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.processes.launch import load_text_side
+from tokenyard.engine.processes.messages import Fence, FromScheduler, ToScheduler
+from tokenyard.engine.processes.scheduler_loop import SchedulerLoop
+from tokenyard.engine.text.text_side import TextAssembler
+from tokenyard.engine.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+
+class QueuePort:
+    """The event loop's messages as a queue within this process; it is also the way there, as a `Link`.
+
+    `deliver` takes what the scheduler says; it is called on the event loop's thread.
+    """
+
+    def __init__(self, deliver: Callable[[FromScheduler], None]) -> None:
+        self._inbox: queue.SimpleQueue[ToScheduler | None] = queue.SimpleQueue()
+        self.send = deliver
+
+    def put(self, message: ToScheduler) -> None:
+        """Send a message to the scheduler, from any thread."""
+        self._inbox.put(message)
+
+    def stop(self) -> None:
+        """Have the event loop end."""
+        self._inbox.put(None)
+
+    def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
+        """Messages that have come, waiting up to `timeout_ns` for the first; None means stop."""
+        messages: list[ToScheduler] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                wait = timeout_ns > 0 and not messages
+                message = self._inbox.get(timeout=timeout_ns / NS_PER_S) if wait else self._inbox.get_nowait()
+                if message is None:
+                    return None
+                messages.append(message)
+        return messages
+
+    def connect(self, source: int) -> Transmit:
+        """The way to the scheduler; there is one."""
+        return self.put
+
+    def disconnect(self, source: int) -> None:
+        """Nothing is to be closed."""
+
+    def fence(self, fence: Fence) -> None:
+        """The text side is in this process and is asked there."""
+
+    def close(self) -> None:
+        """Nothing is to be closed."""
+
+
+@asynccontextmanager
+async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerManager]:
+    """Load a model into this process and yield the engine's front; end its thread at the end.
+
+    Raises ConfigError for settings or files that cannot work, and what loading the model raises.
+    """
+    tokenizer, template = load_text_side(config)
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[ExecutorInfo] = loop.create_future()
+    managers: list[TokenizerManager] = []
+
+    def deliver(message: FromScheduler) -> None:
+        loop.call_soon_threadsafe(receive, message)
+
+    def receive(message: FromScheduler) -> None:
+        managers[0].receive(message, 0)
+
+    def died(reason: str) -> None:
+        for manager in managers:
+            manager.engine_died(reason)
+
+    def run() -> None:
+        try:
+            scheduler = SchedulerLoop(config, port, port.put)
+        except BaseException as error:
+            loop.call_soon_threadsafe(ready.set_exception, error)
+            return
+        loop.call_soon_threadsafe(ready.set_result, scheduler.info)
+        try:
+            scheduler.run()
+        except Exception as error:
+            logger.exception("the engine failed")
+            loop.call_soon_threadsafe(died, f"the engine failed: {error}")
+        finally:
+            scheduler.close()
+
+    port = QueuePort(deliver)
+    thread = threading.Thread(target=run, name="tokenyard", daemon=True)
+    thread.start()
+    try:
+        info = await ready
+        manager = TokenizerManager(info, tokenizer, template, port, assembler=TextAssembler(tokenizer))
+        managers.append(manager)
+        manager.rank_ready(0, 0)
+        yield manager
+    finally:
+        for manager in managers:
+            await manager.close("the engine was closed")
+        port.stop()
+        await asyncio.to_thread(thread.join)

@@ -1,0 +1,103 @@
+"""A scheduler with its executor and all that stands around it: what a scheduler process runs, or an LLM in a thread."""
+
+import importlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import cast
+
+from tokenyard.base import ConfigError, Executor, InvalidRequestError
+from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.processes.driver import Driver, Port
+from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.processes.messages import ToScheduler
+from tokenyard.engine.text.tokenizer_files import load_tokenizer
+from tokenyard.engine.watch.grammars import GrammarCompiler
+from tokenyard.engine.watch.kv_events import open_kv_events
+from tokenyard.engine.watch.liveness import LoopState
+from tokenyard.engine.watch.lookahead_client import LookaheadClient
+from tokenyard.engine.watch.priority_updates import create_priority_updates
+from tokenyard.engine.watch.recording import build_core, open_tape
+from tokenyard.engine.watch.step_log import StepLog
+
+EXECUTORS = {"torch": "tokenyard.executor.load", "mock": "tokenyard.executor.mock"}
+"""Module of each executor; it has a function `load_executor(model_path, **options)`."""
+
+
+def load_executor(config: EngineConfig) -> Executor:
+    """Load the model. Raises ConfigError for an unknown executor or option, and what its loader raises."""
+    module = EXECUTORS.get(config.executor)
+    if module is None:
+        raise ConfigError(f"no executor {config.executor!r}; there are: {', '.join(EXECUTORS)}")
+    try:
+        loader = importlib.import_module(module).load_executor
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the executor {config.executor!r} needs the package {error.name}; install it") from error
+    return cast(Executor, loader(config.model_path, **config.executor_options))
+
+
+def tokenizer_text(config: EngineConfig) -> str:
+    """The model's tokenizer.json as it is used here. Raises InvalidRequestError where there is none."""
+    if config.skip_tokenizer_init:
+        raise InvalidRequestError("this server has no tokenizer, which grammars need", code="unsupported")
+    return str(load_tokenizer(config.tokenizer_path or config.model_path).to_str())
+
+
+class SchedulerLoop:
+    """Everything between a port and a device, loaded and ready to run.
+
+    It is to be made where it runs: OpenMP keeps a number of threads for each thread that calls it, and with a second
+    pool of them, made while loading, more threads than cores wait for work and wake up slowly.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        port: Port,
+        deliver: Callable[[ToScheduler], None],
+        *,
+        rank: int = 0,
+        policy_note: str = "",
+    ) -> None:
+        """Load the model. `deliver` brings messages to the port's inbox from any thread.
+
+        Raises ConfigError for settings and files that cannot work, and what loading the model raises.
+        """
+        self.state = LoopState()
+        with ExitStack() as resources:
+            tape, kv_events = open_tape(config, rank), open_kv_events(config, rank)
+            if tape is not None:
+                resources.callback(tape.close)
+            if kv_events is not None:
+                resources.callback(kv_events.close)
+            self.flush_tape: Callable[[], None] = tape.flush if tape is not None else lambda: None
+            executor = load_executor(config)
+            resources.callback(executor.close)
+            self.info = executor.info
+            self.core = build_core(config, executor.info, tape)
+            lookahead = LookaheadClient(self.core, config.scheduler_settings(executor.info))
+            resources.callback(lookahead.close)
+            grammars = GrammarCompiler(executor, deliver, lambda: tokenizer_text(config))
+            resources.callback(grammars.close)
+            self._driver = Driver(
+                self.core,
+                executor,
+                port,
+                log=StepLog(config.decode_log_interval),
+                state=self.state,
+                hook=create_priority_updates(config.priority_function, self.core),
+                lookahead=lookahead,
+                kv_events=kv_events,
+                policy_note=policy_note,
+                rank=rank,
+                grammars=grammars,
+            )
+            self._event_loop = event_loop_overlap if config.overlaps(executor.info) else event_loop_normal
+            self._resources = resources.pop_all()
+
+    def run(self) -> None:
+        """Run the event loop until told to stop. Raises DeviceBrokenError, and whatever goes wrong in the scheduler."""
+        self._event_loop(self._driver)
+
+    def close(self) -> None:
+        """Give back the device, and close what was opened."""
+        self._resources.close()

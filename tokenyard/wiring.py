@@ -1,0 +1,50 @@
+"""From settings to what an engine must know: the model's folder, and the engine's own settings."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from tokenyard.base import ConfigError
+from tokenyard.cache.eviction import get_eviction_policy
+from tokenyard.config import Settings
+from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.watch.recording import load_prior
+from tokenyard.executor.hub import find_model
+from tokenyard.policy.priority_function import load_priority_function
+from tokenyard.policy.registry import create_policy
+
+LONGEST_CONTEXT_TOKENS = 1 << 20
+
+
+def located(settings: Settings) -> Settings:
+    """Effective settings with the model's folder in place of its name on the hub, downloaded if need be.
+
+    Raises ConfigError for settings that contradict each other and for a model that is not there.
+    """
+    chosen = settings.effective()
+    own_tokenizer = chosen.tokenizer_path == chosen.model_path and not chosen.skip_tokenizer_init
+    if chosen.executor == "mock" and not own_tokenizer:
+        return chosen
+    found = find_model(chosen.model_path)
+    if chosen.executor == "torch" and not (found / "config.json").is_file():
+        raise ConfigError(f"there is no config.json in {found}; give the folder of a Hugging Face checkpoint")
+    folder = str(found)
+    return replace(chosen, model_path=folder, tokenizer_path=folder if own_tokenizer else chosen.tokenizer_path)
+
+
+def engine_config(settings: Settings) -> EngineConfig:
+    """What the engine must know, from effective settings. Raises ConfigError for names that do not exist."""
+    # The engine takes the context length from the loaded model; here it only must not be in the way.
+    scheduler = settings.scheduler_settings(context_length=settings.context_length or LONGEST_CONTEXT_TOKENS)
+    create_policy(scheduler.schedule_policy, scheduler)
+    get_eviction_policy(scheduler.radix_eviction_policy)
+    load_prior(settings.believed_costs())
+    if settings.priority_function:
+        load_priority_function(settings.priority_function)
+    alike = {item.name for item in fields(EngineConfig)} & {item.name for item in fields(Settings)}
+    derived: dict[str, Any] = {
+        "executor_options": settings.executor_options(),
+        "scheduler": scheduler,
+        "overlap": not settings.disable_overlap_schedule,
+        "cost_profile": settings.believed_costs(),
+    }
+    return EngineConfig(**{name: getattr(settings, name) for name in alike} | derived)
