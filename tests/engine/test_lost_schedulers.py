@@ -176,10 +176,9 @@ def test_a_policy_that_ends_or_stops_its_process_makes_way_for_fcfs(policy, monk
 
 def test_a_priority_function_that_never_ends_is_left_out():
     async def main():
-        config = with_own_code(priority_function="tests.engine.own_code:swallows", enable_priority_scheduling=True)
-        async with running_engine(config) as manager:
-            for _ in range(2):  # the first one may come before the loop has been idle
-                await read_whole(manager, tokens=20)
+        own = {"priority_function": "tests.engine.own_code:swallows", "max_running_requests": 1}
+        async with running_engine(with_own_code(**own, enable_priority_scheduling=True)) as manager:
+            await asyncio.gather(*(read_whole(manager, tokens=20) for _ in range(3)))
             assert (await manager.snapshot())["priority_function"] == ""
 
     with pytest.MonkeyPatch.context() as patch:
