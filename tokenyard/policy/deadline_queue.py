@@ -123,7 +123,8 @@ class DeadlineQueue:
             given -= self._answers.foreseen(columns, row) * token_ns
         elif ttft <= 0:
             ttft = class_ttft_ns(settings, unloaded)
-        due = min(given, arrival + ttft if ttft > 0 else FAR_NS, FAR_NS)
+        # Nothing is due before it arrives, or it would pass requests whose deadline is over already, without end.
+        due = max(min(given, arrival + ttft if ttft > 0 else FAR_NS, FAR_NS), arrival)
         self.due_ns[row] = due
         wait_s = settings.slo_max_wait_s
         self.own_ns[row] = arrival + unloaded + round(wait_s * NS_PER_S) if wait_s > 0.0 else due + FAR_NS
