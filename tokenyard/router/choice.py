@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from tokenyard.base import ConfigError
 from tokenyard.router.load import TargetState
 
@@ -122,8 +124,9 @@ class Random(RoutePolicy):
         super().__init__(options)
         self._draws = _Draws(options.seed)
 
+    @override
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
-        """See `RoutePolicy.rank`; the others follow in their order."""
+        """The others follow in their order."""
         first, count = self._draws.below(len(targets)), len(targets)
         return Ranking([(first + i) % count for i in range(count)], [0.0] * count, BALANCED)
 
@@ -137,8 +140,8 @@ class RoundRobin(RoutePolicy):
         super().__init__(options)
         self._next = 0
 
+    @override
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
-        """See `RoutePolicy.rank`."""
         count = len(targets)
         first = self._next % count
         self._next = first + 1
@@ -154,8 +157,8 @@ class PowerOfTwo(RoutePolicy):
         super().__init__(options)
         self._draws = _Draws(options.seed)
 
+    @override
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
-        """See `RoutePolicy.rank`."""
         count, loads = len(targets), _requests(targets)
         order = _by(loads)
         if count > 1:
@@ -172,8 +175,9 @@ class LeastLoad(RoutePolicy):
 
     name = "least_load"
 
+    @override
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
-        """See `RoutePolicy.rank`. Seconds of prefill work that was sent; among equals, the fewest requests."""
+        """Seconds of prefill work that was sent; among equals, the fewest requests."""
         scores = [t.prefill_tokens * t.speed.token_s * t.slowness for t in targets]
         order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].requests, targets[i].served))
         return Ranking(order, scores, BALANCED)
@@ -191,8 +195,8 @@ class CacheAware(RoutePolicy):
     name = "cache_aware"
     needs_prefix = True
 
+    @override
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
-        """See `RoutePolicy.rank`."""
         loads = _requests(targets)
         order = sorted(range(len(loads)), key=lambda i: (loads[i], targets[i].served))
         least, most = min(loads), max(loads)
@@ -231,8 +235,8 @@ class PrefixHash(RoutePolicy):
 
     name = "prefix_hash"
 
+    @override
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
-        """See `RoutePolicy.rank`."""
         return _within_bound(rendezvous(request.key, targets), targets)
 
 
@@ -241,8 +245,8 @@ class ConsistentHash(RoutePolicy):
 
     name = "consistent_hash"
 
+    @override
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
-        """See `RoutePolicy.rank`."""
         key = text_key(request.session) if request.session else request.key
         return _within_bound(rendezvous(key, targets), targets)
 
@@ -276,8 +280,9 @@ class PredictedTtft(RoutePolicy):
     over, over_requests = 1.25, 2.0
     starving, starving_requests = 0.5, 1.0
 
+    @override
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
-        """See `RoutePolicy.rank`. Scores are seconds."""
+        """Scores are seconds."""
         matched = request.matched or [0] * len(targets)
         slowness = self._slowness(targets)
         scores = self._scores(request.tokens, matched, targets, slowness)
@@ -346,8 +351,8 @@ class Sticky(RoutePolicy):
         self._inner = inner
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
+    @override
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
-        """See `RoutePolicy.rank`."""
         ranking = self._inner.rank(request, targets)
         home = self._sessions.get(request.session) if request.session else None
         if home is None:
@@ -357,8 +362,8 @@ class Sticky(RoutePolicy):
             return ranking
         return Ranking([here, *(i for i in ranking.order if i != here)], ranking.scores, STICKY)
 
+    @override
     def sent(self, request: Features, target: TargetState) -> None:
-        """See `RoutePolicy.sent`."""
         self._inner.sent(request, target)
         if request.session:
             self._sessions[request.session] = target.name

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import orjson
+from typing_extensions import override
 
 from tokenyard.base import ConfigError, InvalidRequestError, TokenyardError
 from tokenyard.base.version import __version__
@@ -170,8 +171,8 @@ class Control:
         return 200 if good else 502, {"success": good, "workers": told}
 
 
-class _Task:
-    """An answer that takes time; see `front.Job`."""
+class _Task(Job):
+    """An answer that takes time."""
 
     def __init__(self, front: FrontConnection, making: Awaitable[Answer]) -> None:
         self._task = asyncio.ensure_future(self._run(front, making))
@@ -184,15 +185,17 @@ class _Task:
             return
         front.answer(status, orjson.dumps(content), [JSON_TYPE])
 
+    @override
     def client_gone(self) -> None:
-        """See `front.Job`."""
         self._task.cancel()
 
+    @override
     def pause(self) -> None:
-        """See `front.Job`."""
+        return
 
+    @override
     def resume(self) -> None:
-        """See `front.Job`."""
+        return
 
 
 def _wrong_method(request: Incoming) -> RouterError:

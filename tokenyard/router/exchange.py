@@ -12,16 +12,17 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from typing_extensions import override
 
 from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.router.choice import Ranking
 from tokenyard.router.continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS, COMPLETIONS, Continuation, way_of
 from tokenyard.router.errors import RouterError, error_body
 from tokenyard.router.features import Parsed
-from tokenyard.router.front import FrontConnection, Headers, Incoming
+from tokenyard.router.front import FrontConnection, Headers, Incoming, Job
 from tokenyard.router.load import Sent
 from tokenyard.router.queue import Waiting
-from tokenyard.router.upstream import Body, UpstreamConnection, body_of
+from tokenyard.router.upstream import Body, Reader, UpstreamConnection, body_of
 from tokenyard.router.wire import LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
 from tokenyard.router.workers import Target
 
@@ -41,8 +42,8 @@ _CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
 _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
 
 
-class Exchange:
-    """A request and its answer. Implements the `Job` of its client and the `Reader` of its worker."""
+class Exchange(Job, Reader):
+    """A request and its answer: the `Job` of its client and the `Reader` of its worker."""
 
     def __init__(self, router: "Router", front: FrontConnection, request: Incoming, parsed: Parsed) -> None:
         self._router, self._front, self._request, self.parsed = router, front, request, parsed
@@ -190,8 +191,8 @@ class Exchange:
 
     # The way back: what the worker's connection tells.
 
+    @override
     def on_head(self, head: ResponseHead) -> Body | None:
-        """See `upstream.Reader`."""
         target, router = self.target, self._router
         assert target is not None
         follows = head.status == 200 and EVENT_STREAM in head.get(b"content-type") and head.length is None
@@ -214,8 +215,8 @@ class Exchange:
         unpack = self._request.http10 or self._follows
         return body_of(head, unpack=unpack, empty=self._request.method == b"HEAD")
 
+    @override
     def on_body(self, data: bytes, done: bool) -> None:
-        """See `upstream.Reader`."""
         self._pieces += 1
         if self._follows:
             data, done = self._followed(data, done)
@@ -250,8 +251,8 @@ class Exchange:
             return data, done
         return as_chunk(data) + (LAST_CHUNK if done else b""), done
 
+    @override
     def on_broken(self, why: str, *, stale: bool) -> None:
-        """See `upstream.Reader`."""
         self._upstream = None
         assert self.target is not None
         if stale:
@@ -367,20 +368,20 @@ class Exchange:
         else:
             self._front.transport.abort()
 
+    @override
     def client_gone(self) -> None:
-        """See `front.Job`."""
         if not self._over:
             self._router.metrics.gone += 1
             self._drop_upstream()
             self._close()
 
+    @override
     def pause(self) -> None:
-        """See `front.Job`."""
         if self._upstream is not None:
             self._upstream.transport.pause_reading()
 
+    @override
     def resume(self) -> None:
-        """See `front.Job`."""
         if self._upstream is not None:
             self._upstream.transport.resume_reading()
 

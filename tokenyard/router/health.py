@@ -6,9 +6,10 @@ import logging
 from typing import Any
 
 import orjson
+from typing_extensions import override
 
 from tokenyard.router.settings import RouterSettings
-from tokenyard.router.upstream import Body, UpstreamConnection, body_of
+from tokenyard.router.upstream import Body, Reader, UpstreamConnection, body_of
 from tokenyard.router.wire import HOP_BY_HOP, ResponseHead, request_head
 from tokenyard.router.workers import Worker, Workers
 
@@ -22,8 +23,8 @@ MOST_MODELS = 1000
 INFO_PATHS = ("/server_info", "/get_server_info")
 
 
-class _Whole:
-    """Reads an answer in one piece; see `upstream.Reader`."""
+class _Whole(Reader):
+    """Reads an answer in one piece."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
@@ -31,21 +32,21 @@ class _Whole:
         self._parts: list[bytes] = []
         self._size = 0
 
+    @override
     def on_head(self, head: ResponseHead) -> Body | None:
-        """See `upstream.Reader`."""
         self._status = head.status
         return body_of(head, unpack=True)
 
+    @override
     def on_body(self, data: bytes, done: bool) -> None:
-        """See `upstream.Reader`."""
         self._size += len(data)
         if self._size <= LARGEST_ANSWER:
             self._parts.append(data)
         if done and not self.done.done():
             self.done.set_result((self._status, b"".join(self._parts)))
 
+    @override
     def on_broken(self, why: str, *, stale: bool) -> None:
-        """See `upstream.Reader`."""
         if not self.done.done():
             self.done.set_exception(ConnectionError(why))
 
