@@ -3,10 +3,12 @@
 import instructor
 import openai
 from common import Target, expect, try_client
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Animal(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     name: str = Field(max_length=12)
     legs: int = Field(ge=0, le=9)
 

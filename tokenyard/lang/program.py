@@ -1,0 +1,155 @@
+"""Programs: functions over a state, run once, in batches or as streams."""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tokenyard.lang.state import ProgramState
+from tokenyard.lang.values import Backend
+
+MOST_THREADS = 64
+"""Threads that run the bodies of a batch's programs. A body that only adds to its state is through at once, so that far
+more programs run than there are threads."""
+
+_default: list[Backend] = []
+
+
+def set_default_backend(backend: Backend) -> None:
+    """Run programs that are given no back end on this one."""
+    _default[:] = [backend]
+
+
+class Program:
+    """A function whose first argument is the state that it works on."""
+
+    def __init__(self, body: Callable[..., Any], bound: dict[str, Any] | None = None) -> None:
+        self._body = body
+        self._bound = bound or {}
+        functools.update_wrapper(self, body)
+
+    def bind(self, **arguments: Any) -> "Program":
+        """The same program with some arguments given already."""
+        return Program(self._body, {**self._bound, **arguments})
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the program, or with a state as first argument only its body, as a part of another program."""
+        if arguments and isinstance(arguments[0], ProgramState):
+            return self._body(*arguments, **{**self._bound, **named})
+        return self.run(*arguments, **named)
+
+    def run(
+        self,
+        *arguments: Any,
+        backend: Backend | None = None,
+        stream: bool = False,
+        max_new_tokens: int | None = None,
+        stop: str | list[str] | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        frequency_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        ignore_eos: bool | None = None,
+        **named: Any,
+    ) -> ProgramState:
+        """Run the program on its arguments and return its state, whose values can be read.
+
+        The wishes are for all generated parts that have none of their own. With `stream` it returns at once, and
+        `text_iter` gives the pieces. Raises what a part fails with, and RuntimeError without a back end.
+        """
+        wishes = {
+            "max_new_tokens": max_new_tokens,
+            "stop": stop,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
+            "ignore_eos": ignore_eos,
+        }
+        state = ProgramState(_chosen(backend), {name: value for name, value in wishes.items() if value is not None})
+        if stream:
+            work = functools.partial(self._run_body, state, arguments, named, quiet=True)
+            threading.Thread(target=work, daemon=True).start()
+        else:
+            self._run_body(state, arguments, named)
+        return state
+
+    def run_batch(
+        self,
+        batch: Sequence[dict[str, Any]],
+        *,
+        backend: Backend | None = None,
+        num_threads: int | str = "auto",
+        progress_bar: bool = False,
+        generator_style: bool = False,
+        **wishes: Any,
+    ) -> Any:
+        """Run the program once for each dict of arguments, side by side; returns the states in their order.
+
+        A program that fails raises when all are through. With `generator_style` states are given one by one, as soon
+        as those before them are.
+        """
+        states = self._run_all(batch, backend, num_threads, progress_bar, wishes)
+        return states if generator_style else list(states)
+
+    def _run_all(
+        self,
+        batch: Sequence[dict[str, Any]],
+        backend: Backend | None,
+        num_threads: int | str,
+        progress_bar: bool,
+        wishes: dict[str, Any],
+    ) -> Iterator[ProgramState]:
+        threads = MOST_THREADS if num_threads == "auto" else int(num_threads)
+        chosen = _chosen(backend)
+        with ThreadPoolExecutor(max(1, min(threads, len(batch)))) as pool:
+
+            def begin(arguments: dict[str, Any]) -> ProgramState:
+                defaults = {name: value for name, value in wishes.items() if value is not None}
+                state = ProgramState(chosen, defaults)
+                try:
+                    self._body(state, **{**self._bound, **arguments})
+                except BaseException as error:
+                    state.end(error)
+                return state
+
+            begun = [pool.submit(begin, arguments) for arguments in batch]
+            for done, future in enumerate(begun, 1):
+                state = future.result()
+                state.sync()
+                if state.error is not None:
+                    raise state.error
+                state.end()
+                if progress_bar:
+                    print(f"\r{done}/{len(batch)}", end="" if done < len(batch) else "\n", flush=True)
+                yield state
+
+    def _run_body(
+        self, state: ProgramState, arguments: tuple[Any, ...], named: dict[str, Any], *, quiet: bool = False
+    ) -> None:
+        """Run the body and wait for what it began; with `quiet` a failure is left to those who read the state."""
+        try:
+            self._body(state, *arguments, **{**self._bound, **named})
+            state.sync()
+        except BaseException as error:
+            state.end(error)
+            if not quiet:
+                raise
+        else:
+            state.end()
+
+
+def function(body: Callable[..., Any]) -> Program:
+    """Make a function a program."""
+    return Program(body)
+
+
+def _chosen(backend: Backend | None) -> Backend:
+    if backend is not None:
+        return backend
+    if not _default:
+        raise RuntimeError("there is no back end: give one, or call set_default_backend first")
+    return _default[0]
