@@ -1,5 +1,6 @@
 """A server as the back end of programs, by its native API: Tokenyard's own or SGLang's."""
 
+import atexit
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -89,6 +90,7 @@ class Endpoint:
         if self._open is None:
             # Programs decide how much runs at once; the server has the queue.
             connector = aiohttp.TCPConnector(limit=0)
+            atexit.register(self.close)
             self._open = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
         return self._open
 
