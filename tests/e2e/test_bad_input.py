@@ -4,6 +4,8 @@ import json
 import shutil
 import socket
 import threading
+import time
+from contextlib import ExitStack, closing
 
 import httpx2
 import pytest
@@ -13,6 +15,7 @@ from tokenyard.config import DEMO_MODEL
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
 HELLO = [{"role": "user", "content": "Hello there"}]
+LONG_TEXT = "a b " * 2_000_000
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 
 
@@ -118,6 +121,64 @@ def test_a_body_of_50_megabytes(mock_server, path):
 
 
 @pytest.mark.usefixtures("bystander")
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": LONG_TEXT}),
+        (TEXT, {"prompt": [LONG_TEXT, "x"]}),
+        (TEXT, {"prompt": [5] * 9_000_000}),
+        (TEXT, {"prompt": LONG_TEXT, "echo": True, "logprobs": 1}),
+        (NATIVE, {"text": LONG_TEXT}),
+        (NATIVE, {"input_ids": [[5] * 9_000_000]}),
+        (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 20_000}),
+        ("/tokenize", {"prompt": LONG_TEXT}),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG_TEXT}]}),
+        ("/detokenize", {"tokens": [5] * 9_000_000}),
+    ],
+)
+def test_a_prompt_of_many_megabytes_is_refused_at_once(mock_server, path, body):
+    assert refused(mock_server, path, body)["code"] == "context_length_exceeded"
+
+
+@pytest.mark.usefixtures("bystander")
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids", "logit_bias", "tools"])
+def test_fields_with_too_many_entries_are_named(mock_server, field):
+    value = {str(token): 1 for token in range(30_000)} if field == "logit_bias" else ["x"] * 30_000
+    error = refused(mock_server, CHAT, {"messages": HELLO, field: value})
+    assert (error["param"], "at most" in error["message"]) == (field, True)
+    assert refused(mock_server, NATIVE, {"text": "x", "sampling_params": {"stop": ["x"] * 1000}})["param"] == "stop"
+
+
+@pytest.mark.usefixtures("bystander")
+def test_values_nested_too_deeply_are_refused(mock_server):
+    for depth in (900, 100_000):
+        body = b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": %b}}'
+        nested = b"[" * depth + b"]" * depth
+        answer = httpx2.post(mock_server.url + CHAT, content=body % nested, timeout=60)
+        assert answer.status_code == (200 if depth == 900 else 400)
+    arguments = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
+    answer = httpx2.post(mock_server.url + CHAT, json={"messages": [*HELLO, arguments], "max_tokens": 1}, timeout=60)
+    assert answer.status_code == 200, "arguments that are no JSON stay text"
+
+
+def test_silent_connections_leave_probes_an_answer():
+    """More connections than the process may open files; other requests get a clear refusal, and go on afterwards."""
+    with closing(Server("--executor", "mock", prefix=("sh", "-c", 'ulimit -n 128; exec "$0" "$@"'))) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with ExitStack() as silent:
+            for _ in range(160):
+                silent.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            assert httpx2.get(server.url + "/health", timeout=20).status_code == 200
+            error = httpx2.get(server.url + "/v1/models", timeout=20)
+            assert (error.status_code, error.json()["error"]["code"]) == (503, "too_many_connections")
+            assert httpx2.get(server.url + "/metrics", timeout=20).status_code == 200
+        deadline = time.monotonic() + 20
+        while httpx2.get(server.url + "/v1/models", timeout=20).status_code != 200:
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.usefixtures("bystander")
 def test_a_client_that_sends_all_of_a_large_body_first_reads_the_refusal(mock_server):
     host, port = mock_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -166,9 +227,14 @@ def drop_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
 
 
+def nest_config(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
+        (nest_config, "config.json cannot be read as JSON"),
         (cut_weights, "model.safetensors is damaged"),
         (break_tokenizer, "tokenizer.json is not a tokenizer"),
         (drop_tokenizer, "there is no tokenizer"),

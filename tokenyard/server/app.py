@@ -81,6 +81,8 @@ class GenerationRoute:
             await self._handler(call)
         except TokenyardError as error:
             await call.reply.fail(error)
+        except RecursionError:
+            await call.reply.fail(InvalidRequestError("a value in the body is nested too deeply"))
         except Exception:
             log.exception("a request failed by a fault of the server")
             await call.reply.fail(internal_error())

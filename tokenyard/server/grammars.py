@@ -63,7 +63,7 @@ def schema_rule(schema: Any, *, lenient: bool, param: str, space: str = SPACE_IN
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"{param} is not valid JSON: {error}", param=param) from error
     if isinstance(schema, bool):
         schema = {} if schema else {"type": []}
@@ -219,7 +219,7 @@ def _tagged(value: Any) -> Grammar:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"structural_tag is not valid JSON: {error}", param="structural_tag") from error
     structures = value.get("structures") if isinstance(value, Mapping) else None
     triggers = value.get("triggers") if isinstance(value, Mapping) else None

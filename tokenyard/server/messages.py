@@ -14,7 +14,7 @@ from tokenyard.server.converted import has_calls, run_events
 from tokenyard.server.dialects import named_event
 from tokenyard.server.openai import chat_job
 from tokenyard.server.parse.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
-from tokenyard.server.prompts import chat_prompt
+from tokenyard.server.prompts import chat_prompt, check_chat_body
 from tokenyard.server.protocol import ChatRequest, parse_body
 
 BILLING_LINE = "x-anthropic-billing-header"
@@ -51,6 +51,7 @@ class MessagesRequest(CountRequest):
 
 async def messages(call: Call) -> None:
     """Answer a request of Anthropic's Messages API."""
+    check_chat_body(call)
     body = await parse_body(call.body, MessagesRequest)
     chat = _chat(body)
     chat.max_tokens, chat.stream = body.max_tokens, bool(body.stream)
@@ -81,6 +82,7 @@ async def messages(call: Call) -> None:
 
 async def count_tokens(call: Call) -> None:
     """Count the tokens of a prompt with system text and tools, as `/v1/messages` would see it."""
+    check_chat_body(call)
     body = await parse_body(call.body, CountRequest)
     call.state.check_model(body.model)
     text = await chat_prompt(call.manager, _chat(body), call.state.style)
@@ -297,7 +299,7 @@ def _object(text: str) -> Any:
     """Arguments as an object; what a cut-off answer left of them is none."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

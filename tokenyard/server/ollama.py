@@ -19,6 +19,7 @@ from tokenyard.server.converted import run_events
 from tokenyard.server.openai import Job, chat_job, completion_job
 from tokenyard.server.parse.events import Call as ToolCall
 from tokenyard.server.parse.events import Content, Event, Reasoning
+from tokenyard.server.prompts import check_chat_body
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, parse_body
 from tokenyard.server.state import ServerState
 
@@ -72,6 +73,7 @@ class OllamaGenerate(OllamaFields):
 async def chat(call: Call) -> None:
     """Answer a chat of Ollama's API."""
     began_ns = time.monotonic_ns()
+    check_chat_body(call)
     body = await parse_body(call.body, OllamaChat)
     if not body.messages:
         await _loaded(call, chat=True)
@@ -212,7 +214,7 @@ def _arguments(text: str) -> Any:
     """Arguments, which are objects in this API; those of a cut-off call are none."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -298,7 +300,10 @@ async def ps(state: State) -> dict[str, Any]:
 @router.post("/show")
 async def show(state: State, body: Body) -> dict[str, Any]:
     """What is known of the model."""
-    content = orjson.loads(body or b"{}")
+    try:
+        content = orjson.loads(body or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
     name = content.get("model") or content.get("name") if isinstance(content, dict) else None
     state.check_model(str(name or "").removesuffix(":latest"))
     style = state.style

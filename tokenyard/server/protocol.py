@@ -20,7 +20,14 @@ from tokenyard.base import InvalidRequestError
 log = logging.getLogger(__name__)
 
 INLINE_BYTES = 256_000
-MOST_ENTRIES = {"stop": 128, "stop_token_ids": 1024, "logit_bias": 20_000, "tools": 1024, "documents": 1024}
+MOST_ENTRIES = {
+    "stop": 128,
+    "stop_token_ids": 1024,
+    "logit_bias": 20_000,
+    "tools": 1024,
+    "documents": 1024,
+    "label_token_ids": 1024,
+}
 """Longer ones are refused before each entry is looked at, which would hold up everything else."""
 
 _large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large bodies")

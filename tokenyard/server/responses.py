@@ -14,6 +14,7 @@ from tokenyard.server.converted import reasoning_tokens, run_events
 from tokenyard.server.dialects import named_event
 from tokenyard.server.openai import chat_job
 from tokenyard.server.parse.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+from tokenyard.server.prompts import check_chat_body
 from tokenyard.server.protocol import ChatRequest, parse_body
 
 Item = dict[str, Any]
@@ -50,6 +51,7 @@ class ResponsesRequest:
 
 async def responses(call: Call) -> None:
     """Answer a request of OpenAI's Responses API."""
+    check_chat_body(call)
     body = await parse_body(call.body, ResponsesRequest)
     for name in ("previous_response_id", "conversation", "background"):
         if getattr(body, name):
