@@ -21,6 +21,7 @@ from tokenyard.router.load import Sent
 from tokenyard.router.metrics import Metrics
 from tokenyard.router.queue import WaitingQueue
 from tokenyard.router.settings import RouterSettings
+from tokenyard.router.shared import Shared
 from tokenyard.router.wire import HOP_BY_HOP
 from tokenyard.router.workers import Target, Worker, Workers
 
@@ -64,7 +65,9 @@ class Router:
         self.health = Health(settings, self.workers, self.worker_headers)
         self._serving = False
         self._tokenize = tokenize
-        self._id = uuid.uuid4().hex[:12].encode()
+        self.id = uuid.uuid4().hex[:12]
+        self._id = self.id.encode()
+        self.shared = Shared(self, settings.shared_url) if settings.shared_url else None
         self._numbers = count()
         self._session_header = settings.session_header.lower().encode()
         self._retry_tokens = MOST_RETRY_TOKENS / 10
@@ -133,6 +136,7 @@ class Router:
             bytes_per_token=self._bytes_per_token,
             tokenize=self._tokenize,
             needs_prefix=self.policy.needs_prefix,
+            stable=self.shared is not None,
         )
         if self._session_header:
             parsed.session = request.get(self._session_header).decode("latin-1")
@@ -184,6 +188,8 @@ class Router:
         self.policy.sent(features, state)
         if parsed.prompt.digests and self.policy.needs_prefix:
             self.index.insert(state.name, parsed.prompt.digests)
+        if self.shared is not None:
+            self.shared.sent(state.name, parsed.prompt.digests, parsed.session)
         return Sent(state, parsed.tokens, exchange.matched.get(target, 0), self.now())
 
     def may_retry(self) -> bool:

@@ -82,6 +82,8 @@ async def run(
     tasks += [loop.create_task(Discovery(router, source).run()) for source in found]
     if events is not None:
         tasks.append(loop.create_task(events.run()))
+    if router.shared is not None:
+        tasks.append(loop.create_task(router.shared.run()))
     if announce:
         _say_ready(settings, listener)
     gc.collect()

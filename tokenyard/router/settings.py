@@ -51,6 +51,7 @@ class RouterSettings:
     index_mb: float = _setting(256.0, "most memory of the prefix index", 1, 1 << 20)
     tokenizer: str = _setting("", "folder with the model's tokenizer, to count in tokens instead of bytes")
     kv_events: str = _setting("", "where workers publish KV events, such as tcp://{host}:5557; needs --tokenizer")
+    shared_url: str = _setting("", "Valkey or Redis through which several routers tell each other, redis://host:port")
     dp_aware: bool = _setting(True, "choose the data-parallel rank of workers that have several")
 
     max_worker_requests: int = _setting(0, "most requests at a time per target; 0: as many as the engine says, or any")
