@@ -106,7 +106,7 @@ class Planner:
                 return
         if self._state.drafting and self._verify(builder, rows, starts):
             return
-        crossing = self._state.crossing(rows)
+        crossing = self._state.crossing(rows, starts)
         pages = memory.take_pages(int(np.count_nonzero(crossing)))
         if pages is None:
             survivors = self._make_room(rows, now)
@@ -117,8 +117,9 @@ class Planner:
             owners, columns = table.pool_row[rows[crossing]], starts[crossing] // memory.page_size
             memory.pool.page_table[owners, columns] = pages
             builder.write_pages(owners, columns, pages)
-        table.planned[rows] = starts + 1
-        table.held[rows] = np.maximum(table.held[rows], starts + 1) if self._state.drafting else starts + 1
+        ends = starts + 1
+        table.planned[rows] = ends
+        table.held[rows] = np.maximum(table.held[rows], ends) if self._state.drafting else ends
         builder.decode(rows, starts)
         self._state.charge_decode(rows)
 

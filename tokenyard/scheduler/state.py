@@ -199,11 +199,10 @@ class SchedulerState:
 
     def pages_to_decode(self, rows: Int32Array) -> int:
         """Pages that running `rows` take if each computes one more token."""
-        return int(np.count_nonzero(self.crossing(rows)))
+        return int(np.count_nonzero(self.crossing(rows, self.table.planned[rows])))
 
-    def crossing(self, rows: Int32Array) -> BoolArray:
-        """Which rows begin a page with their next token, bool[len(rows)]."""
-        planned = self.table.planned[rows]
+    def crossing(self, rows: Int32Array, planned: Int32Array) -> BoolArray:
+        """Which rows begin a page with their next token, the one after `planned`; bool[len(rows)]."""
         crossing: BoolArray = planned % self.memory.page_size == 0
         if self.drafting:
             # What was taken for drafts that were refused serves the tokens in their place.
