@@ -49,7 +49,7 @@ class Stream(threading.Thread):
 
     def __init__(self, server, tokens):
         super().__init__(daemon=True)
-        self._body = {"prompt": "Hello there", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        self._body = {"prompt": "Hello there", "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": 5}
         self._url = server.url
         self.text = ""
         self.begun = threading.Event()
@@ -187,6 +187,37 @@ def test_a_signal_while_the_model_loads_ends_at_once():
     finally:
         if server.process.poll() is None:
             server.process.kill()
+
+
+def whole_text(answer_events):
+    *chunks, done = answer_events
+    assert done == "[DONE]"
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
+
+
+@pytest.mark.parametrize("module", ["tokenyard", "tests.e2e.two_ranks"])
+def test_streams_outlive_a_killed_scheduler_without_gap_or_repeat(module):
+    """With two ranks the other one goes on with them; a lone one is started again first, as the dead rank is."""
+    server = Server("--executor", "mock", "--mock-step-ms", "20", module=module)
+    try:
+        schedulers = server.children()[:-1]
+        whole = Stream(server, 60)
+        whole.join(30)
+        streams = [Stream(server, 60) for _ in range(8)]
+        assert all(stream.begun.wait(20) for stream in streams)
+        os.kill(schedulers[0], signal.SIGKILL)
+        for stream in streams:
+            stream.join(40)
+            assert whole_text(events(stream.text)) == whole_text(events(whole.text))
+            assert events(stream.text)[-2]["choices"][0]["finish_reason"] == "length"
+        server.wait_for("runs again")
+        assert len(server.children()) == len(schedulers) + 1
+        assert schedulers[0] not in server.children()
+        assert httpx2.get(f"{server.url}/health").status_code == 200
+        assert wait_until(lambda: running(server) == 0)
+    finally:
+        assert server.close() == 0
+    assert "the scheduler was killed by signal 9; rank 0 starts again" in server.log
 
 
 def test_a_dead_engine_ends_requests_and_the_server(slow_server):

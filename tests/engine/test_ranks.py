@@ -1,0 +1,193 @@
+"""Schedulers as clients: events, calls and heartbeats of one, and how requests are shared out among several."""
+
+import asyncio
+import math
+import time
+
+import numpy as np
+import pytest
+
+from tokenyard.base import (
+    Cancel,
+    ConfigError,
+    OverloadedError,
+    Pause,
+    Request,
+    Resume,
+    SamplingParams,
+    SetPolicy,
+)
+from tokenyard.engine.client import SchedulerClient
+from tokenyard.engine.continuation import begun_answers, continued
+from tokenyard.engine.processes.messages import Fenced, Heartbeat, Reply
+from tokenyard.engine.ranks import Ranks, merged
+
+
+def beat(*, doing="idle", doing_ns=0, counters=None):
+    return Heartbeat(time.monotonic_ns(), doing, doing_ns, 3, counters or {})
+
+
+def client(rank=0, source=0):
+    """A client, and the messages that go to its scheduler."""
+    sent = []
+    return SchedulerClient(sent.append, rank, source), sent
+
+
+def test_a_call_gets_its_own_reply():
+    async def main():
+        one, sent = client()
+        calls = [asyncio.create_task(one.call("explain", int | None, number=number)) for number in (5, 6)]
+        await asyncio.sleep(0)
+        assert [(call.verb, call.arguments) for call in sent] == [
+            ("explain", {"number": 5}),
+            ("explain", {"number": 6}),
+        ]
+        one.hear(Reply(sent[1].call_id, 60))
+        one.hear(Reply(sent[0].call_id))
+        one.hear(Reply(99, "nobody asked"))
+        assert await asyncio.gather(*calls) == [None, 60]
+
+    asyncio.run(main())
+
+
+def test_a_call_can_be_refused_or_come_to_nothing():
+    async def main():
+        one, sent = client()
+        refused = asyncio.create_task(one.call("set_policy", None, name="x", options={}))
+        await asyncio.sleep(0)
+        one.hear(Reply(sent[0].call_id, refusal="there is no x"))
+        with pytest.raises(ConfigError, match="there is no x"):
+            await refused
+        with pytest.raises(OverloadedError, match=r"within 0\.01 s"):
+            await one.call("snapshot", dict, timeout_s=0.01)
+        open_call = asyncio.create_task(one.call("snapshot", dict))
+        await asyncio.sleep(0)
+        one.close(OverloadedError("gone"))
+        with pytest.raises(OverloadedError, match="gone"):
+            await open_call
+        with pytest.raises(OverloadedError, match="gone"):
+            await one.call("snapshot", dict)
+        count = len(sent)
+        one.send(Cancel([1]))
+        assert len(sent) == count, "nothing goes to a scheduler that is gone"
+
+    asyncio.run(main())
+
+
+def test_heartbeats_say_how_a_scheduler_is():
+    one, _ = client()
+    assert one.age_s(time.monotonic_ns()) == math.inf
+    assert (one.counters, one.last_heard) == ({}, "nothing")
+    one.hear(beat(counters={"running": 2}))
+    assert one.age_s(time.monotonic_ns()) < 1.0
+    assert one.counters == {"running": 2}
+    for doing in ("host", "policy", "priority function"):
+        one.hear(beat(doing=doing, doing_ns=5 * 10**9))
+        assert one.age_s(time.monotonic_ns()) >= 5.0
+
+
+def test_a_request_goes_to_the_rank_with_the_fewest():
+    ranks = Ranks()
+    clients = [client(rank, source)[0] for rank, source in ((1, 7), (0, 9), (2, 3))]
+    for one in clients:
+        ranks.join(one)
+    assert [one.rank for one in ranks.clients] == [0, 1, 2]
+    counts = {0: 0, 1: 0, 2: 0}
+    for _ in range(9):
+        chosen = ranks.choose(100)
+        chosen.opened()
+        counts[chosen.rank] += 1
+    assert counts == {0: 3, 1: 3, 2: 3}
+    clients[0].closed()
+    assert ranks.choose(100) is clients[0]
+    ranks.leave(7, OverloadedError("gone"), 0)
+    assert ranks.choose(100) is not clients[0]
+    assert ranks.leave(7, OverloadedError("gone"), 0) is None
+    assert ranks.find(7) is None
+
+
+def test_what_comes_while_no_scheduler_runs_waits_for_the_next_one():
+    ranks = Ranks()
+    first, _ = client(0, 1)
+    ranks.join(first)
+    ranks.pause(Pause())
+    ranks.leave(1, OverloadedError("gone"), time.monotonic_ns())
+    assert ranks.choose(10) is ranks.absent
+    assert ranks.age_s(time.monotonic_ns()) < 1.0
+    ranks.absent.send(Cancel([4]))
+    second, sent = client(0, 2)
+    ranks.join(second)
+    assert sent == [Pause(), Cancel([4])]
+    ranks.pause(Resume())
+    third, sent = client(1, 3)
+    ranks.join(third)
+    assert sent == []
+
+
+def test_a_policy_that_was_chosen_is_told_to_who_comes_later_unless_it_is_distrusted():
+    async def main():
+        ranks = Ranks()
+        first, sent = client(0, 1)
+        ranks.join(first)
+        choosing = asyncio.create_task(ranks.set_policy("my:Policy", {"a": 1}))
+        await asyncio.sleep(0.01)
+        (call,) = sent
+        first.hear(Reply(call.call_id))
+        await choosing
+        second, sent = client(1, 2)
+        ranks.join(second)
+        assert sent == [SetPolicy("my:Policy", {"a": 1})]
+        ranks.drop_user_policy()
+        third, sent = client(2, 3)
+        ranks.join(third)
+        assert sent == []
+
+    asyncio.run(main())
+
+
+def test_no_call_waits_for_a_scheduler_that_is_started_again():
+    async def main():
+        ranks = Ranks()
+        with pytest.raises(OverloadedError, match="started again"):
+            await ranks.call("flush", bool)
+        assert await ranks.snapshot(1.0) == {}
+
+    asyncio.run(main())
+
+
+def test_counters_of_several_ranks_are_those_of_one_engine():
+    alike = {"policy": "lpm", "paused": False}
+    one = {"running": 2, "now": 5, "new_token_ratio": 0.5, "counters": {"steps": 3}} | alike
+    other = {"running": 1, "now": 7, "new_token_ratio": 0.75, "counters": {"steps": 4}} | alike
+    both = {"running": 3, "now": 7, "new_token_ratio": 0.625, "counters": {"steps": 7}} | alike
+    assert merged([one, other]) == both
+    assert merged([one]) == one
+    assert merged([]) == {}
+
+
+def request(answers=1, output=()):
+    sampling = SamplingParams(n=answers, seed=40, max_new_tokens=9)
+    return Request(10, "r", np.array([1, 2], np.int32), sampling, output_ids=np.array(output, np.int32))
+
+
+def test_a_request_that_has_not_begun_goes_on_as_it_is():
+    whole = request(3)
+    assert continued(whole, {0, 1, 2}, {}) == [whole]
+    assert continued(whole, {0, 1, 2}, {11: []}) == [whole]
+
+
+def test_answers_that_have_begun_go_on_by_their_own_number_and_seed():
+    parts = continued(request(3), {0, 2}, {12: [5, 6]})
+    assert [(one.number, one.sampling.n, one.sampling.seed, one.output_ids.tolist()) for one in parts] == [
+        (10, 1, 40, []),
+        (12, 1, 42, [5, 6]),
+    ]
+    (kept,) = continued(request(output=[7]), {0}, {})
+    assert kept.output_ids.tolist() == [7], "what it brought with it itself is not lost"
+    (grown,) = continued(request(output=[7]), {0}, {10: [7, 8]})
+    assert grown.output_ids.tolist() == [7, 8]
+
+
+def test_tokens_are_told_apart_by_their_counts():
+    fenced = Fenced(1, np.array([3, 5, 9]), np.array([2, 0, 1], np.int32), np.array([7, 8, 9], np.int32))
+    assert begun_answers(fenced) == {3: [7, 8], 5: [], 9: [9]}
