@@ -8,7 +8,7 @@ import pytest
 from tests.server.sse import events
 from tokenyard.cli.main import main
 
-BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 150, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 400, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
 
 
 def tokens_of(event_list):
