@@ -8,7 +8,7 @@ from tokenyard.base import ConfigError
 from tokenyard.router.choice import POLICIES
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.metrics import summary
-from tokenyard.sim.router import Fault, Fleet
+from tokenyard.sim.router import Fault, Fleet, Routing
 from tokenyard.sim.synthetic import synthetic
 
 CACHED = {"disable_radix_cache": False}
@@ -91,3 +91,13 @@ def test_fleets_that_make_no_sense_are_refused(options):
 def test_faults_must_name_a_replica():
     with pytest.raises(ConfigError, match="a replica that is not there"):
         simulate(synthetic("plain", 2, 1.0), fleet(faults=(Fault(0.0, 7, 1.0),)))
+
+
+def test_first_tokens_are_seen_when_they_come(monkeypatch):
+    """What the router learns from, and what the client sees, is the first token and not the admission."""
+    seen = {}
+    note = Routing.first_token
+    monkeypatch.setattr(Routing, "first_token", lambda self, n, now: (seen.setdefault(n, now), note(self, n, now))[1])
+    outcome = simulate(synthetic("plain", 60, 20.0, seed=1), fleet())
+    assert [seen[i] for i in range(60)] == outcome.first_token_ns.tolist()
+    assert (outcome.first_token_ns > outcome.admitted_ns).all()

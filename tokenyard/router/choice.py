@@ -265,7 +265,7 @@ class PredictedTtft(RoutePolicy):
     Predicted is the time for the prompt tokens that the target has not cached, after those of requests that still wait
     for their first token, plus what requests that decode there cost a newcomer. Targets that are all but equally good
     are told apart by their number of requests. A target that would have more than its share of the requests in flight,
-    and some more, comes after all others; where one has not half of its share, no more is allowed. So however
+    and some more, comes after all others; where one has not a quarter of its share, no more is allowed. So however
     good a prefix matches, it moves on to further targets once some are busy, and from then on those hold it too. A
     slower target's share is smaller.
     """
@@ -276,9 +276,9 @@ class PredictedTtft(RoutePolicy):
     """What a request that decodes costs a newcomer, in prompt tokens."""
 
     near, near_s = 0.02, 0.001
-    noticeably_slow = 1.4
+    noticeably_slow = 1.6
     over, over_requests = 1.25, 2.0
-    starving, starving_requests = 0.5, 1.0
+    starving, starving_requests = 0.25, 1.0
 
     @override
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:

@@ -137,6 +137,7 @@ class Replica:
         self._executor = executor
         self._finished = finished
         self._started = started
+        self._awaited: set[int] = set()
         self._cache_told = cache_told
         self._host_ns = to_ns(host_s)
         self._observer = observer
@@ -151,6 +152,8 @@ class Replica:
         """A request arrives at `now`, which must not be before what was advanced to."""
         if not self._in_flight:
             self.now = max(self.now, now)
+        if self._started is not None:
+            self._awaited.add(request.number)
         self.scheduler.apply(Submit(request), now)
 
     def advance(self, until: int, *, to_arrival: bool = False) -> None:
@@ -253,10 +256,12 @@ class Replica:
     def _drain(self) -> None:
         self._undrained = 0
         batch = self.scheduler.drain()
-        if self._started is not None:
-            for started in batch.started:
-                self._started(started.number, self.now)
+        if self._started is not None and self._awaited:
+            for number in sorted(self._awaited.intersection(batch.numbers.tolist())):
+                self._awaited.discard(number)
+                self._started(number, self.now)
         if self._cache_told is not None:
             self._cache_told(self.scheduler.kv_records(), self.now)
         for finish in batch.finished:
+            self._awaited.discard(finish.number)
             self._finished(finish)
