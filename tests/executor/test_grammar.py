@@ -29,7 +29,7 @@ def plan(row: int, epoch: int, *, starts: list[RowStart] = ()) -> StepPlan:
         epochs=np.array([epoch], np.int32),
         starts=none,
         counts=one,
-        sampled=np.array([True]),
+        samples=one,
         tokens=none,
         page_rows=none,
         page_columns=none,
@@ -58,10 +58,13 @@ def answer(rows: GrammarRows, seed: int, most: int = 200) -> list[int]:
     generator, tokens = np.random.default_rng(seed), []
     while len(tokens) < most:
         token = int(generator.choice(sorted(allowed(rows))))
-        assert rows.consume(plan(3, 7), np.array([token], np.int32)) == {}
+        ended, failures = rows.consume(plan(3, 7), np.array([token], np.int32))
+        assert failures == {}
         if token == EOS:
             break
         tokens.append(token)
+        if ended[0]:
+            break
     return tokens
 
 
@@ -90,13 +93,15 @@ def test_a_row_that_comes_again_goes_on_behind_its_answer(store):
 def test_results_of_an_earlier_owner_of_the_row_are_not_taken_in(store):
     rows = begun(store, 'start: "ab"')
     before = allowed(rows)
-    assert rows.consume(plan(3, 6), np.array([EOS], np.int32)) == {}
+    ended, failures = rows.consume(plan(3, 6), np.array([EOS], np.int32))
+    assert failures == {}
+    assert not ended[0]
     assert allowed(rows) == before
 
 
 def test_a_token_that_the_grammar_forbids_fails_its_row_alone(store):
     rows = begun(store, 'start: "ab"')
-    failures = rows.consume(plan(3, 7), np.array([EOS], np.int32))
+    _, failures = rows.consume(plan(3, 7), np.array([EOS], np.int32))
     assert "grammar" in failures[0]
     assert rows.masks(plan(3, 7)) is None
 
@@ -124,6 +129,7 @@ def test_a_mask_wins_over_a_bias_that_leaves_nothing():
         ("start: /(/", "unclosed"),
         ("start: nowhere", "nowhere"),
         ("nonsense", "grammar"),
+        ("start: start start", "no answer"),
     ],
 )
 def test_wrong_grammars_are_refused_with_the_reason(store, grammar, words):
@@ -134,3 +140,14 @@ def test_wrong_grammars_are_refused_with_the_reason(store, grammar, words):
 def test_a_tokenizer_that_cannot_be_used_is_refused():
     with pytest.raises(InvalidRequestError, match="tokenizer"):
         GrammarStore(VOCABULARY, (EOS,)).compile('start: "a"', lambda: "{}")
+
+
+def test_a_complete_grammar_ends_its_row_without_another_step(store):
+    rows = begun(store, "start: /[0-9]/")
+    token = min(allowed(rows))
+    ended, failures = rows.consume(plan(3, 7), np.array([token], np.int32))
+    assert ended.tolist() == [True]
+    assert failures == {}
+    after, failures = rows.consume(plan(3, 7), np.array([token], np.int32))
+    assert failures == {}
+    assert after.tolist() == [True]

@@ -27,7 +27,7 @@ REQUESTS = 12
 class DelayedYard(Yard):
     """Samples delayed steps when the one before has been committed, as the event loops do."""
 
-    def turn(self, depth: int = 1) -> bool:
+    def advance(self, depth: int = 1) -> bool:
         began = len(self.tickets) < depth and self.launch()
         if not began or len(self.tickets) == depth:
             done = self.commit() if len(self.tickets) > began else False

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenyard.base import Int32Array, InvalidRequestError, StepPlan
+from tokenyard.base import BoolArray, Int32Array, InvalidRequestError, StepPlan
 from tokenyard.executor.forward_batch import send
 
 MOST_COMPILED = 256
@@ -74,11 +74,12 @@ class GrammarStore:
             if self._tokenizer is None:
                 self._tokenizer = self._read_tokenizer(llguidance, tokenizer())
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
-        if not matcher.is_error():
-            # Some grammars are found out to be too large only here.
-            matcher.deep_copy().compute_bitmask()
-        if matcher.is_error():
-            raise InvalidRequestError(f"the grammar cannot be used: {_reason(matcher.get_error())}")
+        first = matcher if matcher.is_error() else matcher.deep_copy()
+        if first is not matcher:
+            # Some grammars are found out to be too large, or to allow no answer at all, only by their first mask.
+            first.compute_bitmask()
+        if first.is_error():
+            raise InvalidRequestError(f"the grammar cannot be used: {_reason(first.get_error())}")
         with self._lock:
             self._compiled[text] = matcher
             while len(self._compiled) > MOST_COMPILED or sum(map(len, self._compiled)) > MOST_COMPILED_CHARS:
@@ -139,21 +140,32 @@ class GrammarRows:
         places = np.array([place for place, _ in found], dtype=np.int64)
         return RowMasks(send(places, self._device), self._values(words))
 
-    def consume(self, plan: StepPlan, tokens: Int32Array) -> dict[int, str]:
-        """Take in what a step sampled (int32[rows], -1 for none); returns what went wrong, by place in the plan."""
+    def consume(self, plan: StepPlan, tokens: Int32Array) -> tuple[BoolArray | None, dict[int, str]]:
+        """Take in what a step sampled (int32[rows], -1 for none).
+
+        Returns whose grammar is complete, bool[rows] (None: no row's), and what went wrong, by place in the plan.
+        """
         failures: dict[int, str] = {}
         if not self._matchers:
-            return failures
+            return None, failures
+        ended = np.zeros(len(tokens), np.bool_)
         for place, (row, epoch, token) in enumerate(
             zip(plan.pool_rows.tolist(), plan.epochs.tolist(), tokens.tolist(), strict=True)
         ):
             matcher = self._matchers.get(row)
-            if token < 0 or matcher is None or matcher.epoch != epoch or matcher.state.is_stopped():
+            if token < 0 or matcher is None or matcher.epoch != epoch:
                 continue
-            if not matcher.state.consume_token(token) or matcher.state.is_error():
+            # A matcher in its error state allows the end alone, which would pass for a whole answer.
+            if matcher.state.is_error() or not self._consume_one(matcher.state, token):
                 failures[place] = f"the grammar failed: {_reason(matcher.state.get_error())}"
                 del self._matchers[row]
-        return failures
+                continue
+            ended[place] = matcher.state.is_stopped()
+        return ended, failures
+
+    def _consume_one(self, state: Any, token: int) -> bool:
+        """Take in one token; False if the grammar does not allow it. What comes behind its end does not matter."""
+        return bool(state.is_stopped() or (state.consume_token(token) and not state.is_error()))
 
     def _values(self, words: npt.NDArray[np.uint32]) -> torch.Tensor:
         """0 for bits that are set and -inf for others: float32[k, vocabulary], by a table of all bytes."""
@@ -167,4 +179,5 @@ class GrammarRows:
 def _reason(error: str) -> str:
     """The first lines of a complaint of the library, without its state and the lines of the grammar."""
     text = error.split("<state>")[0].split("\n   1 |")[0].strip()
+    text = text.replace("NoExtensionBias", "there is no answer that it allows")
     return text[:500] or "the grammar allows nothing more"

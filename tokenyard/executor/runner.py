@@ -131,8 +131,8 @@ class ModelExecutor:
         seconds = ticket.clock.wait()
         tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
         tokens[plan.sampled] = ticket.tokens.numpy()
-        failures = self._grammar_rows.consume(plan, tokens)
-        return StepResult(plan.step, tokens, seconds, join_pieces(ticket.pieces), failures)
+        ended, failures = self._grammar_rows.consume(plan, tokens)
+        return StepResult(plan.step, tokens, seconds, join_pieces(ticket.pieces), failures, ended=ended)
 
     def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
         """Make a grammar ready; see Executor."""
