@@ -20,6 +20,7 @@ from tests.scheduler.programs import Job, Program, make_program
 from tokenyard.base import ConfigError
 
 MOST_TRIALS = 3000
+TELL_EVERY = 250_000
 
 
 def shrink(program: Program, kind: str) -> Program:
@@ -65,8 +66,9 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield _with(program, max_in_flight=depth - 1)
     if 1 < rows < 256:
         yield _with(program, max_running_requests=rows - 1)
-    if program.noise:
-        yield replace(program, noise=0.0)
+    for name in ("noise", "drafts"):
+        if getattr(program, name):
+            yield replace(program, **{name: 0})
     if program.step_ns > 1_000_000:
         yield replace(program, step_ns=program.step_ns // 10)
     for place, (turn, entry) in enumerate(program.script):
@@ -81,7 +83,7 @@ def _smaller(program: Program) -> Iterator[Program]:
 def _smaller_jobs(job: Job) -> Iterator[Job]:
     for name in job.fields:
         yield replace(job, fields={other: job.fields[other] for other in job.fields if other != name})
-    for name, least in (("prompt_tokens", 1), ("max_new", 1), ("n", 1), ("shared", 0), ("family", 0)):
+    for name, least in (("prompt_tokens", 1), ("max_new", 1), ("n", 1), ("shared", 0), ("family", 0), ("begun", 0)):
         value = getattr(job, name)
         for less in sorted({least, (value + least) // 2, value - 1}):
             if least <= less < value and (name != "prompt_tokens" or less >= job.shared):
@@ -103,7 +105,7 @@ def _at(program: Program, place: int, turn: int, entry) -> Program:
 def show(program: Program) -> str:
     """The program, a line for each part."""
     lines = [f"    settings {program.settings}", f"    pages {program.pages} rows {program.pool_rows}"]
-    lines[-1] += f" step_ns {program.step_ns} noise {program.noise}"
+    lines[-1] += f" step_ns {program.step_ns} noise {program.noise} drafts {program.drafts}"
     return "\n".join([*lines, *(f"    turn {turn}: {entry}" for turn, entry in program.script)])
 
 
@@ -157,12 +159,12 @@ def main() -> None:
     if args.one is not None:
         print(f"{show(make_program(args.one))}\n{search.run(args.one)}")
         return
-    seed, tell_at = args.seed, 1_000_000
+    seed, tell_at = args.seed, TELL_EVERY
     while search.total["events"] < args.events:
         search.run(seed)
         seed += 1
         if search.total["events"] >= tell_at:
-            tell_at += 1_000_000
+            tell_at += TELL_EVERY
             print(search.report(time.monotonic() - begin), flush=True)
     print(search.report(time.monotonic() - begin))
     for kind, seeds in search.failures.items():

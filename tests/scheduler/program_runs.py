@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.scheduler.programs import EOS, Job, Program
-from tokenyard.base import ConfigError, Resume, SetPolicy, StepPlan, StepResult
+from tests.scheduler.programs import ANSWER, EOS, Job, Program
+from tokenyard.base import ConfigError, OpenGate, Resume, SetPolicy, StepPlan, StepResult, StopFound
 from tokenyard.scheduler import Scheduler
+from tokenyard.scheduler.lifecycle import Gate
 
 RECOMPUTED = 8
 MOST_EMPTY_TURNS = 2000
@@ -75,15 +76,18 @@ class Progress:
             raise BrokenRun(f"thrash: request {number} loses its place twice and nothing new is computed between")
         self.lost_place_at[number] = self.advances
 
-    def committed(self, numbers: np.ndarray, plan: StepPlan, taken: np.ndarray) -> None:
+    def committed(self, numbers: np.ndarray, plan: StepPlan, accepted: np.ndarray, taken: np.ndarray) -> None:
         """A step has ended, of which the scheduler takes the results of the rows `taken` (bool[n]) and drops others.
+
+        `accepted` (int32[n]) is how many tokens each row yields. Drafts that are refused count for nothing.
 
         Raises BrokenRun if for too long nothing was computed for the first time.
         """
-        ends = plan.starts + plan.counts
+        counts = np.where(plan.samples > 1, accepted, plan.counts)
+        ends = plan.starts + counts
         fresh = np.where(taken, np.maximum(ends - np.maximum(self.furthest[numbers], plan.starts), 0), 0)
         self.furthest[numbers] = np.where(taken, np.maximum(self.furthest[numbers], ends), self.furthest[numbers])
-        again = int(plan.counts.sum() - fresh.sum())
+        again = int(counts.sum() - fresh.sum())
         self.recomputed += again
         self.advances += bool(fresh.any())
         self.since_first_time = 0 if fresh.any() else self.since_first_time + again
@@ -93,10 +97,14 @@ class Progress:
 
 @dataclass(slots=True)
 class Ends:
-    """Counts how often each request ended."""
+    """Counts how often each request ended. tokens: how many tokens of its answer there are, by number."""
 
+    tokens: dict[int, int]
     ended: dict[int, str] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
+
+    def begins(self, event: StopFound) -> bool:
+        """Whether the request has so many tokens already that a stop string can have been found there."""
+        return self.tokens.get(event.number, 0) >= event.keep_tokens
 
     def take(self, scheduler: Scheduler) -> None:
         """Take in what the scheduler has to tell."""
@@ -108,7 +116,8 @@ class Ends:
         for finish in batch.finished:
             if finish.number in self.ended:
                 raise BrokenRun(f"end: request {finish.number} ended twice")
-            if finish.completion_tokens != self.tokens.get(finish.number, 0):
+            cut = finish.reason == "stop" and isinstance(finish.matched, str)
+            if finish.completion_tokens != self.tokens.get(finish.number, 0) and not cut:
                 raise BrokenRun(f"end: request {finish.number} told of another number of tokens than it has")
             self.ended[finish.number] = finish.reason
 
@@ -126,8 +135,8 @@ class ProgramRun:
         self._empty_turns = 0
         self._resumed_turn = -1
         self._in_flight: deque[tuple[StepPlan, np.ndarray]] = deque()
-        self._ends = Ends()
         jobs = program.jobs
+        self._ends = Ends({job.number: job.begun for job in jobs if job.begun})
         numbers = 1 + max((job.number + job.n for job in jobs), default=0)
         answers, tokens = sum(job.n for job in jobs), sum(job.most_tokens for job in jobs)
         pool = program.pages * self.scheduler.state.settings.page_size
@@ -140,7 +149,7 @@ class ProgramRun:
         for job in jobs:
             self._eos_at[job.number : job.number + job.n] = job.prompt_tokens + job.answer_tokens - 1
         self._watch_places()
-        self._noise = np.random.default_rng(len(jobs))
+        self._draw = np.random.default_rng(len(jobs))
 
     def on_retract(self, row: int, why: str) -> None:
         """The table row `row` is about to lose its place."""
@@ -205,6 +214,8 @@ class ProgramRun:
         while self._script and self._script[0][0] <= self._turns:
             entry = self._script.popleft()[1]
             event = entry.event() if isinstance(entry, Job) else entry
+            if isinstance(event, StopFound) and not self._ends.begins(event):
+                continue
             self.outcome.events += 1
             self._progress.advances += 1
             try:
@@ -237,14 +248,22 @@ class ProgramRun:
     def _commit(self) -> None:
         plan, numbers = self._in_flight.popleft()
         self.now += self._program.step_ns
-        positions = plan.starts + plan.counts
-        tokens = np.where(plan.sampled, np.where(positions == self._eos_at[numbers], EOS, 7), -1).astype(np.int32)
         seconds = self._program.step_ns / 1e9
         if self._program.noise:
-            seconds *= float(self._noise.lognormal(0.0, self._program.noise))
+            seconds *= float(self._draw.lognormal(0.0, self._program.noise))
+        first = plan.starts + plan.counts - plan.samples + 1
+        accepted = np.minimum(plan.samples, self._draw.integers(1, self._program.drafts + 2, len(first)))
         self.outcome.events += 1
-        self._progress.committed(numbers, plan, self._taken(numbers, plan))
-        self.scheduler.commit(StepResult(plan.step, tokens, seconds), self.now)
+        self._progress.committed(numbers, plan, accepted, self._taken(numbers, plan))
+        result = StepResult(plan.step, np.where(first == self._eos_at[numbers], EOS, ANSWER).astype(np.int32), seconds)
+        if self._program.drafts:
+            places = np.concatenate([np.arange(start, start + n) for start, n in zip(first, accepted, strict=True)])
+            result.tokens = np.where(places == np.repeat(self._eos_at[numbers], accepted), EOS, ANSWER).astype(np.int32)
+            result.accepted = accepted.astype(np.int32)
+            result.drafted = self._draw.integers(0, self._program.drafts + 1, len(first)).astype(np.int32)
+        else:
+            result.tokens[plan.samples == 0] = -1
+        self.scheduler.commit(result, self.now)
         self._ends.take(self.scheduler)
 
     def _taken(self, numbers: np.ndarray, plan: StepPlan) -> np.ndarray:
@@ -302,6 +321,8 @@ class ProgramRun:
         self._resumed_turn = self._turns
         self.scheduler.apply(Resume(), self.now)
         self.scheduler.apply(Resume(numbers), self.now)
+        for number in numbers:
+            self.scheduler.apply(OpenGate(number, Gate.GRAMMAR), self.now)
 
     def _finish(self) -> None:
         self._ends.take(self.scheduler)

@@ -11,6 +11,7 @@ from tokenyard.base import (
     Event,
     ExecutorInfo,
     Flush,
+    OpenGate,
     Pause,
     Request,
     Resume,
@@ -18,13 +19,15 @@ from tokenyard.base import (
     SchedulerSettings,
     SetPolicy,
     Slo,
+    StopFound,
     Submit,
     TenantSettings,
     Update,
 )
 from tokenyard.policy import POLICIES
+from tokenyard.scheduler.lifecycle import Gate
 
-EOS = 2
+EOS, ANSWER = 2, 7
 NS_PER_MS = 1_000_000
 SHARED_TOKENS = (0, 0, 4, 16)
 """Prompts of one family have so many first tokens in common."""
@@ -38,6 +41,7 @@ class Job:
     """A request: its tokens, and the fields of `Request` and `SamplingParams` that are not the default.
 
     answer_tokens: the token with which its answer ends by itself, counted from 1; `max_new` may cut it earlier.
+    begun: tokens of its answer that it brings with it.
     """
 
     number: int
@@ -47,6 +51,7 @@ class Job:
     n: int = 1
     family: int = 0
     shared: int = 0
+    begun: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -59,7 +64,8 @@ class Job:
         ids = np.full(self.prompt_tokens, 100 + self.number, np.int32)
         ids[: self.shared] = 50 + self.family
         sampling = SamplingParams(max_new_tokens=self.max_new, n=self.n)
-        return Submit(Request(self.number, f"r{self.number}", ids, sampling, **self.fields))
+        output_ids = np.full(self.begun, ANSWER, np.int32)
+        return Submit(Request(self.number, f"r{self.number}", ids, sampling, output_ids=output_ids, **self.fields))
 
 
 @dataclass(slots=True)
@@ -67,6 +73,7 @@ class Program:
     """Settings, a device of so many pages and pool rows, and pairs of (turn of the event loop, what comes then).
 
     step_ns: how long a step takes. noise: spread of the measured seconds that the cost model learns from, 0 for none.
+    drafts: most drafts that the executor has ready for a row, of which a step accepts any number; 0 for no drafter.
     """
 
     settings: dict[str, Any]
@@ -75,6 +82,7 @@ class Program:
     script: list[tuple[int, Job | Event]]
     step_ns: int = NS_PER_MS
     noise: float = 0.0
+    drafts: int = 0
 
     @property
     def jobs(self) -> list[Job]:
@@ -109,6 +117,7 @@ def make_program(seed: int) -> Program:
         script=_script(draw, settings),
         step_ns=draw.choice((1, 1, 1, 10, 100)) * NS_PER_MS,
         noise=draw.choice((0.0, 0.0, 0.5, 1.5)),
+        drafts=draw.choice((0, 0, 0, 0, 1, 3)),
     )
 
 
@@ -248,6 +257,9 @@ def _script(draw: random.Random, settings: dict[str, Any]) -> list[tuple[int, Jo
         turn += draw.randint(0, spread)
         job = _job(draw, number, longest)
         script.append((turn, job))
+        if "grammar" in job.fields:
+            opened = turn + draw.randint(0, 9)
+            script += [(opened, OpenGate(job.number + answer, Gate.GRAMMAR)) for answer in range(job.n)]
         number += job.n
     if draw.random() < 0.35:
         for _ in range(draw.choice((1, 2, 5))):
@@ -268,12 +280,17 @@ def _job(draw: random.Random, number: int, longest: int) -> Job:
         fields["deadline_ns"] = draw.choice((1, 8, 60)) * NS_PER_MS
     if draw.random() < 0.1:
         fields["slo"] = Slo(draw.choice((None, NS_PER_MS)), draw.choice((None, NS_PER_MS // 10)))
+    if draw.random() < 0.07:
+        fields["grammar"] = "start: /a/"
+    answer = draw.choice((max_new, max_new, draw.randint(1, max(max_new, 1))))
+    count = draw.choice((1, 1, 1, 1, 1, 1, 3))
     return Job(
         number,
         prompt,
         max_new,
-        draw.choice((max_new, max_new, draw.randint(1, max(max_new, 1)))),
-        n=draw.choice((1, 1, 1, 1, 1, 1, 3)),
+        answer,
+        n=count,
+        begun=draw.randrange(answer) if count == 1 and answer > 1 and draw.random() < 0.1 else 0,
         family=draw.randint(0, 1),
         shared=min(draw.choice(SHARED_TOKENS), prompt),
         fields={name: value for name, value in fields.items() if value not in (None, "")},
@@ -285,6 +302,7 @@ def _event(draw: random.Random, numbers: int) -> Event:
     return draw.choice(
         (
             lambda: Cancel([number]),
+            lambda: StopFound(number, draw.choice((1, 3)), "x"),
             lambda: Pause(numbers=[number]),
             lambda: Resume([number]),
             lambda: Update(number, priority=draw.choice((0, 3, 40))),
