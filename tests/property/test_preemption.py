@@ -144,7 +144,8 @@ class ShareWatch(Watched):
         table, total = self.state.table, self.state.memory.num_pages * self.state.memory.page_size
         tenant = table.request(asker).tenant
         same = left[table.tenant[left] == table.tenant[asker]]
-        used = int((table.planned[same] - table.hit[same]).sum())
+        # Tokens of steps in flight do not count, as a row would lose them with its place.
+        used = int((np.minimum(table.planned[same], table.known[same]) - table.hit[same]).sum())
         assert used + int(table.target[asker]) <= SHARES["tenants"][tenant].kv_share * total
 
 
