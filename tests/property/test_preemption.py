@@ -58,7 +58,8 @@ class Watched(ProgramRun):
         return self.scheduler.state
 
     def holders(self):
-        return np.concatenate((self.state.running.rows, self.state.prefilling.rows))
+        # A row whose last chunk this step has planned stands in both lists until the step is planned.
+        return np.unique(np.concatenate((self.state.running.rows, self.state.prefilling.rows)))
 
 
 def times_watched(kind, **settings):
