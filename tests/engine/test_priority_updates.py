@@ -314,7 +314,7 @@ def test_requests_without_a_priority_can_be_raised_as_well(module):
     ("flags", "words"),
     [
         ({"priority_function": "my_hooks:urgent"}, "add --enable-priority-scheduling"),
-        ({"priority_function": "my_hooks:seven", "schedule_policy": "priority"}, "no function"),
+        ({"priority_function": "my_hooks:seven", "schedule_policy": "priority"}, "not callable"),
         ({"priority_function": "nowhere:f", "schedule_policy": "priority"}, "importing nowhere failed"),
     ],
 )

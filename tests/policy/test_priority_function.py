@@ -43,7 +43,7 @@ def test_a_function_is_found_by_its_path(module):
         ("my_hooks:a.b", "module:name"),
         ("no_such_module:f", "importing no_such_module failed"),
         ("my_hooks:f", "my_hooks has no f"),
-        ("my_hooks:seven", "no function"),
+        ("my_hooks:seven", "not callable"),
     ],
 )
 def test_a_wrong_path_says_what_is_wrong(module, path, message):

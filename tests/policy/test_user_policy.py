@@ -62,8 +62,8 @@ def test_it_composes_with_priorities_and_a_bound(module):
         ("my_policies:", "module:name"),
         ("no_such_package:P", "importing no_such_package failed"),
         ("my_policies:Missing", "has no Missing"),
-        ("my_policies:number", "no subclass of tokenyard.policy.Policy"),
-        ("my_policies:Other", "no subclass of tokenyard.policy.Policy"),
+        ("my_policies:number", "not a subclass of tokenyard.policy.Policy"),
+        ("my_policies:Other", "not a subclass of tokenyard.policy.Policy"),
         ("my_policies:Broken", "making it failed: .*not today"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Who holds which KV page: the prefix tree, the free pages and the rows of running requests."""
+"""Owners of KV pages: the prefix tree, the free pages and the rows of running requests."""
 
 from tokenyard.cache.allocator import OutOfPages, PageAllocator
 from tokenyard.cache.eviction import EVICTION_POLICIES

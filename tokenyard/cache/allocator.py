@@ -12,8 +12,8 @@ class OutOfPages(RuntimeError):
 class PageAllocator:
     """Hands out page ids 1 to `num_pages`. Page 0 is padding and never given out.
 
-    Free ids lie on a preallocated int32 stack, so both taking and giving back cost time in the pages moved, whatever
-    the size of the pool.
+    Free ids lie on a preallocated int32 stack, so taking and giving back cost time in the pages moved, not in the size
+    of the pool.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -42,12 +42,12 @@ class PageAllocator:
         self.available = top
 
     def clear(self) -> None:
-        """Make every page free, whoever held it."""
+        """Make every page free, including pages in use."""
         self._stack[:] = np.arange(self.num_pages, 0, -1)
         self.available = self.num_pages
 
     def check(self) -> None:
-        """Raise AssertionError if a page was freed twice or was never ours. Costs time in all free pages."""
+        """Raise AssertionError if a page was freed twice or is out of range. Costs time in all free pages."""
         free = self._stack[: self.available]
         if self.available and not (free.min() >= 1 and free.max() <= self.num_pages):
             raise AssertionError(

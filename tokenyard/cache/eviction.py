@@ -1,4 +1,4 @@
-"""Which leaf leaves the tree first."""
+"""Which leaf of the prefix tree is evicted first."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from tokenyard.base import ConfigError
 from tokenyard.cache.node import Node
 
 EvictionPolicy = Callable[[Node], int]
-"""A node's rank: the leaf with the smallest one is evicted first. No two leaves may share a rank; those made of
-`access` or `created` never do, because a tick of the tree stamps one path, and one path ends in one leaf.
+"""A node's rank: the leaf with the smallest one is evicted first. No two leaves may share a rank. Ranks made of
+`access` or `created` are unique, because each tick of the tree stamps one path, and one path ends in one leaf.
 """
 
 SLRU_PROTECTED_HITS = 1
@@ -46,7 +46,7 @@ def filo(node: Node) -> int:
 
 
 def slru(node: Node) -> int:
-    """Segmented LRU: what was never hit again is on probation and goes before the protected rest.
+    """Segmented LRU: nodes that were never hit again are on probation and are evicted before the protected ones.
 
     After Karedla, Love and Wherry, "Caching strategies to improve disk system performance" (1994), without their
     bound on the protected segment: when probation is empty, the protected leaves go in LRU order.
@@ -82,8 +82,8 @@ def get_eviction_policy(name: str) -> EvictionPolicy:
 class EvictionQueue:
     """The evictable leaves in order of rank: sorted lists of at most `_BUCKET` leaves each.
 
-    Putting in and taking out are a bisection and a short move of memory. There is nothing outdated to skip or to sweep
-    up, as there would be in a heap whose ranks change, so no single call is ever slow.
+    `push` and `discard` take a bisection and a short move of memory. Unlike a heap with changing ranks, the queue has
+    no outdated entries to skip or sweep, so no single call is slow.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -97,7 +97,7 @@ class EvictionQueue:
         return sum(map(len, self._ranks))
 
     def push(self, node: Node) -> None:
-        """Let `node` be evicted from now on; if it was in already, rank it anew."""
+        """Make `node` evictable; if it already is, rank it anew."""
         if node.rank is not None:
             self.discard(node)
         node.rank = rank = self._policy(node)
@@ -110,7 +110,7 @@ class EvictionQueue:
             self._divide(bucket)
 
     def discard(self, node: Node) -> None:
-        """Keep `node` from being evicted. It must be in the queue."""
+        """Make `node`, which must be in the queue, not evictable."""
         assert node.rank is not None
         bucket = bisect_right(self._bounds, node.rank)
         ranks = self._ranks[bucket]
@@ -128,7 +128,7 @@ class EvictionQueue:
         """Raise AssertionError if a leaf is out of place or a bucket out of size. Walks all leaves; for tests."""
         ranks = [rank for bucket in self._ranks for rank in bucket]
         leaves = [leaf for bucket in self._leaves for leaf in bucket]
-        assert [leaf.rank for leaf in leaves] == ranks, "a leaf stands under another rank"
+        assert [leaf.rank for leaf in leaves] == ranks, "a leaf is filed under another rank"
         assert [self._policy(leaf) for leaf in leaves] == ranks, "a leaf was not ranked anew"
         assert all(low < high for low, high in pairwise(ranks)), "ranks are not in order"
         assert all(len(bucket) <= _BUCKET for bucket in self._ranks), "a bucket is too long"

@@ -1,7 +1,7 @@
-"""What enters and leaves the prefix cache, block by block, for routers that keep an index of it.
+"""Events for blocks that enter and leave the prefix cache, for routers that keep an index of it.
 
-A block is one page of tokens. Its hash covers the block and, through the hash before it, everything up to the name
-space at the root, so equal hashes mean equal prefixes.
+A block is one page of tokens. Its hash covers the block, the hash of the block before it and so on up to the name space
+at the root, so equal hashes mean equal prefixes.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks can be reused now: the first follows `parent_hash`, each other one the block before it.
+    """Consecutive blocks can be reused from now on: the first follows `parent_hash`, each other one the block before
+    it.
 
-    `token_ids` is int32[len(hashes) * page_size], the tokens block after block. `parent_hash` is `root_hash` of the
-    name space where the blocks start a prompt.
+    `token_ids` is int32[len(hashes) * page_size], the tokens block after block. For blocks at the start of a prompt,
+    `parent_hash` is `root_hash` of the name space.
     """
 
     hashes: list[int]
@@ -32,21 +33,21 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """These blocks are gone."""
+    """These blocks were evicted."""
 
     hashes: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksCleared:
-    """Every block is gone."""
+    """The cache was emptied."""
 
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 KvRecord = list[Any]
-"""An event as vLLM and SGLang put it on the wire: its name, then its fields in their order."""
+"""An event in the wire form of vLLM and SGLang: its name, then its fields in order."""
 
 
 def kv_record(event: KvEvent) -> KvRecord:
@@ -85,7 +86,7 @@ def block_hashes(key: bytes, page_size: int, parent_hash: int) -> list[int]:
 
 
 class KvEventLog:
-    """A listener of the tree that keeps the hashes of every node and writes down what changes."""
+    """A listener of the tree that keeps the hashes of every node and records events."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -100,7 +101,7 @@ class KvEventLog:
         self._events.append(BlocksStored(list(hashes), before, tokens, self._page_size))
 
     def split(self, upper: Any, lower: Any) -> None:
-        """Share the hashes out; no block came or went."""
+        """Divide the hashes between both halves; no block enters or leaves."""
         hashes = self._hashes[lower]
         self._hashes[upper] = hashes[: len(upper.pages)]
         self._hashes[lower] = hashes[len(upper.pages) :]
@@ -110,7 +111,7 @@ class KvEventLog:
         self._events.append(BlocksRemoved(self._hashes.pop(node)))
 
     def cleared(self) -> None:
-        """Report an empty tree, which makes everything before it moot."""
+        """Report an empty tree; events before it are dropped."""
         self._events = [BlocksCleared()]
 
     def drain(self) -> list[KvEvent]:

@@ -1,4 +1,4 @@
-"""The prefix cache switched off: finds nothing and keeps nothing."""
+"""The disabled prefix cache: it finds nothing and keeps nothing."""
 
 from tokenyard.base import Int32Array, PrefixListener
 from tokenyard.cache.kv_events import KvEvent
@@ -7,7 +7,7 @@ from tokenyard.cache.radix import Insert, Match
 
 
 class NoCache:
-    """RadixCache's methods for a cache that is always empty; the caller keeps all pages, as `enabled` says."""
+    """The methods of `RadixCache` for a cache that is always empty. With `enabled` False the caller keeps all pages."""
 
     enabled = False
     evictable_pages = 0
@@ -40,13 +40,13 @@ class NoCache:
         return Insert(self._root, 0)
 
     def lock(self, node: Node) -> None:
-        """Nothing to protect."""
+        """Do nothing."""
 
     def unlock(self, node: Node) -> None:
-        """Nothing to give up."""
+        """Do nothing."""
 
     def record_hit(self, node: Node) -> None:
-        """Nothing to count."""
+        """Do nothing."""
 
     def evict(self, num_pages: int) -> Int32Array:
         """No pages."""
@@ -57,8 +57,8 @@ class NoCache:
         return NO_PAGES.copy()
 
     def drain_events(self) -> list[KvEvent]:
-        """Nothing ever happens."""
+        """No events."""
         return []
 
     def check(self) -> None:
-        """Always right."""
+        """There is nothing to check."""

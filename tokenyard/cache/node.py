@@ -15,17 +15,12 @@ NO_PAGES.flags.writeable = False
 class Node:
     """A run of whole pages below `parent`. Roots have no parent and hold nothing.
 
-    key:          token ids of this run alone, little-endian int32.
-    pages:        int32[n], the page ids of this run alone.
-    depth_tokens: tokens from the root to the end of this run.
-    locks:        locks taken on this very node.
-    locked_children: children that are locked themselves or have something locked below.
-    access, created: ticks of the tree's counter, not times.
-    hits:         admissions that used this run.
-    priority:     the highest priority of all who inserted it or something below it.
-    namespace:    the name space of a root; empty elsewhere.
-    tag:          free for a listener; an empty root stays while it is tagged.
-    rank:         its place in the order of eviction, None while it cannot be evicted.
+    key: token ids of this run alone, little-endian int32. pages: int32[n], the page ids of this run alone.
+    depth_tokens: tokens from the root to the end of this run. locks: locks taken on this node itself. locked_children:
+    children that are locked themselves or have something locked below. access, created: ticks of the tree's counter,
+    not times. hits: admissions that used this run. priority: the highest priority with which it or a node below it was
+    inserted. namespace: the name space of a root; empty elsewhere. tag: free for a listener; an empty root stays while
+    it is tagged. rank: its place in the order of eviction, None while it cannot be evicted.
     """
 
     __slots__ = (
@@ -72,5 +67,5 @@ class Node:
 
     @property
     def locked(self) -> bool:
-        """Whether something from here on down is locked, so that this run must stay."""
+        """Whether this node or one below it is locked, so that this run must stay."""
         return self.locks > 0 or self.locked_children > 0

@@ -1,8 +1,8 @@
 """The prefix cache: a compressed radix tree over whole pages of tokens.
 
 The idea is RadixAttention's (Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024).
-Keys are bytes, so that one `bytes.startswith` compares a whole run of tokens at memory speed, and evictable leaves
-stand in a queue, so that nothing ever walks the whole tree.
+Keys are bytes, so one `bytes.startswith` compares a whole run of tokens at memory speed. Evictable leaves are in a
+queue, so eviction never walks the whole tree.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def make_key(tokens: Int32Array) -> bytes:
 
 @dataclass(slots=True)
 class Match:
-    """The deepest node whose whole path agrees with a key, and the tokens from the root to its end."""
+    """The deepest node that a key matches in full, and the tokens from the root to its end."""
 
     node: Node
     tokens: int
@@ -35,7 +35,7 @@ class Match:
 class Insert:
     """The node at the end of an inserted key, and how many of the key's tokens the tree held before.
 
-    The caller keeps the pages that it gave for those tokens; the tree owns only those beyond.
+    The caller keeps the pages that it gave for those tokens; the tree owns the others.
     """
 
     node: Node
@@ -43,17 +43,17 @@ class Insert:
 
 
 class RadixCache:
-    """Who may reuse which KV page.
+    """The radix tree of KV pages that requests may reuse.
 
     Every page of the tree is either evictable or protected by a lock; both are counted in `evictable_pages` and
     `protected_pages`. A node that `match` or `insert` returns stays valid only until the next call that changes the
     tree, unless it is locked.
 
     eviction_policy: a name of `EVICTION_POLICIES`; ConfigError otherwise. `match`, `insert` and the end of a lock
-    refresh a node's last access. A hit, for lfu and slru, is what `record_hit` says (a request was admitted), since a
-    blocked request may match in every step. Under priority, a larger number stays longer.
-    enable_kv_events: keep a log of blocks stored and removed, which grows until `drain_events` is called.
-    listeners: told of every change (see PrefixListener); clearing the tree evicts node by node, children first.
+    refresh a node's last access. For lfu and slru, a hit is a call of `record_hit` (a request was admitted), because a
+    blocked request may match in every step. Under priority, a larger number stays longer. enable_kv_events: keep a log
+    of blocks stored and removed, which grows until `drain_events` is called. listeners: called on every change (see
+    PrefixListener); clearing the tree evicts node by node, children first.
     """
 
     enabled = True
@@ -76,7 +76,7 @@ class RadixCache:
 
     @property
     def total_pages(self) -> int:
-        """Pages that the tree owns."""
+        """The number of pages that the tree owns."""
         return self.evictable_pages + self.protected_pages
 
     def match(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> Match:
@@ -124,10 +124,11 @@ class RadixCache:
         return self._insert(self._root(namespace), key, pages, priority)
 
     def extend(self, node: Node, key_suffix: bytes, pages_suffix: Int32Array, priority: int = 0) -> Insert:
-        """`insert` for a key that goes on below `node`, which the caller has locked; counts tokens of the suffix only.
+        """`insert` for a key that continues below `node`, which the caller has locked; counts tokens of the suffix
+        only.
 
-        Costs time in the suffix alone, so a long prompt that arrives chunk after chunk is never compared twice.
-        Raises ValueError if `node` is not locked.
+        Costs time in the suffix alone, so a long prompt that is inserted chunk by chunk is compared once. Raises
+        ValueError if `node` is not locked.
         """
         if not node.locked:
             raise ValueError("extend needs a locked node; call lock(node) first")
@@ -136,7 +137,7 @@ class RadixCache:
     def lock(self, node: Node) -> None:
         """Keep the pages from the root to `node` in the tree until as many calls of `unlock`.
 
-        A node tells its parent only when it becomes locked, so the cost is the length of the path that was not yet.
+        Each node counts its locked children, so the cost is the length of the part of the path that was not locked yet.
         """
         newly = not node.locked
         node.locks += 1
@@ -169,7 +170,7 @@ class RadixCache:
             node.locked_children -= 1
 
     def record_hit(self, node: Node) -> None:
-        """Count one use of everything from the root to `node`: a request that matched it was admitted."""
+        """Count one hit for each node from the root to `node`: a request that matched it was admitted."""
         step: Node | None = node
         while step is not None:
             step.hits += 1
@@ -180,7 +181,7 @@ class RadixCache:
     def evict(self, num_pages: int) -> Int32Array:
         """Take exactly min(num_pages, evictable_pages) pages out of the tree and return their ids.
 
-        Leaves go in the order of the eviction policy; of the last one only the tail that is needed.
+        Leaves go in the order of the eviction policy; the last one loses only the tail that is needed.
         """
         missing = min(num_pages, self.evictable_pages)
         taken = [NO_PAGES]
@@ -204,7 +205,7 @@ class RadixCache:
         return taken
 
     def drain_events(self) -> list[KvEvent]:
-        """What happened to blocks since the last call, oldest first; nothing unless KV events are enabled."""
+        """Events since the last call, oldest first; an empty list unless KV events are enabled."""
         return [] if self._events is None else self._events.drain()
 
     def check(self) -> None:
@@ -218,7 +219,7 @@ class RadixCache:
             protected += len(node.pages) if node.locked else 0
             leaves += node.rank is not None
         pages = np.concatenate(seen)
-        assert len(np.unique(pages)) == len(pages), "a page stands in the tree twice"
+        assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"
         assert (evictable, protected) == (self.evictable_pages, self.protected_pages), "page counts are off"
         assert leaves == len(self._queue), "the queue holds leaves that are not in the tree"
         self._queue.check()
@@ -227,7 +228,7 @@ class RadixCache:
         size = self._page_bytes
         for first, child in node.children.items():
             assert child.parent is node, "a child does not know its parent"
-            assert child.key[:size] == first, "a child stands under another page"
+            assert child.key[:size] == first, "a child is filed under another page"
             assert child.priority <= node.priority or node.parent is None, "a child outranks its parent"
         locked = sum(child.locked for child in node.children.values())
         assert node.locked_children == locked, "locked children are miscounted"
@@ -238,7 +239,7 @@ class RadixCache:
             assert node.depth_tokens == node.parent.depth_tokens + len(node.pages) * self.page_size, "depth is off"
 
     def _nodes(self) -> Iterator[Node]:
-        """Every node, parents first; with a stack of its own, since chains get deeper than Python's."""
+        """Every node, parents first; not recursive, because chains get deeper than Python's recursion limit."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -254,12 +255,12 @@ class RadixCache:
         return root
 
     def _sweep_roots(self) -> None:
-        """Drop roots that nobody needs; salts that are never seen again would fill the memory otherwise."""
+        """Drop unused roots; salts that are never seen again would fill the memory otherwise."""
         self._roots = {name: r for name, r in self._roots.items() if r.children or r.locked or r.tag is not None}
         self._sweep_at = max(_ROOTS_BEFORE_SWEEP, 2 * len(self._roots))
 
     def _descend(self, node: Node, key: bytes, end: int) -> Node:
-        """Follow `key[:end]` below `node`, splitting where it leaves a run halfway, and stamp the way."""
+        """Follow `key[:end]` below `node`, split a run that it matches in part, and refresh the path's last access."""
         size, tick, start = self._page_bytes, self._tick, 0
         while start < end:
             child = node.children.get(key[start : start + size])
@@ -302,7 +303,9 @@ class RadixCache:
         return Insert(node, present // TOKEN_BYTES)
 
     def _raise_priority(self, node: Node, priority: int) -> None:
-        """Parents rank at least as high as their children, so the first one that does ends the way up."""
+        """Raise the priority of `node` and its parents. A parent's is at least its children's, so the first high one
+        ends it.
+        """
         while node.parent is not None and node.priority < priority:
             node.priority = priority
             node = node.parent
@@ -321,8 +324,8 @@ class RadixCache:
         return node
 
     def _split(self, lower: Node, cut: int) -> Node:
-        """Cut a run after `cut` bytes. `lower` keeps its identity, and whoever locked it; the new upper half is
-        as old, as popular and as important as what it was cut from.
+        """Cut a run after `cut` bytes. `lower` keeps its identity and its locks. The new upper half inherits age, hits
+        and priority of the run.
         """
         parent, size = lower.parent, self._page_bytes
         assert parent is not None

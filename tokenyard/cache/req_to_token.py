@@ -1,4 +1,4 @@
-"""Where each running request keeps its tokens and its pages."""
+"""The tokens and the page table of each running request."""
 
 import numpy as np
 
@@ -12,10 +12,9 @@ class OutOfRows(RuntimeError):
 class ReqToTokenPool:
     """One row per running request.
 
-    page_table: int32[rows, ceil((context_length + 1) / page_size)], page ids in order of position.
-    token_ids:  int32[rows, context_length + 1], prompt and answer.
-    The extra position is for the token that is sampled last, whose KV is never computed. A row that is taken again
-    still holds what its last owner wrote.
+    page_table: int32[rows, ceil((context_length + 1) / page_size)], page ids in order of position. token_ids:
+    int32[rows, context_length + 1], prompt and answer. The extra position is for the token that is sampled last, whose
+    KV is never computed. A row that is taken again still holds the data of its last owner.
     """
 
     def __init__(self, rows: int, context_length: int, page_size: int) -> None:
@@ -35,7 +34,7 @@ class ReqToTokenPool:
 
     @property
     def available_rows(self) -> int:
-        """Rows that nobody holds."""
+        """How many rows are free."""
         return len(self._free)
 
     def alloc_row(self) -> int:
@@ -47,13 +46,13 @@ class ReqToTokenPool:
         return row
 
     def free_row(self, row: int) -> None:
-        """Give a row back. Raises ValueError if nobody holds it."""
+        """Give a row back. Raises ValueError if it is not taken."""
         if not (0 <= row < self.rows and self._taken[row]):
             raise ValueError(f"row {row} is not taken")
         self._taken[row] = False
         self._free.append(row)
 
     def clear(self) -> None:
-        """Make every row free, whoever held it."""
+        """Make every row free, including rows in use."""
         self._free = list(range(self.rows - 1, -1, -1))
         self._taken = bytearray(self.rows)

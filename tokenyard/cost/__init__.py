@@ -1,4 +1,4 @@
-"""How long work takes: `StepWork` to seconds, in one form for simulator, deadlines, budgets and router."""
+"""The cost model: `StepWork` to seconds, in one form for simulator, deadlines, budgets and router."""
 
 from tokenyard.cost.fit import fit_terms, relative_errors
 from tokenyard.cost.linear import LinearCost, LinearTerms, Link, unloaded_prefill_s

@@ -1,4 +1,4 @@
-"""Terms of the cost model from measured steps, all at once; `OnlineCost` does it step by step while serving."""
+"""Fits the terms of the cost model to a set of measured steps; `OnlineCost` does it step by step while serving."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -20,13 +20,15 @@ FEWEST_SAMPLES = len(FITTED) + 2
 def fit_terms(samples: Sequence[Sample]) -> LinearTerms:
     """The terms with the least squared relative error on `samples`, none below 0 (step_ms and the tp terms stay 0).
 
-    Which steps stand on the floor and which on the line in N is tried out for every number of tokens that occurs; given
-    that, the terms are those of non-negative least squares. Its solution is a plain least-squares one on the terms
-    above 0, so with six terms it is found by trying every subset. Raises ConfigError for fewer than `FEWEST_SAMPLES`
-    samples or a time that is not above 0.
+    Every number of tokens that occurs is tried as the border between steps on the floor and steps on the line in N. For
+    a given border the terms are those of non-negative least squares. Its solution is the plain least-squares one on the
+    terms above 0, so with six terms it is found by trying every subset. Raises ConfigError for fewer than
+    `FEWEST_SAMPLES` samples or a time that is not above 0.
     """
     if len(samples) < FEWEST_SAMPLES:
-        raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(FITTED)} cost terms to")
+        raise ConfigError(
+            f"{len(samples)} measured steps are too few to fit the cost terms; measure at least {FEWEST_SAMPLES}"
+        )
     if not all(seconds > 0.0 for _, seconds in samples):
         raise ConfigError("a measured step took no time; step times must be above 0")
     tried = [_fit_with_floor_below(samples, tokens) for tokens in sorted({work.tokens for work, _ in samples})]
@@ -39,11 +41,11 @@ def relative_errors(terms: LinearTerms, samples: Sequence[Sample]) -> npt.NDArra
 
 
 def _fit_with_floor_below(samples: Sequence[Sample], tokens: int) -> LinearTerms:
-    """The fit if steps of fewer than `tokens` tokens stand on the floor."""
+    """The fit if steps of fewer than `tokens` tokens are on the floor."""
     rows = [_features(work, work.tokens < tokens) for work, _ in samples]
     shares = np.array(rows) / np.array([[seconds * MS_PER_S] for _, seconds in samples])
     found = dict(zip(FITTED, _non_negative(shares, np.ones(len(samples))).tolist(), strict=True))
-    # Without steps on the floor nothing says how low it is: it ends where the line begins.
+    # The floor is at least where the line begins, and exactly there if no step is on the floor.
     found["floor_ms"] = max(found["floor_ms"], found["dense_ms"] + found["token_ms"], LEAST_FLOOR_MS)
     return LinearTerms(step_ms=0.0, **found)
 

@@ -2,9 +2,9 @@
 
     time = step + max(floor, dense + token * N) + context * C + area * A + row * R + tp_step + tp_token * N
 
-with N all tokens of the step, C the KV tokens that decoding rows read, A the sum over prefill chunks of
-x * (prefix + x / 2), and R the rows. The floor is the time to read the weights once, which small steps cannot beat.
-The family follows DistServe (Zhong et al. 2024) and the operator tables of Vidur (Agrawal et al. 2024).
+with N all tokens of the step, C the KV tokens that decoding rows read, A the sum over prefill chunks of x * (prefix + x
+/ 2), and R the rows. The floor is the time to read the weights once, which every step takes. The family follows
+DistServe (Zhong et al. 2024) and the operator tables of Vidur (Agrawal et al. 2024).
 """
 
 import math
@@ -41,7 +41,7 @@ class LinearTerms:
     tp_token_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a term that is negative or no finite number, and if tokens cost nothing at all."""
+        """Raise ConfigError for a term that is negative or not a finite number, and if a step would take no time."""
         for term in fields(self):
             value = getattr(self, term.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -86,7 +86,7 @@ class LinearTerms:
     def decodes(self, rows: int, contexts: Int64Array) -> Float64Array:
         """Milliseconds of decode steps over `rows` rows, the i-th of which reads `contexts[i]` tokens of KV.
 
-        float64[n], to the last bit what `step` says.
+        float64[n], bit for bit the values of `step`.
         """
         before = self.step_ms + max(self.floor_ms, self.dense_ms + self.token_ms * rows)
         reading = before + self.context_ms * contexts.astype(np.float64)
@@ -149,13 +149,13 @@ class LinearCost:
         return way.latency_s + num_bytes / way.bytes_per_s
 
     def learn(self, work: StepWork, seconds: float) -> None:
-        """A fixed model takes nothing in; `OnlineCost` does."""
+        """Do nothing: the model is fixed. `OnlineCost` learns."""
 
 
 def unloaded_prefill_s(cost: CostModel, prompt_tokens: int, chunk_tokens: int = UNLOADED_CHUNK_TOKENS) -> float:
     """Seconds to prefill a whole prompt alone on an idle device, nothing cached, in chunks of `chunk_tokens`.
 
-    The yardstick of length-scaled latency targets.
+    Latency targets that scale with the prompt's length are multiples of it.
     """
     seconds = 0.0
     for prefix in range(0, prompt_tokens, chunk_tokens):

@@ -10,7 +10,7 @@ REFIT_STEPS = 32
 SWEEPS = 32
 LEAST_SHARE, MOST_SHARE = 0.2, 2.0
 SHORTEST_STEP_S, LONGEST_STEP_S = 1e-9, 1e6
-"""A measured time outside is a broken clock's, and would put numbers into the fit that a float cannot hold."""
+"""A measured time outside these bounds comes from a broken clock, and would overflow the floats of the fit."""
 
 FITTED = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
 TYPICAL_MS = (5.0, 2.0, 0.02, 5e-5, 1e-6, 0.01)
@@ -20,17 +20,17 @@ TYPICAL_MS = (5.0, 2.0, 0.02, 5e-5, 1e-6, 0.01)
 class OnlineCost:
     """Least squares with forgetting over the terms of `LinearCost`, starting from a prior.
 
-    Errors count relative to the foretold time, so short decode steps weigh as much as long prefills. (Relative to the
-    measured time, steps that were held up would count less than others, and a busy device be thought faster than it is
-    on average.) What was foretold below `LEAST_SHARE` or above `MOST_SHARE` of its time, as by a belief that is far
-    off or for a step that stood still, counts relative to that share of it. Old steps fade by `forgetting` per step
-    (recursive least squares with forgetting). The prior enters as a ridge of `prior_weight`, in units of squared shares
-    of a step's time, so a term that hardly matters in what was measured stays what it was.
-    Every `REFIT_STEPS` steps the normal equations are solved by coordinate descent that keeps terms above or at zero.
-    `relative_error` is the running mean of |predicted - measured| / measured, each step judged before it is learnt.
+    Errors count relative to the predicted time, so short decode steps weigh as much as long prefills. (Relative to the
+    measured time, delayed steps would count less than others, and predictions for a busy device would be too short on
+    average.) A prediction below `LEAST_SHARE` or above `MOST_SHARE` of the measured time, from terms that are far off
+    or for a step that stalled, counts relative to that share of it. Old steps fade by `forgetting` per step (recursive
+    least squares with forgetting). The prior enters as a ridge of `prior_weight`, in units of squared shares of a
+    step's time, so a term that hardly matters in the measured steps stays as it is. Every `REFIT_STEPS` steps the
+    normal equations are solved by coordinate descent that keeps terms above or at zero. `relative_error` is the running
+    mean of |predicted - measured| / measured, each step predicted before it is learnt.
 
-    A fit by which steps would take no time is not believed: the last good terms stay, what was measured is forgotten,
-    and learning begins anew from them. `rejected_fits` counts how often that happened.
+    A fit by which steps would take no time is rejected: the last good terms stay, the measurements are dropped, and
+    learning begins anew from those terms. `rejected_fits` counts how often that happened.
 
     Only Python floats are used, in a fixed order, so that a tape replays alike anywhere.
     """
@@ -54,15 +54,15 @@ class OnlineCost:
         self.relative_error = 0.0
 
     def step(self, work: StepWork) -> float:
-        """Seconds that a step with this work takes, as far as is known by now."""
+        """Seconds that a step with this work takes by the present terms."""
         return self.terms.step(work) / MS_PER_S
 
     def copy(self, num_bytes: int, link: str) -> float:
-        """Seconds to move `num_bytes` over `link`, as the prior says."""
+        """Seconds to move `num_bytes` over `link`, by the prior."""
         return self._links.copy(num_bytes, link)
 
     def learn(self, work: StepWork, seconds: float) -> None:
-        """Take in a measured step; never raises. Empty steps and times that no step can have taken are ignored."""
+        """Take in a measured step; never raises. Empty steps and impossible times are ignored."""
         if not SHORTEST_STEP_S <= seconds <= LONGEST_STEP_S or work.tokens <= 0:
             return
         measured_ms = seconds * MS_PER_S
@@ -94,7 +94,7 @@ class OnlineCost:
     def refit(self) -> None:
         """Solve for the terms now: non-negative least squares from the present ones, with a ridge towards the prior.
 
-        Terms that no device can have are rejected and the present ones stay.
+        Terms that are not believable are rejected, and the present ones stay.
         """
         unit, gram = self._unit, self._gram
         prior = [value / one for value, one in zip(self._prior, unit, strict=True)]
@@ -112,13 +112,13 @@ class OnlineCost:
             self._forget()
 
     def _forget(self) -> None:
-        """Forget everything that was measured; the terms stay."""
+        """Drop all measurements; the terms stay."""
         self._gram = [[0.0] * len(FITTED) for _ in FITTED]
         self._moment = [0.0] * len(FITTED)
 
 
 def _believable(fitted: dict[str, float]) -> bool:
-    """Whether all terms are finite and a step of one token takes some time by them."""
+    """Whether all terms are finite and make a step of one token take some time."""
     one_token_ms = max(fitted["floor_ms"], fitted["dense_ms"] + fitted["token_ms"])
     return one_token_ms / MS_PER_S > SHORTEST_STEP_S and all(map(math.isfinite, fitted.values()))
 
@@ -132,12 +132,12 @@ def _folded(terms: LinearTerms) -> LinearTerms:
 
 
 def _scale(foretold_ms: float, measured_ms: float) -> float:
-    """What an error is a share of."""
+    """The time in ms that an error is relative to."""
     return min(max(foretold_ms, LEAST_SHARE * measured_ms), MOST_SHARE * measured_ms)
 
 
 def _features(terms: LinearTerms, work: StepWork) -> tuple[float, ...]:
-    """What each fitted term is multiplied with; which side of the floor a step stands on is judged by present terms."""
+    """The factor of each fitted term; the present terms decide whether a step is on the floor or on the line."""
     above = terms.dense_ms + terms.token_ms * work.tokens > terms.floor_ms
     line = (0.0, 1.0, float(work.tokens)) if above else (1.0, 0.0, 0.0)
     return (*line, float(work.decode_context), work.chunk_area, float(work.rows))

@@ -2,16 +2,13 @@
 
 Where the numbers come from:
 
-* `h100/llama-3-8b` is the profile of the project's reference simulation, term by term.
-* The lines in N of the other A100 and H100 profiles are fits to the operator tables that Vidur publishes
-  (microsoft/vidur, data/profiling); their floors are the measured times at N = 1.
-* Attention is scaled from `h100/llama-3-8b` by KV bytes per token over memory speed (decode) and by
-  layers x heads over compute (prefill).
-* H200 is not measured. It is the H100 profile with floor and decode reads scaled by 0.70 (memory 4.8 against
-  3.35 TB/s, the same compute) and a larger KV pool.
-* All-reduce terms of tensor-parallel profiles are estimates: two per layer at 10 us each, and the activations at
-  450 GB/s on NVLink of H100, 300 GB/s on A100.
-* `cpu` profiles are estimates for two server cores; calibrate to get your own.
+* `h100/llama-3-8b` is the profile of the project's reference simulation, term by term. * The lines in N of the other
+A100 and H100 profiles are fits to the operator tables that Vidur publishes (microsoft/vidur, data/profiling); their
+floors are the measured times at N = 1. * Attention is scaled from `h100/llama-3-8b` by KV bytes per token over memory
+speed (decode) and by layers x heads over compute (prefill). * H200 is not measured. It is the H100 profile with floor
+and decode reads scaled by 0.70 (memory 4.8 against 3.35 TB/s, the same compute) and a larger KV pool. * All-reduce
+terms of tensor-parallel profiles are estimates: two per layer at 10 us each, and the activations at 450 GB/s on NVLink
+of H100, 300 GB/s on A100. * `cpu` profiles are estimates for two server cores; run `tokenyard calibrate` for your own.
 """
 
 import json
@@ -47,7 +44,7 @@ LINKS_CPU = {
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What simulator and server must know of a model on a device: the cost terms and the size of the KV pool.
+    """What simulator and server need to know of a model on a device: the cost terms and the size of the KV pool.
 
     `source` says where the numbers come from. `tp` is the number of devices that share each layer.
     """
@@ -72,7 +69,7 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """`device/model`, with `-tpN` where several devices work together."""
+        """`device/model`, with `-tpN` if several devices share each layer."""
         return f"{self.device}/{self.model}" + (f"-tp{self.tp}" if self.tp > 1 else "")
 
     def cost(self) -> LinearCost:
@@ -161,7 +158,7 @@ def profile_names() -> list[str]:
 
 
 def get_profile(device: str, model: str) -> Profile:
-    """The built-in profile of `model` on `device`. Without `-tpN` in the name the fewest devices are taken.
+    """The built-in profile of `model` on `device`. Without `-tpN` in the name, it is the one with the fewest devices.
 
     Raises ConfigError that lists the profiles if there is none.
     """

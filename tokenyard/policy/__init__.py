@@ -1,4 +1,4 @@
-"""Who is next, how much a step does, who gives way. Policies order and judge; they never allocate."""
+"""Which request is next, how much one step does, which request is preempted. Policies order; they never allocate."""
 
 from tokenyard.policy.base import Option, Policy
 from tokenyard.policy.order import best_first, in_groups

@@ -1,4 +1,4 @@
-"""`adaptive`: whichever of a few settings would serve the traffic of the last minute best.
+"""`adaptive`: picks, among a few candidate settings, the one that would serve the recent traffic best.
 
 The policy itself is fcfs. Outside the core, every few seconds, the state is run a few seconds forward under each
 candidate by the simulator (sim/lookahead.py), and `Judge` says whether to change; the change enters as `SetPolicy`.
@@ -14,14 +14,14 @@ from tokenyard.base import NS_PER_S, ConfigError, SchedulerSettings, SetPolicy
 from tokenyard.policy.base import Option, Policy, chosen_options
 
 MARGIN = 0.03
-"""How much better is clearly better, as a share of what there is now."""
+"""A candidate is clearly better if its score exceeds the current one's by this share."""
 
 LEAST_GAIN_S = 0.1
-"""Of the mean time to first token: what somebody might notice."""
+"""The least gain in mean time to first token that counts; users do not notice a smaller one."""
 
 LATEST_SWITCHES = 16
 MOST_SAVED_S = 4.0
-"""CPU time that calm times may save up for a few looks in a row."""
+"""The most CPU time that quiet periods save up, to be spent on several looks in a row."""
 
 CHANGEABLE = ("chunked_prefill_size", "enable_mixed_chunk", "step_budget")
 
@@ -33,8 +33,8 @@ CANDIDATES = {
     "fcfs-time": SetPolicy("fcfs", changes={"step_budget": "time"}),
     "fcfs": SetPolicy("fcfs"),
 }
-"""What can be chosen: an order of the queue, and whether steps are bounded in time. The first one that can be used is
-where it begins; those that did best on recorded traffic come first.
+"""What can be chosen: an order of the queue, and whether steps are bounded in time. The policy begins with the first
+one that is usable; those that did best on recorded traffic come first.
 """
 
 NEED_TREE = ("lpm", "lpm-time")
@@ -70,7 +70,7 @@ class Adaptive(Policy):
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What `adaptive` is asked for; see the options of `Adaptive`."""
+    """The parsed options of `adaptive`; see `Adaptive`."""
 
     candidates: tuple[str, ...]
     interval_s: float
@@ -96,8 +96,8 @@ class Outlook:
 
 
 def changed(settings: SchedulerSettings, event: SetPolicy) -> SchedulerSettings:
-    """`settings` with what the event asks for. Raises ConfigError for a change of what cannot be changed, and for
-    settings that contradict each other.
+    """`settings` with the event's changes. Raises ConfigError for a setting that cannot be changed while the scheduler
+    runs, and for settings that contradict each other.
     """
     for name in event.changes:
         if name not in CHANGEABLE:
@@ -120,9 +120,11 @@ def _usable(name: str, settings: SchedulerSettings) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a candidate did in a look ahead: `met`, the share of `requests` that met their targets, those left out that
-    could not be judged by the end of it, and the mean time to first token in seconds, of those still waiting so far.
-    `steps` is how many were simulated.
+    """How a candidate did in a look ahead.
+
+    met: the share of the judged `requests` that met their targets; a request that cannot be judged by the end of the
+    look ahead is left out. ttft_s: mean time to first token in seconds; a request without a first token counts with its
+    wait so far. steps: simulated steps.
     """
 
     name: str
@@ -132,8 +134,8 @@ class Score:
     steps: int = 0
 
     def clearly_better(self, than: "Score") -> bool:
-        """More requests met by the margin; where it is the very same share, first tokens sooner by the margin, and by
-        what somebody might notice.
+        """Whether the share that met its targets is larger by `MARGIN`; if both shares are equal, whether first tokens
+        come sooner by `MARGIN` and by at least `LEAST_GAIN_S`.
         """
         if self.met != than.met:
             return self.met > than.met * (1.0 + MARGIN)
@@ -147,7 +149,7 @@ class Score:
 
 @dataclass(slots=True)
 class Switch:
-    """A change that was made at `at_ns`, and why."""
+    """A change that was made at `at_ns`, and its reason in one line."""
 
     at_ns: int
     candidate: str
@@ -156,7 +158,7 @@ class Switch:
 
 @dataclass(slots=True)
 class Judge:
-    """Keeps to the current candidate until another one is clearly better twice in a row."""
+    """Keeps the current candidate until another one is clearly better in two looks in a row."""
 
     candidates: Sequence[str]
     current: str = ""
@@ -174,18 +176,20 @@ class Judge:
         return CANDIDATES[self.current]
 
     def wanted(self) -> list[str]:
-        """Whose scores the next look is for: the current candidate, then those that were better in the look before, or
-        else all others.
+        """The candidates to score in the next look: the current one, then those that were better in the look before, or
+        all others if none was.
         """
         return [self.current, *(self._better or (name for name in self.candidates if name != self.current))]
 
     def take(self, scores: Sequence[Score], now: int) -> SetPolicy | None:
-        """Look at the scores of those `wanted`, or of the first of them if it cannot be beaten; the change to make, if
-        any. Raises ValueError for scores of others, and for such as cannot be.
+        """Judge the scores of the `wanted` candidates, or of the first alone if no score can beat it. Returns the
+        change to make, or None. Raises ValueError for scores of other candidates and for scores out of range.
         """
         names = [score.name for score in scores]
         if names not in (self.wanted(), [self.current]) or not all(_sensible(score) for score in scores):
-            raise ValueError("the scores of a look ahead make no sense")
+            raise ValueError(
+                "the scores of a look ahead are out of range, or are not those of the candidates asked for"
+            )
         self.looks += 1
         self.scores = list(scores)
         present, confirmed = scores[0], bool(self._better)
@@ -202,8 +206,8 @@ class Judge:
 
 
 class Pace:
-    """When the next look may be: `interval_s` after the one before, and never more CPU time than the share of a core on
-    average. What calm times leave over is saved up, to `MOST_SAVED_S`.
+    """When the next look may start: `interval_s` after the one before, and later if looks would take more than
+    `cpu_share` of a core on average. Unused CPU time is saved up, to `MOST_SAVED_S`.
     """
 
     def __init__(self, outlook: Outlook, now: int) -> None:
@@ -214,7 +218,7 @@ class Pace:
         self.next_ns = now + self._interval_ns
 
     def looked(self, began_ns: int, cpu_s: float) -> None:
-        """A look that began at `began_ns` took so much CPU time."""
+        """Note that a look that began at `began_ns` took `cpu_s` seconds of CPU time."""
         self._saved_s += self._share * max(began_ns - self._as_of_ns, 0) / NS_PER_S
         self._saved_s = min(self._saved_s, MOST_SAVED_S) - cpu_s
         self._as_of_ns = began_ns
@@ -228,7 +232,7 @@ def _sensible(score: Score) -> bool:
 
 
 def _reason(best: Score, present: Score) -> str:
-    """Why, in one line."""
+    """The reason for a switch from `present` to `best`, in one line."""
     if best.met != present.met:
         return f"{best.name} lets {best.met:.1%} of the requests meet their targets, {present.name} {present.met:.1%}"
     return f"{best.name} gives first tokens after {best.ttft_s:.2f} s on average, {present.name} {present.ttft_s:.2f} s"

@@ -1,4 +1,4 @@
-"""How long answers get, from those before."""
+"""Predicts the lengths of answers from the lengths of earlier ones."""
 
 from bisect import bisect_right, insort
 from collections import deque
@@ -15,7 +15,7 @@ FEWEST_TO_JUDGE = 8
 
 
 class AnswerHistory:
-    """Lengths of the latest answers of one kind of request, and what they say about the next one."""
+    """Lengths of the latest answers of one kind of request, and a prediction from them."""
 
     def __init__(self, quantile: float) -> None:
         self._quantile = quantile
@@ -23,7 +23,7 @@ class AnswerHistory:
         self._ascending: list[int] = []
 
     def add(self, tokens: int) -> None:
-        """An answer had so many tokens."""
+        """Record an answer of `tokens` output tokens."""
         if len(self._latest) == REMEMBERED:
             oldest = self._latest.popleft()
             del self._ascending[bisect_right(self._ascending, oldest) - 1]
@@ -40,9 +40,10 @@ class AnswerHistory:
 
 
 class AnswerPredictor:
-    """Predicts answers from those before by the same tenant to prompts of like length (powers of two).
+    """Predicts answer lengths from earlier answers to the same tenant's prompts of similar length (powers of two).
 
-    Before there is data it says max_new_tokens, and never more than that. Beyond `TENANT_SLOTS` tenants share.
+    Without data the prediction is max_new_tokens, which also bounds every other prediction. With more than
+    `TENANT_SLOTS` tenants, several share one history.
     """
 
     def __init__(self, quantile: float) -> None:
@@ -51,7 +52,7 @@ class AnswerPredictor:
         self._fresh = np.full(TENANT_SLOTS * LENGTH_BUCKETS, np.iinfo(np.int64).max)
 
     def learn(self, columns: Columns, row: int) -> None:
-        """The answer in `row` is complete."""
+        """Record the complete answer in `row`."""
         kind = _kind(columns, row)
         history = self._histories.setdefault(kind, AnswerHistory(self._quantile))
         history.add(int(columns.known[row]) - int(columns.prompt_tokens[row]))
@@ -74,7 +75,7 @@ class AnswerPredictor:
         return rest
 
     def foreseen(self, columns: Columns, row: int) -> int:
-        """The same for one row, but 0 as long as there is no data."""
+        """Output tokens still to come for one row; 0 while there is no data."""
         prompt, written = int(columns.prompt_tokens[row]), int(columns.known[row]) - int(columns.prompt_tokens[row])
         history = self._histories.get(_kind(columns, row))
         predicted = None if history is None else history.predict(written)
@@ -82,12 +83,12 @@ class AnswerPredictor:
 
 
 def _kind(columns: Columns, row: int) -> int:
-    """What `_kinds` says of one row."""
+    """`_kinds` for one row."""
     return int(columns.tenant[row]) % TENANT_SLOTS * LENGTH_BUCKETS + int(columns.prompt_tokens[row]).bit_length()
 
 
 def _kinds(tenants: Int32Array, prompt_tokens: Int32Array) -> Int32Array:
-    """Places in the table of kinds, int32[n]; the bucket of a prompt is how many binary digits its length has."""
+    """Indices into the table of kinds, int32[n]; a prompt's bucket is the number of binary digits of its length."""
     buckets = np.frexp(prompt_tokens.astype(np.float64))[1]
     # Slots are a power of two, and this is several times faster than a remainder.
     return (tenants & (TENANT_SLOTS - 1)) * LENGTH_BUCKETS + buckets

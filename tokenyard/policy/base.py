@@ -1,7 +1,7 @@
-"""The policy object: who is next, how much this step, who gives way.
+"""The policy object: which request is next, how much a step does, which request is preempted.
 
-A policy orders and judges; it never allocates (design, law 4). Most policies are one `Order` with the default budget,
-headroom and victims; one that needs more overrides more.
+A policy orders; it never allocates (docs/architecture.md). Most policies override `order` alone and keep the default
+budget, headroom and victims.
 """
 
 import math
@@ -50,11 +50,11 @@ class Policy:
         self.views: Views | None = None
 
     def describe(self) -> str:
-        """The name for people, with what is put around it and what went wrong."""
+        """The name to show, with the wrappers around it and, after a failure, its reason."""
         return self.name
 
     def begin_step(self, views: Views) -> None:
-        """Look at the state before a step is planned."""
+        """Take in the state before a step is planned."""
         self.views = views
 
     def candidates(self, views: Views) -> Iterator[int]:
@@ -63,11 +63,11 @@ class Policy:
         yield from self.order(views)
 
     def prefilling_order(self, views: Views) -> Iterator[int]:
-        """Started prefills, best first. Those not drawn yet go on after a newcomer found no place."""
+        """Started prefills, best first. When a newcomer finds no room, those not drawn yet still continue."""
         return iter(views.prefilling.tolist())
 
     def overdue(self) -> list[int]:
-        """Waiting or started rows that are to be refused now, as they cannot be served in time."""
+        """Waiting or started rows to refuse now because they cannot be served in time."""
         return []
 
     def order(self, views: Views) -> Iterator[int]:
@@ -96,23 +96,25 @@ class Policy:
         """Each of `rows` decodes one token; called only if `charges_decode`."""
 
     def measures(self, rows: Int32Array) -> dict[str, float]:
-        """Numbers for whoever watches, by the name of their metric; `rows` wait or are being prefilled."""
+        """Figures to publish as metrics, by metric name; `rows` wait or are being prefilled."""
         return {}
 
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
-        """The one of the `waiting` rows that leaves a full queue for the row `newcomer`; None refuses the newcomer."""
+        """The `waiting` row that is refused to make room for the row `newcomer` in a full queue; None refuses
+        `newcomer`.
+        """
         return None
 
     def finished(self, row: int) -> None:
-        """The request in `row` has its whole answer; `removed` follows."""
+        """The answer of the request in `row` is complete; `removed` follows."""
 
     def removed(self, row: int) -> None:
-        """The request in `row` has ended; forget what was kept for it."""
+        """The request in `row` has ended; drop its state."""
 
 
 def chosen_options(policy: type[Policy], settings: SchedulerSettings) -> dict[str, Option]:
-    """The policy's options with `settings.policy_options` put in. Raises ConfigError for one that it does not have, of
-    another type or out of its range.
+    """The policy's options with `settings.policy_options` over the defaults. Raises ConfigError for an unknown option,
+    and for a value of another type or out of range.
     """
     chosen = dict(policy.options)
     for name, value in settings.policy_options.items():

@@ -17,7 +17,8 @@ class StepBudget(Protocol):
     """One step's allowance. The scheduler asks `chunk` for each prefill in order and reports what it took.
 
     prefill: whether chunks may be planned at all. with_decode: whether decoding rows run in the same step.
-    max_requests: prefills this step, partial ones included. max_prefilling: prefills left unfinished after the step.
+    max_requests: prefills this step, chunks of longer prompts included. max_prefilling: prefills left unfinished after
+    the step.
     """
 
     prefill: bool
@@ -26,14 +27,14 @@ class StepBudget(Protocol):
     max_prefilling: int
 
     def chunk(self, prefix: int, remaining: int) -> int:
-        """Tokens of the `remaining` ones after `prefix` that may be computed now; 0 ends the step's prefill."""
+        """How many of the `remaining` tokens after `prefix` may be computed now; 0 ends the step's prefill."""
 
     def spend(self, prefix: int, tokens: int) -> None:
         """A chunk of `tokens` after `prefix` was planned."""
 
 
 class BudgetRule(Protocol):
-    """Makes one `StepBudget` at the start of each step in which someone wants prefill."""
+    """Makes one `StepBudget` at the start of each step in which a request needs prefill."""
 
     @property
     def needs_cost(self) -> bool:
@@ -102,7 +103,8 @@ class Pace:
 
 @dataclass(slots=True)
 class PrefillFirst(BudgetRule):
-    """SGLang's default: any prefill goes before decode, but after `interval` prefill steps in a row decode has a turn.
+    """SGLang's default: any prefill goes before decode, but after `prefill_decode_interval` prefill steps in a row
+    comes a decode step.
 
     Without the interval sustained arrivals starve decode (SGLang issue 32549).
     """
@@ -123,7 +125,7 @@ class PrefillFirst(BudgetRule):
 
 @dataclass(slots=True)
 class MixedChunk(BudgetRule):
-    """Decoding rows take part in every step and prefill chunks fill what they leave (Sarathi-Serve, vLLM)."""
+    """Decoding rows run in every step, and prefill chunks fill the rest of its tokens (Sarathi-Serve, vLLM)."""
 
     settings: SchedulerSettings
 

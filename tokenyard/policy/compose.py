@@ -1,4 +1,4 @@
-"""Policies made out of others: a wrapper changes some answers of the policy inside it and passes on the rest."""
+"""Policies made out of others: a wrapper changes some answers of its inner policy and passes on the rest."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -95,8 +95,8 @@ class Wrapper(Policy):
 
 
 class StartedTokens:
-    """The tokens of those who have started, by their arrival. A sum over later arrivals costs as much as its border has
-    moved since the last one.
+    """Prompt tokens of started requests, in order of arrival. The cost of a sum over later arrivals grows with the
+    distance between its border and the border of the last sum.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class StartedTokens:
         self._after = 0
 
     def add(self, seq: int, tokens: int) -> None:
-        """The `seq`-th to arrive has started with so many tokens."""
+        """Record that the `seq`-th request to arrive has started with `tokens` prompt tokens."""
         place = bisect_right(self._seqs, seq)
         self._seqs.insert(place, seq)
         self._tokens.insert(place, tokens)
@@ -117,14 +117,14 @@ class StartedTokens:
             self._border += 1
 
     def after(self, seq: int) -> int:
-        """Tokens of all who arrived after the `seq`-th."""
+        """Tokens of all started requests that arrived after the `seq`-th."""
         border = bisect_right(self._seqs, seq)
         self._after += sum(self._tokens[border : self._border]) - sum(self._tokens[self._border : border])
         self._border_seq, self._border = seq, border
         return self._after
 
     def forget(self, seq: int) -> None:
-        """Nobody will ask for a border before the `seq`-th any more."""
+        """Drop requests before the `seq`-th; `after` is not called with an earlier one any more."""
         place = bisect_left(self._seqs, seq)
         if place:
             self.after(seq)
@@ -147,9 +147,9 @@ class OrderOnly(Wrapper):
 class BoundedOvertaking(OrderOnly):
     """Any order, but at most `max_overtaken_tokens` prompt tokens of later arrivals start before a waiting request.
 
-    It is enough to watch the request that has waited for longest among those that may start: whoever arrived later was
-    overtaken by no more. What starts while a limit of its tenant holds a request back counts as having passed it too,
-    or it could be passed anew after each of the tenant's other requests.
+    It is enough to watch the request that has waited longest among those that may start: a later arrival was overtaken
+    by no more. While a limit of its tenant holds a request back, what starts counts as overtaking it too. Otherwise it
+    could be overtaken anew after each of the tenant's other requests.
     """
 
     def __init__(self, settings: SchedulerSettings, inner: Policy) -> None:
@@ -166,7 +166,7 @@ class BoundedOvertaking(OrderOnly):
 
     @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """The longest waiting row is put in front of whoever must not pass it any more."""
+        """The row that has waited longest goes before every row that may not overtake it any more."""
         columns, waiting = views.columns, views.waiting
         prefilling, place = set(views.prefilling.tolist()), 0
         drawn: set[int] = set()
@@ -195,6 +195,6 @@ class BoundedOvertaking(OrderOnly):
             self._offered = -1
 
     def _may_pass(self, columns: Columns, row: int, head: int) -> bool:
-        """Whether `row` may start although `head` came earlier and still waits."""
+        """Whether `row` may start although `head` arrived earlier and still waits."""
         tokens = int(columns.target[row]) - int(columns.matchable[row])
         return self._starts.after(int(columns.seq[head])) + tokens <= self._limit

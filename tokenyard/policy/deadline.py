@@ -1,4 +1,4 @@
-"""Deadlines: `edf` serves who is due first, `slo` also gives up in time on what cannot be met.
+"""Deadlines: `edf` serves the request that is due first, `slo` also puts last what cannot meet its deadline.
 
 Four mechanisms make `slo`; none replaces another (docs/policies.md): a step bounded in time,
 deadline order, prefills that give way at the edge of a chunk, and putting last the largest request wherever the
@@ -23,30 +23,31 @@ from tokenyard.policy.views import Columns, Views
 
 WALK_INTERVAL_NS = 100_000_000
 ANSWER_QUANTILE = 0.9
-"""Of the answers before, so many are not longer than the one that a deadline leaves time for."""
+"""A deadline leaves time for an answer of this quantile of earlier answers' lengths."""
 
 MOST_PUT_LAST = 16
 """Requests put last in one walk over a lane; if more have to be, the next step goes on."""
 
 MOST_BROUGHT_BACK = 16
-"""Requests put last that are looked at in one walk for whether their deadline can be met after all."""
+"""Requests put last that one walk checks for whether they can meet their deadline after all."""
 
 ROOM_SHARE = 1 / 3
-"""Of the KV pool, so much stays free when a request put last starts in the first half of its longest wait."""
+"""Share of the KV pool that stays free when a request put last starts in the first half of its longest wait."""
 
 Work = Callable[[Int32Array], Float64Array]
-"""Of rows, how long each one's prefill takes in ns."""
+"""Maps rows (int32[n]) to the time that each one's prefill takes in ns, float64[n]."""
 
 
 class EarliestDeadline(Policy):
     """The earliest deadline first, started or not, so that a long prefill gives way at the edge of a chunk.
 
-    The first token of a request is due its time to first token after arrival, and so early that the answer can be whole
-    by its deadline at its target pace; for that its length is taken to be one that 90 % of the answers before, by the
-    same tenant to prompts of like length, did not exceed (nothing, as long as there are few). What brings neither a
-    deadline nor a target has its class's: the larger of `slo_ttft_ms` and `slo_ttft_scale` times its unloaded prefill.
-    With priorities enabled they come first, without aging. If all deadlines can be met this order meets them (Dertouzos
-    1974); if not, it may miss them all.
+    The first token of a request is due at arrival plus its target time to first token. With a deadline it is also due
+    early enough that the whole answer, at its target time per token, ends by the deadline. The answer's length is then
+    taken to be one that 90 % of earlier answers to the same tenant's prompts of similar length did not exceed, or 0
+    while there are few. A request with neither a deadline nor a target has its class's target: the larger of
+    `slo_ttft_ms` and `slo_ttft_scale` times its unloaded prefill. With priorities enabled, more urgent requests come
+    first, without aging. If all deadlines can be met this order meets them (Dertouzos 1974); if not, it may miss them
+    all.
     """
 
     name = "edf"
@@ -57,7 +58,7 @@ class EarliestDeadline(Policy):
     overtaking = "only by requests that arrive before its own deadline"
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        # Without aging: preemption, a full queue and who gives way must agree with an order in which levels are strict.
+        # Without aging: the order keeps levels strict, so preemption, a full queue and victims must do so too.
         strict = replace(settings, priority_aging_s=0.0)
         super().__init__(strict)
         self.time_rule = TimeBudgetRule(settings, use_slack=self.uses_slack)
@@ -102,15 +103,15 @@ class EarliestDeadline(Policy):
 
 
 class ServiceLevel(EarliestDeadline):
-    """Deadline order that meets as many deadlines as it can, by putting the largest request last where not all can be.
+    """Deadline order that meets as many deadlines as it can: if not all can be met, the largest requests are put last.
 
-    On arrivals and at least every `WALK_INTERVAL_NS` the prefills are walked through in deadline order; where the work
-    up to one of them cannot be done by its deadline, the largest so far is put last, which leaves the fewest requests
-    late (Moore and Hodgson 1968; the same idea as relegation in Niyama). It returns if a later walk finds that it can
-    be in time after all. Those put last are served when nobody else wants to be. With `slo_max_wait_s` W, they compete
-    again with the deadline arrival + unloaded prefill + W; until W / 2 before it they start only where a share of the
-    KV pool stays free, as their answers would hold memory that those need who can still be in time. With `slo_reject`
-    they are refused when their deadline comes.
+    On arrivals and at least every `WALK_INTERVAL_NS` the policy walks through the prefills in deadline order. If the
+    work up to one of them cannot be done by its deadline, the largest so far is put last, which leaves the fewest
+    requests late (Moore and Hodgson 1968; the same idea as relegation in Niyama). It returns if a later walk finds that
+    it can be in time after all. A request put last is served when no other waits. With `slo_max_wait_s` W, it competes
+    again with the deadline arrival + unloaded prefill + W. Until W / 2 before that, it starts only if a share of the KV
+    pool stays free, because its answer would hold memory that requests still in time need. With `slo_reject` it is
+    refused when its deadline passes.
     """
 
     name = "slo"
@@ -134,14 +135,14 @@ class ServiceLevel(EarliestDeadline):
 
     @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """With a longest wait those put last, where nobody is less urgent, wait for memory."""
+        """With `slo_max_wait_s`, requests put last in the least urgent lane wait for memory."""
         lanes = self.queue.lanes()
         for lane in lanes:
             held = lane is lanes[-1] and self.settings.slo_max_wait_s > 0.0
             yield from self._while_there_is_room(views, lane) if held else one_by_one(lane)
 
     def _while_there_is_room(self, views: Views, lane: Int32Array) -> Iterator[int]:
-        """The rows of `lane`; from the first put last that finds too little room on, without those that can wait."""
+        """The rows of `lane`. Once a row put last finds too little room, the rows that can wait are left out."""
         target = views.columns.target
         prefilling = set(views.prefilling.tolist())
         reserved = int((target[views.prefilling] - views.columns.planned[views.prefilling]).sum())
@@ -158,7 +159,7 @@ class ServiceLevel(EarliestDeadline):
             yield row
 
     def _can_wait(self, views: Views, rows: Int32Array) -> BoolArray:
-        """Who is put last, has not started and is in the first half of its longest wait, bool[len(rows)]."""
+        """Which rows are put last, not started and in the first half of their longest wait, bool[len(rows)]."""
         queue, half_ns = self.queue, self.settings.slo_max_wait_s * NS_PER_S / 2
         early = queue.last[rows] & (queue.own_ns[rows] - views.now > half_ns)
         return early & ~np.isin(rows, views.prefilling)
@@ -180,7 +181,7 @@ class ServiceLevel(EarliestDeadline):
         return {"relegated": self._relegated, "relegated_requests": now}
 
     def _walk(self, views: Views) -> None:
-        """Put last whoever has to be, most urgent lane first; the work of more urgent lanes comes before all others."""
+        """Put last the rows that must be, most urgent lane first; the work of more urgent lanes comes first."""
         assert views.cost is not None
         time = PrefillTime.of(views.cost)
         times = self.time_rule.step_times(views, time)
@@ -189,7 +190,7 @@ class ServiceLevel(EarliestDeadline):
         bounded = self.settings.slo_max_wait_s > 0.0
         lanes = self.queue.lanes()
         for lane in lanes:
-            # Nobody waits for those at the end of a lane, who have no time by which they must be done.
+            # Rows at the end of a lane have no time by which they must be done, and delay no other row.
             rows = lane if bounded else self.queue.with_deadline(lane)
             may_wait = ~(self.queue.last[rows] | (views.columns.first_token_ns[rows] > 0))
             chosen = _largest_of_late(start_ns, work_ns(rows), self._must_be_done_ns(views.columns, rows), may_wait)
@@ -206,7 +207,7 @@ class ServiceLevel(EarliestDeadline):
     def _bring_back(
         self, columns: Columns, lane: Int32Array, walked: Int32Array, start_ns: float, work_ns: Work
     ) -> None:
-        """Let return from the end of `lane` whoever can be in time after all, with none of the `walked` made late."""
+        """Bring back the rows at the end of `lane` that can be in time after all without making a `walked` row late."""
         queue = self.queue
         hopeful = queue.last & (queue.due_ns > start_ns)
         back = lane[hopeful[lane]]
@@ -221,7 +222,7 @@ class ServiceLevel(EarliestDeadline):
             queue.bring_back(rows[found])
 
     def _must_be_done_ns(self, columns: Columns, rows: Int32Array) -> Float64Array:
-        """When each prefill must be done as things stand, float64[len(rows)]; a lost decode has no such time."""
+        """When each prefill must be done, float64[len(rows)] in ns; inf for a row that already had its first token."""
         queue = self.queue
         due_ns = np.where(queue.last[rows], queue.own_ns[rows], queue.due_ns[rows])
         must: Float64Array = np.where(columns.first_token_ns[rows] > 0, np.inf, due_ns)
@@ -229,7 +230,7 @@ class ServiceLevel(EarliestDeadline):
 
 
 def _work_ns(columns: Columns, time: PrefillTime, stretch: float, rows: Int32Array) -> Float64Array:
-    """How long the steps take that finish each prefill, float64[len(rows)]."""
+    """How long the steps take that finish each prefill, float64[len(rows)] in ns."""
     done = np.maximum(columns.planned[rows], columns.matchable[rows])
     seconds: Float64Array = time.rest_s(done, columns.target[rows] - done)
     return seconds * (stretch * NS_PER_S)
@@ -238,8 +239,8 @@ def _work_ns(columns: Columns, time: PrefillTime, stretch: float, rows: Int32Arr
 def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, may_wait: BoolArray) -> list[int]:
     """Places to leave out so that the others, done one after the other from `start_ns`, are in time.
 
-    The arrays are in the order of work; only places that `may_wait` are chosen. Who would be late even alone is chosen
-    first, since nobody else could help it. At most `MOST_PUT_LAST` others are.
+    The arrays are in the order of work; only places that `may_wait` are chosen. A request that would be late even alone
+    is chosen first, as leaving out others cannot help it. At most `MOST_PUT_LAST` others are chosen.
     """
     if not len(work_ns):
         return []
@@ -256,7 +257,7 @@ def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Arra
             break
         largest = int(size[: first + 1].argmax())
         if size[largest] < 0.0:
-            # Nobody can make room for who stands before the first place that may wait.
+            # Only earlier places make room; before the first place that may wait there are none to choose.
             begin = int((size >= 0.0).argmax())
             if begin <= first:
                 break
@@ -269,7 +270,7 @@ def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Arra
 
 
 def _smallest_in_time(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, left_out: BoolArray) -> list[int]:
-    """Places `left_out` that can be done in time after all, with nobody late who is not late without them.
+    """Places `left_out` that can be done in time after all without making another place late.
 
     The arrays are in the order of work. The `MOST_BROUGHT_BACK` smallest are tried, the smallest first.
     """

@@ -11,7 +11,7 @@ from tokenyard.policy.slo_targets import class_ttft_ns, tpot_ns
 from tokenyard.policy.views import NO_DEADLINE, Columns, Views
 
 FAR_NS = 1 << 61
-"""Added to a deadline, puts a request behind all that have one and keeps the order among themselves."""
+"""Added to a deadline, it puts a request behind all others and keeps the order among those put last."""
 
 BLOCK_ROWS = 64
 NOBODY = -1
@@ -20,16 +20,18 @@ Urgencies = Callable[[Columns, Int32Array], Int64Array]
 
 
 class DeadlineQueue:
-    """Waiting and started prefills by (urgency, key, arrival); the key is the deadline unless someone is put last.
+    """Waiting and started prefills by (urgency, key, arrival); the key is the deadline, or `own_ns` for a row put last.
 
-    It finds out by itself who is new, who left, and whose deadline or priority changed, in a handful of array
-    operations a step. Columns by table row: `due_ns` when the first token is due, `own_ns` the key of a row that is put
-    last, `last` who is. `_seen` and `_computed_for` hold the sequence number of the request that stands in a lane, and
-    of the one that `due_ns` was worked out for; a row is in its lane as long as its `_mark` is the current tick.
+    `update` finds which rows are new, left, or have a changed deadline or priority, in a handful of array operations a
+    step. Columns by table row: `due_ns`, when the first token is due; `own_ns`, the key of a row that is put last;
+    `last`, whether it is put last. `_seen` holds the sequence number of the request that is in a lane, `_computed_for`
+    of the one that `due_ns` was computed for. A row is in its lane as long as its `_mark` is the current tick.
     """
 
     def __init__(self, settings: SchedulerSettings, answers: AnswerPredictor, urgencies: Urgencies | None) -> None:
-        """Without `urgencies` (of rows, larger is more urgent) all are alike. `answers` foresees how long they get."""
+        """`urgencies` maps rows to levels (larger is more urgent); None for one level. `answers` predicts answer
+        lengths.
+        """
         self._settings = settings
         self._answers = answers
         self._urgencies = urgencies
@@ -62,7 +64,7 @@ class DeadlineQueue:
         return [self._lanes[urgent] for urgent in sorted(self._lanes, reverse=True)]
 
     def with_deadline(self, lane: Int32Array) -> Int32Array:
-        """The front of a lane, without those at its end who were put last with no time by which they must be done."""
+        """The front of a lane, without the rows at its end that were put last and have no other deadline."""
         return lane[: int(np.searchsorted(self._key[lane], FAR_NS))]
 
     def rows(self) -> Iterator[int]:
@@ -78,12 +80,12 @@ class DeadlineQueue:
             yield from lane[wanted[lane]].tolist()
 
     def put_last(self, rows: Int32Array) -> None:
-        """From now on these rows stand where their own key belongs."""
+        """Put these rows where their `own_ns` belongs."""
         self.last[rows] = True
         self._move(rows, self.own_ns[rows])
 
     def bring_back(self, rows: Int32Array) -> None:
-        """These rows, which were put last, stand at their deadline again."""
+        """Put these rows, which were put last, back at their deadline."""
         self.last[rows] = False
         self._move(rows, self.due_ns[rows])
 
@@ -106,7 +108,7 @@ class DeadlineQueue:
             self._compute_due(columns, row, cost)
         self._computed_for[fresh], self._given[fresh] = columns.seq[fresh], columns.deadline_ns[fresh]
         self._urgent[fresh] = self._urgency(columns, fresh)
-        # Who was held back for a while stays last; who has begun to answer goes on where it belongs.
+        # A row that was held back for a while stays last; one that has begun to answer returns to its deadline.
         self.last[fresh] &= again & (columns.first_token_ns[fresh] == 0)
         self._key[fresh] = np.where(self.last[fresh], self.own_ns[fresh], self.due_ns[fresh])
         self._insert(fresh[np.argsort(columns.seq[fresh], kind="stable")])
@@ -130,7 +132,7 @@ class DeadlineQueue:
         self.own_ns[row] = arrival + unloaded + round(wait_s * NS_PER_S) if wait_s > 0.0 else due + FAR_NS
 
     def _insert(self, rows: Int32Array) -> None:
-        """Put rows into their lanes; among equal keys behind who is there, and as they come."""
+        """Put rows into their lanes, in the given order; among equal keys behind the rows already there."""
         for urgent in np.unique(self._urgent[rows]).tolist():
             new = rows[self._urgent[rows] == urgent]
             new = new[np.argsort(self._key[new], kind="stable")]

@@ -1,7 +1,7 @@
-"""Fairness between tenants: the one that was served least goes next, with service counted in tokens.
+"""Fairness between tenants: the tenant that was served least goes next, with service counted in tokens.
 
 A prompt token that is computed counts `INPUT_WEIGHT`, an output token `OUTPUT_WEIGHT`, both divided by the tenant's
-weight. What came from the cache costs nobody anything, and neither does what is computed again after a retraction.
+weight. Tokens from the cache cost nothing, and neither do tokens that are computed again after a retraction.
 """
 
 import heapq
@@ -25,7 +25,7 @@ SMALL_SORT = 1 << 15
 
 
 class TenantService(Policy, ABC):
-    """What the fair policies share: who waits, and what each tenant is charged (`serve`)."""
+    """What the fair policies share: which tenants wait, and what each is charged (`serve`)."""
 
     charges_decode = True
 
@@ -45,7 +45,7 @@ class TenantService(Policy, ABC):
 
     @override
     def charge(self, row: int, prefill_tokens: int) -> None:
-        """The first chunk pays for the whole prompt, as a started prompt cannot be given back."""
+        """The first chunk pays for the whole prompt, because a started prompt is completed in any case."""
         assert self.views is not None
         columns = self.views.columns
         if self._charged[row] == columns.seq[row]:
@@ -65,7 +65,7 @@ class TenantService(Policy, ABC):
 
     @override
     def measures(self, rows: Int32Array) -> dict[str, float]:
-        """Service_gap_tokens: the most that two tenants of `rows` are apart, by weight."""
+        """service_gap_tokens: the largest difference between the accounts of two tenants of `rows`."""
         if self.views is None:
             return {}
         tenants = self.views.columns.tenant[rows]
@@ -75,14 +75,14 @@ class TenantService(Policy, ABC):
     @property
     @abstractmethod
     def accounts(self) -> Float64Array:
-        """What tells tenants apart, by tenant: its growth, or its fall, is service in tokens of weight 1."""
+        """The account that tenants are ordered by, float64[tenants]; service changes it, in tokens of weight 1."""
 
     @abstractmethod
     def serve(self, tenant: int, service: float) -> None:
-        """The tenant was given so much."""
+        """Charge `service` to the tenant, in tokens of weight 1."""
 
     def grow(self, tenants: int) -> None:
-        """So many tenants are known from now on."""
+        """Make room for `tenants` tenants."""
         self._weight = np.concatenate((self._weight, np.ones(tenants - len(self._weight))))
 
     def _learn(self, columns: Columns, rows: Int32Array) -> None:
@@ -96,11 +96,12 @@ class TenantService(Policy, ABC):
 class VirtualTokenCounter(TenantService):
     """The tenant with the least service first, within a tenant by arrival (VTC, Sheng et al. 2024).
 
-    A started prefill gives way to tenants with less service at the edge of a chunk. A tenant that comes back to wait is
-    lifted to the least among those who do, or to `saved_tokens` below the most if that is less: who stays away saves up
-    that much and no more (as Linux's CFS credits sleepers; 0 is the paper's rule). Without it somebody who sends little
-    is put beside the one who floods with each request anew. Two tenants that both keep waiting are never further apart
-    than 2 * max(longest prompt, OUTPUT_WEIGHT * KV pool, saved_tokens).
+    A started prefill gives way to tenants with less service at the edge of a chunk. A tenant without waiting requests
+    that sends one again is lifted to the least service among the waiting tenants, or to `saved_tokens` below the most
+    if that is less. So an idle tenant saves up that much and no more (as Linux's CFS credits sleepers; 0 is the paper's
+    rule). Without the credit, a tenant that sends little is treated like one that floods the queue each time it sends a
+    request. Two tenants that both keep waiting are never further apart than 2 * max(longest prompt, OUTPUT_WEIGHT * KV
+    pool, saved_tokens).
     """
 
     name = "vtc"
@@ -144,7 +145,7 @@ class VirtualTokenCounter(TenantService):
         return self._by_service(views, views.waiting)
 
     def _by_service(self, views: Views, rows: Int32Array) -> Iterator[int]:
-        """Rows by the service of their tenants at the moment at which they are drawn, within a tenant as they stand."""
+        """Rows by their tenants' service at the moment when they are drawn, within a tenant in the order of `rows`."""
         tenants = views.columns.tenant[rows]
         # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
         rows = rows[np.argsort(tenants.astype(np.int16) if len(self.served) < SMALL_SORT else tenants, kind="stable")]
@@ -164,7 +165,7 @@ class VirtualTokenCounter(TenantService):
     @property
     @override
     def accounts(self) -> Float64Array:
-        """The service of each."""
+        """The service of each tenant."""
         return self.served
 
     @override
@@ -183,12 +184,12 @@ class VirtualTokenCounter(TenantService):
 
 
 class DeficitLongestPrefixMatch(TenantService):
-    """Longest prefix first among tenants that have credit left (DLPM, Cao et al. 2025), among equal ones who has most.
+    """Longest prefix first among tenants with credit left (DLPM, Cao et al. 2025); among equals the most credit first.
 
     Service is paid out of a tenant's credit. When no waiting tenant has any, each is given `quantum_tokens` times its
-    weight: a larger quantum finds more prefixes and lets the gap grow. Who does not wait then is given as much, but
-    saves up no more than `saved_tokens`, and begins with that (0 is the paper's rule): somebody who sends little is
-    before the one who floods wherever the cache holds as much for both. The gap between two tenants that both keep
+    weight: a larger quantum finds more prefixes and lets the gap grow. An idle tenant is given as much, but saves up no
+    more than `saved_tokens`, which is also its first credit (0 is the paper's rule). So a tenant that sends little
+    precedes one that floods the queue if the cache holds as much for both. The gap between two tenants that both keep
     waiting stays within 2 * (max(longest prompt, OUTPUT_WEIGHT * KV pool) + max(quantum_tokens, saved_tokens)).
     """
 
@@ -233,7 +234,7 @@ class DeficitLongestPrefixMatch(TenantService):
     @property
     @override
     def accounts(self) -> Float64Array:
-        """The credit of each."""
+        """The credit of each tenant."""
         return self.credit
 
     @override
@@ -247,7 +248,7 @@ class DeficitLongestPrefixMatch(TenantService):
         self.credit = np.concatenate((self.credit, np.full(tenants - len(self.credit), self._saved)))
 
     def _refill(self, tenants: Int32Array) -> None:
-        """Give credit until a waiting tenant has some; absent ones save up no more than `saved_tokens`."""
+        """Give credit until a waiting tenant has some; idle ones save up no more than `saved_tokens`."""
         waits = np.bincount(tenants, minlength=len(self.credit)) > 0
         if (self.credit[waits] > 0.0).any():
             return

@@ -15,13 +15,13 @@ POOL_SHARE = 0.97
 """Past-Future admission fills the pool no further than this, as its forecast is a sample."""
 
 GOLDEN_STEP = 0.6180339887498949
-"""Fractional part of the golden ratio: its multiples fill the unit interval evenly in whatever order they are used."""
+"""Fractional part of the golden ratio: the fractional parts of its multiples spread evenly over the unit interval."""
 
 
 class Headroom(Protocol):
-    """Foresees the growth of requests. Told what happens, asked at admission.
+    """Predicts the growth of requests. The scheduler reports what happens and asks at admission.
 
-    ratio: the share of what answers may still be that is held back; 0 where the method knows no such share.
+    ratio: the share of the output tokens still allowed that is held back; 0 for methods without such a share.
     """
 
     ratio: float
@@ -42,14 +42,14 @@ class Headroom(Protocol):
         """Pages ran out; `survivors` still run."""
 
     def finished(self, output_tokens: int) -> None:
-        """A request ended after so many output tokens."""
+        """A request ended after `output_tokens` output tokens."""
 
     def idle(self) -> None:
-        """Nothing is left to do."""
+        """No request is left."""
 
 
 class NoHeadroom(Headroom):
-    """Hold nothing back, as vLLM does: what does not fit later is retracted and computed anew."""
+    """Hold nothing back, as vLLM does: a request that does not fit later is retracted and computed again."""
 
     ratio = 0.0
 
@@ -114,7 +114,7 @@ class RatioHeadroom(NoHeadroom):
 
     @override
     def retracted(self, columns: Columns, survivors: Int32Array) -> None:
-        """The estimate is what survivors have written of what they may write."""
+        """The new ratio is the share of their allowed output tokens that the survivors have written."""
         generated = int(tokens_generated(columns, survivors).sum())
         allowed = int((columns.limit[survivors] + 1 - columns.prompt_tokens[survivors]).sum())
         reserve = self._settings.retract_decode_steps * len(survivors)
@@ -128,9 +128,9 @@ class RatioHeadroom(NoHeadroom):
 class HistoryHeadroom(NoHeadroom):
     """Hold back the mean residual length E[o^2] / (2 E[o]) of past outputs for every decoding row and newcomer.
 
-    A request met in the middle of its answer has that much to come on average (renewal theory), whatever the lengths
-    are distributed like. The last `REMEMBERED_OUTPUTS` outputs count; before any, `FIRST_GUESS_TOKENS` are assumed. No
-    row is foreseen to grow beyond its own limit.
+    A request in the middle of its answer has that much to come on average (renewal theory), for any distribution of
+    lengths. The last `REMEMBERED_OUTPUTS` outputs count; before the first one, `FIRST_GUESS_TOKENS` is assumed. No row
+    is predicted to grow beyond its own limit.
     """
 
     def __init__(self) -> None:
@@ -164,12 +164,12 @@ class HistoryHeadroom(NoHeadroom):
 
 
 class PastFuture(NoHeadroom):
-    """Admit by the peak of the memory that is foreseen (Past-Future scheduler, Gong et al. 2025).
+    """Admit by the predicted peak of memory (Past-Future scheduler, Gong et al. 2025).
 
     Each row's output length is a draw from past outputs longer than what it has written; the draw is a fixed quantile
-    for each request, so that its forecast does not flicker from step to step. With rows sorted by what remains, longest
-    first, memory when the i-th ends is what the first i hold plus i times its remainder; the largest of these is the
-    peak. Held back is the peak minus what is held now, and the share of the pool that no forecast may touch.
+    for each request, so that its forecast stays the same from step to step. With rows sorted by what remains, longest
+    first, the memory when the i-th ends is what the first i hold plus i times its remainder; the largest of these is
+    the peak. Held back are the peak minus what is held now, and the share of the pool beyond `POOL_SHARE`.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class PastFuture(NoHeadroom):
 
     @override
     def newcomer_tokens(self, columns: Columns, row: int) -> int:
-        """Below 0 where the newcomer ends before the peak of the others."""
+        """Below 0 if the newcomer ends before the peak of the others."""
         return _growth_to_peak(*self._with(columns, row)) - self._growth
 
     @override
@@ -207,7 +207,7 @@ class PastFuture(NoHeadroom):
         return np.append(self._held, int(columns.target[row])), np.concatenate((self._rest, rest))
 
     def _remaining(self, columns: Columns, rows: Int32Array) -> Int64Array:
-        """Output tokens that each row is foreseen to write still, int64[len(rows)]."""
+        """Output tokens that each row is predicted to write still, int64[len(rows)]."""
         written = tokens_generated(columns, rows).astype(np.int64)
         limit = (columns.limit[rows] + 1 - columns.known[rows]).astype(np.int64)
         if self._sorted is None:
@@ -216,15 +216,15 @@ class PastFuture(NoHeadroom):
         candidates = len(self._sorted) - longer
         quantile = columns.seq[rows] * GOLDEN_STEP % 1.0
         drawn = self._sorted[np.minimum(longer + (quantile * candidates).astype(np.int64), len(self._sorted) - 1)]
-        # Who has outgrown all that was seen is taken to have as much to come as it has written.
+        # A request that is longer than all recorded outputs is predicted to write as much again.
         rest: Int64Array = np.minimum(np.where(candidates > 0, drawn - written, written), limit)
         return rest
 
 
 class AnswerLimits(PastFuture):
-    """Admit by the peak of the memory if every answer is as long as its max_new_tokens allows: nobody is retracted.
+    """Admit by the peak of the memory if every answer is as long as its max_new_tokens allows: no request is retracted.
 
-    For clients that ask for no more than they need.
+    It suits clients that ask for no more tokens than they need.
     """
 
     def _remaining(self, columns: Columns, rows: Int32Array) -> Int64Array:
@@ -233,7 +233,7 @@ class AnswerLimits(PastFuture):
 
 
 def _growth_to_peak(held: Int64Array, rest: Int64Array) -> int:
-    """How far memory rises above what is held now until the last row ends; both arrays by row."""
+    """Tokens by which memory rises above what is held now before the last row ends; both arrays by row."""
     if not len(held):
         return 0
     order = np.argsort(-rest, kind="stable")
@@ -242,7 +242,7 @@ def _growth_to_peak(held: Int64Array, rest: Int64Array) -> int:
 
 
 def create_headroom(settings: SchedulerSettings) -> Headroom:
-    """What `settings.headroom` asks for. Raises ConfigError for an unknown name."""
+    """The method that `settings.headroom` names. Raises ConfigError for an unknown name."""
     if settings.headroom == "ratio":
         return RatioHeadroom(settings)
     made: dict[str, type[NoHeadroom]] = {

@@ -1,7 +1,7 @@
-"""Levels: one queue per service class, a strict one on top, and shares of the prefill tokens for those below.
+"""Service levels: one queue per service class, a strict one on top, and shares of the prefill tokens for the others.
 
 Below the strict level the levels take turns by deficit round robin (Shreedhar and Varghese 1996), counted in the tokens
-that a request has to compute, not in requests, since one prompt can be a thousand times another.
+that a request has to compute, not in requests, because prompts differ in length by a factor of a thousand.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ SHARES_BOUND = (
 
 @dataclass(slots=True)
 class Turn:
-    """A row whose turn it would be, and how many rounds of deficit round robin must pass for it."""
+    """The next row, and how many rounds of deficit round robin must pass before it may start."""
 
     row: int
     level: int
@@ -53,10 +53,10 @@ class Turn:
 
 @dataclass(slots=True)
 class Shares:
-    """What each level may still take. All in prefill tokens.
+    """What each level may still take, in prefill tokens.
 
-    deficit: per shared level, what it may take before the others' turn; debts are negative. strict_credit: what the
-    strict level may take ahead of the others; it earns from what they take.
+    deficit: per shared level, what it may take before the turn passes to the others; debts are negative. strict_credit:
+    what the strict level may take ahead of the others; it grows with what they take.
     """
 
     weights: tuple[int, ...]
@@ -80,7 +80,7 @@ class Shares:
         return (level - HIGH - self.turn) % len(SHARED_LEVELS)
 
     def take(self, level: int, rounds: int, waiting: list[int]) -> None:
-        """`level` has its turn after `rounds`, in which every level in `waiting` earned; others keep no credit."""
+        """`level` has its turn after `rounds`, in which every level in `waiting` earns; the others keep no credit."""
         for place, weight in enumerate(self.weights):
             if place + HIGH in waiting:
                 self.deficit[place] += rounds * self.quantum * weight

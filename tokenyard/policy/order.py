@@ -1,4 +1,4 @@
-"""Orders of the waiting rows: SGLang's, and highest response ratio."""
+"""Orders of the waiting rows: those of SGLang, and highest response ratio."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -16,15 +16,15 @@ IndexArray = npt.NDArray[np.intp]
 
 DRAWN_AT_ONCE = 64
 SAMPLE = 512
-"""About so many keys say where the best of all end."""
+"""About this many keys are sampled to find the border of the best ones."""
 
 LAST = 2**62
 
 
 def best_first(rows: Int32Array, key: Keys) -> Iterator[int]:
-    """`rows` (int32[n]) by ascending `key` (int64[n] or float64[n]), ties as they stand.
+    """`rows` (int32[n]) by ascending `key` (int64[n] or float64[n]); ties keep their order.
 
-    The first few dozen come from a selection in O(n); the rest is sorted only if someone asks for it.
+    The first few dozen come from a selection in O(n); the rest is sorted only if it is drawn.
     """
     for places in _sorted_places(key):
         ordered = rows[places]
@@ -33,7 +33,7 @@ def best_first(rows: Int32Array, key: Keys) -> Iterator[int]:
 
 
 def in_groups(rows: Int32Array, key: Int64Array) -> Iterator[Int32Array]:
-    """`rows` parted by `key`, the lowest key first, rows of one key as they stand; lazy like `best_first`."""
+    """`rows` grouped by `key`, the lowest key first; rows of one key keep their order. Lazy like `best_first`."""
     for places in _sorted_places(key):
         borders = np.flatnonzero(np.diff(key[places])) + 1
         start = 0
@@ -43,15 +43,15 @@ def in_groups(rows: Int32Array, key: Int64Array) -> Iterator[Int32Array]:
 
 
 def _sorted_places(key: Keys) -> Iterator[IndexArray]:
-    """Places by ascending key, ties as they stand: first those below a border, which are few, then those on it, which
-    may be many but are in order, then all others. No tie is cut, and no part is empty.
+    """Places by ascending key; ties keep their order. First come those below a border, which are few, then those on it,
+    which may be many but need no sorting, then all others. No tie is cut, and no part is empty.
     """
     if len(key) <= DRAWN_AT_ONCE:
         parts = [np.ones(len(key), np.bool_)]
     else:
         border = _border(key)
         below, on_border = key < border, key == border
-        # Whatever is no number is neither below nor above, and comes last.
+        # NaN is neither below nor on the border, and comes last.
         parts = [below, on_border, ~(below | on_border)]
     for part in parts:
         places = np.flatnonzero(part)
@@ -60,7 +60,7 @@ def _sorted_places(key: Keys) -> Iterator[IndexArray]:
 
 
 def _border(key: Keys) -> Any:
-    """A key that some `DRAWN_AT_ONCE` to a few times as many are not above, by looking at a part of them.
+    """A key such that `DRAWN_AT_ONCE` to a few times as many keys are not above it, estimated from a sample.
 
     `np.partition` finds the exact one, but takes ten times as long where most keys are one of a few.
     """
@@ -72,8 +72,8 @@ def _border(key: Keys) -> Any:
 class LongestPrefixMatch(Policy):
     """Most cached prompt tokens first (RadixAttention, Zheng et al. 2024): the best order for the hit rate.
 
-    With in-batch prefix caching: of requests with hardly a hit that share their first tokens, all but the first are put
-    last, so that it brings the tokens into the tree and they find them there.
+    With in-batch prefix caching: of requests that share their first tokens and have hardly a hit, all but the first are
+    put last. The first brings the tokens into the tree, and the others find them there.
     """
 
     name = "lpm"
@@ -90,7 +90,7 @@ class LongestPrefixMatch(Policy):
         return best_first(views.waiting, key)
 
     def _deferred(self, views: Views) -> BoolArray:
-        """Rows whose prefix an earlier waiting row, or one that is being prefilled, will bring; bool[len(waiting)]."""
+        """Rows with a prefix that an earlier waiting row, or a row in prefill, will insert; bool[len(waiting)]."""
         columns, waiting = views.columns, views.waiting
         groups = columns.prefix_group[waiting]
         grouped = (columns.matchable[waiting] <= self.settings.in_batch_prefix_caching_check_threshold) & (groups >= 0)
@@ -107,14 +107,14 @@ class LongestPrefixMatch(Policy):
 
 
 class DfsWeight(Policy):
-    """Depth first through the tree, most waiting requests first, so that what shares a prefix runs together.
+    """Depth first through the tree, most waiting requests first, so that requests with a common prefix run together.
 
     SGLang's rule: children before the node's own requests.
     """
 
     name = "dfs-weight"
     needs_tree = True
-    overtaking = "none: where few wait for a prefix, they can wait as long as others keep coming for another"
+    overtaking = "none: the few that share a prefix can wait as long as others keep coming for another prefix"
 
     @override
     def order(self, views: Views) -> Iterator[int]:
@@ -128,7 +128,7 @@ class DfsWeight(Policy):
             most = len(views.waiting)
 
     def _walk(self, views: Views, wanted: BoolArray, most: int) -> list[int]:
-        """At least `most` of the wanted rows that still wait, if there are so many, in order."""
+        """At least `most` of the wanted rows that still wait, or all if they are fewer, in order."""
         assert views.prefixes is not None
         found: list[int] = []
         stack = [(views.prefixes, views.prefixes.heaviest_first())]
@@ -169,7 +169,7 @@ class LongestOutput(Policy):
 
 
 class RandomOrder(Policy):
-    """A new shuffle each step, from a seeded generator: no bias, for comparisons."""
+    """A new shuffle each step, from a seeded generator: a baseline without bias."""
 
     name = "random"
     overtaking = "none, but each step gives every request the same chance"
@@ -186,13 +186,14 @@ class RandomOrder(Policy):
 
 
 class RoutingKey(Policy):
-    """Requests whose routing key most running ones have, first (SGLang): with one key per LoRA adapter few are loaded.
+    """The routing key that most running requests have goes first (SGLang): with one key per LoRA adapter few are
+    loaded.
 
-    Keys of equal count stay together; requests whose key nobody runs, or without one, come last.
+    Keys of equal count stay together; a request without a key, or with a key that no running request has, comes last.
     """
 
     name = "routing-key"
-    overtaking = "none: a request whose key nobody runs can wait as long as others keep coming"
+    overtaking = "none: a request with a key that no running request has can wait as long as others keep coming"
 
     @override
     def order(self, views: Views) -> Iterator[int]:
@@ -206,14 +207,15 @@ class RoutingKey(Policy):
 
 
 class HighestResponseRatio(Policy):
-    """Longest wait in proportion to the work first (Brinch Hansen 1971): short requests soon, long ones surely.
+    """Longest wait in proportion to the work first (Brinch Hansen 1971): short requests start soon, and long ones never
+    starve.
 
     The work is the number of prompt tokens that are not cached.
     """
 
     name = "hrrn"
     uses_hits = True
-    overtaking = "shorter requests only, and only by as much shorter as they have waited less"
+    overtaking = "only by shorter requests, shorter in proportion to how much less they have waited"
 
     @override
     def order(self, views: Views) -> Iterator[int]:

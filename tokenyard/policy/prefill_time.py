@@ -1,4 +1,4 @@
-"""What prefill adds to a step's time, read off any cost model as a parabola that can be inverted in closed form."""
+"""The time that prefill adds to a step: a parabola fitted to any cost model, which is inverted in closed form."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from tokenyard.base import CostModel, Float64Array, Int32Array, StepWork
 
 PROBE_TOKENS = 8192
-"""Large enough that a step is past the time in which weights are read, where a line in the tokens holds."""
+"""Large enough that reading the weights no longer bounds the step and its time is linear in the tokens."""
 
 LEAST_TOKEN_S = 1e-9
 
@@ -18,8 +18,8 @@ LEAST_TOKEN_S = 1e-9
 class PrefillTime:
     """A chunk of x tokens after `prefix` adds x * (token_s + area_s * (prefix + x / 2)) seconds to a step.
 
-    Three questions to the cost model find the two factors: exact for models of that form, which measurements of many
-    engines fit well, and a local fit for others.
+    Three calls of the cost model give the two factors. They are exact for models of that form, which measurements of
+    many engines fit well, and a local fit for others.
     """
 
     token_s: float
@@ -27,7 +27,7 @@ class PrefillTime:
 
     @classmethod
     def of(cls, cost: CostModel) -> Self:
-        """Ask `cost` for the factors."""
+        """The factors that fit `cost`."""
         area = PROBE_TOKENS * PROBE_TOKENS / 2
         once = cost.step(_probe(PROBE_TOKENS, 0.0))
         token_s = (cost.step(_probe(2 * PROBE_TOKENS, 0.0)) - once) / PROBE_TOKENS
@@ -53,7 +53,7 @@ class PrefillTime:
         return int(2.0 * budget_s / (slope + math.sqrt(slope * slope + 2.0 * self.area_s * budget_s)))
 
     def base_s(self, cost: CostModel, decodes: StepWork) -> float:
-        """What a step's `decodes` take by themselves when chunks fill the rest of the step."""
+        """Seconds that a step's `decodes` take when chunks fill the rest of the step."""
         work = _probe(PROBE_TOKENS, 0.0)
         work.tokens += decodes.tokens
         work.rows += decodes.rows

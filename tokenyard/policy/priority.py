@@ -1,7 +1,8 @@
-"""Priorities in front of any order, with aging, preemption and a full queue's choice of whom to send away.
+"""Priorities in front of any order, with aging, preemption, and the choice of the request that leaves a full queue.
 
 The flags are SGLang's. Different from SGLang: a waiting request ages, which bounds its wait; the preemption threshold
-acts on aged priorities, so that who was preempted cannot preempt back; pages count as well as rows.
+acts on aged priorities, so a preempted request cannot preempt the one that took its place; a request preempts for pages
+as well as for rows.
 """
 
 from collections.abc import Iterator
@@ -37,8 +38,8 @@ class Priority(Wrapper):
 
     @override
     def candidates(self, views: Views) -> Iterator[int]:
-        """A started prefill goes on before less urgent newcomers; among equals `inner` says
-        who is next, by default a started one too.
+        """A started prefill continues before less urgent newcomers. Among equals `inner` decides; by default a started
+        one goes first there too.
         """
         waiting, ranks = views.waiting, self.rank(views.columns, views.waiting)
         for prefilling in self._prefilling_groups(views):
@@ -77,7 +78,7 @@ class Priority(Wrapper):
 
     @override
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
-        """The latest of the least urgent, if the newcomer is strictly more urgent."""
+        """The latest arrival among the least urgent rows, if the newcomer is strictly more urgent."""
         fresh = waiting[columns.admitted_ns[waiting] == 0]
         if not len(fresh):
             return None
@@ -87,7 +88,7 @@ class Priority(Wrapper):
         return worst if own > levels.min() else None
 
     def rank(self, columns: Columns, rows: Int32Array) -> Int64Array:
-        """What rows are ordered by, smaller first, int64[len(rows)]; equal where `inner` is to decide."""
+        """The sort key of rows, smaller first, int64[len(rows)]; equal for rows that `inner` orders."""
         keys, aging_ns = self.urgency.keys(columns, rows), self.urgency.aging_ns
         return keys // aging_ns if aging_ns and not self._plain else keys
 
@@ -96,7 +97,7 @@ class Priority(Wrapper):
         return in_groups(views.prefilling, self.rank(views.columns, views.prefilling))
 
     def _in_order(self, views: Views, rows: Int32Array, ranks: Int64Array) -> Iterator[int]:
-        """Waiting `rows` by their ranks, equals as `inner` has them."""
+        """Waiting `rows` by their ranks, equals in the order of `inner`."""
         if self._plain:
             yield from best_first(rows, ranks)
             return

@@ -1,8 +1,8 @@
-"""Priority functions of the user's own (`--priority-function module:name`): the part of them that needs no clock.
+"""User-defined priority functions (`--priority-function module:name`): the part that needs no clock.
 
-A function gets two read-only views and answers how many levels of urgency to add. It is called outside the core, on
-arrival and now and then, with its time watched; what it answers enters as `Update(boost=...)`, so that a tape replays
-without it.
+A function gets two read-only views and returns how many levels of urgency to add. It is called outside the core, on
+arrival and at intervals, and its time is measured. Its result enters as `Update(boost=...)`, so a tape replays without
+the function.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from typing import Any
 from tokenyard.base import ConfigError
 
 MOST_BOOST = 10**6
-"""Levels of urgency that a priority function can add or take."""
+"""The most levels of urgency that a priority function can add or subtract."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class SystemView:
-    """What a priority function sees of the whole. kv_free: share of the KV pool. attainment: per service class, the
-    share of recent requests that met their targets.
+    """What a priority function sees of the system. kv_free: free share of the KV pool. attainment: per service class,
+    the share of recent requests that met their targets.
     """
 
     waiting: int
@@ -45,23 +45,23 @@ PriorityFunction = Callable[[RequestView, SystemView], float]
 
 
 def load_priority_function(path: str) -> PriorityFunction:
-    """The function that `module:name` names. Raises ConfigError if it cannot be imported or called."""
+    """The function at `module:name`. Raises ConfigError if it cannot be imported or is not callable."""
     found = load_object(path, "--priority-function")
     if not callable(found):
-        raise ConfigError(f"--priority-function {path}: this is no function")
+        raise ConfigError(f"--priority-function {path}: it is not callable")
     function: PriorityFunction = found
     return function
 
 
 def to_boost(answer: object) -> int:
-    """Whole levels out of a function's answer, cut to `MOST_BOOST`. Raises ValueError for what is no finite number."""
+    """A function's result as whole levels, cut to `MOST_BOOST`. Raises ValueError unless it is a finite number."""
     if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
         raise ValueError(f"a priority function must return a finite number, not {answer!r}")
     return max(-MOST_BOOST, min(MOST_BOOST, round(answer)))
 
 
 def load_object(path: str, flag: str) -> Any:
-    """What `module:name` names. Raises ConfigError, naming `flag`, if there is no such thing."""
+    """The object at `module:name`. Raises ConfigError, naming `flag`, if it cannot be imported."""
     module_name, _, name = path.partition(":")
     if not module_name or not name.isidentifier():
         raise ConfigError(f"{flag} {path}: write it as module:name")

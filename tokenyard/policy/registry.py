@@ -1,4 +1,4 @@
-"""Names of policies, as `--schedule-policy` takes them, and how they are put together."""
+"""The policies by the names that `--schedule-policy` takes, and the wrappers that settings put around them."""
 
 import difflib
 from copy import deepcopy
@@ -25,11 +25,11 @@ POLICIES = {policy.name: policy for policy in _LISTED}
 
 
 def create_policy(name: str, settings: SchedulerSettings) -> Policy:
-    """The policy called `name`, with what the settings put around it.
+    """The policy called `name`, inside the wrappers that the settings ask for.
 
     From the inside out: the order itself, priorities, levels, the bound on overtaking. `my_pkg:MyPolicy` loads a
-    policy of the user's own. Raises ConfigError with the nearest names for an unknown name, and for a package that
-    cannot be used.
+    user-defined policy. Raises ConfigError with the nearest names for an unknown name, and for a class that cannot be
+    imported or made.
     """
     policy = _order(name, settings)
     if settings.uses_priorities and not policy.ranks_priorities:
@@ -55,10 +55,10 @@ def _order(name: str, settings: SchedulerSettings) -> Policy:
 
 
 def load_policy(path: str) -> type[Policy]:
-    """The class that `my_pkg:MyPolicy` names. Raises ConfigError if it cannot be imported or is no `Policy`."""
+    """The class at `my_pkg:MyPolicy`. Raises ConfigError if it cannot be imported or is not a subclass of `Policy`."""
     found = load_object(path, "--schedule-policy")
     if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise ConfigError(f"--schedule-policy {path}: this is no subclass of tokenyard.policy.Policy")
+        raise ConfigError(f"--schedule-policy {path}: it is not a subclass of tokenyard.policy.Policy")
     return found
 
 

@@ -48,11 +48,12 @@ class ShortFirst(Policy):
 class MultiLevelFeedback(Policy):
     """Skip-join multi-level feedback queues (FastServe, Wu et al. 2023), in tokens.
 
-    The top level lasts `quantum_tokens`, each further one twice as long. A request joins the first level that lasts for
-    the prompt that is not cached when it arrives, and sinks as it is served; it never rises, so it gets a place back
-    from a request that took it only after that one was served a quantum. Where rows or pages run out, a request on a
-    higher level takes them from the lowest. A request that has waited for `promote_s` since it arrived or last ran goes
-    to the front of the queue, and once it starts it keeps its place for its prompt and `quantum_tokens` output tokens.
+    The top level lasts `quantum_tokens`, each further one twice as long. A request joins the first level that is long
+    enough for the part of its prompt that is not cached on arrival. It sinks as it is served and never rises, so a
+    preempted request preempts in turn only after the other one was served a quantum. If rows or pages run out, a
+    request on a higher level preempts one on the lowest level. A request that has waited for `promote_s` since it
+    arrived or last ran goes to the front of the queue, and once it starts it keeps its place for its prompt and
+    `quantum_tokens` output tokens.
     """
 
     name = "mlfq"
@@ -90,7 +91,7 @@ class MultiLevelFeedback(Policy):
 
     @override
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        """Promotion gives a place in the queue, not the right to take another's."""
+        """Promotion moves a request to the front of the queue; it does not let it preempt."""
         columns, rows = views.columns, views.running
         levels = self._levels(rows)
         safe = columns.known[rows] < self._safe_until[rows]
@@ -127,7 +128,9 @@ class MultiLevelFeedback(Policy):
         return promoted
 
     def _levels(self, rows: Int32Array) -> Int64Array:
-        """0 is the top; level k is left after (2^(k+1) - 1) quanta. int64[len(rows)], rising while a request lives."""
+        """Level of each row, int64[len(rows)]; 0 is the top. A row leaves level k after 2^(k+1) - 1 quanta and never
+        rises.
+        """
         sunk = np.floor(np.log2(self._served[rows] / self._quantum + 1.0)).astype(np.int64)
         levels: Int64Array = np.minimum(np.maximum(self._join[rows], sunk), MOST_LEVELS)
         return levels

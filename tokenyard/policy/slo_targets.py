@@ -1,4 +1,4 @@
-"""What each request is promised: when its first token is due and how fast the others must follow."""
+"""The targets of each request: when its first token is due, and how much time each later token may take."""
 
 import numpy as np
 
@@ -8,12 +8,14 @@ from tokenyard.policy.views import NO_DEADLINE, Columns, tokens_generated
 
 
 def class_ttft_ns(settings: SchedulerSettings, unloaded_ns: int) -> int:
-    """Time to first token of requests that bring no target, for one whose prompt takes `unloaded_ns` alone."""
+    """Target time to first token in ns of a request without its own, whose prefill takes `unloaded_ns` on an idle
+    engine.
+    """
     return max(round(settings.slo_ttft_ms * NS_PER_MS), round(settings.slo_ttft_scale * unloaded_ns))
 
 
 def slo_targets(columns: Columns, row: int, settings: SchedulerSettings, cost: CostModel | None) -> SloTargets:
-    """What the request in `row` is promised. Without a cost model, the class's ttft is `slo_ttft_ms` for any prompt."""
+    """The targets of the request in `row`. Without a cost model, the class's ttft is `slo_ttft_ms` for any prompt."""
     own, deadline = int(columns.ttft_ns[row]), int(columns.deadline_ns[row])
     due = deadline - int(columns.arrival_ns[row]) if deadline != NO_DEADLINE else 0
     if own <= 0 and not due:
@@ -30,7 +32,7 @@ def tpot_ns(columns: Columns, rows: Int32Array, settings: SchedulerSettings) -> 
 
 
 def ahead_ns(columns: Columns, rows: Int32Array, settings: SchedulerSettings, now: int) -> Int64Array:
-    """How long after `now` each decoding row's next token may come with its mean time per token in target, int64[n].
+    """How long after `now` each decoding row's next token may come to keep its mean time per token, int64[n] in ns.
 
     The token after `g` tokens is due at first token + g * target; below 0 for rows that are late already. A row whose
     first token is still in flight counts as due now.

@@ -1,4 +1,4 @@
-"""Limits of tenants, whatever the order of the queue: token rates, requests at a time, and shares of the KV pool."""
+"""Limits of tenants under any order of the queue: token rates, concurrent requests, and shares of the KV pool."""
 
 from collections.abc import Container, Iterator
 
@@ -13,7 +13,7 @@ NO_LIMIT = 2**31 - 1
 
 
 class TenantBook:
-    """The settings behind the numbers in the tenant column, learnt as tenants turn up."""
+    """The settings of each number in the tenant column, filled in when a tenant first appears."""
 
     def __init__(self, tenants: dict[str, TenantSettings]) -> None:
         self._named = tenants
@@ -42,22 +42,22 @@ class TenantBook:
 
 
 class Limits:
-    """No limits: everybody may start, nobody borrows. `TenantLimits` overrides all of it.
+    """No limits: every request may start, and no tenant borrows. `TenantLimits` overrides all of it.
 
-    next_ns: when somebody who is held back now may go on, None if nobody is.
+    next_ns: when the first request that a token rate holds back may start; None if there is none.
     """
 
     next_ns: int | None = None
 
     def queue_is_full(self, columns: Columns, name: str, waiting: Int32Array, rows: list[int]) -> bool:
-        """Whether the tenant called `name` may not have its new `rows` waiting beside those that do."""
+        """Whether the queue of the tenant called `name` has no room for its new `rows` beside the `waiting` ones."""
         return False
 
     def begin_step(self, views: Views) -> None:
-        """Look at the state before a step and take out of `views.waiting` whoever may not start now."""
+        """Take in the state before a step, and remove the rows that may not start now from `views.waiting`."""
 
     def may_start(self, row: int) -> bool:
-        """Whether a waiting row may still start in this step, after what has started in it already."""
+        """Whether a waiting row may start in this step, given the rows that have started in it already."""
         return True
 
     def end_step(self, drawn: Container[int]) -> None:
@@ -76,29 +76,30 @@ class Limits:
         """Each of `rows` decodes one token."""
 
     def borrowers(self, views: Views, row: int) -> Iterator[int]:
-        """Running rows that give way to the waiting `row` because they hold what is its tenant's."""
+        """Running rows to preempt for the waiting `row` because they hold its tenant's share of the pool."""
         return iter(())
 
     def without_owners(self, row: int, victims: list[int]) -> list[int]:
-        """Those of `victims` whom the waiting `row` may preempt because it is more urgent, in the same order."""
+        """Those of `victims` that the waiting `row` may preempt because it is more urgent, in the same order."""
         return victims
 
     def measures(self, columns: Columns, held: Int32Array, total_tokens: int) -> dict[str, float]:
-        """Numbers for whoever watches, by the name of their metric; the rows `held` have KV, out of `total_tokens`."""
+        """Figures to publish as metrics, by metric name; the rows `held` hold KV in a pool of `total_tokens`."""
         return {}
 
     def borrowers_first(self, views: Views, victims: list[int]) -> list[int]:
-        """The same rows, in the same order but for those whose tenants are beyond their share, which come first."""
+        """The rows of tenants beyond their share, then the others; each part in the given order."""
         return victims
 
 
 class TenantLimits(Limits):
-    """Who of the waiting may start at all, and who gives back borrowed KV.
+    """Which waiting requests may start, and which running requests give back borrowed KV.
 
-    Rates are token buckets: a tenant may start requests while its bucket is above empty, and everything it computes is
-    taken out, so that a large request leaves a debt to be waited for. A tenant within its `kv_share` of the pool may
-    take back what others hold beyond theirs. Until the request that did so has started, that place is reserved for it
-    (its claim) and no other tenant borrows; the claim ends when the request cannot start now.
+    Rates are token buckets: a tenant may start requests while its bucket is above empty, and every token it computes is
+    taken out. A large request leaves a debt, and the tenant waits until it is refilled. A tenant within its `kv_share`
+    of the pool may preempt requests of tenants beyond theirs. The request that preempts has a claim on the room until
+    it starts, and meanwhile only requests within their tenant's share start. The claim also ends when the request ends
+    or is held back by a limit, and when the policy names all candidates of a step without it.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
@@ -178,8 +179,8 @@ class TenantLimits(Limits):
 
     @override
     def borrowers(self, views: Views, row: int) -> Iterator[int]:
-        """Of tenants beyond their share, the furthest beyond goes first and of each the newest
-        request, until it is within. None if `row` would itself be beyond its tenant's share.
+        """Of tenants beyond their share, the furthest beyond goes first, and of each the newest request, until it is
+        within its share. None if `row` would take its own tenant beyond its share.
         """
         if not self._within_share(row):
             return
@@ -197,8 +198,8 @@ class TenantLimits(Limits):
 
     @override
     def without_owners(self, row: int, victims: list[int]) -> list[int]:
-        """A row beyond its tenant's share takes nothing that is a share of others: they
-        would take it back, and so on for ever.
+        """A row beyond its tenant's share preempts no request within the share of another tenant. That request could
+        preempt it in turn, and so on for ever.
         """
         assert self._columns is not None
         if self._within_share(row):
@@ -213,7 +214,7 @@ class TenantLimits(Limits):
 
     @override
     def measures(self, columns: Columns, held: Int32Array, total_tokens: int) -> dict[str, float]:
-        """Borrowed_tokens: KV that tenants hold beyond their own shares, if any has one."""
+        """borrowed_tokens: KV tokens that tenants hold beyond their own shares, if any tenant has a share."""
         if not any(tenant.kv_share for tenant in self._named.values()):
             return {}
         beyond = self._held_tokens(columns, held) - self._share * total_tokens
@@ -235,10 +236,10 @@ class TenantLimits(Limits):
         return first + after
 
     def _held_tokens(self, columns: Columns, rows: Int32Array) -> Int64Array:
-        """KV tokens by tenant that `rows` hold beyond what they found in the cache.
+        """KV tokens by tenant that `rows` hold beyond their cache hits.
 
-        Tokens of steps in flight do not count: a row that lost its place for them would lose them too, claim its share
-        again, and so on without a token gained.
+        Tokens of steps in flight do not count. A row preempted because of them would lose them, be within its share
+        again, and preempt in turn, without a token gained.
         """
         tokens = np.minimum(columns.planned[rows], columns.known[rows]) - columns.hit[rows]
         held: Int64Array = np.bincount(columns.tenant[rows], tokens, minlength=len(self._rate)).astype(np.int64)
@@ -262,7 +263,7 @@ class TenantLimits(Limits):
         self._filled_ns = now
 
     def _note_refill(self, empty: BoolArray, tenants: Int32Array, now: int) -> None:
-        """Remember when the first waiting tenant with an empty bucket may go on."""
+        """Note when the bucket of the first waiting tenant is above empty again."""
         waits = empty & (np.bincount(tenants, minlength=len(empty)) > 0)
         self.next_ns = None
         if waits.any():
@@ -283,7 +284,7 @@ class TenantLimits(Limits):
 
 
 def _held_tokens(columns: Columns, row: int) -> int:
-    """What `TenantLimits._held_tokens` counts for one row."""
+    """`TenantLimits._held_tokens` for one row."""
     return int(min(columns.planned[row], columns.known[row]) - columns.hit[row])
 
 

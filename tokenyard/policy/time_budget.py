@@ -1,7 +1,7 @@
-"""Steps bounded in time instead of tokens: chunks as large as the decoding requests can afford.
+"""Steps bounded in time instead of tokens: chunks as large as the targets of the decoding requests allow.
 
-The four mechanisms of the deadline policies rest on it; its effect alone is small (the idea is that of Sarathi-Serve
-and Niyama; benchmarks/results/simulate.md has figures).
+The idea is that of Sarathi-Serve and Niyama. The deadline policies build on it; alone its effect is small
+(benchmarks/results/simulate.md has figures).
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ S_PER_MS = 1e-3
 class TimeBudget(StepBudget):
     """A step's allowance in seconds (see `budget.StepBudget`).
 
-    Chunks that do not complete a prompt are multiples of `multiple`. `granted_tokens` may be had once even if the time
-    is not there, so that prefill moves on whatever the targets are.
+    Chunks that do not complete a prompt are multiples of `multiple`. One chunk of up to `granted_tokens` is allowed
+    even without time left, so prefill progresses under any targets.
     """
 
     max_requests: int
@@ -64,8 +64,8 @@ class TimeBudget(StepBudget):
 
 @dataclass(slots=True)
 class StepTimes:
-    """How long the next step may take. limit_s: the whole step. target_s: what it would be without slack. base_s: what
-    its decodes take by themselves.
+    """How long the next step may take. limit_s: the whole step. target_s: the limit without slack. base_s: the time of
+    its decodes alone.
     """
 
     limit_s: float
@@ -75,7 +75,7 @@ class StepTimes:
 
     @property
     def stretch(self) -> float:
-        """Seconds of steps that a second of prefill work takes while things stay as they are."""
+        """Seconds of steps that a second of prefill work takes under the present load."""
         if not self.decoding:
             return 1.05
         return self.target_s / max(self.target_s - self.base_s, LEAST_PREFILL_SHARE * self.target_s)
@@ -86,8 +86,8 @@ class TimeBudgetRule(BudgetRule):
 
     While anything decodes, a step takes at most `STEP_SHARE` of the tightest target. With `use_slack` it may take
     longer, up to `slo_idle_step_ms`, as long as every decoding request stays ahead of its mean target. While nothing
-    decodes it takes `slo_idle_step_ms`. Where decodes alone take longer than their target allows, that target is lost
-    in any case, and prefill gets as much time as they take; a chunk comes at least every `PATIENCE_STEPS` steps.
+    decodes it takes `slo_idle_step_ms`. If decodes alone take longer than their target allows, that target is missed in
+    any case, and prefill gets as much time as they take. A chunk comes at least every `PATIENCE_STEPS` steps.
     """
 
     needs_cost = True
@@ -123,7 +123,7 @@ class TimeBudgetRule(BudgetRule):
         return self._last
 
     def step_times(self, views: Views, time: PrefillTime) -> StepTimes:
-        """How long the step about to be planned may take, and what is taken already."""
+        """How long the step about to be planned may take, and how long its decodes take."""
         assert views.cost is not None
         settings, columns, running = self._settings, views.columns, views.running
         idle_s = settings.slo_idle_step_ms * S_PER_MS
@@ -142,9 +142,9 @@ class TimeBudgetRule(BudgetRule):
         return StepTimes(limit_s, target_s, base_s, decoding=True)
 
     def _lag_s(self, target_s: float) -> float:
-        """What steps under way, whose tokens are not among those written yet, take beyond the time of these tokens.
+        """Seconds by which the steps in flight, whose tokens are not written yet, exceed the time of these tokens.
 
-        With several steps in flight one is planned when the device begins the one before it.
+        With several steps in flight a step is planned when the device begins the one before it.
         """
         if self._last is None:
             return 0.0

@@ -1,7 +1,7 @@
-"""How urgent a request is, for everybody who asks: the order, preemption, a full queue, and who gives way for pages.
+"""How urgent a request is. The order, preemption, a full queue and the choice of victims all use it.
 
-A priority, or the default one, with what a priority function adds, and the age. Aging is a key that never changes,
-arrival - aging * level, as all requests age alike.
+Urgency is the priority, or the default one, plus what a priority function adds, plus the age. All requests age alike,
+so aging is a key that never changes: arrival - aging * level.
 """
 
 import numpy as np
@@ -10,17 +10,17 @@ from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, Schedule
 from tokenyard.policy.views import NO_PRIORITY, Columns
 
 MOST_LEVEL, LEAST_LEVEL = 10**6, -(10**3)
-"""With aging, levels beyond these count as these: sums of times must fit an int64, and no single request must push down
-those without a priority, who rank below all others, for weeks.
+"""With aging, levels are cut to these bounds: sums of times must fit an int64, and requests without a priority, which
+rank below all others, must not wait for weeks because of a single very low priority.
 """
 
 _ROOM_FOR_BOOST = 2**62
 
 
 class Urgency:
-    """Levels and aged keys of rows. One object serves a whole policy, so that all its answers agree.
+    """Levels and aged keys of rows. One object serves a whole policy, so that its decisions agree.
 
-    level_key: what one level more is worth in a key.
+    level_key: the difference between the keys of two neighbouring levels.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
@@ -52,12 +52,12 @@ class Urgency:
 
 
 def is_given(priority: Int64Array) -> BoolArray:
-    """Which priorities were given at all, bool[n]."""
+    """Which priorities were given, bool[n]."""
     given: BoolArray = priority != NO_PRIORITY
     return given
 
 
 def _turned(priority: Int64Array) -> Int64Array:
-    """Priorities of which low ones are urgent, so that high ones are; "none given" stays what it is."""
+    """Priorities where low ones are urgent, negated so that high ones are; "none given" stays the same."""
     turned: Int64Array = np.where(is_given(priority), -np.maximum(priority, NO_PRIORITY + 1), NO_PRIORITY)
     return turned

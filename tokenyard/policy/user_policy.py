@@ -1,4 +1,4 @@
-"""A policy of the user's own, guarded: what it gets wrong harms no request."""
+"""A user-defined policy behind a guard: its mistakes harm no request."""
 
 from collections.abc import Callable, Generator, Iterator
 from copy import deepcopy
@@ -19,9 +19,9 @@ NO_ROWS: list[int] = []
 
 
 class ReadOnlyColumns:
-    """The columns as a policy of the user's sees them: arrays that cannot be written to, and copies of requests.
+    """The columns as a user-defined policy sees them: read-only arrays, and copies of requests.
 
-    Only what `Columns` names is there. Writing to an array raises ValueError.
+    Only the columns that `Columns` names exist. Writing to an array raises ValueError.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -33,7 +33,7 @@ class ReadOnlyColumns:
         return read_only(getattr(self._columns, name))
 
     def request(self, row: int) -> Request:
-        """A copy of the request in this row; token ids are shared and cannot be written to."""
+        """A copy of the request in this row; its token ids are shared and read-only."""
         request = self._columns.request(row)
         ids = {"prompt_ids": read_only(request.prompt_ids), "output_ids": read_only(request.output_ids)}
         others = {name: deepcopy(getattr(request, name)) for name in ("sampling", "text", "logprobs", "slo")}
@@ -41,7 +41,7 @@ class ReadOnlyColumns:
 
 
 class ReadOnlyCost:
-    """A cost model that can be asked and not taught."""
+    """A cost model that a policy can ask but not teach."""
 
     learns = False
 
@@ -57,19 +57,19 @@ class ReadOnlyCost:
         return self._cost.copy(num_bytes, link)
 
     def learn(self, work: StepWork, seconds: float) -> None:
-        """Raise TypeError: what is believed of step times comes from measured steps alone."""
+        """Raise TypeError: the cost model learns from measured steps alone."""
         raise TypeError("a policy cannot teach the cost model")
 
 
 class ReadOnlyBranch:
-    """A `PrefixBranch` that can be read and not changed."""
+    """A read-only `PrefixBranch`."""
 
     def __init__(self, branch: PrefixBranch) -> None:
         self._branch = branch
         self.birth, self.own, self.weight = branch.birth, branch.own, branch.weight
 
     def heaviest_first(self) -> Iterator[PrefixBranch]:
-        """The branches right below by falling weight."""
+        """The branches directly below, the heaviest first."""
         return map(ReadOnlyBranch, self._branch.heaviest_first())
 
     def rows(self) -> list[int]:
@@ -78,19 +78,19 @@ class ReadOnlyBranch:
 
 
 def read_only(array: Any) -> Any:
-    """The same numbers, not to be written to."""
+    """A read-only view of the array."""
     view = array.view()
     view.flags.writeable = False
     return view
 
 
 def guarded_columns(columns: Columns) -> Columns:
-    """What a policy of the user's sees of `columns`."""
+    """What a user-defined policy sees of `columns`."""
     return cast(Columns, ReadOnlyColumns(columns))
 
 
 def guarded_views(views: Views) -> Views:
-    """What a policy of the user's sees of `views`."""
+    """What a user-defined policy sees of `views`."""
     return replace(
         views,
         columns=guarded_columns(views.columns),
@@ -104,12 +104,12 @@ def guarded_views(views: Views) -> Views:
 
 
 class Guarded(Wrapper):
-    """Passes on what `inner` says as long as it makes sense.
+    """Passes on the answers of `inner` as long as they are valid.
 
-    The first exception of any kind, or an answer that makes no sense, such as rows that do not belong there or come
-    twice, puts fcfs in its place for good; `failure` then says why. So that nothing hangs, fcfs also steps in where no
-    request decodes and `inner` names no candidate or allows no tokens. How long answers take is watched outside the
-    core, where clocks are. Headroom, urgency and the rest that has state are the guard's own.
+    After the first exception of any kind, or the first invalid answer, such as a row that is unknown or named twice,
+    fcfs replaces `inner` for good, and `failure` says why. So that the engine never hangs, fcfs also decides if no
+    request decodes and `inner` names no candidate or allows no tokens. The time that answers take is measured outside
+    the core, where clocks are. Headroom, urgency and other state belong to the guard.
     """
 
     def __init__(self, settings: SchedulerSettings, inner: Policy, path: str) -> None:
@@ -177,10 +177,10 @@ class Guarded(Wrapper):
 
     @override
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        """All at once, so that a mistake is found before any row gives way.
+        """The rows are drawn all at once, so that a mistake is found before any row is preempted.
 
-        Nothing says that the user's order and right to preempt agree. So a row that has lost its place before gives way
-        again only with a new token since: each preemption costs one, so rows cannot take each other's place for ever.
+        The user's order and right to preempt may disagree. So a row that was preempted before is preempted again only
+        after a new token. Each preemption then needs a token, and rows cannot preempt each other for ever.
         """
         rows = self.ask(lambda: [index(row) for row in self.inner.outranked(guarded_views(views), asker)], NO_ROWS)
         admitted = {*views.running.tolist(), *views.prefilling.tolist()}
@@ -223,13 +223,13 @@ class Guarded(Wrapper):
 
     @property
     def must_prefill(self) -> bool:
-        """Whether nothing would happen without prefill in this step."""
+        """Whether a step without prefill would be empty."""
         assert self.views is not None
         return not len(self.views.running)
 
     def _checked(self, rows: list[int], draw: Callable[[], Iterator[int]]) -> Iterator[int]:
-        """What `draw` yields out of `rows`; the rest of them follows after a failure, or if no prefill goes on and
-        `draw` yields nothing.
+        """The rows that `draw` yields out of `rows`. The rest of them follow after a failure, or if no prefill
+        continues and `draw` yields nothing.
         """
         assert self.views is not None
         left, drawn = dict.fromkeys(rows), len(self.views.prefilling) > 0
@@ -238,13 +238,13 @@ class Guarded(Wrapper):
         try:
             while (row := self.ask(lambda: _next_row(source), None)) is not None:
                 if row not in left:
-                    self.fail(f"candidate {row!r} is no waiting row, or came twice")
+                    self.fail(f"candidate {row!r} is not a waiting row, or was named twice")
                     break
                 del left[row]
                 drawn = True
                 yield row
         finally:
-            # The rest of a generator runs when it is closed: here, where it is guarded, and not at some later moment.
+            # Closing a generator runs the rest of its code; here that is guarded.
             if isinstance(source, Generator):
                 self.ask(source.close, None)
         if self.failure or (self.must_prefill and not drawn):
@@ -254,11 +254,11 @@ class Guarded(Wrapper):
         """Whether `rows` are all different and `known`; otherwise `inner` has failed."""
         fine = len(set(rows)) == len(rows) and known.issuperset(rows)
         if not fine:
-            self.fail(f"{answer} named a row twice, or one that does not belong there")
+            self.fail(f"{answer} named a row twice, or a row that is not among those given")
         return fine
 
     def ask(self, question: Callable[[], T], fallback: T) -> T:
-        """What `question` answers; `fallback` if it raises anything at all, or `inner` has failed before."""
+        """What `question` returns; `fallback` if it raises any exception, or if `inner` has failed before."""
         if self.failure:
             return fallback
         try:
@@ -268,7 +268,7 @@ class Guarded(Wrapper):
             return fallback
 
     def fail(self, why: str) -> None:
-        """`inner` is not asked again."""
+        """Note the reason; `inner` is not asked again."""
         self.failure = why
 
 
@@ -277,19 +277,19 @@ def _next_row(source: Iterator[Any]) -> int | None:
     try:
         return None if row is None else index(row)
     except TypeError:
-        raise TypeError(f"candidate {row!r} is no row") from None
+        raise TypeError(f"candidate {row!r} is not a row number") from None
 
 
 class GuardedBudget(StepBudget):
-    """A budget of the user's policy, of which a chunk that makes no sense ends the step's prefill.
+    """The budget of a user-defined policy; an invalid chunk is a failure and ends the step's prefill.
 
-    So that nothing hangs, the usual budget says how large the first chunk is where no request decodes and `inner` says
-    0. Raises what reading `inner` raises.
+    So that the engine never hangs, the usual budget gives the first chunk if no request decodes and `inner` allows 0
+    tokens. Raises what reading `inner` raises.
     """
 
     def __init__(self, guard: "Guarded", inner: StepBudget) -> None:
         self.prefill, self.with_decode = bool(inner.prefill), bool(inner.with_decode)
-        # Without a place for an unfinished one, a prompt larger than a chunk could never start.
+        # At least one unfinished prefill must be allowed, or a prompt larger than a chunk could never start.
         self.max_requests, self.max_prefilling = index(inner.max_requests), max(index(inner.max_prefilling), 1)
         self._guard = guard
         self._inner = inner
@@ -314,4 +314,4 @@ class GuardedBudget(StepBudget):
 
 
 ASKS = Guarded.ask.__code__
-"""The function that calls the user's code; an exception in what it calls ends there."""
+"""The function that calls the user's code and catches its exceptions."""

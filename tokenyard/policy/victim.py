@@ -1,4 +1,4 @@
-"""Who gives way when pages run out: orders of running rows, first to go first."""
+"""Which running requests are retracted when pages run out: orders of rows, the first victim first."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -16,7 +16,7 @@ IndexArray = npt.NDArray[np.intp]
 
 
 class VictimRule(Protocol):
-    """Orders the rows that run, so that the running ones can be kept alive when pages run out."""
+    """Orders the running rows for retraction when pages run out."""
 
     def victims(self, views: Views) -> Iterator[int]:
         """Running rows, the first to retract first. All rows are yielded."""
@@ -33,7 +33,7 @@ class FewestTokens(VictimRule):
 
 
 class Newest(VictimRule):
-    """vLLM's order under fcfs: the latest arrival goes first, so the oldest request always moves on."""
+    """vLLM's order under fcfs: the latest arrival goes first, so the oldest request always progresses."""
 
     @override
     def victims(self, views: Views) -> Iterator[int]:
@@ -42,7 +42,7 @@ class Newest(VictimRule):
 
 
 class LowestPriority(VictimRule):
-    """The least urgent goes first, among equals the latest arrival: what the order of the queue would serve last."""
+    """The least urgent row goes first, among equals the latest arrival: the row that the queue would serve last."""
 
     def __init__(self, urgency: Urgency) -> None:
         self._urgency = urgency
@@ -67,7 +67,7 @@ class MostSlack(VictimRule):
 
 
 class FewestLost(VictimRule):
-    """The row whose eviction costs the least work goes first: the fewest tokens computed beyond its first cache hit."""
+    """The row that loses the least work goes first: the fewest tokens computed beyond its first cache hit."""
 
     @override
     def victims(self, views: Views) -> Iterator[int]:
@@ -76,7 +76,7 @@ class FewestLost(VictimRule):
 
 
 def create_victim_rule(settings: SchedulerSettings, urgency: Urgency) -> VictimRule:
-    """What `settings.retraction_policy` asks for. Raises ConfigError for an unknown name."""
+    """The rule that `settings.retraction_policy` names. Raises ConfigError for an unknown name."""
     rules: dict[str, Callable[[], VictimRule]] = {
         "length": FewestTokens,
         "newest": Newest,

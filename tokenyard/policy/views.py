@@ -1,4 +1,4 @@
-"""What a policy sees: read-only columns over requests, and which rows stand where at the start of a step."""
+"""What a policy sees: read-only columns over requests, and the rows in each state at the start of a step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,10 +7,10 @@ from typing import Protocol
 from tokenyard.base import NO_TOKENS, CostModel, Int32Array, Int64Array, Request
 
 NO_PRIORITY = -(2**63)
-"""In the priority column: none was given, which ranks below every given one in both directions."""
+"""In the priority column: no priority was given. It ranks below every given one in both directions."""
 
 NO_DEADLINE = 2**63 - 1
-"""In the deadline column: none was given."""
+"""In the deadline column: no deadline was given."""
 
 
 class Columns(Protocol):
@@ -18,14 +18,14 @@ class Columns(Protocol):
 
     seq: arrival order, kept for life. arrival_ns: when the API saw it. prompt_tokens. known: token ids on the host.
     target: tokens to compute before the next token can be sampled. hit: prompt tokens found in the tree at first
-    admission. matchable: what a waiting row would hit now, kept only for policies that need the tree. computed,
-    planned: see design, law 3. limit: prompt + max_new - 1. priority, deadline_ns (absolute): as given, or
-    NO_PRIORITY, NO_DEADLINE. ttft_ns, tpot_ns: the targets a request brought, 0 where it brought none. tenant: small
-    integer per tenant name. admitted_ns: first admission, 0 before. first_token_ns: when the prompt was computed, 0
-    before. retractions: how often it lost its pages. boost: levels of
-    urgency that a priority function adds. service_level: see levels.py. routing: small integer per routing key, 0 for
-    none. Kept only for policies that need the tree: prefix_group, equal for rows with the same first tokens (-1 for
-    none); branch, the `birth` of the PrefixBranch where a waiting row stands.
+    admission. matchable: what a waiting row would hit now, kept only for policies that need the tree. computed: tokens
+    whose KV is known to be in the pool. planned: tokens whose KV is there once the plans in flight are done. limit:
+    prompt + max_new - 1. priority, deadline_ns (absolute): as given, or NO_PRIORITY, NO_DEADLINE. ttft_ns, tpot_ns: the
+    targets a request brought, 0 where it brought none. tenant: small integer per tenant name. admitted_ns: first
+    admission, 0 before. first_token_ns: when the prompt was computed, 0 before. retractions: how often it lost its
+    pages. boost: levels of urgency that a priority function adds. service_level: see levels.py. routing: small integer
+    per routing key, 0 for none. Kept only for policies that need the tree: prefix_group, equal for rows with the same
+    first tokens (-1 for none); branch, the `birth` of the PrefixBranch that a waiting row belongs to.
     """
 
     seq: Int64Array
@@ -57,8 +57,8 @@ class Columns(Protocol):
 
 
 class PrefixBranch(Protocol):
-    """A part of the prefix tree with waiting rows in it. birth: unique, older is smaller. own: rows that stand right
-    here, having matched the whole way to this place and no further. weight: rows here and below.
+    """A part of the prefix tree with waiting rows in it. birth: unique, older is smaller. own: how many rows match the
+    tree exactly this far. weight: rows here and below.
     """
 
     birth: int
@@ -66,7 +66,7 @@ class PrefixBranch(Protocol):
     weight: int
 
     def heaviest_first(self) -> "Iterator[PrefixBranch]":
-        """The branches right below by falling weight, among equals the older first; drawn lazily."""
+        """The branches directly below, the heaviest first, among equals the older first; drawn lazily."""
 
     def rows(self) -> list[int]:
         """The `own` rows, in no particular order."""
@@ -77,12 +77,12 @@ class Views:
     """The scheduler's state at the start of a step, for a policy to read.
 
     waiting: rows that may be admitted now, in order of arrival. prefilling: admitted rows whose prompt is not wholly
-    planned, oldest first. loading: admitted rows whose KV is on the way; they take a place and are no victims. running:
-    rows that decode, in order of admission. free_tokens: KV tokens that are free, evictable or about to be released;
-    total_tokens: the whole pool. free_rows: places for more running requests.
-    prefill_steps_in_row: prefill-only steps since the last step that decoded. first_seq: `seq` of whoever has waited
-    for longest, those included whom limits of their tenants hold back. prefixes: the tree's waiting rows, above all
-    name spaces, kept only for policies that need the tree.
+    planned, oldest first. loading: admitted rows whose KV is being loaded; they take a place and are never victims.
+    running: rows that decode, in order of admission. free_tokens: KV tokens that are free, evictable or about to be
+    released; total_tokens: the whole pool. free_rows: places for more running requests. prefill_steps_in_row:
+    prefill-only steps since the last step that decoded. first_seq: `seq` of the row that has waited longest, rows held
+    back by limits of their tenants included. prefixes: the root over the waiting rows of all name spaces in the tree,
+    kept only for policies that need the tree.
     """
 
     columns: Columns

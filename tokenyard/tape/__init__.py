@@ -1,1 +1,1 @@
-"""The tape: everything that went into a scheduler, recorded, replayed and anonymized."""
+"""The tape: every input of a scheduler, recorded, replayed and anonymized."""

@@ -1,8 +1,8 @@
-"""How requests look on a tape: token ids and names by a key that is thrown away, text not at all.
+"""Anonymizes requests for a tape: token ids and names change by a key that is not kept, and text is left out.
 
-Ids go through a keyed permutation of the vocabulary, names through a keyed hash, so that what is equal stays equal: the
-same prefixes are shared, the same tokens end an answer, and a scheduler that is fed the anonymized requests decides the
-same. It hides what was said from whoever reads along, not from a patient analyst: how often each token occurs is plain.
+Ids go through a keyed permutation of the vocabulary, names through a keyed hash, so equal things stay equal: the same
+prefixes are shared, the same tokens end an answer, and a scheduler decides the same for the anonymized requests. It
+hides text from a casual reader, not from a patient analyst: how often each token occurs stays visible.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ DRAW_BYTES = 8
 
 
 class Anonymizer:
-    """Ids and names under one key; with `key` None everything but the text options stays as it is."""
+    """Ids and names under one key; with `key` None only text is removed."""
 
     def __init__(self, vocab_size: int, key: bytes | None) -> None:
         self._key = key
@@ -39,27 +39,28 @@ class Anonymizer:
         self._ids = None if key is None else _permutation(vocab_size, key)
 
     def ids(self, ids: Int32Array) -> Int32Array:
-        """The ids (int32[n]) as the tape shows them. What is no id of the vocabulary, such as -1, stays."""
+        """The ids (int32[n]) as the tape shows them. Values outside the vocabulary, such as -1, stay."""
         if self._ids is None or not len(ids):
             return ids
         if ids.min() >= -1 and ids.max() < self._vocab_size:
-            return self._ids[ids]  # the entry behind the last id is -1, and so is index -1
+            # The last entry is -1, so index -1 gives -1.
+            return self._ids[ids]
         known = (ids >= 0) & (ids < self._vocab_size)
         return np.where(known, self._ids[np.where(known, ids, 0)], ids)
 
     def few_ids(self, ids: Iterable[int]) -> list[int]:
-        """The same for a plain list; its ids may be of any size."""
+        """`ids` for a plain list; its ids may be of any size."""
         table, size = self._ids, self._vocab_size
         return [int(table[one]) if table is not None and 0 <= one < size else one for one in ids]
 
     def name(self, name: str) -> str:
-        """A name as the tape shows it; none stays none."""
+        """A name as the tape shows it; an empty name stays empty."""
         if self._key is None or not name:
             return name
         return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES, key=self._key).hexdigest()
 
     def event(self, event: Event) -> Event:
-        """An event as the tape shows it. Messages and what a stop string was never matter to a plan: they go."""
+        """An event as the tape shows it. Messages and matched stop strings are removed; they never affect a plan."""
         match event:
             case Submit():
                 return replace(event, request=self.request(event.request))
@@ -90,7 +91,7 @@ class Anonymizer:
         )
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """Sampling parameters as the tape shows them: no stop strings, which are found outside the scheduler anyway."""
+        """Sampling parameters as the tape shows them, without stop strings, which are found outside the scheduler."""
         if not (sampling.stop or sampling.stop_token_ids or sampling.logit_bias):
             return sampling
         biased = self.few_ids(sampling.logit_bias)
@@ -102,11 +103,11 @@ class Anonymizer:
         )
 
     def tenant(self, name: str) -> str:
-        """A tenant's name as the tape shows it; the one that stands for all others keeps its meaning."""
+        """A tenant's name as the tape shows it; `ANY_TENANT` stays the same."""
         return name if name == ANY_TENANT else self.name(name)
 
     def settings(self, settings: SchedulerSettings) -> SchedulerSettings:
-        """Settings whose tenants have the names that requests on the tape bring."""
+        """The settings, with tenants named as in the requests on the tape."""
         return replace(settings, tenants={self.tenant(name): tenant for name, tenant in settings.tenants.items()})
 
     def info(self, info: ExecutorInfo) -> ExecutorInfo:

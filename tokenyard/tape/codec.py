@@ -1,8 +1,8 @@
-"""The tape: all that went into a scheduler, with its times, and a digest of every plan that came out.
+"""The format of a tape: every input of a scheduler with its time, and a digest of every plan.
 
 A file begins with the line `tokenyard tape 2`, then the header, then records. Header and records are msgpack, each
 after its length (uint32, little-endian); a record's length is followed by its kind (one byte) and its time (int64 ns).
-A tape whose last record was cut off is good up to there.
+A tape that is cut off within its last record is valid up to that record.
 
 Version 2 has no HTTP statuses in `Cancel` any more. Version 1 is read as well: its `status` says nothing that the cause
 does not say.
@@ -123,7 +123,7 @@ KINDS: tuple[type, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a scheduler starts from. `prior` is its first belief about step times, which it corrects if it `learns`."""
+    """What a scheduler starts from. `prior` is its first cost model, which it corrects if it `learns`."""
 
     settings: SchedulerSettings
     info: ExecutorInfo
@@ -140,7 +140,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The first thing on a tape. `written_by` is the version of Tokenyard, `anonymized` says whether ids and names are.
+    """The header of a tape. written_by: the version of Tokenyard. anonymized: whether ids and names are anonymized.
 
     `origin` is anonymized like everything else.
     """
@@ -152,7 +152,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One call of the scheduler at time `now` (ns), or what became of the one before."""
+    """One call of the scheduler at time `now` (ns), or the error of the call before."""
 
     now: int
     body: Body
@@ -269,7 +269,7 @@ class Tape:
             yield kind, now, begin, place
 
     def records(self) -> Iterator[Record]:
-        """All whole records. Raises ConfigError, naming its place, for one that does not decode."""
+        """All whole records. Raises ConfigError, with the byte offset, for one that does not decode."""
         decoders: list[msgspec.msgpack.Decoder[Any]] = [
             msgspec.msgpack.Decoder(cls, dec_hook=_decode_array) for cls in KINDS
         ]
@@ -283,7 +283,7 @@ class Tape:
 
 
 def unknown_fields(found: Any, known: Any, path: str = "") -> list[str]:
-    """The paths of fields of `found` that `known`, what was understood of it, does not have."""
+    """The paths of fields in `found` (the decoded file) that `known` (the object made from it) does not have."""
     if isinstance(found, dict) and isinstance(known, dict):
         lost = [f"{path}{name}" for name in found if name not in known]
         for name in found.keys() & known.keys():

@@ -1,4 +1,4 @@
-"""A scheduler that writes down all that is asked of it."""
+"""A scheduler that records every call."""
 
 from typing import Protocol
 
@@ -13,20 +13,20 @@ from tokenyard.tape.codec import Header, Idled, Origin, Planned, Raised, TapeEnc
 
 
 class Sink(Protocol):
-    """Where the bytes of a tape go: a file, or anything like one."""
+    """Where the bytes of a tape go: a file, or an object with its methods."""
 
     def write(self, data: bytes, /) -> object:
-        """Take in some bytes; they need not be kept at once."""
+        """Take some bytes; they may be buffered."""
 
     def flush(self) -> object:
-        """Keep what was written so far."""
+        """Write out the buffered bytes."""
 
 
 class Recorder:
-    """Stands in for the scheduler that `origin` describes; see there for what the verbs do.
+    """Replaces the scheduler that `origin` describes, with the same methods; `Scheduler` documents them.
 
-    Causes are written before they take effect, so that a tape ends with the call that went wrong. The sink is flushed
-    whenever there is nothing to plan. With a `key`, ids and names are anonymized by it (see `Anonymizer`).
+    A call is written before it is made, so a tape ends with the call that failed. The sink is flushed whenever there is
+    nothing to plan. With a `key`, ids and names are anonymized by it (see `Anonymizer`).
     """
 
     def __init__(self, origin: Origin, sink: Sink, key: bytes | None, written_by: str) -> None:
@@ -40,7 +40,7 @@ class Recorder:
         sink.write(self._encoder.header(Header(shown, written_by, key is not None)))
 
     def apply(self, event: Event, now: int) -> None:
-        """Write an event and let the scheduler take it in."""
+        """Write an event and apply it."""
         self._now = now
         self._sink.write(self._encoder.event(now, event))
         try:
@@ -56,7 +56,7 @@ class Recorder:
         return self.scheduler.flush(now)
 
     def plan(self, now: int) -> StepPlan | None:
-        """Let the scheduler plan and write what came out."""
+        """Plan, and write the outcome."""
         self._now = now
         try:
             plan = self.scheduler.plan(now)
@@ -70,11 +70,11 @@ class Recorder:
         return plan
 
     def multi_step(self, most: int) -> int:
-        """A tape tells of single steps."""
+        """Always 1: a tape has single steps."""
         return 1
 
     def commit(self, result: StepResult, now: int) -> None:
-        """Write a result and let the scheduler take it in."""
+        """Write a result and commit it."""
         self._now = now
         self._sink.write(self._encoder.committed(now, result))
         try:
@@ -84,7 +84,7 @@ class Recorder:
             raise
 
     def number_in(self, plan: StepPlan, place: int) -> int | None:
-        """The number of the request at a place of a plan."""
+        """The number of the request in row `place` of a plan."""
         return self.scheduler.number_in(plan, place)
 
     def idle(self) -> str | None:
@@ -93,11 +93,11 @@ class Recorder:
         return self.scheduler.idle()
 
     def drain(self) -> TokenBatch:
-        """Everything to tell since the last call."""
+        """All output since the last call."""
         return self.scheduler.drain()
 
     def kv_records(self) -> list[KvRecord]:
-        """What entered and left the prefix cache."""
+        """KV events since the last call, in wire form."""
         return self.scheduler.kv_records()
 
     @property
@@ -111,12 +111,12 @@ class Recorder:
         return self.scheduler.has_work
 
     def wakeup_ns(self) -> int | None:
-        """When to call `plan` next even if nothing happens."""
+        """The time (ns) to call `plan` next even without an event; None for no such time."""
         return self.scheduler.wakeup_ns()
 
     @property
     def cost(self) -> CostModel | None:
-        """What is believed about step times."""
+        """The cost model of the scheduler."""
         return self.scheduler.cost
 
     def waiting_numbers(self) -> list[int]:
@@ -132,7 +132,7 @@ class Recorder:
         return self.scheduler.explain(number, now)
 
     def lookahead_state(self, now: int) -> LookaheadState:
-        """What a look ahead starts from."""
+        """The state that a look ahead starts from."""
         return self.scheduler.lookahead_state(now)
 
     def snapshot(self, now: int) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Runs a tape through a fresh scheduler and compares each plan with what the tape says of it."""
+"""Runs a tape through a new scheduler and compares each plan with its digest on the tape."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ OWN_POLICY_MARK = ":"
 
 
 class Observer(Protocol):
-    """Sees a replay as it goes by."""
+    """Called with each step of a replay."""
 
     def applied(self, event: Event, now: int) -> None:
         """The scheduler took in an event."""
@@ -22,13 +22,13 @@ class Observer(Protocol):
         """The scheduler took in the result of a plan."""
 
     def on_output(self, batch: TokenBatch) -> None:
-        """What the scheduler had to tell after one call."""
+        """The output of the scheduler after one call."""
 
 
 @dataclass(slots=True)
 class Difference:
-    """The first call whose outcome is not the tape's: number of the record, ns since the first one, and both outcomes
-    in words.
+    """The first call with another outcome than on the tape: number of the record, ns since the first one, and both
+    outcomes in words.
     """
 
     record: int
@@ -41,7 +41,7 @@ class Difference:
 class ReplayReport:
     """How a replay went. `plans` counts those that were compared, `equal` those that were the same, byte for byte; a
     call of `plan` that found nothing to do is compared too but not counted. `span_ns` is the time from the first record
-    to the last. `last_error` says what the tape's very last call raised, if it did.
+    to the last. `last_error` is the error of the tape's last call, if it raised one.
     """
 
     records: int = 0
@@ -53,16 +53,16 @@ class ReplayReport:
 
 
 def replay(tape: Tape, observer: Observer | None = None, *, own_policies: bool = False) -> ReplayReport:
-    """Replay `tape` to its end or to the first difference, after which nothing could be compared any more.
+    """Replay `tape` to its end or to the first difference, after which later plans cannot be compared.
 
-    A policy of the user's own is code, so a tape that names one is refused without `own_policies`. Raises ConfigError
-    for that, for a record that does not decode, and for settings that this version does not take.
+    A user-defined policy is code, so a tape that names one is refused without `own_policies`. Raises ConfigError for
+    that, for a record that does not decode, and for settings that this version does not take.
     """
     return Replay(tape, observer, own_policies).run()
 
 
 class Replay:
-    """The state of one replay. A call that raises must have raised on the tape too: then the next record says so."""
+    """The state of one replay. A call that raises must be followed by a `Raised` record on the tape."""
 
     def __init__(self, tape: Tape, observer: Observer | None, own_policies: bool) -> None:
         self._tape, self._observer, self._own_policies = tape, observer, own_policies
@@ -90,7 +90,7 @@ class Replay:
         return report
 
     def _compare(self, record: Record) -> tuple[str, str] | None:
-        """Make the call of a record; the tape's outcome and ours in words if they differ."""
+        """Make the call of a record. Returns the tape's outcome and this one's in words if they differ."""
         error, self._error = self._error, None
         if isinstance(record.body, Raised):
             return None if error is not None else (f"the call before raised {record.body.error}", "it did not")
@@ -142,7 +142,7 @@ class Replay:
     def _check_policy(self, name: str) -> None:
         if OWN_POLICY_MARK in name and not self._own_policies:
             raise ConfigError(
-                f"{self._tape.name} names the policy {name}, which is code of its own; --own-policies lets it be loaded"
+                f"{self._tape.name} names the user-defined policy {name}; --own-policies allows loading its code"
             )
 
 
