@@ -62,6 +62,7 @@ def seen(url, done, timeout_s=60.0):
     return answer
 
 
+@pytest.mark.slow
 def test_a_change_is_seen_when_traffic_shifts():
     server, sources = Server(*FLAGS), []
     route = f"{server.url}/v1/scheduler"
