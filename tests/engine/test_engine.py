@@ -114,7 +114,7 @@ def test_a_process_that_stood_still_gets_what_it_missed_in_one_piece():
     with_engine(work)
 
 
-def test_whoever_leaves_is_followed_to_the_end():
+def test_a_client_that_leaves_is_followed_to_the_end():
     async def work(manager):
         read, ends = [], asyncio.Queue()
 
@@ -131,6 +131,29 @@ def test_whoever_leaves_is_followed_to_the_end():
             assert (delta.finish.reason, delta.finish.cause) == ("abort", "client_gone")
             assert 0 < delta.completion_tokens < 2000
         assert manager.open_requests == 0
+
+    with_engine(work)
+
+
+def test_a_client_that_leaves_before_its_last_token_is_written_is_told_of_the_end():
+    async def work(manager):
+        read, ends = [], []
+
+        async def reader(delta):
+            read.append(delta)
+            await asyncio.Event().wait()  # the client takes nothing
+
+        feeding = asyncio.create_task(manager.feed(spec(tokens=30), reader, ends.append))
+
+        async def ended():
+            return (await manager.snapshot())["counters"]["finished"] == 1
+
+        await until(ended)
+        await asyncio.sleep(0.1)
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+        assert [delta.finish for delta in read] == [None]
+        assert [(delta.finish.reason, delta.completion_tokens) for delta in ends] == [("length", 30)]
 
     with_engine(work)
 
@@ -239,7 +262,7 @@ def test_abort_pause_continue_and_flush():
     with_engine(work, step_ms=3.0)
 
 
-def test_wrong_requests_cost_nobody_else():
+def test_wrong_requests_cost_no_other_request():
     async def work(manager):
         for wrong in (GenerateSpec(input_ids=[]), GenerateSpec(input_ids=[10**6]), spec("word " * 2000)):
             with pytest.raises(InvalidRequestError):

@@ -1,4 +1,4 @@
-"""The process that looks ahead: its verdicts, its faults, and that nobody waits for it."""
+"""The process that looks ahead: its verdicts, its faults, and that the server does not wait for it."""
 
 import io
 import logging
@@ -56,7 +56,7 @@ def quick(monkeypatch):
 
 
 class Yard:
-    """A scheduler with waiting requests, which nobody serves, and what looks ahead for it."""
+    """A scheduler with waiting requests, which are not served, and what looks ahead for it."""
 
     def __init__(self, command, requests=5, **options):
         info = watched_mock(step_ms=1.0, max_total_tokens=4096).info
@@ -203,7 +203,7 @@ def test_ends_are_told():
         assert yard.state["failures"] == 0
 
 
-def test_without_work_nobody_looks():
+def test_without_work_it_does_not_look():
     with Yard(odd("worse"), requests=0) as yard:
         begin = time.monotonic()
         yard.turn_until(lambda: time.monotonic() > begin + 0.5)

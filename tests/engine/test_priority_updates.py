@@ -68,7 +68,7 @@ def scheduler(**settings):
 
 
 class Bench:
-    """A hook and a scheduler that nobody runs."""
+    """A hook and a scheduler that does not run."""
 
     def __init__(self, function):
         self.clock = Clock()
@@ -260,7 +260,7 @@ def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth):
 
 
 @both_loops
-def test_a_broken_function_harms_nobody(loop, depth, caplog):
+def test_a_broken_function_harms_no_request(loop, depth, caplog):
     executor = watched_mock(step_ms=0.0, max_total_tokens=64, max_pool_rows=8)
     core = Scheduler(SchedulerSettings(max_in_flight=depth, enable_priority_scheduling=True), executor.info)
     hook = PriorityUpdates(lambda view, system: time.sleep(0.001), "mod:f", core)

@@ -1,4 +1,4 @@
-"""The streams that carry answers back: nothing lost, in order, merged where somebody is behind, bounded."""
+"""The streams that carry answers back: nothing lost, in order, merged where a reader is behind, bounded."""
 
 import asyncio
 

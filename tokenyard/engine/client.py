@@ -21,7 +21,7 @@ Transmit = Callable[[ToScheduler], None]
 
 
 class SchedulerClient:
-    """One scheduler. Used from one event loop; whoever receives its messages gives them to `hear`.
+    """One scheduler. Used from one event loop; its heartbeats and replies go to `hear`.
 
     `rank` is its place in the engine, `source` the number of its process; `load` counts the requests that it has.
     """

@@ -314,7 +314,7 @@ class Driver:
         return counters
 
     def _set_policy(self, event: SetPolicy, now: int) -> str:
-        """Change the policy because somebody wants it; return why not, "" if it was done."""
+        """Change the policy as an operator asks; return why not, "" if it was done."""
         refusal = self._change_policy(event, now)
         if not refusal and self._lookahead is not None:
             self._lookahead.chosen(event, now)

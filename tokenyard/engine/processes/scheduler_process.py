@@ -100,7 +100,7 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
         watchdog.check(beat)
 
     heartbeat = HeartbeatThread(loop.state, send_beat, lambda: end_with_parent(task))
-    # What was loaded so far lives for ever; a walk of the collector over all of it would hold up several steps.
+    # What is loaded by now stays until the end; a walk of the collector over all of it would hold up several steps.
     gc.collect()
     gc.freeze()
     report(ChildReport(info=loop.info))

@@ -126,7 +126,7 @@ class Supervisor:
                 await self._spawn("detokenizer")
             reports = await asyncio.gather(*(child.ready() for child in self._children.values()))
         except BaseException:
-            # A process that still loads listens to nobody, and has nothing to lose.
+            # A process that still loads does not look for the word to stop, and has nothing to lose.
             for child in self._children.values():
                 child.kill()
             await self.stop()

@@ -83,11 +83,10 @@ class _TextState:
         self.tokens.append(token)
 
     def due(self) -> bool:
-        """Whether a streaming answer has something to send now."""
-        unsent = len(self.tokens) - self.sent
-        if not self.interval or not (self.pieces or (self.text is None and unsent)):
+        """Whether an answer, which streams, has something to send now."""
+        if not self.pieces and (self.text is not None or len(self.tokens) == self.sent):
             return False
-        return not self.sent_once or unsent >= self.interval
+        return not self.sent_once or len(self.tokens) - self.sent >= self.interval
 
     def stop_found(self) -> StopFound:
         """What the scheduler must hear of the stop string that was found."""
@@ -149,14 +148,18 @@ class _Columns:
         """Take everything that an answer has to send."""
         self.numbers.append(answer.number)
         self.texts.append("".join(answer.pieces))
-        tokens, sent = answer.tokens, answer.sent
-        self.token_counts.append(len(tokens) - sent)
-        self.tokens += tokens[sent:]
-        self.completion_tokens.append(len(tokens))
+        tokens, total = answer.tokens, len(answer.tokens)
+        count = total - answer.sent
+        self.token_counts.append(count)
+        if count == 1:  # as with nearly every answer of a step
+            self.tokens.append(tokens[-1])
+        else:
+            self.tokens += tokens[answer.sent :]
+        self.completion_tokens.append(total)
         self.cached_tokens.append(answer.cached_tokens)
         if answer.logprobs:
             self.logprobs += answer.take_logprobs()
-        answer.pieces, answer.sent, answer.sent_once = [], len(tokens), True
+        answer.pieces, answer.sent, answer.sent_once = [], total, True
 
     def batch(self) -> TextBatch:
         """Return the message."""

@@ -132,7 +132,7 @@ class LookaheadClient:
             self.chosen(SetPolicy(Adaptive.name, settings.policy_options), time.monotonic_ns())
 
     def chosen(self, event: SetPolicy, now: int) -> None:
-        """Somebody chose a policy: begin, begin anew or end. Raises ConfigError for options that cannot be."""
+        """An operator chose a policy: begin, begin anew or end. Raises ConfigError for options that cannot be."""
         if event.name != Adaptive.name:
             self._outlook = None
             self._drop()

@@ -26,7 +26,7 @@ def targets_met(finish: Finish) -> list[tuple[str, bool]]:
 def met_slo(finish: Finish) -> bool | None:
     """Whether an answer met all its targets; one that was refused or failed did not.
 
-    None for one that somebody ended on purpose, for one that could never have been served or was beyond what its tenant
+    None for one that was ended on purpose, for one that could never have been served or was beyond what its tenant
     may have, and where nothing was promised because the request never reached the scheduler.
     """
     if finish.cause in SAYS_NOTHING or not finish.slo_targets.tpot_ns:

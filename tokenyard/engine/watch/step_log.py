@@ -1,4 +1,4 @@
-"""Log lines about steps, in the order that people who read SGLang's logs know."""
+"""Log lines about steps, with the fields of SGLang's lines in their order."""
 
 import logging
 import time
