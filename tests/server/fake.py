@@ -46,6 +46,7 @@ class FakeGenerator:
     def __init__(self) -> None:
         self.tokenizer: Any = word_tokenizer()
         self.template_sources: dict[str, str] = {}
+        self.response_template: Any = None
         self.answer: list[str] | None = None
         self.specs: list[GenerateSpec] = []
         self.closed: list[str] = []

@@ -116,6 +116,11 @@ class TokenizerManager:
         return self._template.sources
 
     @property
+    def response_template(self) -> Any:
+        """What the checkpoint itself says of how the model writes, None where it does not."""
+        return self._template.response_template
+
+    @property
     def open_requests(self) -> int:
         """Requests whose answers have not all ended."""
         return len(self._streams)

@@ -25,6 +25,10 @@ class Generator(Protocol):
         """The Jinja sources of the chat templates by name."""
 
     @property
+    def response_template(self) -> Any:
+        """What the checkpoint itself says of how the model writes, None where it does not."""
+
+    @property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
 

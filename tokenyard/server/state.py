@@ -76,7 +76,9 @@ class ServerState:
         """The engine is warm: requests are welcome from now on."""
         self._engine = engine
         self._names = TokenNames(engine.tokenizer)
-        self._style = OutputStyle(engine.template_sources, engine.tokenizer, self.options.tool_call_parser)
+        self._style = OutputStyle(
+            engine.template_sources, engine.tokenizer, self.options.tool_call_parser, engine.response_template
+        )
         self.phase = "ready"
 
     def start_draining(self) -> None:

@@ -87,6 +87,7 @@ class ChatTemplate:
         self._wants: dict[str, Wants] = {}
         self.special_tokens = dict(special_tokens)
         self.sources = dict(sources)
+        self.response_template: Any = None
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
@@ -239,7 +240,9 @@ def load_chat_template(folder: Path, override: str = "") -> ChatTemplate:
         sources[file.stem] = _read_template(file)
     if (folder / "chat_template.jinja").is_file():
         sources["default"] = _read_template(folder / "chat_template.jinja")
-    return ChatTemplate(sources, tokens)
+    template = ChatTemplate(sources, tokens)
+    template.response_template = config.get("response_template")
+    return template
 
 
 def _read_template(file: Path) -> str:

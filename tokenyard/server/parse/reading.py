@@ -14,6 +14,7 @@ from tokenyard.server.parse.events import Reasoning as Thought
 from tokenyard.server.parse.families import FALLBACK
 from tokenyard.server.parse.format import Format
 from tokenyard.server.parse.machine import OutputParser
+from tokenyard.server.parse.template import format_of
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +23,19 @@ DROPS_TOOLS = "the chat template of this model shows no tools to it: it answers 
 
 
 class OutputStyle:
-    """What is known of how a model writes, from the sources of its chat templates; `name` overrides what they say.
+    """What is known of how a model writes: from `name`, else the checkpoint's response_template, else the sources of
+    its chat templates.
 
     Raises ConfigError for an unknown name.
     """
 
-    def __init__(self, sources: Mapping[str, str], tokenizer: Any = None, name: str = "") -> None:
-        self.form: Format | None = named(name) if name else detect(sources.values())
+    def __init__(
+        self, sources: Mapping[str, str], tokenizer: Any = None, name: str = "", response_template: Any = None
+    ) -> None:
+        own = format_of(response_template) if response_template is not None else None
+        if response_template is not None and own is None:
+            log.warning("the response_template of the model cannot be followed; its chat template tells how it writes")
+        self.form: Format | None = named(name) if name else own or detect(sources.values())
         self.has_template = bool(sources)
         self.template = sources.get("default", "")
         self.knows_tools = knows_tools(sources.values())
