@@ -128,7 +128,7 @@ class TestPredictedTtft:
 
     def test_no_match_however_good_takes_more_than_a_share(self):
         policy = make_policy("predicted_ttft")
-        ranking = policy.rank(Features(100_000, [0, 99_999, 0, 0]), targets(1, 8, 1, 1))
+        ranking = policy.rank(Features(100_000, [0, 99_999, 0, 0]), targets(1, 14, 1, 1))
         assert ranking.order[0] != 1
         assert ranking.reason == SPILLED_BY_BOUND
 

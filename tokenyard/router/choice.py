@@ -277,7 +277,7 @@ class PredictedTtft(RoutePolicy):
 
     near, near_s = 0.02, 0.001
     noticeably_slow = 1.6
-    over, over_requests = 1.25, 2.0
+    over, over_requests = 2.0, 4.0
     starving, starving_requests = 0.25, 1.0
 
     @override
