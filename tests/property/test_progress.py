@@ -15,6 +15,7 @@ from tokenyard.scheduler.lifecycle import State
 
 PRIORITIES = {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": 1}
 AGING_S, PROMOTE_S, LONGEST_WAIT_S = 0.005, 0.05, 0.2
+DEADLINE_S = 0.2
 ALONE_S = 0.16
 """What its prefill takes alone, by the belief of a small CPU."""
 
@@ -143,6 +144,12 @@ CASES = {
         {"priority": 0},
         {"priority": 10},
         within_aging(11),
+    ),
+    "edf": (
+        {"schedule_policy": "edf", "slo_chunk_tokens": 4},
+        {"deadline_ns": int(DEADLINE_S * NS_PER_S)},
+        {"deadline_ns": 5_000_000},
+        none_after(DEADLINE_S),
     ),
     "slo": (SLO | {"schedule_policy": "slo"}, {}, {}, none_after(LONGEST_WAIT_S + ALONE_S)),
     "vtc": ({"schedule_policy": "vtc"}, {"tenant": "a"}, {"tenant": "b"}, anything),
