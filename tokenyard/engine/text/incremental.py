@@ -39,7 +39,7 @@ class IncrementalText:
         # Behind a prompt that ends inside a character, the decoder would repeat the prompt's text.
         if self._decode(self._shown).endswith(REPLACEMENT):
             self._shown = []
-        self._stream = DecodeStream(ids=self._shown, skip_special_tokens=skip_special_tokens)
+        self._stream = DecodeStream(ids=self._shown, skip_special_tokens=self._skip)
 
     def add(self, token: int) -> str:
         """Return the text that `token` completes, "" if none."""
