@@ -10,7 +10,11 @@ PROBE := import sys, urllib.request as u; sys.exit(not u.urlopen(sys.argv[1] + "
 TORCH_FLAGS = $(shell command -v nvidia-smi >/dev/null 2>&1 || $(PYTHON) -c '$(PROBE)' $(TORCH_INDEX) 2>/dev/null && \
 	! command -v nvidia-smi >/dev/null 2>&1 && echo --extra-index-url $(TORCH_INDEX))
 
-.PHONY: serve fleet test goodput clients lint clean
+# OpenMP's threads would get in each other's way, as the tests use all cores themselves.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL = -n logical --maxprocesses 4 --dist worksteal
+
+.PHONY: serve fleet test test-all test-world goodput clients lint clean
 
 serve: .venv/serve  ## serve the embedded demo model on 127.0.0.1:30000
 	$(BIN)/tokenyard serve $(ARGS)
@@ -18,13 +22,20 @@ serve: .venv/serve  ## serve the embedded demo model on 127.0.0.1:30000
 fleet: .venv/serve  ## serve the demo model with two engines behind a router on 127.0.0.1:30000
 	$(BIN)/python tools/fleet.py $(ARGS)
 
-test: .venv/dev  ## run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+test: .venv/dev  ## run the tests, in parallel
+	$(PYTEST) $(PARALLEL) $(ARGS)
+
+test-all: .venv/dev  ## run the slow ones too: whole matrices, soaks, long searches
+	TOKENYARD_TEST_ALL=1 $(PYTEST) $(PARALLEL) -m 'not world' $(ARGS)
+
+test-world: .venv/dev clients  ## run what needs other packages and programs; note the date with the result
+	$(PYTEST) -m world $(ARGS) || test $$? -eq 5  # 5: no test is marked so
+	date -u
 
 goodput: .venv/dev  ## hold goodput on the recorded traces to its goals, in the simulator
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.goodput $(ARGS)
 
-clients: .venv/serve  ## try other people's clients against a running server, each in its own environment
+clients: .venv/serve  ## try other projects' clients against a running server, each in an environment of its own
 	CLIENT_PIP_FLAGS="$(TORCH_FLAGS)" $(BIN)/python -m tests.clients.run $(ARGS)
 
 lint: .venv/dev  ## style and types

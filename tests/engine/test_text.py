@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.text_helpers import Run, batch, demo, gpt2, started
+from tests.examples import examples
 from tokenyard.base import Finish, InvalidRequestError, TokenLogprobs
 from tokenyard.engine.processes.messages import Fence
 from tokenyard.engine.text.stop_strings import StopHit, StopMatcher
@@ -49,7 +50,7 @@ def test_an_answer_cut_inside_a_character_shows_it_at_the_end(tokenizer):
     assert run.pieces[-1].endswith("\ufffd")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(ids=st.lists(st.integers(0, 2047), max_size=150), stream=st.booleans())
 def test_any_tokens_decode_as_in_one_go(tokenizer, ids, stream):
     run = Run(tokenizer, ids, stream=stream, skip_special_tokens=False)
@@ -268,7 +269,7 @@ def test_logprobs_go_with_their_tokens_and_end_at_a_found_stop(tokenizer):
     assert [entry.position for entry in out.logprobs + out_end.logprobs] == [2, 3]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     text=st.text("ab", max_size=30),
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests.engine.text_helpers import Run
+from tests.examples import examples
 from tokenyard.base import ConfigError
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 
@@ -69,7 +70,7 @@ KINDS = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     kind=st.sampled_from(list(KINDS)),
     text=st.sampled_from([*TEXTS, "ok 🦊!", "\n\n", "é"]),

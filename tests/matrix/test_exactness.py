@@ -1,8 +1,9 @@
 """Greedy tokens are those of transformers under every schedule.
 
 Every combination of page size, chunk, mixed chunks, plans in flight, prefix cache and pool size runs in `make test`,
-each with other architectures, by torch and by the native kernels; `TOKENYARD_FULL_MATRIX=1` runs every combination with
-every architecture, and `TOKENYARD_TEST_DEVICE=cuda` (for the tests of the executor too) runs our side on a GPU.
+each with another architecture, by torch and by the native kernels, and with a second one in `make test-all`.
+`TOKENYARD_FULL_MATRIX=1` runs every combination with every architecture, and `TOKENYARD_TEST_DEVICE=cuda` (for the
+tests of the executor too) runs our side on a GPU.
 """
 
 import itertools
@@ -23,9 +24,11 @@ PAGE_SIZES, CHUNKS, DEPTHS = (1, 16), (16, -1), (1, 2)
 COMBINATIONS = list(itertools.product(PAGE_SIZES, CHUNKS, (False, True), DEPTHS, (False, True), ("roomy", "tight")))
 FULL = os.environ.get("TOKENYARD_FULL_MATRIX") == "1"
 MATRIX = [
-    (case, *combination)
+    pytest.param(case, *combination, marks=[pytest.mark.slow] if place else [])
     for index, combination in enumerate(COMBINATIONS)
-    for case in (CASES if FULL else [list(CASES)[index % len(CASES)], list(CASES)[(index * 5 + 3) % len(CASES)]])
+    for place, case in enumerate(
+        CASES if FULL else [list(CASES)[index % len(CASES)], list(CASES)[(index * 5 + 3) % len(CASES)]]
+    )
 ]
 
 

@@ -5,6 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policy.lines import admissions, line, make_yard, watch_admissions
 from tokenyard.base import SchedulerSettings, TenantSettings
 from tokenyard.policy import Policy, create_policy
@@ -83,7 +84,7 @@ def overtaken_tokens(yard):
     return overtaken
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     policy=st.sampled_from(["lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "routing-key"]),
     bound=st.integers(0, 120),

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policy.clocked import MS, S, make_clocked, prompt
 from tests.policy.lines import line, row
 from tokenyard.base import Cancel, Pause, Resume, SamplingParams, Slo, SloTargets, Update
@@ -191,7 +192,7 @@ def test_whoever_is_held_back_for_a_while_stays_last():
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_as_few_as_possible_are_put_last(jobs):
     jobs.sort(key=lambda job: job[1])
     work, deadlines = np.array([job[0] for job in jobs], float), np.array([job[1] for job in jobs], float)
@@ -238,7 +239,7 @@ def test_whoever_is_put_last_returns_once_its_deadline_can_be_met():
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60), st.booleans()), min_size=1, max_size=9),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_whoever_returns_is_in_time_and_makes_nobody_late(jobs):
     jobs.sort(key=lambda job: job[1])
     work, deadlines, left_out = (np.array(column) for column in zip(*jobs, strict=True))

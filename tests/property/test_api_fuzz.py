@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.server.fake import FakeManager
 from tokenyard.server.app import HOT_ROUTES, create_app
 from tokenyard.server.state import ServerOptions, ServerState
@@ -69,7 +70,7 @@ def test_no_body_breaks_the_server(path):
     app = create_app(ServerState(ServerOptions(model_name="fake"), FakeManager()))
     kind = HOT_ROUTES[path][1]
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(bodies(kind))
     def check(body):
         status, answer = asyncio.run(post(app, path, json.dumps(body, allow_nan=True).encode()))
@@ -82,7 +83,7 @@ def test_no_body_breaks_the_server(path):
     check()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=64))
 def test_no_bytes_break_the_server(body):
     app = create_app(ServerState(ServerOptions(model_name="fake"), FakeManager()))

@@ -5,6 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policy.lines import make_yard, watch_admissions
 from tokenyard.policy.levels import HIGH, LOW, NORMAL
 
@@ -32,7 +33,7 @@ def mixed(*more):
     return st.lists(st.tuples(GAPS_S, PROMPTS, ANSWERS, *more), min_size=4, max_size=30)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(arrivals=mixed(), every=st.integers(1, 4))
 def test_fcfs_lets_nobody_pass(arrivals, every):
     yard = make_yard(rows=3, prefill_max_requests=2)
@@ -40,7 +41,7 @@ def test_fcfs_lets_nobody_pass(arrivals, every):
     run(yard, arrivals, every, lambda i, now, prompt, new: yard.submit([5 + i] * prompt, new, arrival_ns=now))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     arrivals=mixed(st.one_of(st.none(), st.integers(0, 4))),
     every=st.integers(1, 4),
@@ -80,7 +81,7 @@ def test_aging_bounds_who_may_pass(arrivals, every, inner, low_first, threshold)
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(arrivals=mixed(), every=st.integers(1, 4))
 def test_mlfq_lets_nobody_pass_who_comes_later_than_the_promotion(arrivals, every):
     yard = make_yard(
@@ -97,7 +98,7 @@ def test_mlfq_lets_nobody_pass_who_comes_later_than_the_promotion(arrivals, ever
     run(yard, arrivals, every, lambda i, now, prompt, new: yard.submit([5 + i] * prompt, new, arrival_ns=now))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(arrivals=mixed(), every=st.integers(1, 4))
 def test_hrrn_lets_only_shorter_ones_pass(arrivals, every):
     yard = make_yard(rows=2, prefill_max_requests=1, schedule_policy="hrrn")
@@ -112,7 +113,7 @@ def test_hrrn_lets_only_shorter_ones_pass(arrivals, every):
     run(yard, arrivals, every, lambda i, now, prompt, new: yard.submit([5 + i] * prompt, new, arrival_ns=now))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.sampled_from(["high", "normal", "low"]), PROMPTS), min_size=20, max_size=120),
     weights=st.tuples(*[st.integers(1, 8)] * 3),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.engine.calls import replies, snapshot
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import LOOPS, ScriptedPort, run, submit
+from tests.examples import examples
 from tokenyard.base import Cancel, StopFound
 
 LONGEST = 40
@@ -29,7 +30,7 @@ prompts = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), prompts=prompts, loop=st.sampled_from(LOOPS))
 def test_no_schedule_changes_an_answer(data, prompts, loop):
     tokens = data.draw(st.lists(st.integers(1, LONGEST - 24), min_size=len(prompts), max_size=len(prompts)))
@@ -70,7 +71,7 @@ class InterruptingPort(ScriptedPort):
         return [] if event is None else [event]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), prompts=prompts, loop=st.sampled_from(LOOPS))
 def test_interruptions_leave_the_others_alone(data, prompts, loop):
     interruptions = data.draw(

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.examples import examples
 from tokenyard.cache import (
     EVICTION_POLICIES,
     BlocksCleared,
@@ -247,5 +248,5 @@ TestRadixPages1 = RadixMachine.TestCase
 TestRadixPages4 = RadixMachineOfPages4.TestCase
 TestRadixPages16 = RadixMachineOfPages16.TestCase
 TestRadixPages1.settings = TestRadixPages4.settings = TestRadixPages16.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(100), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )

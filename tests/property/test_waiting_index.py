@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.examples import examples
 from tests.scheduler.harness import check_branch
 from tokenyard.base import LogprobOptions, Request, SamplingParams, SchedulerSettings
 from tokenyard.scheduler.memory import KvMemory
@@ -134,6 +135,6 @@ class WaitingIndexMachine(RuleBasedStateMachine):
 
 
 WaitingIndexMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(120), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestWaitingIndex = WaitingIndexMachine.TestCase

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policy.clocked import make_clocked, prompt
 from tokenyard.base import NS_PER_S, Pause, Resume, SetPolicy, Update
 from tokenyard.scheduler.priority_inversion import MOST_LEVELS, PriorityInversion
@@ -15,7 +16,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(MOVES)
 def test_it_agrees_with_looking_at_everybody_at_every_moment(moves):
     books, now, told = PriorityInversion(), 0, {}

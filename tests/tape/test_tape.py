@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import (
     Cancel,
@@ -168,7 +169,7 @@ def take(yard, event):
         assert isinstance(event, SetPolicy)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     script=steps,
     policy=st.sampled_from(sorted(POLICIES)),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.server.parse.texts import CASES, TOOLS, Case
 from tokenyard.server.parse.events import CallArguments, CallEnd, CallStart, ParsedMessage
 from tokenyard.server.parse.families import FAMILIES
@@ -75,7 +76,7 @@ def fragments() -> st.SearchStrategy[tuple[str, list[str]]]:
     return st.sampled_from(list(FAMILIES.values())).flatmap(of)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(fragments(), st.booleans(), st.booleans())
 def test_any_cut_of_any_text_gives_the_same_message(given_text, calls: bool, reasoning: bool):
     name, pieces = given_text
@@ -87,7 +88,7 @@ def test_any_cut_of_any_text_gives_the_same_message(given_text, calls: bool, rea
     assert reasoning or not whole.reasoning
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(fragments())
 def test_calls_begin_once_and_end_once_in_order(given_text):
     name, pieces = given_text
@@ -111,7 +112,7 @@ def test_calls_begin_once_and_end_once_in_order(given_text):
     assert current is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.text(max_size=60), st.sampled_from(sorted(FAMILIES)))
 def test_plain_text_is_content_as_it_stands(text: str, name: str):
     if any(mark in text for mark in "<[{"):
@@ -126,7 +127,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.sampled_from([form.name for form in FAMILIES.values() if form.shape is not None and not form.shape.parameter]),
     st.lists(st.dictionaries(st.text(min_size=1, max_size=5), JSON_VALUES, max_size=3), min_size=1, max_size=3),

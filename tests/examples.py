@@ -1,0 +1,12 @@
+"""How many examples a search tries: all of them in `make test-all`, a part in `make test`."""
+
+import os
+
+ALL = os.environ.get("TOKENYARD_TEST_ALL") == "1"
+PART = 4
+FEWEST = 10
+
+
+def examples(count: int) -> int:
+    """`count` in `make test-all`; otherwise a quarter of it, but at least ten."""
+    return count if ALL else max(count // PART, FEWEST)
