@@ -93,6 +93,10 @@ class EarliestDeadline(Policy):
         return self._priority.outranked(views, asker) if self._priority else super().outranked(views, asker)
 
     @override
+    def victims(self, views: Views) -> Iterator[int]:
+        return self._priority.victims(views) if self._priority else super().victims(views)
+
+    @override
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
         return self._priority.displaced(columns, waiting, newcomer) if self._priority else None
 

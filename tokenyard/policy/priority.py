@@ -77,6 +77,17 @@ class Priority(Wrapper):
         return iter(rows[np.lexsort((-columns.seq[rows], -keys))].tolist())
 
     @override
+    def victims(self, views: Views) -> Iterator[int]:
+        """The least urgent first, equals in the order of `inner`: a row that outranks those it gives its pages to would
+        take them back. Without preemption the order of `inner` stands.
+        """
+        rows = list(self.inner.victims(views))
+        if self.settings.disable_priority_preemption or not rows:
+            return iter(rows)
+        levels = self.urgency.levels(views.columns, np.array(rows, np.int32))
+        return iter([rows[place] for place in np.argsort(levels, kind="stable").tolist()])
+
+    @override
     def displaced(self, columns: Columns, waiting: Int32Array, newcomer: int) -> int | None:
         """The latest arrival among the least urgent rows, if the newcomer is strictly more urgent."""
         fresh = waiting[columns.admitted_ns[waiting] == 0]

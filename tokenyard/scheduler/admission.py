@@ -129,7 +129,8 @@ class PrefillAdder:
         missing = need - (self._memory.free_tokens - reserved)
         if missing <= 0 and self._free_rows > 0:
             return True
-        if self._preempt(row, hit, missing):
+        # A row that gave its pages to others does not take them back from those by preemption.
+        if self._state.pages_returned_since(row) and self._preempt(row, hit, missing):
             return True
         if missing > 0:
             self.refused = row
