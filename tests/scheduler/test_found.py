@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.scheduler.harness import Yard, make_info
-from tokenyard.base import NS_PER_S, SchedulerSettings, StepWork, TenantSettings
+from tokenyard.base import NS_PER_S, Cancel, Pause, SchedulerSettings, StepWork, TenantSettings
 from tokenyard.cost import OnlineCost, get_profile
 
 URGENT = 100
@@ -217,3 +217,17 @@ def test_a_share_claim_and_a_priority_do_not_take_from_each_other():
     yard.run(3, limit=100)
     assert sorted(yard.finished) == numbers
     assert counters(yard).preempted <= 2
+
+
+@pytest.mark.parametrize("end", [lambda number: Cancel([number]), lambda number: Pause()])
+def test_a_bucket_that_nothing_waits_for_wakes_no_event_loop(end):
+    yard = make_yard(tenants={"x": TenantSettings(tokens_per_s=1.0, burst_tokens=1)})
+    submit(yard, 5, 3, tenant="x")
+    yard.run()
+    held_back = submit(yard, 5, 3, tenant="x")
+    assert not yard.launch()
+    assert yard.scheduler.wakeup_ns() > yard.now
+    yard.apply(end(held_back))
+    yard.now += 60 * NS_PER_S
+    assert not yard.launch()
+    assert yard.scheduler.wakeup_ns() is None
