@@ -29,7 +29,7 @@ def add_route_arguments(parser: argparse.ArgumentParser) -> None:
     for item in fields(RouterSettings):
         kind = _kind(item.name)
         options: dict[str, Any] = {"dest": item.name, "default": None}
-        default = "" if item.default in ("", (), False) else f" [{_shown(item.default)}]"
+        default = "" if item.default in ("", ()) or item.default is False else f" [{_shown(item.default)}]"
         text = item.metadata["help"].replace("%", "%%") + default
         metavar = item.name.rsplit("_", 1)[-1].upper()
         if kind is bool:
