@@ -16,8 +16,24 @@ TEXTS = st.text("aé€\0", max_size=6)
 LEAVES = st.sampled_from([None, True, 0, -1, 7, 2**70, 1.5, -1e300, "", "high"]) | TEXTS
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3))
 NAMES = st.sampled_from(
-    "messages prompt text input input_ids tools system model stream priority tenant user deadline_ms cache_salt "
-    "extra_key service_tier".split()
+    [
+        "messages",
+        "prompt",
+        "text",
+        "input",
+        "input_ids",
+        "tools",
+        "system",
+        "model",
+        "stream",
+        "priority",
+        "tenant",
+        "user",
+        "deadline_ms",
+        "cache_salt",
+        "extra_key",
+        "service_tier",
+    ]
 )
 
 
