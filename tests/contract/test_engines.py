@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.engines import mock_config
 from tests.engine.test_engine import FOR_EVER, collect, spec, until
+from tokenyard import LLM
 from tokenyard.base import ConfigError, InvalidRequestError, LogprobOptions, SamplingParams
 from tokenyard.engine.processes.in_process import engine_in_process
 from tokenyard.engine.processes.launch import running_engine
@@ -141,3 +142,34 @@ def test_a_whole_answer_ends_at_once_and_a_wrong_one_is_refused(with_engine):
                 await collect(manager, spec(PROMPT, **wrong))
 
     with_engine(work)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.0, "frequency_penalty": 1.5, "presence_penalty": 1.0},
+        {"temperature": 0.9, "repetition_penalty": 1.4, "min_new_tokens": 20},
+    ],
+)
+def test_a_model_goes_on_with_an_answer_as_it_would_have_itself(torch_engine, sampling):
+    """Seeds and penalties count from the first token, those that the request brought with it included."""
+
+    def answer(cut=0, tokens=()):
+        params = SamplingParams(max_new_tokens=24, **sampling)
+        made = GenerateSpec(text=PROMPT, sampling=params, seed=11, output_ids=list(tokens[:cut]) or None)
+        return torch_engine(made)
+
+    _, tokens, *end = told(answer())
+    for cut in (1, 9, len(tokens) - 1):
+        _, rest, *rest_end = told(answer(cut, tokens))
+        assert rest == tokens[cut:]
+        assert rest_end == end
+
+
+@pytest.fixture(scope="module")
+def torch_engine():
+    """Answers specs by the demo model on the CPU."""
+    with LLM(device="cpu", dtype="float32", max_total_tokens=512, threads=1) as llm:
+        yield lambda spec: llm._run(collect(llm._manager, spec)).result()
