@@ -1,4 +1,4 @@
-"""From what a front end states to the request that the scheduler sees, with everything checked on the way."""
+"""Makes the request that the scheduler sees from what a client asks for, and checks it."""
 
 import os
 from dataclasses import replace
@@ -28,11 +28,11 @@ SEED_BITS = 62
 
 
 LEVEL_NAMES = ("strict", "high", "normal", "low")
-"""The levels that classes of service stand for, in the order of policy/levels.py."""
+"""The names of the levels of service classes, in the order of policy/levels.py."""
 
 
 def level_name(service_class: str | None) -> str:
-    """The level of a service class by name; what is said of a class to the outside, as clients make up classes."""
+    """The name of the level of a service class. Metrics and answers show it, as clients may make up any class."""
     return LEVEL_NAMES[level_of(service_class)]
 
 
@@ -46,15 +46,15 @@ def ns_from_ms(value_ms: float | None, param: str) -> int | None:
 
 
 def check_priority(priority: int | None) -> None:
-    """Raise InvalidRequestError for a priority that no column holds."""
+    """Raise InvalidRequestError for a priority beyond 32 bits."""
     if priority is not None and not -MOST_PRIORITY <= priority <= MOST_PRIORITY:
         raise InvalidRequestError(f"priority must be between -{MOST_PRIORITY} and {MOST_PRIORITY}", param="priority")
 
 
 def check_known(ids: np.ndarray, vocab_size: int) -> None:
-    """Raise InvalidRequestError for token ids that the model has no row for, which would fail the step of everybody.
+    """Raise InvalidRequestError for token ids that the model has no row for, which would fail the whole step.
 
-    Not only clients give such: a tokenizer may have marks that were never added to its model.
+    Clients may send such ids, and a tokenizer may have special tokens that the model does not know.
     """
     if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]

@@ -1,4 +1,4 @@
-"""Running the generations of one HTTP request, and collecting what they give."""
+"""Runs the generations of one HTTP request and collects their results."""
 
 import asyncio
 import uuid
@@ -36,7 +36,7 @@ class Call:
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of one answer so far. `reader` takes its text apart, if it may hold more than text."""
+    """One answer, as far as it has come. `reader` takes its text apart, if it may hold more than text."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -98,7 +98,7 @@ def run(call: Call, specs: Sequence[GenerateSpec], take: Take) -> Coroutine[Any,
 
 
 async def _one(call: Call, spec: GenerateSpec, place: int, take: Take) -> None:
-    """Run one spec, under the eyes of metrics, log and traces."""
+    """Run one spec; metrics, log and traces follow it."""
     state = call.state
     spec.rid = spec.rid or uuid.uuid4().hex
     with state.open_request(spec.rid):
@@ -120,7 +120,7 @@ async def _one(call: Call, spec: GenerateSpec, place: int, take: Take) -> None:
 
 
 async def _many(call: Call, specs: Sequence[GenerateSpec], take: Take) -> None:
-    """Run several specs side by side, with one at a time at `take`; the first error ends them all."""
+    """Run several specs concurrently and call `take` for one at a time; the first error ends them all."""
     turn = asyncio.Lock()
 
     async def take_in_turn(place: int, delta: OutputDelta) -> None:
@@ -131,7 +131,7 @@ async def _many(call: Call, specs: Sequence[GenerateSpec], take: Take) -> None:
     try:
         for place, spec in enumerate(specs):
             tasks.append(asyncio.ensure_future(_one(call, spec, place, take_in_turn)))
-            # Each start may tokenize a short text; others have the event loop in between.
+            # Starting a request may tokenize a short text; the event loop serves others in between.
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
     finally:

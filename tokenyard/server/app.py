@@ -76,7 +76,7 @@ class GenerationRoute:
         await while_connected(receive, self._run(call))
 
     async def _run(self, call: Call) -> None:
-        """Run the handler; whatever goes wrong becomes an error answer."""
+        """Run the handler and answer with an error if it fails."""
         try:
             await self._handler(call)
         except TokenyardError as error:
@@ -89,7 +89,7 @@ class GenerationRoute:
 
 
 class Front:
-    """Sends the hot paths straight to their routes, past the framework's layers, and the rest to the framework."""
+    """Calls generating routes directly, which saves the time of the framework's layers; it has all other routes."""
 
     def __init__(self, app: FastAPI, routes: dict[str, GenerationRoute]) -> None:
         self._app = app
@@ -119,7 +119,7 @@ def create_app(state: ServerState) -> ASGIApp:
     api.add_exception_handler(Exception, _on_fault)
     routes = {path: GenerationRoute(state, handler) for path, (handler, _) in HOT_ROUTES.items()}
     for path, route in routes.items():
-        # Known to the framework as well, which answers other methods with 405.
+        # The framework knows the path too, so that it answers other methods with 405.
         api.router.routes.append(Route(path, route, methods=["POST"]))
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     app: ASGIApp = Front(api, routes)
@@ -154,7 +154,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this any more."""
+    """The client has hung up: the answer is not read."""
     return Response(status_code=CLIENT_GONE_STATUS)
 
 
@@ -180,7 +180,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    """A fault of ours; the log gets the trace from the server."""
+    """A fault of the server; uvicorn logs its trace."""
     return _error_response(internal_error())
 
 

@@ -1,4 +1,4 @@
-"""Everything but generation: probes, models, tokenizing, metrics, server state and its levers."""
+"""The routes that do not generate: probes, models, tokenizing, metrics, server state and control."""
 
 import asyncio
 import math
@@ -30,14 +30,14 @@ router = APIRouter()
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 LEAST_DETOKENIZED = 100_000
-"""So many tokens are made text at once whatever the model's context is."""
+"""`/detokenize` takes so many tokens, whatever the model's context is."""
 
 SCRAPE_TIMEOUT_S = 0.002
-"""Who scrapes every few seconds is better served by the last heartbeat's counters than by waiting for a step to end."""
+"""A scrape does not wait for a long step to end: it gets the counters of the last heartbeat."""
 
 
 async def _state(request: Request) -> ServerState:
-    """The shared state. A coroutine, because the framework would send a plain function through a thread."""
+    """The shared state. A coroutine, because the framework runs a plain function in a thread."""
     return request.app.state.server  # type: ignore[no-any-return]
 
 
@@ -167,7 +167,7 @@ async def metrics(state: State) -> Response:
 
 
 def rates_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
-    """Our names of shares that the scheduler knows."""
+    """Gauges that are ratios of the scheduler's counters, by our names."""
     counters = snapshot.get("counters", {})
     return {
         "new_token_ratio": snapshot.get("new_token_ratio", 0.0),

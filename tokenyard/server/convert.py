@@ -30,7 +30,7 @@ def new_spec(
     tenant: str = "",
     rid: str | None = None,
 ) -> GenerateSpec:
-    """A spec with who asks and how urgently, from the body and the headers X-Request-Id, X-Tenant and X-Priority.
+    """A spec with tenant, id and urgency, from the body and the headers X-Request-Id, X-Tenant and X-Priority.
 
     The body wins over the headers, `rid` and `tenant` over both; `user` names the tenant where nothing else does.
     `targets` of its class stand in for those that it does not bring, those of the class "default" where it names none.
@@ -60,7 +60,7 @@ def new_spec(
 
 
 def _cache_salt(fields: UrgencyFields) -> str:
-    """What names the request's prefix cache: `cache_salt`, and SGLang's `extra_key` which parts it further."""
+    """The name of the request's own part of the prefix cache: `cache_salt`, and SGLang's `extra_key` if given."""
     salt, extra = _label(fields.cache_salt or "", "cache_salt"), _label(fields.extra_key or "", "extra_key")
     return f"{salt}\n{extra}" if extra else salt
 

@@ -1,6 +1,6 @@
 """Prometheus metrics of the API process.
 
-Fed from the deltas of answers as they pass, and from the scheduler's snapshot when somebody scrapes. Nothing is done
+Fed from the deltas of answers as they pass, and from the scheduler's snapshot at each scrape. Nothing is done
 per waiting request or per step. Labels are bounded: no request ids, no tenant names, and classes by their level.
 """
 
@@ -128,7 +128,7 @@ SGLANG_STAGES = {
     "prefill": "prefill_time_seconds",
     "decode": "decode_time_seconds",
 }
-"""Which histogram tells of each stage in SGLang's one histogram of stages."""
+"""The histogram of ours for each stage of SGLang's one histogram."""
 
 
 class Histogram:

@@ -1,4 +1,4 @@
-"""Who may call what. Pure ASGI, so that nothing stands between a stream and its socket."""
+"""Which key opens which path. Plain ASGI, so that streams pass through without a copy."""
 
 import hmac
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ TENANT = "tokenyard.tenant"
 """In the scope of a request: the tenant whose key it came with."""
 
 ADMIN_PREFIX = "/v1/requests/"
-"""Whoever may change a request by its id, or read about it, may do so for everybody's."""
+"""Paths that change a request by its id, or tell of it: they reach the requests of all clients."""
 
 
 class Authentication:

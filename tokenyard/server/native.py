@@ -59,7 +59,7 @@ async def _job(call: Call, body: NativeRequest) -> NativeJob:
     prompts = split_prompts(call, value, param)
     start = -1 if body.logprob_start_len is None or not body.return_logprob else body.logprob_start_len
     if start == 0:
-        # The first token has no log-probability to be reported with, so its id must be known here.
+        # The first token has no log-probability, so its id must be known here.
         prompts = [await call.manager.tokenize(p, True) if isinstance(p, str) else p for p in prompts]
     samplings = _per_prompt(body.sampling_params, len(prompts), "sampling_params")
     rids = _rids(call, body, len(prompts))

@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 LAST_WORDS_S = 2.0
-"""How long aborted requests have to send their last event."""
+"""How long aborted requests have time to send their last event."""
 
 STALLED_S = 5.0
-"""A client that takes nothing for so long while the server drains is not waited for any more."""
+"""While the server drains, it does not wait longer than this for a client that takes nothing."""
 
 SWEEP_EVERY = 5
 """Turns (of 0.1 s) between two looks at all connections."""
@@ -45,11 +45,11 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        # A peer that is gone without a word is noticed also while nothing is written to it.
+        # The kernel asks silent peers whether they are still there.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return listener
     except OSError as error:
-        # The library writes the address into its text once more.
+        # The library's own text repeats the address.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror or str(error)
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
@@ -96,7 +96,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     def settle(self) -> None:
-        """Once all is loaded: keep the garbage collector off what lives for ever, and off open requests.
+        """After loading: take what exists now out of garbage collection, and collect the rest only here.
 
         For a process of its own, as it changes the whole process's collector.
         """
@@ -123,10 +123,10 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _collect_garbage(self) -> None:
-        """Look through what is new at every turn, and through everything when that holds up nobody.
+        """Collect new objects at every turn, and all objects when no request is open.
 
-        The interpreter looks through the new objects once there are 700 more than before, so where requests end as fast
-        as they come it does not for seconds, and then takes 30 to 80 ms for all that are open.
+        The interpreter collects new objects once there are 700 more than before. Where requests end as fast as they
+        come, that is seconds later, and then takes 30 to 80 ms.
         """
         if self.state.open_requests:
             gc.collect(YOUNG)

@@ -1,4 +1,4 @@
-"""What the routes share: options, the engine's front, metrics, and the phase of the server's life."""
+"""What the routes share: options, the engine, metrics, and whether the server loads, serves or drains."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -73,7 +73,7 @@ class ServerState:
             self.set_ready(engine)
 
     def set_ready(self, engine: Engine) -> None:
-        """The engine is warm: requests are welcome from now on."""
+        """The engine is ready: requests are taken from now on."""
         self._engine = engine
         self._names = TokenNames(engine.tokenizer)
         self._style = OutputStyle(
@@ -119,7 +119,7 @@ class ServerState:
         return self.generator
 
     def start_timeline(self) -> None:
-        """Draw a timeline of the requests that come from now on."""
+        """Begin a timeline of the requests that come from now on."""
         self.stop_timeline()
         self._timeline = StreamProfile()
         self.watcher_makers.append(self._timeline.watcher)

@@ -1,4 +1,4 @@
-"""The hot end of an answer: ASGI replies, server-sent events, and noticing that a client hung up."""
+"""What every answer passes through: ASGI replies, server-sent events, and the watch for clients that hang up."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
@@ -46,7 +46,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": body})
 
     def event(self, data: bytes) -> Awaitable[None]:
-        """Send finished event bytes; the first call opens the stream."""
+        """Send the bytes of an event; the first call sends the headers of the stream before it."""
         body = {"type": "http.response.body", "body": data, "more_body": True}
         return self._send(body) if self.started else self._open(body)
 
@@ -75,8 +75,8 @@ class Reply:
 async def read_body(receive: Receive, limit_bytes: int) -> bytes:
     """The request's body. Raises HttpError (413) beyond `limit_bytes` and ClientGoneError on a hang-up.
 
-    A body that is too large is read on and thrown away for a while, as most clients look for an answer only after they
-    have sent everything.
+    Most clients read an answer only after they have sent everything, so the rest of a body that is too large is read
+    and dropped, up to `READ_ON_FACTOR` times the limit.
     """
     parts: list[bytes] = []
     size = 0

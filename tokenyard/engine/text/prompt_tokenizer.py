@@ -48,7 +48,7 @@ def longest_token_bytes(tokenizer: Tokenizer) -> int:
 
 
 class ByteRoom:
-    """Room for a number of bytes; who finds none waits, first come, first served. Used from one event loop."""
+    """Room for a number of bytes. Callers wait until there is enough, in order of their calls. For one event loop."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -72,7 +72,7 @@ class ByteRoom:
         return size
 
     def give(self, size: int) -> None:
-        """Give room back, and let those in who waited for it."""
+        """Give room back, and let waiting callers in."""
         self.free += size
         while self._waiting and (self._waiting[0][0] <= self.free or self._waiting[0][1].done()):
             size, place = self._waiting.popleft()
@@ -114,8 +114,8 @@ class _Job:
 class PromptTokenizer:
     """Tokenizes prompts of up to `most_tokens` tokens.
 
-    `most_bytes` is the most bytes that so many tokens can stand for. Longer texts are refused unseen, also where a
-    tokenizer leaves parts of a text out (such as spaces).
+    `most_bytes` is the most bytes that so many tokens can stand for. Longer texts are refused without tokenizing
+    them, also where the tokenizer would leave parts out, such as spaces.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, most_tokens: int) -> None:

@@ -18,7 +18,7 @@ class _TextState:
     """One answer between its first token and its end.
 
     `tokens` are all output tokens so far, of which the first `sent` have gone to the API process. Those that the
-    request brought with it count as sent: they are decoded for what follows them, and shown to nobody.
+    request brought with it count as sent: they are decoded for what follows them, and not shown.
     """
 
     __slots__ = (
