@@ -1,7 +1,7 @@
 """Fills one step with prefill: unfinished prefills and newcomers, in the policy's order, until a budget is used up.
 
-SGLang calls this the PrefillAdder. Admission of one row is: match and lock (tentative), check room, take pages, take a
-seat; any failure unlocks and ends the step's prefill, so nobody is passed over because he is big.
+SGLang calls this the PrefillAdder. Admission of one row is: match and lock (tentative), check room, take a pool row and
+pages. Any failure unlocks and ends the step's prefill, so a large request is not skipped for smaller ones.
 """
 
 from dataclasses import replace
@@ -21,8 +21,8 @@ from tokenyard.scheduler.state import SchedulerState
 class PrefillAdder:
     """One step's prefill.
 
-    Tokens spoken for but not yet taken are counted in three sums: `_reserved_running` (the growth that headroom
-    foresees for rows that ran before), `_reserved_newcomers` (the same for rows admitted in this step) and
+    Tokens that are reserved but not yet taken are counted in three sums: `_reserved_running` (the growth that headroom
+    predicts for rows that ran before), `_reserved_newcomers` (the same for rows admitted in this step) and
     `_reserved_prompts` (the unplanned rest of prompts that have started).
     """
 
@@ -50,17 +50,17 @@ class PrefillAdder:
         return int((self._table.target[rows] - self._table.held[rows]).sum())
 
     def _growth(self, views: Views) -> int:
-        """Tokens held back for running rows: the headroom, and never less than what they take when they decode next.
+        """Tokens held back for running rows: the headroom, but at least what their next decode takes.
 
-        Without the latter a newcomer would get their pages and be retracted at once.
+        With less, a newcomer could take those pages and be retracted at once.
         """
         growing = self._memory.page_size * self._state.pages_to_decode(views.running)
         return max(self._policy.headroom.running_tokens(views), growing)
 
     def fill(self) -> None:
-        """Draw candidates until the budget is used up or a newcomer does not fit; then only started prefills go on.
+        """Draw candidates until the budget is used up or a newcomer does not fit; then only started prefills continue.
 
-        `refused` is the newcomer that memory had no room for.
+        Sets `refused` to the newcomer that did not fit into memory.
         """
         drawn: set[int] = set()
         for row in self._policy.candidates(self._views):
@@ -94,7 +94,7 @@ class PrefillAdder:
         return True
 
     def _admit(self, row: int) -> bool:
-        """Match, lock, check, take; on any failure unlock and say False."""
+        """Match, lock, check and take; on any failure unlock and return False."""
         if self._free_rows <= 0 and not self._preemptable(row):
             return False
         node, hit = self._match(row)
@@ -114,10 +114,10 @@ class PrefillAdder:
         return match.node, match.tokens
 
     def _fits(self, row: int, hit: int) -> bool:
-        """Whether there is a place, and prompt and foreseen answer fit beside all that is reserved; if not, preempt.
+        """Whether there is a free row, and prompt and predicted answer fit beside all reservations; if not, preempt.
 
-        With nothing running and nothing planned a row may always try: `submit` refused what can never fit. A row is
-        preempted only for a chunk that the budget allows, or it would have lost its place for nothing.
+        With nothing running and nothing planned a row may always try: `submit` refuses what can never fit. A row is
+        preempted only if the budget allows a chunk of the newcomer, so that no preemption is in vain.
         """
         views = self._views
         alone = self._builder.empty and not (len(views.running) or len(views.prefilling) or len(views.loading))
@@ -137,16 +137,17 @@ class PrefillAdder:
         return False
 
     def _return_tokens(self, row: int) -> int:
-        """Tokens that a row retracted for lack of pages leaves free when it returns while nothing has ended since: one
-        page for each running row. Without them it would take the very pages that it gave up for the others.
+        """Extra room in tokens that a row retracted for lack of pages needs to return: one page for each running row,
+        or 0 once another request has ended or was paused. Without it the row would take the same pages that it just
+        gave up.
         """
         if self._state.pages_returned_since(row):
             return 0
         return self._memory.page_size * len(self._views.running)
 
     def _chunk(self, row: int, start: int, prefilling: int) -> int:
-        """Tokens of a newcomer's prompt from `start` on that this step may compute beside `prefilling` other prompts
-        that stay unfinished; 0 if it has to wait.
+        """Tokens of a newcomer's prompt from `start` on that this step may compute beside `prefilling` other unfinished
+        prompts; 0 if it has to wait.
         """
         rest = int(self._table.target[row]) - start
         count = self._budget.chunk(start, rest)
@@ -170,7 +171,7 @@ class PrefillAdder:
         return True
 
     def _reserve(self, row: int, node: Any, hit: int) -> None:
-        """Take a pool row with the locked prefix of `hit` tokens; what is planned for the row is another matter."""
+        """Take a pool row with the locked prefix of `hit` tokens; no tokens are planned yet."""
         table, request_state = self._table, self._table.request_state(row)
         table.pool_row[row], _ = self._memory.seat(request_state.known_ids, node, hit)
         request_state.node, request_state.fresh = node, True
@@ -185,14 +186,14 @@ class PrefillAdder:
         request_state.fresh = False
 
     def _admitted(self, row: int, reserved_tokens: int) -> None:
-        """Count what a row admitted in this step will still take: the rest of its prompt, and its answer."""
+        """Reserve what a row admitted in this step will still take: the rest of its prompt, and its answer."""
         self._reserved_prompts += reserved_tokens
         self._reserved_newcomers += self._policy.headroom.newcomer_tokens(self._table, row)
         self._policy.headroom.admitted(self._table, row)
         self._free_rows -= 1
 
     def _may_load(self, row: int) -> bool:
-        """Whether the row may start now; not if another one loads the same block, which it then finds in the tree."""
+        """Whether the row may start now; it waits if another row loads the same block, then finds it in the tree."""
         if not self._table.reach[row]:
             return True
         return not self._state.waits_for_load(row, self._run(row, self._hit(row)))
@@ -210,7 +211,7 @@ class PrefillAdder:
         return block_digests(ids, root_digest(request_state.request.namespace))[-1]
 
     def _load(self, row: int, node: Any, hit: int) -> bool:
-        """Take a pool row and pages for what can be loaded beyond `hit`; the row is planned once that has arrived."""
+        """Take a pool row and pages for the KV to load beyond `hit`; the row is planned once it has arrived."""
         table, memory = self._table, self._memory
         reach = int(table.reach[row])
         if not memory.pool.available_rows or not self._can_take(hit, reach - hit):
@@ -233,7 +234,7 @@ class PrefillAdder:
         return bool(pages <= self._memory.allocator.available + self._memory.tree.evictable_pages)
 
     def _plan_chunk(self, row: int, start: int, count: int) -> bool:
-        """Take the chunk's pages and put it into the builder; False if the pages are not to be had now."""
+        """Take the chunk's pages and add it to the builder; False if there are not enough pages now."""
         table, memory = self._table, self._memory
         first = memory.pages_for(start)
         pages = memory.take_pages(memory.pages_for(start + count) - first)
@@ -268,10 +269,10 @@ class PrefillAdder:
         return RowStart(pool_row, sampling, request_state.known_ids, prompt_tokens, request.logprobs, request.grammar)
 
     def _preempt(self, row: int, hit: int, missing_tokens: int) -> bool:
-        """Let rows that rank strictly below `row` give way, all that are needed or none.
+        """Preempt rows that rank strictly below `row`: all that are needed, or none.
 
-        They keep their places if the budget allows no chunk of `row` in this step, of which the tree holds `hit`
-        tokens. The pages of rows in flight come back when their plans commit; until then the newcomer waits in front.
+        None is preempted if the budget allows no chunk of `row` after its first `hit` tokens in this step. Pages of
+        rows in flight come back when their plans commit; until then the newcomer waits at the front.
         """
         victims = self._preemptable(row)
         victims = victims[: self._victims_needed(victims, missing_tokens)]
@@ -292,7 +293,7 @@ class PrefillAdder:
         return True
 
     def _preemptable(self, row: int) -> list[int]:
-        """Rows that `row` may preempt: those it outranks, worst first, then those that hold its tenant's share."""
+        """Rows that `row` may preempt: those it outranks, worst first, then those that borrow its tenant's share."""
         victims = self._limits.without_owners(row, list(self._policy.outranked(self._views, row)))
         taken = {chunk.row for chunk in self._builder.chunks}
         victims = [victim for victim in victims if victim not in taken]
@@ -300,9 +301,9 @@ class PrefillAdder:
         return victims + [victim for victim in self._limits.borrowers(self._views, row) if victim not in taken]
 
     def _victims_needed(self, victims: list[int], missing_tokens: int) -> int:
-        """How many of `victims`, from the first on, must go to free so many tokens; 0 if all of them are too few.
+        """How many of `victims`, from the first on, to preempt to free `missing_tokens`; 0 if all of them are too few.
 
-        Locks in the tree are lifted for a moment, as only that tells what rows with a common prefix hold together.
+        Locks in the tree are lifted for a moment, which shows how many pages rows with a common prefix hold together.
         """
         table, memory, needed = self._table, self._memory, 0
         if missing_tokens <= 0:

@@ -1,4 +1,4 @@
-"""Takes in what a step did: lengths advance, tokens are appended, prompts go to the tree, finished requests end."""
+"""Commits the result of a step: lengths advance, tokens are appended, prompts go to the tree, requests end."""
 
 import numpy as np
 
@@ -9,15 +9,15 @@ from tokenyard.scheduler.state import SchedulerState
 
 
 class Committer:
-    """Applies step results to the state; tells the planner of pages that the tree deduplicated."""
+    """Applies step results to the state, and passes pages that the tree deduplicated to the planner."""
 
     def __init__(self, state: SchedulerState, planner: Planner) -> None:
         self._state = state
         self._planner = planner
 
     def commit(self, plan: StepPlan, rows: Int32Array, result: StepResult, now: int) -> None:
-        """Apply `result` of `plan`, whose columns stand for table `rows` (int32[n]). Rows that lost their pages or
-        their place since then are skipped.
+        """Apply `result` of `plan`, whose columns belong to table `rows` (int32[n]). Rows that were retracted or ended
+        since then are skipped.
         """
         state = self._state
         state.memory.committed(plan.last_step)
@@ -62,7 +62,8 @@ class Committer:
     ) -> bool:
         """Apply a result of runs of tokens: row i yields `accepted[i]` of them. Returns whether any row ended.
 
-        A row computes as many tokens as it yields, as each confirms the draft before it. A stop token cuts a run.
+        Each token of a run confirms the draft before it, so a row computes as many tokens as it yields. A stop token
+        cuts a run.
         """
         table, epochs = self._state.table, plan.epochs
         verify, chunks = slice(plan.decode_rows, plan.chunks_from), slice(plan.chunks_from, None)
@@ -87,7 +88,7 @@ class Committer:
         return bool(len(done))
 
     def _commit_chunks(self, rows: Int32Array, now: int) -> bool:
-        """Give what prefill computed to the tree; end rows that wanted no token. Returns whether any row ended."""
+        """Give the computed prompts to the tree; end rows with max_new_tokens 0. Returns whether any row ended."""
         state, table, ended = self._state, self._state.table, False
         for row in rows.tolist():
             self._publish(row)

@@ -1,6 +1,6 @@
-"""Who got a place when, and how requests ended: enough to say later behind whom one of them waited.
+"""When requests first started, and how they ended: enough to explain later which others a request waited for.
 
-Written once per start and once per end, so a step over many rows never comes here. Both lists are bounded.
+It is written once per start and once per end, never per step. Both lists are bounded.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A request that has ended, with what is needed to find who started before it did."""
+    """A request that has ended; `seq` is its place in the order of arrival."""
 
     seq: int
     finish: Finish
@@ -55,11 +55,11 @@ class RequestHistory:
             del self._ends[next(iter(self._ends))]
 
     def end_of(self, number: int) -> End | None:
-        """How a request ended, None if it has not or that is long ago."""
+        """How a request ended; None if it has not, or if its entry was dropped."""
         return self._ends.get(number)
 
     def explain(self, end: End) -> Explanation:
-        """Where the time of a request went that has ended."""
+        """Where the time of an ended request went."""
         finish = end.finish
         until_ns = finish.admitted_ns or finish.finished_ns
         earlier, later, complete = self.starts_between(end.seq, finish.arrival_ns, until_ns)
@@ -78,8 +78,8 @@ class RequestHistory:
         )
 
     def starts_between(self, seq: int, arrival_ns: int, until_ns: int) -> tuple[Starts, Starts, bool]:
-        """Who started from `arrival_ns` to `until_ns` beside the `seq`-th request: earlier arrivals, later ones, and
-        whether all that is still known.
+        """Requests other than the `seq`-th that started from `arrival_ns` to `until_ns`: earlier arrivals, later ones,
+        and whether both are complete.
         """
         within = [start for start in self._starts if arrival_ns <= start.now <= until_ns and start.seq != seq]
         earlier = _summed(start for start in within if start.seq < seq)

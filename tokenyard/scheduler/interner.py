@@ -1,11 +1,11 @@
-"""Small integers for names, so that names become columns."""
+"""Small integers for names, so that names can be columns."""
 
 import heapq
 from collections.abc import Hashable
 
 
 class Interner:
-    """Numbers names from `first` on, the lowest free number first, and forgets a name when nobody uses it any more."""
+    """Numbers names from `first` on, the lowest free number first, and drops a name that has no user any more."""
 
     def __init__(self, first: int = 0) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -15,7 +15,7 @@ class Interner:
         self._first = first
 
     def take(self, name: Hashable) -> int:
-        """The number of `name`, which one more user holds from now on."""
+        """The number of `name`, with one more user."""
         number = self._numbers.get(name)
         if number is None:
             number = heapq.heappop(self._free) if self._free else self._first + len(self._numbers)
@@ -24,7 +24,7 @@ class Interner:
         return number
 
     def drop(self, number: int) -> None:
-        """One user of this number is gone."""
+        """Count one user of this number less."""
         self._users[number] -= 1
         if not self._users[number]:
             del self._users[number], self._numbers[self._names.pop(number)]

@@ -1,18 +1,17 @@
 """The states a request goes through and the gates that hold it back.
 
-    WAITING -> (LOADING ->) PREFILL -> RUNNING -> gone
-       ^           |           |          |
-       +-----------+-----------+----------+   retracted, preempted or paused: back in line at its old place
+WAITING -> (LOADING ->) PREFILL -> RUNNING -> gone ^ | | | +-----------+-----------+----------+ retracted, preempted or
+paused: back in the queue at its old place
 
-A LOADING row has a place and pages, but no plan contains it: its KV is on the way from a store or another engine.
+A LOADING row has a pool row and pages, but no plan contains it: its KV is being loaded from a store or another engine.
 
-There is no state for a request that has left: its table row is free at once, and `memory.Release` keeps what the last
-plan in flight still reads.
+An ended request has no state: its table row is free at once, and `memory.Release` keeps the pages that the last plan in
+flight still reads.
 """
 
 
 class State:
-    """Where a row stands. Plain numbers, as numpy takes several times longer to compare with members of an enum."""
+    """The state of a row, as plain numbers: numpy compares several times slower with members of an enum."""
 
     FREE = 0
     WAITING = 1
@@ -22,15 +21,15 @@ class State:
 
 
 class Gate:
-    """Why a waiting row may not start yet, as bits; a row with any of them is no candidate."""
+    """Why a waiting row may not start yet, as bits; a row with any of them is not a candidate."""
 
     GROUP = 1
     """Its group's first answer has not put the common prompt into the tree yet."""
     PAUSED = 2
-    """Someone paused it."""
+    """It is paused."""
     GRAMMAR = 4
     """Its grammar is being compiled."""
     ADAPTER = 8
     """Its LoRA adapter is being loaded."""
     KV = 16
-    """Where its KV is has not been said yet, or another row loads the same."""
+    """It is not known yet whether its KV can be loaded, or another row loads the same KV."""

@@ -1,7 +1,7 @@
-"""What a look ahead starts from: the state of the scheduler at one moment as columns, and what came and went before.
+"""The start of a look ahead: the state of the scheduler at one moment as columns, and recent arrivals and ends.
 
-Taking it costs the scheduler a few numpy calls, however long the queue is. Everything travels to the process that looks
-ahead as msgpack, arrays as raw bytes.
+Taking it costs the scheduler a few numpy calls, however long the queue is. It goes to the process that looks ahead as
+msgpack, arrays as raw bytes.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from tokenyard.scheduler.lifecycle import Gate
 from tokenyard.scheduler.state import SchedulerState, first_belief
 
 MOST_WAITING = 500
-"""Of a longer queue so many are looked at, spread evenly over the order of arrival."""
+"""A longer queue is sampled to this length, spread evenly over the order of arrival."""
 
 BLOCK_TOKENS = 128
 COLUMNS = (
@@ -37,8 +37,8 @@ COLUMNS = (
 
 
 class Arrived(msgspec.Struct, array_like=True, frozen=True):
-    """A request came. blocks: int64, a chained checksum for each whole block of `BLOCK_TOKENS` prompt tokens, so that
-    prompts share a prefix as far as these agree. deadline_ns, ttft_ns and tpot_ns are 0 where it brought none.
+    """A request arrived. blocks: int64, a chained checksum for each whole block of `BLOCK_TOKENS` prompt tokens, so
+    that prompts share a prefix as far as these agree. deadline_ns, ttft_ns and tpot_ns are 0 if it has none.
     """
 
     number: int
@@ -56,7 +56,7 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, request: Request, now: int, *, blocks: bool) -> "Arrived":
-        """What is worth knowing of a request that comes at `now`; without `blocks` it shares no prefix."""
+        """The message for a request that arrives at `now`; without `blocks` it shares no prefix."""
         slo = request.slo or Slo()
         return cls(
             number=request.number,
@@ -75,7 +75,7 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True):
-    """A request left after so many output tokens; `whole` if it was not aborted."""
+    """A request ended after `output_tokens` output tokens; `whole` if it was not aborted."""
 
     number: int
     output_tokens: int
@@ -84,14 +84,14 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, finish: Finish) -> "Ended":
-        """What is worth knowing of an end."""
+        """The message for the end of a request."""
         return cls(finish.number, finish.completion_tokens, finish.finished_ns, finish.reason != "abort")
 
 
 class LookaheadState(msgspec.Struct, array_like=True, frozen=True):
     """The scheduler at `now`. rows: the int64[n] columns of `COLUMNS` for all that run, and at most `MOST_WAITING` of
-    those that wait and are not held back; plans in flight count as done. cached_tokens: KV in the tree that nobody
-    holds. new_token_ratio: of the headroom, 0 if it has none. terms: what is believed of step times.
+    those that wait and are not held back; plans in flight count as done. cached_tokens: KV in the tree that no request
+    holds. new_token_ratio: the headroom's ratio, 0 if it has none. terms: the terms of the cost model.
     """
 
     now: int
@@ -104,7 +104,7 @@ class LookaheadState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LookaheadQuery(msgspec.Struct, array_like=True, frozen=True):
-    """Look `horizon_s` ahead from a moment under each of the candidates. Equal numbers draw equal futures."""
+    """Look `horizon_s` ahead from `state` under each of the candidates. Equal numbers draw equal futures."""
 
     number: int
     candidates: list[str]
@@ -113,7 +113,7 @@ class LookaheadQuery(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LookaheadReply(msgspec.Struct, array_like=True, frozen=True):
-    """The scores that were asked for, and the seconds of CPU since the answer before."""
+    """The requested scores, and the seconds of CPU time since the last reply."""
 
     number: int
     scores: list[Score]
@@ -166,7 +166,7 @@ def encode(message: Message | LookaheadReply) -> bytes:
 def decode(data: bytes) -> Message:
     """The message in `data`. Raises ValueError for anything else."""
     if not data or data[0] >= len(_MESSAGES):
-        raise ValueError("no message to the process that looks ahead")
+        raise ValueError("not a message to the process that looks ahead")
     found: Message = _DECODERS[data[0]].decode(memoryview(data)[1:])
     return found
 
@@ -179,7 +179,7 @@ def decode_reply(data: bytes) -> LookaheadReply:
 def _encode_array(value: object) -> Any:
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    raise NotImplementedError(f"a look ahead has no use for a {type(value).__name__}")
+    raise NotImplementedError(f"a look-ahead message cannot hold a {type(value).__name__}")
 
 
 def _decode_array(wanted: Any, value: Any) -> Int64Array:

@@ -1,8 +1,8 @@
-"""Decode steps planned several at a time, for drivers that know beforehand when the next row ends.
+"""Multi-step decode: several decode steps in one plan, for drivers that know in advance when the next row ends.
 
-A step that only decodes, while nobody waits, is followed by the same step one position further. The functions here make
-one plan and one result stand for many such steps and leave everything as the single steps would have left it
-(tests/contract/test_multi_step.py holds them to it).
+If no request waits, a step that only decodes is followed by the same step one position further. The functions here
+merge such steps into one plan and one result, and leave the same state as the single steps
+(tests/contract/test_multi_step.py checks this).
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from tokenyard.scheduler.state import SchedulerState
 
 
 def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: int) -> None:
-    """Let `plan`, the newest one, whose columns stand for table `rows` (int32[n]), stand for up to `most` steps."""
+    """Extend `plan`, the newest one, to up to `most` steps; its columns belong to table `rows` (int32[n])."""
     if not _same_again(state, plan):
         return
     # A row computes its last token at position limit - 1.
@@ -35,7 +35,7 @@ def append_but_last(state: SchedulerState, plan: StepPlan, rows: Int32Array, tok
     """Append what `rows` sampled in all steps of a multi-step plan but the last; `tokens` is int32[num_steps - 1,
     rows].
 
-    Raises ValueError for a row that stopped on the way: the driver promised that none does.
+    Raises ValueError for a row that stopped before the last step, which the driver must rule out.
     """
     table, further = state.table, len(tokens)
     pool_rows, known = table.pool_row[rows], table.known[rows]
@@ -50,9 +50,10 @@ def append_but_last(state: SchedulerState, plan: StepPlan, rows: Int32Array, tok
 
 
 def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
-    """Whether nothing but what the decoding rows sample enters the steps after `plan` until the next event.
+    """Whether the steps after `plan` depend only on what its decoding rows sample, until the next event.
 
-    With overlap a step is planned before the one before it is known, and a belief that learns does so step by step.
+    This is False with overlap, where a step is planned before the last result is known, and with a cost model that
+    learns, which does so step by step.
     """
     return (
         state.settings.max_in_flight == 1
@@ -66,7 +67,7 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
 
 
 def _take_pages(memory: KvMemory, plan: StepPlan, further: int) -> int:
-    """Take the pages of up to `further` more steps, in the order in which the steps would; returns for how many."""
+    """Take the pages of up to `further` more steps, in the order of the single steps; returns the number of steps."""
     if further < 1:
         return 0
     starts = plan.starts + _column(1, further)
@@ -88,5 +89,5 @@ def _take_pages(memory: KvMemory, plan: StepPlan, further: int) -> int:
 
 
 def _column(first: int, count: int) -> Int32Array:
-    """`count` numbers from `first` on, int32[count, 1], to go beside a row of rows."""
+    """`count` numbers from `first` on, int32[count, 1], to broadcast over columns of rows."""
     return np.arange(first, first + count, dtype=np.int32)[:, None]

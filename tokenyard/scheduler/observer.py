@@ -1,6 +1,6 @@
-"""What people ask about afterwards, kept out of the moves: stages and their times, who came before, priority inversion.
+"""Observability, apart from the moves themselves: timings of stages, history, priority inversion and counters.
 
-The state says what happens to each request; no plan depends on what is kept here.
+The state reports what happens to each request; no plan depends on what is kept here.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from tokenyard.scheduler.table import RequestTable
 
 
 class Observer:
-    """Is told of every move of a request, with its time in ns, and keeps its timings, the history and the counters."""
+    """Called for every move of a request, at a time in ns; keeps timings, the history and the counters."""
 
     def __init__(self, table: RequestTable) -> None:
         self.counters = Counters()
@@ -25,38 +25,38 @@ class Observer:
         self._priorities_count = False
 
     def follows(self, policy: Policy, priorities_count: bool, rows: list[int], now: int) -> None:
-        """From now on `policy` orders the queue; `rows` are all there are. Without priorities all are alike."""
+        """`policy` orders the queue from `now` on; `rows` are all present rows. Without priorities all have one level."""
         self._policy, self._priorities_count = policy, priorities_count
         for row in rows:
             self._timings(row).inverted_ns += self._inversion.removed(row, now)
             self.moved(row, now)
 
     def submitted(self, prompt_tokens: int, answers: int) -> None:
-        """A request for so many answers has arrived."""
+        """A request for `answers` answers has arrived."""
         self.counters.submitted += answers
         self.counters.prompt_tokens += prompt_tokens * answers
 
     def joined(self, row: int, waiting: int, admitted: int, now: int) -> None:
-        """`row` waits from now on, beside so many that wait and so many that have a place."""
+        """`row` joins the queue, beside `waiting` rows that wait and `admitted` rows that have a place."""
         timings = self._timings(row)
         timings.waiting_ahead, timings.admitted_ahead = waiting, admitted
         self.moved(row, now)
 
     def loads(self, row: int, now: int) -> None:
-        """The KV of `row` is on the way."""
+        """The KV of `row` is being loaded."""
         self._table.request_state(row).clock.enter("loading", now)
 
     def prefills(self, row: int, now: int) -> None:
-        """`row` computes its prompt, or computes again what it lost."""
+        """`row` computes its prompt, or recomputes after a retraction."""
         stage: Stage = "recompute" if self._table.first_token_ns[row] else "prefill"
         self._table.request_state(row).clock.enter(stage, now)
 
     def decodes(self, row: int, now: int) -> None:
-        """The first token of `row` is sampled, or the first one after it lost its place."""
+        """The first token of `row` is sampled, or its first one after a retraction."""
         self._table.request_state(row).clock.enter("decode", now)
 
     def admitted(self, row: int, hit: int, now: int) -> None:
-        """`row` has a place, and `hit` tokens from the tree."""
+        """`row` was admitted with `hit` tokens from the tree."""
         table, timings = self._table, self._timings(row)
         self.moved(row, now)
         tokens = int(table.target[row]) - hit
@@ -73,7 +73,7 @@ class Observer:
         self._timings(row).prefill_chunks += 1
 
     def retracted(self, row: int, why: RetractReason, now: int) -> None:
-        """`row` has lost its place."""
+        """`row` was retracted."""
         self._table.request_state(row).clock.enter("requeued", now)
         self.moved(row, now)
         timings = self._timings(row)
@@ -87,7 +87,7 @@ class Observer:
             timings.pauses += 1
 
     def held(self, row: int, held: bool, now: int) -> None:
-        """`row` is held back by a pause from now on, or is not."""
+        """A pause holds `row` back from now on, or ends."""
         self._table.request_state(row).clock.hold(held, now)
         self.moved(row, now)
 
@@ -97,7 +97,7 @@ class Observer:
         return self._table.request_state(row).clock.read(now)
 
     def ended(self, row: int, finish: Finish) -> None:
-        """`row` has ended as `finish` says."""
+        """`row` has ended with `finish`."""
         self._history.ended(int(self._table.seq[row]), finish)
         if finish.reason == "abort":
             self.counters.aborted += 1
@@ -105,7 +105,7 @@ class Observer:
             self.counters.finished += 1
 
     def moved(self, row: int, now: int) -> None:
-        """Priority inversion may have changed: whether `row` waits behind a less urgent one that has a place."""
+        """Update priority inversion after a move of `row`: the time it waited while a less urgent one had a place."""
         if not self._priorities_count or self._policy is None:
             return
         clock = self._table.request_state(row).clock
@@ -118,7 +118,9 @@ class Observer:
         clock.timings.inverted_ns += inverted_ns
 
     def explain(self, number: int, now: int) -> Explanation | None:
-        """Where the time of a request went until `now`, or until it ended; None for one that is not known any more."""
+        """Where the time of a request went until `now`, or until it ended; None if the request is unknown or its entry
+        was dropped.
+        """
         row, end = self._table.row_of(number), self._history.end_of(number)
         if row is not None:
             return self._explain_open(row, now)

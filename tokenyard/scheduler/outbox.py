@@ -1,4 +1,4 @@
-"""What the scheduler has to tell, collected until the engine drains it: one `TokenBatch` a step."""
+"""The output of the scheduler, collected until the engine drains it: one `TokenBatch` a step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class Outbox:
-    """Columns and rare events since the last `drain`."""
+    """Token columns and single events since the last `drain`."""
 
     def __init__(self) -> None:
         self._clear()

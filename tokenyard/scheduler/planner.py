@@ -1,4 +1,4 @@
-"""Makes the next plan: prefill in the policy's order, decode for whoever runs, and way given when pages run out."""
+"""Makes the next plan: prefill in the policy's order, decode for running rows, and retraction when pages run out."""
 
 import numpy as np
 
@@ -13,16 +13,16 @@ NO_ROWS = NO_PAGES
 
 
 class Planner:
-    """Turns the state's state into plans. Holds nothing but pages that the tree deduplicated in since the last plan."""
+    """Makes plans from the scheduler's state. It keeps the pages that the tree deduplicated since the last plan."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._deduplicated: list[tuple[int, int, int, Int32Array]] = []
 
     def plan(self, now: int, in_flight: int) -> PlanBuilder | None:
-        """What the next step does, or None if there is nothing to do before the next event or commit.
+        """The next step, or None if there is nothing to do before the next event or commit.
 
-        `in_flight` plans wait for their commit; only with none of them can nothing to do mean a deadlock.
+        `in_flight` plans wait for their commit; a deadlock is possible only if there are none.
         """
         while True:
             builder = self._new_builder()
@@ -33,12 +33,12 @@ class Planner:
                 return builder
             if in_flight:
                 return None
-            # Without the row that gave way the next try finds another state.
+            # A retraction changed the state, so another try may succeed.
             if self._state.gave_way == gave_way and not self._break_deadlock(refused, now):
                 return None
 
     def _fill(self, builder: PlanBuilder, now: int) -> int | None:
-        """Fill the builder; returns the newcomer, if any, that memory had no room for."""
+        """Fill the builder; returns the newcomer that did not fit into memory, if any."""
         state = self._state
         decoding, refused = state.running.rows.copy(), None
         if len(state.waiting) or len(state.prefilling):
@@ -56,7 +56,7 @@ class Planner:
         return refused
 
     def _begin_step(self, now: int) -> Views:
-        """Let the policy look at the state, after ending the requests that it gives up."""
+        """End the requests that the policy gives up, then begin its step."""
         state = self._state
         views = self._views(now)
         state.policy.begin_step(views)
@@ -71,17 +71,17 @@ class Planner:
         return views
 
     def _views(self, now: int) -> Views:
-        """What the policy may see: without the waiting rows whose tenants are at a limit."""
+        """What the policy sees: the views without waiting rows that a limit of their tenant holds back."""
         views = self._state.views(now)
         self._state.limits.begin_step(views)
         return views
 
     def deduplicated(self, row: int, first_page: int, pages: Int32Array) -> None:
-        """The tree's `pages` stand in the row's page table from `first_page` on; the executor hears of it next."""
+        """The row's page table now has the tree's `pages` from `first_page` on; the next plan writes them."""
         self._deduplicated.append((row, int(self._state.table.epoch[row]), first_page, pages))
 
     def _new_builder(self) -> PlanBuilder:
-        """An empty builder, but for pages that the tree deduplicated in rows since the last plan."""
+        """A builder with no rows, only with the pages that the tree deduplicated since the last plan."""
         table = self._state.table
         builder = PlanBuilder(table, self._state.memory)
         for row, epoch, first, pages in self._deduplicated:
@@ -90,10 +90,10 @@ class Planner:
         return builder
 
     def _decode(self, builder: PlanBuilder, rows: Int32Array, now: int) -> None:
-        """Let every row that may still grow compute one token, if the pages for all of them can be had.
+        """Let every row below its limit compute one token, if there are pages for all of them.
 
         Rows with drafts verify as many as their limit and the pages allow. They wait while a step of theirs is in
-        flight, as only its commit says where the drafts stand.
+        flight, because only its commit gives the position of the drafts.
         """
         table, memory = self._state.table, self._state.memory
         starts = table.planned[rows]
@@ -124,8 +124,8 @@ class Planner:
         self._state.charge_decode(rows)
 
     def _verify(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array) -> bool:
-        """Let `rows`, which start at `starts` (int32[n]), verify their drafts; False, and nothing done, if none has any
-        or the pages for all of them are not to be had: drafts are worth no retraction.
+        """Let `rows`, which start at `starts` (int32[n]), verify their drafts; False, and nothing done, if no row has
+        drafts or there are not enough pages: drafts never cause a retraction.
         """
         table, memory = self._state.table, self._state.memory
         drafts = np.minimum(table.drafts[rows], table.limit[rows] - starts - 1)
@@ -152,9 +152,10 @@ class Planner:
         return True
 
     def _make_room(self, rows: Int32Array, now: int) -> Int32Array:
-        """Retract victims until the others of `rows` can take one more token each; return those that can do so now.
+        """Retract victims until each of the other `rows` can take one more token; return those that can do so now.
 
-        Pages that come back with a commit in flight count as free: then nobody may go on now, and nobody is retracted.
+        Pages that come back with a commit in flight count as free. If they are needed, no row decodes now and none is
+        retracted.
         """
         state, memory = self._state, self._state.memory
         views = state.views(now)
@@ -171,9 +172,9 @@ class Planner:
         return rows if fits else NO_ROWS
 
     def _break_deadlock(self, refused: int | None, now: int) -> bool:
-        """With nothing planned and nothing in flight, let someone give way; False if all is well or idle.
+        """Break a deadlock, with nothing planned and nothing in flight; False if there is none.
 
-        Prefills that together hold all pages let the newest start over; a request that does not fit alone is ended.
+        If prefills together hold all pages, the newest is retracted; a request that does not fit alone is ended.
         """
         state = self._state
         if len(state.prefilling) > 1:

@@ -1,21 +1,21 @@
-"""Priority inversion: how long requests waited for a place while somebody less urgent had one.
+"""Priority inversion: how long requests waited for a place while a less urgent request had one.
 
-Kept up at the moments when a request comes, gets a place, loses it or leaves, so that it costs nothing per step and
-nothing per waiting request.
+It is updated when a request arrives, is admitted, retracted or ends, so it costs nothing per step and nothing per
+waiting request.
 """
 
 from collections import Counter
 
 MOST_LEVELS = 64
-"""Levels that are told apart; the time of others counts for the nearest of them."""
+"""The most levels that are distinguished; the time of others counts for the nearest of them."""
 
 
 class PriorityInversion:
-    """Whose place is how urgent, and how much time has passed with the least urgent of them at each level.
+    """The levels of admitted requests, and how much time has passed with the least urgent of them at each level.
 
-    The time in which a waiting request of some level was overtaken is the growth, since it began to wait, of the times
-    of all levels below its own. Levels are whole numbers, larger is more urgent. Every verb answers how long `row` was
-    overtaken since its last verb, in ns.
+    The inversion time of a waiting request is the growth, since it began to wait, of the times of all levels below its
+    own. Levels are whole numbers, larger is more urgent. `enqueued`, `admitted` and `removed` return the inversion time
+    of `row` in ns since the last of these calls for it.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class PriorityInversion:
         return self._below(level) - before
 
     def _count(self, now: int) -> None:
-        """Let the time since the last change count for the least urgent level that has had a place in it."""
+        """Count the time since the last change for the least urgent admitted level."""
         if self._held and now > self._since_ns:
             level = min(self._held)
             if level not in self._spent and len(self._spent) >= MOST_LEVELS:
@@ -61,5 +61,5 @@ class PriorityInversion:
         self._since_ns = max(now, self._since_ns)
 
     def _below(self, level: int) -> int:
-        """Time so far in which somebody less urgent than `level` had a place."""
+        """Time in ns so far in which a request less urgent than `level` had a place."""
         return sum(spent for lowest, spent in self._spent.items() if lowest < level)

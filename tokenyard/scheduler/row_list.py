@@ -1,4 +1,4 @@
-"""Rows in an order that changes at the ends and seldom in the middle, as one numpy array."""
+"""An ordered list of rows as one numpy array; it changes mostly at the ends."""
 
 import numpy as np
 
@@ -41,5 +41,5 @@ class RowList:
         self._length = len(kept)
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self._length = 0

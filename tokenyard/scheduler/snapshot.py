@@ -30,9 +30,9 @@ class Snapshot:
     """The state at one moment. used_tokens: KV held by rows and locked prefixes; cached_tokens: evictable KV.
     held_tokens: KV held for a reader or writer outside.
 
-    step_time_error: running mean of |predicted - measured| / measured, None if no cost model learns. measures: what the
-    policy and the limits of tenants tell, by the name of the metric (`Policy.measures`).
-    overtaking: the policy's stated bound. policy_note: why it is not the one that was asked for, if it is not.
+    step_time_error: running mean of |predicted - measured| / measured, None if no cost model learns. measures: figures
+    of the policy and of the limits of tenants, by metric name (`Policy.measures`). overtaking: the policy's stated
+    bound. policy_note: why another policy than the configured one is in use; "" if it is not.
     """
 
     now: int

@@ -1,22 +1,22 @@
-"""Queue and run timeouts, checked in O(1) a step: with one length for all, expiry order is order of entry."""
+"""Queue and run timeouts, checked in O(1) a step: all have the same length, so they expire in order of entry."""
 
 from collections import deque
 
 
 class Timeouts:
-    """Requests in the order in which they will be overdue. `timeout_s` below 0 switches it off."""
+    """Requests in the order in which they expire. `timeout_s` below 0 disables it."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_ns = int(timeout_s * 1e9) if timeout_s >= 0 else None
         self._entries: deque[tuple[int, int]] = deque()
 
     def start(self, number: int, now: int) -> None:
-        """From `now` (ns) on, request `number` is on the clock."""
+        """Start the time-out of request `number` at `now` (ns)."""
         if self._timeout_ns is not None:
             self._entries.append((now + self._timeout_ns, number))
 
     def expired(self, now: int) -> list[int]:
-        """Numbers whose time is up; whether they are still there is the caller's to find out."""
+        """Numbers of expired requests; the caller checks whether they are still open."""
         numbers = []
         while self._entries and self._entries[0][0] <= now:
             numbers.append(self._entries.popleft()[1])

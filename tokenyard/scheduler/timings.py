@@ -1,4 +1,4 @@
-"""The clock of one request: it says which stage each nanosecond of its life belongs to."""
+"""The clock of one request: it counts its time by stage."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ from tokenyard.base import RequestTimings, Stage
 
 class StageClock:
     """Fills in the times of a `RequestTimings`. A stage that is entered while the request is held back begins when it
-    goes on.
+    resumes.
 
-    Times that run backwards (an arrival that another clock stamped) count as none.
+    Negative spans (an arrival stamped by another clock) count as 0.
     """
 
     __slots__ = ("_held", "_since_ns", "_stage", "timings")
@@ -22,7 +22,7 @@ class StageClock:
 
     @property
     def stage(self) -> Stage:
-        """The stage that time counts for now."""
+        """The stage that time is counted for now."""
         return "paused" if self._held else self._stage
 
     def enter(self, stage: Stage, now: int) -> None:
@@ -31,7 +31,7 @@ class StageClock:
         self._stage = stage
 
     def hold(self, held: bool, now: int) -> None:
-        """From `now` (ns) on the request is held back, or goes on in the stage where it was."""
+        """From `now` (ns) on the request is held back, or resumes its stage."""
         self._count(now)
         self._held = held
 
