@@ -1,8 +1,8 @@
 """The name of a block: 64 tokens counted from the root, under one digest that covers everything before it.
 
-Disk slots, KV transfer, the router's index, look-ahead and our KV events share these names, so that a prefix that one
-of them speaks of is the same prefix for all. Equal digests mean equal tokens from the root on, in one name space. The
-chain is that of prefix caching by hashed blocks (Kwon et al. 2023), here with 16 bytes of BLAKE2b (RFC 7693).
+Disk slots, KV transfer, the router's index, look-ahead and our KV events share these names, so a prefix has the same
+name everywhere. Equal digests mean equal tokens from the root on, in one name space. The chain is that of prefix
+caching by hashed blocks (Kwon et al. 2023), here with 16 bytes of BLAKE2b (RFC 7693).
 """
 
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ BLOCK_TOKENS = 64
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 ROOT = b""
-"""What the first block of a prompt follows where there is no name space."""
+"""The digest that the first block of a prompt follows without a name space."""
 
 
 def root_digest(namespace: str) -> bytes:
-    """What the first block of a prompt in `namespace` (salt, adapter) follows: `ROOT` for "", else 16 bytes."""
+    """The digest before the first block of a prompt in `namespace` (salt, adapter): `ROOT` for "", else 16 bytes."""
     return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=b"namespace").digest() if namespace else ROOT
 
 
@@ -32,7 +32,7 @@ def link(parent: bytes, content: bytes) -> bytes:
 def block_digests(tokens: Int32Array, parent: bytes = ROOT, block_tokens: int = BLOCK_TOKENS) -> list[bytes]:
     """The digests of the whole blocks of `tokens` (int32[n]), the first of which follows `parent`.
 
-    A rest of less than `block_tokens` tokens has no name. Raises ValueError if `block_tokens` is not at least 1.
+    A last block of fewer than `block_tokens` tokens has no digest. Raises ValueError if `block_tokens` is below 1.
     """
     if block_tokens < 1:
         raise ValueError(f"a block of {block_tokens} tokens; it must hold at least 1")

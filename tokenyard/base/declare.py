@@ -1,4 +1,4 @@
-"""How a setting is declared: once, at its dataclass field, with all that flags, files and checks need to know of it."""
+"""Declarations of settings: once, at the dataclass field, with all that flags, files and checks need."""
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -10,9 +10,9 @@ from tokenyard.base.ranges import Allowed
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What is known of a setting beside its name, type and default.
+    """What is declared of a setting beside its name, type and default.
 
-    group: heading of the help that it stands under. aliases: further flags for the same value; negated: flags for the
+    group: the heading that it has in the help. aliases: further flags for the same value; negated: flags for the
     opposite of a yes-or-no value. file_only: it has no flag but is set in the file of --config or in the environment
     (tables, and constants that are rarely changed). secret: no report shows its value.
     """
@@ -61,7 +61,7 @@ def declaration(item: "Field[Any]") -> Declaration:
 def check_declared(settings: Any, prefix: str = "") -> None:
     """Check every value of a settings object by its declaration. Raises ConfigError.
 
-    Settings are named `prefix` + field name, or where that is empty as the command line or the file names them.
+    Settings are named `prefix` + field name; with an empty prefix, as the command line or the file names them.
     """
     for name, declared in declarations(settings).items():
         dashed = name.replace("_", "-")
@@ -70,7 +70,7 @@ def check_declared(settings: Any, prefix: str = "") -> None:
 
 
 def check_rules(rules: tuple[tuple[bool, str], ...]) -> None:
-    """Raise ConfigError with the sentence of the first rule that does not hold."""
+    """Raise ConfigError with the message of the first rule that does not hold."""
     for holds, sentence in rules:
         if not holds:
             raise ConfigError(sentence)

@@ -1,4 +1,4 @@
-"""Errors that a user of Tokenyard can meet. `server/errors.py` maps them to HTTP statuses by their codes."""
+"""Errors that users of Tokenyard can see. `server/errors.py` maps them to HTTP statuses by their codes."""
 
 
 class TokenyardError(Exception):
@@ -43,6 +43,6 @@ class OverloadedError(TokenyardError):
 
 
 class EngineDeadError(TokenyardError):
-    """A process of the engine has gone; open requests end with this."""
+    """A process of the engine has ended; open requests fail with this."""
 
     code = "engine_dead"

@@ -1,7 +1,7 @@
-"""Causes that enter the scheduler, and effects that leave it.
+"""Events that enter the scheduler, and outputs that leave it.
 
-Whatever can change a plan is one of the `Event` classes and reaches the scheduler with its time (design, law 8), so
-a tape of events replays into the same plans. What leaves is a `TokenBatch`, one a step.
+Everything that can change a plan is one of the `Event` classes and reaches the scheduler with its time
+(docs/architecture.md), so a tape of events replays into the same plans. The output is a `TokenBatch`, one a step.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ PauseMode = Literal["abort", "in_place", "retract"]
 class Submit:
     """A request arrives.
 
-    accepted: it had its place before, in a scheduler that has ended, so that limits of the queue do not apply again.
+    accepted: an earlier scheduler, which has ended, had accepted it, so limits of the queue do not apply again.
     """
 
     request: Request
@@ -27,7 +27,7 @@ class Submit:
 
 @dataclass(slots=True)
 class Cancel:
-    """The requests with these numbers are wanted no longer; `numbers` empty means all."""
+    """Abort the requests with these numbers; `numbers` empty means all."""
 
     numbers: list[int]
     message: str = "the request was aborted"
@@ -38,7 +38,7 @@ class Cancel:
 class Update:
     """Change the urgency of a waiting or running request; None leaves a value as it is.
 
-    `boost` is what a priority function adds: levels of urgency, whichever way priorities are read.
+    `boost` is what a priority function adds: levels of urgency, larger is more urgent under any setting.
     """
 
     number: int
@@ -75,7 +75,7 @@ class StopFound:
 
 @dataclass(slots=True)
 class OpenGate:
-    """What a waiting request was held back for (one bit of `lifecycle.Gate`) is there."""
+    """Open a gate (one bit of `lifecycle.Gate`) that holds back a waiting request."""
 
     number: int
     gate: int
@@ -84,7 +84,7 @@ class OpenGate:
 @dataclass(slots=True)
 class Reach:
     """KV of the first `tokens` known tokens of a waiting request can be loaded, from a store below or from another
-    engine, and loading it is worth its time. Opens `Gate.KV`. A request that no longer waits is left alone.
+    engine, and loading it is faster than computing it. Opens `Gate.KV`. Ignored if the request no longer waits.
     """
 
     number: int
@@ -93,9 +93,9 @@ class Reach:
 
 @dataclass(slots=True)
 class Arrived:
-    """The load that a `Load` asked for has ended, well or not: the KV of the first `tokens` tokens is in its pages.
+    """The load that a `Load` asked for has succeeded or failed: the KV of the first `tokens` tokens is in its pages.
 
-    Nothing writes to these pages any more. What did not arrive is computed.
+    Nothing writes to these pages any more. Tokens that did not arrive are computed.
     """
 
     number: int
@@ -104,15 +104,16 @@ class Arrived:
 
 @dataclass(slots=True)
 class HoldEnded:
-    """Nothing outside reads the pages any more that a request with `handover` left."""
+    """The reader outside has finished with the pages that a request with `handover` left."""
 
     number: int
 
 
 @dataclass(slots=True)
 class SetPolicy:
-    """Order the queue by another policy from now on. `changes` are scheduler settings that go with it, of those that
-    bound a step (`policy.adaptive.CHANGEABLE`); all others, and these at the next `SetPolicy`, are as at the start.
+    """Order the queue by another policy from now on. `changes` are scheduler settings to change with it, among those
+    that bound a step (`policy.adaptive.CHANGEABLE`). All others have their values from the start; the next `SetPolicy`
+    resets these too.
     """
 
     name: str
@@ -132,7 +133,7 @@ Event = (
 
 @dataclass(slots=True)
 class Load:
-    """Fill `pages` (int32[n]) with the KV of a request's tokens from `start` on, then say so by `Arrived`."""
+    """Fill `pages` (int32[n]) with the KV of a request's tokens from `start` on, then send `Arrived`."""
 
     number: int
     start: int
@@ -141,7 +142,7 @@ class Load:
 
 @dataclass(slots=True)
 class Handover:
-    """The KV of a request's first `tokens` tokens stands in `pages` (int32[n]), held until `HoldEnded`.
+    """The KV of a request's first `tokens` tokens is in `pages` (int32[n]), held until `HoldEnded`.
 
     `token` is the first token of its answer.
     """
@@ -154,8 +155,8 @@ class Handover:
 
 @dataclass(slots=True)
 class Started:
-    """A request's first token is coming: what the text side must know of it. `output_ids` (int32[n]) is the part of its
-    answer that the request brought with it, and that the client has already.
+    """A request's first token follows: what the detokenizer needs to know of it. `output_ids` (int32[n]) is the part of
+    its answer that came with the request, which the client already has.
     """
 
     number: int
@@ -171,9 +172,9 @@ class Started:
 class Finish:
     """The end of one request. Each request ends exactly once.
 
-    `matched` is the token id or string that stopped it. `cause` and `message` say why it was aborted, in
-    one word and in one sentence; the server maps causes to HTTP statuses. Times are in nanoseconds on the monotonic
-    clock, 0 where a stage was never reached. `slo_targets` is what it was served by.
+    `matched` is the token id or string that stopped it. `cause` and `message` say why it was aborted, in one word and
+    in one sentence; the server maps causes to HTTP statuses. Times are in nanoseconds on the monotonic clock, 0 where a
+    stage was never reached. `slo_targets` are the targets that it was served by.
     """
 
     number: int
@@ -197,7 +198,7 @@ class Finish:
 class TokenLogprobs:
     """Log-probabilities of one token: its own and the `top` most likely ones, best first.
 
-    `position` counts tokens of prompt and answer from 0; `token` is the token standing there.
+    `position` counts tokens of prompt and answer from 0; `token` is the token at that position.
     """
 
     number: int
@@ -210,7 +211,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class TokenBatch:
-    """Everything that one step has to tell, in columns: output token `tokens[i]` belongs to request `numbers[i]`.
+    """The output of one step, in columns: output token `tokens[i]` belongs to request `numbers[i]`.
 
     `numbers` is int64[n], `tokens` int32[n] and `hits` int32[n] (prompt tokens found in the cache at first
     admission). A request may finish without a token in the same batch.

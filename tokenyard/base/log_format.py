@@ -1,4 +1,4 @@
-"""How logs look as text."""
+"""The text format of logs."""
 
 import logging
 from typing import Any
@@ -7,7 +7,7 @@ from typing_extensions import override
 
 
 class TextFormatter(logging.Formatter):
-    """`[date time] message`, each on one line of its own: what a client sent cannot look like a line of the log."""
+    """`[date time] message`, each on one line of its own, so text from a client cannot imitate a line of the log."""
 
     def __init__(self) -> None:
         super().__init__("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")

@@ -1,4 +1,4 @@
-"""What the executor is told to do in one step, and what it answers.
+"""Plans, which say what the executor does in one step, and its results.
 
 A `StepPlan` crosses the process or rank boundary as numpy columns; the executor turns it into tensors.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from tokenyard.base.request import BoolArray, Int32Array, Int64Array, LogprobOptions, SamplingParams
 
 LAST_SAMPLED = -1
-"""In `StepPlan.tokens`: the token this pool row sampled last, which only the device is sure to have."""
+"""In `StepPlan.tokens`: the token this pool row sampled last, which may be only on the device yet."""
 
 DRAFT = -2
 """In `StepPlan.tokens`: the next draft of this pool row, which only the executor's drafter knows."""
@@ -20,8 +20,8 @@ DRAFT = -2
 class RowStart:
     """A request takes (or takes again, after it was retracted) a pool row; sent with the first plan that uses it.
 
-    `known_ids` is int32[prompt + output so far]; the executor needs it for penalties and min_new_tokens.
-    grammar: what the answer must keep to, a text that `Executor.compile_grammar` has taken; "" for nothing.
+    `known_ids` is int32[prompt + output so far]; the executor needs it for penalties and min_new_tokens. grammar: the
+    grammar that the answer must follow, which `Executor.compile_grammar` has compiled; "" for none.
     """
 
     pool_row: int
@@ -36,20 +36,17 @@ class RowStart:
 class StepPlan:
     """One step of the model over some rows. All columns have one entry per row and keep the same order.
 
-    pool_rows: int32[n], row of ReqToTokenPool, which is also the executor's row.
-    epochs:    int32[n], the row's epoch when planned; a result with another epoch is dropped.
-    starts:    int32[n], position of the first token computed.
-    counts:    int32[n], tokens computed, at least 1.
-    samples:   int32[n], at how many of its last positions a row samples: 0 for a chunk that is not the last, 1 for one
-               token, 1 + k for k drafts to verify.
-    tokens:    int32[sum(counts)], input token ids row after row; LAST_SAMPLED or DRAFT where only the device knows.
-    page_rows, page_columns, page_ids: int32[m], writes page_table[row, column] = page, done before the step.
-    row_starts: rows that change owner with this plan, done before anything else.
-    decode_rows: how many rows at the front compute one sampled token each (FutureMap rows).
+    pool_rows: int32[n], row of ReqToTokenPool, which is also the executor's row. epochs: int32[n], the row's epoch when
+    planned; a result with another epoch is dropped. starts: int32[n], position of the first token computed. counts:
+    int32[n], tokens computed, at least 1. samples: int32[n], at how many of its last positions a row samples: 0 for a
+    chunk that is not the last, 1 for one token, 1 + k for k drafts to verify. tokens: int32[sum(counts)], input token
+    ids row after row; LAST_SAMPLED or DRAFT where only the device knows. page_rows, page_columns, page_ids: int32[m],
+    writes page_table[row, column] = page, done before the step. row_starts: rows that change owner with this plan, done
+    before anything else. decode_rows: how many rows at the front compute one sampled token each (FutureMap rows).
     verify_rows: how many rows after those compute their last sampled token and drafts; the rest are chunks.
     delay_sampling: launch runs the model only and `Executor.sample` follows (a grammar must see the last token).
-    num_steps: of a plan that only decodes: so many steps, each one position further with what the one before sampled.
-        The page writes are those of all of them, the result's tokens come step after step.
+    num_steps: steps of a multi-step plan, which only decodes; each is one position further, with the token that the one
+    before sampled. The page writes are those of all steps, and the result's tokens come step after step.
     """
 
     step: int
@@ -75,7 +72,7 @@ class StepPlan:
 
     @property
     def positions(self) -> Int64Array:
-        """int64[sum(counts)], the position of each input token: those of a row run on from its start."""
+        """int64[sum(counts)], the position of each input token: consecutive from the row's start."""
         counts = self.counts.astype(np.int64)
         # Index among all tokens plus a constant per row.
         return np.arange(len(self.tokens)) + np.repeat(self.starts - np.cumsum(counts) + counts, counts)
@@ -92,7 +89,7 @@ class StepPlan:
 
     @property
     def forward_mode(self) -> str:
-        """The seeds' ForwardMode, read off the finished plan: IDLE, DECODE, EXTEND or MIXED."""
+        """SGLang's ForwardMode of the plan: IDLE, DECODE, EXTEND or MIXED."""
         if not len(self.pool_rows):
             return "IDLE"
         if self.chunks_from == len(self.pool_rows):
@@ -118,15 +115,15 @@ class RowLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the executor answers. `seconds` is the time the device worked on it.
+    """The result of one plan. `seconds` is the time the device worked on it.
 
-    tokens: int32[n], -1 where the plan row sampled nothing (int32[num_steps * n] of a multi-step plan).
-    accepted: int32[n], how many tokens each row yields, from 0 for a chunk that is not the last to its `samples`; then
-        `tokens` is int32[sum(accepted)], row after row. None: as many as `tokens` says. A row that verifies drafts
-        yields those that its own samples confirm, and the sample after them.
-    drafted: int32[n], how many drafts the executor has ready for each row's next step; None: it drafts for no row.
-    ended: bool[n], whether a row's grammar is complete after its last token; None: no row's.
-    failures: rows (by place in the plan) that cannot go on, with the reason.
+    tokens: int32[n], -1 where the plan row sampled nothing (int32[num_steps * n] of a multi-step plan). accepted:
+    int32[n], how many tokens each row yields, from 0 for a chunk that is not the last to its `samples`; then `tokens`
+    is int32[sum(accepted)], row after row. None: one for each row with a token in `tokens`. A row that verifies drafts
+    yields those that its own samples confirm, and the sample after them. drafted: int32[n], how many drafts the
+    executor has ready for each row's next step; None: it drafts for no row. ended: bool[n], whether a row's grammar is
+    complete after its last token; None: no row's. failures: rows (by place in the plan) that cannot continue, with the
+    reason.
     """
 
     step: int

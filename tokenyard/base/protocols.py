@@ -1,4 +1,4 @@
-"""The seams between rooms, as protocols: whoever fits one can take the place."""
+"""The interfaces between rooms, as protocols."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from tokenyard.base.request import Int32Array, Int64Array
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What the rest of the system must know of a loaded model. `num_pages` counts usable pages of `page_size` tokens;
-    page 0 is the executor's own padding page and never given out, so ids run from 1 to `num_pages`. `kernels` says, for
-    people, what computes the steps.
+    """What the rest of the system needs to know of a loaded model. `num_pages` counts usable pages of `page_size`
+    tokens; page 0 is the executor's own padding page and never given out, so ids run from 1 to `num_pages`. `kernels`
+    describes what computes the steps, for logs.
     """
 
     model: str
@@ -30,7 +30,8 @@ class ExecutorInfo:
 
 @dataclass(frozen=True, slots=True)
 class KvPieces:
-    """Where the KV of some pages lies. addresses: int64[pages, pieces], in memory of `device`; each piece has `nbytes`.
+    """The addresses of the KV of some pages. addresses: int64[pages, pieces], in memory of `device`; each piece has
+    `nbytes`.
 
     The pieces of a page always come in the same order, so that they can be copied to those of another page or executor.
     """
@@ -64,15 +65,15 @@ class Executor(Protocol):
         """Say where the KV of pages (int32[n]) lies, for transfer and stores. Steps in flight may still write it."""
 
     def close(self) -> None:
-        """Give back the device."""
+        """Release the device."""
 
 
 class CostModel(Protocol):
-    """How long work takes (design, section 5, Cost model)."""
+    """How long steps and copies take (`cost.LinearCost` and `cost.OnlineCost` implement it)."""
 
     @property
     def learns(self) -> bool:
-        """Whether to tell it of measured steps."""
+        """Whether `learn` has an effect."""
 
     def step(self, work: StepWork) -> float:
         """Seconds that a step with this work takes."""
@@ -85,7 +86,8 @@ class CostModel(Protocol):
 
 
 class PrefixListener(Protocol):
-    """Told by the radix tree what changes, so that hit lengths of waiting requests stay right without matching again.
+    """Called by the radix tree on each change, so that hit lengths of waiting requests stay right without matching
+    again.
 
     Nodes are opaque to the listener except for their identity.
     """

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tokenyard.base.errors import ConfigError
 
 MOST = 1e12
-"""Larger counts and levels are mistakes, and would not fit the columns that hold them."""
+"""Larger counts and levels are mistakes, and would overflow their columns."""
 
 MOST_S = 1e9
 ABOVE_ZERO = 1e-6
@@ -16,7 +16,7 @@ LONGEST_MS = 1e10
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """From `least` to `most`, and `other`, which means what `meaning` says."""
+    """From `least` to `most`, or the special value `other` with the meaning `meaning`."""
 
     least: float
     most: float = MOST

@@ -1,4 +1,4 @@
-"""What a client asks for, as every room sees it: token ids, how to sample, how to write text, how urgent."""
+"""Requests, as every room sees them: token ids, sampling parameters, text options and urgency."""
 
 from dataclasses import dataclass, field
 
@@ -20,9 +20,9 @@ NO_TOKENS: Int32Array = np.empty(0, np.int32)
 class SamplingParams:
     """How tokens are chosen and when to stop. Field names follow SGLang's native API.
 
-    `top_k` is -1 for "all". `logit_bias` maps token id to an added logit. `seed` and the position of a token
-    together key its random number, so a resumed request repeats itself. `stop` strings are found by the
-    detokenizer; the scheduler sees only token ids.
+    `top_k` is -1 for "all". `logit_bias` maps token id to an added logit. `seed` and the position of a token together
+    key its random number, so a resumed request samples the same tokens. `stop` strings are found by the detokenizer;
+    the scheduler sees only token ids.
     """
 
     max_new_tokens: int = 128
@@ -43,7 +43,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, whatever the seed."""
+        """Whether the most likely token is taken, under any seed."""
         return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
 
     @property
@@ -79,7 +79,7 @@ class TextOptions:
     """What the detokenizer needs to turn one request's tokens into text.
 
     min_tokens: stop strings are looked for only in the text of later tokens. keep_ids: special tokens that stay in the
-    text where others are skipped, as they mark tool calls or reasoning.
+    text when others are skipped, because they mark tool calls or reasoning.
     """
 
     skip_special_tokens: bool = True
@@ -92,7 +92,7 @@ class TextOptions:
 
 @dataclass(slots=True)
 class LogprobOptions:
-    """Which log-probabilities are wanted. `prompt_from` is the first prompt position reported, -1 for none.
+    """Which log-probabilities are requested. `prompt_from` is the first prompt position reported, -1 for none.
 
     Those of `token_ids` are reported at each position as well, behind the `top` likeliest ones.
     """
@@ -115,15 +115,15 @@ class Slo:
 class Request:
     """One generation request as the engine sees it.
 
-    `number` is unique in the engine and given out by whoever submits; a request with `sampling.n > 1` owns the
-    numbers `number .. number + n - 1`, one per answer. `prompt_ids` is int32[prompt length]. `cache_salt` and
-    `lora` part the prefix cache into name spaces. `arrival_ns` is the monotonic time at which the API saw the
-    request; `deadline_ns` is counted from it. `priority` None means "none given", which ranks lowest. `output_ids` is
-    int32[n]: an answer begun elsewhere or earlier, which goes on from there. It counts for limits, penalties, stops,
-    seeds and usage as if it had been generated here, but is not delivered again; such a request has one answer.
-    `awaits_kv` holds it back (Gate.KV) until a `Reach` or `OpenGate` says where its KV is. With `handover` it ends with
-    its first token, and its pages are held for a reader outside until `HoldEnded`.
-    `grammar` is what the answer must keep to, as Lark text; "" for nothing.
+    `number` is unique in the engine and assigned by the submitter; a request with `sampling.n > 1` owns the numbers
+    `number .. number + n - 1`, one per answer. `prompt_ids` is int32[prompt length]. `cache_salt` and `lora` divide the
+    prefix cache into name spaces. `arrival_ns` is the monotonic time at which the API saw the request; `deadline_ns` is
+    counted from it. `priority` None means "none given", which ranks lowest. `output_ids` is int32[n]: an answer that
+    was begun elsewhere or earlier and continues from there. It counts for limits, penalties, stops, seeds and usage as
+    if it had been generated here, but is not delivered again; such a request has one answer. `awaits_kv` holds it back
+    (Gate.KV) until a `Reach` or `OpenGate` arrives for its KV. With `handover` it ends with its first token, and its
+    pages are held for a reader outside until `HoldEnded`. `grammar` is the grammar that the answer must follow, as Lark
+    text; "" for none.
     """
 
     number: int
@@ -148,7 +148,7 @@ class Request:
 
     @property
     def known_ids(self) -> Int32Array:
-        """Prompt and the answer begun, int32[prompt + output]: all tokens that are known when it arrives."""
+        """Prompt and `output_ids`, int32[prompt + output]: all tokens that are known when it arrives."""
         return np.concatenate((self.prompt_ids, self.output_ids)) if len(self.output_ids) else self.prompt_ids
 
     @property

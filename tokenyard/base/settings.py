@@ -21,15 +21,15 @@ NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 MOST_WEIGHT = 10**6
 ANY_TENANT = "*"
-"""Stands for all tenants that are not named."""
+"""The name of the settings for all tenants that are not named."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantSettings:
-    """What one tenant is promised and where its limits are; the tenant "*" stands for all that are not named.
+    """Share and limits of one tenant; the settings of "*" are for all tenants that are not named.
 
-    A tenant may borrow more of the KV pool than its `kv_share` while others leave it free; what is borrowed is taken
-    back when its owner needs it.
+    A tenant may borrow more of the KV pool than its `kv_share` while others leave it free; borrowers are preempted when
+    the owner needs its share.
     """
 
     weight: float = setting(
@@ -47,10 +47,10 @@ class TenantSettings:
     kv_share: float = setting(0.0, "tenant", "share of the KV pool that is the tenant's own", SHARE)
 
     def validate(self, name: str) -> None:
-        """Raise ConfigError naming the tenant for a value that makes no sense."""
+        """Raise ConfigError naming the tenant for a value that is not allowed."""
         check_declared(self, f"tenant {name!r}: ")
         if name == ANY_TENANT and self.kv_share:
-            raise ConfigError("tenant '*': a kv_share can be promised only to tenants that are named")
+            raise ConfigError("tenant '*': only tenants that are named can have a kv_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class SharedSettings:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings(SharedSettings):
-    """What the scheduler must know. `context_length` and `max_in_flight` follow from the loaded model and device."""
+    """The settings of the scheduler core. `context_length` and `max_in_flight` follow from the model and device."""
 
     context_length: int = setting(2048, "", "most tokens of prompt and answer together")
     max_in_flight: int = setting(1, "", "plans that may be made before the first of them is committed", POSITIVE_COUNT)
@@ -254,7 +254,7 @@ class SchedulerSettings(SharedSettings):
             raise ConfigError("the kv_share of all tenants together must not exceed 1")
 
     def _rules(self) -> tuple[tuple[bool, str], ...]:
-        """What must hold between several values, each with the sentence that says so."""
+        """Rules between several values, each with its error message."""
         chunk, weights = self.chunked_prefill_size, self.service_level_weights
         return (
             (
@@ -283,7 +283,7 @@ class SchedulerSettings(SharedSettings):
             ),
             (
                 not self.enable_dynamic_chunking or chunk != -1,
-                "--enable-dynamic-chunking needs a --chunked-prefill-size, whose first chunk sets the time of all",
+                "--enable-dynamic-chunking needs a --chunked-prefill-size; the time of the first chunk is that of all",
             ),
             (
                 not (self.enable_dynamic_chunking and self.step_budget == "time"),

@@ -1,4 +1,4 @@
-"""What became of single requests on their way: how long each stage took, what got in the way, who came before."""
+"""Timings of single requests: how long each stage took, what delayed it, which requests started before it."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,26 +26,26 @@ AbortCause = Literal[
 """Why a request was aborted, as one word; "" for one that was not.
 
 invalid, too_long: it could never be served. queue_full, tenant_limit, displaced, queue_timeout, run_timeout, overdue,
-no_memory: the scheduler refused it or gave it up. cancelled: someone asked for its end. paused: the engine was paused
-in the mode `abort`. client_gone, slow_reader: its client hung up, or read too slowly. draining: the server shuts down.
-failed: a step or the scheduler failed.
+no_memory: the scheduler refused it or gave it up. cancelled: it was cancelled by a call. paused: the engine was paused
+in the mode `abort`. client_gone, slow_reader: its client disconnected, or read too slowly. draining: the server shuts
+down. failed: a step or the scheduler failed.
 """
 
 
 @dataclass(slots=True)
 class RequestTimings:
-    """The way of one request through the scheduler. Times are in nanoseconds and add up to its age.
+    """The stages of one request in the scheduler. Times are in nanoseconds and add up to its age.
 
     queue_ns: waiting for its first place. loading_ns: in place, while its KV was loaded from elsewhere. prefill_ns: in
-    place, before its first token was on its way. decode_ns: in place after that. requeued_ns: waiting again after it
-    lost its place. recompute_ns: computing again what it lost, after its first token. paused_ns: held back because
-    somebody paused it or the whole engine.
-    inverted_ns: the part of its waiting in which somebody less urgent had a place (scheduler/priority_inversion.py).
+    place, before its first token. decode_ns: in place after that. requeued_ns: waiting again after a retraction.
+    recompute_ns: recomputing after a retraction, after its first token. paused_ns: held back while it or the whole
+    engine was paused. inverted_ns: the part of its waiting in which a less urgent request had a place
+    (scheduler/priority_inversion.py).
 
     prefill_chunks: chunks planned. preemptions, page_shortages, pauses: how often it lost its place to a more urgent
-    request, for lack of pages, or to a pause. recomputed_tokens: tokens computed more than once for that.
+    request, for lack of pages, or to a pause. recomputed_tokens: tokens computed more than once because of these.
     waiting_ahead, admitted_ahead: requests that waited and that had a place when it arrived. policy, overtaking: the
-    order of the queue, and what that states about who may pass, when it got its first place.
+    order of the queue and its stated bound on overtaking when it got its first place.
     """
 
     queue_ns: int = 0
@@ -75,10 +75,10 @@ class RequestTimings:
 
 @dataclass(slots=True)
 class SloTargets:
-    """What a request was promised, in nanoseconds, 0 where nothing was: its own targets or else its class's.
+    """The targets of a request in nanoseconds, 0 for none: its own, or else those of its class.
 
     ttft_ns: from arrival to the first token. tpot_ns: every further token, on average. deadline_ns: from arrival to the
-    end, for requests that brought a deadline, which then stands in for the class's ttft.
+    end, for requests with a deadline, which replaces the class's ttft.
     """
 
     ttft_ns: int = 0
@@ -100,11 +100,11 @@ class Starts:
 
 @dataclass(slots=True)
 class Explanation:
-    """Where the time of one request went, and behind whom it waited.
+    """Where the time of one request went, and which requests it waited for.
 
-    stage: where it is now; "ended" when it has ended. earlier, later: who started while it waited for its first
-    place, those that arrived before it and those that overtook it. complete: whether these lists reach back to its
-    arrival; they are kept for a limited number of starts.
+    stage: where it is now; "ended" when it has ended. earlier, later: the requests that started while it waited for its
+    first place, those that arrived before it and those that overtook it. complete: whether these lists reach back to
+    its arrival; they are kept for a limited number of starts.
     """
 
     number: int

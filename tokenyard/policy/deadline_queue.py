@@ -14,7 +14,7 @@ FAR_NS = 1 << 61
 """Added to a deadline, it puts a request behind all others and keeps the order among those put last."""
 
 BLOCK_ROWS = 64
-NOBODY = -1
+NO_REQUEST = -1
 
 Urgencies = Callable[[Columns, Int32Array], Int64Array]
 
@@ -147,7 +147,7 @@ class DeadlineQueue:
             stays = self._mark[lane] == self._tick
             if stays.all():
                 continue
-            self._seen[lane[~stays]] = NOBODY
+            self._seen[lane[~stays]] = NO_REQUEST
             if stays.any():
                 self._lanes[urgent] = lane[stays]
             else:
@@ -163,7 +163,7 @@ class DeadlineQueue:
         for name in ("due_ns", "own_ns", "_key", "_given", "_urgent", "_mark"):
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(extra, np.int64))))
         for name in ("_seen", "_computed_for"):
-            setattr(self, name, np.concatenate((getattr(self, name), np.full(extra, NOBODY, np.int64))))
+            setattr(self, name, np.concatenate((getattr(self, name), np.full(extra, NO_REQUEST, np.int64))))
         self.last = np.concatenate((self.last, np.zeros(extra, np.bool_)))
 
 

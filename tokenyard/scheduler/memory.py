@@ -1,10 +1,10 @@
-"""Who holds which KV page: the one place that takes pages, gives them back and hands them to the tree.
+"""KV pages and their owners: the one place that takes pages, gives them back and hands them to the tree.
 
-Four parties own pages: the allocator (free), the tree (`tree.evictable_pages`, `tree.protected_pages`), rows (private)
-and holds (for a reader or writer outside the plans, until it has ended; never free, never counted as coming). A row's
-first `cached` tokens lie on pages of the tree which the row has locked; the rest of its pages are private. Plans in
-flight may still read pages that their row has lost, so nothing goes back before the last plan that contains the row has
-committed (`Release`, `free_after`).
+Four owners have pages: the allocator (free), the tree (`tree.evictable_pages`, `tree.protected_pages`), rows (private)
+and holds (for a reader or writer outside the plans, until it has ended; never free, and never counted as coming back).
+A row's first `cached` tokens lie on pages of the tree which the row has locked; the rest of its pages are private.
+Plans in flight may still read pages that their row has lost, so nothing goes back before the last plan that contains
+the row has committed (`Release`, `free_after`).
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ NO_PAGES = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class Release:
-    """Pages and pool row of a request that left, to be given back once plan `last_step` has committed.
+    """Pages and pool row of a request that ended or was retracted, given back once plan `last_step` has committed.
 
     `computed` tokens have their KV; those beyond `cached` go into the tree, to whole pages. `held` tokens have
     pages. `unlocks`: pages of the tree that only this row keeps from being evicted.
@@ -88,7 +88,7 @@ class KvMemory:
 
     @property
     def holds(self) -> int:
-        """Readers and writers outside the plans."""
+        """How many readers and writers outside the plans hold pages."""
         return len(self._holds)
 
     def pages_for(self, tokens: int) -> int:
@@ -96,7 +96,7 @@ class KvMemory:
         return -(-tokens // self.page_size)
 
     def take_pages(self, count: int) -> Int32Array | None:
-        """`count` free pages, evicting just the shortfall; None, and nothing changed, if they cannot be had now."""
+        """`count` free pages, evicting only the shortfall; None, and nothing changed, if there are not enough now."""
         shortfall = count - self.allocator.available
         if shortfall > 0:
             if shortfall > self.tree.evictable_pages:
@@ -126,7 +126,7 @@ class KvMemory:
         return pool_row, pages
 
     def adopt(self, ids: Int32Array) -> None:
-        """Let the tree hold `ids` to whole pages as if a request had left them; nothing if there is no room."""
+        """Put the whole pages of `ids` into the tree, as if a request had computed them; do nothing without room."""
         count = len(ids) // self.page_size
         pages = self.take_pages(count)
         if pages is not None:
@@ -136,11 +136,11 @@ class KvMemory:
     def publish(
         self, pool_row: int, node: Any, cached: int, computed: int, priority: int, last_step: int
     ) -> tuple[Any, int, Int32Array]:
-        """Give the tree the whole pages among tokens `cached .. computed` of a row that goes on.
+        """Give the tree the whole pages among tokens `cached .. computed` of a row that stays.
 
-        Returns the node that the row has locked instead of `node`, its new `cached`, and the pages (int32, maybe empty)
-        that stand from page `cached / page_size` on in the page table now: where someone else was faster, the tree's
-        pages replace the row's own, which are freed once `last_step` has committed.
+        Returns the node that the row has locked instead of `node`, its new `cached`, and the pages (int32, may be
+        empty) that are in the page table from page `cached / page_size` on now. For tokens that the tree already has,
+        its pages replace the row's own, which are freed once `last_step` has committed.
         """
         end = computed - computed % self.page_size
         if end <= cached or not self.tree.enabled:
@@ -159,7 +159,7 @@ class KvMemory:
         return inserted.node, end, deduplicated
 
     def release(self, release: Release) -> None:
-        """Give back what a row held, as soon as no plan in flight reads it."""
+        """Give back what a row held, once no plan in flight reads it."""
         if release.last_step <= self._committed:
             self._give_back(release)
             return
@@ -177,7 +177,7 @@ class KvMemory:
         self._releasing_pages += len(pages)
 
     def committed(self, step: int) -> None:
-        """Plan `step` has committed: give back what waited for it."""
+        """Plan `step` has committed: give back the pages that waited for it."""
         self._committed = step
         for _ in range(len(self._releases)):
             release = self._releases.popleft()
@@ -196,7 +196,7 @@ class KvMemory:
                 self._deferred.append((last_step, pages))
 
     def hold_written(self, number: int, release: Release) -> None:
-        """A row left while its pages beyond `cached` are being written: they are held, all else it had goes back."""
+        """A row ended while its pages beyond `cached` are being written: hold them, and give back the rest."""
         size = self.page_size
         first, last = release.cached // size, self.pages_for(release.held)
         self._holds[number] = Hold(self.pool.page_table[release.pool_row, first:last].copy())
@@ -204,7 +204,7 @@ class KvMemory:
         self.pool.free_row(release.pool_row)
 
     def hold_read(self, number: int, release: Release) -> Int32Array:
-        """A row left and its KV is to be read: whole pages go to the tree and stay locked, the last one is held.
+        """A row ended with its KV to be read: whole pages go to the tree and stay locked, the last one is held.
 
         Returns all its pages (int32[n]). Legal only when no plan in flight contains the row.
         """
@@ -239,11 +239,11 @@ class KvMemory:
             self.tree.unlock(hold.node)
 
     def flush(self) -> None:
-        """Empty the tree. Legal only while no row holds pages and nothing else does."""
+        """Empty the tree. Legal only while no row and no hold has pages."""
         self.allocator.free(self.tree.clear())
 
     def idle_mismatch(self) -> str | None:
-        """With no request left: what does not add up, or None."""
+        """With no request left: a description of leaked pages or rows, or None."""
         found = []
         held = self.allocator.available + self.tree.evictable_pages + self.held_pages
         if self._holds:

@@ -14,7 +14,7 @@ from tokenyard.scheduler.table import RequestTable
 
 
 class Observer:
-    """Called for every move of a request, at a time in ns; keeps timings, the history and the counters."""
+    """Called for every move of a request; keeps its timings (in ns), the history and the counters."""
 
     def __init__(self, table: RequestTable) -> None:
         self.counters = Counters()
@@ -25,7 +25,7 @@ class Observer:
         self._priorities_count = False
 
     def follows(self, policy: Policy, priorities_count: bool, rows: list[int], now: int) -> None:
-        """`policy` orders the queue from `now` on; `rows` are all present rows. Without priorities all have one level."""
+        """`policy` orders the queue from `now` on; `rows` are all rows. Without priorities all have one level."""
         self._policy, self._priorities_count = policy, priorities_count
         for row in rows:
             self._timings(row).inverted_ns += self._inversion.removed(row, now)

@@ -1,7 +1,8 @@
 """The scheduler: a function from events to plans.
 
-Causes come in through verbs, each with its time `now` in integer nanoseconds; `plan` says what the executor does next
-and `commit` takes in what it did. There are no phases: a row is worked on while fewer tokens are computed than known.
+Events come in through `apply`, each with its time `now` in integer nanoseconds; `plan` returns the next step of the
+executor and `commit` takes its result. There are no phases: a row is worked on while fewer tokens are computed than
+known.
 
 Order of effects. `plan` advances `planned`, takes pages and pool rows. `commit` advances `computed`, appends tokens,
 gives finished prompt chunks to the tree, ends rows. A row that stops leaves the table at once; its pages go back when
@@ -59,7 +60,7 @@ from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.scheduler.state import SchedulerState
 
 Refusal = tuple[AbortCause, str]
-"""Why a request is not taken, in one word and in one sentence."""
+"""Why a request is refused, in one word and in one sentence."""
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class InFlightPlan:
 
 
 class Scheduler:
-    """Requests in, plans out. See the module's text for the order of effects."""
+    """Requests in, plans out. See the module's docstring for the order of effects."""
 
     def __init__(self, settings: SchedulerSettings, info: ExecutorInfo, cost: CostModel | None = None) -> None:
         """Raises ConfigError for settings that contradict each other or an unknown policy."""
@@ -96,14 +97,14 @@ class Scheduler:
             Flush: lambda event, now: self.flush(now),
         }
 
-    # ---- causes ------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event, now: int) -> None:
         """Take in any event at time `now` (ns)."""
         self._verbs[type(event)](event, now)
 
     def submit(self, event: Submit, now: int) -> None:
-        """A request joins the queue, one row per answer; one that can never run or finds no place ends at once."""
+        """A request joins the queue, one row per answer; one that can never run or finds a full queue ends at once."""
         request = event.request
         refusal = self._refusal(request)
         rows = [self.state.table.add(request, request.number + answer, now) for answer in range(request.sampling.n)]
@@ -135,7 +136,7 @@ class Scheduler:
                 self._hold_clocks([row], now)
 
     def _refusal(self, request: Request) -> Refusal | None:
-        """Why a request cannot be taken, or None."""
+        """Why a request is refused, or None."""
         if self.state.table.row_of(request.number) is not None:
             raise ValueError(f"request number {request.number} is in use")
         prompt, settings = len(request.prompt_ids), self.state.settings
@@ -151,7 +152,7 @@ class Scheduler:
         return None
 
     def _end_whole_answer(self, request: Request, row: int, now: int) -> bool:
-        """End a request whose answer begun is whole already, as its last token would have done; False if it is not."""
+        """End a request that arrives with a complete answer, as its last token would have; False if it is not."""
         state, last = self.state, int(request.output_ids[-1])
         if last in state.stop_token_ids(request.sampling):
             state.end(row, "stop", now, matched=last)
@@ -162,11 +163,13 @@ class Scheduler:
         return True
 
     def _make_room(self, rows: list[int], now: int) -> Refusal | None:
-        """Let waiting requests leave a full queue for new `rows`, if the policy gives them up; like `_refusal`."""
+        """Make room in a full queue for new `rows` by ending requests that the policy displaces; returns like
+        `_refusal`.
+        """
         state, full = self.state, self.state.settings.max_queued_requests
         tenant = state.table.request(rows[0]).tenant
         if state.limits.queue_is_full(state.table, tenant, state.waiting.rows, rows):
-            message = f"tenant {tenant!r} has as many requests waiting as it may have; try again later"
+            message = f"tenant {tenant!r} has the most waiting requests that it may have; try again later"
             return "tenant_limit", message
         if full < 0:
             return None
@@ -206,7 +209,7 @@ class Scheduler:
         self.state.observer.moved(row, now)
 
     def pause(self, event: Pause, now: int) -> None:
-        """Hold back single requests, or stop planning altogether in one of three modes (see `Pause`)."""
+        """Hold back single requests, or stop all planning in one of three modes (see `Pause`)."""
         if event.numbers:
             rows = self.state.known_rows(event.numbers)
             for row in rows:
@@ -224,7 +227,7 @@ class Scheduler:
         self._hold_clocks(self.state.known_rows(self.state.table.numbers()), now)
 
     def resume(self, event: Resume, now: int) -> None:
-        """Let paused requests, or everything, go on."""
+        """Resume paused requests, or everything."""
         rows = self.state.known_rows(event.numbers or self.state.table.numbers())
         if event.numbers:
             self.state.table.gates[rows] &= ~Gate.PAUSED
@@ -233,7 +236,7 @@ class Scheduler:
         self._hold_clocks(rows, now)
 
     def _hold_clocks(self, rows: list[int], now: int) -> None:
-        """Let time count as paused for those of `rows` that are held back now, and for no others."""
+        """Count time as paused for those of `rows` that are held back now, and for no others."""
         table = self.state.table
         for row in rows:
             self.state.observer.held(row, self._paused or bool(table.gates[row] & Gate.PAUSED), now)
@@ -250,13 +253,13 @@ class Scheduler:
         self.state.sweep()
 
     def open_gate(self, event: OpenGate, now: int) -> None:
-        """What a waiting request lacked is there."""
+        """Open a gate of a waiting request."""
         row = self.state.table.row_of(event.number)
         if row is not None:
             self.state.table.gates[row] &= ~event.gate
 
     def reach(self, event: Reach, now: int) -> None:
-        """KV of a waiting request's first tokens can be loaded; whole blocks and pages of it count."""
+        """KV of a waiting request's first tokens can be loaded; only whole blocks and pages of it count."""
         row = self.state.table.row_of(event.number)
         if row is None:
             return
@@ -267,7 +270,7 @@ class Scheduler:
             self.state.table.reach[row] = max(usable, 0) // unit * unit
 
     def arrived(self, event: Arrived, now: int) -> None:
-        """A load has ended. If its row has left meanwhile, the pages that were held for it are free now."""
+        """A load has ended. If its row has ended or was retracted, the pages held for the load are freed now."""
         row = self.state.table.row_of(event.number)
         if row is None or self.state.table.state[row] != State.LOADING:
             self.state.memory.end_hold(event.number)
@@ -275,7 +278,7 @@ class Scheduler:
             self.state.arrived(row, event.tokens, now)
 
     def hold_ended(self, event: HoldEnded, now: int) -> None:
-        """The reader of what a request handed over has ended."""
+        """The reader of a handed-over request has ended."""
         self.state.memory.end_hold(event.number)
 
     def set_policy(self, event: SetPolicy, now: int) -> None:
@@ -285,7 +288,7 @@ class Scheduler:
         settings, headroom = changed(self.state.settings, event), self.state.policy.headroom
         self.state.set_policy(settings, now)
         if type(self.state.policy.headroom) is type(headroom):
-            # What it has learnt of answers has nothing to do with the order of the queue.
+            # What the headroom has learnt about answers does not depend on the order of the queue.
             self.state.policy.headroom = headroom
 
     def flush(self, now: int) -> bool:
@@ -308,26 +311,27 @@ class Scheduler:
         return None if builder is None else self._launch(builder)
 
     def multi_step(self, most: int) -> int:
-        """Let the plan just made stand for up to `most` steps, if the next ones are the same but for their positions.
+        """Extend the plan just made to up to `most` steps, if the next ones differ only in their positions.
 
-        Returns for how many. For a driver that knows what comes: no row may stop before the last of these steps, and
-        no event but `Submit` and no time-out may fall between the first one and the commit, which is at the end of the
-        last. Then everything is as after so many single steps. Pages are taken now; without enough, it is fewer steps.
+        Returns the number of steps. It is for a driver that knows the next events: no row may stop before the last of
+        these steps, and no event but `Submit` and no time-out may fall between the first step and the commit, which is
+        at the end of the last one. The state is then the same as after as many single steps. Pages are taken now;
+        without enough, there are fewer steps.
         """
         pending = self._in_flight[-1]
         extend_plan(self.state, pending.plan, pending.rows, most)
         return pending.plan.num_steps
 
     def commit(self, result: StepResult, now: int) -> None:
-        """Take in what the executor did. Results come in the order of their plans; ValueError otherwise."""
+        """Apply the result of a step. Results come in the order of their plans; ValueError otherwise."""
         pending = self._in_flight[0]
         if result.step != pending.plan.step:
-            raise ValueError(f"step {pending.plan.step} was to be committed, not {result.step}")
+            raise ValueError(f"the result of step {result.step} came before that of step {pending.plan.step}")
         self._in_flight.popleft()
         self._committer.commit(pending.plan, pending.rows, result, now)
 
     def number_in(self, plan: StepPlan, place: int) -> int | None:
-        """The number of the request at a place of a plan that waits for its commit; None if it is there no longer."""
+        """The number of the request in row `place` of a plan that waits for its commit; None if it has ended."""
         for pending in self._in_flight:
             if pending.plan is plan:
                 row = int(pending.rows[place])
@@ -354,7 +358,7 @@ class Scheduler:
     # ---- state -------------------------------------------------------------------------------------------------
 
     def drain(self) -> TokenBatch:
-        """Everything to tell since the last call. Events of the cache come separately, see `kv_records`."""
+        """All output since the last call. Events of the cache come separately, see `kv_records`."""
         if self.state.settings.enable_kv_events:
             self._kv_events = self.state.memory.tree.drain_events()
         return self.state.outbox.drain()
@@ -364,7 +368,7 @@ class Scheduler:
         return self.state.outbox.drain_transfers()
 
     def kv_records(self) -> list[KvRecord]:
-        """What entered and left the prefix cache up to the last `drain` and since the one before, in its wire form."""
+        """KV events of the prefix cache between the last two calls of `drain`, in wire form."""
         return [kv_record(event) for event in self._kv_events]
 
     @property
@@ -378,16 +382,16 @@ class Scheduler:
         return bool(len(self.state.table) or self._in_flight)
 
     def wakeup_ns(self) -> int | None:
-        """When to call `plan` next even if nothing happens."""
+        """The time (ns) to call `plan` next even without an event; None for no such time."""
         state = self.state
         times = [state.queue_timeouts.next_ns, state.run_timeouts.next_ns]
         if len(state.waiting) and not self._paused:
-            # The limits of tenants look at the queue only when a step is planned; else what they say is old.
+            # The limits of tenants are updated only when a step is planned; at other times this value is outdated.
             times.append(state.limits.next_ns)
         return min((time for time in times if time is not None), default=None)
 
     def idle(self) -> str | None:
-        """Called when nothing is left to do. Reports pages that do not add up, after setting everything right."""
+        """Called when no request is left. Returns a description of leaked pages, after a reset, or None."""
         self.state.policy.headroom.idle()
         mismatch = self.state.memory.idle_mismatch()
         if mismatch is not None and not self.state.memory.holds:
@@ -396,7 +400,7 @@ class Scheduler:
 
     @property
     def cost(self) -> CostModel | None:
-        """What is believed about step times."""
+        """The cost model in use."""
         return self.state.cost
 
     def waiting_numbers(self) -> list[int]:
@@ -421,11 +425,13 @@ class Scheduler:
         )
 
     def explain(self, number: int, now: int) -> Explanation | None:
-        """Where the time of a request went until `now`, or until it ended; None for one that is not known any more."""
+        """Where the time of a request went until `now`, or until it ended; None if the request is unknown or its entry
+        was dropped.
+        """
         return self.state.observer.explain(number, now)
 
     def lookahead_state(self, now: int) -> LookaheadState:
-        """What a look ahead starts from; see `scheduler.lookahead_state`."""
+        """The state that a look ahead starts from; see `scheduler.lookahead_state`."""
         return take_lookahead_state(self.state, now)
 
     def snapshot(self, now: int) -> Snapshot:

@@ -1,7 +1,7 @@
-"""Who waits, who is being prefilled, who runs, and every move between these.
+"""The rows that wait, load, prefill and run, and every move between these states.
 
-The planner, the committer and the verbs of the scheduler share one `SchedulerState`; each move is one method here, so
-that the lists, the table and the memory never disagree.
+The planner, the committer and the methods of the scheduler share one `SchedulerState`. Each move is one method here, so
+the lists, the table and the memory always agree.
 """
 
 from dataclasses import replace
@@ -38,9 +38,9 @@ from tokenyard.scheduler.waiting_index import WaitingIndex
 
 
 def first_belief(info: ExecutorInfo) -> LinearCost:
-    """What is believed of a device that nobody has measured, until its steps correct it.
+    """The first cost model of a device that was not calibrated, until its steps correct it.
 
-    Anything but a CUDA device is taken for a small CPU, so that the first steps are short rather than long.
+    Every device but CUDA is taken for a small CPU, so that the first steps are short rather than long.
     """
     device, model = ("h100", "llama-3-8b") if info.device.startswith("cuda") else ("cpu", "smollm2-135m")
     return get_profile(device, model).cost()
@@ -80,7 +80,7 @@ class SchedulerState:
     # ---- moves -------------------------------------------------------------------------------------------------
 
     def join(self, row: int, now: int) -> None:
-        """A new request stands in line."""
+        """A new request joins the queue."""
         admitted = len(self.loading) + len(self.prefilling) + len(self.running)
         self.observer.joined(row, len(self.waiting), admitted, now)
         self.waiting.append(row)
@@ -93,9 +93,9 @@ class SchedulerState:
         self._admitted(row, hit, now)
 
     def load(self, row: int, hit: int, run: bytes, now: int) -> None:
-        """Waiting to loading: `row` has a pool row, `hit` tokens from the tree, and pages for those on the way.
+        """Waiting to loading: `row` has a pool row, `hit` tokens from the tree, and pages for those being loaded.
 
-        `run` names the first block that it loads; rows that want the same wait for it.
+        `run` names the first block that it loads; rows that need the same block wait for it.
         """
         self.table.request_state(row).run = run
         self._loads[run] = []
@@ -114,10 +114,10 @@ class SchedulerState:
         return True
 
     def arrived(self, row: int, tokens: int, now: int) -> None:
-        """Loading to prefill: the KV of the first `tokens` tokens of `row` is there, whole pages of which count.
+        """Loading to prefill: the KV of the first `tokens` tokens of `row` is there, of which whole pages count.
 
-        They are published at once, so that rows that waited for the same find them in the tree. Pages for what did not
-        arrive go back; it is computed like any other part of a prompt.
+        They are published at once, so that rows that waited for the same KV find it in the tree. Pages for tokens that
+        did not arrive are freed; those tokens are computed like any other part of a prompt.
         """
         table, memory = self.table, self.memory
         cached, held = int(table.cached[row]), int(table.held[row])
@@ -132,15 +132,15 @@ class SchedulerState:
         self.sweep()
 
     def _end_load(self, row: int) -> None:
-        """The load of `row` is over, well or not: it is not tried again, and rows that waited for it go on."""
+        """The load of `row` has succeeded or failed: it is not tried again, and rows that waited for it may start."""
         request_state = self.table.request_state(row)
         for waiter in self.known_rows(self._loads.pop(request_state.run)):
             self.table.gates[waiter] &= ~Gate.KV
         self.table.reach[row] = 0
 
     def publish(self, row: int) -> Int32Array:
-        """Give the tree the whole pages of what `row` has computed so far; returns the pages (int32[n]) that stand from
-        its old `cached` on in its page table instead of its own, as the tree had them already.
+        """Give the tree the whole pages of what `row` has computed so far; returns the pages (int32[n]) of the tree
+        that replace its own from its old `cached` on, because the tree had them already.
         """
         memory, table = self.memory, self.table
         request_state = table.request_state(row)
@@ -162,7 +162,7 @@ class SchedulerState:
         self.observer.prefills(row, now)
 
     def _admitted(self, row: int, hit: int, now: int) -> None:
-        """What every admission has in common: `row` is in the queue no longer, and has a pool row."""
+        """The common part of every admission: `row` leaves the queue and has a pool row."""
         table = self.table
         request_state = table.request_state(row)
         self._index.remove(row)
@@ -205,19 +205,19 @@ class SchedulerState:
         """Which rows begin a page with their next token, the one after `planned`; bool[len(rows)]."""
         crossing: BoolArray = planned % self.memory.page_size == 0
         if self.drafting:
-            # What was taken for drafts that were refused serves the tokens in their place.
+            # Pages taken for rejected drafts serve the tokens in their place.
             crossing &= planned == self.table.held[rows]
         return crossing
 
     def charge_decode(self, rows: Int32Array) -> None:
-        """Tell who keeps accounts that each of `rows` decodes one token."""
+        """Charge one decoded token of each of `rows` to the policy and the limits."""
         self.policy.headroom.decoded()
         if self.policy.charges_decode:
             self.policy.charge_decode(rows)
         self.limits.charge_decode(rows)
 
     def retract(self, row: int, why: RetractReason, now: int) -> None:
-        """Send a row that holds pages back to its place in line. What it has computed stays in the tree."""
+        """Send a row that holds pages back to its place in the queue. What it has computed stays in the tree."""
         table = self.table
         request_state = table.request_state(row)
         request_state.known_ids = self.memory.pool.token_ids[table.pool_row[row], : table.known[row]].copy()
@@ -285,12 +285,12 @@ class SchedulerState:
         table.remove(row)
 
     def pages_returned_since(self, row: int) -> bool:
-        """Whether any request has ended, or was paused, since `row` was retracted for lack of pages, if it was."""
+        """Whether a request has ended or was paused since `row` was retracted for lack of pages; True if it was not."""
         short_since = self.table.request_state(row).short_since
         return short_since is None or short_since < self._pages_returned
 
     def _give_up_pages(self, row: int) -> None:
-        """Let go of what `row` holds, once no plan in flight and no load needs it any more."""
+        """Release what `row` holds, once no plan in flight and no load uses it."""
         release = self._release(row)
         if self.table.state[row] != State.LOADING:
             self.memory.release(release)
@@ -299,7 +299,7 @@ class SchedulerState:
         self.memory.hold_written(int(self.table.number[row]), release)
 
     def _hand_over(self, row: int) -> None:
-        """Hold the pages of a row that ends with its first token, and say where its KV stands."""
+        """Hold the pages of a row that ends with its first token, and report where its KV is."""
         table, number = self.table, int(self.table.number[row])
         known, computed = int(table.known[row]), int(table.computed[row])
         token = int(self.memory.pool.token_ids[table.pool_row[row], known - 1])
@@ -366,7 +366,7 @@ class SchedulerState:
     def views(self, now: int) -> Views:
         """What policies may see; the row arrays are copies, so they stay as they were at the start of the step."""
         waiting = self.waiting.rows
-        # A look at the whole column is far cheaper than at the gates of each row, and seldom is any of them shut.
+        # Checking the whole column is far cheaper than the gates of each row, and a gate is seldom closed.
         waiting = waiting[self.table.gates[waiting] == 0] if self.table.gates.any() else waiting.copy()
         return Views(
             columns=self.table,
@@ -386,7 +386,7 @@ class SchedulerState:
         )
 
     def measures(self) -> dict[str, float]:
-        """What the policy and the limits of tenants tell, by the name of the metric."""
+        """Figures of the policy and of the limits of tenants, by metric name."""
         waiting, prefilling, running = self.waiting.rows, self.prefilling.rows, self.running.rows
         total = self.memory.num_pages * self.memory.page_size
         held = np.concatenate((running, prefilling, self.loading.rows))
@@ -418,7 +418,7 @@ class SchedulerState:
         """Start over with every page free and an empty tree. Legal only while no request holds pages."""
         self.memory = KvMemory(self.settings, self.info.num_pages, self.info.max_pool_rows)
         if self.settings.enable_kv_events:
-            # Clearing the empty tree says so, which makes void whatever a subscriber knows of the one before.
+            # Clearing the new tree emits an event, after which subscribers drop what they know of the old one.
             self.memory.tree.clear()
         if self._index.active:
             self._index.activate(self.memory, self.waiting.rows.tolist())

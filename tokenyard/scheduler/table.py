@@ -1,8 +1,8 @@
 """All requests that wait or run, as numpy columns, one row each.
 
-Hot facts are columns, so that a decode step over any number of rows is a handful of numpy calls; what is touched only
-when a row starts, stops or moves is a `RequestState` object. Rows are reused; a row's epoch never goes back, so that
-the result of a plan for an earlier owner is recognised.
+Fields of the hot path are columns, so a decode step over any number of rows is a handful of numpy calls. Fields that
+are used only when a row starts, stops or moves are in a `RequestState` object. Rows are reused; a row's epoch only
+grows, so the result of a plan for an earlier owner is recognised.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from tokenyard.scheduler.timings import StageClock
 
 NO_GROUP = -1
 MOST_TENANTS = 4096
-"""Those that come later count as one, as clients make up names and policies keep accounts for each."""
+"""Later tenants count as one, because clients can invent names and policies keep an account for each."""
 
 INT32_COLUMNS = (
     "prompt_tokens",
@@ -64,7 +64,7 @@ INT64_COLUMNS = (
 
 @dataclass(slots=True)
 class RequestState:
-    """What is rarely touched of one request.
+    """The fields of one request outside the hot path.
 
     known_ids: int32[known], valid while the row has no pool row (afterwards the pool holds the tokens). node: the
     deepest tree node the row has locked. followers: numbers of the group's other answers, which wait for this one.
@@ -94,7 +94,7 @@ class RequestTable:
     """
 
     def __init__(self, capacity: int = 256, tenants: Iterable[str] = ()) -> None:
-        """`tenants` are those that must be told apart however many others come."""
+        """`tenants` always have numbers of their own, however many others come."""
         self._capacity = 0
         self._free: list[int] = []
         self._request_states: list[RequestState | None] = []
@@ -109,7 +109,7 @@ class RequestTable:
             setattr(self, name, np.zeros(0, np.int64))
         self._grow(capacity)
 
-    # The columns, declared for readers and type checkers; `__init__` makes them.
+    # The columns, declared for type checkers; `__init__` makes them.
     prompt_tokens: Int32Array
     limit: Int32Array
     target: Int32Array
@@ -194,7 +194,7 @@ class RequestTable:
         return row
 
     def remove(self, row: int) -> None:
-        """Forget a request that has ended."""
+        """Free the row of a request that has ended."""
         del self._row_of_number[int(self.number[row])]
         self.grammars -= int(self.constrained[row])
         self._request_states[row] = None
@@ -209,7 +209,7 @@ class RequestTable:
         return self._row_of_number.get(number)
 
     def request_state(self, row: int) -> RequestState:
-        """The rarely touched part of a row that is in use."""
+        """The `RequestState` of a row that is in use."""
         request_state = self._request_states[row]
         assert request_state is not None, f"row {row} is free"
         return request_state
@@ -219,8 +219,8 @@ class RequestTable:
         return self.request_state(row).request
 
     def usable_tokens(self, row: int) -> int:
-        """Leading tokens of a waiting row that may come from the tree. At least the last known one is computed anew,
-        and so is whatever log-probabilities of the prompt are wanted of.
+        """Leading tokens of a waiting row that may come from the tree. At least the last known token is computed, and
+        so is every prompt token with requested log-probabilities.
         """
         usable, options = int(self.known[row]) - 1, self.request(row).logprobs
         if options is None or options.prompt_from < 0:
@@ -228,7 +228,7 @@ class RequestTable:
         return min(usable, max(options.prompt_from - 1, 0))
 
     def _tenant_number(self, name: str) -> int:
-        """The number of a tenant, for life; with too many of them, of the one without a name."""
+        """The permanent number of a tenant; with too many tenants, that of the tenant without a name."""
         if name not in self._tenants and len(self._tenants) >= MOST_TENANTS:
             name = ""
         return self._tenants.setdefault(name, len(self._tenants))
@@ -238,7 +238,7 @@ class RequestTable:
         return sorted(self._row_of_number, key=lambda number: int(self.seq[self._row_of_number[number]]))
 
     def check(self, rows: Int32Array) -> None:
-        """Assert the order of the lengths (design, law 3) for rows in use."""
+        """Assert `cached <= computed <= planned <= limit` and `computed <= known` for rows in use."""
         assert (self.cached[rows] <= self.computed[rows]).all()
         assert (self.computed[rows] <= self.planned[rows]).all()
         assert (self.planned[rows] <= self.held[rows]).all()

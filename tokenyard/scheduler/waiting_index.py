@@ -1,10 +1,10 @@
-"""What each waiting row would hit in the prefix tree now, kept up as the tree changes, never by matching again.
+"""What each waiting row would hit in the prefix tree now, updated as the tree changes, never by matching again.
 
-A waiting row stands at the deepest tree node whose whole run it agrees with, in a bucket named by its next page of
-tokens. A leaf that joins the tree can only concern the bucket of its first page, a split only the bucket of the run
-that was cut, an eviction only who stands at the evicted leaf; so no change touches everyone who shares a system prompt,
-except the one that brings the end of this prompt into the tree. Two policies' worth of facts hang on it: the column
-`matchable`, and for dfs-weight the number of waiting rows in each part of the tree.
+A waiting row belongs to the deepest tree node that it matches in full, in a bucket named by its next page of tokens. A
+new leaf affects only the bucket of its first page, a split only the bucket of the run that was cut, an eviction only
+the rows at the evicted leaf. So no change moves all rows that share a system prompt, except the one that inserts the
+end of this prompt. Policies read two things from it: the column `matchable`, and for dfs-weight the number of waiting
+rows in each part of the tree.
 """
 
 import heapq
@@ -27,7 +27,7 @@ _FEW_CHILDREN = 8
 class Branch:
     """A tree node with waiting rows at it or below it; the node's `tag`. See `policy.PrefixBranch` for its readers.
 
-    buckets: rows that stand here, by their next page (NO_PAGE: nothing left to match). weight: rows here and below.
+    buckets: rows that belong here, by their next page (NO_PAGE: nothing left to match). weight: rows here and below.
     heap: (-weight, birth, child) for each child, and stale entries, which are not their child's `entry` any more.
     """
 
@@ -61,11 +61,11 @@ class Branch:
                 yield entry[2]
 
     def rows(self) -> list[int]:
-        """Rows that stand at this very node, in no particular order."""
+        """Rows that belong to this node, not to one below, in no particular order."""
         return [row for bucket in self.buckets.values() for row in bucket]
 
     def weigh_child(self, child: "Branch") -> None:
-        """Enter the weight of a child anew."""
+        """Update the heap entry of a child after a change of its weight."""
         child.entry = (-child.weight, child.birth, child)
         heapq.heappush(self.heap, child.entry)
         if len(self.heap) > 2 * self._fresh_length + _FEWEST_STALE:
@@ -77,8 +77,8 @@ class Branch:
 class WaitingIndex:
     """Keeps `matchable`, `branch` and `prefix_group` of waiting rows while it is `active`; a `base.PrefixListener`.
 
-    The state says who starts and who stops waiting, the tree says what it holds. `forest` stands above the roots of
-    all name spaces. Rows of one `prefix_group` share their first `group_tokens` tokens and their name space.
+    The state reports rows that start and stop waiting, the tree reports its changes. `forest` is above the roots of all
+    name spaces. Rows of one `prefix_group` share their first `group_tokens` tokens and their name space.
     """
 
     def __init__(self, table: RequestTable, group_tokens: int) -> None:
@@ -104,7 +104,7 @@ class WaitingIndex:
             self.add(row)
 
     def deactivate(self) -> None:
-        """Let go of the tree and of all rows."""
+        """Stop watching the tree and drop all rows."""
         if not self.active:
             return
         for row in list(self._places):
@@ -114,7 +114,7 @@ class WaitingIndex:
         self._table.prefix_group[:] = NO_GROUP
         self.active = False
 
-    # ---- who waits ---------------------------------------------------------------------------------------------
+    # ---- waiting rows ------------------------------------------------------------------------------------------
 
     def add(self, row: int) -> None:
         """`row` waits from now on, for the first time or again."""
@@ -146,10 +146,10 @@ class WaitingIndex:
             self._groups.drop(int(self._table.prefix_group[row]))
             self._table.prefix_group[row] = NO_GROUP
 
-    # ---- what the tree says (base.PrefixListener) --------------------------------------------------------------
+    # ---- base.PrefixListener ------------------------------------------------------------------------------------
 
     def inserted(self, parent: Any, node: Any) -> None:
-        """A new leaf: whoever stood at its parent with its first page next agrees with all of it or with a part."""
+        """A new leaf: rows at its parent that continue with its first page match all or a part of it."""
         above: Branch | None = parent.tag
         if above is None:
             return
@@ -166,7 +166,7 @@ class WaitingIndex:
             self._table.matchable[whole] = end
 
     def split(self, upper: Any, lower: Any) -> None:
-        """A run was cut: whoever agreed with it up to the cut or further now stands at the upper half."""
+        """A run was cut: rows that matched it up to the cut or further now belong to the upper half."""
         above: Branch | None = upper.parent.tag
         if above is None:
             return
@@ -185,7 +185,7 @@ class WaitingIndex:
             self._sink(above, page, reach, upper)
 
     def evicted(self, node: Any) -> None:
-        """A leaf is gone: whoever stood there, or agreed with a part of it, stands at its parent."""
+        """A leaf was evicted: rows that belonged to it, or matched a part of it, belong to its parent."""
         above: Branch | None = node.parent.tag
         if above is None:
             return
@@ -205,7 +205,7 @@ class WaitingIndex:
     # ---- moves -------------------------------------------------------------------------------------------------
 
     def _stand(self, row: int, node: Any) -> None:
-        """Find the place of `row` at `node` or below."""
+        """Put `row` at the deepest node that it matches, from `node` downwards."""
         ids, usable = self._keys[row]
         size = self._page_size
         start, matched, page = node.depth_tokens, 0, NO_PAGE
@@ -249,7 +249,7 @@ class WaitingIndex:
         above.weigh_child(branch)
 
     def _gain(self, node: Any) -> None:
-        """One row more at `node`: it and all above it weigh one more."""
+        """Add one row at `node`: the weight of it and of all branches above grows by one."""
         while True:
             branch: Branch | None = node.tag
             if branch is None:
@@ -266,7 +266,7 @@ class WaitingIndex:
         self.forest.weigh_child(branch)
 
     def _lose(self, branch: Branch, rows: int) -> None:
-        """`rows` fewer at `branch`: it and all above it weigh less; who weighs nothing is no branch any more."""
+        """Remove `rows` rows at `branch`: the weight of it and of all above falls; a branch of weight 0 is dropped."""
         while True:
             node = branch.node
             parent: Branch = self.forest if node.parent is None else node.parent.tag

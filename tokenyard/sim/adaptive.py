@@ -8,13 +8,13 @@ from tokenyard.sim.lookahead import look_ahead
 from tokenyard.sim.replica import Replica
 
 FORK_S, REQUEST_S, STEP_S = 0.02, 0.0006, 0.00002
-"""CPU time that is counted for each candidate of a look, and in it for each request and each step: about what it takes,
-so that looks come as often as in a server, and yet at the same times on any machine.
+"""CPU time that is counted for each candidate of a look, and for each of its requests and steps. It is a fixed
+estimate, so looks come about as often as in a server, and at the same times on any machine.
 """
 
 
 class Adapter:
-    """Looks ahead for one replica. That takes no virtual time."""
+    """Looks ahead for one replica. Looks take no virtual time."""
 
     def __init__(self, settings: SchedulerSettings, replica: Replica) -> None:
         self._replica = replica
@@ -26,16 +26,16 @@ class Adapter:
         replica.scheduler.apply(self.judge.begin(), replica.now)
 
     def submitted(self, request: Request, now: int) -> None:
-        """The replica got a request."""
+        """A request was given to the replica."""
         self._pace.next_ns = max(self._pace.next_ns, now)
         self._traffic.take(Arrived.of(request, now, blocks=self._blocks))
 
     def finished(self, finish: Finish) -> None:
-        """A request has left."""
+        """A request has ended."""
         self._traffic.take(Ended.of(finish))
 
     def advance(self, until: int, *, to_arrival: bool) -> None:
-        """`Replica.advance`, looking ahead on the way while there is work."""
+        """`Replica.advance`, with the looks that are due while there is work."""
         while self._pace.next_ns < until:
             self._replica.advance(self._pace.next_ns)
             if not self._replica.scheduler.has_work:

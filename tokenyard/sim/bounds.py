@@ -1,4 +1,4 @@
-"""What no scheduler can beat: oracle bounds on attainment and on the prefix hit rate."""
+"""Oracle bounds that no scheduler can beat, on attainment and on the prefix hit rate."""
 
 from dataclasses import dataclass
 
@@ -16,10 +16,10 @@ MS_PER_S = 1000.0
 
 
 def least_work_s(workload: Workload, profile: Profile, cached_tokens: Int64Array | None = None) -> Float64Array:
-    """float64[n], the least device seconds each request needs: what its own tokens and attention cost, alone of steps.
+    """float64[n], the least device seconds each request needs: the cost of its own tokens and attention.
 
-    Nothing is counted for the step's constant part, which others may share, and nothing for `cached_tokens` (int64[n],
-    None for no cache).
+    Nothing is counted for the constant part of steps, which other requests may share, and nothing for `cached_tokens`
+    (int64[n], None for no cache).
     """
     terms = profile.terms
     prompt = workload.prompt_tokens.astype(np.float64)
@@ -42,11 +42,11 @@ def attainment_bound(
 ) -> float:
     """An upper bound on the share of requests that can meet `slo`, for any scheduler that knows everything.
 
-    Requests that arrive after t1 and must end before t2 (first token on time, then every token on time) need their
-    work done within t2 - t1. Whatever does not fit is missed, largest first, as that costs the fewest requests. The
-    worst set of windows without overlap is found by dynamic programming. Steps that serve decodes in time last at most
-    the token target, so their constant part takes its share of the device. Several replicas count as one device that
-    is as much faster. `cached_tokens` as in `least_work_s`.
+    Requests that arrive after t1 and must end before t2 (first token on time, then every token on time) need their work
+    done within t2 - t1. If their work does not fit, requests are missed, largest first, which is the fewest. The worst
+    set of windows without overlap is found by dynamic programming. Steps that serve decodes in time last at most the
+    token target, so their constant part takes its share of the device. Several replicas count as one device that is as
+    much faster. `cached_tokens` as in `least_work_s`.
     """
     work, arrival = least_work_s(workload, profile, cached_tokens), workload.arrival_s
     unloaded = np.array([unloaded_prefill_s(profile.cost(), int(tokens)) for tokens in workload.prompt_tokens])
@@ -78,10 +78,10 @@ def _must_miss(work: Float64Array, capacity_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EndlessCache:
-    """What a prefix cache could give from which nothing ever leaves, whatever the order of the requests.
+    """The hits of a prefix cache without evictions, for any order of the requests.
 
     hit_rate: the share of all prompt tokens. shared_tokens: int64[n], leading tokens of each prompt that another
-    request has too, all of which it finds if it is not the first.
+    request has too; every request but the first finds them all.
     """
 
     hit_rate: float
@@ -89,7 +89,7 @@ class EndlessCache:
 
 
 def endless_cache(workload: Workload, page_tokens: int) -> EndlessCache:
-    """What could be reused of whole pages, prompts and answers cached: all but one of the copies of each."""
+    """The hits with all prompts and answers cached, in whole pages: all copies of each page but one."""
     if isinstance(workload.content, UniqueContent | BlankContent):
         return EndlessCache(0.0, np.zeros(len(workload), np.int64))
     hashes = PrefixHashes()

@@ -21,7 +21,7 @@ STYLE = """
 svg text { font: 12px system-ui, sans-serif } svg .title { font-size: 14px; font-weight: 600 }
 svg .tick { font-size: 11px; fill: #4b5563 } svg .grid { stroke: #e5e7eb } svg .axis { stroke: #111827 }
 """
-"""What the charts' classes look like; the page around them includes it."""
+"""The style of the charts' classes; the page around them includes it."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Series:
 class Chart:
     """One chart: add series, then take `svg()`. On a log axis values that are not above 0 are left out.
 
-    `empty` is what it says where nothing is left.
+    `empty` is the text to show without values.
     """
 
     title: str
@@ -51,7 +51,7 @@ class Chart:
     categories: tuple[str, ...] = ()
 
     def line(self, x: npt.ArrayLike, y: npt.ArrayLike, label: str = "", dashed: bool = False) -> None:
-        """A line through the points; a dashed one is grey and stands for a bound or a target."""
+        """A line through the points; a dashed one is grey, for a bound or a target."""
         self._add("dashed" if dashed else "line", x, y, label)
 
     def area(self, x: npt.ArrayLike, y: npt.ArrayLike, label: str = "") -> None:
@@ -63,7 +63,7 @@ class Chart:
         self._add("dots", x, y, label)
 
     def bars(self, categories: Sequence[str], y: npt.ArrayLike, label: str = "") -> None:
-        """One bar per category; several calls stand side by side."""
+        """One bar per category; bars of several calls are side by side."""
         self.categories = tuple(categories)
         self._add("bars", np.arange(len(self.categories)), y, label)
 

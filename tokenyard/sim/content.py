@@ -1,4 +1,4 @@
-"""Token ids of simulated prompts and answers, made when they are needed and the same every time.
+"""Token ids of simulated prompts and answers, made on demand and always the same.
 
 A stream is an endless sequence of token ids named by a number. A prompt is a chain of segments, each the beginning of
 one stream, so two prompts share a prefix exactly as far as their chains agree. The answer to request `i` is the stream
@@ -46,7 +46,7 @@ class Content(Protocol):
 
 
 class BlankContent(Content):
-    """All prompts are zeros: for runs in which nobody looks at ids (no prefix cache). Costs no memory per request."""
+    """All prompts are zeros: for runs that do not use the ids (no prefix cache). Costs no memory per request."""
 
     def __init__(self) -> None:
         self._zeros: Int32Array = np.zeros(1 << 16, np.int32)
@@ -69,7 +69,7 @@ class UniqueContent(Content):
 class SegmentContent(Content):
     """Prompts as chains of segments: request `i` owns the entries `offsets[i] : offsets[i + 1]` of both columns.
 
-    streams: int64[m]. lengths: int32[m], tokens of each segment; what the last one has too much is cut off.
+    streams: int64[m]. lengths: int32[m], tokens of each segment; the last one is cut to the prompt's length.
     """
 
     def __init__(self, streams: Int64Array, lengths: Int32Array, offsets: Int64Array) -> None:
@@ -85,7 +85,7 @@ class SegmentContent(Content):
 
 
 class TokenContent(Content):
-    """Prompts whose ids are known: int32 arrays, one per request."""
+    """Prompts with known ids: int32 arrays, one per request."""
 
     def __init__(self, prompts: Sequence[Int32Array]) -> None:
         self._prompts = prompts

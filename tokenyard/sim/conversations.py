@@ -1,7 +1,7 @@
-"""Finds earlier answers at their place in later prompts, so that a simulated prefix cache is hit where a real one was.
+"""Finds earlier answers in later prompts, so that a simulated prefix cache has the same hits as a real one.
 
-A simulated answer has made-up token ids (see `sim.content`). Where a recorded prompt continues an earlier conversation,
-the recorded ids of that conversation's answers have to give way to the made-up ones.
+A simulated answer has generated token ids (see `sim.content`). If a recorded prompt continues an earlier conversation,
+the generated ids replace the recorded ids of that conversation's answers.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ class Conversations:
         self._answers: dict[int, list[tuple[int, Int32Array]]] = {}
 
     def add(self, index: int, prompt: Int32Array, answer: Int32Array) -> Int32Array:
-        """Take in request `index` and return its prompt, int32[n], with earlier answers in it as simulated ones."""
+        """Add request `index` and return its prompt, int32[n], with earlier answers replaced by simulated ones."""
         hashes: list[int] = self._hashes.of(prompt).tolist()
         told = prompt.copy()
         for place, key in enumerate(hashes[:-1], start=1):
@@ -52,7 +52,7 @@ class Conversations:
         return told
 
     def _put(self, told: Int32Array, prompt: Int32Array, place: int, answers: list[tuple[int, Int32Array]]) -> None:
-        """Replace the longest of the `answers` that stands in `prompt` at `place`."""
+        """Replace the longest match of one of the `answers` in `prompt` at `place`."""
         lengths = [_common(prompt[place:], answer) for _, answer in answers]
         best = int(np.argmax(lengths))
         positions = np.arange(lengths[best])

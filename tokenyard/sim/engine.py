@@ -37,11 +37,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class SloTargets:
-    """When a request counts as served well: TTFT at most max(`ttft_s`, `ttft_scale` x its unloaded prefill), and the
-    mean time per output token at most `tpot_s`.
+    """The targets by which a request counts as met: TTFT at most max(`ttft_s`, `ttft_scale` x its unloaded prefill),
+    and the mean time per output token at most `tpot_s`.
 
-    Targets of a request's own come before these; a deadline stands in for the first token's target (as
-    `base.SloTargets`).
+    A request's own targets come before these; a deadline replaces the first token's target (as in `base.SloTargets`).
     """
 
     ttft_s: float = 1.0
@@ -49,14 +48,14 @@ class SloTargets:
     tpot_s: float = 0.05
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a target that nobody can meet."""
+        """Raise ConfigError for a target that no request can meet."""
         if not (self.ttft_s >= 0.0 and self.ttft_scale >= 0.0 and self.tpot_s > 0.0):
             raise ConfigError("SLO targets must not be negative, and the time per output token above 0")
         if max(self.ttft_s, self.ttft_scale) == 0.0:
             raise ConfigError("--slo-ttft-ms and --slo-ttft-scale are both 0; no request could meet that")
 
     def first_token_s(self, workload: Workload, unloaded_s: Float64Array) -> Float64Array:
-        """float64[n], the target for each request's first token; infinite where only the end has a deadline."""
+        """float64[n], the target for each request's first token; infinite if only the end has a deadline."""
         common = np.maximum(self.ttft_s, self.ttft_scale * unloaded_s)
         none_given = np.where(np.isnan(workload.deadline_s), common, np.inf)
         return np.where(np.isnan(workload.slo_ttft_s), none_given, workload.slo_ttft_s)
@@ -70,9 +69,9 @@ class SloTargets:
 class Setup:
     """What is simulated: the engine's settings, the device's true costs, and around it the router and its replicas.
 
-    `belief_scale` is how many times too long the scheduler believes steps to take, `learn` whether it corrects that
-    from what it sees. `host_s` is CPU time per step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes
-    the profile's pool. With `oracle` each request asks for as many tokens as it will get.
+    `belief_scale` is the factor by which the scheduler's first cost model is too slow, `learn` whether measured steps
+    correct it. `host_s` is CPU time per step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes the
+    profile's pool. With `oracle` each request asks for as many tokens as it will get.
     """
 
     profile: Profile
@@ -89,23 +88,23 @@ class Setup:
 
     @property
     def slo(self) -> SloTargets:
-        """The targets of requests that bring none: those the scheduler's settings name."""
+        """The targets of requests without their own, from the scheduler's settings."""
         settings = self.settings
         return SloTargets(settings.slo_ttft_ms / 1e3, settings.slo_ttft_scale, settings.slo_tpot_ms / 1e3)
 
     def belief(self) -> LinearCost:
-        """What a scheduler believes of step times at first."""
+        """The first cost model of the scheduler."""
         truth = self.profile.cost()
         return truth if self.belief_scale == 1.0 else LinearCost(truth.terms.scaled(self.belief_scale), truth.links)
 
 
 @dataclass
 class Outcome:
-    """What became of each request, as columns by request number, and of the whole run.
+    """The outcome of each request, as columns by request number, and of the whole run.
 
     status: int32[n], UNFINISHED, FINISHED or REJECTED. Times in ns from the start of the trace, 0 where a stage was
-    never reached. unloaded_s: float64[n], see `unloaded_prefill_s`. replica: int32[n], who served it. policy_note: why
-    the policy was not the one that was asked for, if it was not.
+    never reached. unloaded_s: float64[n], see `unloaded_prefill_s`. replica: int32[n], the replica that served it.
+    policy_note: why another policy than the configured one decided; "" if it did not.
     """
 
     workload: Workload
@@ -136,7 +135,7 @@ class Outcome:
 
     @property
     def served(self) -> BoolArray:
-        """bool[n], who ran to its end."""
+        """bool[n], which requests ran to their end."""
         served: BoolArray = self.status == FINISHED
         return served
 
@@ -195,10 +194,10 @@ def simulate(
     progress: Progress | None = None,
     tape: Sink | None = None,
 ) -> Outcome:
-    """Serve `workload` with `setup` and tell what became of it.
+    """Serve `workload` with `setup` and return the outcome.
 
-    `observer` sees every step of the first replica and `tape` takes down its scheduler; `progress` is called with
-    (submitted, all) now and then. Raises ConfigError for settings that cannot work.
+    `observer` sees every step of the first replica and `tape` records its scheduler; `progress` is called with
+    (submitted, all) at intervals. Raises ConfigError for settings that cannot work.
     """
     begin = time.perf_counter()
     run = _Run(workload, setup, observer, tape)
@@ -214,7 +213,7 @@ def simulate(
 
 
 def executor_info(workload: Workload, setup: Setup) -> ExecutorInfo:
-    """The pretend device: a context that holds the workload's longest request, the profile's KV pool."""
+    """The simulated device: a context that holds the workload's longest request, the profile's KV pool."""
     page = setup.settings.page_size
     pool_tokens = setup.kv_pool_tokens if setup.kv_pool_tokens is not None else setup.profile.kv_pool_tokens
     if pool_tokens < page:
@@ -301,7 +300,7 @@ class _Run:
             self._adapters[chosen].submitted(request, now)
 
     def _next_fault(self) -> None:
-        """What goes wrong next with a replica, or gets well again."""
+        """Begin or end the next fault of a replica."""
         at_ns, fault, ends = self._faults.pop(0)
         self._advance(at_ns, to_arrival=True)
         if not fault.deadly:
@@ -311,7 +310,7 @@ class _Run:
         elif self._routing is not None:
             self._ended_replicas.append(self._replicas[fault.replica])
             self._replicas[fault.replica] = self._replica(fault.replica, None, None)
-            # They begin anew elsewhere: an engine that goes on with an answer has to compute all of it again, too.
+            # They start again elsewhere; an engine that continues an answer has to compute all of it again, too.
             for index in self._routing.died(fault.replica):
                 self._send(index, at_ns)
 
@@ -331,7 +330,7 @@ class _Run:
         return seconds
 
     def _policy_note(self, replica: Replica) -> str:
-        """Why this replica did not decide by the policy it was given, "" if it did."""
+        """Why this replica did not use the configured policy; "" if it did."""
         state = replica.scheduler.snapshot(replica.now)
         if state.policy_note or self._adapters or state.policy == self._described:
             return state.policy_note
@@ -355,7 +354,7 @@ class _Run:
             self._adapters[replica].finished(finish)
 
     def finish(self) -> Outcome:
-        """Let everything run to its end and sum up."""
+        """Run everything to its end and return the outcome."""
         outcome = self._outcome
         while self._faults:
             self._next_fault()

@@ -1,4 +1,4 @@
-"""How far apart tenants are served, against the bound of virtual token counters (Sheng et al. 2024)."""
+"""The service gap between tenants, and the bound of virtual token counters (Sheng et al. 2024)."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -14,10 +14,11 @@ PREFILL_WEIGHT, DECODE_WEIGHT = 1.0, 2.0
 
 
 def service_gap(outcome: Outcome) -> tuple[Float64Array, Float64Array]:
-    """Times and, at each, how far the service of two tenants who both have someone waiting has drifted apart since both
-    have: the largest of all pairs, in weighted tokens, 0 where no two wait. Both float64[POINTS].
+    """Times, and the service gap at each: by how much the service of two tenants has drifted apart since both have
+    waiting requests. It is the largest of all pairs, in weighted tokens, 0 if no two tenants wait. Both
+    float64[POINTS].
 
-    A prompt counts when its first token is out, an answer evenly between its first token and its end.
+    A prompt counts at its first token, an answer evenly between its first token and its end.
     """
     times = np.linspace(0.0, outcome.sim_seconds, POINTS)
     tenants = [np.flatnonzero(outcome.workload.tenant == tenant) for tenant in np.unique(outcome.workload.tenant)]
@@ -33,7 +34,7 @@ def service_gap(outcome: Outcome) -> tuple[Float64Array, Float64Array]:
 
 
 def gap_bound(workload: Workload, kv_pool_tokens: int) -> float:
-    """What the gap of virtual token counters stays below, in weighted tokens: twice the largest prompt or full pool."""
+    """The bound on the gap of virtual token counters, in weighted tokens: twice the largest prompt or full pool."""
     return 2.0 * max(PREFILL_WEIGHT * workload.max_prompt_tokens, DECODE_WEIGHT * kv_pool_tokens)
 
 
@@ -48,7 +49,7 @@ def _service(outcome: Outcome, mine: Int64Array, times: Float64Array) -> Float64
 
 
 def _waits(outcome: Outcome, mine: Int64Array, times: Float64Array) -> BoolArray:
-    """Whether any of the requests `mine` had come but was not yet admitted at each of `times`."""
+    """Whether any of the requests `mine` had arrived but was not yet admitted at each of `times`."""
     mine = mine[outcome.admitted_ns[mine] > 0]
     arrived, admitted = np.sort(outcome.workload.arrival_s[mine]), np.sort(outcome.admitted_ns[mine] / 1e9)
     waiting: BoolArray = np.searchsorted(arrived, times, "right") > np.searchsorted(admitted, times, "right")

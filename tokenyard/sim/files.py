@@ -51,9 +51,10 @@ def _unpack_zstd(raw: bytes, path: Path) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """The lines that are not blank, each with `file, line N` for complaints. Reads no further than it is asked to.
+    """The lines that are not blank, each with `file, line N` for error messages. The file is read only as far as lines
+    are drawn.
 
-    Raises ConfigError, when it comes to it, for a file that cannot be read, is cut off or holds no text.
+    Raises ConfigError, when reading gets there, for a file that cannot be read, is cut off or is not text.
     """
     try:
         with _open_text(path) as lines:

@@ -1,11 +1,11 @@
-"""What the next seconds of a running scheduler may bring: those who are there, others like the latest, and the cache.
+"""A forecast of the next seconds of a running scheduler: present requests, arrivals like the latest, and the cache.
 
-It differs from what will happen in that
+It differs from the real future:
 
-- output lengths are not known: each is drawn from the latest answers, for a request under way from those longer than
-  what it has written;
-- requests to come are drawn from those of the last minute, recent ones more often, with their shared prefixes; one for
-  several answers comes as one for one;
+- output lengths are not known: each is drawn from the latest answers, for a running request from those longer than its
+  output so far;
+- requests to come are drawn from those of the last minute, recent ones more often, with their shared prefixes; a
+  request for several answers counts as one for one answer;
 - the cache holds the prompts of the latest requests to end, without their answers, as many as it held tokens; prompts
   are known to whole blocks of 128 tokens;
 - a request whose prompt is half computed waits, with the computed half in the cache, and one that runs counts as a
@@ -27,7 +27,7 @@ from tokenyard.sim.content import ANSWER_STREAM, UNIQUE_STREAM, stream_tokens
 
 MEMORY_NS = 60 * NS_PER_S
 HALF_LIFE_S = 20.0
-"""An arrival so long ago is drawn half as often as one right now."""
+"""An arrival this long ago is drawn half as often as one now."""
 
 MOST_ARRIVALS = 4096
 MOST_ENDED = 512
@@ -46,7 +46,7 @@ class Traffic:
         self._first_ns: int | None = None
 
     def take(self, event: Arrived | Ended) -> None:
-        """Take in what happened to a request."""
+        """Record the arrival or the end of a request."""
         if isinstance(event, Ended):
             self.ended.append((self.open.pop(event.number, None), event))
             return
@@ -58,12 +58,12 @@ class Traffic:
             del self.open[next(iter(self.open))]
 
     def forget(self, now: int) -> None:
-        """Forget arrivals of more than a minute ago."""
+        """Drop arrivals of more than a minute ago."""
         while self.arrivals and self.arrivals[0].arrival_ns < now - MEMORY_NS:
             self.arrivals.popleft()
 
     def since_ns(self) -> int:
-        """From when on all arrivals are known, but for those of more than a minute ago."""
+        """The time (ns) from which on all arrivals of the last minute are known."""
         if self._first_ns is None or len(self.arrivals) == MOST_ARRIVALS:
             return self.arrivals[0].arrival_ns
         return self._first_ns
@@ -76,7 +76,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Future:
-    """What all candidates meet: requests by their number here, in columns, and the prompts that the cache holds.
+    """The future that all candidates share: requests by their number in it, in columns, and the cached prompts.
 
     answers: int64[m], lengths of earlier answers. requests: those that run, then those that wait, then those to come.
     due_ns: when the first token is due. tpot_ns: the target of further ones. written: output tokens so far; first_ns:
@@ -117,7 +117,7 @@ class _Forecaster:
         self._future = Future(self._outputs)
 
     def future(self) -> Future:
-        """Everything that will be."""
+        """The drawn future."""
         future, rows = self._future, self._state.rows
         for index in np.flatnonzero(rows["state"] == State.RUNNING).tolist():
             self._add_running({name: int(column[index]) for name, column in rows.items()})
@@ -143,7 +143,7 @@ class _Forecaster:
             self._future.cached.append(ids[: row["planned"]])
 
     def _add_open(self, row: dict[str, int], tokens: int, written: int, first_ns: int) -> Int32Array:
-        """A request that is there already, as a prompt of `tokens` tokens, `written` of which are its answer's."""
+        """Add a present request, as a prompt of `tokens` tokens, `written` of which belong to its answer."""
         arrived = self._traffic.open.get(row["number"])
         ids = self._prompt(arrived.blocks if arrived is not None else NO_BLOCKS, tokens, row["prompt_tokens"])
         most = row["limit"] - tokens + 1
@@ -190,7 +190,7 @@ class _Forecaster:
         written: int = 0,
         first_ns: int = 0,
     ) -> None:
-        """A request that brings a deadline (ns after arrival) and targets (ttft, tpot), each 0 for none."""
+        """Add a request with a deadline (ns after arrival) and targets (ttft, tpot) in ns, each 0 for none."""
         future, number = self._future, len(self._future)
         most, (ttft_ns, tpot_ns) = max(most, 1), targets_ns
         if not ttft_ns:
@@ -205,7 +205,7 @@ class _Forecaster:
             service_class=(arrived.service_class or None) if arrived is not None else None,
             tenant=arrived.tenant if arrived is not None else "",
             deadline_ns=deadline_ns or None,
-            # The class's target is that of the prompt alone, which the one here may be longer than.
+            # The class's target depends on the original prompt, which may be shorter than the prompt here.
             slo=Slo(ttft_ns, tpot_ns or None),
         )
         future.requests.append(request)
@@ -216,9 +216,9 @@ class _Forecaster:
         future.outputs.append(min(self._draw_rest(written), most))
 
     def _draw_rest(self, written: int) -> int:
-        """Output tokens that are to come after so many; one that has outgrown all others is taken to come as far again.
+        """Output tokens still to come after `written`; an answer longer than all others is predicted to double.
 
-        The draw is made in any case, so that what is drawn later stays the same.
+        The draw is made in any case, so that later draws stay the same.
         """
         share, outputs = float(self._rng.random()), self._outputs
         longer = int(np.searchsorted(outputs, written, side="right"))
@@ -227,7 +227,7 @@ class _Forecaster:
         return int(outputs[longer + int(share * (len(outputs) - longer))]) - written
 
     def _draw_arrivals(self) -> list[tuple[int, Arrived]]:
-        """Arrivals at the weighted rate of the last minute, evenly spread, each like one of then."""
+        """Arrivals at the weighted rate of the last minute, evenly spread, each a copy of a recent one."""
         traffic, now = self._traffic, self._state.now
         if not traffic.arrivals:
             return []

@@ -1,8 +1,8 @@
-"""A few seconds ahead of a running scheduler, under each of some settings: what policy `adaptive` goes by.
+"""Look-ahead for policy `adaptive`: simulates the next seconds of a running scheduler under each candidate.
 
-The forward run is the scheduler itself over a cost model, as in every simulation. It starts from a `LookaheadState` and
-meets a `forecast`, the same for all candidates. Steps do not overlap in it, and what policies have learnt of lengths
-and of service so far they do not know.
+The simulation runs the scheduler itself over a cost model. It starts from a `LookaheadState` with a `forecast`, the
+same for all candidates. Steps do not overlap in it, and policies begin without what they have learnt about lengths and
+service.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ UNLIMITED = 1 << 30
 def look_ahead(
     traffic: Traffic, state: LookaheadState, candidates: Sequence[str], horizon_s: float, number: int
 ) -> list[Score]:
-    """Score each candidate by the next `horizon_s` seconds after the moment; only the first one, which is in use, if
-    none could be clearly better. Equal arguments give equal scores.
+    """Score each candidate by the `horizon_s` seconds after `state`; only the first one, which is in use, if no other
+    could be clearly better. Equal arguments give equal scores.
     """
     future = forecast(traffic, state, horizon_s, number)
     end_ns = state.now + round(horizon_s * NS_PER_S)
@@ -59,7 +59,7 @@ class Fork:
         self._change(event)
 
     def _seat(self) -> None:
-        """Fill the cache, and compute in no time what those who run have computed."""
+        """Fill the cache and restore the running requests, without virtual time."""
         scheduler, future, now = self._scheduler, self._future, self._state.now
         memory = scheduler.state.memory
         if memory.tree.enabled:
@@ -78,12 +78,12 @@ class Fork:
         table = scheduler.state.table
         for row in scheduler.state.running.rows.tolist():
             number = int(table.number[row])
-            # The first of the tokens here counts as written when the last one so far was due by the pace since the
-            # first, so that the row is as far ahead of its pace as it is.
+            # The row restarts with no output here. Its first token is dated to when its next token is due, so that it
+            # is as far ahead of its target pace as before.
             table.first_token_ns[row] = future.first_ns[number] + future.written[number] * future.tpot_ns[number]
 
     def _change(self, event: SetPolicy) -> None:
-        """Go on under the candidate's settings, which know what answers were like."""
+        """Continue under the candidate's settings, with the lengths of earlier answers in the headroom."""
         state, given = self._scheduler.state, self._state
         state.settings = replace(given.settings, max_in_flight=1)
         state.set_policy(changed(state.settings, event), given.now)
@@ -94,7 +94,7 @@ class Fork:
             headroom.ratio = given.new_token_ratio
 
     def score(self, name: str, end_ns: int) -> Score:
-        """Run to `end_ns` and judge."""
+        """Run to `end_ns` and return the score."""
         future, now = self._future, self._state.now
         replica = Replica(self._scheduler, self._executor, self._note, depth=1)
         replica.now = now
@@ -111,7 +111,9 @@ class Fork:
         self._finishes[finish.number] = finish
 
     def _judge(self, name: str, end_ns: int) -> Score:
-        """Who met the targets. Left out: whoever had missed them before, and who has no first token but time for it."""
+        """Score the requests. Those that had missed their targets before are left out, and those with time left for a
+        first token.
+        """
         future, met, judged, ttft_ns, waits = self._future, 0, 0, 0, 0
         for number, request in enumerate(future.requests):
             begin_ns, due_ns = future.first_ns[number], future.due_ns[number]
@@ -141,12 +143,12 @@ class Fork:
         if row is None:
             return 0, end_ns, -1
         tokens = written + int(table.known[row] - table.prompt_tokens[row])
-        # Its next token is not late before one more time per token has passed.
+        # Its next token is late only after one more time per token.
         return first_ns or int(table.first_token_ns[row]), end_ns, tokens + 1
 
 
 def _seating(settings: SchedulerSettings) -> SchedulerSettings:
-    """Settings under which everybody who runs finds his place in one step."""
+    """Settings under which all running requests are admitted in one step."""
     return replace(
         settings,
         schedule_policy="fcfs",

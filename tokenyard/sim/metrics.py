@@ -1,4 +1,4 @@
-"""What a run was like, in numbers: the fields of `OUT.json`."""
+"""The results of a run in numbers: the fields of `OUT.json`."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def quantiles(values: Float64Array) -> dict[str, float | None]:
 
 
 def share(mask: BoolArray) -> float | None:
-    """How much of `mask` holds, None if it is empty."""
+    """The share of `mask` that is True; None if it is empty."""
     return round(float(mask.mean()), 6) if len(mask) else None
 
 
@@ -32,7 +32,7 @@ def wait_s(outcome: Outcome) -> Float64Array:
 def length_classes(outcome: Outcome) -> dict[str, BoolArray]:
     """Masks over the requests by prompt length: the quartiles, shortest first, and the longest 5 %.
 
-    Where more than that are as long as the longest, these are the longest.
+    If more requests than that are as long as the longest, the class is all of them.
     """
     lengths = outcome.workload.prompt_tokens
     low, middle, high, top = np.quantile(lengths, (0.25, 0.5, 0.75, 0.95))

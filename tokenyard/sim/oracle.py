@@ -1,4 +1,4 @@
-"""The ceiling of what predicting answers is worth: the same settings, told the true lengths."""
+"""The upper bound on the gain from predicting answers: the same settings, with the true lengths."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,9 +8,9 @@ from tokenyard.sim.engine import Setup
 
 
 def with_oracle(setup: Setup) -> Setup:
-    """`setup` where each request's max_new_tokens is its true length, and whatever predicts lengths goes by that.
+    """`setup` with each request's max_new_tokens set to its true length, which all predictions then use.
 
-    That is the headroom, unless none is held back, and the order of short-first.
+    Predictions are made by the headroom, unless none is held back, and by the order of short-first.
     """
     settings = setup.settings
     changes: dict[str, Any] = {} if settings.headroom == "none" else {"headroom": "limit"}

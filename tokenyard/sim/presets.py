@@ -1,7 +1,7 @@
 """Settings of other engines, as baselines in the same simulator.
 
 They are the columns of the project's reference simulation: headroom by past outputs for SGLang where the engine itself
-holds back a share of max_new_tokens (`headroom="ratio"` is that to the letter), no prefix cache except for lpm.
+holds back a share of max_new_tokens (`headroom="ratio"` is that rule), no prefix cache except for lpm.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def _sglang(base: SchedulerSettings) -> SchedulerSettings:
 
 
 def _vllm(base: SchedulerSettings) -> SchedulerSettings:
-    """Decode in every step, prefill fills it up to 8192 tokens; nothing held back, the newest gives way."""
+    """Decode in every step, prefill fills it up to 8192 tokens; nothing held back, the newest is retracted."""
     return replace(
         base, chunked_prefill_size=8192, enable_mixed_chunk=True, headroom="none", retraction_policy="newest"
     )

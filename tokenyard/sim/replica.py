@@ -1,4 +1,4 @@
-"""One engine in virtual time: the real scheduler, and an executor that only knows how long things take."""
+"""One engine in virtual time: the real scheduler, and an executor that only computes how long steps take."""
 
 from collections import deque
 from collections.abc import Callable
@@ -31,19 +31,19 @@ FILLER_TOKEN = 1
 COMMITS_PER_DRAIN = 8
 RETRY_NS = NS_PER_S
 MOST_RETRIES = 60
-"""Where there is work, nothing can be planned and no time-out is near, it is tried again like in a server, and for so
-often: what cannot be planned then never will be.
+"""If there is work but no plan and no time-out, planning is retried this many times, as in a server; after that it can
+never succeed.
 """
 
 StepObserver = Callable[[int, int, StepPlan, StepWork, Core], None]
-"""Told of each step when it is committed: (launch ns, end ns, plan, work, scheduler)."""
+"""Called with each step when it is committed: (launch ns, end ns, plan, work, scheduler)."""
 
 
 class SimExecutor:
-    """Answers plans: a row whose true output length is reached says end-of-sequence, any other goes on.
+    """Runs plans: a row that reaches its true output length samples end-of-sequence, any other row continues.
 
-    It knows a request by its sampling seed, which the workload sets to the request's number. With `distinct_tokens`
-    answers hold the ids of their own stream, so that a later turn can hit them in the prefix cache.
+    It identifies a request by its sampling seed, which the workload sets to the request's number. With
+    `distinct_tokens` answers hold the ids of their own stream, so that a later turn can hit them in the prefix cache.
     """
 
     def __init__(self, info: ExecutorInfo, truth: LinearCost, output_tokens: Int32Array, distinct_tokens: bool) -> None:
@@ -59,7 +59,7 @@ class SimExecutor:
         self._truth = LinearCost(self._usual.terms.scaled(factor), self._usual.links) if factor != 1.0 else self._usual
 
     def run(self, plan: StepPlan) -> tuple[StepWork, StepResult]:
-        """The work of a plan and what comes out of it."""
+        """The work of a plan and its result."""
         for start in plan.row_starts:
             number = start.sampling.seed
             self._number[start.pool_row] = number
@@ -80,7 +80,7 @@ class SimExecutor:
         return durations
 
     def run_multi_step(self, plan: StepPlan, duration_ns: int) -> StepResult:
-        """What comes out of a multi-step plan whose steps take `duration_ns` together."""
+        """The result of a multi-step plan that takes `duration_ns` in all."""
         positions = plan.starts + np.arange(plan.num_steps, dtype=np.int32)[:, None]
         tokens = self._tokens(np.tile(plan.pool_rows, plan.num_steps), positions.ravel())
         return StepResult(plan.step, tokens, duration_ns / NS_PER_S)
@@ -109,11 +109,11 @@ class _SimulatedStep:
 
 
 class Replica:
-    """A scheduler with its pretend device.
+    """A scheduler with its simulated device.
 
-    Turns go as in the engine's loops: plan, launch, then commit the oldest step once `depth` of them are in step
-    (2 is overlap: a plan is made one step before the last one is known). `depth` is the scheduler's `max_in_flight`,
-    `host_s` is the CPU time of a turn: with overlap it hides behind the device's work, without it adds up.
+    Its loop is that of the engine: plan, launch, then commit the oldest step once `depth` steps are in flight (2 is
+    overlap: a plan is made before the result of the last one is known). `depth` is the scheduler's `max_in_flight`,
+    `host_s` is the CPU time of a turn: with overlap it runs during the device's work, without it adds to it.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class Replica:
         started: Callable[[int, int], None] | None = None,
         cache_told: Callable[[list[Any], int], None] | None = None,
     ) -> None:
-        """`started` is told of each first token: (number of the request, when); `cache_told` of what enters and leaves
-        the prefix cache, if the settings say that it is told: (wire forms of events, when).
+        """`started` is called at each first token: (number of the request, ns); `cache_told` with KV events, if the
+        settings enable them: (wire forms of events, ns).
         """
         self.scheduler = scheduler
         self.now = 0
@@ -149,7 +149,7 @@ class Replica:
         self._hash = blake2b(digest_size=16)
 
     def submit(self, request: Request, now: int) -> None:
-        """A request arrives at `now`, which must not be before what was advanced to."""
+        """A request arrives at `now`, which must not be before the time of the last `advance`."""
         if not self._in_flight:
             self.now = max(self.now, now)
         if self._started is not None:
@@ -159,7 +159,7 @@ class Replica:
     def advance(self, until: int, *, to_arrival: bool = False) -> None:
         """Do everything that is due before `until` (ns).
 
-        With `to_arrival` nothing but `submit` comes then, to which it is all one how many steps a plan in step is.
+        With `to_arrival` the next event is a submit, so multi-step plans may overrun it.
         """
         while self.now < until:
             if self._must_commit:
@@ -185,11 +185,11 @@ class Replica:
         return bool(self._in_flight)
 
     def _sleep(self, until: int) -> bool:
-        """Nothing can be planned: move on to when that is tried again before `until`, if it is."""
+        """With nothing to plan, advance to the next try before `until`; False if there is none."""
         if not self.scheduler.has_work:
             mismatch = self.scheduler.idle()
             if mismatch is not None:
-                raise RuntimeError(f"the scheduler's books do not balance: {mismatch}")
+                raise RuntimeError(f"the scheduler leaks memory: {mismatch}")
         wakeup = self.scheduler.wakeup_ns()
         if wakeup is None and self.scheduler.has_work and self._retries < MOST_RETRIES:
             self._retries += 1
@@ -212,7 +212,8 @@ class Replica:
 
     def _launch_multi_step(self, plan: StepPlan, until: int, to_arrival: bool) -> bool:
         """Launch a step that only decodes together with the next ones, up to the one in which a row ends, or the last
-        before `until` or a time-out; False, and nothing done, if that leaves one step. Observers see each by itself.
+        before `until` or a time-out; False, and nothing done, if that leaves one step. With an observer every step is a
+        plan of its own.
         """
         if plan.decode_rows < len(plan.pool_rows) or self._observer is not None:
             return False
@@ -233,7 +234,7 @@ class Replica:
         return True
 
     def _hash_multi_step(self, plan: StepPlan, launches: Int64Array) -> None:
-        """Take in the steps of a multi-step plan one by one, as `_launch` does."""
+        """Add the steps of a multi-step plan to the hash one by one, as `_launch` does."""
         rows = len(plan.pool_rows)
         steps = np.empty((len(launches), 2 + 3 * rows), np.int32)
         steps[:, :2] = launches.view(np.int32).reshape(-1, 2)

@@ -18,7 +18,7 @@ CDF_POINTS = 300
 SCATTER_POINTS = 1500
 LENGTH_SLICES = 20
 SHORTEST_S = 1e-6
-"""Waits below are rounding errors, for which an axis should not make room."""
+"""Shorter waits are rounding errors; the axis begins here."""
 MOST_TENANTS = 64
 
 _STYLE = """
@@ -53,7 +53,7 @@ def write_report(
 ) -> None:
     """Write the page for `outcomes` (name of the setting -> outcome of the same workload)."""
     sections = [
-        _section("Who is served well, and who pays", _quality_charts(outcomes)),
+        _section("Service quality by kind of request", _quality_charts(outcomes)),
         _section("Latencies", _latency_charts(outcomes)),
     ]
     gaps = _gap_charts(outcomes)
@@ -105,7 +105,7 @@ def _quality_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
     payers = Chart("Who pays: TTFT by prompt length", "prompt tokens", "TTFT (s)", x_log=True, y_log=True)
     waits = Chart("Wait: TTFT beyond the unloaded prefill", "wait (s)", "waiting this long or longer (%)", True, True)
     late = Chart("Late: first token or end beyond its target", "late (s)", "this late or later (%)", True, True)
-    late.empty = "nobody was late"
+    late.empty = "no request was late"
     for name, outcome in outcomes.items():
         classes = length_classes(outcome)
         shares = [100.0 * float(outcome.met[mask].mean()) if mask.any() else 0.0 for mask in classes.values()]
@@ -200,7 +200,7 @@ def _cdf(values: Float64Array) -> tuple[Float64Array, Float64Array]:
 
 
 def _beyond(values: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """Value against the share of all requests with at least that; those that did not finish have more than anyone."""
+    """Value against the share of all requests with at least that; those that did not finish count as the largest."""
     known = np.sort(values[~np.isnan(values)])
     if not len(known):
         return known, known
@@ -237,7 +237,7 @@ def _table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _notes(outcomes: Mapping[str, Outcome]) -> str:
-    """Which settings did not run by the policy they name."""
+    """Which settings ran under another policy than they name."""
     notes = [f"Note on {name}: {outcome.policy_note}" for name, outcome in outcomes.items() if outcome.policy_note]
     return "".join(f"<p>{escape(note)}</p>" for note in notes)
 

@@ -1,7 +1,7 @@
 """Routers in front of simulated replicas: their own policies, index and bookkeeping, in virtual time.
 
-What goes wrong in a fleet is simulated as well: several routers that know nothing of each other, events of the caches
-that come late or not at all, replicas that die and come back empty, or slow down.
+Faults of a fleet are simulated as well: several routers without shared state, KV events that come late or get lost,
+replicas that die and come back empty, or slow down.
 """
 
 from collections import deque
@@ -26,8 +26,9 @@ LOSS_STREAM = 1
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """At `at_s`, `replica` takes `factor` times as long for everything; infinity means that it is dead. It comes back,
-    empty if it was dead, after `for_s`. A replica that is dead from 0 on is one that joins later.
+    """From `at_s` on, `replica` takes `factor` times as long for everything; infinity means that it is dead. It
+    recovers after `for_s`, with an empty cache if it was dead. A replica that is dead from 0 on is one that joins
+    later.
     """
 
     at_s: float
@@ -37,15 +38,15 @@ class Fault:
 
     @property
     def deadly(self) -> bool:
-        """Whether the replica loses what it has."""
+        """Whether the replica loses its requests and its cache."""
         return self.factor == float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """How replicas are routed to. kv_event_lag_s: how late routers hear of what caches hold; None where they go by what
-    they sent alone. kv_event_loss: share of the events' batches that get lost. believed_pool_tokens: the KV pool that
-    routers believe a replica to have, 0 for the true one.
+    """The routers in front of the replicas. kv_event_lag_s: delay of KV events; None if routers use only their own
+    routing decisions. kv_event_loss: share of the batches of events that get lost. believed_pool_tokens: the KV pool
+    that routers believe a replica to have, 0 for the true one.
     """
 
     routers: int = 1
@@ -55,7 +56,7 @@ class Fleet:
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers that make no sense."""
+        """Raise ConfigError for numbers out of range."""
         if self.routers < 1 or not 0.0 <= self.kv_event_loss <= 1.0 or (self.kv_event_lag_s or 0.0) < 0.0:
             raise ConfigError("a fleet needs at least 1 router, a loss from 0 to 1 and a lag that is not negative")
 

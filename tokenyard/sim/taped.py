@@ -1,4 +1,4 @@
-"""What a tape says of the traffic: a workload to simulate, how it went, and how fast device and host were."""
+"""The traffic on a tape: a workload to simulate, its recorded outcome, and the costs of device and host."""
 
 import json
 from collections import Counter, deque
@@ -40,7 +40,7 @@ GIVEN_UP = ("cancelled", "client_gone", "slow_reader", "draining")
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """One answer on the tape: who asked, when (ns), its tokens so far, and its end if it came."""
+    """One answer on the tape: its request, its arrival (ns), its tokens so far, and its end if it has one."""
 
     request: Request
     arrival_ns: int
@@ -54,7 +54,7 @@ class RecordedRequest:
 
 
 class History(Observer):
-    """Watches a replay (`tape.replay.Observer`) and keeps what a simulation needs."""
+    """Observes a replay (`tape.replay.Observer`) and keeps what a simulation needs."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
@@ -127,8 +127,8 @@ class History(Observer):
         info = self._origin.info
         prior = self._origin.prior or first_belief(info)
         for _ in range(FIT_PASSES):
-            # Each pass judges anew, by the terms of the pass before, which side of the floor a step stands on and what
-            # its error is a share of.
+            # Each pass uses the terms of the pass before to decide whether a step is on the floor and what its error is
+            # relative to.
             fit = OnlineCost(prior, forgetting=1.0)
             for work, seconds in self._steps:
                 fit.learn(work, seconds)
@@ -151,7 +151,7 @@ class History(Observer):
     def host_s(self) -> float:
         """Mean time between two steps beyond the device's work: the host's share of a turn where nothing overlaps.
 
-        Turns before which nobody was waiting are left out, and the longest hundredth of the others (pauses).
+        Turns that began without a waiting request are left out, and the longest hundredth of the others (pauses).
         """
         if not self._host_ns or self._origin.settings.max_in_flight > 1:
             return 0.0
@@ -208,7 +208,7 @@ def _seconds(nanoseconds: int | None) -> float | None:
 
 
 def _status(answer: RecordedRequest) -> int:
-    """What became of it; a client that gave up was served until then, if it saw anything."""
+    """The outcome; a request that its client cancelled counts as served until then, if it had any output."""
     if answer.finish is None:
         return UNFINISHED
     if answer.finish.cause in GIVEN_UP:

@@ -1,4 +1,4 @@
-"""What happened step by step: samples for charts, and slices for Perfetto."""
+"""The timeline of a run: samples for charts, and slices for Perfetto."""
 
 import json
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Sample:
 
 
 class Timeline:
-    """A step observer that keeps at most `MOST_SAMPLES` samples, evenly apart, however long the run."""
+    """A step observer that keeps at most `MOST_SAMPLES` samples, evenly apart, for a run of any length."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []

@@ -138,7 +138,7 @@ def _ns_or_none(seconds: float) -> int | None:
 
 
 class WorkloadBuilder:
-    """Collects requests line by line and checks each; `where` in complaints is the file and line.
+    """Collects requests line by line and checks each; `where` in error messages is the file and line.
 
     With `spread`, where the trace's clock ticks, arrivals are moved by a seeded uniform draw from [0, tick) and sorted,
     else everybody seems to arrive in bursts on the tick. With `sort` any order of arrivals is taken; otherwise a clock
