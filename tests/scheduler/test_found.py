@@ -219,6 +219,26 @@ def test_a_share_claim_and_a_priority_do_not_take_from_each_other():
     assert counters(yard).preempted <= 2
 
 
+@pytest.mark.parametrize("retraction", ["length", "newest", "priority", "slack", "fewest-lost"])
+def test_pages_are_not_taken_from_a_row_that_takes_them_back_by_priority(retraction):
+    yard = make_yard(
+        pages=40,
+        rows=5,
+        context=200,
+        headroom="none",
+        enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=0,
+        retraction_policy=retraction,
+        max_in_flight=3,
+    )
+    numbers = [submit(yard, 1, 5)]
+    yard.advance(3)
+    numbers.append(submit(yard, 34, 3, priority=5))
+    yard.run(3, limit=60)
+    assert sorted(yard.finished) == numbers
+    assert counters(yard).preempted + counters(yard).retracted <= 2
+
+
 @pytest.mark.parametrize("end", [lambda number: Cancel([number]), lambda number: Pause()])
 def test_a_bucket_that_nothing_waits_for_wakes_no_event_loop(end):
     yard = make_yard(tenants={"x": TenantSettings(tokens_per_s=1.0, burst_tokens=1)})
