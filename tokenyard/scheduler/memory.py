@@ -251,7 +251,7 @@ class KvMemory:
         if held != self.num_pages:
             found.append(f"{held} of {self.num_pages} pages accounted for")
         if self.tree.protected_pages and not self._holds:
-            found.append(f"{self.tree.protected_pages} pages locked by nobody")
+            found.append(f"{self.tree.protected_pages} pages still locked")
         if self.pool.available_rows != self.pool.rows:
             found.append(f"{self.pool.available_rows} of {self.pool.rows} pool rows free")
         return "; ".join(found) or None

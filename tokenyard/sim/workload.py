@@ -141,8 +141,8 @@ class WorkloadBuilder:
     """Collects requests line by line and checks each; `where` in error messages is the file and line.
 
     With `spread`, where the trace's clock ticks, arrivals are moved by a seeded uniform draw from [0, tick) and sorted,
-    else everybody seems to arrive in bursts on the tick. With `sort` any order of arrivals is taken; otherwise a clock
-    that goes backwards is refused.
+    otherwise all requests would seem to arrive in bursts on the tick. With `sort` any order of arrivals is taken;
+    otherwise a clock that goes backwards is refused.
     """
 
     def __init__(self, name: str, seed: int = 0, spread: bool = False, sort: bool = False) -> None:
