@@ -28,7 +28,7 @@ def main() -> int:
     kind = arguments.pop(0) if arguments and arguments[0] in KINDS else "address"
     flags, libraries = KINDS[kind]
     with tempfile.TemporaryDirectory() as folder:
-        library = build_library(Path(folder), (*flags, "-g", "-fno-omit-frame-pointer"))
+        library = build_library(Path(folder), (*flags, "-O1", "-g", "-fno-omit-frame-pointer"))
         environment = {
             **os.environ,
             "LD_PRELOAD": " ".join(preloaded(name) for name in libraries),

@@ -6,6 +6,14 @@ NUCLEUS_FRONT = 1024
 """On a CPU a nucleus is first looked for among this many most likely tokens, because sorting all is slow there."""
 
 
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Return int64[n], the first of the largest logits of each row of float32[n, vocabulary]."""
+    if logits.device.type == "cpu":
+        # numpy takes a tenth of torch's time, and starts no threads that would spin beside those of the next step.
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
+
+
 def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Draw one token per row by the inverse of the cumulative distribution, in the order of token ids.
 

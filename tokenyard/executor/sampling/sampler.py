@@ -52,7 +52,7 @@ class Sampler:
             self._penalise(logits, pool_rows, np.flatnonzero(kinds & PENALISED))
         if masks is not None:
             masks.apply(logits)
-        tokens = logits.argmax(dim=-1)
+        tokens = draw.likeliest(logits)
         if needed & RANDOM:
             self._draw(logits, tokens, pool_rows, positions, np.flatnonzero(kinds & RANDOM))
         if needed & PENALISED:
