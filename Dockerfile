@@ -10,7 +10,9 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python -m venv /venv
 COPY constraints.txt ./
 RUN /venv/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt torch safetensors
-COPY pyproject.toml README.md LICENSE ./
+# The CPU's own kernels are built with the package; they need a compiler here, not in the image.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY tokenyard ./tokenyard
 RUN /venv/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt '.[torch]'
 

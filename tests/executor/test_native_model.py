@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.executor.driver import Driver
-from tests.executor.tiny_models import judge, prompt_of
+from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.executor.load import load_executor
 from tokenyard.executor.native import library
@@ -99,6 +99,15 @@ def test_poison_in_free_pages_and_outputs_reaches_nobody(folder):
             poisoned.executor.model._logits.fill_(float("nan"))
         poisoned.step((sequence, None))
     assert sequence.output == expected
+
+
+def test_a_token_that_is_none_is_an_error(folder):
+    driver = Driver(load(folder, "llama", "native", "float32"))
+    good = driver.start(prompt_of(9, seed=1))
+    driver.prefill(good)
+    with pytest.raises(IndexError, match="not in the model's vocabulary"):
+        driver.launch((driver.start([5, 10**6, 7]), None))
+    assert driver.generate(good, 4) == greedy("llama", prompt_of(9, seed=1), 4)
 
 
 def test_what_cannot_be_native_says_why(folder, monkeypatch):

@@ -12,6 +12,7 @@ from tokenyard.executor.native.library import BF16, FLOAT32, LEVELS, Library, St
 
 DTYPES = {torch.bfloat16: BF16, torch.float32: FLOAT32}
 MOST_HEAD_DIM = 256
+NO_SUCH_TOKEN = 2
 
 
 class NativeEngine:
@@ -96,7 +97,9 @@ def describe_step(batch: ForwardBatch, pool: KvPool, pages: PageTable, logits: t
 
 
 def check(failed: int) -> None:
-    """Raise MemoryError where a call of the library ran out of memory."""
+    """Raise MemoryError where a call of the library ran out of memory, and IndexError where a token id is no token."""
+    if failed == NO_SUCH_TOKEN:
+        raise IndexError("the plan has a token id that is not in the model's vocabulary")
     if failed:
         raise MemoryError("the native kernels found no memory for their working space")
 

@@ -125,7 +125,7 @@ def _load() -> Library | NoLibraryError:
             if (folder / name).is_file():
                 return Library(folder / name)
         return Library(_build())
-    except (NoLibraryError, BuildError, OSError) as error:
+    except (NoLibraryError, BuildError, OSError, RuntimeError) as error:  # a RuntimeError where there is no home
         return NoLibraryError(str(error).split("\n")[0])
 
 

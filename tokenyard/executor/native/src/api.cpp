@@ -125,7 +125,9 @@ void ty_model_norm(void *model, int layer, int which, const float *weight) {
 }
 
 int ty_model_step(void *model, const ty_step *step) {
-    return guarded([&] { ((ty::Model *)model)->step(*step); });
+    bool done = true;
+    const int failed = guarded([&] { done = ((ty::Model *)model)->step(*step); });
+    return failed ? failed : done ? 0 : 2;
 }
 
 int ty_model_logits(void *model, const int64_t *tokens, int64_t count, float *logits) {

@@ -58,6 +58,7 @@ TY_API void *ty_model_new(void *pool, int level, const ty_config *config);
 // weights: stored[outputs, inputs], laid out anew. bias: float[outputs] or null.
 TY_API void ty_model_linear(void *model, int layer, int which, const void *weights, const float *bias);
 TY_API void ty_model_norm(void *model, int layer, int which, const float *weight);
+// 2: a token id is none of the vocabulary; nothing was done.
 TY_API int ty_model_step(void *model, const ty_step *step);
 TY_API int ty_model_logits(void *model, const int64_t *tokens, int64_t count, float *logits);
 TY_API void ty_model_free(void *model);

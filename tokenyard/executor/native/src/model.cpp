@@ -65,8 +65,11 @@ Product Model::product(const Linear &linear, const void *x, Epilogue epilogue, v
             linear.inputs, linear.outputs, epilogue, y, ldy};
 }
 
-void Model::step(const ty_step &step) {
+bool Model::step(const ty_step &step) {
     const int64_t tokens = step.tokens, hidden = config_.hidden;
+    for (int64_t t = 0; t < tokens; t++)
+        if (step.token_ids[t] < 0 || step.token_ids[t] >= config_.vocabulary)
+            return false;
     x_ = residual_.get_of<float>(tokens * hidden);
     normed_.get((size_t)(tokens * hidden * active_bytes_));
     qkv_.get_of<float>(tokens * (q_size_ + 2 * kv_size_));
@@ -82,6 +85,7 @@ void Model::step(const ty_step &step) {
         run_layer(i, step);
     if (step.logit_count)
         logits(step.logit_tokens, step.logit_count, step.logits);
+    return true;
 }
 
 void Model::run_layer(int index, const ty_step &step) {

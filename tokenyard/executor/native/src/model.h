@@ -15,7 +15,8 @@ class Model {
 
     void set_linear(int layer, int which, const void *weights, const float *bias);
     void set_norm(int layer, int which, const float *weight);
-    void step(const ty_step &step);
+    // False, with nothing done, if a token id is none of the vocabulary.
+    bool step(const ty_step &step);
     // Logits of tokens of the last step: float[count, vocabulary].
     void logits_of_last(const int64_t *tokens, int64_t count, float *out);
 

@@ -82,8 +82,11 @@ void Attention::prepare(const Rows &rows, const std::vector<int> &windows) {
         const int64_t end = rows.starts[r] + rows.counts[r];
         const int32_t *pages = rows.page_table + rows.pool_rows[token] * rows.page_table_stride;
         slots[(size_t)r] = own ? own : pages;
-        for (int64_t t = 0; own && t < end; t++)
-            own[t] = pages[t / rows.page_size] * rows.page_size + (int32_t)(t % rows.page_size);
+        for (int64_t begin = 0, page = 0; own && begin < end; begin += rows.page_size, page++) {
+            const int32_t used = (int32_t)least(rows.page_size, end - begin);
+            for (int32_t i = 0; i < used; i++)
+                own[begin + i] = pages[page] * rows.page_size + i;
+        }
         own = own ? own + end : own;
         token += rows.counts[r];
     }

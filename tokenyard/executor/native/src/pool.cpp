@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <system_error>
 
 namespace ty {
 
@@ -33,8 +34,13 @@ void wait(int &spins) {
 }  // namespace
 
 Pool::Pool(int threads) {
-    for (int i = 1; i < threads; i++)
-        workers_.emplace_back([this, i] { work(i); });
+    workers_.reserve((size_t)std::max(0, threads - 1));
+    try {
+        for (int i = 1; i < threads; i++)
+            workers_.emplace_back([this, i] { work(i); });
+    } catch (const std::system_error &) {
+        // The system gives no more threads: those that are there do the work.
+    }
 }
 
 Pool::~Pool() {
