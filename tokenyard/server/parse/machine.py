@@ -18,6 +18,7 @@ from tokenyard.server.parse.scan import SPACE, ObjectScan, Piece, ValueScan, pla
 from tokenyard.server.parse.typed import as_json, is_text, parameter_schema
 
 SEPARATORS = SPACE + ",;[]"
+PLAIN: dict[str, type[Content] | type[Reasoning]] = {"content": Content, "reasoning": Reasoning}
 CALL_KINDS = frozenset({"name", "id", "arguments", "objects", "pythonic", "key", "value"})
 
 
@@ -77,6 +78,11 @@ class OutputParser:
 
     def feed(self, text: str) -> list[Event]:
         """Take in more text; returns what it completes."""
+        # Most pieces are plain text behind plain text, where nothing is held back and nothing begins.
+        kind = self._plain
+        held = self._text or self._space or self._after_region
+        if kind is not None and text and not held and text[-1] not in SPACE and not self._search.first.search(text):
+            return [kind(text)]
         self._text += text
         self._work(final=False)
         events, self._events = self._events, []
@@ -136,6 +142,7 @@ class OutputParser:
         self._scan: Any = None
         self._count_in_region = 0
         self._search = _searcher(tuple(region.edges))
+        self._plain = PLAIN.get(region.kind)
         if region.kind == "arguments":
             self._scan = ValueScan()
         elif region.kind == "pythonic":
