@@ -312,16 +312,15 @@ class TokenizerManager:
         self._link.disconnect(source)
         if distrust:
             self.ranks.drop_user_policy()
-        end = Finish(0, "abort", message=f"the scheduler ended: {reason}", cause="failed")
-        self._streams.end_left(client, end)
         numbers: list[int] = []
         for stream in self._streams.of(client):
             stream.moves += 1
             if stream.moves <= MOST_MOVES:
                 numbers += stream.open_numbers
                 continue
-            end.message = f"the scheduler ended {stream.moves} times while this request was there: {reason}"
-            self._add_news(ends_batch([replace(end, number=number) for number in stream.open_numbers]))
+            message = f"the scheduler ended {stream.moves} times while this request was there: {reason}"
+            ends = [Finish(number, "abort", message=message, cause="failed") for number in stream.open_numbers]
+            self._add_news(ends_batch(ends))
         timer = self._loop.call_later(FENCE_TIMEOUT_S, self.engine_died, "the detokenizer does not answer")
         self._lost[source] = client, timer
         fence = Fence(source, numbers)
@@ -360,6 +359,8 @@ class TokenizerManager:
         """Send on what a scheduler that has ended left behind."""
         lost, timer = self._lost.pop(fenced.source)
         timer.cancel()
+        # The news before the fence are out, so what has not ended by them does not end any more.
+        self._streams.end_left(lost, Finish(0, "abort", message="the client went away", cause="client_gone"))
         begun, streams = begun_answers(fenced), self._streams.of(lost)
         for stream in streams:
             client = self.ranks.choose(stream.prompt_tokens)
