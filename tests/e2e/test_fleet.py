@@ -173,3 +173,49 @@ def test_tls_on_both_sides(mock_server, tmp_path):
         assert inner.close() == 0
     finally:
         del os.environ["SSL_CERT_FILE"]
+
+
+def streamed(url, body, on_line=lambda so_far: None):
+    """The text, end and usage of a stream; `on_line` hears how many events have come."""
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"X-Request-Id": "one"})
+    text, end, usage, ids, count = "", None, None, set(), 0
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                count += 1
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                ids.add(event["id"])
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    text, end = text + choice["text"], choice["finish_reason"] or end
+                on_line(count)
+    return text, end, {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}, ids
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.4}])
+def test_an_engine_that_is_killed_while_a_client_streams_is_not_seen(sampling):
+    servers = [Server("--max-total-tokens", "2000") for _ in range(2)]
+    route = Route(*(server.url for server in servers))
+    body = {"prompt": "Once upon a time there was a fox", "max_tokens": 80, "stream": True, "ignore_eos": True}
+    body |= {"stream_options": {"include_usage": True}, **sampling}
+    killed = []
+
+    def kill_the_busy_one(count):
+        if count < 3 or killed:
+            return
+        busy = next((w["url"] for w in route.get("/workers")["workers"] if w["open_requests"]), None)
+        killed.extend(server for server in servers if server.url == busy)
+        for server in killed:
+            kill(server)
+
+    try:
+        expected = [streamed(server.url, body) for server in servers]
+        assert expected[0] == expected[1]
+        assert streamed(route.url, body, kill_the_busy_one) == expected[0]
+        assert killed
+    finally:
+        assert route.close() == 0
+        for server in servers:
+            if server not in killed:
+                server.close()

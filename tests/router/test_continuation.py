@@ -280,3 +280,22 @@ def test_an_answer_that_is_no_stream_goes_by_the_usual_rules():
             assert (await client.complete(stream=True)).status == 400
 
     asyncio.run(main())
+
+
+def test_offsets_of_log_probabilities_count_from_the_beginning():
+    def said(*offsets):
+        logprobs = {"tokens": ["abc"] * len(offsets), "text_offset": list(offsets)}
+        choice = {"index": 0, "text": "x", "logprobs": logprobs, "token_ids": [1] * len(offsets)}
+        return b"data: " + json.dumps({"id": "i", "choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
+
+    def offsets_of(event):
+        return json.loads(event[6:])["choices"][0]["logprobs"]["text_offset"]
+
+    going_on = Continuation(COMPLETIONS, {"stream": True, "logprobs": 1}, BY_OUTPUT_IDS)
+    assert offsets_of(going_on.feed(said(0, 3))) == [0, 3]
+    going_on.go_on()
+    assert offsets_of(going_on.feed(said(0))) == [6]
+    assert offsets_of(going_on.feed(said(3, 6))) == [9, 12]
+    going_on.go_on()
+    assert offsets_of(going_on.feed(said(0))) == [15]
+    assert going_on.feed(b'data: {"choices":[],"usage":{}}\n\n').startswith(b'data: {"id":"i","choices":[]')

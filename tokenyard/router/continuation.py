@@ -73,6 +73,8 @@ class Continuation:
         self._head: bytes | None = None
         self._held = b""
         self._before = 0
+        self._has_offsets = path == COMPLETIONS and fields.get("logprobs") is not None
+        self._offset = self._next_offset = 0
         self._continued = self._was_finished = False
 
     @property
@@ -95,6 +97,7 @@ class Continuation:
         """The stream will go on at another worker; half an event of the first one is forgotten."""
         self._continued, self._held = True, b""
         self._before, self._was_finished = len(self.tokens), self.finished
+        self._offset = self._next_offset
 
     def prompt_body(self, context_length: int | None) -> bytes:
         """The body with which an engine of another kind goes on, at `COMPLETIONS`."""
@@ -130,6 +133,8 @@ class Continuation:
             self.done = self.done or event == b"data: [DONE]"
             return event + b"\n\n"
         plain = self._without_ids(event)
+        if self._has_offsets:
+            plain = self._shifted(plain)
         finishes = _FINISHED.search(event) is not None
         self.finished = self.finished or finishes
         if not self._continued:
@@ -157,6 +162,20 @@ class Continuation:
                 elif self._prompt_ids is None:
                     self._prompt_ids = ids
         return _IDS.sub(b"", event) if found and self._strip else event
+
+    def _shifted(self, event: bytes) -> bytes:
+        """An event whose `text_offset` counts from the beginning of the whole answer."""
+        try:
+            fields = orjson.loads(event[len(_PREFIX) :])
+            logprobs = fields["choices"][0]["logprobs"]
+            offsets = [self._offset + offset for offset in logprobs["text_offset"]]
+            self._next_offset = offsets[-1] + len(logprobs["tokens"][-1])
+        except (orjson.JSONDecodeError, LookupError, TypeError):
+            return event
+        if not self._continued:
+            return event
+        logprobs["text_offset"] = offsets
+        return _PREFIX + orjson.dumps(fields)
 
     def _translated(self, event: bytes) -> bytes:
         """An event of a completion that goes on with the answer, as one of the answer itself."""

@@ -229,6 +229,7 @@ async def server_info(state: State) -> dict[str, Any]:
         **state.options.info,
         "default_sampling_params": state.options.default_sampling,
         "version": __version__,
+        "continues_output_ids": True,
         "status": state.phase,
         "dp_size": 1,
         "heartbeat_age_s": age_s if math.isfinite(age_s) else None,

@@ -156,6 +156,7 @@ def _spec(
         keep_stop=bool(body.include_stop_str_in_output),
     )
     spec.logprobs = logprobs
+    spec.output_ids = body.output_ids
     spec.seed = body.seed
     spec.clamp_max_new_tokens = max_tokens is None
     return spec

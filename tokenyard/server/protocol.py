@@ -160,6 +160,7 @@ class OpenAIFields(SamplingFields, UrgencyFields, RefusedFields, IdleFields):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     data_parallel_rank: int | None = None
+    output_ids: list[int] | None = None
 
 
 @dataclass(kw_only=True)
