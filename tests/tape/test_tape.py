@@ -297,7 +297,7 @@ def test_the_tape_ends_with_the_call_that_went_wrong():
     assert last.body == Raised("ValueError")
     assert replay(yard.tape()).difference is None
     cut = Tape(yard.file.getvalue()[: -len(b"\xaaValueError") - 14], "cut")
-    assert "to be committed" in replay(cut).last_error
+    assert "came before that of" in replay(cut).last_error
 
 
 def recording():
