@@ -12,7 +12,7 @@ from tests.examples import examples
 from tokenyard.base import Finish, InvalidRequestError, TokenLogprobs
 from tokenyard.engine.processes.messages import Fence
 from tokenyard.engine.text.stop_strings import StopHit, StopMatcher
-from tokenyard.engine.text.text_side import TextAssembler
+from tokenyard.engine.text.text_assembler import TextAssembler
 
 EOS = "<|endoftext|>"
 

@@ -13,10 +13,10 @@ from tokenyard.base import NS_PER_S, Pause, Request, SamplingParams, SchedulerSe
 from tokenyard.policy.adaptive import CANDIDATES, Score
 from tokenyard.scheduler.lookahead_state import (
     MOST_WAITING,
-    Arrived,
-    Ended,
     LookaheadQuery,
     LookaheadReply,
+    RequestArrived,
+    RequestEnded,
     decode,
     decode_reply,
     encode,
@@ -44,7 +44,7 @@ class Yard:
         origin = Origin(chosen, executor_info(work, run), run.belief(), learns=False)
         self.scheduler = origin.scheduler()
         executor = SimExecutor(origin.info, run.belief(), work.output_tokens, distinct_tokens=True)
-        self.replica = Replica(self.scheduler, executor, lambda finish: self.traffic.take(Ended.of(finish)))
+        self.replica = Replica(self.scheduler, executor, lambda finish: self.traffic.take(RequestEnded.of(finish)))
         self.now = round(until_s * NS_PER_S)
         for index in range(len(work)):
             request = work.request(index)
@@ -52,7 +52,7 @@ class Yard:
                 break
             self.replica.advance(request.arrival_ns)
             self.replica.submit(request, request.arrival_ns)
-            self.traffic.take(Arrived.of(request, request.arrival_ns, blocks=True))
+            self.traffic.take(RequestArrived.of(request, request.arrival_ns, blocks=True))
         self.replica.advance(self.now)
 
     def future(self, horizon_s=10.0, number=0):
@@ -203,7 +203,7 @@ def test_own_targets_and_deadlines_count():
         yard = Yard(workload((0.0, 200, 1)), 1.0)
         yard.traffic.arrivals.clear()
         yard.scheduler.submit(Submit(request), 10**9)
-        yard.traffic.take(Arrived.of(request, 10**9, blocks=True))
+        yard.traffic.take(RequestArrived.of(request, 10**9, blocks=True))
         future = yard.future(5.0)
         assert future.waiting == 1, name
         assert {due_ns - one.arrival_ns for due_ns, one in zip(future.due_ns, future.requests, strict=True)} == {due}, (
@@ -237,7 +237,11 @@ def test_of_a_long_queue_a_part_is_taken_and_who_is_held_back_is_left_out():
 
 def test_messages_survive_the_way(busy):
     moment = busy.scheduler.lookahead_state(busy.now)
-    for message in (*list(busy.traffic.arrivals)[:2], Ended(3, 4, 5, True), LookaheadQuery(1, NAMES, 10.0, moment)):
+    for message in (
+        *list(busy.traffic.arrivals)[:2],
+        RequestEnded(3, 4, 5, True),
+        LookaheadQuery(1, NAMES, 10.0, moment),
+    ):
         found = decode(encode(message))
         assert encode(found) == encode(message)
     answer = LookaheadReply(7, [Score("slo", 0.5, 0.1, 10, 5)], 0.25)

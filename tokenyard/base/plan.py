@@ -13,7 +13,7 @@ LAST_SAMPLED = -1
 """In `StepPlan.tokens`: the token this pool row sampled last, which may be only on the device yet."""
 
 DRAFT = -2
-"""In `StepPlan.tokens`: the next draft of this pool row, which only the executor's drafter knows."""
+"""In `StepPlan.tokens`: the next draft of this pool row (speculative decoding), which only the executor knows."""
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.streams import Ended, Reader, Stream, StreamTable
 from tokenyard.engine.text.chat_messages import Message
 from tokenyard.engine.text.chat_template import ChatTemplate, render_within
-from tokenyard.engine.text.text_side import TextAssembler, ends_batch
+from tokenyard.engine.text.text_assembler import TextAssembler, ends_batch
 
 logger = logging.getLogger(__name__)
 

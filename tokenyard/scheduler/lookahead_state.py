@@ -36,7 +36,7 @@ COLUMNS = (
 )
 
 
-class Arrived(msgspec.Struct, array_like=True, frozen=True):
+class RequestArrived(msgspec.Struct, array_like=True, frozen=True):
     """A request arrived. blocks: int64, a chained checksum for each whole block of `BLOCK_TOKENS` prompt tokens, so
     that prompts share a prefix as far as these agree. deadline_ns, ttft_ns and tpot_ns are 0 if it has none.
     """
@@ -55,7 +55,7 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True):
     blocks: Int64Array
 
     @classmethod
-    def of(cls, request: Request, now: int, *, blocks: bool) -> "Arrived":
+    def of(cls, request: Request, now: int, *, blocks: bool) -> "RequestArrived":
         """The message for a request that arrives at `now`; without `blocks` it shares no prefix."""
         slo = request.slo or Slo()
         return cls(
@@ -74,7 +74,7 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-class Ended(msgspec.Struct, array_like=True, frozen=True):
+class RequestEnded(msgspec.Struct, array_like=True, frozen=True):
     """A request ended after `output_tokens` output tokens; `whole` if it was not aborted."""
 
     number: int
@@ -83,7 +83,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
     whole: bool
 
     @classmethod
-    def of(cls, finish: Finish) -> "Ended":
+    def of(cls, finish: Finish) -> "RequestEnded":
         """The message for the end of a request."""
         return cls(finish.number, finish.completion_tokens, finish.finished_ns, finish.reason != "abort")
 
@@ -120,8 +120,8 @@ class LookaheadReply(msgspec.Struct, array_like=True, frozen=True):
     cpu_s: float
 
 
-Message = Arrived | Ended | LookaheadQuery
-_MESSAGES: tuple[type, ...] = (Arrived, Ended, LookaheadQuery)
+Message = RequestArrived | RequestEnded | LookaheadQuery
+_MESSAGES: tuple[type, ...] = (RequestArrived, RequestEnded, LookaheadQuery)
 
 
 def take_lookahead_state(state: SchedulerState, now: int) -> LookaheadState:

@@ -109,7 +109,7 @@ class Planner:
         crossing = self._state.crossing(rows, starts)
         pages = memory.take_pages(int(np.count_nonzero(crossing)))
         if pages is None:
-            survivors = self._make_room(rows, now)
+            survivors = self._retract_decode(rows, now)
             if len(survivors):
                 self._decode(builder, survivors, now)
             return
@@ -124,8 +124,9 @@ class Planner:
         self._state.charge_decode(rows)
 
     def _verify(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array) -> bool:
-        """Let `rows`, which start at `starts` (int32[n]), verify their drafts; False, and nothing done, if no row has
-        drafts or there are not enough pages: drafts never cause a retraction.
+        """Let `rows`, which start at `starts` (int32[n]), verify their drafts (speculative decoding).
+
+        False, and nothing done, if no row has drafts or there are not enough pages: drafts never cause a retraction.
         """
         table, memory = self._state.table, self._state.memory
         drafts = np.minimum(table.drafts[rows], table.limit[rows] - starts - 1)
@@ -151,7 +152,7 @@ class Planner:
         self._state.charge_decode(np.repeat(rows, drafts + 1))
         return True
 
-    def _make_room(self, rows: Int32Array, now: int) -> Int32Array:
+    def _retract_decode(self, rows: Int32Array, now: int) -> Int32Array:
         """Retract victims until each of the other `rows` can take one more token; return those that can do so now.
 
         Pages that come back with a commit in flight count as free. If they are needed, no row decodes now and none is

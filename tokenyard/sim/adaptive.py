@@ -2,7 +2,7 @@
 
 from tokenyard.base import Finish, Request, SchedulerSettings
 from tokenyard.policy.adaptive import Judge, Outlook, Pace
-from tokenyard.scheduler.lookahead_state import Arrived, Ended
+from tokenyard.scheduler.lookahead_state import RequestArrived, RequestEnded
 from tokenyard.sim.forecast import Traffic
 from tokenyard.sim.lookahead import look_ahead
 from tokenyard.sim.replica import Replica
@@ -28,11 +28,11 @@ class Adapter:
     def submitted(self, request: Request, now: int) -> None:
         """A request was given to the replica."""
         self._pace.next_ns = max(self._pace.next_ns, now)
-        self._traffic.take(Arrived.of(request, now, blocks=self._blocks))
+        self._traffic.take(RequestArrived.of(request, now, blocks=self._blocks))
 
     def finished(self, finish: Finish) -> None:
         """A request has ended."""
-        self._traffic.take(Ended.of(finish))
+        self._traffic.take(RequestEnded.of(finish))
 
     def advance(self, until: int, *, to_arrival: bool) -> None:
         """`Replica.advance`, with the looks that are due while there is work."""

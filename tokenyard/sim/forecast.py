@@ -22,7 +22,7 @@ from tokenyard.base import NS_PER_MS, NS_PER_S, Float64Array, Int32Array, Int64A
 from tokenyard.cost import LinearCost, unloaded_prefill_s
 from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
 from tokenyard.scheduler.lifecycle import State
-from tokenyard.scheduler.lookahead_state import BLOCK_TOKENS, Arrived, Ended, LookaheadState
+from tokenyard.scheduler.lookahead_state import BLOCK_TOKENS, LookaheadState, RequestArrived, RequestEnded
 from tokenyard.sim.content import ANSWER_STREAM, UNIQUE_STREAM, stream_tokens
 
 MEMORY_NS = 60 * NS_PER_S
@@ -40,14 +40,14 @@ class Traffic:
     """The requests of the last minute, those that are open, and the latest ones to end."""
 
     def __init__(self) -> None:
-        self.arrivals: deque[Arrived] = deque(maxlen=MOST_ARRIVALS)
-        self.open: dict[int, Arrived] = {}
-        self.ended: deque[tuple[Arrived | None, Ended]] = deque(maxlen=MOST_ENDED)
+        self.arrivals: deque[RequestArrived] = deque(maxlen=MOST_ARRIVALS)
+        self.open: dict[int, RequestArrived] = {}
+        self.ended: deque[tuple[RequestArrived | None, RequestEnded]] = deque(maxlen=MOST_ENDED)
         self._first_ns: int | None = None
 
-    def take(self, event: Arrived | Ended) -> None:
+    def take(self, event: RequestArrived | RequestEnded) -> None:
         """Record the arrival or the end of a request."""
-        if isinstance(event, Ended):
+        if isinstance(event, RequestEnded):
             self.ended.append((self.open.pop(event.number, None), event))
             return
         self._first_ns = event.arrival_ns if self._first_ns is None else self._first_ns
@@ -162,7 +162,7 @@ class _Forecaster:
         )
         return ids
 
-    def _add_arrival(self, at_ns: int, template: Arrived) -> None:
+    def _add_arrival(self, at_ns: int, template: RequestArrived) -> None:
         shared = template.blocks[: self._shared_blocks(template)]
         ids = self._prompt(shared, template.prompt_tokens, template.prompt_tokens)
         self._add(
@@ -183,7 +183,7 @@ class _Forecaster:
         arrival_ns: int,
         *,
         priority: int | None,
-        arrived: Arrived | None,
+        arrived: RequestArrived | None,
         prompt_tokens: int,
         deadline_ns: int,
         targets_ns: tuple[int, int],
@@ -226,7 +226,7 @@ class _Forecaster:
             return max(written, 1)
         return int(outputs[longer + int(share * (len(outputs) - longer))]) - written
 
-    def _draw_arrivals(self) -> list[tuple[int, Arrived]]:
+    def _draw_arrivals(self) -> list[tuple[int, RequestArrived]]:
         """Arrivals at the weighted rate of the last minute, evenly spread, each a copy of a recent one."""
         traffic, now = self._traffic, self._state.now
         if not traffic.arrivals:
@@ -243,7 +243,7 @@ class _Forecaster:
             for time, index in zip(times.tolist(), chosen.tolist(), strict=True)
         ]
 
-    def _shared_blocks(self, arrived: Arrived) -> int:
+    def _shared_blocks(self, arrived: RequestArrived) -> int:
         """Leading blocks that another request of the last minute had too."""
         alone = [block not in self._common_blocks for block in arrived.blocks.tolist()]
         return alone.index(True) if True in alone else len(alone)

@@ -18,7 +18,7 @@ from tokenyard.engine.processes.ipc import (
     push_socket,
 )
 from tokenyard.engine.processes.messages import Fence, ToText
-from tokenyard.engine.text.text_side import TextAssembler
+from tokenyard.engine.text.text_assembler import TextAssembler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 
 logger = logging.getLogger(__name__)

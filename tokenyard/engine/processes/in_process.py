@@ -14,7 +14,7 @@ from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.launch import load_text_side
 from tokenyard.engine.processes.messages import Fence, FromScheduler, ToScheduler
 from tokenyard.engine.processes.scheduler_loop import SchedulerLoop
-from tokenyard.engine.text.text_side import TextAssembler
+from tokenyard.engine.text.text_assembler import TextAssembler
 from tokenyard.engine.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from tokenyard.engine.processes.link import SocketLink
 from tokenyard.engine.processes.supervisor import Supervisor
 from tokenyard.engine.ranks import Ranks
 from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template
-from tokenyard.engine.text.text_side import TextAssembler
+from tokenyard.engine.text.text_assembler import TextAssembler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 from tokenyard.engine.tokenizer_manager import TokenizerManager
 

@@ -16,7 +16,14 @@ from typing import Any
 
 from tokenyard.base import NS_PER_S, Request, SchedulerSettings, SetPolicy, TokenBatch, TokenyardError
 from tokenyard.policy.adaptive import Adaptive, Judge, Outlook, Pace
-from tokenyard.scheduler.lookahead_state import Arrived, Ended, LookaheadQuery, LookaheadReply, decode_reply, encode
+from tokenyard.scheduler.lookahead_state import (
+    LookaheadQuery,
+    LookaheadReply,
+    RequestArrived,
+    RequestEnded,
+    decode_reply,
+    encode,
+)
 from tokenyard.tape.recorder import Core
 
 logger = logging.getLogger(__name__)
@@ -149,13 +156,13 @@ class LookaheadClient:
     def submitted(self, request: Request, now: int) -> None:
         """A request has come."""
         if self._pipe is not None:
-            self._pipe.send(encode(Arrived.of(request, now, blocks=not self._settings.disable_radix_cache)))
+            self._pipe.send(encode(RequestArrived.of(request, now, blocks=not self._settings.disable_radix_cache)))
 
     def on_output(self, batch: TokenBatch) -> None:
         """The scheduler says what became of requests."""
         if self._pipe is not None:
             for finish in batch.finished:
-                self._pipe.send(encode(Ended.of(finish)))
+                self._pipe.send(encode(RequestEnded.of(finish)))
 
     def poll(self, now: int) -> SetPolicy | None:
         """Take what has come and ask what is to be asked; the change to make, if any."""
