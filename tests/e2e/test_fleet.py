@@ -105,7 +105,7 @@ def test_a_drain_lets_answers_end(mock_server):
         (["--policy", "nearest"], "there is no router policy 'nearest'"),
         (["--worker-urls", "http://a:1", "http://a:1/"], "names http://a:1 twice"),
         (["--worker-urls", "ftp://a"], "is no worker"),
-        (["--port", "many"], "--port: 'many' is no whole number"),
+        (["--port", "many"], "--port: 'many' is not a whole number"),
         (["--max-retries", "-1"], "--max-retries is -1; it must be from 0"),
         (["--tls-cert-path", "x"], "belong together"),
         (["--tls-cert-path", "/no", "--tls-key-path", "/no"], "cannot be used"),

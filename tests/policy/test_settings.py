@@ -177,7 +177,7 @@ def test_absurd_numbers_are_refused_with_the_flag_and_the_range(name, value):
         ({"schedule_policy": "random", "policy_options": {"seed": -1}}, "must be from 0 to"),
         ({"schedule_policy": "mlfq", "policy_options": {"promote_s": float("nan")}}, "must be from 0 to"),
         ({"tenants": {"a": TenantSettings(kv_share=0.6), "b": TenantSettings(kv_share=0.5)}}, "must not exceed 1"),
-        ({"tenants": {"*": TenantSettings(kv_share=0.2)}}, "only to tenants that are named"),
+        ({"tenants": {"*": TenantSettings(kv_share=0.2)}}, "only tenants that are named"),
         ({"tenants": {"a": TenantSettings(weight=0.0)}}, "tenant 'a': weight is 0; it must be above 0"),
         ({"tenants": {"a": TenantSettings(tokens_per_s=float("inf"))}}, "tenant 'a': tokens_per_s is inf"),
         ({"tenants": {"a": TenantSettings(max_running=0)}}, "at least 1, or -1 (no limit)"),
