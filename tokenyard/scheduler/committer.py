@@ -42,18 +42,19 @@ class Committer:
     def _commit_tokens(self, plan: StepPlan, rows: Int32Array, alive: BoolArray, tokens: Int32Array, now: int) -> bool:
         """Apply a result of at most one token a row; returns whether any row ended."""
         state = self._state
-        counts, sampled, decoding = plan.counts, plan.sampled, plan.decode_rows
+        counts, samples, decoding = plan.counts, plan.samples, plan.decode_rows
         if plan.num_steps > 1:
             by_step = tokens.reshape(plan.num_steps, -1)
             append_but_last(state, plan, rows[alive], by_step[:-1, alive])
             tokens = by_step[-1]
         if not alive.all():
             decoding = int(np.count_nonzero(alive[:decoding]))
-            rows, counts, sampled, tokens = rows[alive], counts[alive], sampled[alive], tokens[alive]
+            rows, counts, samples, tokens = rows[alive], counts[alive], samples[alive], tokens[alive]
         state.table.computed[rows] += counts
         ended = False
         if decoding < len(rows):
             ended = self._commit_chunks(rows[decoding:], now)
+            sampled = samples > 0
             rows, tokens = rows[sampled], tokens[sampled]
         return self._append_tokens(rows, tokens, now) or ended
 
