@@ -234,7 +234,10 @@ def by_tenant(view, system):
 
 
 @both_loops
-def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth):
+def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth, monkeypatch):
+    # However slow the machine is, all four requests are asked about before the first step.
+    for limit in ("BUDGET_NS", "SLICE_NS"):
+        monkeypatch.setattr(f"tokenyard.engine.watch.priority_updates.{limit}", 10_000_000_000)
     executor = watched_mock(step_ms=0.0, max_total_tokens=64, max_pool_rows=8)
     origin = Origin(
         SchedulerSettings(
