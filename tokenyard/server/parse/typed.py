@@ -4,8 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-Schema = Mapping[str, Any]
-
 
 def types_of(schema: Any) -> set[str]:
     """The JSON types that a schema allows; empty where it does not say."""
