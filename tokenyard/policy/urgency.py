@@ -36,7 +36,7 @@ class Urgency:
         if self._default is not None:
             priority = np.where(is_given(priority), priority, self._default)
         level = _turned(priority) if self._low_first else priority
-        boosted = np.clip(level, -_ROOM_FOR_BOOST, _ROOM_FOR_BOOST) + columns.boost[rows]
+        boosted = _between(level, -_ROOM_FOR_BOOST, _ROOM_FOR_BOOST) + columns.boost[rows]
         return np.where(is_given(level), boosted, NO_PRIORITY)
 
     def keys(self, columns: Columns, rows: Int32Array) -> Int64Array:
@@ -45,7 +45,7 @@ class Urgency:
         if not self.aging_ns:
             return ~levels
         given = is_given(levels)
-        levels = np.clip(levels, LEAST_LEVEL, MOST_LEVEL)
+        levels = _between(levels, LEAST_LEVEL, MOST_LEVEL)
         self._lowest = min(self._lowest, int(levels.min(initial=0, where=given)))
         levels = np.where(given, levels, self._lowest - 1)
         return columns.arrival_ns[rows] - self.aging_ns * levels
@@ -55,6 +55,11 @@ def is_given(priority: Int64Array) -> BoolArray:
     """Which priorities were given, bool[n]."""
     given: BoolArray = priority != NO_PRIORITY
     return given
+
+
+def _between(levels: Int64Array, least: int, most: int) -> Int64Array:
+    """Levels cut to the bounds; `np.clip` does the same and takes several times as long over a few rows."""
+    return np.minimum(np.maximum(levels, least), most)
 
 
 def _turned(priority: Int64Array) -> Int64Array:
