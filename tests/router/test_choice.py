@@ -8,8 +8,10 @@ from tokenyard.router.choice import (
     SPILLED_BY_BOUND,
     SPILLED_FOR_LOAD,
     STICKY,
+    Choice,
     Features,
     PolicyOptions,
+    Taped,
     make_policy,
     rendezvous,
     text_key,
@@ -48,6 +50,26 @@ def test_least_load_looks_at_work_before_requests():
     for state, tokens in zip(states, (900, 200, 200), strict=True):
         state.prefill_tokens = tokens
     assert first(make_policy("least_load"), Features(1), states) == 2
+
+
+def test_shortest_queue_counts_requests_and_total_tokens_their_prompts():
+    states = targets(2, 1, 1)
+    for state, tokens, served in zip(states, (10, 400, 300), (0, 5, 9), strict=True):
+        state.context_tokens, state.served = tokens, served
+    assert make_policy("shortest_queue").rank(Features(1), states).order == [1, 2, 0]
+    assert make_policy("total_tokens").rank(Features(1), states).order == [0, 2, 1]
+
+
+def test_a_tape_of_choices_tells_what_was_seen_and_chosen_and_changes_nothing():
+    tape = []
+    plain, taped = make_policy("cache_aware"), Taped(make_policy("cache_aware"), tape)
+    for matched in ([0, 0], [0, 90]):
+        request, states = Features(100, matched, key=7), targets(0, 3)
+        assert taped.rank(request, states) == plain.rank(request, states)
+    assert tape == [
+        Choice(100, 7, (0, 0), (0, 3), (0.0, 0.0), 0, COLD),
+        Choice(100, 7, (0, 90), (0, 3), (0.0, 0.0), 1, CACHED),
+    ]
 
 
 def test_power_of_two_never_takes_the_busiest_of_two_and_repeats_by_seed():

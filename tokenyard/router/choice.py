@@ -19,6 +19,7 @@ BALANCE_ABS_THRESHOLD = 64
 BALANCE_REL_THRESHOLD = 1.5
 BOUNDED_LOAD = 1.25
 MOST_SESSIONS = 1 << 17
+KEY_BLOCKS = 4
 
 COLD, CACHED, SPILLED_FOR_LOAD, SPILLED_BY_BOUND, BALANCED, STICKY = (
     "cold",
@@ -183,6 +184,31 @@ class LeastLoad(RoutePolicy):
         return Ranking(order, scores, BALANCED)
 
 
+class ShortestQueue(RoutePolicy):
+    """The target with the fewest open requests."""
+
+    name = "shortest_queue"
+
+    @override
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """Among equals, the one that has served the fewest."""
+        order = sorted(range(len(targets)), key=lambda i: (targets[i].requests, targets[i].served))
+        return Ranking(order, _requests(targets), BALANCED)
+
+
+class TotalTokens(RoutePolicy):
+    """The target whose open requests have the fewest prompt tokens."""
+
+    name = "total_tokens"
+
+    @override
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """Among equals, the fewest requests."""
+        scores = [target.context_tokens for target in targets]
+        order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].requests, targets[i].served))
+        return Ranking(order, scores, BALANCED)
+
+
 class CacheAware(RoutePolicy):
     """The rule of sgl-router, with its thresholds.
 
@@ -209,6 +235,12 @@ class CacheAware(RoutePolicy):
             return Ranking(order, loads, COLD)
         order.remove(best)
         return Ranking([best, *order], loads, CACHED)
+
+
+def prompt_key(digests: Sequence[bytes | int]) -> int:
+    """`Features.key` of a prompt by the digests of its blocks of tokens: that of its first 256 tokens."""
+    first = digests[min(KEY_BLOCKS, len(digests)) - 1] if digests else b""
+    return mix(int.from_bytes(first[:8], "little")) if isinstance(first, bytes) else 0
 
 
 def rendezvous(key: int, targets: Sequence[TargetState]) -> list[int]:
@@ -372,6 +404,45 @@ class Sticky(RoutePolicy):
                 self._sessions.popitem(last=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One line of a tape of choices: what a policy saw of a request and of its targets, and what it put first.
+
+    Columns have one entry per target, in their order. Two drivers (the router, the simulator, an engine's ranks) that
+    are given the same requests at the same times write equal lines.
+    """
+
+    tokens: int
+    key: int
+    matched: tuple[int, ...]
+    requests: tuple[int, ...]
+    prefill_tokens: tuple[float, ...]
+    first: int
+    reason: str
+
+
+class Taped(RoutePolicy):
+    """A policy whose choices are written down; it decides nothing itself."""
+
+    def __init__(self, inner: RoutePolicy, tape: list[Choice]) -> None:
+        super().__init__(inner.options)
+        self.name, self.needs_prefix = inner.name, inner.needs_prefix
+        self._inner, self._tape = inner, tape
+
+    @override
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        ranking = self._inner.rank(request, targets)
+        requests = tuple(target.requests for target in targets)
+        prefill = tuple(round(target.prefill_tokens, 3) for target in targets)
+        first, matched = ranking.order[0], tuple(request.matched)
+        self._tape.append(Choice(request.tokens, request.key, matched, requests, prefill, first, ranking.reason))
+        return ranking
+
+    @override
+    def sent(self, request: Features, target: TargetState) -> None:
+        self._inner.sent(request, target)
+
+
 POLICIES: dict[str, Callable[[PolicyOptions], RoutePolicy]] = {
     kind.name: kind
     for kind in (
@@ -381,6 +452,8 @@ POLICIES: dict[str, Callable[[PolicyOptions], RoutePolicy]] = {
         Random,
         PowerOfTwo,
         LeastLoad,
+        ShortestQueue,
+        TotalTokens,
         PrefixHash,
         ConsistentHash,
     )

@@ -13,14 +13,11 @@ import numpy as np
 from tokenyard.base import NS_PER_S, ConfigError, Finish, Request
 from tokenyard.base.blocks import BLOCK_TOKENS
 from tokenyard.cache.kv_events import root_hash
-from tokenyard.router.choice import Features, PolicyOptions, make_policy, mix
+from tokenyard.router.choice import Features, PolicyOptions, make_policy, mix, prompt_key
 from tokenyard.router.index import KvBlocks, PrefixIndex, token_prompt
 from tokenyard.router.load import Sent, Speed, TargetState
 
 INDEX_BYTES = 1 << 30
-KEY_BLOCKS = 4
-"""A prompt is known by its first 256 tokens, as in the proxy."""
-
 LOSS_STREAM = 1
 
 
@@ -88,9 +85,7 @@ class SimRouter:
         tokens, prompt = len(request.prompt_ids), token_prompt(request.prompt_ids)
         targets = [self.targets[number] for number in alive]
         matched = [BLOCK_TOKENS * self.index.match(target.name, prompt.digests) for target in targets]
-        first = prompt.digests[min(KEY_BLOCKS, len(prompt.digests)) - 1] if prompt.digests else b""
-        key = mix(int.from_bytes(bytes(first[:8]), "little")) if isinstance(first, bytes) else 0
-        features = Features(tokens, matched, key, request.tenant)
+        features = Features(tokens, matched, prompt_key(prompt.digests), request.tenant)
         place = self._policy.rank(features, targets).order[0]
         target = targets[place]
         self._policy.sent(features, target)
