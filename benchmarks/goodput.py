@@ -28,8 +28,9 @@ from tokenyard.cost import get_profile
 from tokenyard.sim.engine import Setup, simulate
 from tokenyard.sim.metrics import summary
 from tokenyard.sim.presets import common_settings, preset, preset_names
+from tokenyard.sim.reading import ReadOptions
 from tokenyard.sim.search import largest_scale
-from tokenyard.sim.traces import ReadOptions, read_trace
+from tokenyard.sim.traces import read_trace
 from tokenyard.sim.workload import Workload
 
 TRACES = Path(__file__).resolve().parents[2] / "shared/traces"

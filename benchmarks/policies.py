@@ -30,8 +30,9 @@ from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.fairness import gap_bound, service_gap
 from tokenyard.sim.metrics import summary, wait_s
 from tokenyard.sim.presets import common_settings
+from tokenyard.sim.reading import ReadOptions
 from tokenyard.sim.synthetic import bursts, classes, lengths, plain, poisson, tenants
-from tokenyard.sim.traces import ReadOptions, read_trace
+from tokenyard.sim.traces import read_trace
 from tokenyard.sim.workload import Workload, uniform_columns
 
 PROFILE = get_profile("h100", "llama-3-8b")

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,16 +76,10 @@ def test_a_narrow_terminal_gets_several_tables_and_every_figure(monkeypatch, cap
     ("flags", "words"),
     [
         (["--schedule-policy", "lpm", "--disable-radix-cache"], "using fcfs"),
-        (["--schedule-policy", "breaking:Breaking", "--replicas", "2"], "RuntimeError('no')"),
         (["--schedule-policy", "fcfs"], ""),
     ],
 )
-def test_a_policy_that_was_replaced_is_told(tmp_path, monkeypatch, capsys, flags, words):
-    (tmp_path / "breaking.py").write_text(
-        "from tokenyard.policy import Policy\n\n\nclass Breaking(Policy):\n    name = 'breaking'\n\n"
-        "    def order(self, views):\n        raise RuntimeError('no')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_policy_that_was_replaced_is_told(tmp_path, capsys, flags, words):
     out, report = tmp_path / "o.json", tmp_path / "r.html"
     assert run_simulate(simulate_args(*SMALL, *flags, "--json", str(out), "--report", str(report))) == 0
     assert words in json.loads(out.read_text())["policy_note"]
@@ -281,3 +276,48 @@ def test_goodput_takes_no_preset_flag_and_no_tolerance_of_nothing():
     for extra, complaint in ((["--preset", "sarathi"], "as names"), (["--tolerance", "0"], "--tolerance")):
         with pytest.raises(ConfigError, match=complaint):
             run_goodput(parse(add_goodput_arguments, "fcfs", *SMALL, *extra))
+
+
+def test_a_policy_of_ones_own_that_raises_fails_the_run_with_its_place(tmp_path, monkeypatch, capsys):
+    (tmp_path / "raising_policies.py").write_text(
+        "from tokenyard.policy import Policy\n\n\nclass Raising(Policy):\n    def order(self, views):\n"
+        "        yield from views.waiting.tolist()\n        raise ValueError('not today')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    argv = ["--synthetic", "plain", "--limit", "50", "--quiet"]
+    policy = "raising_policies:Raising"
+    for names in (["simulate", "--replicas", "2", "--schedule-policy", policy], ["compare", policy]):
+        assert main([*names, *argv]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1
+        assert "raising_policies:Raising failed: it raised ValueError('not today')" in told
+        assert "raising_policies.py, line 7 (order)" in told
+
+
+def test_a_poor_fit_makes_the_prediction_a_warning(tmp_path, capsys):
+    report = tmp_path / "r.html"
+    for error, warned in ((0.31, True), (0.05, False), (None, False)):
+        save_profile(replace(get_profile("cpu", "demo"), error=error), tmp_path / "p.json")
+        argv = ["simulate", *SMALL, "--profile", str(tmp_path / "p.json"), "--report", str(report)]
+        assert main(argv) == 0
+        told = "the cost model cpu/demo is off by 31 %"
+        assert (f"WARNING: {told}" in capsys.readouterr().out) is warned
+        assert (told in report.read_text()) is warned
+
+
+def test_what_was_left_out_stands_below_the_table_and_on_the_page(tmp_path, capsys):
+    lines = [{"arrival_s": place, "prompt_tokens": 50, "output_tokens": 9} for place in range(40)]
+    lines += [{"arrival_s": 40, "prompt_tokens": 0, "output_tokens": 9}]
+    lines += [{"arrival_s": 41, "prompt_tokens": 50, "output_tokens": 0, "complete": False}]
+    trace, out, report = tmp_path / "t.jsonl", tmp_path / "o.json", tmp_path / "r.html"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["simulate", "--trace", str(trace), "--quiet"]) == 2
+    assert "line 41: a prompt of 0 tokens" in capsys.readouterr().err
+    argv = ["simulate", "--trace", str(trace), "--bad-lines", "skip", "--json", str(out), "--report", str(report)]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    for words in ("t.jsonl is read as tokenyard", "1 lines are left out", "1 of 41 answers were refused or broken off"):
+        assert words in shown
+        assert words in report.read_text()
+    assert "length unknown, drawn" in shown
+    assert json.loads(out.read_text())["unknown_lengths"] == 1

@@ -1,6 +1,7 @@
 """From a tape to a workload: arrivals, lengths, conversations, costs, and a simulation that comes close."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from tokenyard.executor.mock import MockExecutor
 from tokenyard.sim.content import ANSWER_STREAM, stream_tokens
 from tokenyard.sim.conversations import Conversations
 from tokenyard.sim.engine import Setup, simulate
+from tokenyard.sim.reading import ReadOptions
 from tokenyard.sim.synthetic import synthetic
 from tokenyard.sim.taped import History, write_trace
-from tokenyard.sim.traces import ReadOptions, read_trace
+from tokenyard.sim.traces import read_trace
 from tokenyard.tape.codec import Origin, Tape
 from tokenyard.tape.recorder import Recorder
 from tokenyard.tape.replay import Replay
@@ -110,8 +112,8 @@ def test_the_workload_is_what_was_asked(chatted):
 def test_a_simulation_with_fitted_costs_comes_close_to_what_happened(chatted):
     yard, history, run = chatted
     workload = history.workload("t")
-    profile, error = history.profile()
-    assert error < 0.02
+    profile = history.profile()
+    assert profile.error < 0.02
     setup = Setup(profile, run.scheduler.state.settings, host_s=history.host_s)
     lived = history.outcome(workload, setup, run.scheduler.snapshot(0).counters)
     played = simulate(workload, setup)
@@ -131,7 +133,7 @@ def test_the_trace_file_simulates_like_the_tape(chatted, tmp_path):
     again = read_trace(tmp_path / "t.jsonl", "tokenyard", ReadOptions())
     assert (again.priority == workload.priority).all()
     assert "priority" not in (tmp_path / "t.jsonl").read_text()
-    setup = Setup(history.profile()[0], run.scheduler.state.settings)
+    setup = Setup(history.profile(), run.scheduler.state.settings)
     assert simulate(again, setup).decision_hash == simulate(workload, setup).decision_hash
     for one in (again, workload):
         targets = np.stack((one.slo_ttft_s, one.slo_tpot_s, one.deadline_s), axis=1)
@@ -158,14 +160,18 @@ def test_what_a_simulation_leaves_out_is_said():
     yard.launch()
     history, run = yard.history()
     notes = " ".join(history.notes())
-    for words in ("1 answers were given up", "1 answers had not ended", "before their first", "1 answers had a cache"):
+    for words in ("1 answers were given up", "1 answers had a cache"):
         assert words in notes
     assert "1 changes of urgency" in notes
     workload = history.workload("t")
-    assert workload.output_tokens.tolist() == [len(yard.tokens[first]), 1, 1, 1]
+    seen = len(yard.tokens[first])
+    assert workload.seen_tokens.tolist() == [seen, -1, 0, 0]
+    assert workload.output_tokens.tolist() == [seen, 1, 1, 1]  # drawn from the one that ended, after a token
+    assert workload.unknown_lengths == 3
+    assert "3 of 4 answers were refused or broken off" in workload.notes[0]
     assert workload.max_new_tokens.tolist()[:2] == [20, 20]
     assert workload.request(0).sampling.max_new_tokens == 20
-    setup = Setup(history.profile()[0], SchedulerSettings())
+    setup = Setup(history.profile(), SchedulerSettings())
     lived = history.outcome(workload, setup, run.scheduler.snapshot(0).counters)
     assert lived.status.tolist() == [1, 1, 0, 2]
     assert yard.finished[refused].cause == "queue_full"
@@ -229,6 +235,28 @@ def test_a_tape_of_a_few_steps_is_learnt_from_too():
     yard = TimedYard(SchedulerSettings(context_length=256), make_info(4096, 1, 32, 256))
     yard.submit([5] * 20, max_new=10)
     yard.run()
-    profile, _ = yard.history()[0].profile()
+    profile = yard.history()[0].profile()
     work = StepWork(tokens=1, rows=1, decode_rows=1, decode_context=25)
     assert profile.cost().step(work) == pytest.approx(TRUTH.step(work), rel=0.05)
+
+
+def test_unknown_lengths_stay_unknown_in_a_trace_file(tmp_path):
+    yard = TimedYard(SchedulerSettings(context_length=64, max_queued_requests=1), make_info(64, 1, 1, 64))
+    whole = yard.submit([5, 6], max_new=7)
+    for _ in range(2):
+        yard.launch()
+        yard.commit()
+    refused = [yard.submit([5, 8 + place], max_new=9) for place in range(3)][1:]
+    while yard.launch() or yard.tickets:
+        yard.commit()
+    assert {yard.finished[number].cause for number in refused} == {"queue_full"}
+    assert len(yard.tokens[whole]) == 7
+    write_trace(yard.history()[0].workload("t"), tmp_path / "t.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert [line.get("complete", True) for line in lines] == [True, True, False, False]
+    assert [line["output_tokens"] for line in lines] == [7, 9, 0, 0]
+    drawn = read_trace(tmp_path / "t.jsonl", "tokenyard", ReadOptions())
+    assert set(drawn.output_tokens[2:].tolist()) <= {7, 9}
+    left = read_trace(tmp_path / "t.jsonl", "tokenyard", ReadOptions(skip_unknown=True))
+    assert left.output_tokens.tolist() == [7, 9]
+    assert left.notes == ["2 of 4 requests were refused or broken off and are left out"]

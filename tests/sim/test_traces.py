@@ -9,7 +9,9 @@ import pytest
 
 from tokenyard.base import ConfigError, Slo
 from tokenyard.sim.content import TokenContent, UniqueContent
-from tokenyard.sim.traces import TRACE_FORMATS, ReadOptions, read_trace
+from tokenyard.sim.reading import ReadOptions
+from tokenyard.sim.recognise import recognised
+from tokenyard.sim.traces import TRACE_FORMATS, read_trace
 from tokenyard.sim.workload import NO_PRIORITY
 
 TRACES = Path(__file__).resolve().parents[2] / "../shared/traces"
@@ -441,3 +443,82 @@ def test_vidur_with_times(tmp_path):
     workload = read_trace(path, "vidur")
     assert workload.arrival_s.tolist() == [0.0, 2.5]
     assert workload.prompt_tokens.tolist() == [10, 20]
+
+
+LOG = {"logger": "tokenyard.requests", "prompt_tokens": 9, "reason": "stop", "cause": ""}
+
+
+def test_refused_requests_of_a_log_are_no_answers_of_one_token(tmp_path):
+    served = [LOG | {"arrival_s": place, "output_tokens": 100 + place} for place in range(30)]
+    refused = [
+        LOG | {"arrival_s": 40 + place, "output_tokens": 0, "reason": "abort", "cause": "queue_full", "complete": False}
+        for place in range(60)
+    ]
+    gone = [LOG | {"arrival_s": 200, "output_tokens": 119, "reason": "abort", "cause": "client_gone"}]
+    wrong = [LOG | {"arrival_s": 201, "output_tokens": 0, "reason": "abort", "cause": "too_long"}]
+    path = write_lines(tmp_path / "server.log", *served, *refused, *gone, *wrong)
+    workload = read_trace(path, "tokenyard-log")
+    assert (len(workload), workload.unknown_lengths) == (91, 61)
+    assert set(workload.output_tokens[30:].tolist()) <= set(range(100, 130))
+    assert workload.output_tokens[90] > 119
+    assert workload.notes[0].startswith("1 requests that could never be served")
+    assert workload.notes[1].startswith("61 of 91 answers were refused or broken off")
+    skipped = read_trace(path, "tokenyard-log", ReadOptions(skip_unknown=True))
+    assert (len(skipped), skipped.unknown_lengths) == (30, 0)
+    assert "61 of 91 requests were refused or broken off and are left out" in skipped.notes
+
+
+def test_a_log_of_refusals_alone_says_that_no_length_is_known(tmp_path):
+    path = write_lines(tmp_path / "server.log", LOG | {"arrival_s": 1, "output_tokens": 0, "reason": "abort"})
+    with pytest.raises(ConfigError, match="no length is known"):
+        read_trace(path, "tokenyard-log")
+
+
+def test_bad_lines_end_the_run_or_are_counted(tmp_path):
+    bad = [GOOD | {"prompt_tokens": 0}, GOOD | {"output_tokens": "x"}, GOOD | {"deadline_s": -1.0, "priority": 3}]
+    path = write_lines(tmp_path / "t.jsonl", GOOD, *bad, GOOD)
+    path.write_text(path.read_text() + "cut off")
+    with pytest.raises(ConfigError, match=r"line 2: a prompt of 0 tokens"):
+        read_trace(path, "tokenyard")
+    workload = read_trace(path, "tokenyard", ReadOptions(skip_bad=True))
+    assert len(workload) == len(workload.deadline_s) == len(workload.priority) == 2
+    assert len(workload.notes) == 1
+    assert workload.notes[0].startswith("4 lines are left out; the first: t.jsonl, line 2: a prompt of 0")
+    only_bad = write_lines(tmp_path / "b.jsonl", *bad)
+    with pytest.raises(ConfigError, match="holds no request; 3 lines are left out"):
+        read_trace(only_bad, "tokenyard", ReadOptions(skip_bad=True))
+
+
+def test_a_client_without_its_data_set_can_be_left_out(tmp_path):
+    for name in ("chunk-0", "chunk-1"):
+        (tmp_path / f"{name}-trace.csv").write_text("0,0.05,1.0,Gamma,1.0,20.0\n")
+    dataset = {"0": {"input_tokens": "{100: 1.0}", "output_tokens": "{20: 1.0}"}}
+    (tmp_path / "chunk-0-dataset.json").write_text(json.dumps(dataset))
+    with pytest.raises(ConfigError, match=r"no dataset\.json beside it"):
+        read_trace(tmp_path, "servegen")
+    workload = read_trace(tmp_path, "servegen", ReadOptions(skip_bad=True))
+    assert len(workload) > 5
+    assert workload.notes[0].startswith("1 of 2 clients are left out; the first: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "azure"),
+        ("b.csv", "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n", "burstgpt"),
+        ("v.csv", "num_prefill_tokens,num_decode_tokens,pd_ratio\n", "vidur"),
+        ("m.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [0]}\n', "mooncake"),
+        ("s.log", 'a box\n{"logger": "x", "message": "y"}\n', "tokenyard-log"),
+        ("o.jsonl", '{"timestamp": 1, "messages": []}\n', "openai-jsonl"),
+        ("t.jsonl", json.dumps(GOOD), "tokenyard"),
+    ],
+)
+def test_formats_are_recognised_by_their_first_lines(tmp_path, name, text, found):
+    (tmp_path / name).write_text(text)
+    assert recognised(tmp_path / name) == found
+
+
+def test_a_file_that_is_not_recognised_asks_for_its_format(tmp_path):
+    (tmp_path / "x.csv").write_text("when,in,out\n1,2,3\n")
+    with pytest.raises(ConfigError, match="say which it is by --trace-format"):
+        recognised(tmp_path / "x.csv")

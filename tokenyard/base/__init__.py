@@ -9,6 +9,7 @@ from tokenyard.base.errors import (
     TokenyardError,
 )
 from tokenyard.base.events import (
+    INCOMPLETE,
     Arrived,
     Cancel,
     Event,
@@ -50,6 +51,7 @@ from tokenyard.base.timings import AbortCause, Explanation, RequestTimings, Retr
 
 __all__ = [
     "DRAFT",
+    "INCOMPLETE",
     "LAST_SAMPLED",
     "NO_TOKENS",
     "NS_PER_MS",

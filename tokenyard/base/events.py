@@ -11,6 +11,9 @@ from tokenyard.base.request import NO_TOKENS, Int32Array, Int64Array, LogprobOpt
 from tokenyard.base.timings import AbortCause, RequestTimings, SloTargets
 
 FinishReason = Literal["stop", "length", "abort", "handover"]
+INCOMPLETE: tuple[FinishReason, ...] = ("abort", "handover")
+"""Reasons of an end after which the whole answer's length is unknown."""
+
 PauseMode = Literal["abort", "in_place", "retract"]
 
 
@@ -192,6 +195,11 @@ class Finish:
     cause: AbortCause = ""
     timings: RequestTimings = field(default_factory=RequestTimings)
     slo_targets: SloTargets = field(default_factory=SloTargets)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer ended by itself, so that its length is known."""
+        return self.reason not in INCOMPLETE
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import argparse
 import re
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +17,12 @@ from tokenyard.cli.simulation import check_output, progress_bar
 from tokenyard.config import Settings
 from tokenyard.cost import LinearTerms, Profile, fit_terms, relative_errors, save_profile
 from tokenyard.cost.fit import FEWEST_SAMPLES
-from tokenyard.cost.profiles import LINKS_CPU, LINKS_GPU
+from tokenyard.cost.profiles import LINKS_CPU, LINKS_GPU, POOR_ERROR
 from tokenyard.engine.processes.child import set_up_logging
 from tokenyard.engine.processes.scheduler_loop import load_executor
 from tokenyard.wiring import engine_config, located
 
 HELD_OUT_EVERY = 4
-POOR_ERROR = 0.2
 
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +52,8 @@ def calibrate(namespace: argparse.Namespace) -> int:
     finally:
         executor.close()
     terms, errors = fit_and_judge(measured)
-    profile = make_profile(executor.info, settings, terms, namespace.device_name, _source(measured, errors))
+    made = make_profile(executor.info, settings, terms, namespace.device_name, _source(measured, errors))
+    profile = replace(made, error=round(float(errors.mean()), 6))
     save_profile(profile, namespace.output)
     _print(profile, measured, wanted, errors)
     print(f"wrote {namespace.output}, for `simulate --profile {namespace.output}` or `serve --cost-profile`")

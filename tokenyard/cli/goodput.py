@@ -17,6 +17,8 @@ from tokenyard.cli.simulation import (
     check_named,
     load_workload,
     named_setup,
+    print_notes,
+    print_warning,
     progress_bar,
     write_numbers,
 )
@@ -111,7 +113,15 @@ def run_goodput(args: argparse.Namespace) -> int:
     _write(args, found, curves, rate)
     if not args.quiet:
         Console().print(_table(found, rate))
+        if warning := next(iter(points_of(curves)))["warning"]:
+            print_warning(Console(), warning)
+        print_notes(workload.notes)
     return 0
+
+
+def points_of(curves: dict[str, Curve]) -> list[dict[str, Any]]:
+    """The numbers of all runs."""
+    return [numbers for curve in curves.values() for numbers in curve.points.values()]
 
 
 def _targets(text: str) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenyard.base import ConfigError
 from tokenyard.cli.flags import Flag, all_flags
-from tokenyard.cli.simulation import check_output, print_outcomes, scheduler_flags, write_numbers
+from tokenyard.cli.simulation import check_output, print_notes, print_outcomes, scheduler_flags, write_numbers
 from tokenyard.cost import find_profile
 from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.files import read_bytes
@@ -50,12 +50,18 @@ def replay(namespace: argparse.Namespace) -> int:
         workload = history.workload(path.name)
         if namespace.to_trace:
             write_trace(workload, Path(namespace.to_trace))
-            print(f"wrote {len(workload)} requests to {namespace.to_trace}")
+            print(f"wrote {len(workload)} requests to {namespace.to_trace}{_unknown(workload)}")
         if what_if is not None:
+            workload.check_lengths()
             was = as_setup(tape.header.origin, history)
             lived = history.outcome(workload, was, run.scheduler.snapshot(0).counters)
             compare(history, lived, was, what_if, namespace.json)
     return 0
+
+
+def _unknown(workload: Workload) -> str:
+    unknown = workload.unknown_lengths
+    return f"; {unknown} were refused or broken off: their length stays unknown (complete: false)" if unknown else ""
 
 
 def read_what_if(namespace: argparse.Namespace) -> WhatIf | None:
@@ -93,8 +99,9 @@ def print_report(tape: Tape, report: ReplayReport) -> None:
 
 def as_setup(origin: Origin, history: History) -> Setup:
     """What is simulated to be like the tape: its settings, and a device fitted to its steps."""
-    profile, error = history.profile()
-    print(f"the cost model is fitted to the tape; its error is {100 * error:.1f} % of a step on average")
+    profile = history.profile()
+    if profile.error is not None:
+        print(f"the cost model is fitted to the tape; its error is {100 * profile.error:.1f} % of a step on average")
     return Setup(profile, origin.settings, host_s=history.host_s, learn=origin.learns)
 
 
@@ -119,7 +126,6 @@ def compare(history: History, lived: Outcome, was: Setup, what_if: WhatIf, json_
         "simulated": summary(simulate(workload, was)),
         "what if": summary(simulate(workload, changed(was, what_if))),
     }
-    for note in history.notes():
-        print(f"note: {note}")
+    print_notes(history.notes())
     print_outcomes(results)
     write_numbers(None if json_path is None else Path(json_path), results)

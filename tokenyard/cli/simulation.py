@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
 from tokenyard.base.ranges import Allowed
@@ -23,8 +24,10 @@ from tokenyard.cost import Profile, get_profile, load_profile
 from tokenyard.router.choice import POLICIES
 from tokenyard.sim.engine import Setup
 from tokenyard.sim.presets import preset, preset_names
+from tokenyard.sim.reading import ReadOptions, Tokenize
+from tokenyard.sim.recognise import recognised
 from tokenyard.sim.synthetic import SYNTHETIC, synthetic
-from tokenyard.sim.traces import TRACE_FORMATS, ReadOptions, Tokenize, read_trace
+from tokenyard.sim.traces import TRACE_FORMATS, read_trace
 from tokenyard.sim.workload import Workload
 
 ORACLE = ", oracle"
@@ -58,7 +61,20 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--trace", type=Path, metavar="FILE", help="recorded traffic")
     group.add_argument(
-        "--trace-format", choices=list(TRACE_FORMATS), default="tokenyard", help="format of the trace [tokenyard]"
+        "--trace-format", choices=list(TRACE_FORMATS), help="format of the trace; by its first lines if absent"
+    )
+    group.add_argument(
+        "--bad-lines",
+        choices=("fail", "skip"),
+        default="fail",
+        help="what to do with a line of the trace that cannot be read: end, or leave it out and count it [fail]",
+    )
+    group.add_argument(
+        "--unknown-lengths",
+        choices=("draw", "skip"),
+        default="draw",
+        help="requests that were refused or broken off: draw the length of the answer from the others, or leave them "
+        "out [draw]",
     )
     group.add_argument("--synthetic", choices=list(SYNTHETIC), help="made-up traffic instead of a trace")
     group.add_argument(
@@ -174,8 +190,17 @@ def load_workload(args: argparse.Namespace) -> Workload:
         made = synthetic(args.synthetic, 1000 if args.limit is None else args.limit, args.request_rate, args.seed)
         return made.scaled(args.rate_scale)
     tokenize = load_tokenizer(args.tokenizer) if args.tokenizer is not None else None
-    options = ReadOptions(seed=args.seed, tokenize=tokenize, limit=args.limit)
-    return read_trace(args.trace, args.trace_format, options).scaled(args.rate_scale)
+    options = ReadOptions(
+        seed=args.seed,
+        tokenize=tokenize,
+        limit=args.limit,
+        skip_bad=args.bad_lines == "skip",
+        skip_unknown=args.unknown_lengths == "skip",
+    )
+    found = args.trace_format or recognised(args.trace)
+    workload = read_trace(args.trace, found, options).scaled(args.rate_scale)
+    guess = () if args.trace_format else (f"{args.trace.name} is read as {found}, by its first lines",)
+    return replace(workload, remarks=guess + workload.remarks)
 
 
 def load_tokenizer(path: Path) -> Tokenize:
@@ -267,6 +292,7 @@ def progress_bar(quiet: bool) -> Progress:
 
 _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("requests", lambda s: f"{s['requests']}"),
+    ("  length unknown, drawn", lambda s: f"{s['unknown_lengths']}" if s["unknown_lengths"] else "-"),
     ("rejected", lambda s: f"{s['rejected']}"),
     ("unfinished", lambda s: f"{s['unfinished']}"),
     ("answers cut short", lambda s: f"{s['cut_short']}" if s["cut_short"] else "-"),
@@ -299,9 +325,23 @@ def print_outcomes(results: Mapping[str, Mapping[str, Any]]) -> None:
             break
     for table in tables:
         console.print(table)
+    for warning in dict.fromkeys(numbers["warning"] for numbers in results.values() if numbers["warning"]):
+        print_warning(console, warning)
+    print_notes(note for numbers in results.values() for note in numbers["trace_notes"])
     for name, numbers in results.items():
         if numbers["policy_note"]:
             print(f"note: {name}: {numbers['policy_note']}")
+
+
+def print_warning(console: Console, warning: str) -> None:
+    """Print a warning on a line of its own that is not overlooked."""
+    console.print(Text(f"WARNING: {warning}", style="bold red"), soft_wrap=True)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print each different note once."""
+    for note in dict.fromkeys(notes):
+        print(f"note: {note}")
 
 
 def outcome_table(results: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -20,6 +20,8 @@ from tokenyard.base import ConfigError
 from tokenyard.cost.linear import LinearCost, LinearTerms, Link
 
 PROFILE_VERSION = 1
+POOR_ERROR = 0.2
+"""Mean relative error of a step's time above which predictions are a hint at most."""
 
 H200_MEMORY_RATIO = 0.70
 """Memory time of H200 over that of H100."""
@@ -46,7 +48,8 @@ LINKS_CPU = {
 class Profile:
     """What simulator and server need to know of a model on a device: the cost terms and the size of the KV pool.
 
-    `source` says where the numbers come from. `tp` is the number of devices that share each layer.
+    `source` says where the numbers come from. `tp` is the number of devices that share each layer. `error` is the mean
+    relative error of a step's predicted time, None where nobody has measured it.
     """
 
     device: str
@@ -59,9 +62,12 @@ class Profile:
     tp: int = 1
     page_size: int = 16
     links: dict[str, Link] = field(default_factory=lambda: dict(LINKS_GPU))
+    error: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for sizes that are not above zero."""
+        """Raise ConfigError for sizes that are not above zero, and for an error that is no share."""
+        if self.error is not None and not (isinstance(self.error, int | float) and self.error >= 0.0):
+            raise ConfigError(f"the cost profile's error is {self.error!r}; it must be at least 0, or null for unknown")
         for name in ("kv_pool_tokens", "kv_bytes_per_token", "context_length", "tp", "page_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -71,6 +77,16 @@ class Profile:
     def name(self) -> str:
         """`device/model`, with `-tpN` if several devices share each layer."""
         return f"{self.device}/{self.model}" + (f"-tp{self.tp}" if self.tp > 1 else "")
+
+    @property
+    def warning(self) -> str:
+        """Why times predicted with it are not to be relied on; "" if its error is small or unknown."""
+        if self.error is None or self.error <= POOR_ERROR:
+            return ""
+        return (
+            f"the cost model {self.name} is off by {100 * self.error:.0f} % of a step on average, more than "
+            f"{100 * POOR_ERROR:.0f} %: take these times as a hint at most"
+        )
 
     def cost(self) -> LinearCost:
         """A fixed cost model with these numbers."""

@@ -53,6 +53,10 @@ class Policy:
         """The name to show, with the wrappers around it and, after a failure, its reason."""
         return self.name
 
+    def given_up(self) -> str:
+        """Why code of the user's own is not asked any more, with file and line where they are known; "" if it is."""
+        return ""
+
     def begin_step(self, views: Views) -> None:
         """Take in the state before a step is planned."""
         self.views = views

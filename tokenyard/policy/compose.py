@@ -37,6 +37,10 @@ class Wrapper(Policy):
         return f"{self._prefix}+{self.inner.describe()}"
 
     @override
+    def given_up(self) -> str:
+        return self.inner.given_up()
+
+    @override
     def begin_step(self, views: Views) -> None:
         self.views = views
         self.inner.begin_step(views)

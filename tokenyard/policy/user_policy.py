@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from operator import index
+from traceback import walk_tb
 from typing import Any, TypeVar, cast
 
 from typing_extensions import override
@@ -126,6 +127,10 @@ class Guarded(Wrapper):
     @override
     def describe(self) -> str:
         return f"fcfs ({self.name} failed: {self.failure})" if self.failure else self.name
+
+    @override
+    def given_up(self) -> str:
+        return f"{self.name} failed: {self.failure}" if self.failure else ""
 
     @override
     def begin_step(self, views: Views) -> None:
@@ -264,12 +269,26 @@ class Guarded(Wrapper):
         try:
             return question()
         except BaseException as error:
-            self.fail(f"it raised {error!r}")
+            self.fail(f"it raised {error!r}{_place(error)}")
             return fallback
 
     def fail(self, why: str) -> None:
         """Note the reason; `inner` is not asked again."""
         self.failure = why
+
+
+def _place(error: BaseException) -> str:
+    """Where an exception was raised, as ` in FILE, line N (function)`; "" if it did not come out of further code."""
+    inside = error.__traceback__ and error.__traceback__.tb_next  # the first frame is that of the guard
+    places = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in walk_tb(inside)
+        if not frame.f_globals.get("__name__", "").startswith("tokenyard.")
+    ]
+    if not places:
+        return ""
+    file, line, function = places[-1]
+    return f" in {file}, line {line} ({function})"
 
 
 def _next_row(source: Iterator[Any]) -> int | None:

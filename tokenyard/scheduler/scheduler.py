@@ -458,6 +458,7 @@ class Scheduler:
             policy_options=dict(self.state.policy.chosen),
             overtaking=self.state.policy.overtaking,
             policy_note=self.state.policy_note,
+            policy_failure=self.state.policy.given_up(),
             paused=self._paused,
             counters=replace(self.state.observer.counters),
         )

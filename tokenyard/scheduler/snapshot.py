@@ -32,7 +32,8 @@ class Snapshot:
 
     step_time_error: running mean of |predicted - measured| / measured, None if no cost model learns. measures: figures
     of the policy and of the limits of tenants, by metric name (`Policy.measures`). overtaking: the policy's stated
-    bound. policy_note: why another policy than the configured one is in use; "" if it is not.
+    bound. policy_note: why another policy than the configured one is in use; "" if it is not. policy_failure: why a
+    policy of the user's own was given up; "" if it was not.
     """
 
     now: int
@@ -55,3 +56,4 @@ class Snapshot:
     policy_note: str
     paused: bool
     counters: Counters
+    policy_failure: str = ""

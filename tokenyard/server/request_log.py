@@ -1,6 +1,8 @@
 """One log line for every finished answer: ids and lengths, and the text itself only if that is asked for.
 
-As JSON these lines are a trace for the simulator (`--trace-format tokenyard-log`).
+As JSON these lines are a trace for the simulator (`--trace-format tokenyard-log`). `complete` is false where the answer
+was refused or broken off, so that its `output_tokens` is not its length; `max_new_tokens` is null if the client left it
+open.
 """
 
 import logging
@@ -40,9 +42,11 @@ class RequestLog:
             "index": index,
             "reason": finish.reason,
             "cause": finish.cause,
+            "complete": finish.complete,
             "prompt_tokens": finish.prompt_tokens,
             "output_tokens": finish.completion_tokens,
             "cached_tokens": finish.cached_tokens,
+            "max_new_tokens": None if self._spec.clamp_max_new_tokens else self._spec.sampling.max_new_tokens,
             "queue_ms": round(finish.timings.queue_ns / NS_PER_MS, 1),
             "e2e_ms": round((finish.finished_ns - finish.arrival_ns) / NS_PER_MS, 1),
             "arrival_s": wall_s(finish.arrival_ns),

@@ -197,14 +197,17 @@ def simulate(
     """Serve `workload` with `setup` and return the outcome.
 
     `observer` sees every step of the first replica and `tape` records its scheduler; `progress` is called with
-    (submitted, all) at intervals. Raises ConfigError for settings that cannot work.
+    (submitted, all) at intervals. Raises ConfigError for settings that cannot work, and, with its file and line, for a
+    policy of the user's own that fails: the numbers would be those of fcfs.
     """
     begin = time.perf_counter()
     run = _Run(workload, setup, observer, tape)
     for index in range(len(workload)):
         run.submit(index)
-        if progress is not None and index % PROGRESS_REQUESTS == 0:
-            progress(index, len(workload))
+        if index % PROGRESS_REQUESTS == 0:
+            run.check_policy()
+            if progress is not None:
+                progress(index, len(workload))
     outcome = run.finish()
     outcome.wall_seconds = time.perf_counter() - begin
     if progress is not None:
@@ -329,6 +332,13 @@ class _Run:
             seconds = self._unloaded_s[prompt_tokens] = unloaded_prefill_s(self._truth, prompt_tokens)
         return seconds
 
+    def check_policy(self) -> None:
+        """Raise ConfigError if a policy of the user's own has failed."""
+        if ":" in self._setup.settings.schedule_policy:
+            for replica in self._replicas:
+                if failure := replica.scheduler.snapshot(replica.now).policy_failure:
+                    raise ConfigError(f"the policy {failure}")
+
     def _policy_note(self, replica: Replica) -> str:
         """Why this replica did not use the configured policy; "" if it did."""
         state = replica.scheduler.snapshot(replica.now)
@@ -359,6 +369,7 @@ class _Run:
         while self._faults:
             self._next_fault()
         self._advance(NEVER_NS, to_arrival=False)
+        self.check_policy()
         everyone = [*self._replicas, *self._ended_replicas]
         outcome.sim_seconds = max(replica.now for replica in self._replicas) / NS_PER_S
         outcome.busy_seconds = sum(replica.busy_ns for replica in everyone) / NS_PER_S

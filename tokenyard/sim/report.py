@@ -237,8 +237,11 @@ def _table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _notes(outcomes: Mapping[str, Outcome]) -> str:
-    """Which settings ran under another policy than they name."""
-    notes = [f"Note on {name}: {outcome.policy_note}" for name, outcome in outcomes.items() if outcome.policy_note]
+    """What the trace lacks, and which settings ran under another policy than they name."""
+    warnings = dict.fromkeys(outcome.setup.profile.warning for outcome in outcomes.values())
+    notes = [f"Warning: {warning}" for warning in warnings if warning]
+    notes += dict.fromkeys(note for outcome in outcomes.values() for note in outcome.workload.notes)
+    notes += [f"Note on {name}: {outcome.policy_note}" for name, outcome in outcomes.items() if outcome.policy_note]
     return "".join(f"<p>{escape(note)}</p>" for note in notes)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
@@ -74,12 +74,13 @@ def _renewals(distribution: str, shape: float, scale: float, rng: np.random.Gene
     return within
 
 
-def read_servegen(path: Path, seed: int = 0, limit: int | None = None) -> Workload:
+def read_servegen(path: Path, seed: int = 0, limit: int | None = None, skip_bad: bool = False) -> Workload:
     """Draw a day of requests, or its first `limit`, from the client models in a folder or tar archive.
 
-    The day begins with its first window that has traffic. Raises ConfigError for files that do not fit the form.
+    The day begins with its first window that has traffic. Raises ConfigError for files that do not fit the form; with
+    `skip_bad` the clients whose files do not are left out, and counted.
     """
-    clients = _read_clients(path)
+    clients, remarks = _read_clients(path, skip_bad)
     rng = np.random.default_rng(seed)
     parts: list[tuple[Float64Array, Int32Array, Int32Array]] = []
     drawn = 0
@@ -90,25 +91,32 @@ def read_servegen(path: Path, seed: int = 0, limit: int | None = None) -> Worklo
         if limit is not None and drawn >= limit:
             break
     if not drawn:
-        raise ConfigError(f"{path.name}: no client sends anything")
+        raise ConfigError("; ".join([f"{path.name}: no client sends anything", *remarks]))
     arrivals, prompts, outputs = (np.concatenate([part[i] for part in parts]) for i in range(3))
     order = np.argsort(arrivals, kind="stable")
     begin = arrivals[order[0]]
-    return uniform_columns(path.name, arrivals[order] - begin, prompts[order], outputs[order], UniqueContent())
+    drawn_day = uniform_columns(path.name, arrivals[order] - begin, prompts[order], outputs[order], UniqueContent())
+    return replace(drawn_day, remarks=tuple(remarks))
 
 
-def _read_clients(path: Path) -> list[Client]:
+def _read_clients(path: Path, skip_bad: bool) -> tuple[list[Client], list[str]]:
+    """The clients, and what was left out, in at most one sentence."""
     traces = dict(read_members(path, "-trace.csv"))
     datasets = dict(read_members(path, "-dataset.json"))
     if not traces:
         raise ConfigError(f"{path.name} holds no chunk-N-trace.csv; is this the right --trace-format?")
-    clients = []
+    clients, wrong = [], []
     for name, raw in traces.items():
-        dataset = datasets.get(name.replace("-trace.csv", "-dataset.json"))
-        if dataset is None:
-            raise ConfigError(f"{path.name}: {name} has no dataset.json beside it")
-        clients.append(Client(name, _windows(raw, name), _lengths(dataset, name)))
-    return clients
+        try:
+            dataset = datasets.get(name.replace("-trace.csv", "-dataset.json"))
+            if dataset is None:
+                raise ConfigError(f"{path.name}: {name} has no dataset.json beside it")
+            clients.append(Client(name, _windows(raw, name), _lengths(dataset, name)))
+        except ConfigError as error:
+            if not skip_bad:
+                raise
+            wrong.append(error.message)
+    return clients, [f"{len(wrong)} of {len(traces)} clients are left out; the first: {wrong[0]}"] if wrong else []
 
 
 def _windows(raw: bytes, name: str) -> dict[float, tuple[float, str, float, float]]:

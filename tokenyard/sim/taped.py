@@ -4,6 +4,7 @@ import json
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -27,7 +28,8 @@ from tokenyard.scheduler.snapshot import Counters
 from tokenyard.scheduler.state import first_belief
 from tokenyard.sim.conversations import Conversations
 from tokenyard.sim.engine import FINISHED, REJECTED, UNFINISHED, Outcome, Setup
-from tokenyard.sim.workload import NO_PRIORITY, Workload, WorkloadBuilder
+from tokenyard.sim.reading import NEVER_SERVED
+from tokenyard.sim.workload import LENGTH_KNOWN, NO_PRIORITY, Workload, WorkloadBuilder
 from tokenyard.tape.codec import Origin
 from tokenyard.tape.replay import Observer
 
@@ -51,6 +53,11 @@ class RecordedRequest:
     def output_tokens(self) -> int:
         """Tokens of the answer, as far as it came."""
         return len(self.tokens) if self.finish is None else self.finish.completion_tokens
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer ended by itself, so that its length is known."""
+        return self.finish is not None and self.finish.complete
 
 
 class History(Observer):
@@ -98,7 +105,8 @@ class History(Observer):
     def workload(self, name: str) -> Workload:
         """The answers in the order of their arrival, each as a request of its own.
 
-        Raises ConfigError if there is none.
+        The length of those that did not end by themselves is drawn from the others. Raises ConfigError if there is
+        none.
         """
         builder, conversations = WorkloadBuilder(name), Conversations()
         answers = self._in_order()
@@ -119,11 +127,12 @@ class History(Observer):
                 deadline_s=_seconds(request.deadline_ns),
                 slo_ttft_s=_seconds(slo.ttft_ns),
                 slo_tpot_s=_seconds(slo.tpot_ns),
+                complete=answer.complete,
             )
         return builder.build()
 
-    def profile(self) -> tuple[Profile, float]:
-        """The device's costs, fitted to the steps on the tape, and the mean relative error of the fit."""
+    def profile(self) -> Profile:
+        """The device's costs, fitted to the steps on the tape, with the mean relative error of the fit."""
         info = self._origin.info
         prior = self._origin.prior or first_belief(info)
         for _ in range(FIT_PASSES):
@@ -134,7 +143,7 @@ class History(Observer):
                 fit.learn(work, seconds)
             fit.refit()
             prior = LinearCost(fit.terms, prior.links)
-        profile = Profile(
+        return Profile(
             device=info.device,
             model=info.model,
             terms=prior.terms,
@@ -144,8 +153,8 @@ class History(Observer):
             source="fitted to a tape",
             page_size=info.page_size,
             links=prior.links,
+            error=fit.relative_error,
         )
-        return profile, fit.relative_error
 
     @property
     def host_s(self) -> float:
@@ -186,21 +195,27 @@ class History(Observer):
         """What a simulation of this workload leaves out, one sentence each."""
         answers = self._in_order()
         gone = sum(one.finish is not None and one.finish.cause in GIVEN_UP for one in answers)
-        empty = sum(one.finish is not None and not one.tokens for one in answers)
         apart = sum(bool(one.request.namespace) for one in answers)
         changes = sum(self._events[name] for name in ("Update", "Pause", "SetPolicy"))
         found = (
-            (gone, "answers were given up before their end: they count with the tokens they had by then"),
-            (sum(one.finish is None for one in answers), "answers had not ended: they count with the tokens so far"),
-            (empty, "answers ended before their first token: they count with one"),
+            (gone, "answers were given up by their clients: on the tape they count as served if they had begun"),
+            (self._never_served, "requests could never be served (invalid, too_long): these are left out"),
             (apart, "answers had a cache salt or an adapter: these are left out"),
             (changes, "changes of urgency or policy, or pauses, happened on the way: these are left out"),
         )
         return [f"{count} {what}" for count, what in found if count]
 
+    @property
+    def _never_served(self) -> int:
+        return sum(_is_never_served(answer) for answer in self._answers.values())
+
     def _in_order(self) -> list[RecordedRequest]:
-        answers = (answer for answer in self._answers.values() if len(answer.request.prompt_ids))
-        return sorted(answers, key=lambda answer: answer.arrival_ns)
+        usable = (one for one in self._answers.values() if len(one.request.prompt_ids) and not _is_never_served(one))
+        return sorted(usable, key=lambda answer: answer.arrival_ns)
+
+
+def _is_never_served(answer: RecordedRequest) -> bool:
+    return answer.finish is not None and answer.finish.cause in NEVER_SERVED
 
 
 def _seconds(nanoseconds: int | None) -> float | None:
@@ -221,7 +236,7 @@ def _column(values: list[int]) -> Int32Array:
 
 
 def write_trace(workload: Workload, path: Path) -> None:
-    """Write a workload as a trace of form `tokenyard`, one request a line."""
+    """Write a workload as a trace of form `tokenyard`, one request a line; unknown lengths stay unknown."""
     with path.open("w", encoding="utf-8") as file:
         for index in range(len(workload)):
             request = workload.request(index)
@@ -229,7 +244,7 @@ def write_trace(workload: Workload, path: Path) -> None:
             line = {
                 "arrival_s": float(workload.arrival_s[index]),
                 "token_ids": request.prompt_ids.tolist(),
-                "output_tokens": int(workload.output_tokens[index]),
+                **_length(workload, index),
                 "max_new_tokens": request.sampling.max_new_tokens,
                 "tenant": request.tenant,
                 "class": request.service_class or "",
@@ -239,3 +254,11 @@ def write_trace(workload: Workload, path: Path) -> None:
                 "slo_tpot_s": _seconds(slo.tpot_ns),
             }
             file.write(json.dumps({key: value for key, value in line.items() if value not in (None, "")}) + "\n")
+
+
+def _length(workload: Workload, index: int) -> dict[str, Any]:
+    """The fields for the length of an answer, or for what was seen of it."""
+    seen = int(workload.seen_tokens[index])
+    if seen == LENGTH_KNOWN:
+        return {"output_tokens": int(workload.output_tokens[index])}
+    return {"output_tokens": seen, "complete": False}

@@ -12,51 +12,21 @@ vllm-measured JSON lines: input_toks, output_toks, arrival_time_ns, input_tok_id
 lmcache-agent folder or tar of sessions, or one session's file, whole texts; needs a tokenizer
 """
 
-import csv
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tokenyard.base import ConfigError, Int32Array
-from tokenyard.sim.files import json_object, number, read_json_lines, read_lines, read_members, whole
+from tokenyard.base import INCOMPLETE, ConfigError, Int32Array
+from tokenyard.sim.csv_traces import in_seconds, read_azure, read_burstgpt, read_vidur, seconds_of
+from tokenyard.sim.files import json_object, number, read_lines, read_members, whole
+from tokenyard.sim.reading import NEVER_SERVED, ReadOptions, fill
 from tokenyard.sim.servegen import read_servegen
 from tokenyard.sim.workload import MAX_TOKENS, Workload, WorkloadBuilder
 
-Tokenize = Callable[[str], Int32Array]
-
 HASH_BLOCK_TOKENS = 512
 REQUEST_LOGGER = "tokenyard.requests"
-LAST_UNIX_SECOND = 1e11
-"""Larger stamps count something smaller than seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """What a reader may need: `seed` for what is drawn, `tokenize` for traces of text, `limit` on how many requests are
-    read or drawn.
-    """
-
-    seed: int = 0
-    tokenize: Tokenize | None = None
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"--limit is {self.limit}; it must be at least 1")
-
-    def tokenizer(self, path: Path) -> Tokenize:
-        """The tokenizer. Raises ConfigError if none was given."""
-        if self.tokenize is None:
-            raise ConfigError(
-                f"{path} holds text; give --tokenizer with a folder or tokenizer.json to count its tokens"
-            )
-        return self.tokenize
 
 
 def read_mooncake(path: Path, options: ReadOptions) -> Workload:
@@ -64,7 +34,9 @@ def read_mooncake(path: Path, options: ReadOptions) -> Workload:
     spread over the tick with the seed.
     """
     builder = WorkloadBuilder(path.name, options.seed, spread=True)
-    for where, record in read_json_lines(path):
+
+    def take(where: str, line: str) -> None:
+        record = json_object(line, where)
         tokens = whole(record, "input_length", where)
         builder.add(
             where,
@@ -73,7 +45,8 @@ def read_mooncake(path: Path, options: ReadOptions) -> Workload:
             whole(record, "output_length", where),
             segments=_chain(record, where, tokens, HASH_BLOCK_TOKENS),
         )
-    return builder.build()
+
+    return fill(builder, options, read_lines(path), take, whole_file=True)
 
 
 def _chain(record: dict[str, Any], where: str, tokens: int, block_tokens: int) -> list[tuple[int, int]]:
@@ -86,98 +59,6 @@ def _chain(record: dict[str, Any], where: str, tokens: int, block_tokens: int) -
     return [(block, block_tokens) for block in blocks[:needed]]
 
 
-def read_azure(path: Path, options: ReadOptions) -> Workload:
-    """Azure's LLM inference traces (Patel et al., Splitwise, 2024)."""
-    return _read_csv(path, options, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
-
-
-def read_burstgpt(path: Path, options: ReadOptions) -> Workload:
-    """BurstGPT's traces (Wang et al. 2024). Its whole seconds are spread where many requests share one."""
-    return _read_csv(path, options, ("Timestamp", "Request tokens", "Response tokens"), spread=True)
-
-
-def _read_csv(path: Path, options: ReadOptions, columns: tuple[str, str, str], spread: bool = False) -> Workload:
-    """A table with a column of time stamps, one of prompt lengths and one of answer lengths."""
-    stamp, prompt, output = columns
-    builder = WorkloadBuilder(path.name, options.seed, spread)
-    for where, record in islice(_csv(path, columns), options.limit):
-        builder.add(
-            where, _seconds(record[stamp], where), _digits(record, prompt, where), _digits(record, output, where)
-        )
-    return builder.build()
-
-
-def _csv(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each line by the names of its columns, of which `columns` must be there, in any case and order."""
-    wanted = {column.lower(): column for column in columns}
-    header: list[str] = []
-    for where, line in read_lines(path):
-        try:
-            values = next(csv.reader([line]))
-        except csv.Error as error:
-            raise ConfigError(f"{where}: no line of a CSV file: {error}") from None
-        if not header:
-            header = [wanted.get(value.strip().lower(), value.strip()) for value in values]
-            missing = [column for column in columns if column not in header]
-            if missing:
-                lacks = f"{path.name} lacks the columns {', '.join(missing)}"
-                raise ConfigError(f"{lacks}; is this the right --trace-format?")
-        elif len(values) != len(header):
-            raise ConfigError(f"{where}: {len(values)} columns instead of {len(header)}; is the file cut off?")
-        else:
-            yield where, dict(zip(header, values, strict=True))
-
-
-def _digits(record: dict[str, str], key: str, where: str) -> int:
-    value = _float(record, key, where)
-    if not value.is_integer():
-        raise ConfigError(f"{where}: {key} is {record[key]!r}, not a number of tokens")
-    return int(value)
-
-
-def _float(record: dict[str, str], key: str, where: str) -> float:
-    try:
-        return float(record[key])
-    except ValueError:
-        raise ConfigError(f"{where}: {key} is {record[key]!r}, not a number") from None
-
-
-def _seconds(stamp: str, where: str) -> float:
-    """Seconds of a plain number, or of a stamp like `2023-11-16 18:15:46.6805900` with all its digits."""
-    with suppress(ValueError):
-        return _in_seconds(float(stamp), where)
-    whole_part, _, fraction = stamp.partition(".")
-    zone = fraction.lstrip("0123456789")
-    try:
-        moment = datetime.fromisoformat(whole_part + zone)
-        digits = fraction[: len(fraction) - len(zone)]
-        part = float(f"0.{digits}") if digits else 0.0
-    except ValueError:
-        raise ConfigError(f"{where}: {stamp!r} is no time stamp") from None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return moment.timestamp() + part
-
-
-def _in_seconds(stamp: float, where: str) -> float:
-    if stamp > LAST_UNIX_SECOND:
-        raise ConfigError(f"{where}: the time stamp is {stamp:.15g}; Unix seconds are needed, not milliseconds or less")
-    return stamp
-
-
-def read_vidur(path: Path, options: ReadOptions) -> Workload:
-    """Vidur's processed traces. Without the column `arrived_at` (s) arrivals are a Poisson process of one request a
-    second, drawn by the seed.
-    """
-    builder, rng, drawn_s = WorkloadBuilder(path.name), np.random.default_rng(options.seed), 0.0
-    for where, record in islice(_csv(path, ("num_prefill_tokens", "num_decode_tokens")), options.limit):
-        drawn_s += float(rng.exponential(1.0))
-        arrival_s = _float(record, "arrived_at", where) if "arrived_at" in record else drawn_s
-        prompt, output = _digits(record, "num_prefill_tokens", where), _digits(record, "num_decode_tokens", where)
-        builder.add(where, arrival_s, prompt, output)
-    return builder.build()
-
-
 _OWN_TARGETS = ("deadline_s", "slo_ttft_s", "slo_tpot_s")
 
 
@@ -187,12 +68,13 @@ def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
     Needed: `arrival_s`; `output_tokens`; and the prompt as `prompt_tokens` (a count), `token_ids` (a list), or
     `prompt_tokens` with `hash_ids` (one id per `block_tokens` tokens, 512 unless said; equal ids from the left mean an
     equal prefix). Optional: `max_new_tokens` (what was asked for; else the trace's largest answer), `tenant`, `class`,
-    `priority` (whole number), `deadline_s` (from arrival to the end), `slo_ttft_s`, `slo_tpot_s` (targets of its own).
+    `priority` (whole number), `deadline_s` (from arrival to the end), `slo_ttft_s`, `slo_tpot_s` (targets of its own),
+    `complete` (false: the request was refused or broken off, and `output_tokens` is what was seen of its answer).
     """
-    builder = WorkloadBuilder(path.name)
-    for where, record in islice(read_json_lines(path), options.limit):
-        _add_own(builder, where, record)
-    return builder.build()
+    builder = WorkloadBuilder(path.name, options.seed, skip_unknown=options.skip_unknown)
+    return fill(
+        builder, options, read_lines(path), lambda where, line: _add_own(builder, where, json_object(line, where))
+    )
 
 
 def _add_own(builder: WorkloadBuilder, where: str, record: dict[str, Any]) -> None:
@@ -212,23 +94,46 @@ def _add_own(builder: WorkloadBuilder, where: str, record: dict[str, Any]) -> No
         tenant=_name(record, "tenant", where),
         service_class=_name(record, "class", where),
         priority=whole(record, "priority", where) if "priority" in given else None,
+        complete=_complete(record, where),
         **{name: number(record, name, where) for name in _OWN_TARGETS if name in given},
     )
+
+
+def _complete(record: dict[str, Any], where: str) -> bool:
+    """Whether the answer ended by itself: the field `complete`, or else the `reason` that logs give."""
+    complete = record.get("complete", record.get("reason") not in INCOMPLETE)
+    if not isinstance(complete, bool):
+        raise ConfigError(f"{where}: complete is {str(complete)[:40]!r}; it must be true or false")
+    return complete
 
 
 def read_log(path: Path, options: ReadOptions) -> Workload:
     """The log of `serve --log-requests --log-format json`: a request per line of the logger `REQUEST_LOGGER`.
 
     Lines come as answers end and are sorted by arrival; lines of other loggers, or that are no JSON, are passed over.
+    So are requests that no server of this model could serve (cause invalid or too_long), which are counted.
     """
-    builder = WorkloadBuilder(path.name, sort=True)
-    for where, line in read_lines(path):
+    builder = WorkloadBuilder(path.name, options.seed, sort=True, skip_unknown=options.skip_unknown)
+    found, wrong = 0, 0
+
+    def take(where: str, line: str) -> None:
+        nonlocal found, wrong
         record = json_object(line, where) if line.startswith("{") else {}
-        if record.get("logger") == REQUEST_LOGGER:
+        if record.get("logger") != REQUEST_LOGGER:
+            return
+        found += 1
+        if record.get("cause") in NEVER_SERVED:
+            wrong += 1
+            builder.remarks = [f"{wrong} requests that could never be served (invalid, too_long) are left out"]
+        else:
             _add_own(builder, where, record)
-    if not len(builder):
-        raise ConfigError(f"{path.name} holds no line of `tokenyard serve --log-requests --log-format json`")
-    return builder.build()
+
+    def lines() -> Iterator[tuple[str, str]]:
+        yield from read_lines(path)
+        if not found:
+            raise ConfigError(f"{path.name} holds no line of `tokenyard serve --log-requests --log-format json`")
+
+    return fill(builder, options, lines(), take, whole_file=True)
 
 
 def _block_tokens(record: dict[str, Any], where: str) -> int:
@@ -272,7 +177,9 @@ def read_openai(path: Path, options: ReadOptions) -> Workload:
     """
     tokenize = options.tokenizer(path)
     builder = WorkloadBuilder(path.name)
-    for where, record in islice(read_json_lines(path), options.limit):
+
+    def take(where: str, line: str) -> None:
+        record = json_object(line, where)
         body = record["body"] if isinstance(record.get("body"), dict) else record
         ids, output = tokenize(_prompt_text(body, where)), _completion_tokens(record, where)
         builder.add(
@@ -285,14 +192,15 @@ def read_openai(path: Path, options: ReadOptions) -> Workload:
             tenant=_name(body, "user", where),
             priority=whole(body, "priority", where) if body.get("priority") is not None else None,
         )
-    return builder.build()
+
+    return fill(builder, options, read_lines(path), take)
 
 
 def _stamp(record: dict[str, Any], where: str) -> float:
     stamp = record.get("timestamp")
     if isinstance(stamp, str):
-        return _seconds(stamp, where)
-    return _in_seconds(number(record, "timestamp", where), where)
+        return seconds_of(stamp, where)
+    return in_seconds(number(record, "timestamp", where), where)
 
 
 def _prompt_text(body: dict[str, Any], where: str) -> str:
@@ -341,34 +249,42 @@ def _object(record: dict[str, Any], key: str) -> dict[str, Any]:
 def read_vllm_measured(path: Path, options: ReadOptions) -> Workload:
     """Workloads of LLMServingSim's measured vLLM runs."""
     builder = WorkloadBuilder(path.name)
-    for where, record in islice(read_json_lines(path), options.limit):
+
+    def take(where: str, line: str) -> None:
+        record = json_object(line, where)
         ids = _token_ids(record, "input_tok_ids", "input_toks", where)
         arrival_s = number(record, "arrival_time_ns", where) / 1e9
         builder.add(where, arrival_s, len(ids), whole(record, "output_toks", where), ids=ids)
-    return builder.build()
+
+    return fill(builder, options, read_lines(path), take)
 
 
 def read_lmcache_agent(path: Path, options: ReadOptions) -> Workload:
     """LMCache's agent sessions: a file per session, a line per call. The file's name is the tenant."""
     tokenize = options.tokenizer(path)
     builder = WorkloadBuilder(path.name, sort=True)
-    for name, raw in read_members(path, ".jsonl"):
-        for line_number, line in enumerate(raw.decode("utf-8-sig", "replace").split("\n"), start=1):
-            if not line.strip():
-                continue
-            where = f"{name}, line {line_number}"
-            record = json_object(line, where)
-            prompt, answer = record.get("input"), record.get("output")
-            if not isinstance(prompt, str) or not isinstance(answer, str):
-                raise ConfigError(f"{where}: input and output must be texts; is this the right --trace-format?")
-            ids = tokenize(prompt)
-            arrival_s = number(record, "timestamp", where) / 1e6
-            builder.add(where, arrival_s, len(ids), len(tokenize(answer)), ids=ids, tenant=name.removesuffix(".jsonl"))
-    return builder.build()
+
+    def lines() -> Iterator[tuple[str, tuple[str, str]]]:
+        for name, raw in read_members(path, ".jsonl"):
+            for line_number, line in enumerate(raw.decode("utf-8-sig", "replace").split("\n"), start=1):
+                if line.strip():
+                    yield f"{name}, line {line_number}", (name.removesuffix(".jsonl"), line)
+
+    def take(where: str, member: tuple[str, str]) -> None:
+        tenant, line = member
+        record = json_object(line, where)
+        prompt, answer = record.get("input"), record.get("output")
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            raise ConfigError(f"{where}: input and output must be texts; is this the right --trace-format?")
+        ids = tokenize(prompt)
+        arrival_s = number(record, "timestamp", where) / 1e6
+        builder.add(where, arrival_s, len(ids), len(tokenize(answer)), ids=ids, tenant=tenant)
+
+    return fill(builder, options, lines(), take, whole_file=True)
 
 
 def _servegen(path: Path, options: ReadOptions) -> Workload:
-    return read_servegen(path, options.seed, options.limit)
+    return read_servegen(path, options.seed, options.limit, options.skip_bad)
 
 
 TRACE_FORMATS: dict[str, Callable[[Path, ReadOptions], Workload]] = {

@@ -19,7 +19,9 @@ from tokenyard.base import (
     Slo,
 )
 from tokenyard.sim.content import Content, SegmentContent, TokenContent, UniqueContent
+from tokenyard.sim.lengths import draw_lengths
 
+LENGTH_KNOWN = -1
 NO_PRIORITY = -(2**31)
 MAX_TOKENS = 1 << 20
 MAX_TARGET_S = 1e9
@@ -36,6 +38,7 @@ COLUMNS = (
     "deadline_s",
     "slo_ttft_s",
     "slo_tpot_s",
+    "seen_tokens",
 )
 
 
@@ -47,7 +50,9 @@ class Workload:
     int32[n], what each asks for, or 0 for as much as the largest answer of all. tenants, classes: names; tenant and
     service_class (int32[n]) index them. priority: int32[n] or NO_PRIORITY. deadline_s: float64[n] from arrival to the
     end, NaN for none. slo_ttft_s, slo_tpot_s: float64[n], the request's own targets for its first token and, on
-    average, for every further one; NaN where those of the run hold.
+    average, for every further one; NaN where those of the run hold. seen_tokens: int32[n], LENGTH_KNOWN, or for an
+    answer that did not end by itself the tokens that were seen of it; output_tokens is a draw then (`sim.lengths`).
+    remarks: what was left out or guessed when the trace was read, one sentence each.
     """
 
     name: str
@@ -64,6 +69,8 @@ class Workload:
     deadline_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
     slo_ttft_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
     slo_tpot_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
+    seen_tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         span_s = float(self.arrival_s[-1]) if len(self) else 0.0
@@ -84,6 +91,27 @@ class Workload:
     def max_prompt_tokens(self) -> int:
         """The largest prompt."""
         return int(self.prompt_tokens.max())
+
+    @property
+    def unknown_lengths(self) -> int:
+        """How many answers have a drawn length, as nobody saw their end."""
+        return int((self.seen_tokens >= 0).sum())
+
+    def check_lengths(self) -> None:
+        """Raise ConfigError if no answer has a known length, so that there was nothing to draw the others from."""
+        if self.unknown_lengths == len(self):
+            raise ConfigError(f"{self.name}: every request was refused or broken off; no length is known")
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of numbers about this workload should know of it, one sentence each."""
+        notes = list(self.remarks)
+        if unknown := self.unknown_lengths:
+            notes.append(
+                f"{unknown} of {len(self)} answers were refused or broken off, so their length is unknown: it is drawn "
+                "from the others (--unknown-lengths skip leaves them out)"
+            )
+        return notes
 
     def scaled(self, rate_scale: float) -> "Workload":
         """The same requests arriving `rate_scale` times as fast. Raises ConfigError unless it is above 0."""
@@ -142,11 +170,17 @@ class WorkloadBuilder:
 
     With `spread`, where the trace's clock ticks, arrivals are moved by a seeded uniform draw from [0, tick) and sorted,
     otherwise all requests would seem to arrive in bursts on the tick. With `sort` any order of arrivals is taken;
-    otherwise a clock that goes backwards is refused.
+    otherwise a clock that goes backwards is refused. `skip_unknown` leaves out answers of unknown length instead of
+    drawing it; `remarks` may be added to until the workload is built.
     """
 
-    def __init__(self, name: str, seed: int = 0, spread: bool = False, sort: bool = False) -> None:
+    def __init__(
+        self, name: str, seed: int = 0, spread: bool = False, sort: bool = False, skip_unknown: bool = False
+    ) -> None:
         self._name, self._seed, self._spread, self._sort = name, seed, spread, sort
+        self._skip_unknown = skip_unknown
+        self._skipped = 0
+        self.remarks: list[str] = []
         self._arrivals: list[float] = []
         self._prompts: list[int] = []
         self._outputs: list[int] = []
@@ -159,6 +193,7 @@ class WorkloadBuilder:
         self._deadline: list[float] = []
         self._ttft: list[float] = []
         self._tpot: list[float] = []
+        self._seen: list[int] = []
         self._ids: list[Int32Array] = []
         self._streams: list[Int64Array] = []
         self._lengths: list[Int32Array] = []
@@ -182,10 +217,12 @@ class WorkloadBuilder:
         deadline_s: float | None = None,
         slo_ttft_s: float | None = None,
         slo_tpot_s: float | None = None,
+        complete: bool = True,
     ) -> None:
-        """Take in one request. `segments` are (stream, tokens) pairs (see `SegmentContent`).
+        """Take in one request. `segments` are (stream, tokens) pairs (see `SegmentContent`). `complete` False says that
+        the answer did not end by itself, and `output_tokens` is only what was seen of it.
 
-        Raises ConfigError, in one line, for a bad number or a clock going backwards.
+        Raises ConfigError, in one line, for a bad number or a clock going backwards, and takes nothing in then.
         """
         self._check(where, arrival_s, prompt_tokens, output_tokens)
         least = max(output_tokens, 1)
@@ -195,14 +232,20 @@ class WorkloadBuilder:
             )
         if priority is not None and abs(priority) > MAX_PRIORITY:
             raise ConfigError(f"{where}: priority is {priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
-        for column, name, seconds in (
+        targets = (
             (self._deadline, "deadline_s", deadline_s),
             (self._ttft, "slo_ttft_s", slo_ttft_s),
             (self._tpot, "slo_tpot_s", slo_tpot_s),
-        ):
+        )
+        for _, name, seconds in targets:
             if seconds is not None and not 0.0 < seconds < MAX_TARGET_S:
                 raise ConfigError(f"{where}: {name} is {seconds}; it must be above 0 and below {MAX_TARGET_S:g} s")
+        if self._skip_unknown and not complete:
+            self._skipped += 1
+            return
+        for column, _, seconds in targets:
             column.append(nan if seconds is None else seconds)
+        self._seen.append(LENGTH_KNOWN if complete else output_tokens)
         self._arrivals.append(arrival_s)
         self._prompts.append(prompt_tokens)
         self._outputs.append(least)
@@ -230,7 +273,8 @@ class WorkloadBuilder:
     def build(self) -> Workload:
         """The workload, arrivals counted from the first. Raises ConfigError if there is no request."""
         if not self._arrivals:
-            raise ConfigError(f"{self._name}: the trace holds no request")
+            told = f" of known length; {self._skipped} were refused or broken off" if self._skipped else ""
+            raise ConfigError("; ".join([f"{self._name}: the trace holds no request{told}", *self.remarks]))
         if len({len(self), len(self._ids) or len(self), len(self._streams) or len(self)}) > 1:
             raise ConfigError(
                 f"{self._name}: some requests say what their prompt holds and others do not; use one form"
@@ -245,7 +289,7 @@ class WorkloadBuilder:
             name=self._name,
             arrival_s=arrivals[order],
             prompt_tokens=np.array(self._prompts, np.int32)[order],
-            output_tokens=np.array(self._outputs, np.int32)[order],
+            output_tokens=self._output_tokens()[order],
             content=self._content(order),
             max_new_tokens=np.array(self._asked, np.int32)[order],
             tenants=tuple(self._tenants),
@@ -256,7 +300,23 @@ class WorkloadBuilder:
             deadline_s=np.array(self._deadline)[order],
             slo_ttft_s=np.array(self._ttft)[order],
             slo_tpot_s=np.array(self._tpot)[order],
+            seen_tokens=np.array(self._seen, np.int32)[order],
+            remarks=tuple(self._all_remarks()),
         )
+
+    def _output_tokens(self) -> Int32Array:
+        """int32[n], the lengths of the answers; unknown ones are drawn, up to what their clients asked for."""
+        seen, known = np.array(self._seen, np.int32), np.array(self._outputs, np.int32)
+        groups = [np.array(self._class, np.int32), np.array(self._tenant, np.int32)]
+        drawn, asked = draw_lengths(seen, known, groups, self._seed), np.array(self._asked, np.int32)
+        limited: Int32Array = np.where((seen >= 0) & (asked > 0), np.minimum(drawn, asked), drawn).astype(np.int32)
+        return limited
+
+    def _all_remarks(self) -> list[str]:
+        if not self._skipped:
+            return self.remarks
+        whole = self._skipped + len(self)
+        return [*self.remarks, f"{self._skipped} of {whole} requests were refused or broken off and are left out"]
 
     def _content(self, order: Int64Array) -> Content:
         if self._ids:
@@ -295,4 +355,5 @@ def uniform_columns(
         deadline_s=none,
         slo_ttft_s=none,
         slo_tpot_s=none,
+        seen_tokens=np.full(count, LENGTH_KNOWN, np.int32),
     )

@@ -1,0 +1,48 @@
+"""Which format a trace has, by its first lines, for those who do not say."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tokenyard.base import ConfigError
+from tokenyard.sim.csv_traces import AZURE, BURSTGPT, VIDUR, csv_values
+from tokenyard.sim.files import json_object, read_lines
+
+LINES_LOOKED_AT = 50
+_JSON_FIELDS = (
+    ("mooncake", {"input_length", "output_length", "hash_ids"}),
+    ("vllm-measured", {"input_tok_ids", "output_toks"}),
+    ("lmcache-agent", {"input", "output", "session_id"}),
+    ("tokenyard-log", {"logger", "message"}),
+    ("tokenyard", {"arrival_s", "output_tokens"}),
+    ("openai-jsonl", {"timestamp", "body"}),
+    ("openai-jsonl", {"timestamp", "messages"}),
+    ("openai-jsonl", {"timestamp", "prompt"}),
+)
+_COLUMNS = (("azure", AZURE), ("burstgpt", BURSTGPT), ("vidur", VIDUR))
+
+
+def recognised(path: Path) -> str:
+    """The name of the format. Raises ConfigError if the file cannot be read or its first lines fit none."""
+    if not path.is_dir():
+        for place, (where, line) in enumerate(islice(read_lines(path), LINES_LOOKED_AT)):
+            found = _of_json(where, line) if line.lstrip().startswith("{") else ""
+            if found or (place == 0 and (found := _of_table(where, line))):
+                return found
+    raise ConfigError(f"the format of {path} is not clear from its first lines; say which it is by --trace-format")
+
+
+def _of_json(where: str, line: str) -> str:
+    try:
+        record: dict[str, Any] = json_object(line, where)
+    except ConfigError:
+        return ""
+    return next((name for name, fields in _JSON_FIELDS if record.keys() >= fields), "")
+
+
+def _of_table(where: str, line: str) -> str:
+    try:
+        header = {value.strip().lower() for value in csv_values(where, line)}
+    except ConfigError:
+        return ""
+    return next((name for name, columns in _COLUMNS if header >= {column.lower() for column in columns}), "")
