@@ -1,6 +1,7 @@
-"""litellm: its openai/ and hosted_vllm/ routes, whole, streamed and async."""
+"""litellm: its openai/ and hosted_vllm/ routes, whole, streamed and async; tools, typed answers, other APIs."""
 
 import asyncio
+import json
 import os
 
 # Without this it asks the web for prices when it is imported.
@@ -8,8 +9,13 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm
 from common import Target, expect, try_client
+from pydantic import BaseModel, Field
 
 HELLO = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+class Animal(BaseModel):
+    name: str = Field(max_length=12)
 
 
 def options(target: Target, route: str) -> dict:
@@ -65,5 +71,36 @@ def unknown_model(target: Target) -> None:
         raise AssertionError("an unknown model was answered")
 
 
+def forced_tool(target: Target) -> None:
+    parameters = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}, "required": ["name"]}
+    tool = {"type": "function", "function": {"name": "animal", "parameters": parameters}}
+    for route in ("openai", "hosted_vllm"):
+        asked = options(target, route) | {"tools": [tool], "max_tokens": 300, "parallel_tool_calls": False}
+        called = litellm.completion(**asked, tool_choice="required").choices[0].message.tool_calls[0].function
+        expect(called.name == "animal" and "name" in json.loads(called.arguments), f"{route}: {called}")
+        chunks = list(litellm.completion(**asked, tool_choice="required", stream=True))
+        pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+        text = "".join(piece.function.arguments or "" for piece in pieces)
+        expect(text == called.arguments, f"{route}: streamed {text!r}, whole {called.arguments!r}")
+
+
+def typed_answer(target: Target) -> None:
+    asked = options(target, "openai") | {"response_format": Animal, "max_tokens": 300}
+    Animal.model_validate_json(litellm.completion(**asked).choices[0].message.content)
+
+
+def other_apis(target: Target) -> None:
+    at = {"api_base": target.v1, "api_key": "none"}
+    answer = litellm.responses(model=f"openai/{target.model}", input="Tell me a story.", max_output_tokens=12, **at)
+    expect(answer.output, "the response is empty")
+    vectors = litellm.embedding(model=f"openai/{target.model}", input=["a fox", "a dog"], **at).data
+    expect(len(vectors) == 2 and len(vectors[0]["embedding"]) > 1, f"embeddings {vectors}")
+
+
+CHECKS = [
+    *(both_routes, streams, text_completion, several_at_once, unknown_model),
+    *(forced_tool, typed_answer, other_apis),
+]
+
 if __name__ == "__main__":
-    try_client("litellm", [both_routes, streams, text_completion, several_at_once, unknown_model])
+    try_client("litellm", CHECKS)

@@ -53,11 +53,15 @@ def models(target: Target) -> None:
     expect(any(name.endswith("context_length") for name in shown.modelinfo), "there is no context length")
 
 
+def vectors(target: Target) -> None:
+    found = client_of(target).embed(target.model, ["a fox", "a dog"]).embeddings
+    expect(len(found) == 2 and abs(sum(value * value for value in found[0]) - 1) < 1e-3, f"vectors {found}")
+
+
 def refusals(target: Target) -> None:
     client = client_of(target)
     for call, words in (
         (lambda: client.pull("llama"), "does not offer"),
-        (lambda: client.embed(target.model, "x"), "does not offer"),
         (lambda: client.chat("none-such", ASK), "does not exist"),
     ):
         try:
@@ -69,4 +73,4 @@ def refusals(target: Target) -> None:
 
 
 if __name__ == "__main__":
-    try_client("ollama", [chat, streamed_chat, generate, schema, models, refusals])
+    try_client("ollama", [chat, streamed_chat, generate, schema, models, vectors, refusals])

@@ -113,10 +113,19 @@ def responses_parsed_and_with_tools(target: Target) -> None:
         expect("role" in str(error), f"another error: {error}")
 
 
+def embeddings(target: Target) -> None:
+    # The package asks for base64 and turns it into floats itself.
+    found = client(target).embeddings.create(model=target.model, input=["a fox", "a dog"]).data
+    plain = client(target).embeddings.create(model=target.model, input="a fox", encoding_format="float").data
+    expect(len(found) == 2 and len(found[0].embedding) == len(plain[0].embedding), "the vectors differ in size")
+    far = max(abs(one - other) for one, other in zip(found[0].embedding, plain[0].embedding, strict=True))
+    expect(far < 0.05, f"the same text has two vectors, {far} apart")
+
+
 def errors_are_clear(target: Target) -> None:
     for call, kind, says in (
         (lambda: chat(Target(target.url, "other", "")), openai.NotFoundError, "does not exist"),
-        (lambda: client(target).embeddings.create(model=target.model, input="x"), openai.NotFoundError, "not offer"),
+        (lambda: client(target).images.generate(model=target.model, prompt="x"), openai.NotFoundError, "not offer"),
         (lambda: wrong_schema(target), openai.BadRequestError, "grammar"),
     ):
         try:
@@ -143,6 +152,7 @@ CHECKS = [
     forced_tool,
     responses,
     responses_parsed_and_with_tools,
+    embeddings,
     errors_are_clear,
 ]
 

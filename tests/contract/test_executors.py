@@ -122,3 +122,25 @@ def test_collecting_an_unsampled_step_is_refused(executor):
     ticket = executor.launch(decode(1, [0], [17], delay_sampling=True))
     with pytest.raises(TokenyardError, match="before it was sampled"):
         executor.collect(ticket)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_prompts_vector_does_not_depend_on_its_chunks(executor, pooling):
+    def vector(row, sizes, first_page):
+        start, found = 0, []
+        pages = pages_for(executor, len(PROMPT), first_page)
+        for i, size in enumerate(sizes):
+            plan = chunk(i, row, PROMPT, start, size, first=0, pages=pages if not start else (), sampled=False)
+            for begun in plan.row_starts:
+                begun.pooling = pooling
+            found.append(run(executor, plan).vectors)
+            start += size
+        assert found[:-1] == [{}] * (len(sizes) - 1)
+        return np.frombuffer(found[-1][0], np.float32)
+
+    whole = vector(0, [17], 1)
+    assert len(whole) > 1
+    assert whole.any()
+    assert vector(1, [5, 9, 3], 40) == pytest.approx(whole, abs=1e-4)
+    plan = chunk(9, 0, PROMPT, 0, 17, pages=pages_for(executor, 17))
+    assert run(executor, plan).vectors == {}

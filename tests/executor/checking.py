@@ -70,6 +70,9 @@ class CheckedModel:
     def logits(self, first, last):
         return self._inner.logits(first, last)
 
+    def hidden(self, first, last):
+        return self._inner.hidden(first, last)
+
     def _check_batch(self, batch):
         tokens = int(batch.counts.sum())
         for column in (batch.token_ids, batch.positions, batch.slots, batch.pool_rows):

@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import WordPiece
 
@@ -67,6 +68,8 @@ class FakeGenerator:
 
     async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
         self.specs.append(spec)
+        if spec.pooling:
+            return await self._pool(spec, reader)
         given = spec.input_ids if spec.input_ids is not None else await self.tokenize(spec.text or "", True)
         prompt = [int(token) for token in given]
         count = check_length(spec, len(prompt), self.answer, self.context_length)
@@ -83,6 +86,13 @@ class FakeGenerator:
         except BaseException:
             self.closed.append(spec.rid)
             raise
+
+    async def _pool(self, spec: GenerateSpec, reader: Reader) -> None:
+        """The vector of a prompt: how often it has the words number 1, 2, 3 and 4."""
+        given = spec.input_ids if spec.input_ids is not None else await self.tokenize(spec.text or "", True)
+        counts = np.array([sum(int(token) == word for token in given) for word in range(1, 5)], np.float32)
+        end = finish("length", prompt=len(given), vector=counts.tobytes())
+        await reader(OutputDelta(0, "", [], len(given), 0, 0, end))
 
 
 def check_length(spec: GenerateSpec, prompt: int, answer: list[str] | None, most: int) -> int:

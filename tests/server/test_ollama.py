@@ -92,9 +92,7 @@ def test_wrong_requests_get_a_sentence(start, body):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/v1/embeddings", "embeddings"),
         ("/v1/audio/speech", "audio"),
-        ("/v1/rerank", "reranking"),
         ("/v1/responses/resp_1/cancel", "stored responses"),
         ("/api/pull", "fetching models"),
         ("/nowhere", "nothing at this path"),

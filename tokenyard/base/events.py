@@ -177,7 +177,8 @@ class Finish:
 
     `matched` is the token id or string that stopped it. `cause` and `message` say why it was aborted, in one word and
     in one sentence; the server maps causes to HTTP statuses. Times are in nanoseconds on the monotonic clock, 0 where a
-    stage was never reached. `slo_targets` are the targets that it was served by.
+    stage was never reached. `slo_targets` are the targets that it was served by. `vector` is that of the prompt
+    (raw float32), where the request asked for it.
     """
 
     number: int
@@ -195,6 +196,7 @@ class Finish:
     cause: AbortCause = ""
     timings: RequestTimings = field(default_factory=RequestTimings)
     slo_targets: SloTargets = field(default_factory=SloTargets)
+    vector: bytes = b""
 
     @property
     def complete(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenyard.base.request import BoolArray, Int32Array, Int64Array, LogprobOptions, SamplingParams
+from tokenyard.base.request import BoolArray, Int32Array, Int64Array, LogprobOptions, Pooling, SamplingParams
 
 LAST_SAMPLED = -1
 """In `StepPlan.tokens`: the token this pool row sampled last, which may be only on the device yet."""
@@ -21,7 +21,8 @@ class RowStart:
     """A request takes (or takes again, after it was retracted) a pool row; sent with the first plan that uses it.
 
     `known_ids` is int32[prompt + output so far]; the executor needs it for penalties and min_new_tokens. grammar: the
-    grammar that the answer must follow, which `Executor.compile_grammar` has compiled; "" for none.
+    grammar that the answer must follow, which `Executor.compile_grammar` has compiled; "" for none. pooling: how the
+    vector of the prompt is made, which the step that completes the prompt gives; "" for none.
     """
 
     pool_row: int
@@ -30,6 +31,7 @@ class RowStart:
     prompt_tokens: int
     logprobs: LogprobOptions | None = None
     grammar: str = ""
+    pooling: Pooling = ""
 
 
 @dataclass(slots=True)
@@ -123,7 +125,7 @@ class StepResult:
     yields those that its own samples confirm, and the sample after them. drafted: int32[n], how many drafts the
     executor has ready for each row's next step; None: it drafts for no row. ended: bool[n], whether a row's grammar is
     complete after its last token; None: no row's. failures: rows (by place in the plan) that cannot continue, with the
-    reason.
+    reason. vectors: those of prompts that were wanted and are complete, by place in the plan, as raw float32.
     """
 
     step: int
@@ -134,6 +136,7 @@ class StepResult:
     accepted: Int32Array | None = None
     drafted: Int32Array | None = None
     ended: BoolArray | None = None
+    vectors: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

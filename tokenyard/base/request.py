@@ -1,6 +1,7 @@
 """Requests, as every room sees them: token ids, sampling parameters, text options and urgency."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,9 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
+
+Pooling = Literal["", "last", "mean"]
+"""Which hidden states of a prompt make its vector: that of its last token, or the mean of all; "" for no vector."""
 
 GREEDY_BELOW_TEMPERATURE = 1e-6
 NO_TOKENS: Int32Array = np.empty(0, np.int32)
@@ -123,7 +127,7 @@ class Request:
     if it had been generated here, but is not delivered again; such a request has one answer. `awaits_kv` holds it back
     (Gate.KV) until a `Reach` or `OpenGate` arrives for its KV. With `handover` it ends with its first token, and its
     pages are held for a reader outside until `HoldEnded`. `grammar` is the grammar that the answer must follow, as Lark
-    text; "" for none.
+    text; "" for none. With `pooling` the vector of the prompt is the answer, and `max_new_tokens` is 0.
     """
 
     number: int
@@ -145,6 +149,7 @@ class Request:
     output_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
     awaits_kv: bool = False
     handover: bool = False
+    pooling: Pooling = ""
 
     @property
     def known_ids(self) -> Int32Array:

@@ -129,6 +129,7 @@ class RequestMaker:
             routing_key=spec.routing_key,
             grammar=spec.grammar,
             output_ids=self._begun(spec),
+            pooling=spec.pooling,
         )
 
     def _check_ids(self, given: Int32Array | list[int] | None) -> Int32Array:

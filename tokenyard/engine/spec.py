@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tokenyard.base import Finish, Int32Array, LogprobOptions, SamplingParams, Slo, TextOptions, TokenLogprobs
+from tokenyard.base import Finish, Int32Array, LogprobOptions, Pooling, SamplingParams, Slo, TextOptions, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -15,7 +15,8 @@ class GenerateSpec:
     answer arrives as one delta at its end. `add_special_tokens` is for `text`: whether the tokenizer may put its own
     marks (such as BOS) around it. `grammar` is Lark text that the answer must keep to, "" for nothing. `output_ids` are
     the first tokens of an answer that was begun elsewhere: it goes on from there, counts them and gives only what is
-    new; such a request has one answer.
+    new; such a request has one answer. With `pooling` nothing is generated (`sampling.max_new_tokens` is 0), and the
+    finish carries the vector of the prompt.
     """
 
     text: str | None = None
@@ -37,6 +38,7 @@ class GenerateSpec:
     routing_key: str | None = None
     grammar: str = ""
     output_ids: Int32Array | list[int] | None = None
+    pooling: Pooling = ""
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ from tokenyard.executor.kv_check import KvCheck, UInt64Array, history_marks, mix
 
 NEVER_EOS = int(np.iinfo(np.int64).max)
 DEFAULT_POOL_TOKENS = 65536
+VECTOR_SIZE = 16
 
 
 class FixedStepCost:
@@ -65,6 +66,7 @@ class MockTicket:
     tokens: Int32Array | None = None
     accepted: Int32Array | None = None
     logprobs: list[RowLogprobs] = field(default_factory=list)
+    vectors: dict[int, bytes] = field(default_factory=dict)
 
 
 class MockExecutor:
@@ -100,6 +102,7 @@ class MockExecutor:
         self._keys: UInt64Array = np.zeros(info.max_pool_rows, dtype=np.uint64)
         self._eos_positions = np.full(info.max_pool_rows, NEVER_EOS, dtype=np.int64)
         self._starts: dict[int, RowStart] = {}
+        self._pooled: dict[int, RowStart] = {}
         self._free_at_ns = 0
         self._drafts = drafts
         self._draft_right = draft_right
@@ -114,7 +117,7 @@ class MockExecutor:
             self._kv.apply(plan)
         seconds = self._cost.step(step_work(plan))
         self._free_at_ns = max(self._free_at_ns, time.monotonic_ns()) + round(seconds * NS_PER_S)
-        ticket = MockTicket(plan, seconds, self._free_at_ns)
+        ticket = MockTicket(plan, seconds, self._free_at_ns, vectors=self._vectors(plan) if self._pooled else {})
         if not plan.delay_sampling:
             self.sample(ticket)
         return ticket
@@ -140,6 +143,8 @@ class MockExecutor:
         if self._sleep:
             time.sleep(max(0, ticket.done_ns - time.monotonic_ns()) / NS_PER_S)
         result = StepResult(ticket.plan.step, ticket.tokens, ticket.seconds, ticket.logprobs, accepted=ticket.accepted)
+        if ticket.vectors:
+            result.vectors = ticket.vectors
         if self._drafts:
             drafting = [row not in self._starts for row in ticket.plan.pool_rows.tolist()]
             result.drafted = np.where(ticket.plan.sampled & np.array(drafting), self._drafts, 0).astype(np.int32)
@@ -190,10 +195,28 @@ class MockExecutor:
             key = mix(key ^ np.uint64(start.sampling.seed % 2**64))
         self._keys[start.pool_row] = key[0]
         self._eos_positions[start.pool_row] = self._eos_position(int(key[0]), start)
+        self._pooled.pop(start.pool_row, None)
+        if start.pooling:
+            self._pooled[start.pool_row] = start
         if start.logprobs is None:
             self._starts.pop(start.pool_row, None)
         else:
             self._starts[start.pool_row] = start
+
+    def _vectors(self, plan: StepPlan) -> dict[int, bytes]:
+        """Make up the vectors of prompts that this step completes, of the same tokens always the same."""
+        found = {}
+        for place, row in enumerate(plan.pool_rows.tolist()):
+            start = self._pooled.get(row)
+            if start is not None and int(plan.starts[place] + plan.counts[place]) == start.prompt_tokens:
+                draws = mix(self._pooled_key(start) + np.arange(VECTOR_SIZE, dtype=np.uint64)) % np.uint64(2001)
+                found[place] = (draws.astype(np.float32) / 1000.0 - 1.0).tobytes()
+                del self._pooled[row]
+        return found
+
+    def _pooled_key(self, start: RowStart) -> np.uint64:
+        marks: UInt64Array = history_marks(start.known_ids[: start.prompt_tokens])
+        return np.uint64(marks[-1])
 
     def _eos_position(self, key: int, start: RowStart) -> int:
         if self._answer_tokens is None:

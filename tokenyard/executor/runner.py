@@ -13,6 +13,7 @@ from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.grammar import GrammarRows, GrammarStore
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.backend import ModelBackend
+from tokenyard.executor.pooling import PooledRows
 from tokenyard.executor.sampling.logprobs import (
     LogprobPiece,
     join_pieces,
@@ -58,7 +59,8 @@ class StepClock:
 @dataclass(slots=True)
 class Ticket:
     """A step in flight. `tokens` is int64[sampled rows], on its way to the host; None until the step is sampled.
-    `logits` waits for a delayed sampling. `clock` tells when all that the step sends to the host has arrived.
+    `logits` waits for a delayed sampling. `vectors` are those of prompts, by place in the plan. `clock` tells when all
+    that the step sends to the host has arrived.
     """
 
     plan: StepPlan
@@ -66,6 +68,7 @@ class Ticket:
     logits: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
     pieces: list[LogprobPiece] = field(default_factory=list)
+    vectors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
 def _timing_event() -> torch.cuda.Event:
@@ -90,6 +93,7 @@ class ModelExecutor:
         self._future = FutureMap(info.max_pool_rows, device)
         self._grammars = GrammarStore(info.vocab_size, info.eos_token_ids)
         self._grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
+        self._pooled = PooledRows()
         self._sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device)
 
     @torch.inference_mode()
@@ -99,6 +103,7 @@ class ModelExecutor:
         ticket.clock.start()
         self._sampler.take(plan.row_starts)
         self._grammar_rows.take(plan)
+        self._pooled.take(plan.row_starts)
         self._pages.write(plan)
         if len(plan.pool_rows):
             self._forward(ticket)
@@ -132,7 +137,9 @@ class ModelExecutor:
         tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
         tokens[plan.sampled] = ticket.tokens.numpy()
         ended, failures = self._grammar_rows.consume(plan, tokens)
-        return StepResult(plan.step, tokens, seconds, join_pieces(ticket.pieces), failures, ended=ended)
+        vectors = {place: vector.numpy().tobytes() for place, vector in ticket.vectors}
+        pieces = join_pieces(ticket.pieces)
+        return StepResult(plan.step, tokens, seconds, pieces, failures, ended=ended, vectors=vectors)
 
     def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
         """Make a grammar ready; see Executor."""
@@ -159,6 +166,7 @@ class ModelExecutor:
             # What is sampled later must outlast the steps in between.
             ticket.logits = logits.clone() if plan.delay_sampling else logits
         ticket.pieces = prompt_pieces(plan, self._sampler.rows, self.model.logits)
+        ticket.vectors = self._pooled.vectors(plan, self.model.hidden)
 
     def _choose(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token for each row of logits: int64[m]. A row's last one is what its next step may read."""
@@ -174,6 +182,7 @@ class ModelExecutor:
     def _send(self, ticket: Ticket, tokens: torch.Tensor) -> None:
         """Start the way of tokens and log-probabilities to the host."""
         ticket.tokens = _to_host(tokens)
+        ticket.vectors = [(place, _to_host(vector)) for place, vector in ticket.vectors]
         for piece in ticket.pieces:
             piece.tokens, piece.logprobs, piece.top_tokens, piece.top_logprobs = map(_to_host, piece.tensors())
 

@@ -266,7 +266,15 @@ class PrefillAdder:
         if answer:
             sampling = replace(sampling, seed=sampling.seed + answer)
         prompt_tokens = int(table.prompt_tokens[row])
-        return RowStart(pool_row, sampling, request_state.known_ids, prompt_tokens, request.logprobs, request.grammar)
+        return RowStart(
+            pool_row,
+            sampling,
+            request_state.known_ids,
+            prompt_tokens,
+            request.logprobs,
+            request.grammar,
+            request.pooling,
+        )
 
     def _preempt(self, row: int, hit: int, missing_tokens: int) -> bool:
         """Preempt rows that rank strictly below `row`: all that are needed, or none.

@@ -24,6 +24,9 @@ class Committer:
         alive = state.table.epoch[rows] == plan.epochs
         if result.logprobs:
             state.outbox.tell_logprobs(result.logprobs, state.table.number[rows], alive)
+        for place, vector in result.vectors.items():
+            if alive[place]:
+                state.table.request_state(int(rows[place])).vector = vector
         if result.accepted is None:
             ended = self._commit_tokens(plan, rows, alive, result.tokens, now)
         else:

@@ -267,6 +267,7 @@ class SchedulerState:
             cause=cause,
             timings=timings,
             slo_targets=slo_targets(table, row, self.settings, self.cost),
+            vector=table.request_state(row).vector,
         )
         self.outbox.finished.append(finish)
         self.observer.ended(row, finish)

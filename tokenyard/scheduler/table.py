@@ -70,7 +70,8 @@ class RequestState:
     deepest tree node the row has locked. followers: numbers of the group's other answers, which wait for this one.
     clock: how long the request spends in each stage. short_since: of a row retracted for lack of pages, how often pages
     had been returned by then (`SchedulerState.pages_returned_since`). run: of a LOADING row, the name of the first
-    block that it loads. fresh: its pool row and pages are not in any plan yet.
+    block that it loads. fresh: its pool row and pages are not in any plan yet. vector: that of its
+    prompt (raw float32), once it is computed.
     """
 
     request: Request
@@ -81,6 +82,7 @@ class RequestState:
     short_since: int | None = None
     run: bytes = b""
     fresh: bool = False
+    vector: bytes = b""
 
 
 class RequestTable:
@@ -220,9 +222,12 @@ class RequestTable:
 
     def usable_tokens(self, row: int) -> int:
         """Leading tokens of a waiting row that may come from the tree. At least the last known token is computed, and
-        so is every prompt token with requested log-probabilities.
+        so is every prompt token with requested log-probabilities or that a vector is the mean of.
         """
-        usable, options = int(self.known[row]) - 1, self.request(row).logprobs
+        request = self.request(row)
+        usable, options = int(self.known[row]) - 1, request.logprobs
+        if request.pooling == "mean":
+            return 0
         if options is None or options.prompt_from < 0:
             return usable
         return min(usable, max(options.prompt_from - 1, 0))

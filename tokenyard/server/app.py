@@ -16,7 +16,19 @@ from starlette.types import ASGIApp
 
 from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.base.version import __version__
-from tokenyard.server import control, messages, native, ollama, openai, profile, requests, responses, scheduling, score
+from tokenyard.server import (
+    control,
+    embeddings,
+    messages,
+    native,
+    ollama,
+    openai,
+    profile,
+    requests,
+    responses,
+    scheduling,
+    score,
+)
 from tokenyard.server.answers import Call
 from tokenyard.server.dialects import dialect_of
 from tokenyard.server.errors import (
@@ -43,6 +55,10 @@ HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/v1/completions": (openai.completions, CompletionRequest),
     "/generate": (native.generate, NativeRequest),
     "/v1/score": (score.score, score.ScoreRequest),
+    "/v1/embeddings": (embeddings.embeddings, embeddings.EmbeddingsRequest),
+    "/v1/rerank": (embeddings.rerank, embeddings.RerankRequest),
+    "/rerank": (embeddings.rerank, embeddings.RerankRequest),
+    "/api/embed": (embeddings.ollama_embed, embeddings.OllamaEmbed),
     "/v1/messages": (messages.messages, messages.MessagesRequest),
     "/v1/messages/count_tokens": (messages.count_tokens, messages.CountRequest),
     "/v1/responses": (responses.responses, responses.ResponsesRequest),

@@ -1,9 +1,6 @@
 """What is said at paths where there is nothing: whether it is a known API that is not offered, and what is."""
 
 NOT_OFFERED: tuple[tuple[str, str], ...] = (
-    ("/v1/embeddings", "embeddings, as the model that is served generates text"),
-    ("/v1/rerank", "reranking, as the model that is served generates text; /v1/score scores tokens"),
-    ("/rerank", "reranking, as the model that is served generates text; /v1/score scores tokens"),
     ("/v1/classify", "classification, as the model that is served generates text"),
     ("/classify", "classification, as the model that is served generates text"),
     ("/v1/audio", "audio"),
@@ -15,7 +12,7 @@ NOT_OFFERED: tuple[tuple[str, str], ...] = (
     ("/v1/threads", "threads, as it keeps nothing between requests"),
     ("/v1/responses/", "stored responses, as it keeps nothing between requests; send the whole input each time"),
     ("/v1/fine_tuning", "training"),
-    ("/api/embed", "embeddings, as the model that is served generates text"),
+    ("/api/embeddings", "Ollama's old form of embeddings; /api/embed and /v1/embeddings give them"),
     ("/api/pull", "fetching models: it serves the one that it was started with"),
     ("/api/push", "sending models away: it serves the one that it was started with"),
     ("/api/create", "making models: it serves the one that it was started with"),

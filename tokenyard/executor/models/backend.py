@@ -21,6 +21,9 @@ class ModelBackend(Protocol):
     def logits(self, first: int, last: int) -> torch.Tensor:
         """Return float32[last - first, vocabulary] of tokens first .. last - 1 of the step computed last."""
 
+    def hidden(self, first: int, last: int) -> torch.Tensor:
+        """Return float32[last - first, hidden] of the same tokens: what the head makes logits of."""
+
 
 class TorchModel:
     """A decoder of torch layers, which ask an attention backend of their own choice: any device, any dtype."""
@@ -40,3 +43,7 @@ class TorchModel:
     def logits(self, first: int, last: int) -> torch.Tensor:
         """Return logits of tokens of the last step; see ModelBackend."""
         return self._decoder.logits(self._hidden[first:last])
+
+    def hidden(self, first: int, last: int) -> torch.Tensor:
+        """Return hidden states of tokens of the last step; see ModelBackend."""
+        return self._decoder.normed(self._hidden[first:last]).float()

@@ -38,7 +38,11 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn [rows, hidden] out of `forward` into float32[rows, vocabulary]."""
-        return self._head(self._norm(hidden)).float()
+        return self._head(self.normed(hidden)).float()
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] out of `forward` behind the last norm."""
+        return self._norm(hidden)
 
 
 class _Layer:

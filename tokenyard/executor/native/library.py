@@ -178,6 +178,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_model_norm": (None, [pointer, number, number, pointer]),
         "ty_model_step": (number, [pointer, ctypes.POINTER(Step)]),
         "ty_model_logits": (number, [pointer, pointer, numbers, pointer]),
+        "ty_model_residual": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_free": (None, [pointer]),
         "ty_product": (number, [pointer, number, number, *[pointer] * 3, *[numbers] * 3, number, pointer]),
     }

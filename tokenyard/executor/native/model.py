@@ -9,6 +9,7 @@ import torch
 from tokenyard.base import ConfigError
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.kv_pool import KvPool
+from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.rotary import rotary_table
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import fused_parts
@@ -40,7 +41,9 @@ class NativeDecoder:
         begin_s = time.perf_counter()
         for layer in range(config.num_layers):
             self._take_layer(weights, layer)
-        self._norm(0, LAST_NORM, weights.get("model.norm.weight", (config.hidden_size,)))
+        last_norm = weights.get("model.norm.weight", (config.hidden_size,))
+        self._norm(0, LAST_NORM, last_norm)
+        self.last_norm = RMSNorm(last_norm.float(), config.norm_eps)
         head = self._embedding if config.tied_embeddings else weights.get("lm_head.weight", shape)
         self._linear(0, HEAD, head, None)
         logger.info("loaded and packed %d layers in %.1f s", config.num_layers, time.perf_counter() - begin_s)
@@ -132,3 +135,10 @@ class NativeModel:
         found = torch.empty(last - first, self._vocabulary)
         check(self._functions.ty_model_logits(self._decoder.model, address(tokens), len(tokens), address(found)))
         return found
+
+    def hidden(self, first: int, last: int) -> torch.Tensor:
+        """Return hidden states of tokens of the last step; see ModelBackend."""
+        tokens = torch.arange(first, last)
+        found = torch.empty(last - first, self._decoder.config.hidden_size)
+        check(self._functions.ty_model_residual(self._decoder.model, address(tokens), len(tokens), address(found)))
+        return self._decoder.last_norm(found)

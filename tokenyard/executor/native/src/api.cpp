@@ -134,6 +134,10 @@ int ty_model_logits(void *model, const int64_t *tokens, int64_t count, float *lo
     return guarded([&] { ((ty::Model *)model)->logits_of_last(tokens, count, logits); });
 }
 
+int ty_model_residual(void *model, const int64_t *tokens, int64_t count, float *residual) {
+    return guarded([&] { ((ty::Model *)model)->residual_of_last(tokens, count, residual); });
+}
+
 void ty_model_free(void *model) { delete (ty::Model *)model; }
 
 int ty_product(void *pool, int level, int dtype, const void *x, const void *weights, const float *bias, int64_t rows,

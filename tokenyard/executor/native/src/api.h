@@ -61,6 +61,7 @@ TY_API void ty_model_norm(void *model, int layer, int which, const float *weight
 // 2: a token id is none of the vocabulary; nothing was done.
 TY_API int ty_model_step(void *model, const ty_step *step);
 TY_API int ty_model_logits(void *model, const int64_t *tokens, int64_t count, float *logits);
+TY_API int ty_model_residual(void *model, const int64_t *tokens, int64_t count, float *residual);
 TY_API void ty_model_free(void *model);
 
 // One product by itself: y = x * weights^T + bias, float32 out; x is active[rows, inputs].

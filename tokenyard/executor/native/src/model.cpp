@@ -117,12 +117,17 @@ void Model::logits_of_last(const int64_t *tokens, int64_t count, float *out) {
     logits(tokens, count, out);
 }
 
+void Model::residual_of_last(const int64_t *tokens, int64_t count, float *out) const {
+    const int64_t hidden = config_.hidden;
+    for (int64_t i = 0; i < count; i++)
+        std::copy_n(x_ + tokens[i] * hidden, hidden, out + i * hidden);
+}
+
 void Model::logits(const int64_t *tokens, int64_t count, float *out) {
     const int64_t hidden = config_.hidden;
     float *x = few_.get_of<float>(count * hidden);
     void *h = few_normed_.get((size_t)(count * hidden * active_bytes_));
-    for (int64_t i = 0; i < count; i++)
-        std::copy_n(x_ + tokens[i] * hidden, hidden, x + i * hidden);
+    residual_of_last(tokens, count, x);
     run_norm(pool_, kernels_, x, norm_.data(), h, count, hidden, config_.eps);
     run_product(pool_, kernels_, all_.width, product(head_, h, STORE, out, config_.vocabulary), count);
 }

@@ -19,6 +19,8 @@ class Model {
     bool step(const ty_step &step);
     // Logits of tokens of the last step: float[count, vocabulary].
     void logits_of_last(const int64_t *tokens, int64_t count, float *out);
+    // What the last layer gave for tokens of the last step, before the norm: float[count, hidden].
+    void residual_of_last(const int64_t *tokens, int64_t count, float *out) const;
 
   private:
     struct Layer {
