@@ -28,6 +28,23 @@ WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你�
 PROMISE = SloTargets(ttft_ns=10**15, tpot_ns=1)
 """A first token that is always in time, and a pace that never is."""
 
+ROW = {"state": "running", "level": 2, "tenant": "acme", "age_ms": 12.5, "prompt": 10, "hit": 4, "computed": 12}
+VIEW: dict[str, Any] = {
+    "groups": [{"state": "running", "level": 2, "tenant": "acme", "requests": 3, "known": 40, "held": 30}],
+    "rows": [{**ROW, "number": 1, "known": 13, "limit": 20, "gates": 0, "paused": False}],
+    "kv": {"rows": 30, "shared": 10, "cached": 20, "held": 0, "free": 40, "total": 100},
+    "prefixes_cut": False,
+    "step_budget_s": 0.05,
+    "step_budget_tokens": 2048,
+    "bins": [
+        {"index": 7, "steps": 2, "prefill": 64, "decode": 6, "busy_ms": 9.0, "longest_ms": 6.0, "foretold_ms": 8.0}
+    ],
+    "counters": {"waiting": 2, "running": 3, "policy": "fcfs", "counters": {"generated_tokens": 9}},
+}
+"""One scheduler as a page sees it."""
+
+HOT = {"begin": 0, "tokens": 16, "hits": 5, "in_use": True, "salted": False, "head": [1, 2, 3]}
+
 
 def word_tokenizer() -> Tokenizer:
     """One token a word, split at spaces; id 0 is for unknown words."""
@@ -140,6 +157,7 @@ class FakeControl:
         self.age_s = 0.1
         self.flushable = True
         self.profiled = False
+        self.watched: list[tuple[bool, int]] = []
         self.explanations: dict[str, list[Explanation]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -171,6 +189,10 @@ class FakeControl:
         policy = {"policy": "priority+lpm", "policy_options": {}, "overtaking": "a bound", "policy_note": "a note"}
         load = {"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100}
         return {**load, **policy, "priority_function": "mod:f", "counters": counters}
+
+    async def watch(self, *, prefixes: bool, bins: int) -> list[dict[str, Any]]:
+        self.watched.append((prefixes, bins))
+        return [dict(VIEW, prefixes=[HOT] if prefixes else None)]
 
     async def start_profile(self) -> bool:
         started, self.profiled = not self.profiled, True

@@ -23,19 +23,20 @@ MAY_IMPORT = {
     "router.load": {"base"},
     "router.choice": {"base", "router.load"},
     "router.index": {"base", "cost"},
-    "router": {"base", "cost", "policy", "router.load", "router.choice", "router.index"},
+    "router": {"base", "cost", "policy", "router.load", "router.choice", "router.index", "ui"},
     "sim": {
         *("base", "cache", "cost", "policy", "scheduler", "tape"),
-        *("transfer.protocol", "router.load", "router.choice", "router.index"),
+        *("transfer.protocol", "router.load", "router.choice", "router.index", "ui"),
     },
     "transfer.protocol": {"base"},
     "engine": {
         *("base", "cost", "policy", "scheduler", "tape", "transfer"),
         *("router.load", "router.choice", "router.index"),
     },
-    "server": {"base", "engine"},
+    "ui": set(),
+    "server": {"base", "engine", "ui"},
     "lang": set(),
-    "bench": {"base", "sim"},
+    "bench": {"base", "sim", "ui"},
 }
 PURE = ("base", "cache", "cost", "policy", "scheduler", "tape", "sim", "router.load", "router.choice", "router.index")
 BANNED = {"torch", "time", "asyncio", "socket", "threading", "multiprocessing", "zmq", "random"}

@@ -1,5 +1,7 @@
 """The disabled prefix cache: it finds nothing and keeps nothing."""
 
+from collections.abc import Iterator
+
 from tokenyard.base import Int32Array, PrefixListener
 from tokenyard.cache.kv_events import KvEvent
 from tokenyard.cache.node import NO_PAGES, Node
@@ -44,6 +46,10 @@ class NoCache:
 
     def unlock(self, node: Node) -> None:
         """Do nothing."""
+
+    def roots(self) -> Iterator[Node]:
+        """No roots."""
+        return iter(())
 
     def record_hit(self, node: Node) -> None:
         """Do nothing."""

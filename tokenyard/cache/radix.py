@@ -238,6 +238,10 @@ class RadixCache:
             assert len(node.key) == len(node.pages) * size > 0, "key and pages differ in length"
             assert node.depth_tokens == node.parent.depth_tokens + len(node.pages) * self.page_size, "depth is off"
 
+    def roots(self) -> Iterator[Node]:
+        """The root of each name space, in the order in which they came; to look at, not to change."""
+        return iter(self._roots.values())
+
     def _nodes(self) -> Iterator[Node]:
         """Every node, parents first; not recursive, because chains get deeper than Python's recursion limit."""
         stack = list(self._roots.values())

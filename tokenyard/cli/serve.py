@@ -24,6 +24,7 @@ from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.requests import ns_from_ms
 from tokenyard.engine.sampling_defaults import read_sampling_defaults
+from tokenyard.policy.registry import POLICIES
 from tokenyard.server.connections import ConnectionLimits
 from tokenyard.server.parse.detect import named
 from tokenyard.server.serving import DrainingServer, listen
@@ -65,6 +66,7 @@ def server_options(settings: Settings) -> ServerOptions:
         model_name=settings.served_model_name,
         max_body_bytes=int(settings.max_body_mb * 1_000_000),
         info=settings.public(),
+        policies=[*POLICIES, "priority"],
         default_sampling=read_sampling_defaults(settings.model_path, settings.sampling_defaults),
         class_targets={
             name: Slo(ns_from_ms(targets.ttft_ms, name), ns_from_ms(targets.tpot_ms, name))

@@ -283,6 +283,12 @@ class TokenizerManager:
         """Return the schedulers' counters; those of the last heartbeats if one is in a step for longer than that."""
         return await self.ranks.snapshot(timeout_s)
 
+    async def watch(self, *, prefixes: bool, bins: int) -> list[dict[str, Any]]:
+        """What a live page shows of each scheduler now (`scheduler.live_view.LiveView` and `watch.step_watch.StepBin`
+        as plain data), with the latest `bins` bins of steps. Raises OverloadedError if one does not answer in time.
+        """
+        return await self.ranks.call("watch", dict[str, Any], SNAPSHOT_TIMEOUT_S, prefixes=prefixes, bins=bins)
+
     def health(self) -> float:
         """Return the seconds since the engine was known to be well; infinite if it never was or is dead.
 

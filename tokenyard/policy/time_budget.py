@@ -101,6 +101,11 @@ class TimeBudgetRule(BudgetRule):
         self._denied_steps = 0
         self._limit_s = 0.0
 
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds that the latest step with prefill was allowed to take, None before the first."""
+        return self._limit_s or None
+
     @override
     def begin(self, views: Views) -> TimeBudget:
         """The views must come with a cost model."""

@@ -14,6 +14,7 @@ from tokenyard.base.version import __version__
 from tokenyard.router.errors import RouterError
 from tokenyard.router.front import JSON_TYPE, FrontConnection, Incoming, Job
 from tokenyard.router.health import ask
+from tokenyard.router.page import answer_page, is_page
 from tokenyard.router.workers import Worker
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Control:
         path = request.path
         return (
             path in OPEN_PATHS
+            or is_page(request)
             or path in FAN_OUT
             or path in PLAIN
             or path == "/workers"
@@ -55,6 +57,9 @@ class Control:
                 router.workers, router.index, waiting=len(router.queue), open_requests=len(router.exchanges)
             )
             front.answer(200, text, [PROMETHEUS])
+            return None
+        if is_page(request):
+            answer_page(front, request)
             return None
         if path in OPEN_PATHS:
             self._probe(front, path)

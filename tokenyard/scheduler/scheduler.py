@@ -52,6 +52,7 @@ from tokenyard.policy.adaptive import changed
 from tokenyard.policy.priority_function import MOST_BOOST, RequestView
 from tokenyard.scheduler.committer import Committer
 from tokenyard.scheduler.lifecycle import Gate, State
+from tokenyard.scheduler.live_view import LiveView, take_live_view
 from tokenyard.scheduler.lookahead_state import LookaheadState, take_lookahead_state
 from tokenyard.scheduler.multi_step import extend_plan
 from tokenyard.scheduler.plan_builder import PlanBuilder
@@ -433,6 +434,10 @@ class Scheduler:
     def lookahead_state(self, now: int) -> LookaheadState:
         """The state that a look ahead starts from; see `scheduler.lookahead_state`."""
         return take_lookahead_state(self.state, now)
+
+    def live_view(self, now: int, *, prefixes: bool) -> LiveView:
+        """Who waits and runs, who holds KV, and with `prefixes` which parts of the tree are hot; see `live_view`."""
+        return take_live_view(self.state, now, prefixes=prefixes)
 
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""

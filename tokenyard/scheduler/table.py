@@ -238,6 +238,10 @@ class RequestTable:
             name = ""
         return self._tenants.setdefault(name, len(self._tenants))
 
+    def tenant_names(self) -> list[str]:
+        """The names of all tenants so far, by their numbers."""
+        return list(self._tenants)
+
     def numbers(self) -> list[int]:
         """The numbers of all requests, in order of arrival."""
         return sorted(self._row_of_number, key=lambda number: int(self.seq[self._row_of_number[number]]))

@@ -23,6 +23,7 @@ from tokenyard.server import (
     native,
     ollama,
     openai,
+    page,
     profile,
     requests,
     responses,
@@ -39,6 +40,7 @@ from tokenyard.server.errors import (
     internal_error,
     outcome_of,
 )
+from tokenyard.server.live import LiveFeed
 from tokenyard.server.middleware import TENANT, Authentication
 from tokenyard.server.offered import nothing_at
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
@@ -128,6 +130,8 @@ def create_app(state: ServerState) -> ASGIApp:
     api.include_router(profile.router)
     api.include_router(scheduling.router)
     api.include_router(ollama.router)
+    api.include_router(page.router)
+    api.router.routes.append(Route("/v1/live", LiveFeed(state), methods=["GET"]))
     api.add_exception_handler(TokenyardError, _on_error)
     api.add_exception_handler(ClientGoneError, _on_client_gone)
     api.add_exception_handler(HTTPException, _on_http_exception)

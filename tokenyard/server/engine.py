@@ -91,6 +91,11 @@ class Control(Protocol):
     async def snapshot(self, timeout_s: float = 2.0) -> Mapping[str, Any]:
         """Counters of the scheduler, not quite new ones if it does not answer in time."""
 
+    async def watch(self, *, prefixes: bool, bins: int) -> list[dict[str, Any]]:
+        """What a live page shows of each scheduler now, and of its latest steps. Raises OverloadedError without an
+        answer in time.
+        """
+
     async def start_profile(self) -> bool:
         """Begin a timeline of the steps; False if one runs."""
 

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp
 from tokenyard.server.dialects import dialect_of
 from tokenyard.server.errors import HttpError
 from tokenyard.server.stream import Receive, Reply, Scope, Send
+from tokenyard.ui.files import SERVER_PAGE
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 ADMIN_PATHS = frozenset(
@@ -22,6 +23,7 @@ ADMIN_PATHS = frozenset(
         "/get_server_info",
         "/server_info",
         "/v1/scheduler",
+        "/v1/live",
     }
 )
 TENANT = "tokenyard.tenant"
@@ -32,7 +34,7 @@ ADMIN_PREFIX = "/v1/requests/"
 
 
 class Authentication:
-    """Asks for the API key on every path but probes and metrics, and for the admin key on admin paths.
+    """Asks for the API key on every path but probes, metrics and the page's files; on admin paths for the admin key.
 
     With only an API key, that one opens admin paths as well; with only an admin key, the other paths are open. A key of
     `tenant_keys` (by tenant) opens what the API key does but for admin paths, and says whose request it is.
@@ -55,7 +57,7 @@ class Authentication:
     def _allowed(self, scope: Scope) -> bool:
         """Whether the key in the request, compared in constant time, opens its path."""
         path = scope["path"]
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path in SERVER_PAGE:
             return True
         given = _bearer_key(scope)
         if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX):

@@ -39,6 +39,7 @@ class ServerOptions:
     log_requests_content: bool = False
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
     class_targets: Mapping[str, Slo] = field(default_factory=dict)
+    policies: list[str] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
 
 

@@ -5,6 +5,7 @@ from typing import Protocol
 from tokenyard.base import CostModel, Event, Explanation, Flush, StepPlan, StepResult, TokenBatch
 from tokenyard.cache.kv_events import KvRecord
 from tokenyard.policy.priority_function import RequestView
+from tokenyard.scheduler.live_view import LiveView
 from tokenyard.scheduler.lookahead_state import LookaheadState
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.scheduler.snapshot import Snapshot
@@ -134,6 +135,10 @@ class Recorder:
     def lookahead_state(self, now: int) -> LookaheadState:
         """The state that a look ahead starts from."""
         return self.scheduler.lookahead_state(now)
+
+    def live_view(self, now: int, *, prefixes: bool) -> LiveView:
+        """Who waits and runs, who holds KV, and which prefixes are hot."""
+        return self.scheduler.live_view(now, prefixes=prefixes)
 
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""

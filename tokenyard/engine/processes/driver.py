@@ -33,6 +33,7 @@ from tokenyard.engine.watch.lookahead_client import LookaheadClient
 from tokenyard.engine.watch.priority_updates import PriorityUpdates
 from tokenyard.engine.watch.profile import StepProfile
 from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.engine.watch.step_watch import StepWatch
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.tape.recorder import Core
 
@@ -110,6 +111,7 @@ class Driver:
         self._policy_note = policy_note
         self._rank = rank
         self._profile: StepProfile | None = None
+        self._steps: StepWatch | None = None
         self._verbs: dict[Verb, Callable[..., Any]] = {
             "snapshot": self._counters,
             "explain": self._explain,
@@ -117,6 +119,7 @@ class Driver:
             "flush": scheduler.flush,
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
+            "watch": self._watch,
         }
         self._look_at_policy()
 
@@ -205,6 +208,8 @@ class Driver:
             self._state.enter("host")
         self._failures = 0
         self._launched.popleft()
+        if self._steps is not None:
+            self._steps.add(step.plan, result.seconds, self._scheduler.cost, time.monotonic_ns())
         for place, message in result.failures.items():
             number = self._scheduler.number_in(step.plan, place)
             if number is not None:
@@ -300,6 +305,13 @@ class Driver:
         profile, self._profile = self._profile, None
         return None if profile is None else profile.stop()
 
+    def _watch(self, now: int, prefixes: bool, bins: int) -> dict[str, Any]:
+        """What a live page shows of this moment. The first call begins to note steps, which ends when none follows."""
+        if self._steps is None:
+            self._steps = StepWatch()
+        view = self._scheduler.live_view(now, prefixes=prefixes)
+        return asdict(view) | {"bins": self._steps.latest(bins, now), "counters": self._state.counters}
+
     def _snapshot(self) -> Snapshot:
         """The state of the scheduler; its policy is asked for what it measures."""
         with self._guard.watch():
@@ -386,6 +398,8 @@ class Driver:
         if now - self._counters_at_ns >= COUNTERS_EVERY_NS:
             self._counters_at_ns = now
             self._state.counters = self._counters(now)
+            if self._steps is not None and self._steps.forgotten(now):
+                self._steps = None
 
 
 def _cause_of(error: Exception) -> AbortCause:

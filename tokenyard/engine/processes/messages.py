@@ -11,7 +11,7 @@ import msgspec
 
 from tokenyard.base import Event, Finish, Int32Array, Int64Array, TokenBatch, TokenLogprobs
 
-Verb = Literal["snapshot", "explain", "set_policy", "flush", "start_profile", "stop_profile"]
+Verb = Literal["snapshot", "explain", "set_policy", "flush", "start_profile", "stop_profile", "watch"]
 """What a scheduler process can be asked to do, apart from taking in events; `processes/driver.py` has the functions."""
 
 

@@ -1,0 +1,206 @@
+"""What a person who watches the scheduler wants to see: who waits and runs, who holds KV, which prefixes are hot."""
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from tokenyard.base import NS_PER_MS, Int32Array
+from tokenyard.cache.node import TOKEN_DTYPE, Node
+from tokenyard.scheduler.lifecycle import Gate, State
+from tokenyard.scheduler.state import SchedulerState
+from tokenyard.scheduler.table import MOST_TENANTS
+
+STATES = {State.WAITING: "waiting", State.LOADING: "loading", State.PREFILL: "prefill", State.RUNNING: "running"}
+MOST_ROWS = 48
+"""Single requests shown of those that wait, and of those that have a place; groups count all of them."""
+
+MOST_PREFIXES = 12
+MOST_NODES = 2048
+"""Nodes looked at for hot prefixes: the walk must not grow with the tree."""
+
+HEAD_TOKENS = 32
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests of one state, level of service class and tenant. known: their tokens; held: those with KV of their own
+    (on pages that no other row shares).
+    """
+
+    state: str
+    level: int
+    tenant: str
+    requests: int
+    known: int
+    held: int
+
+
+@dataclass(slots=True)
+class RowView:
+    """One request. hit, computed, known, limit: tokens, see `table.RequestTable`. gates: why it may not start, as bits
+    of `lifecycle.Gate`. age_ms: since its arrival.
+    """
+
+    number: int
+    state: str
+    level: int
+    tenant: str
+    age_ms: float
+    prompt: int
+    hit: int
+    computed: int
+    known: int
+    limit: int
+    gates: int
+    paused: bool
+
+
+@dataclass(slots=True)
+class Prefix:
+    """A run of the tree. begin: tokens before it from the root. hits: admissions that used it. in_use: whether a row
+    has locked it. head: its first token ids. salted: it is of a name space of its own.
+    """
+
+    begin: int
+    tokens: int
+    hits: int
+    in_use: bool
+    salted: bool
+    head: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class KvOwners:
+    """Tokens of the device's pool by owner. rows: private pages of requests. shared: pages of the tree that requests
+    have locked. cached: pages of the tree that can be evicted. held: pages of readers and writers outside.
+    """
+
+    rows: int
+    shared: int
+    cached: int
+    held: int
+    free: int
+    total: int
+
+
+@dataclass(slots=True)
+class LiveView:
+    """One moment. prefixes: hottest first (most tokens saved), None where they were not asked for; prefixes_cut:
+    whether the tree has more nodes than were looked at. step_budget_s: the time that a policy allows a step, None for
+    policies that do not bound time. step_budget_tokens: prompt tokens that a step may compute, -1 for no bound.
+    """
+
+    groups: list[Group]
+    rows: list[RowView]
+    kv: KvOwners
+    prefixes: list[Prefix] | None
+    prefixes_cut: bool
+    step_budget_s: float | None
+    step_budget_tokens: int
+
+
+def take_live_view(state: SchedulerState, now: int, *, prefixes: bool) -> LiveView:
+    """The view at `now` (ns). Its cost does not grow with the queue but for a few numpy calls, nor with the tree."""
+    found, cut = _hot_prefixes(state) if prefixes else (None, False)
+    return LiveView(
+        groups=_groups(state),
+        rows=_rows(state, now),
+        kv=_owners(state),
+        prefixes=found,
+        prefixes_cut=cut,
+        step_budget_s=getattr(state.policy.budget_rule, "limit_s", None),
+        step_budget_tokens=state.settings.chunked_prefill_size,
+    )
+
+
+def _groups(state: SchedulerState) -> list[Group]:
+    table = state.table
+    rows = np.concatenate([one.rows for one in (state.waiting, state.loading, state.prefilling, state.running)])
+    if not len(rows):
+        return []
+    keys = (table.state[rows].astype(np.int64) * 8 + table.service_level[rows]) * MOST_TENANTS * 2 + table.tenant[rows]
+    distinct, place = np.unique(keys, return_inverse=True)
+    counts = np.bincount(place)
+    known = np.bincount(place, table.known[rows])
+    held = np.bincount(place, np.maximum(table.held[rows] - table.cached[rows], 0))
+    names = table.tenant_names()
+    groups = []
+    for index, key in enumerate(distinct.tolist()):
+        head, tenant = divmod(key, MOST_TENANTS * 2)
+        kind, level = divmod(head, 8)
+        group = Group(STATES[kind], level, names[tenant], int(counts[index]), int(known[index]), int(held[index]))
+        groups.append(group)
+    return groups
+
+
+def _rows(state: SchedulerState, now: int) -> list[RowView]:
+    placed = np.concatenate([one.rows for one in (state.loading, state.prefilling, state.running)])
+    shown = [*state.waiting.rows[:MOST_ROWS].tolist(), *placed[:MOST_ROWS].tolist()]
+    return [_row(state, row, now) for row in shown]
+
+
+def _row(state: SchedulerState, row: int, now: int) -> RowView:
+    table = state.table
+    return RowView(
+        number=int(table.number[row]),
+        state=STATES[int(table.state[row])],
+        level=int(table.service_level[row]),
+        tenant=table.request(row).tenant,
+        age_ms=(now - int(table.arrival_ns[row])) / NS_PER_MS,
+        prompt=int(table.prompt_tokens[row]),
+        hit=int(table.hit[row]),
+        computed=int(table.computed[row]),
+        known=int(table.known[row]),
+        limit=int(table.limit[row]) + 1,
+        gates=int(table.gates[row]),
+        paused=bool(table.gates[row] & Gate.PAUSED),
+    )
+
+
+def _owners(state: SchedulerState) -> KvOwners:
+    memory = state.memory
+    size, tree = memory.page_size, memory.tree
+    pages = memory.num_pages - memory.allocator.available - tree.evictable_pages - tree.protected_pages
+    return KvOwners(
+        rows=(pages - memory.held_pages) * size,
+        shared=tree.protected_pages * size,
+        cached=tree.evictable_pages * size,
+        held=memory.held_pages * size,
+        free=memory.allocator.available * size,
+        total=memory.num_pages * size,
+    )
+
+
+def _hot_prefixes(state: SchedulerState) -> tuple[list[Prefix], bool]:
+    """The runs that saved most tokens, and whether there are nodes that were not looked at.
+
+    A child is never hit more often than its parent, so the nodes with most hits are visited first.
+    """
+    heap: list[tuple[int, int, Node, bool]] = []
+    seen = 0
+    for root in islice(state.memory.tree.roots(), MOST_NODES):
+        seen += _push(heap, root, bool(root.namespace), MOST_NODES - seen, seen)
+    visited: list[tuple[Node, bool]] = []
+    while heap:
+        _, _, node, salted = heapq.heappop(heap)
+        visited.append((node, salted))
+        seen += _push(heap, node, salted, MOST_NODES - seen, seen)
+    visited = [(node, salted) for node, salted in visited if node.hits]
+    best = heapq.nlargest(MOST_PREFIXES, visited, key=lambda one: one[0].hits * len(one[0].pages))
+    return [_prefix(node, salted) for node, salted in best], seen >= MOST_NODES
+
+
+def _push(heap: list[tuple[int, int, Node, bool]], node: Node, salted: bool, most: int, seen: int) -> int:
+    """Put up to `most` children of a node on the heap; how many. `seen` keeps equal hits in a fixed order."""
+    children = list(islice(node.children.values(), max(most, 0)))
+    for place, child in enumerate(children):
+        heapq.heappush(heap, (-child.hits, seen + place, child, salted))
+    return len(children)
+
+
+def _prefix(node: Node, salted: bool) -> Prefix:
+    ids: Int32Array = np.frombuffer(node.key, TOKEN_DTYPE)
+    begin = node.depth_tokens - len(ids)
+    return Prefix(begin, len(ids), node.hits, node.locked, salted, ids[:HEAD_TOKENS].tolist())

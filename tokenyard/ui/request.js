@@ -1,0 +1,109 @@
+/* One request: where its time went, what it waited behind, and the levers that reach it. */
+"use strict";
+const YardRequest = (() => {
+  const { el, key, number, duration, slot } = Yard;
+  const $ = (id) => document.getElementById(id);
+  const STAGES = [
+    ["queue", "waiting in the queue", slot(2)], ["loading", "loading KV", slot(6)], ["prefill", "prefill", slot(0)],
+    ["decode", "decode", slot(1)], ["requeued", "waiting again", slot(7)], ["recompute", "computing again", slot(5)], ["paused", "paused", "other"],
+  ];
+  let ask = null;
+
+  function timeline(answer) {
+    const stages = answer.stages_ms;
+    const total = Math.max(answer.total_ms, 0.001);
+    const bar = el("div", { class: "timeline", role: "img", "aria-label": answer.summary });
+    const legend = el("div", { class: "legend" });
+    for (const [name, text, color] of STAGES) {
+      const ms = stages[name] || 0;
+      if (!ms) continue;
+      const part = el("i", { title: `${text}: ${duration(ms)}` });
+      part.style.background = `var(--${color})`;
+      part.style.flexGrow = String(ms / total);
+      bar.append(part);
+      legend.append(el("span", {}, key(color), el("span", { text }), el("b", { text: duration(ms) })));
+    }
+    return [bar, legend];
+  }
+
+  function facts(answer) {
+    const lost = answer.lost_its_place;
+    const behind = answer.waited_behind;
+    const list = el("dl", { class: "facts num" });
+    const add = (name, value, wide) => list.append(el("div", { class: wide ? "wide" : undefined }, el("dt", { text: name }), el("dd", { text: value })));
+    add("Prompt tokens, from the cache", `${number(answer.prompt_tokens)}, ${number(answer.cached_tokens)}`);
+    add("Answer tokens", number(answer.completion_tokens));
+    add("Prefill chunks", number(answer.prefill_chunks));
+    add("Lost its place", `${lost.preempted} preempted, ${lost.out_of_pages} out of pages, ${lost.paused} paused`);
+    add("Computed again", `${number(lost.recomputed_tokens)} tokens`);
+    add("On arrival", `${number(behind.admitted_at_arrival)} had a place, ${number(behind.waiting_at_arrival)} waited`);
+    add("Less urgent ones had a place", duration(behind.less_urgent_in_place_ms));
+    add("Policy", behind.policy || "not started yet");
+    add("What may overtake it", behind.overtaking || "–", true);
+    return list;
+  }
+
+  function others(title, starts) {
+    if (!starts.requests) return null;
+    const ids = el("div", { class: "ids" });
+    for (const id of starts.latest_ids) {
+      ids.append(id.startsWith("#") ? el("span", { class: "mono", text: id }) : el("button", { type: "button", class: "plain mono", text: id, onclick: () => open(id) }));
+    }
+    return el("div", {}, el("h3", { text: `${title}: ${number(starts.requests)} (${number(starts.tokens)} tokens to compute)` }), ids);
+  }
+
+  function answerView(answer) {
+    const state = answer.finish_reason ? `ended: ${answer.finish_reason}` : answer.state;
+    const view = el("div", { class: "answer" }, el("p", {}, el("b", { text: state }), ` after ${duration(answer.total_ms)}`), ...timeline(answer));
+    if (answer.message) view.append(el("p", { class: "warn", text: answer.message }));
+    view.append(facts(answer));
+    const behind = answer.waited_behind;
+    for (const part of [others("Came earlier and started first", behind.earlier), others("Came later and overtook it", behind.later)]) if (part) view.append(part);
+    return view;
+  }
+
+  function levers(id, reload) {
+    const told = el("span", { role: "status" });
+    const input = el("input", { type: "number", step: "1", "aria-label": "Priority" });
+    const run = async (method, path, body, done) => {
+      const answer = await ask(method, path, body);
+      told.className = answer.ok ? "good" : "bad";
+      told.textContent = answer.ok ? answer.value.note || done : answer.message;
+      if (answer.ok) reload();
+    };
+    const path = `v1/requests/${encodeURIComponent(id)}`;
+    const button = (text, act) => el("button", { type: "button", text, onclick: act });
+    const set = button("Set priority", () => input.value !== "" && run("PATCH", path, { priority: Number(input.value) }, "priority set"));
+    return el("div", { class: "stack" }, el("h3", { text: "Change it (admin key)" }), el("div", { class: "actions" }, el("label", { text: "Priority" }, input), set,
+      button("Pause", () => run("POST", `${path}/pause`, undefined, "paused")),
+      button("Resume", () => run("POST", `${path}/resume`, undefined, "resumed")),
+      button("Abort", () => run("POST", "abort_request", { rid: id }, "aborted")), told));
+  }
+
+  async function open(id) {
+    const dialog = $("request");
+    $("request-title").textContent = id;
+    const body = $("request-body");
+    const answers = el("div", { class: "stack" });
+    const load = async () => {
+      const answer = await ask("GET", `v1/requests/${encodeURIComponent(id)}/explain`);
+      if (!answer.ok) { answers.replaceChildren(el("p", { class: "bad", text: answer.message })); return false; }
+      answers.replaceChildren(...answer.value.answers.map(answerView));
+      return answer.value.answers.some((one) => !one.finish_reason && one.state !== "ended");
+    };
+    body.replaceChildren(answers);
+    if (!dialog.open) dialog.showModal();
+    const open_ = await load();
+    if ($("request-title").textContent !== id) return;
+    if (open_) {
+      body.append(levers(id, load));
+      const timer = setInterval(async () => {
+        if (!dialog.open || $("request-title").textContent !== id || !(await load())) clearInterval(timer);
+      }, 1000);
+    }
+  }
+
+  /* `askServer(method, path, body)` answers {ok, value, message}. */
+  function start(askServer) { ask = askServer; }
+  return { start, open };
+})();
