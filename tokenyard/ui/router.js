@@ -3,7 +3,7 @@
 (() => {
   const { el, key, number, percent, duration, slot, chart } = Yard;
   const $ = (id) => document.getElementById(id);
-  const KEPT = 120, PREFIX = "tokenyard_router_", SPILLED = ["spilled_load", "spilled_bound"];
+  const KEPT = 120, PREFIX = "tokenyard_router_", SPILLED = ["spilled_for_load", "spilled_by_bound"];
   const KEY_AT = "tokenyard.router.key";
   let secret = "";
   try { secret = sessionStorage.getItem(KEY_AT) || ""; } catch { /* none kept */ }
