@@ -6,7 +6,7 @@ import pytest
 
 from tokenyard.base import ConfigError
 from tokenyard.cli.bench import _backend
-from tokenyard.cli.flags import parse_tenants, read_config_file
+from tokenyard.cli.flags import all_settings, parse_tenants, read_config_file
 from tokenyard.cli.generate import _from_json
 from tokenyard.cost.profiles import load_profile
 from tokenyard.engine.text.model_files import read_json
@@ -43,7 +43,7 @@ def test_the_config_of_a_model(deep):
 def test_the_config_of_a_server(deep):
     path = str(deep("x.yaml", YAML))
     with pytest.raises(ConfigError, match=r"x\.yaml cannot be read"):
-        read_config_file(path)
+        read_config_file(path, all_settings())
     with pytest.raises(ValueError, match=r"x\.yaml cannot be read"):
         parse_tenants(path)
 

@@ -102,11 +102,11 @@ def test_a_drain_lets_answers_end(mock_server):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--policy", "nearest"], "there is no router policy 'nearest'"),
-        (["--worker-urls", "http://a:1", "http://a:1/"], "names http://a:1 twice"),
+        (["--policy", "nearest"], "--policy is 'nearest'; choose from predicted_ttft"),
+        (["--worker-urls", "http://a:1", "http://a:1/"], "http://a:1 is named twice"),
         (["--worker-urls", "ftp://a"], "is no worker"),
         (["--port", "many"], "--port: 'many' is not a whole number"),
-        (["--max-retries", "-1"], "--max-retries is -1; it must be from 0"),
+        (["--max-retries", "-1"], "--max-retries is -1; it must be at least 0"),
         (["--tls-cert-path", "x"], "belong together"),
         (["--tls-cert-path", "/no", "--tls-key-path", "/no"], "cannot be used"),
         (["--tenant-weights", "gold"], "takes name=weight"),

@@ -74,7 +74,7 @@ def test_numbers_that_begin_anew_and_gaps():
     async def main():
         async with FakeWorker() as worker, routing(worker) as (router, _):
             events = KvEvents(router, "tcp://{host}:5557")
-            follower = Follower(events, router, "w")
+            follower = Follower(events, router.index, "w")
             follower.take(message(5, STORED))
             follower.take(message(9))
             assert events.gaps == 1
@@ -100,7 +100,7 @@ def test_numbers_that_begin_anew_and_gaps():
 def test_junk_is_ignored(frames):
     async def main():
         async with FakeWorker() as worker, routing(worker) as (router, _):
-            Follower(KvEvents(router, "tcp://{host}:1"), router, "w").take(frames)
+            Follower(KvEvents(router, "tcp://{host}:1"), router.index, "w").take(frames)
             assert router.index.bytes == 0
 
     asyncio.run(main())

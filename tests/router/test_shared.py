@@ -138,7 +138,7 @@ def test_only_news_of_others_about_known_targets_counts():
             assert router.index.blocks_of(name) == 1
             for wrong in ("http://x", "redis://", "x"):
                 with pytest.raises(ConfigError, match="--shared-url"):
-                    Shared(router, wrong)
+                    Shared(wrong, "r", router.workers, router.index, router.policy)
 
     asyncio.run(main())
 

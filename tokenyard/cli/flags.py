@@ -82,6 +82,11 @@ def parse_counts(text: str) -> tuple[int, ...]:
     return tuple(parse_count(word) for word in parse_list(text))
 
 
+def parse_words(text: str) -> tuple[str, ...]:
+    """Words between commas or spaces."""
+    return tuple(text.replace(",", " ").split())
+
+
 def parse_options(value: str | dict[str, Any]) -> dict[str, float | int | str | bool]:
     """A mapping, or pairs like name=value,name=value with YAML scalars. Raises ValueError if a pair has no `=`."""
     if isinstance(value, dict):
@@ -157,6 +162,8 @@ def _parser_of(annotation: Any) -> Callable[[Any], Any]:
         return parse_slo_classes
     if annotation == dict[str, str]:
         return parse_texts
+    if annotation == tuple[str, ...]:
+        return parse_words
     kind = typing.get_origin(annotation) or annotation
     parsers: dict[Any, Callable[[Any], Any]] = {
         tuple: parse_counts,
@@ -178,6 +185,7 @@ class Flag:
     declared: Declaration
     default: Any
     parse: Callable[[Any], Any]
+    prefix: str = ENV_PREFIX
 
     @property
     def dashed(self) -> str:
@@ -204,7 +212,7 @@ class Flag:
     @property
     def env(self) -> str:
         """Name of the environment variable."""
-        return ENV_PREFIX + self.name.upper()
+        return self.prefix + self.name.upper()
 
     def read(self, value: Any, where: str) -> Any:
         """`value` (text, or what YAML made of it) as the setting's type. Raises ConfigError naming `where`."""
@@ -237,19 +245,27 @@ class Flag:
         text = argparse.SUPPRESS if hidden else self.describe()
         if not self.is_bool:
             metavar = self.name.rsplit("_", 1)[-1].upper()
-            group.add_argument(*self.positive, dest=self.name, metavar=metavar, help=text)
+            several = "+" if self.parse is parse_words else None
+            group.add_argument(*self.positive, dest=self.name, metavar=metavar, help=text, nargs=several)
             return
         for flags, value, shown in ((self.positive, "true", text), (self.negative, "false", argparse.SUPPRESS)):
             group.add_argument(*flags, dest=self.name, action="store_const", const=value, help=shown)
 
 
-def all_settings() -> list[Flag]:
-    """Every setting, in the order of the fields; those for files alone have no flag."""
-    hints, defaults = typing.get_type_hints(Settings), Settings()
+def settings_of(kind: Callable[[], Any], prefix: str = ENV_PREFIX) -> list[Flag]:
+    """Every setting of a dataclass that `declare.setting` made, in the order of the fields; those for files alone have
+    no flag. `prefix`: of their names in the environment.
+    """
+    hints, defaults = typing.get_type_hints(kind), kind()
     return [
-        Flag(name, declared, getattr(defaults, name), _parser_of(hints[name]))
-        for name, declared in declarations(Settings).items()
+        Flag(name, declared, getattr(defaults, name), _parser_of(hints[name]), prefix)
+        for name, declared in declarations(kind).items()
     ]
+
+
+def all_settings() -> list[Flag]:
+    """Every setting of a server."""
+    return settings_of(Settings)
 
 
 def all_flags() -> list[Flag]:
@@ -298,16 +314,25 @@ def _options_of(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> 
     return options
 
 
-def add_setting_flags(parser: argparse.ArgumentParser, *, word: str = "") -> None:
-    """Add all settings to `parser`, in groups, and `--config`. With `word`, only those it matches are in the help."""
+def add_setting_flags(
+    parser: argparse.ArgumentParser,
+    settings: Sequence[Flag] | None = None,
+    groups_text: Mapping[str, str] = GROUPS,
+    *,
+    word: str = "",
+) -> None:
+    """Add `settings` (of a server, if not given) and `--config` to `parser`, in groups. With `word`, only those that it
+    matches are in the help.
+    """
+    settings = all_settings() if settings is None else settings
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags and environment win over it")
-    matching = [flag for flag in all_settings() if flag.matches(word)]
+    matching = [flag for flag in settings if flag.matches(word)]
     if not matching:
         parser.epilog = f"no setting is about {word!r}"
     shown = {flag.declared.group for flag in matching if flag.positive}
-    groups = {name: parser.add_argument_group(name, text) for name, text in GROUPS.items() if name in shown}
+    groups = {name: parser.add_argument_group(name, text) for name, text in groups_text.items() if name in shown}
     names = {flag.name for flag in matching}
-    for flag in all_flags():
+    for flag in (flag for flag in settings if flag.positive):
         flag.add_to(groups.get(flag.declared.group, parser), hidden=flag.name not in names)
     if file_only := [flag for flag in matching if not flag.positive]:
         _list_file_only(parser, file_only)
@@ -346,8 +371,10 @@ def split_help_word(argv: Sequence[str]) -> tuple[list[str], str]:
     return words, ""
 
 
-def read_config_file(path: str) -> dict[str, Any]:
-    """Settings of a YAML file, by field name. Raises ConfigError for an unreadable file or an unknown key."""
+def read_config_file(path: str, settings: Sequence[Flag]) -> dict[str, Any]:
+    """Those of `settings` that a YAML file has, by field name. Raises ConfigError for an unreadable file or an unknown
+    key.
+    """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -356,7 +383,6 @@ def read_config_file(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `name: value` lines")
-    settings = all_settings()
     known = {option[2:]: flag.name for flag in settings for option in flag.positive if "--no-" not in option}
     known |= {flag.dashed: flag.name for flag in settings if not flag.positive}
     values: dict[str, Any] = {}
@@ -378,16 +404,24 @@ class Resolved:
 
 
 def resolve(namespace: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Resolved:
-    """Settings from parsed arguments, environment, config file and defaults, in that order of precedence.
+    """A server's settings from parsed arguments, environment, config file and defaults, in that order of precedence.
 
     Raises ConfigError for a value that cannot be read.
     """
+    values, sources = resolve_values(all_settings(), namespace, environ)
+    return Resolved(Settings(**values), sources)
+
+
+def resolve_values(
+    settings: Sequence[Flag], namespace: Mapping[str, Any], environ: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of `settings` that are given, and where each came from; see `resolve`."""
     environ = os.environ if environ is None else environ
-    path = namespace.get("config") or environ.get(ENV_PREFIX + "CONFIG")
-    from_file = read_config_file(path) if path else {}
+    path = namespace.get("config") or environ.get(settings[0].prefix + "CONFIG")
+    from_file = read_config_file(path, settings) if path else {}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for flag in all_settings():
+    for flag in settings:
         if namespace.get(flag.name) is not None:
             raw, sources[flag.name] = namespace[flag.name], flag.positive[0]
         elif flag.env in environ:
@@ -400,7 +434,7 @@ def resolve(namespace: Mapping[str, Any], environ: Mapping[str, str] | None = No
         values[flag.name] = flag.read(raw, sources[flag.name])
         if flag.declared.secret and values[flag.name] == "":
             raise ConfigError(f"{sources[flag.name]} is empty; leave it out if every client may call")
-    return Resolved(Settings(**values), sources)
+    return values, sources
 
 
 def _check_not_of_kubernetes(name: str, value: str) -> None:

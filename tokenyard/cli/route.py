@@ -3,21 +3,18 @@
 import argparse
 import asyncio
 import logging
-import os
 import socket
-import typing
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tokenyard.base import ConfigError, Int32Array
+from tokenyard.base import Int32Array
 from tokenyard.base.log_format import TextFormatter
-from tokenyard.cli.flags import ENV_PREFIX, parse_bool, parse_count, parse_float
+from tokenyard.cli.flags import ENV_PREFIX, add_setting_flags, resolve_values, settings_of
 from tokenyard.router.features import Tokenize
-from tokenyard.router.settings import RouterSettings, flag_of
+from tokenyard.router.settings import GROUPS, RouterSettings
 
 ENV = ENV_PREFIX + "ROUTE_"
 MOST_TOKENIZED_CHARS = 400_000
@@ -26,55 +23,16 @@ MOST_TOKENIZED_CHARS = 400_000
 
 def add_route_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag for each setting."""
-    for item in fields(RouterSettings):
-        kind = _kind(item.name)
-        options: dict[str, Any] = {"dest": item.name, "default": None}
-        default = "" if item.default in ("", ()) or item.default is False else f" [{_shown(item.default)}]"
-        text = item.metadata["help"].replace("%", "%%") + default
-        metavar = item.name.rsplit("_", 1)[-1].upper()
-        if kind is bool:
-            parser.add_argument(flag_of(item), action="store_const", const="true", help=text, **options)
-            off = "--no-" + flag_of(item).removeprefix("--")
-            off_help = f"do not {text}" if item.default else argparse.SUPPRESS
-            parser.add_argument(off, action="store_const", const="false", help=off_help, **options)
-        elif kind is tuple:
-            parser.add_argument(flag_of(item), nargs="+", metavar=metavar, help=text, **options)
-        else:
-            parser.add_argument(flag_of(item), metavar=metavar, help=text, **options)
+    add_setting_flags(parser, settings_of(RouterSettings, ENV), GROUPS)
 
 
-def _kind(name: str) -> Any:
-    kind = typing.get_type_hints(RouterSettings)[name]
-    return typing.get_origin(kind) or kind
+def route_settings(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> RouterSettings:
+    """Settings from flags, then the environment (TOKENYARD_ROUTE_...), then the file of --config, then defaults.
 
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def route_settings(given: dict[str, Any], environ: dict[str, str] | None = None) -> RouterSettings:
-    """Settings from flags, then the environment (TOKENYARD_ROUTE_...), then defaults. Raises ConfigError."""
-    environ = dict(os.environ) if environ is None else environ
-    values: dict[str, Any] = {}
-    for item in fields(RouterSettings):
-        name = ENV + item.name.upper()
-        raw = given.get(item.name)
-        raw, source = (environ.get(name), name) if raw is None else (raw, flag_of(item))
-        if raw is not None:
-            values[item.name] = _read(_kind(item.name), raw, source)
+    Raises ConfigError.
+    """
+    values, _ = resolve_values(settings_of(RouterSettings, ENV), given, environ)
     return RouterSettings(**values)
-
-
-def _read(kind: Any, raw: Any, source: str) -> Any:
-    """A value from its text. Raises ConfigError, naming `source`."""
-    readers: dict[Any, Callable[[str], Any]] = {bool: parse_bool, int: parse_count, float: parse_float, str: str}
-    if kind is tuple:
-        words = [raw] if isinstance(raw, str) else raw
-        return tuple(part for word in words for part in word.replace(",", " ").split())
-    try:
-        return readers[kind](raw)
-    except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from None
 
 
 def route(namespace: argparse.Namespace) -> int:

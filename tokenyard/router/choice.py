@@ -5,6 +5,7 @@ holds: how much of the prompt each target is believed to hold is one of the feat
 """
 
 import difflib
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Features:
 
     tokens: of the prompt, estimated where only its text is known. matched: per target, in their order, prompt tokens
     that its cache should hold; empty if nobody looked. key: 64 bits that requests with the same beginning share.
-    session: who must come back to the same target, "" for nobody.
+    session: what must come back to the same target, "" for nothing.
     """
 
     tokens: int
@@ -72,7 +73,7 @@ class PolicyOptions:
     balance_rel_threshold: float = BALANCE_REL_THRESHOLD
 
 
-class RoutePolicy:
+class RoutePolicy(ABC):
     """Base of all policies. `needs_prefix` says whether `rank` reads `Features.matched`."""
 
     name = ""
@@ -81,11 +82,11 @@ class RoutePolicy:
     def __init__(self, options: PolicyOptions) -> None:
         self.options = options
 
+    @abstractmethod
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
         """The order in which to try `targets`, of which there is at least one."""
-        raise NotImplementedError
 
-    def sent(self, request: Features, target: TargetState) -> None:
+    def sent(self, request: Features, target: TargetState) -> None:  # noqa: B027 - most policies learn nothing from it
         """The request went to this target, which need not be the first of its ranking."""
 
 
@@ -205,6 +206,22 @@ class TotalTokens(RoutePolicy):
     def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
         """Among equals, the fewest requests."""
         scores = [target.context_tokens for target in targets]
+        order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].requests, targets[i].served))
+        return Ranking(order, scores, BALANCED)
+
+
+class KvRoom(RoutePolicy):
+    """The target whose KV pool would be filled least by prompts in flight: what decode wants where prefill is done
+    elsewhere.
+    """
+
+    name = "kv_room"
+
+    @override
+    def rank(self, request: Features, targets: Sequence[TargetState]) -> Ranking:
+        """Scores are shares of the pools, or tokens where the size of one is unknown."""
+        known = all(t.kv_tokens for t in targets)
+        scores = [(t.context_tokens + request.tokens) / (t.kv_tokens if known else 1) for t in targets]
         order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].requests, targets[i].served))
         return Ranking(order, scores, BALANCED)
 
@@ -454,6 +471,7 @@ POLICIES: dict[str, Callable[[PolicyOptions], RoutePolicy]] = {
         LeastLoad,
         ShortestQueue,
         TotalTokens,
+        KvRoom,
         PrefixHash,
         ConsistentHash,
     )

@@ -1,9 +1,10 @@
 """The paths that the router answers itself: probes, models, workers, metrics, and levers that go to all workers."""
 
 import asyncio
+import hmac
 import time
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import orjson
@@ -11,14 +12,12 @@ from typing_extensions import override
 
 from tokenyard.base import ConfigError, InvalidRequestError, TokenyardError
 from tokenyard.base.version import __version__
+from tokenyard.router.dispatch import Dispatcher
 from tokenyard.router.errors import RouterError
 from tokenyard.router.front import JSON_TYPE, FrontConnection, Incoming, Job
 from tokenyard.router.health import ask
 from tokenyard.router.page import answer_page, is_page
 from tokenyard.router.workers import Worker
-
-if TYPE_CHECKING:
-    from tokenyard.router.proxy import Router
 
 PROMETHEUS = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/readiness", "/liveness", "/ping", "/metrics"})
@@ -29,10 +28,17 @@ PLAIN = frozenset({"/v1/models", "/models", "/version", "/get_loads", "/v1/loads
 Answer = tuple[int, Any]
 
 
+def check_key(request: Incoming, key: str) -> None:
+    """Raise RouterError (401) unless the request brings `key`; with none wanted, any will do."""
+    scheme, _, given = request.get(b"authorization").partition(b" ")
+    if key and not (scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())):
+        raise RouterError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+
 class Control:
     """Finds and answers what is not for a worker. See docs/router.md for the paths."""
 
-    def __init__(self, router: "Router") -> None:
+    def __init__(self, router: Dispatcher) -> None:
         self._router = router
         self._created_s = int(time.time())
 
@@ -66,7 +72,7 @@ class Control:
             return None
         settings = router.settings
         free = path in PLAIN or path.startswith("/v1/models/")
-        router.check_key(request, settings.api_key if free else settings.admin_api_key or settings.api_key)
+        check_key(request, settings.api_key if free else settings.admin_api_key or settings.api_key)
         status, content = self._plain(request) if free else self._admin(request)
         if isinstance(content, Awaitable):
             return _Task(front, content)
@@ -136,10 +142,11 @@ class Control:
         except orjson.JSONDecodeError:
             fields = None
         url = fields.get("url") if isinstance(fields, dict) else None
-        if not isinstance(url, str):
+        role = fields.get("role") or "" if isinstance(fields, dict) else ""
+        if not isinstance(url, str) or not isinstance(role, str):
             raise InvalidRequestError('the body must be {"url": "http://host:port"}', param="url")
         try:
-            worker = router.add_worker(url, "api")
+            worker = router.add_worker(url, "api", role)
         except ConfigError as error:
             there = "is there already" in error.message
             raise RouterError(409 if there else 400, error.message, code="worker_refused", param="url") from None
@@ -213,6 +220,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "url": str(worker.url),
         "state": worker.state,
         "source": worker.source,
+        "role": worker.role or "both",
         "models": sorted(worker.models),
         "restarts": worker.restarts,
         "open_requests": worker.open_requests,

@@ -8,17 +8,15 @@ import ssl
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
 
 from tokenyard.base import ConfigError
+from tokenyard.router.dispatch import Dispatcher
 from tokenyard.router.settings import RouterSettings
 from tokenyard.router.upstream import WorkerUrl
-
-if TYPE_CHECKING:
-    from tokenyard.router.proxy import Router
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ class Source:
 class Discovery:
     """Keeps the workers of one source as that source has them now. Workers that others named are not touched."""
 
-    def __init__(self, router: "Router", source: Source) -> None:
+    def __init__(self, router: Dispatcher, source: Source) -> None:
         self._router, self._source = router, source
 
     async def run(self) -> None:

@@ -9,48 +9,48 @@ import asyncio
 import logging
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from typing_extensions import override
 
-from tokenyard.base import InvalidRequestError, TokenyardError
+from tokenyard.base import TokenyardError
 from tokenyard.router.choice import Ranking
 from tokenyard.router.continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS, COMPLETIONS, Continuation, way_of
+from tokenyard.router.dispatch import Dispatcher, Waiter
 from tokenyard.router.errors import RouterError, error_body
 from tokenyard.router.features import Parsed
 from tokenyard.router.front import FrontConnection, Headers, Incoming, Job
 from tokenyard.router.load import Sent
+from tokenyard.router.passing import DEBUG_HEADER, RANK_HEADER, Passing, with_fields
 from tokenyard.router.queue import Waiting
 from tokenyard.router.upstream import Body, Reader, UpstreamConnection, body_of
 from tokenyard.router.wire import LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
 from tokenyard.router.workers import Target
 
-if TYPE_CHECKING:
-    from tokenyard.router.proxy import Router
-
 log = logging.getLogger(__name__)
 
 RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
-OVERLOADED = frozenset({429, 503})
 EVENT_STREAM = b"text/event-stream"
-ROUTE_HEADER = b"x-tokenyard-route"
-DEBUG_HEADER = b"x-route-debug"
 TAIL_BYTES = 4096
 
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
 _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
 
 
-class Exchange(Job, Reader):
+class Exchange(Job, Reader, Waiter):
     """A request and its answer: the `Job` of its client and the `Reader` of its worker."""
 
-    def __init__(self, router: "Router", front: FrontConnection, request: Incoming, parsed: Parsed) -> None:
+    def __init__(
+        self, router: Dispatcher, passing: Passing, front: FrontConnection, request: Incoming, parsed: Parsed
+    ) -> None:
         self._router, self._front, self._request, self.parsed = router, front, request, parsed
+        self._passing = passing
+        self._policy, self._rank = router.policy, parsed.rank
         self.began_s = router.now()
         self.matched: dict[Target, int] = {}
         self._pieces, self._seen_pieces, self._quiet_since_s = 0, 0, self.began_s
-        self.waiting: Waiting[Exchange] | None = None
+        self.waiting: Waiting[Waiter] | None = None
         self.target: Target | None = None
         self._sent: Sent | None = None
         self._upstream: UpstreamConnection | None = None
@@ -102,7 +102,7 @@ class Exchange(Job, Reader):
             self._fail(error)
 
     def _eligible(self) -> list[Target]:
-        found = self._router.workers.eligible(self.parsed.model, self.parsed.rank, self._router.now())
+        found = self._router.workers.eligible(self.parsed.model, self._rank, self._router.now())
         if self._started and self._going_on is not None:
             found = [target for target in found if target.worker.continues == self._going_on.way]
         return found
@@ -115,19 +115,27 @@ class Exchange(Job, Reader):
             if not untried:
                 self._tried.clear()
             fresh = untried or fresh
-        self._ranking, self._ranked = self._router.rank(self, fresh), fresh
+        self._ranking, self._ranked = self._router.rank(self, fresh, self._policy), fresh
         self._send(fresh[self._ranking.order[0]])
 
     def _send(self, target: Target) -> None:
-        """Count the request and send it to `target`, on an old connection if there is one."""
-        router = self._router
+        """Count the request and send it to `target`."""
         self.target = target
         self._tried.add(target)
         self._tries += 1
+        self._sent = self._count(target)
+        self._go(target)
+
+    def _count(self, target: Target) -> Sent:
+        """Count the request at `target`."""
         assert self._ranking is not None
-        self._sent = router.sent(self, target, self._ranking.reason)
+        sent = self._router.sent(self, target, self._ranking.reason, self._policy)
         if not self.parsed.stream:
-            asyncio.get_running_loop().call_later(self._sent.expected_s(), self._sent.prefilled)
+            asyncio.get_running_loop().call_later(sent.expected_s(), sent.prefilled)
+        return sent
+
+    def _go(self, target: Target) -> None:
+        """Send it, on an old connection if there is one."""
         connection = target.worker.pool.take()
         if connection is None:
             self._connecting = asyncio.get_running_loop().create_task(self._connect(target))
@@ -150,15 +158,15 @@ class Exchange(Job, Reader):
 
     def _write(self, connection: UpstreamConnection, target: Target) -> None:
         self._upstream = connection
-        body, headers, path = self._request.body, self._forwarded(), self._request.target
+        body, headers, path = self._request.body, self._passing.headers(self._request), self._request.target
         extra = self._extra_fields(target)
         if self._started and self._going_on is not None and self._going_on.way == BY_PROMPT_IDS:
             body, path = self._going_on.prompt_body(target.worker.context_length), COMPLETIONS.encode()
             extra.pop("return_token_ids", None)
             extra.pop("output_ids", None)
         if target.rank is not None:
-            headers.append((b"x-data-parallel-rank", b"%d" % target.rank))
-        body = splice(body, extra) if extra else body
+            headers.append((RANK_HEADER, b"%d" % target.rank))
+        body = with_fields(body, extra, self.parsed.fields) if extra else body
         url = target.worker.url
         path = url.path.encode() + path
         head = request_head(self._request.method, path, url.authority.encode(), headers, len(body))
@@ -176,18 +184,6 @@ class Exchange(Job, Reader):
                 way = ""
             self._going_on = Continuation(self._request.path, self.parsed.fields, way) if way else None
         return extra | self._going_on.extra if self._going_on is not None else extra
-
-    def _forwarded(self) -> Headers:
-        """The client's headers that are the worker's business, and ours."""
-        router, request = self._router, self._request
-        skip, connection = router.not_forwarded, request.get(b"connection")
-        if connection and connection.lower() not in (b"keep-alive", b"close"):
-            skip = skip.union(connection.lower().replace(b" ", b"").split(b","))
-        headers = [header for header in request.headers if header[0] not in skip]
-        headers.append((b"x-request-id", request.request_id))
-        headers.append((ROUTE_HEADER, router.hops(request)))
-        headers += router.worker_headers
-        return headers
 
     # The way back: what the worker's connection tells.
 
@@ -302,7 +298,7 @@ class Exchange(Job, Reader):
         elif head.length is None and not head.chunked and head.status not in (204, 304):
             headers.append((b"transfer-encoding", b"chunked"))
         if self._request.get(DEBUG_HEADER):
-            headers.append((DEBUG_HEADER, self._explain()))
+            headers.append((DEBUG_HEADER, orjson.dumps(self._explain())))
         return headers
 
     def _finish(self) -> None:
@@ -310,10 +306,14 @@ class Exchange(Job, Reader):
         tail = (self._before + self._last)[-TAIL_BYTES:]
         sent, self._upstream = self._sent, None
         assert sent is not None
-        cached, prompt = _last_number(_CACHED, tail), _last_number(_PROMPT, tail)
-        self._router.finished(self, sent, prompt, cached)
+        self._learn(tail, sent)
         self._close()
         self._front.end()
+
+    def _learn(self, tail: bytes, sent: Sent) -> None:
+        """What the end of an answer says of the prompt that was `sent`."""
+        cached, prompt = _last_number(_CACHED, tail), _last_number(_PROMPT, tail)
+        self._router.finished(self, sent, prompt, cached)
 
     # When something goes wrong.
 
@@ -412,21 +412,20 @@ class Exchange(Job, Reader):
         self._router.exchanges.discard(self)
         self._give_back()
 
-    def _explain(self) -> bytes:
+    def _explain(self) -> dict[str, Any]:
         """Why this target was chosen, with all scores, in names that clients may see."""
         ranking, target = self._ranking, self.target
         assert ranking is not None
         assert target is not None
-        told: dict[str, Any] = {
+        return {
             "target": target.name,
-            "policy": self._router.policy.name,
+            "policy": self._policy.name,
             "reason": ranking.reason,
             "tries": self._tries,
             "tokens": self.parsed.tokens,
             "scores": {t.name: round(s, 6) for t, s in zip(self._ranked, ranking.scores, strict=True)},
             "in_flight": {t.name: t.state.requests for t in self._ranked},
         }
-        return orjson.dumps(told)
 
     def check_time(self, now_s: float) -> None:
         """Give up an answer that takes too long, or in which the worker has fallen silent."""
@@ -434,30 +433,35 @@ class Exchange(Job, Reader):
         if now_s - self.began_s > settings.request_timeout_secs:
             self.give_up(RouterError(504, "the answer took too long", code="timeout"))
             return
-        if self._pieces != self._seen_pieces or self._front.paused or not self._started:
+        if self._pieces != self._seen_pieces or self._front.paused or self._sent is None:
             self._seen_pieces, self._quiet_since_s = self._pieces, now_s
-        elif settings.stall_timeout_secs and now_s - self._quiet_since_s > settings.stall_timeout_secs:
+        elif now_s - self._quiet_since_s > self._patience_s():
             assert self.target is not None
             self._router.broke(self.target)
             self._quiet_since_s = now_s
             self._drop_upstream()
             self._lost("the worker fell silent")
 
+    def _patience_s(self) -> float:
+        """How long the worker may be silent: not much longer than a look at it takes once it is found unhealthy, if the
+        request can go on elsewhere.
+        """
+        settings = self._router.settings
+        most_s = settings.stall_timeout_secs
+        if not self._started:
+            most_s = settings.first_byte_timeout_secs if self.parsed.stream else math.inf
+        worker = None if self.target is None else self.target.worker
+        if worker is not None and worker.healthy is False:
+            going_on = self._going_on
+            if not self._started or (going_on is not None and going_on.can_go_on(worker.context_length)):
+                return settings.health_check_timeout_secs
+        return most_s or math.inf
+
     @property
     def leaves_s(self) -> float:
         """Until when it may wait."""
         deadline = math.inf if self.parsed.deadline_ms is None else self.began_s + self.parsed.deadline_ms / 1e3
         return min(deadline, self.began_s + self._router.settings.queue_timeout_secs)
-
-
-def splice(body: bytes, fields: dict[str, Any]) -> bytes:
-    """A JSON object with `fields` in front. Raises InvalidRequestError for what is none."""
-    begin = body.find(b"{")
-    if begin < 0:
-        raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
-    rest = body[begin + 1 :]
-    comma = b"" if rest.lstrip(b" \t\r\n").startswith(b"}") else b","
-    return body[: begin + 1] + orjson.dumps(fields)[1:-1] + comma + rest
 
 
 def _last_number(pattern: re.Pattern[bytes], data: bytes) -> int | None:

@@ -3,7 +3,7 @@
 Nothing is checked here that the worker checks: a field of the wrong type counts as absent.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -19,10 +19,13 @@ from tokenyard.router.index import Prompt, text_prompt, token_prompt
 BYTES_PER_TOKEN = 4.0
 KEY_BYTES = 1024
 RANK_FIELDS = ("data_parallel_rank", "routed_dp_rank")
+PREFILL_RANK_FIELDS = ("disagg_prefill_dp_rank", "data_parallel_rank")
+DECODE_RANK_FIELDS = ("data_parallel_rank_decode", "routed_dp_rank")
 SALTS = ("cache_salt", "extra_key", "lora_path")
 BEFORE = ("tools", "system", "instructions")
 """What templates put in front of the messages."""
 
+_RANKS = {*RANK_FIELDS, *PREFILL_RANK_FIELDS, *DECODE_RANK_FIELDS}
 _ODD = (*SALTS, *BEFORE, "messages")
 PRIORITY_WORDS = {"low": -1, "flex": -1, "normal": 0, "default": 0, "auto": 0, "high": 1, "priority": 1}
 MOST_PRIORITY = 1 << 31
@@ -35,7 +38,8 @@ Tokenize = Callable[[Mapping[str, Any]], Int32Array | None]
 class Parsed:
     """A request as the router sees it. tokens: of its prompt, estimated from its text where `counted` is False.
 
-    rank: the data-parallel rank that the client asks for, None for any. key: of the prompt's beginning, the same in
+    rank: the data-parallel rank that the client asks for, None for any; prefill_rank and decode_rank are those where
+    prefill and decode are apart. key: of the prompt's beginning, the same in
     every process (see `choice.Features`).
     """
 
@@ -50,6 +54,8 @@ class Parsed:
     session: str = ""
     deadline_ms: float | None = None
     rank: int | None = None
+    prefill_rank: int | None = None
+    decode_rank: int | None = None
     key: int = 0
 
 
@@ -77,8 +83,11 @@ def parse_body(
         priority=_priority(get("priority", get("service_tier"))),
         tenant=tenant if isinstance(tenant, str) else "",
         deadline_ms=_positive(deadline),
-        rank=_rank(fields),
     )
+    if not fields.keys().isdisjoint(_RANKS):
+        parsed.rank = _rank(fields, RANK_FIELDS)
+        parsed.prefill_rank = _rank(fields, PREFILL_RANK_FIELDS)
+        parsed.decode_rank = _rank(fields, DECODE_RANK_FIELDS)
     ids = _given_ids(fields)
     if ids is None and tokenize is not None:
         ids = tokenize(fields)
@@ -151,9 +160,9 @@ def _priority(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST_PRIORITY else 0
 
 
-def _rank(fields: Mapping[str, Any]) -> int | None:
-    """The rank that the client asks for. Raises InvalidRequestError for one that is no number."""
-    for name in RANK_FIELDS:
+def _rank(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """The rank that the client asks for by one of `names`. Raises InvalidRequestError for one that is no number."""
+    for name in names:
         rank = fields.get(name)
         if rank is not None:
             if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:

@@ -7,18 +7,16 @@ was believed wrongly. Numbers that begin anew mean that the engine has.
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from tokenyard.base import ConfigError
-from tokenyard.router.index import KvBlocks
+from tokenyard.router.dispatch import Dispatcher
+from tokenyard.router.index import KvBlocks, PrefixIndex
 from tokenyard.router.workers import Target
-
-if TYPE_CHECKING:
-    from tokenyard.router.proxy import Router
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ LOOK_S = 1.0
 class KvEvents:
     """One subscription for each target. `pattern` is the endpoint with `{host}` in it; each rank has the next port."""
 
-    def __init__(self, router: "Router", pattern: str) -> None:
+    def __init__(self, router: Dispatcher, pattern: str) -> None:
         """Raises ConfigError for a pattern that names no port."""
         self._router, self._pattern = router, pattern
         head, _, port = pattern.rpartition(":")
@@ -70,7 +68,7 @@ class KvEvents:
         subscription.setsockopt(zmq.SUBSCRIBE, b"")
         try:
             subscription.connect(self.endpoint(target))
-            follower = Follower(self, self._router, target.state.name)
+            follower = Follower(self, self._router.index, target.state.name)
             while True:
                 follower.take(await subscription.recv_multipart())
         except zmq.ZMQError as error:
@@ -82,8 +80,8 @@ class KvEvents:
 class Follower:
     """What one target has said so far."""
 
-    def __init__(self, events: KvEvents, router: "Router", name: str) -> None:
-        self._events, self._router, self._name = events, router, name
+    def __init__(self, events: KvEvents, index: PrefixIndex, name: str) -> None:
+        self._events, self._index, self._name = events, index, name
         self._blocks = KvBlocks()
         self._next: int | None = None
 
@@ -93,7 +91,7 @@ class Follower:
             return
         number = int.from_bytes(frames[1], "big")
         if self._next is not None and number < self._next:
-            self._router.index.drop(self._name)
+            self._index.drop(self._name)
             self._blocks = KvBlocks()
         elif self._next is not None and number > self._next:
             self._events.gaps += 1
@@ -108,7 +106,7 @@ class Follower:
 
     def _apply(self, event: Any) -> None:
         stored, removed, cleared = self._blocks.apply(event)
-        index = self._router.index
+        index = self._index
         if cleared:
             index.drop(self._name)
         if stored:

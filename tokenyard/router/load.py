@@ -63,7 +63,7 @@ class TargetState:
     requests: sent and not ended. prefill_tokens: uncached prompt tokens of those without a first token. context_tokens:
     prompt tokens of all of them. served: requests sent so far. credit: the share of predicted cache hits that came
     true. slowness: how many times longer first tokens take than `speed` says. room: most requests at a time, 0 for any
-    number. salt: 64 bits that stand for the name.
+    number. salt: 64 bits that stand for the name. kv_tokens: tokens whose KV it can hold, 0 if that is unknown.
     """
 
     name: str
@@ -76,6 +76,7 @@ class TargetState:
     slowness: float = 1.0
     room: int = 0
     salt: int = 0
+    kv_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.salt = int.from_bytes(blake2b(self.name.encode(), digest_size=8).digest(), "little")
@@ -95,13 +96,15 @@ class Sent:
 
     __slots__ = ("_began_s", "_ended", "_prefilling", "_state", "_work", "predicted", "tokens", "uncached")
 
-    def __init__(self, state: TargetState, tokens: int, predicted: int, now_s: float) -> None:
-        """Count a request with a prompt of `tokens`, of which `predicted` should be in the target's cache."""
+    def __init__(self, state: TargetState, tokens: int, predicted: int, now_s: float, *, prefills: bool = True) -> None:
+        """Count a request with a prompt of `tokens`, of which `predicted` should be in the target's cache; the target
+        computes none of it unless it `prefills`, as another one does.
+        """
         self.tokens, self.predicted = tokens, predicted
-        self.uncached = max(tokens - predicted * state.credit, 1.0)
+        self.uncached = max(tokens - predicted * state.credit, 1.0) if prefills else 0.0
         self._state, self._began_s = state, now_s
         self._work = state.prefill_tokens + self.uncached
-        self._prefilling, self._ended = True, False
+        self._prefilling, self._ended = prefills, False
         state.requests += 1
         state.served += 1
         state.prefill_tokens += self.uncached

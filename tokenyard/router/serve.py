@@ -19,6 +19,7 @@ from tokenyard.router.kv_events import KvEvents
 from tokenyard.router.proxy import Router
 from tokenyard.router.settings import RouterSettings
 from tokenyard.router.upstream import WorkerUrl
+from tokenyard.router.workers import DECODE, PREFILL
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def check_urls(urls: Sequence[str]) -> None:
     for url in urls:
         parsed = str(WorkerUrl.parse(url))
         if parsed in seen:
-            raise ConfigError(f"--worker-urls names {parsed} twice; every worker is named once")
+            raise ConfigError(f"the worker {parsed} is named twice; every worker is named once")
         seen.add(parsed)
 
 
@@ -71,9 +72,10 @@ async def run(
     """
     router, context, found = Router(settings, tokenize), tls_context(settings), sources(settings)
     events = KvEvents(router, settings.kv_events) if settings.kv_events else None
-    check_urls(settings.worker_urls)
-    for url in settings.worker_urls:
-        router.add_worker(url, "static")
+    check_urls([*settings.worker_urls, *settings.prefill_urls, *settings.decode_urls])
+    for urls, role in ((settings.worker_urls, ""), (settings.prefill_urls, PREFILL), (settings.decode_urls, DECODE)):
+        for url in urls:
+            router.add_worker(url, "static", role)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     server = await loop.create_server(router.new_connection, sock=listener, ssl=context)
     for number in (signal.SIGINT, signal.SIGTERM):

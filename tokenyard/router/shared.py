@@ -7,17 +7,14 @@ where the store is away nothing waits for it. The protocol is RESP 2, of which t
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from tokenyard.base import ConfigError
-from tokenyard.router.choice import Features
-from tokenyard.router.index import Digest
-
-if TYPE_CHECKING:
-    from tokenyard.router.proxy import Router
+from tokenyard.router.choice import Features, RoutePolicy
+from tokenyard.router.index import Digest, PrefixIndex
+from tokenyard.router.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +61,7 @@ async def read_reply(reader: asyncio.StreamReader) -> bytes | list[object] | Non
 class Shared:
     """One router's part: collects what it has to tell, and takes in what others say."""
 
-    def __init__(self, router: "Router", url: str) -> None:
+    def __init__(self, url: str, router_id: str, workers: Workers, index: PrefixIndex, policy: RoutePolicy) -> None:
         """`url`: redis://[[user]:password@]host[:port]. Raises ConfigError for another one."""
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "valkey") or not parts.hostname:
@@ -72,7 +69,7 @@ class Shared:
         self._host, self._port = parts.hostname, parts.port or 6379
         words = [unquote(word).encode() for word in (parts.username, parts.password) if word]
         self._auth = command(b"AUTH", *words) if words else b""
-        self._router, self._id = router, router.id
+        self._id, self._workers, self._index, self._policy = router_id, workers, index, policy
         self._prefixes: list[tuple[str, list[bytes]]] = []
         self._sessions: list[tuple[str, str]] = []
         self.connected = False
@@ -147,10 +144,10 @@ class Shared:
             return
         if news.router == self._id:
             return
-        states = {target.state.name: target.state for worker in self._router.workers for target in worker.targets}
+        states = {target.state.name: target.state for worker in self._workers for target in worker.targets}
         for name, digests in news.prefixes:
             if name in states:
-                self._router.index.insert(name, digests)
+                self._index.insert(name, digests)
         for session, name in news.sessions:
             if name in states:
-                self._router.policy.sent(Features(1, session=session), states[name])
+                self._policy.sent(Features(1, session=session), states[name])

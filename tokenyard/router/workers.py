@@ -13,6 +13,9 @@ from tokenyard.router.settings import RouterSettings
 from tokenyard.router.upstream import Pool, WorkerUrl
 
 MOST_RANKS = 1024
+PREFILL, DECODE = "prefill", "decode"
+"""Roles of workers that do only one half of the work."""
+
 CLOSED = ("loading", "draining")
 """What our engines say of themselves while they live but take no requests."""
 
@@ -72,7 +75,8 @@ class Worker:
 
     models: what it serves, empty while that is unknown. healthy: None before the first look. continues: how it can go
     on with an answer that another worker has begun (see `continuation`), "" if it cannot. closed: it says that it takes
-    no requests now.
+    no requests now. role: PREFILL, DECODE, or "" for both. bootstrap_port: where an engine of SGLang that prefills meets
+    those that decode. by_params: it hands over as vLLM does, by `kv_transfer_params`.
     """
 
     name: str
@@ -89,6 +93,9 @@ class Worker:
     context_length: int | None = None
     restarts: int = 0
     closed: bool = False
+    role: str = ""
+    bootstrap_port: int = 0
+    by_params: bool = False
 
     @property
     def state(self) -> str:
@@ -113,6 +120,9 @@ class Workers:
         self._speeds: dict[frozenset[str], Speed] = {}
         self._routable: list[Target] = []
         self._by_model: dict[str, list[Target]] = {}
+        self._prefilling: list[Target] = []
+        self.apart = False
+        """Whether there are workers that only decode."""
         self._context: ssl.SSLContext | None = None
         self.on_change: Callable[[], None] = lambda: None
 
@@ -122,13 +132,16 @@ class Workers:
     def __len__(self) -> int:
         return len(self._by_url)
 
-    def add(self, url_text: str, source: str) -> Worker:
-        """A new worker. Raises ConfigError for a wrong URL or one that is there already."""
+    def add(self, url_text: str, source: str, role: str = "") -> Worker:
+        """A new worker. Raises ConfigError for a wrong URL, one that is there already, or an unknown role."""
+        if role not in ("", PREFILL, DECODE):
+            raise ConfigError(f"{role!r} is no role of a worker; it is {PREFILL}, {DECODE}, or none for both")
         url = WorkerUrl.parse(url_text)
         if str(url) in self._by_url:
             raise ConfigError(f"the worker {url} is there already; every worker is named once")
         context = self._tls() if url.scheme == "https" else None
         worker = Worker(f"w{self._made}", url, source, Pool(url, context, self._settings.connect_timeout_secs))
+        worker.role, worker.bootstrap_port = role, self._settings.bootstrap_port
         self._made += 1
         self._by_url[str(url)] = worker
         self.set_ranks(worker, 1)
@@ -174,8 +187,9 @@ class Workers:
         worker.cards = cards
         lengths = [card.get("max_model_len") for card in cards]
         worker.context_length = lengths[0] if lengths and isinstance(lengths[0], int) else None
+        worker.by_params = any(card.get("owned_by") == "vllm" for card in cards)
         if worker.continues != BY_OUTPUT_IDS:
-            worker.continues = BY_PROMPT_IDS if any(card.get("owned_by") == "vllm" for card in cards) else ""
+            worker.continues = BY_PROMPT_IDS if worker.by_params else ""
         if models == worker.models:
             return
         if worker.models:
@@ -199,10 +213,24 @@ class Workers:
         if self._settings.dp_aware and isinstance(ranks, int) and not isinstance(ranks, bool):
             self.set_ranks(worker, ranks)
         worker.closed = info.get("status") in CLOSED
+        self._set_role(worker, info)
+        pool = info.get("max_total_num_tokens")
+        if type(pool) is int and pool > 0:
+            for target in worker.targets:
+                target.state.kv_tokens = pool
         most = info.get("max_running_requests")
         if not self._settings.max_worker_requests and type(most) is int and most > 0:
             for target in worker.targets:
                 target.state.room = -(-most // len(worker.targets))
+
+    def _set_role(self, worker: Worker, info: dict[str, Any]) -> None:
+        """SGLang's engines say which half of the work they do, and where prefill hands over."""
+        role, port = info.get("disaggregation_mode"), info.get("disaggregation_bootstrap_port")
+        if type(port) is int and 0 < port < 65536:
+            worker.bootstrap_port = port
+        if role in (PREFILL, DECODE) and not worker.role:
+            worker.role = role
+            self.changed()
 
     def restarted(self, worker: Worker) -> None:
         """Its cache is empty: it has started anew, or is gone."""
@@ -223,9 +251,10 @@ class Workers:
     def changed(self) -> None:
         """Who may get requests has changed."""
         workers = self._by_url.values()
-        self._routable = [
-            target for worker in workers if worker.healthy and not worker.draining for target in worker.targets
-        ]
+        routable = [worker for worker in workers if worker.healthy and not worker.draining]
+        self._routable = [target for worker in routable if worker.role != PREFILL for target in worker.targets]
+        self._prefilling = [target for worker in routable if worker.role == PREFILL for target in worker.targets]
+        self.apart = any(worker.role == DECODE for worker in workers)
         self._by_model.clear()
         self.on_change()
 
@@ -237,9 +266,13 @@ class Workers:
         if found is None:
             found = self._serving(model)
         found = [target for target in found if target.breaker.allows(now_s)]
-        if rank is not None:
-            found = [target for target in found if target.rank == rank or (target.rank is None and rank == 0)]
-        return found
+        return found if rank is None else _of_rank(found, rank)
+
+    def prefilling(self, model: str, rank: int | None, now_s: float) -> list[Target]:
+        """Targets that only prefill and may do so for `model` on `rank`, as in `eligible`."""
+        named = [target for target in self._prefilling if model in target.worker.models]
+        found = [target for target in named or self._prefilling if target.breaker.allows(now_s)]
+        return found if rank is None else _of_rank(found, rank)
 
     def _serving(self, model: str) -> list[Target]:
         """Routable targets for a model; kept for models that some worker names."""
@@ -270,3 +303,7 @@ class Workers:
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError(f"--ca-cert-path {self._settings.ca_cert_path} cannot be read: {error}") from None
         return self._context
+
+
+def _of_rank(targets: list[Target], rank: int) -> list[Target]:
+    return [target for target in targets if target.rank == rank or (target.rank is None and rank == 0)]

@@ -1,0 +1,259 @@
+"""What all requests of a router share: workers, index, policy, counters and the queue. It knows no connections."""
+
+import asyncio
+import math
+import uuid
+from collections.abc import Iterator
+from typing import Protocol
+
+from tokenyard.base import ConfigError, TokenyardError
+from tokenyard.router.choice import Features, PolicyOptions, Ranking, RoutePolicy, make_policy
+from tokenyard.router.errors import RouterError
+from tokenyard.router.features import BYTES_PER_TOKEN, Parsed
+from tokenyard.router.health import Health
+from tokenyard.router.index import PrefixIndex
+from tokenyard.router.load import Sent
+from tokenyard.router.metrics import Metrics
+from tokenyard.router.queue import Waiting, WaitingQueue
+from tokenyard.router.settings import RouterSettings
+from tokenyard.router.shared import Shared
+from tokenyard.router.workers import Target, Worker, Workers
+
+OVERLOADED = frozenset({429, 503})
+MOST_RETRY_TOKENS = 100.0
+RATIO_STEP = 0.02
+
+
+class Waiter(Protocol):
+    """A request under way, as the dispatcher sees it. matched: how much of its prompt each target should hold."""
+
+    parsed: Parsed
+    matched: dict[Target, int]
+    waiting: "Waiting[Waiter] | None"
+
+    @property
+    def leaves_s(self) -> float:
+        """Until when it may wait."""
+        ...
+
+    def fits(self) -> bool:
+        """Whether a target would have room for it now."""
+        ...
+
+    def leave_queue(self) -> None:
+        """Room has appeared."""
+        ...
+
+    def give_up(self, error: TokenyardError) -> None:
+        """End it with `error`, whatever is under way."""
+        ...
+
+    def check_time(self, now_s: float) -> None:
+        """End it, or try elsewhere, if it has stood still too long."""
+        ...
+
+
+def _fits(waiter: Waiter) -> bool:
+    return waiter.fits()
+
+
+class Dispatcher:
+    """Ranks targets for requests, lets those wait that find no room, and learns from what becomes of them.
+
+    exchanges: all requests that are not over. Lives in one event loop.
+    """
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.id = uuid.uuid4().hex[:12]
+        self.index = PrefixIndex(int(settings.index_mb * 1e6))
+        self.workers = Workers(settings, self.index)
+        self.workers.on_change = self.room_appeared
+        self.metrics = Metrics()
+        options = PolicyOptions(
+            settings.seed, settings.cache_threshold, settings.balance_abs_threshold, settings.balance_rel_threshold
+        )
+        sticky = bool(settings.session_header)
+        self.policy = make_policy(settings.policy, options, sticky=sticky)
+        self.prefill_policy = make_policy(settings.prefill_policy, options, sticky=sticky)
+        self.decode_policy = make_policy(settings.decode_policy, options)
+        self.queue: WaitingQueue[Waiter] = WaitingQueue(
+            aging_s=settings.queue_aging_secs, weights=dict(_weights(settings.tenant_weights))
+        )
+        self.exchanges: set[Waiter] = set()
+        self.draining = False
+        self.worker_headers: list[tuple[bytes, bytes]] = []
+        if settings.worker_api_key:
+            self.worker_headers = [(b"authorization", b"Bearer " + settings.worker_api_key.encode())]
+        self.health = Health(settings, self.workers, self.worker_headers)
+        self.shared = (
+            Shared(settings.shared_url, self.id, self.workers, self.index, self.policy) if settings.shared_url else None
+        )
+        self.bytes_per_token = BYTES_PER_TOKEN
+        self._serving = False
+        self._retry_tokens = MOST_RETRY_TOKENS / 10
+        self._loop = asyncio.get_running_loop()
+        self.now = self._loop.time
+
+    def add_worker(self, url: str, source: str, role: str = "") -> Worker:
+        """A new worker, which gets requests once it is healthy. Raises ConfigError for a wrong or known URL, and for an
+        unknown role.
+        """
+        worker = self.workers.add(url, source, role)
+        self.health.watch(worker)
+        return worker
+
+    def remove_worker(self, worker: Worker) -> None:
+        """It gets no new requests; those that it has go on."""
+        self.health.leave(worker)
+        self.workers.remove(worker)
+
+    def came(self, waiter: Waiter) -> None:
+        """A request for the workers has come."""
+        self.metrics.requests += 1
+        self._retry_tokens = min(self._retry_tokens + self.settings.retry_share, MOST_RETRY_TOKENS)
+        self.exchanges.add(waiter)
+
+    def rank(self, waiter: Waiter, targets: list[Target], policy: RoutePolicy) -> Ranking:
+        """The policy's ranking of `targets`; notes on the request how much of its prompt each should hold."""
+        parsed, matched = waiter.parsed, []
+        digests = parsed.prompt.digests
+        if digests and policy.needs_prefix:
+            for target in targets:
+                share = parsed.prompt.share(self.index.match(target.state.name, digests))
+                matched.append(int(share * parsed.tokens))
+            waiter.matched = dict(zip(targets, matched, strict=True))
+        features = Features(parsed.tokens, matched, parsed.key, parsed.session)
+        return policy.rank(features, [target.state for target in targets])
+
+    def sent(self, waiter: Waiter, target: Target, reason: str, policy: RoutePolicy, *, prefills: bool = True) -> Sent:
+        """Count a request that goes to `target` now by `policy`, before it is on its way. Without `prefills` another
+        target computes its prompt.
+        """
+        parsed, state = waiter.parsed, target.state
+        self.metrics.reasons[reason] += 1
+        self.metrics.chosen[target.name] += 1
+        features = Features(parsed.tokens, (), parsed.key, parsed.session)
+        policy.sent(features, state)
+        if parsed.prompt.digests and policy.needs_prefix:
+            self.index.insert(state.name, parsed.prompt.digests)
+        if self.shared is not None:
+            self.shared.sent(state.name, parsed.prompt.digests, parsed.session)
+        return Sent(state, parsed.tokens, waiter.matched.get(target, 0), self.now(), prefills=prefills)
+
+    def may_retry(self) -> bool:
+        """Whether the retry budget holds another try; takes it if so."""
+        if self._retry_tokens < 1.0:
+            return False
+        self._retry_tokens -= 1.0
+        return True
+
+    def answered(self, target: Target, status: int) -> None:
+        """The worker has begun to answer."""
+        self.metrics.statuses[status] += 1
+        if status < 500:
+            target.breaker.succeeded()
+        else:
+            self._worker_failed(target)
+
+    def refused(self, target: Target, status: int) -> None:
+        """The worker has answered with an error that another one may not have."""
+        self.metrics.statuses[status] += 1
+        if status not in OVERLOADED:
+            self._worker_failed(target)
+
+    def broke(self, target: Target) -> None:
+        """The connection broke before the answer was complete: the worker may have died."""
+        self._worker_failed(target)
+        self.health.look_now(target.worker)
+
+    def unreachable(self, target: Target, *, nobody: bool) -> None:
+        """There was no connecting. If `nobody` listens there, the worker is gone, and what it had cached with it."""
+        self._worker_failed(target)
+        if nobody and target.worker.healthy:
+            self.workers.set_healthy(target.worker, False)
+            self.workers.restarted(target.worker)
+        self.health.look_now(target.worker)
+
+    def _worker_failed(self, target: Target) -> None:
+        self.metrics.worker_errors[target.name] += 1
+        target.breaker.failed(self.now())
+
+    def finished(self, waiter: Waiter, sent: Sent, prompt: int | None, cached: int | None) -> None:
+        """An answer went well; learn from what it says of its prompt."""
+        parsed = waiter.parsed
+        if prompt and not parsed.counted and parsed.prompt.size:
+            self.bytes_per_token += RATIO_STEP * (parsed.prompt.size / prompt - self.bytes_per_token)
+        if prompt is None or cached is None:
+            return
+        self.metrics.told_tokens += prompt
+        self.metrics.cached_tokens += cached
+        self.metrics.predicted_tokens += sent.predicted
+        sent.hit(cached)
+
+    # The queue.
+
+    def enqueue(self, waiter: Waiter) -> None:
+        """Let a request wait for room; if the queue is full, the least urgent one is refused."""
+        parsed, queue = waiter.parsed, self.queue
+        if len(queue) >= self.settings.queue_size:
+            lowest = queue.lowest(self.now())
+            if lowest is None or lowest.priority >= parsed.priority:
+                waiter.give_up(RouterError(429, "the queue is full; try again later", code="queue_full"))
+                return
+            queue.remove(lowest)
+            lowest.item.give_up(RouterError(429, "the queue is full; try again later", code="queue_full"))
+        deadline_s = waiter.leaves_s if parsed.deadline_ms is not None else math.inf
+        self.metrics.queued += 1
+        waiter.waiting = queue.push(
+            waiter,
+            self.now(),
+            tokens=parsed.tokens,
+            priority=parsed.priority,
+            tenant=parsed.tenant,
+            deadline_s=deadline_s,
+            leaves_s=waiter.leaves_s,
+        )
+
+    def room_appeared(self) -> None:
+        """A request has ended, or a worker has come: see who is next, after what is under way."""
+        if self.queue and not self._serving:
+            self._serving = True
+            self._loop.call_soon(self._serve_queue)
+
+    def _serve_queue(self) -> None:
+        self._serving = False
+        while self.queue:
+            entry = self.queue.pop(self.now(), _fits)
+            if entry is None:
+                return
+            entry.item.leave_queue()
+
+    def cut_off(self) -> None:
+        """The time is over: end whatever is open."""
+        for waiter in list(self.exchanges):
+            waiter.give_up(RouterError(503, "the router is shutting down", code="draining"))
+
+    def sweep(self) -> None:
+        """Four times a second: end what has stood still too long."""
+        now = self.now()
+        for entry in self.queue.expired(now):
+            late = entry.deadline_s <= now
+            code, what = ("deadline", "its deadline has passed") if late else ("queue_timeout", "no worker had room")
+            entry.item.waiting = None
+            entry.item.give_up(RouterError(503, f"the request waited here and {what}; try again later", code=code))
+        for waiter in list(self.exchanges):
+            waiter.check_time(now)
+        self.room_appeared()
+
+
+def _weights(texts: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not 0.0 < weight < float("inf"):
+            raise ConfigError(f"--tenant-weights takes name=weight with a weight above 0, not {text!r}")
+        yield name, weight
