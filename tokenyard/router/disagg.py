@@ -186,6 +186,7 @@ class ApartExchange(Exchange):
         self._policy, self._rank = router.decode_policy, parsed.decode_rank
         self._leg: PrefillLeg | None = None
         self._partner: Target | None = None
+        self._tried_partners: set[Target] = set()
         self._handed: dict[str, Any] = {}
 
     def _partners(self) -> list[Target]:
@@ -208,12 +209,14 @@ class ApartExchange(Exchange):
         router, reason = self._router, self._ranking.reason
         self._partner, self._leg, self._handed = None, None, {}
         partners = [] if self._started or target.worker.role != DECODE else self._partners()
-        fresh = [one for one in partners if one not in self._tried] or partners
-        if not fresh:
+        if not partners:
             return super()._count(target)
+        fresh = [one for one in partners if one not in self._tried_partners]
+        if not fresh:
+            fresh, self._tried_partners = partners, set()
         ranking = router.rank(self, fresh, router.prefill_policy)
         partner = self._partner = fresh[ranking.order[0]]
-        self._tried.add(partner)
+        self._tried_partners.add(partner)
         sent = router.sent(self, partner, ranking.reason, router.prefill_policy)
         self._leg = PrefillLeg(router, partner, sent, self)
         return router.sent(self, target, reason, self._policy, prefills=False)

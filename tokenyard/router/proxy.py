@@ -13,7 +13,7 @@ from tokenyard.router.errors import RouterError
 from tokenyard.router.exchange import Exchange
 from tokenyard.router.features import Parsed, Tokenize, parse_body
 from tokenyard.router.front import FrontConnection, Incoming, Job
-from tokenyard.router.passing import ROUTE_HEADER, Passing
+from tokenyard.router.passing import RANK_HEADER, ROUTE_HEADER, Passing
 from tokenyard.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)

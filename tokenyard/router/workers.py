@@ -75,8 +75,8 @@ class Worker:
 
     models: what it serves, empty while that is unknown. healthy: None before the first look. continues: how it can go
     on with an answer that another worker has begun (see `continuation`), "" if it cannot. closed: it says that it takes
-    no requests now. role: PREFILL, DECODE, or "" for both. bootstrap_port: where an engine of SGLang that prefills meets
-    those that decode. by_params: it hands over as vLLM does, by `kv_transfer_params`.
+    no requests now. role: PREFILL, DECODE, or "" for both. bootstrap_port: where an engine of SGLang that prefills is
+    met by those that decode. by_params: it hands over as vLLM does, by `kv_transfer_params`.
     """
 
     name: str
