@@ -124,7 +124,15 @@ class Settings(SharedSettings):
     )
 
     kv_events_endpoint: str = setting(
-        "tcp://127.0.0.1:5557", "scheduler", "ZeroMQ address where events of the prefix cache are published"
+        "tcp://127.0.0.1:5557",
+        "scheduler",
+        "ZeroMQ address where events of the prefix cache are published; another machine's is connected to",
+    )
+    kv_events_topic: str = setting(
+        "kv-events", "scheduler", "topic of these events; {ip}, {port} and {model} stand for those of the server"
+    )
+    kv_events_replay_endpoint: str = setting(
+        "", "scheduler", "ZeroMQ address where subscribers ask for events that they have missed; nowhere if absent"
     )
     disable_overlap_schedule: bool = setting(
         False,

@@ -1,5 +1,7 @@
 """From settings to what an engine must know: the model's folder, and the engine's own settings."""
 
+import os
+import socket
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,6 +15,8 @@ from tokenyard.policy.priority_function import load_priority_function
 from tokenyard.policy.registry import create_policy
 
 LONGEST_CONTEXT_TOKENS = 1 << 20
+TEST_NET = "192.0.2.1"
+"""An address that belongs to nobody (RFC 5737)."""
 
 
 def located(settings: Settings) -> Settings:
@@ -46,5 +50,26 @@ def engine_config(settings: Settings) -> EngineConfig:
         "scheduler": scheduler,
         "overlap": not settings.disable_overlap_schedule,
         "cost_profile": settings.believed_costs(),
+        "kv_events_topic": events_topic(settings),
     }
     return EngineConfig(**{name: getattr(settings, name) for name in alike} | derived)
+
+
+def events_topic(settings: Settings) -> str:
+    """The topic of KV events, with what stands for the server's address and model filled in."""
+    topic = settings.kv_events_topic
+    if "{ip}" in topic:
+        topic = topic.replace("{ip}", os.environ.get("POD_IP") or own_address(settings.host))
+    return topic.replace("{port}", str(settings.port)).replace("{model}", settings.served_model_name)
+
+
+def own_address(host: str) -> str:
+    """The address under which other machines find this one; nothing is sent to learn it."""
+    if host not in ("0.0.0.0", "::", ""):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((TEST_NET, 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

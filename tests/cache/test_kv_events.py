@@ -38,7 +38,7 @@ def test_stored_carries_the_chain_and_the_tokens():
     tree.insert(key_of(1, 2, 3, 4), ints(1, 2), namespace="tenant")
     tree.insert(key_of(1, 2, 3, 4, 5, 6), ints(1, 2, 3), namespace="tenant")
     first, second = tree.drain_events()
-    assert first.parent_hash == root_hash("tenant")
+    assert (first.parent_hash, first.namespace) == (None, "tenant")
     assert second.parent_hash == first.hashes[-1]
     assert first.hashes + second.hashes == block_hashes(key_of(1, 2, 3, 4, 5, 6), 2, root_hash("tenant"))
     np.testing.assert_array_equal(first.token_ids, [1, 2, 3, 4])
@@ -95,4 +95,7 @@ def test_a_consumer_that_replays_ends_with_the_blocks_of_the_tree(page_size):
             tokens = tree.peek(prompt.tobytes(), namespace)
             held.update(block_hashes(prompt[:tokens].tobytes(), page_size, root_hash(namespace)))
     assert consumer.blocks == held
+    late = Consumer()
+    late.replay(tree.snapshot_events())
+    assert late.blocks == held
     assert len(held) == tree.total_pages > 0

@@ -1,5 +1,7 @@
 """Events of the prefix cache on the wire."""
 
+import threading
+
 import msgspec
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from tokenyard.cache.kv_events import block_hashes, root_hash
 from tokenyard.cache.radix import make_key
 from tokenyard.engine.processes.driver import Driver
 from tokenyard.engine.processes.event_loop import event_loop_normal
-from tokenyard.engine.watch.kv_events import KvEventPublisher
+from tokenyard.engine.processes.messages import UNASKED, Call
+from tokenyard.engine.watch.kv_events import END, KEPT_BATCHES, KvEventPublisher, is_own
 from tokenyard.engine.watch.liveness import LoopState
 from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.scheduler import Scheduler
@@ -28,6 +31,8 @@ class Kept:
     def publish(self, events):
         self.events += events
 
+    publish_all = publish
+
 
 def run(*groups, **settings):
     executor = watched_mock(step_ms=0.0, max_total_tokens=16, max_pool_rows=4)
@@ -40,23 +45,23 @@ def run(*groups, **settings):
 
 def test_what_enters_and_leaves_is_told_in_order():
     events, tokens = run([submit(1, range(2, 10))], [submit(2, range(20, 32))], [flush(1)], enable_kv_events=True)
-    names = [event[0] for event in events]
+    names = [event["type"] for event in events]
     assert names[0] == names[-1] == "AllBlocksCleared"
     assert "BlockRemoved" in names, "the second request needs pages of the first"
     known = {}
-    for name, *fields in events:
-        if name == "BlockStored":
-            hashes, parent, ids, size, adapter = fields
-            assert (len(ids), size, adapter) == (len(hashes), 1, None)
-            assert parent == root_hash("") or parent in known
+    for event in events:
+        if event["type"] == "BlockStored":
+            hashes, parent, ids = event["block_hashes"], event["parent_block_hash"], event["token_ids"]
+            assert (len(ids), event["block_size"], event["lora_name"]) == (len(hashes), 1, None)
+            assert parent is None or parent in known
             known |= dict(zip(hashes, ids, strict=True))
-        elif name == "BlockRemoved":
-            for one in fields[0]:
+        elif event["type"] == "BlockRemoved":
+            for one in event["block_hashes"]:
                 del known[one]
         else:
             known.clear()
     assert known == {}
-    stored = [one for event in events if event[0] == "BlockStored" for one in event[1]]
+    stored = [one for event in events if event["type"] == "BlockStored" for one in event["block_hashes"]]
     whole = np.array([*range(2, 10), *tokens[1][:-1]], np.int32)
     assert set(block_hashes(make_key(whole), 1, root_hash(""))) <= set(stored)
 
@@ -74,7 +79,7 @@ def messages(subscriber):
 
 
 def test_messages_are_numbered_and_reach_a_subscriber():
-    publisher = KvEventPublisher("tcp://127.0.0.1:*")
+    publisher = KvEventPublisher("tcp://127.0.0.1:*", topic="kv-events")
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
         subscriber.setsockopt(zmq.RCVTIMEO, 10_000)
         subscriber.connect(publisher.endpoint)
@@ -96,3 +101,79 @@ def test_an_endpoint_that_is_taken_is_refused():
     with pytest.raises(ConfigError, match="choose another one"):
         KvEventPublisher(publisher.endpoint)
     publisher.close()
+
+
+def asked_again(publisher, number):
+    """What a subscriber gets that asks for batches from `number` on: (number, events) each."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        socket.connect(publisher.replay_endpoint)
+        socket.send_multipart([b"", number.to_bytes(8, "big")])
+        found = []
+        while True:
+            _, topic, at, payload = socket.recv_multipart()
+            if at == END:
+                assert (topic, payload) == (b"", b"")
+                return found
+            found.append((int.from_bytes(at, "big"), msgspec.msgpack.decode(payload)[1]))
+
+
+def test_what_was_missed_can_be_asked_for_again():
+    asked = []
+    publisher = KvEventPublisher(
+        "tcp://127.0.0.1:*", topic="t", replay_endpoint="tcp://127.0.0.1:*", tell_all=lambda: asked.append(1)
+    )
+    try:
+        assert asked_again(publisher, 0) == []
+        for name in "abc":
+            publisher.publish([name])
+        assert asked_again(publisher, 1) == [(1, ["b"]), (2, ["c"])]
+        assert asked_again(publisher, 3) == []
+        assert asked == []
+    finally:
+        publisher.close()
+
+
+def test_what_is_too_old_is_told_anew_as_a_whole():
+    publisher = KvEventPublisher(
+        "tcp://127.0.0.1:*",
+        replay_endpoint="tcp://127.0.0.1:*",
+        tell_all=lambda: threading.Thread(target=publisher.publish_all, args=(["cleared", "all"],)).start(),
+    )
+    try:
+        for number in range(KEPT_BATCHES + 5):
+            publisher.publish([number])
+        assert asked_again(publisher, 2) == [(KEPT_BATCHES + 5, ["cleared", "all"])]
+        assert asked_again(publisher, 1 << 40)[0][1] == ["cleared", "all"], "a number of an earlier life"
+    finally:
+        publisher.close()
+
+
+def test_a_driver_tells_the_whole_cache_when_asked():
+    call = Call(UNASKED, "tell_kv")
+    events, _ = run([submit(1, range(2, 10))], [call], enable_kv_events=True)
+    told = events[[event["type"] for event in events].index("AllBlocksCleared", 1) :]
+    before = events[: -len(told)]
+    assert [event for event in told if event["type"] == "BlockStored"]
+
+    def held(some):
+        stored = [event for event in some if event["type"] == "BlockStored"]
+        return {pair for event in stored for pair in zip(event["block_hashes"], event["token_ids"], strict=True)}
+
+    assert held(told) == held(before)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "own"),
+    [
+        ("tcp://*:5557", True),
+        ("tcp://[::]:5557", True),
+        ("tcp://127.0.0.1:5557", True),
+        ("ipc:///tmp/x", True),
+        ("inproc://x", True),
+        ("tcp://indexer.example:5557", False),
+        ("tcp://10.0.0.7:5557", False),
+    ],
+)
+def test_where_to_bind_and_where_to_connect(endpoint, own):
+    assert is_own(endpoint) is own

@@ -4,6 +4,7 @@ A block is one page of tokens. Its hash covers the block, the hash of the block 
 at the root, so equal hashes mean equal prefixes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -21,14 +22,15 @@ class BlocksStored:
     """Consecutive blocks can be reused from now on: the first follows `parent_hash`, each other one the block before
     it.
 
-    `token_ids` is int32[len(hashes) * page_size], the tokens block after block. For blocks at the start of a prompt,
-    `parent_hash` is `root_hash` of the name space.
+    `token_ids` is int32[len(hashes) * page_size], the tokens block after block. Blocks at the start of a prompt follow
+    none: their `parent_hash` is None. namespace: that of the prompts (see `Request.namespace`), "" for the common one.
     """
 
     hashes: list[int]
-    parent_hash: int
+    parent_hash: int | None
     token_ids: Int32Array
     page_size: int
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +48,40 @@ class BlocksCleared:
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
-KvRecord = list[Any]
-"""An event in the wire form of vLLM and SGLang: its name, then its fields in order."""
+KvRecord = dict[str, Any]
+"""An event in the wire form of vLLM and SGLang: its fields by name, and its own name under `type`."""
+
+DEVICE = "GPU"
+"""What both call the memory that the model runs from, whatever it is."""
 
 
 def kv_record(event: KvEvent) -> KvRecord:
     """The wire form of an event."""
     match event:
         case BlocksStored():
-            adapter = None
-            return [
-                "BlockStored",
-                event.hashes,
-                event.parent_hash,
-                event.token_ids.tolist(),
-                event.page_size,
-                adapter,
-            ]
+            adapter, _, salt = event.namespace.partition("\x00")
+            stored = {
+                "type": "BlockStored",
+                "block_hashes": event.hashes,
+                "parent_block_hash": event.parent_hash,
+                "token_ids": event.token_ids.tolist(),
+                "block_size": event.page_size,
+                "lora_id": None,
+                "medium": DEVICE,
+                "lora_name": adapter or None,
+            }
+            return stored | ({"cache_salt": salt, "extra_keys": _extra_keys(event, adapter, salt)} if salt else {})
         case BlocksRemoved():
-            return ["BlockRemoved", event.hashes]
+            return {"type": "BlockRemoved", "block_hashes": event.hashes, "medium": DEVICE}
         case BlocksCleared():
-            return ["AllBlocksCleared"]
+            return {"type": "AllBlocksCleared"}
+
+
+def _extra_keys(event: BlocksStored, adapter: str, salt: str) -> list[list[str] | None]:
+    """What the hash of each block covers beside tokens, as vLLM has it: the salt in a prompt's first block alone."""
+    own = [adapter] if adapter else []
+    first = [*own, salt] if event.parent_hash is None else own
+    return [first or None, *[own or None] * (len(event.hashes) - 1)]
 
 
 def root_hash(namespace: str) -> int:
@@ -95,10 +110,9 @@ class KvEventLog:
 
     def inserted(self, parent: Any, node: Any) -> None:
         """Hash the new blocks and report them stored."""
-        before = root_hash(parent.namespace) if parent.parent is None else self._hashes[parent][-1]
-        hashes = self._hashes[node] = block_hashes(node.key, self._page_size, before)
-        tokens = np.frombuffer(node.key, TOKEN_DTYPE)
-        self._events.append(BlocksStored(list(hashes), before, tokens, self._page_size))
+        namespace, before = self._before(parent)
+        self._hashes[node] = block_hashes(node.key, self._page_size, root_hash(namespace) if before is None else before)
+        self._events.append(self._stored(node, before, namespace))
 
     def split(self, upper: Any, lower: Any) -> None:
         """Divide the hashes between both halves; no block enters or leaves."""
@@ -113,6 +127,26 @@ class KvEventLog:
     def cleared(self) -> None:
         """Report an empty tree; events before it are dropped."""
         self._events = [BlocksCleared()]
+
+    def snapshot(self, nodes: Iterable[Any]) -> list[KvEvent]:
+        """All `nodes` of the tree, parents first, as if the cache had been empty and they were stored now."""
+        events: list[KvEvent] = [BlocksCleared()]
+        for node in nodes:
+            if node.parent is not None:
+                namespace, before = self._before(node.parent)
+                events.append(self._stored(node, before, namespace))
+        return events
+
+    def _before(self, parent: Any) -> tuple[str, int | None]:
+        """The name space of a node's children, and the block that they follow, None for none."""
+        root = parent
+        while root.parent is not None:
+            root = root.parent
+        return root.namespace, None if parent is root else self._hashes[parent][-1]
+
+    def _stored(self, node: Any, before: int | None, namespace: str) -> BlocksStored:
+        tokens = np.frombuffer(node.key, TOKEN_DTYPE)
+        return BlocksStored(list(self._hashes[node]), before, tokens, self._page_size, namespace)
 
     def drain(self) -> list[KvEvent]:
         """The events since the last call, oldest first."""

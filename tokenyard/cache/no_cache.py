@@ -62,6 +62,10 @@ class NoCache:
         """No pages."""
         return NO_PAGES.copy()
 
+    def snapshot_events(self) -> list[KvEvent]:
+        """Nothing is cached."""
+        return []
+
     def drain_events(self) -> list[KvEvent]:
         """No events."""
         return []

@@ -208,6 +208,10 @@ class RadixCache:
         """Events since the last call, oldest first; an empty list unless KV events are enabled."""
         return [] if self._events is None else self._events.drain()
 
+    def snapshot_events(self) -> list[KvEvent]:
+        """Events that tell of the whole tree as it is; an empty list unless KV events are enabled."""
+        return [] if self._events is None else self._events.snapshot(self._nodes())
+
     def check(self) -> None:
         """Raise AssertionError if the tree contradicts itself. Walks the whole tree; for tests."""
         evictable = protected = leaves = 0

@@ -5,6 +5,7 @@ holds: how much of the prompt each target is believed to hold is one of the feat
 """
 
 import difflib
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -325,7 +326,7 @@ class PredictedTtft(RoutePolicy):
     """What a request that decodes costs a newcomer, in prompt tokens."""
 
     near, near_s = 0.02, 0.001
-    noticeably_slow = 1.6
+    noticeably_slow, errors_apart = 1.2, 3.0
     over, over_requests = 2.0, 4.0
     starving, starving_requests = 0.25, 1.0
 
@@ -362,12 +363,18 @@ class PredictedTtft(RoutePolicy):
         ]
 
     def _slowness(self, targets: Sequence[TargetState]) -> list[float]:
-        """How many times slower each target is than the usual one; 1 for all that differ by no more than chance."""
+        """How many times slower each target is than the usual one; 1 for all that differ by little, or by no more than
+        chance.
+        """
         times = [target.slowness for target in targets]
         if max(times) <= self.noticeably_slow * min(times):
             return [1.0] * len(times)
         usual = sorted(times)[(len(times) - 1) // 2]
-        return [time / usual if time > self.noticeably_slow * usual else 1.0 for time in times]
+        least = math.log(self.noticeably_slow)
+        return [
+            time / usual if math.log(time / usual) > max(least, self.errors_apart * target.slowness_error) else 1.0
+            for time, target in zip(times, targets, strict=True)
+        ]
 
     def _beyond(self, targets: Sequence[TargetState], slowness: list[float]) -> list[bool]:
         """Which targets would have more than their share of the requests in flight with this one."""

@@ -5,14 +5,14 @@ tokens. Over text, where no tokenizer is given, blocks begin with 256 bytes and 
 of any length has few digests and its match is known to about an eighth.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from tokenyard.base.blocks import BLOCK_TOKENS, ROOT, block_digests, chain, link
+from tokenyard.base.blocks import BLOCK_TOKENS, ROOT, block_digests, chain, link, root_digest
 from tokenyard.base.request import Int32Array
 
 ENTRY_BYTES = 160
@@ -213,13 +213,12 @@ class KvBlocks:
 
     Engines name blocks by hashes of their own, of any page size, so a block of ours is known by the tokens that events
     bring. It is held while every engine block that it lies in is. Events are arrays or maps (see `apply`), as vLLM and
-    SGLang have sent them; hashes are taken as they come. A prompt's first block follows none, or one of `roots`.
+    SGLang have sent them; hashes are taken as they come. A prompt's first block follows none.
     """
 
-    def __init__(self, roots: Collection[Hash] = ()) -> None:
+    def __init__(self) -> None:
         self._after: dict[Hash, _Place] = {}
         self._covers: dict[Hash, list[bytes]] = {}
-        self._roots = roots
 
     def apply(self, event: Any) -> tuple[list[bytes], list[bytes], bool]:
         """An event as (digests stored, digests removed, whether everything is gone).
@@ -246,7 +245,7 @@ class KvBlocks:
             data = np.array(fields.get("token_ids"), "<i4").tobytes()
         except (TypeError, ValueError, OverflowError):
             return []
-        place = _Place(ROOT, b"", ()) if parent is None or parent in self._roots else self._after.get(parent)
+        place = _Place(_root(fields), b"", ()) if parent is None else self._after.get(parent)
         if place is None or not isinstance(size, int) or len(data) != 4 * size * len(hashes):
             return []
         if len(self._after) + len(hashes) > MOST_ENGINE_BLOCKS:
@@ -282,6 +281,15 @@ class _Place:
     digest: bytes
     rest: bytes
     within: tuple[Hash, ...]
+
+
+def _root(fields: Mapping[str, Any]) -> bytes:
+    """What the first block of a prompt follows: one name for each salt and adapter, as for requests (`features`)."""
+    adapter, extra = fields.get("lora_name"), fields.get("extra_keys")
+    words = extra[0] if isinstance(extra, list) and extra and isinstance(extra[0], list | tuple) else ()
+    salts = [fields.get("cache_salt") or next((word for word in words if word != adapter), None), adapter]
+    names = [name for name in salts if isinstance(name, str) and name]
+    return root_digest("\x00".join(names)) if names else ROOT
 
 
 def _event_fields(event: Any) -> Mapping[str, Any]:

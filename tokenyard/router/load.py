@@ -4,6 +4,7 @@ A target is a worker, or one data-parallel rank of a worker. Load is counted whe
 begins, and given back exactly once.
 """
 
+import math
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -15,6 +16,8 @@ DECAY = 0.98
 LARGEST_CHANGE = 100.0
 SLOWEST = 4.0
 SLOWNESS_STEP = 0.03
+SLOWNESS_PRIOR = 4.0
+SLOWNESS_PRIOR_DEVIATION = 0.4
 CREDIT_STEP = 0.1
 LEAST_CREDIT = 0.05
 NOISE_S = 0.005
@@ -62,7 +65,8 @@ class TargetState:
 
     requests: sent and not ended. prefill_tokens: uncached prompt tokens of those without a first token. context_tokens:
     prompt tokens of all of them. served: requests sent so far. credit: the share of predicted cache hits that came
-    true. slowness: how many times longer first tokens take than `speed` says. room: most requests at a time, 0 for any
+    true. slowness: how many times longer first tokens take than `speed` says, and slowness_error, the standard error of
+    its logarithm. room: most requests at a time, 0 for any
     number. salt: 64 bits that stand for the name. kv_tokens: tokens whose KV it can hold, 0 if that is unknown.
     """
 
@@ -74,9 +78,13 @@ class TargetState:
     served: int = 0
     credit: float = 1.0
     slowness: float = 1.0
+    slowness_error: float = SLOWNESS_PRIOR_DEVIATION / SLOWNESS_PRIOR**0.5
     room: int = 0
     salt: int = 0
     kv_tokens: int = 0
+    _ratios: float = SLOWNESS_PRIOR
+    _log_mean: float = 0.0
+    _log_variance: float = SLOWNESS_PRIOR_DEVIATION**2
 
     def __post_init__(self) -> None:
         self.salt = int.from_bytes(blake2b(self.name.encode(), digest_size=8).digest(), "little")
@@ -89,6 +97,21 @@ class TargetState:
     def forget(self) -> None:
         """The worker has started anew: what was learnt of it holds no longer. Open requests stay counted."""
         self.credit = self.slowness = 1.0
+        self._ratios, self._log_mean, self._log_variance = SLOWNESS_PRIOR, 0.0, SLOWNESS_PRIOR_DEVIATION**2
+        self.slowness_error = SLOWNESS_PRIOR_DEVIATION / SLOWNESS_PRIOR**0.5
+
+    def took(self, seconds: float, expected_s: float) -> None:
+        """A first token came after `seconds` instead of `expected_s`. The mean over the first ones becomes one in which
+        older ones count less and less.
+        """
+        ratio = (seconds + NOISE_S) / (expected_s + NOISE_S)
+        beyond = math.log(min(max(ratio, 1.0 / SLOWEST), SLOWEST)) - self._log_mean
+        self._ratios += 1.0
+        step = max(1.0 / self._ratios, SLOWNESS_STEP)
+        self._log_mean += step * beyond
+        self._log_variance = (1.0 - step) * (self._log_variance + step * beyond * beyond)
+        self.slowness = math.exp(self._log_mean)
+        self.slowness_error = math.sqrt(self._log_variance * max(1.0 / self._ratios, SLOWNESS_STEP / 2.0))
 
 
 class Sent:
@@ -116,9 +139,7 @@ class Sent:
             return
         self._stop_prefilling()
         state, seconds = self._state, max(now_s - self._began_s, 0.0)
-        expected = state.speed.predict_s(self._work)
-        ratio = (seconds + NOISE_S) / (expected + NOISE_S)
-        state.slowness += SLOWNESS_STEP * (min(max(ratio, 1.0 / SLOWEST), SLOWEST) - state.slowness)
+        state.took(seconds, state.speed.predict_s(self._work))
         state.speed.observe(self._work, seconds)
 
     def expected_s(self) -> float:

@@ -372,6 +372,10 @@ class Scheduler:
         """KV events of the prefix cache between the last two calls of `drain`, in wire form."""
         return [kv_record(event) for event in self._kv_events]
 
+    def kv_snapshot(self) -> list[KvRecord]:
+        """The whole prefix cache as KV events in wire form, for subscribers that have missed some."""
+        return [kv_record(event) for event in self.state.memory.tree.snapshot_events()]
+
     @property
     def in_flight(self) -> int:
         """Plans that wait for their commit."""

@@ -12,7 +12,6 @@ import numpy as np
 
 from tokenyard.base import NS_PER_S, ConfigError, Finish, Request
 from tokenyard.base.blocks import BLOCK_TOKENS
-from tokenyard.cache.kv_events import root_hash
 from tokenyard.router.choice import Features, PolicyOptions, make_policy, mix, prompt_key
 from tokenyard.router.index import KvBlocks, PrefixIndex, token_prompt
 from tokenyard.router.load import Sent, Speed, TargetState
@@ -75,7 +74,7 @@ class SimRouter:
         speed = Speed()
         self.targets = [TargetState(f"r{number}", speed) for number in range(replicas)]
         self.index = PrefixIndex(INDEX_BYTES)
-        self._blocks = [_known_blocks() for _ in range(replicas)]
+        self._blocks = [KvBlocks() for _ in range(replicas)]
         for target in self.targets:
             self.index.limit(target.name, max(pool_tokens // BLOCK_TOKENS, 1))
 
@@ -106,12 +105,7 @@ class SimRouter:
         """The replica has lost its cache."""
         self.index.drop(self.targets[replica].name)
         self.targets[replica].forget()
-        self._blocks[replica] = _known_blocks()
-
-
-def _known_blocks() -> KvBlocks:
-    """Blocks that follow the root as our engines name it."""
-    return KvBlocks({root_hash("")})
+        self._blocks[replica] = KvBlocks()
 
 
 class Routing:

@@ -101,6 +101,10 @@ class Recorder:
         """KV events since the last call, in wire form."""
         return self.scheduler.kv_records()
 
+    def kv_snapshot(self) -> list[KvRecord]:
+        """The whole prefix cache as KV events, in wire form."""
+        return self.scheduler.kv_snapshot()
+
     @property
     def in_flight(self) -> int:
         """Plans that wait for their commit."""

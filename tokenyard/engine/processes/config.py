@@ -18,7 +18,8 @@ class EngineConfig:
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
     chat_template: a template file used instead of the model's own, "" for that.
     cost_profile: what policies believe of step times at first, as "device/model" or a file; "" leaves it to the device.
-    kv_events_endpoint: where events of the prefix cache are published, if `scheduler.enable_kv_events`.
+    kv_events_endpoint: where events of the prefix cache are published, if `scheduler.enable_kv_events`, with
+    kv_events_topic in front; kv_events_replay_endpoint: where they can be asked for again, "" for nowhere.
     record: file for a tape (tape/codec.py), "" for none; record_plain: with ids and names as they are.
     priority_function: "module:name" of a function that adds levels of urgency, "" for none.
     watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
@@ -35,6 +36,8 @@ class EngineConfig:
     chat_template: str = ""
     cost_profile: str = ""
     kv_events_endpoint: str = ""
+    kv_events_topic: str = ""
+    kv_events_replay_endpoint: str = ""
     record: str = ""
     record_plain: bool = False
     priority_function: str = ""

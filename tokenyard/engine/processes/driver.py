@@ -120,6 +120,7 @@ class Driver:
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
             "watch": self._watch,
+            "tell_kv": self._tell_kv,
         }
         self._look_at_policy()
 
@@ -292,6 +293,11 @@ class Driver:
         refusal = self._set_policy(SetPolicy(name, options), now)
         if refusal:
             raise ConfigError(refusal)
+
+    def _tell_kv(self, now: int) -> None:
+        """Publish the whole prefix cache."""
+        if self._kv_events is not None:
+            self._kv_events.publish_all(self._scheduler.kv_snapshot())
 
     def _start_profile(self, now: int) -> bool:
         """Begin a timeline; False if one runs already."""

@@ -11,8 +11,12 @@ import msgspec
 
 from tokenyard.base import Event, Finish, Int32Array, Int64Array, TokenBatch, TokenLogprobs
 
-Verb = Literal["snapshot", "explain", "set_policy", "flush", "start_profile", "stop_profile", "watch"]
+Verb = Literal["snapshot", "explain", "set_policy", "flush", "start_profile", "stop_profile", "watch", "tell_kv"]
 """What a scheduler process can be asked to do, apart from taking in events; `processes/driver.py` has the functions."""
+
+
+UNASKED = 0
+"""The id of a call whose reply nobody waits for."""
 
 
 class Call(msgspec.Struct):

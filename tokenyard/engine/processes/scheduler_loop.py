@@ -9,7 +9,7 @@ from tokenyard.base import ConfigError, Executor, InvalidRequestError
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.driver import Driver, Port
 from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
-from tokenyard.engine.processes.messages import ToScheduler
+from tokenyard.engine.processes.messages import UNASKED, Call, ToScheduler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 from tokenyard.engine.watch.grammars import GrammarCompiler
 from tokenyard.engine.watch.kv_events import open_kv_events
@@ -64,7 +64,8 @@ class SchedulerLoop:
         """
         self.state = LoopState()
         with ExitStack() as resources:
-            tape, kv_events = open_tape(config, rank), open_kv_events(config, rank)
+            tape = open_tape(config, rank)
+            kv_events = open_kv_events(config, rank, lambda: deliver(Call(UNASKED, "tell_kv")))
             if tape is not None:
                 resources.callback(tape.close)
             if kv_events is not None:
