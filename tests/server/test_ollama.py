@@ -93,7 +93,7 @@ def test_wrong_requests_get_a_sentence(start, body):
     ("path", "words"),
     [
         ("/v1/audio/speech", "audio"),
-        ("/v1/responses/resp_1/cancel", "stored responses"),
+        ("/v1/responses/resp_1/cancel", "in the background"),
         ("/api/pull", "fetching models"),
         ("/nowhere", "nothing at this path"),
     ],

@@ -7,6 +7,8 @@ import pytest
 from tests.server.fake import FakeManager
 from tests.server.test_messages import stream_of
 from tests.server.test_tool_calls import ANSWER, HERMES
+from tokenyard.server.errors import HttpError
+from tokenyard.server.response_store import ResponseStore
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
 NOW = {"type": "function", "name": "now", "parameters": {"type": "object"}}
@@ -95,7 +97,7 @@ def test_a_format_becomes_a_grammar(start):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
@@ -106,3 +108,63 @@ def test_wrong_requests_get_a_clear_400(start, body, param):
     answer = post(serve(start), **body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_goes_on_from_one_that_is_kept(start, stream):
+    server = serve(start, ANSWER)
+    first = post(server, tools=[TOOL, NOW], stream=stream, instructions="the")
+    first = stream_of(first)[-1]["response"] if stream else first.json()
+    output = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "fox"}
+    second = post(server, input=[output], previous_response_id=first["id"]).json()
+    assert second["previous_response_id"] == first["id"]
+    seen = [call[1] for call in server.manager.calls][-1]
+    # Instructions are those of one request alone.
+    assert [message["role"] for message in seen] == ["user", "assistant", "tool"]
+    assert seen[1]["reasoning_content"] == "the quick"
+    assert len(seen[1]["tool_calls"]) == 2
+    third = post(server, input="world", previous_response_id=second["id"]).json()
+    assert len([call[1] for call in server.manager.calls][-1]) == 5
+    assert third["status"] == "completed"
+
+
+def test_a_kept_response_can_be_got_and_deleted(start):
+    server = serve(start)
+    made = post(server, max_output_tokens=2, input="hello").json()
+    path = f"/v1/responses/{made['id']}"
+    assert server.client.get(path).json() == made
+    items = server.client.get(path + "/input_items").json()["data"]
+    assert [item["content"] for item in items] == ["hello"]
+    assert server.client.delete(path).json()["deleted"]
+    assert server.client.get(path).status_code == 404
+    lost = post(server, previous_response_id=made["id"])
+    assert lost.status_code == 404
+    assert lost.json()["error"]["param"] == "previous_response_id"
+
+
+def test_a_response_is_not_kept_against_the_clients_wish(start):
+    server = serve(start)
+    made = post(server, store=False, max_output_tokens=2).json()
+    assert not made["store"]
+    assert server.client.get(f"/v1/responses/{made['id']}").status_code == 404
+
+
+def test_the_store_is_bounded_in_number_bytes_and_time_and_by_tenant():
+    now = [0.0]
+    store = ResponseStore(most=3, most_bytes=200, longest_s=10.0, clock=lambda: now[0])
+
+    def kept(name, tenant=""):
+        try:
+            return bool(store.get(name, tenant))
+        except HttpError:
+            return False
+
+    for number in range(5):
+        store.put({"id": f"r{number}"}, [], "")
+    assert [kept(f"r{number}") for number in range(5)] == [False, False, True, True, True]
+    store.put({"id": "big", "text": "x" * 150}, [], "a")
+    assert not kept("r2")
+    assert kept("big", "a")
+    assert not kept("big", "b")
+    now[0] = 11.0
+    assert not kept("big", "a")

@@ -26,6 +26,7 @@ from tokenyard.server import (
     page,
     profile,
     requests,
+    response_store,
     responses,
     scheduling,
     score,
@@ -132,6 +133,7 @@ def create_app(state: ServerState) -> ASGIApp:
     api.include_router(ollama.router)
     api.include_router(page.router)
     api.router.routes.append(Route("/v1/live", LiveFeed(state), methods=["GET"]))
+    api.include_router(response_store.router)
     api.add_exception_handler(TokenyardError, _on_error)
     api.add_exception_handler(ClientGoneError, _on_client_gone)
     api.add_exception_handler(HTTPException, _on_http_exception)

@@ -55,6 +55,7 @@ TABLE: dict[str, Outcome] = {
     "not_found": _NOT_FOUND,
     "model_not_found": _NOT_FOUND,
     "request_not_found": _NOT_FOUND,
+    "response_not_found": _NOT_FOUND,
     "too_many_connections": _BUSY,
     "request_timeout": Outcome(408, "invalid_request_error"),
     "method_not_allowed": Outcome(405, "invalid_request_error"),

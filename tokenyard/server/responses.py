@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: `/v1/responses`, without a memory of earlier ones."""
+"""OpenAI's Responses API: `/v1/responses`."""
 
 import time
 import uuid
@@ -53,11 +53,12 @@ async def responses(call: Call) -> None:
     """Answer a request of OpenAI's Responses API."""
     check_chat_body(call)
     body = await parse_body(call.body, ResponsesRequest)
-    for name in ("previous_response_id", "conversation", "background"):
+    for name in ("conversation", "background"):
         if getattr(body, name):
-            message = f"{name} needs stored responses, which this server does not keep: send the whole input"
+            message = f"{name} is not offered here: send the input, or previous_response_id, and read the answer"
             raise InvalidRequestError(message, param=name, code="unsupported")
-    job = await chat_job(call, _chat(body))
+    items = _items(call, body)
+    job = await chat_job(call, _chat(body, items))
     writer = ResponseWriter(body, call.state.options.model_name)
     if not body.stream:
 
@@ -65,11 +66,14 @@ async def responses(call: Call) -> None:
             writer.pieces(answer, events)
 
         await run_events(call, job, keep)
+        _keep(call, body, items, writer)
         await call.reply.whole(orjson.dumps(writer.response))
         return
 
     async def send(answer: Answer, events: Sequence[Event]) -> None:
         data = writer.pieces(answer, events)
+        if answer.finish is not None:
+            _keep(call, body, items, writer)
         if data:
             await call.reply.event(data)
 
@@ -77,16 +81,29 @@ async def responses(call: Call) -> None:
     await call.reply.end()
 
 
-def _chat(body: ResponsesRequest) -> ChatRequest:
+def _items(call: Call, body: ResponsesRequest) -> list[Item]:
+    """All that the response answers: what the one before answered and said, and the input."""
+    own = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not body.previous_response_id:
+        return own
+    before = call.state.responses.get(body.previous_response_id, call.tenant)
+    items: list[Item] = orjson.loads(before.items) + orjson.loads(before.response)["output"] + own
+    return items
+
+
+def _keep(call: Call, body: ResponsesRequest, items: list[Item], writer: "ResponseWriter") -> None:
+    """Keep a response that has ended, unless its client does not want that."""
+    if body.store is not False:
+        call.state.responses.put(writer.response, items, call.tenant)
+
+
+def _chat(body: ResponsesRequest, items: list[Item]) -> ChatRequest:
     """The conversation and the wishes as a chat body."""
     conversation: list[dict[str, Any]] = []
     if body.instructions:
         conversation.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        conversation.append({"role": "user", "content": body.input})
-    else:
-        for place, item in enumerate(body.input):
-            _add_item(conversation, item, f"input[{place}]")
+    for place, item in enumerate(items):
+        _add_item(conversation, item, f"input[{place}]")
     chat = ChatRequest(messages=conversation, model=body.model, stream=bool(body.stream))
     chat.max_completion_tokens = body.max_output_tokens
     chat.temperature, chat.top_p, chat.user = body.temperature, body.top_p, body.user
@@ -195,10 +212,10 @@ class ResponseWriter:
             "model": model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": body.reasoning or {"effort": None, "summary": None},
             "service_tier": body.service_tier or "default",
-            "store": False,
+            "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",

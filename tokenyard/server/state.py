@@ -14,6 +14,7 @@ from tokenyard.server.logprobs import TokenNames
 from tokenyard.server.metrics import Metrics
 from tokenyard.server.parse.reading import OutputStyle
 from tokenyard.server.request_log import RequestLog
+from tokenyard.server.response_store import ResponseStore
 from tokenyard.server.timeline import StreamProfile
 
 Phase = Literal["loading", "ready", "draining"]
@@ -63,6 +64,7 @@ class ServerState:
         self.watcher_makers: list[WatcherMaker] = [lambda spec, headers: self.metrics.tracker(spec)]
         if options.log_requests:
             self.watcher_makers.append(lambda spec, headers: RequestLog(spec, content=options.log_requests_content))
+        self.responses = ResponseStore()
         self.phase: Phase = "loading"
         self.created_s = int(time.time())
         self._engine: Engine | None = None
