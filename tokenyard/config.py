@@ -112,6 +112,15 @@ class Settings(SharedSettings):
         "what attends between torch's layers: gather is plain torch, native the CPU's own kernels",
         choices=("auto", "gather", "native"),
     )
+    speculative_algorithm: str = setting(
+        "none",
+        "device",
+        "what drafts tokens for a step to verify: NGRAM looks up what followed the latest tokens before",
+        choices=("none", "NGRAM"),
+    )
+    speculative_num_draft_tokens: int = setting(
+        8, "device", "most drafts of a request that one step verifies; fewer where more do not pay", Allowed(1, 64)
+    )
     cost_profile: str = setting(
         "",
         "device",
@@ -228,6 +237,10 @@ class Settings(SharedSettings):
                 f"--max-total-tokens is {total}; it must hold a page of {self.page_size} tokens (--page-size)",
             ),
             (self.mock_step_ms is None or self.executor == "mock", "--mock-step-ms needs --executor mock"),
+            (
+                self.executor != "mock" or self.speculative_algorithm == "none",
+                "--speculative-algorithm needs a model; the mock's tokens follow no pattern",
+            ),
             (self.record != "" or not self.record_plain, "--record-plain needs --record FILE"),
             (
                 not self.priority_function or self.uses_priorities,
@@ -308,6 +321,7 @@ class Settings(SharedSettings):
             "threads": self.threads,
             "model_impl": self.model_impl,
             "attention_backend": self.attention_backend,
+            "draft_tokens": 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens,
             "seed": self.random_seed,
         }
 

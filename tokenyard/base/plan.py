@@ -80,6 +80,14 @@ class StepPlan:
         return np.arange(len(self.tokens)) + np.repeat(self.starts - np.cumsum(counts) + counts, counts)
 
     @property
+    def sampled_positions(self) -> Int64Array:
+        """int64[sum(samples)], the positions of the tokens that the step samples, row after row."""
+        samples = self.samples.astype(np.int64)
+        ends = (self.starts + self.counts).astype(np.int64)
+        # A row's samples run up to its end: index among all samples plus a constant per row.
+        return np.arange(1, int(samples.sum()) + 1) + np.repeat(ends - np.cumsum(samples), samples)
+
+    @property
     def chunks_from(self) -> int:
         """Where the chunks begin: rows before it decode or verify."""
         return self.decode_rows + self.verify_rows
@@ -123,9 +131,10 @@ class StepResult:
     int32[n], how many tokens each row yields, from 0 for a chunk that is not the last to its `samples`; then `tokens`
     is int32[sum(accepted)], row after row. None: one for each row with a token in `tokens`. A row that verifies drafts
     yields those that its own samples confirm, and the sample after them. drafted: int32[n], how many drafts the
-    executor has ready for each row's next step; None: it drafts for no row. ended: bool[n], whether a row's grammar is
-    complete after its last token; None: no row's. failures: rows (by place in the plan) that cannot continue, with the
-    reason. vectors: those of prompts that were wanted and are complete, by place in the plan, as raw float32.
+    executor has ready for each row's next step; None: it drafts for no row. chances: int32[n], in thousandths, how
+    likely a row's next draft is right if those before it are; None: unknown. ended: bool[n], whether a row's grammar
+    is complete after its last token; None: no row's. failures: rows (by place in the plan) that cannot continue, with
+    the reason. vectors: those of prompts that were wanted and are complete, by place in the plan, as raw float32.
     """
 
     step: int
@@ -135,6 +144,7 @@ class StepResult:
     failures: dict[int, str] = field(default_factory=dict)
     accepted: Int32Array | None = None
     drafted: Int32Array | None = None
+    chances: Int32Array | None = None
     ended: BoolArray | None = None
     vectors: dict[int, bytes] = field(default_factory=dict)
 

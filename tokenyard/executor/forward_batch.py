@@ -82,13 +82,6 @@ def sampled_tokens(plan: StepPlan) -> npt.NDArray[np.int64]:
     return np.arange(samples.sum()) + np.repeat(ends - np.cumsum(samples), samples)
 
 
-def sampled_positions(plan: StepPlan) -> npt.NDArray[np.int64]:
-    """Return int64[m]: the positions of the tokens that a plan samples, in order of rows and positions."""
-    samples = samples_of(plan)
-    ends = (plan.starts + plan.counts).astype(np.int64)
-    return np.arange(1, samples.sum() + 1) + np.repeat(ends - np.cumsum(samples), samples)
-
-
 def build_batch(plan: StepPlan, pages: PageTable) -> ForwardBatch:
     """Lay out a plan's tokens; token ids may still hold LAST_SAMPLED. The plan's page writes must be applied."""
     device = pages.tensor.device

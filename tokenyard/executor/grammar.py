@@ -127,9 +127,11 @@ class GrammarRows:
         """What the rows of a plan may say next, None where none has a grammar."""
         if not self._matchers:
             return None
+        # A row with a grammar verifies no drafts: its one sample is its last.
+        ends = np.cumsum(plan.samples)[plan.sampled] - 1
         found = [
             (place, matcher)
-            for place, row in enumerate(plan.pool_rows[plan.sampled].tolist())
+            for place, row in zip(ends.tolist(), plan.pool_rows[plan.sampled].tolist(), strict=True)
             if (matcher := self._matchers.get(row)) is not None
         ]
         if not found:

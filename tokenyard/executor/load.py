@@ -6,6 +6,7 @@ import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo
 from tokenyard.executor.backends import BackendChoice, choose_backends, load_layers, make_model
+from tokenyard.executor.drafts import NgramDrafter
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
@@ -42,6 +43,7 @@ def load_executor(
     seed: int = 0,
     model_impl: str = "auto",
     attention_backend: str = "auto",
+    draft_tokens: int = 0,
 ) -> ModelExecutor:
     """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
 
@@ -49,7 +51,8 @@ def load_executor(
     max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
     model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
     and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend:
-    see choose_backends. Raises ConfigError, in one line, for whatever does not fit.
+    see choose_backends. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none. Raises
+    ConfigError, in one line, for whatever does not fit.
     """
     target = choose_device(device)
     if target.type == "cuda":
@@ -87,7 +90,8 @@ def load_executor(
     )
     pool = _make_pool(config, info, target, kind)
     pages = PageTable(max_pool_rows, length, page_size, target)
-    return ModelExecutor(make_model(choice, layers, pool, pages), pool, pages, info, target)
+    drafter = NgramDrafter(draft_tokens) if draft_tokens else None
+    return ModelExecutor(make_model(choice, layers, pool, pages), pool, pages, info, target, drafter)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:

@@ -29,6 +29,7 @@ from tokenyard.base import (
     step_work,
 )
 from tokenyard.cost import find_profile
+from tokenyard.executor.drafts import MOST_CHANCE, confirmed_runs
 from tokenyard.executor.kv_check import KvCheck, UInt64Array, history_marks, mix
 
 NEVER_EOS = int(np.iinfo(np.int64).max)
@@ -78,7 +79,7 @@ class MockExecutor:
     history only (see KvCheck). Without `sleep` nothing waits, but the reported seconds stay the same.
 
     With `drafts` it drafts that many tokens for each row that sampled; the share `draft_right` of them, picked
-    by a hash, is what the row samples, any other is wrong.
+    by a hash, is what the row samples, any other is wrong. It reports that share as their chance.
     """
 
     def __init__(
@@ -130,7 +131,9 @@ class MockExecutor:
         tokens[chosen] = self._tokens(plan.pool_rows[chosen], (plan.starts + plan.counts)[chosen])
         ticket.logprobs = self._logprobs(plan, tokens)
         if plan.verify_rows:
-            tokens, ticket.accepted = self._runs(plan)
+            rows = np.repeat(plan.pool_rows, plan.samples)
+            sampled = self._tokens(rows, plan.sampled_positions.astype(np.int32))
+            tokens, ticket.accepted = confirmed_runs(plan, plan.tokens, sampled)
         if self._kv is not None:
             accepted = chosen.astype(np.int32) if ticket.accepted is None else ticket.accepted
             self._kv.sampled(plan, tokens if ticket.accepted is not None else tokens[chosen], accepted)
@@ -148,6 +151,8 @@ class MockExecutor:
         if self._drafts:
             drafting = [row not in self._starts for row in ticket.plan.pool_rows.tolist()]
             result.drafted = np.where(ticket.plan.sampled & np.array(drafting), self._drafts, 0).astype(np.int32)
+            chance = min(MOST_CHANCE, round(1000 * self._draft_right))
+            result.chances = np.full(len(result.drafted), chance, np.int32)
         return result
 
     def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
@@ -174,19 +179,6 @@ class MockExecutor:
         wrong = chances >= np.uint64(round(1000 * self._draft_right))
         tokens[at] = np.where(wrong, (right + 1) % self.info.vocab_size, right)
         return tokens
-
-    def _runs(self, plan: StepPlan) -> tuple[Int32Array, Int32Array]:
-        """Return the tokens that a plan with drafts yields, row after row, and how many each row does."""
-        drafted = np.split(plan.tokens, np.cumsum(plan.counts)[:-1])
-        runs: list[Int32Array] = []
-        for i, samples in enumerate(plan.samples.tolist()):
-            first = int(plan.starts[i] + plan.counts[i]) - samples + 1
-            positions = np.arange(first, first + samples, dtype=np.int32)
-            tokens = self._tokens(np.full(samples, plan.pool_rows[i], np.int32), positions)
-            # A chunk's own tokens are no drafts.
-            refused = np.flatnonzero(tokens[:-1] != drafted[i][len(drafted[i]) - samples + 1 :])
-            runs.append(tokens[: refused[0] + 1] if samples and len(refused) else tokens)
-        return np.concatenate(runs), np.array([len(run) for run in runs], dtype=np.int32)
 
     def _take_row(self, start: RowStart) -> None:
         prompt = start.known_ids[: start.prompt_tokens]

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from tokenyard.base import ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
-from tokenyard.executor.forward_batch import PageTable, build_batch, sampled_positions, samples_of, upload
+from tokenyard.executor.drafts import NgramDrafter, confirmed_runs
+from tokenyard.executor.forward_batch import PageTable, build_batch, samples_of, upload
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.grammar import GrammarRows, GrammarStore
 from tokenyard.executor.kv_pool import KvPool
@@ -83,12 +84,19 @@ class ModelExecutor:
     """
 
     def __init__(
-        self, model: ModelBackend, pool: KvPool, pages: PageTable, info: ExecutorInfo, device: torch.device
+        self,
+        model: ModelBackend,
+        pool: KvPool,
+        pages: PageTable,
+        info: ExecutorInfo,
+        device: torch.device,
+        drafter: NgramDrafter | None = None,
     ) -> None:
         self.info = info
         self.kv_pool = pool
         self.model = model
         self._device = device
+        self._drafter = drafter
         self._pages = pages
         self._future = FutureMap(info.max_pool_rows, device)
         self._grammars = GrammarStore(info.vocab_size, info.eos_token_ids)
@@ -104,6 +112,10 @@ class ModelExecutor:
         self._sampler.take(plan.row_starts)
         self._grammar_rows.take(plan)
         self._pooled.take(plan.row_starts)
+        if self._drafter is not None:
+            self._drafter.take(plan)
+            if plan.verify_rows:
+                plan = ticket.plan = replace(plan, tokens=self._drafter.fill_in(plan))
         self._pages.write(plan)
         if len(plan.pool_rows):
             self._forward(ticket)
@@ -134,12 +146,17 @@ class ModelExecutor:
         if ticket.tokens is None:
             raise TokenyardError(f"step {plan.step} is collected before it was sampled")
         seconds = ticket.clock.wait()
+        sampled = ticket.tokens.numpy()
+        # A row that verifies drafts has no grammar, so that its last sample may stand for all.
         tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
-        tokens[plan.sampled] = ticket.tokens.numpy()
+        tokens[plan.sampled] = sampled[np.cumsum(samples_of(plan))[plan.sampled] - 1]
         ended, failures = self._grammar_rows.consume(plan, tokens)
         vectors = {place: vector.numpy().tobytes() for place, vector in ticket.vectors}
         pieces = join_pieces(ticket.pieces)
-        return StepResult(plan.step, tokens, seconds, pieces, failures, ended=ended, vectors=vectors)
+        result = StepResult(plan.step, tokens, seconds, pieces, failures, ended=ended, vectors=vectors)
+        if self._drafter is not None:
+            self._confirm(self._drafter, plan, sampled.astype(np.int32), result)
+        return result
 
     def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
         """Make a grammar ready; see Executor."""
@@ -172,12 +189,23 @@ class ModelExecutor:
         """Choose a token for each row of logits: int64[m]. A row's last one is what its next step may read."""
         samples = samples_of(plan)
         pool_rows = np.repeat(plan.pool_rows, samples)
-        positions = sampled_positions(plan)
-        tokens = self._sampler.sample(logits, pool_rows, positions, self._grammar_rows.masks(plan))
+        tokens = self._sampler.sample(logits, pool_rows, plan.sampled_positions, self._grammar_rows.masks(plan))
         last = np.cumsum(samples)[samples > 0] - 1
         rows = upload((plan.pool_rows[samples > 0], last), self._device)
         self._future.store(rows[0], tokens[rows[1]])
         return tokens
+
+    @torch.inference_mode()
+    def _confirm(self, drafter: NgramDrafter, plan: StepPlan, sampled: Int32Array, result: StepResult) -> None:
+        """Write to the result what the samples (int32[m]) leave of the drafts, and the drafts of the next step."""
+        result.tokens, result.accepted = confirmed_runs(plan, plan.tokens, sampled)
+        result.drafted, result.chances = drafter.draft(plan, result.tokens, result.accepted)
+        if plan.verify_rows:
+            # A row's last sample is not its last token if a draft before it was refused.
+            rows = slice(plan.decode_rows, plan.chunks_from)
+            last = np.cumsum(result.accepted)[rows] - 1
+            columns = upload((plan.pool_rows[rows], result.tokens[last]), self._device)
+            self._future.store(columns[0], columns[1])
 
     def _send(self, ticket: Ticket, tokens: torch.Tensor) -> None:
         """Start the way of tokens and log-probabilities to the host."""

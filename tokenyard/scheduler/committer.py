@@ -37,6 +37,8 @@ class Committer:
             state.drafting = True
             alive = state.table.epoch[rows] == plan.epochs
             state.table.drafts[rows[alive]] = result.drafted[alive]
+            if result.chances is not None:
+                state.table.draft_chance[rows[alive]] = result.chances[alive]
         if ended:
             state.sweep()
         if state.cost is not None and state.cost.learns:
@@ -80,6 +82,7 @@ class Committer:
             live = (accepted > place) & (table.epoch[rows] == epochs)
             table.computed[rows[live & decodes]] += 1
             ended |= self._append_tokens(rows[live], tokens[firsts[live] + place], now)
+        self._state.observer.verified(plan.counts[verify], accepted[verify])
         verified = rows[verify][table.epoch[rows[verify]] == epochs[verify]]
         table.planned[verified] = table.computed[verified]
         return ended

@@ -5,7 +5,7 @@ The state reports what happens to each request; no plan depends on what is kept 
 
 import numpy as np
 
-from tokenyard.base import Explanation, Finish, RequestTimings, RetractReason, Stage
+from tokenyard.base import Explanation, Finish, Int32Array, RequestTimings, RetractReason, Stage
 from tokenyard.policy import Policy
 from tokenyard.scheduler.history import RequestHistory, Start
 from tokenyard.scheduler.priority_inversion import PriorityInversion
@@ -71,6 +71,13 @@ class Observer:
     def chunk_planned(self, row: int) -> None:
         """A chunk of the prompt of `row` is planned."""
         self._timings(row).prefill_chunks += 1
+
+    def verified(self, counts: Int32Array, accepted: Int32Array) -> None:
+        """Rows verified drafts: each computed `counts` tokens and yields `accepted` of them; both int32[n]."""
+        counters = self.counters
+        counters.verify_rows += len(counts)
+        counters.draft_tokens += int(counts.sum()) - len(counts)
+        counters.accepted_draft_tokens += int(accepted.sum()) - len(accepted)
 
     def retracted(self, row: int, why: RetractReason, now: int) -> None:
         """`row` was retracted."""

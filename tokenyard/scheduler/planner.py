@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from tokenyard.base import Int32Array
+from tokenyard.base import Int32Array, StepWork
 from tokenyard.policy import Views
+from tokenyard.policy.speculation import worthwhile_drafts
 from tokenyard.scheduler.admission import PrefillAdder
 from tokenyard.scheduler.memory import NO_PAGES
 from tokenyard.scheduler.plan_builder import PlanBuilder
@@ -90,22 +91,25 @@ class Planner:
         return builder
 
     def _decode(self, builder: PlanBuilder, rows: Int32Array, now: int) -> None:
-        """Let every row below its limit compute one token, if there are pages for all of them.
+        """Let every row below its limit compute one token, and verify drafts where that pays, if there are pages.
 
-        Rows with drafts verify as many as their limit and the pages allow. They wait while a step of theirs is in
-        flight, because only its commit gives the position of the drafts.
+        A row whose drafts pay waits while a step of its own is in flight, because only the commit gives their position.
         """
         table, memory = self._state.table, self._state.memory
         starts = table.planned[rows]
         ready = starts < table.limit[rows]
-        if self._state.drafting:
-            ready &= (table.drafts[rows] == 0) | (starts < table.known[rows])
         if not ready.all():
             rows, starts = rows[ready], starts[ready]
-            if not len(rows):
-                return
-        if self._state.drafting and self._verify(builder, rows, starts):
+        if not len(rows):
             return
+        if self._state.drafting:
+            drafts = self._worthwhile_drafts(builder, rows, starts)
+            # One token may be in flight, known to the device alone; of drafts in flight it is open how many count.
+            known = table.known[rows]
+            ready = (starts < known) | (starts == known) & (drafts == 0)
+            rows, starts, drafts = rows[ready], starts[ready], drafts[ready]
+            if not len(rows) or (drafts.any() and self._verify(builder, rows, starts, drafts)):
+                return
         crossing = self._state.crossing(rows, starts)
         pages = memory.take_pages(int(np.count_nonzero(crossing)))
         if pages is None:
@@ -123,16 +127,25 @@ class Planner:
         builder.decode(rows, starts)
         self._state.charge_decode(rows)
 
-    def _verify(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array) -> bool:
-        """Let `rows`, which start at `starts` (int32[n]), verify their drafts (speculative decoding).
-
-        False, and nothing done, if no row has drafts or there are not enough pages: drafts never cause a retraction.
+    def _worthwhile_drafts(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array) -> Int32Array:
+        """How many drafts `rows`, which start at `starts` (int32[n]), should verify: int32[n]. Without a belief about
+        times, as many as they have.
         """
-        table, memory = self._state.table, self._state.memory
-        drafts = np.minimum(table.drafts[rows], table.limit[rows] - starts - 1)
-        verify = drafts > 0
-        if not verify.any():
-            return False
+        table, cost = self._state.table, self._state.cost
+        most: Int32Array = np.maximum(np.minimum(table.drafts[rows], table.limit[rows] - starts - 1), 0)
+        if cost is None:
+            return most
+        chunks = StepWork()
+        for chunk in builder.chunks:
+            chunks.add_chunk(chunk.start, chunk.count)
+        return worthwhile_drafts(cost, chunks, starts + 1, most, table.draft_chance[rows])
+
+    def _verify(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array, drafts: Int32Array) -> bool:
+        """Let `rows`, which start at `starts`, verify `drafts` drafts each (all int32[n]), of which some are above 0.
+
+        False, and nothing done, if there are not enough pages: drafts never cause a retraction.
+        """
+        table, memory, verify = self._state.table, self._state.memory, drafts > 0
         ends, held = starts + 1 + drafts, table.held[rows]
         size = memory.page_size
         wanted = np.maximum(-(-ends // size) - -(-held // size), 0)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class Counters:
     """Totals since the start. Tokens: prompt (submitted), hit (found in the tree at first admission), prefill (computed
-    in chunks), recomputed (computed again after a retraction), generated (sampled and kept).
+    in chunks), recomputed (computed again after a retraction), generated (sampled and kept), draft (verified), accepted
+    draft. verify_rows: rows that verified drafts, counted in each step.
     """
 
     steps: int = 0
@@ -23,6 +24,9 @@ class Counters:
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     generated_tokens: int = 0
+    verify_rows: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(slots=True)

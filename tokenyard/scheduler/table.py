@@ -33,6 +33,7 @@ INT32_COLUMNS = (
     "planned",
     "held",
     "drafts",
+    "draft_chance",
     "reach",
     "known",
     "tenant",
@@ -90,9 +91,10 @@ class RequestTable:
 
     number: the request's number. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row
     of ReqToTokenPool, -1 while waiting. held: leading tokens that have pages, beyond `planned` where drafts were
-    refused. drafts: drafts that the executor has ready for the row's next step. last_step: the latest plan that
-    contains the row. gates, state: lifecycle. reach: leading tokens whose KV can be loaded from elsewhere.
-    constrained: 1 for rows whose answer must keep to a grammar; `grammars` counts them.
+    refused. drafts: drafts that the executor has ready for the row's next step. draft_chance: in thousandths, of its
+    next draft if those before it are right. last_step: the latest plan that contains the row. gates, state: lifecycle.
+    reach: leading tokens whose KV can be loaded from elsewhere. constrained: 1 for rows whose answer must keep to a
+    grammar; `grammars` counts them.
     """
 
     def __init__(self, capacity: int = 256, tenants: Iterable[str] = ()) -> None:
@@ -122,6 +124,7 @@ class RequestTable:
     planned: Int32Array
     held: Int32Array
     drafts: Int32Array
+    draft_chance: Int32Array
     reach: Int32Array
     known: Int32Array
     tenant: Int32Array
@@ -186,6 +189,7 @@ class RequestTable:
             self.planned,
             self.held,
             self.drafts,
+            self.draft_chance,
             self.reach,
             self.gates,
             self.retractions,

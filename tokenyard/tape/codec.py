@@ -45,8 +45,8 @@ from tokenyard.cost import LinearCost, OnlineCost
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.tape.anonymizer import Anonymizer
 
-VERSION = 3
-READABLE = (1, 2, 3)
+VERSION = 4
+READABLE = (1, 2, 3, 4)
 MAGIC = re.compile(rb"tokenyard tape (\d{1,9})\n")
 DIGEST_BYTES = 16
 _FRAME = struct.Struct("<IBq")
@@ -73,6 +73,7 @@ class Committed(msgspec.Struct, array_like=True, frozen=True):
     accepted: bytes | None = None
     drafted: bytes | None = None
     ended: bytes | None = None
+    chances: bytes | None = None
 
     def result(self) -> StepResult:
         """The result as the scheduler takes it."""
@@ -82,6 +83,7 @@ class Committed(msgspec.Struct, array_like=True, frozen=True):
             self.seconds,
             accepted=None if self.accepted is None else np.frombuffer(self.accepted, np.int32),
             drafted=None if self.drafted is None else np.frombuffer(self.drafted, np.int32),
+            chances=None if self.chances is None else np.frombuffer(self.chances, np.int32),
             ended=None if self.ended is None else np.frombuffer(self.ended, np.bool_),
         )
 
@@ -187,7 +189,7 @@ class TapeEncoder:
     def committed(self, now: int, result: StepResult) -> bytes:
         """A result that the scheduler is about to take in."""
         tokens = self._anonymizer.ids(result.tokens).tobytes()
-        columns = (result.accepted, result.drafted, result.ended)
+        columns = (result.accepted, result.drafted, result.ended, result.chances)
         optional = [None if column is None else column.tobytes() for column in columns]
         return self.record(now, Committed(result.step, result.seconds, tokens, *optional))
 

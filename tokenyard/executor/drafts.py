@@ -1,0 +1,170 @@
+"""Drafts for speculative decoding: guesses of a row's next tokens, and which of them its samples confirm.
+
+A draft is accepted if the row samples the same token at its position, with the noise of that position, so drafts never
+change an answer. The drafter here is prompt lookup (Saxena 2023; NGRAM in SGLang, ngram in vLLM): what followed the
+last occurrence of the row's latest tokens is likely to follow again.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenyard.base import Int32Array, RowStart, StepPlan
+
+LONGEST_MATCH, SHORTEST_MATCH = 4, 2
+"""How many of the latest tokens must occur before; longer matches come first."""
+
+FIRST_CHANCE, FIRST_WEIGHT = 0.5, 2.0
+FADE = 0.9
+"""What a row's record begins with, how many observations that is worth, and what is left of an old one in each step."""
+
+MOST_CHANCE = 990
+"""In thousandths: no draft is taken for certain."""
+
+NO_DRAFTS = np.zeros(0, np.int32)
+
+
+class Lookup:
+    """The tokens of one row, and what followed when its latest tokens occurred before."""
+
+    def __init__(self, ids: Int32Array) -> None:
+        self._count = len(ids)
+        self._ids = np.empty(max(64, 2 * len(ids)), np.int32)
+        self._ids[: len(ids)] = ids
+
+    def append(self, tokens: Int32Array) -> None:
+        """Add int32[n] tokens at the end."""
+        end = self._count + len(tokens)
+        if end > len(self._ids):
+            self._ids = np.resize(self._ids, 2 * end)
+        self._ids[self._count : end] = tokens
+        self._count = end
+
+    def propose(self, most: int) -> Int32Array:
+        """The `most` tokens that are likely to follow, none if the latest tokens are new.
+
+        The longest match counts, of equally long ones the latest. A match near the end is continued by its own copy.
+        """
+        ids = self._ids[: self._count]
+        if len(ids) <= SHORTEST_MATCH:
+            return NO_DRAFTS
+        ends, matched = np.flatnonzero(ids[:-1] == ids[-1]), 1
+        while matched < LONGEST_MATCH and len(ends):
+            longer = ends[ends >= matched]
+            longer = longer[ids[longer - matched] == ids[-1 - matched]]
+            if not len(longer):
+                break
+            ends, matched = longer, matched + 1
+        if matched < SHORTEST_MATCH or not len(ends):
+            return NO_DRAFTS
+        following = ids[ends[-1] + 1 : ends[-1] + 1 + most]
+        return np.resize(following, most) if len(following) < most else following.copy()
+
+
+@dataclass(slots=True)
+class AcceptanceRecord:
+    """How often a row's drafts were right, with old observations fading. Drafts count whether they were verified or
+    not: a sampled token says either way whether the draft in its place was right.
+    """
+
+    right: float = FIRST_CHANCE * FIRST_WEIGHT
+    tried: float = FIRST_WEIGHT
+
+    def observe(self, drafts: Int32Array, tokens: Int32Array) -> None:
+        """Take in what a row sampled (int32[n]) where it had drafts (int32[m])."""
+        compared = min(len(drafts), len(tokens))
+        if not compared:
+            return
+        wrong = np.flatnonzero(drafts[:compared] != tokens[:compared])
+        right = int(wrong[0]) if len(wrong) else compared
+        self.right = FADE * self.right + right
+        self.tried = FADE * self.tried + right + bool(len(wrong))
+
+    @property
+    def chance(self) -> int:
+        """The chance of a draft whose predecessors are right, in thousandths."""
+        return min(MOST_CHANCE, round(1000 * self.right / self.tried))
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that drafts. `epoch` is the request's, which a result must have to be of this row's answer."""
+
+    epoch: int
+    lookup: Lookup
+    drafts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
+    record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
+
+
+class NgramDrafter:
+    """Drafts up to `most` tokens for each row, by prompt lookup. Rows with penalties, log-probabilities or a grammar
+    have no drafts: what they may sample depends on the tokens before in more than the model.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._rows: dict[int, _Row] = {}
+
+    def take(self, plan: StepPlan) -> None:
+        """Take over the rows that start with a plan."""
+        for start in plan.row_starts:
+            self._rows.pop(start.pool_row, None)
+            if _drafts_suit(start):
+                place = int(np.flatnonzero(plan.pool_rows == start.pool_row)[0])
+                self._rows[start.pool_row] = _Row(int(plan.epochs[place]), Lookup(start.known_ids))
+
+    def fill_in(self, plan: StepPlan) -> Int32Array:
+        """The plan's input tokens, int32[sum(counts)], with the ids of its drafts."""
+        tokens = plan.tokens.copy()
+        ends = np.cumsum(plan.counts)
+        for place in range(plan.decode_rows, plan.chunks_from):
+            count = int(plan.counts[place]) - 1
+            drafts = self._rows[int(plan.pool_rows[place])].drafts
+            tokens[ends[place] - count : ends[place]] = drafts[:count]
+        return tokens
+
+    def draft(self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Take in a step's tokens (int32[sum(accepted)], row after row) and draft for the next.
+
+        Returns how many drafts each row of the plan has, and their chances in thousandths: int32[n] twice.
+        """
+        drafted, chances = np.zeros((2, len(accepted)), np.int32)
+        ends = np.cumsum(accepted)
+        columns = zip(plan.pool_rows.tolist(), plan.epochs.tolist(), accepted.tolist(), ends.tolist(), strict=True)
+        for place, (pool_row, epoch, count, end) in enumerate(columns):
+            row = self._rows.get(pool_row)
+            if row is None or row.epoch != epoch or not count:
+                continue
+            run = tokens[end - count : end]
+            row.record.observe(row.drafts, run)
+            row.lookup.append(run)
+            row.drafts = row.lookup.propose(self._most)
+            drafted[place], chances[place] = len(row.drafts), row.record.chance
+        return drafted, chances
+
+
+def confirmed_runs(plan: StepPlan, inputs: Int32Array, sampled: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """What each row yields of its samples: those that confirm its drafts, and the sample after them.
+
+    inputs: int32[sum(counts)], the plan's tokens with the ids of drafts. sampled: int32[sum(samples)]. Returns the
+    tokens, int32[sum(accepted)], and `accepted`, int32[n].
+    """
+    samples = plan.samples.astype(np.int64)
+    firsts = np.cumsum(samples) - samples
+    place = np.arange(len(sampled)) - np.repeat(firsts, samples)
+    # The input after a sampled position is the draft that the sample confirms; a row's last sample has none.
+    following = np.repeat(np.cumsum(plan.counts, dtype=np.int64) - samples + 1, samples) + place
+    drafts = np.append(inputs, -1)[following]
+    last = place == np.repeat(samples, samples) - 1
+    refused = (sampled != drafts) & ~last
+    accepted = samples.copy()
+    rows = np.flatnonzero(samples)
+    if len(rows):
+        until = np.where(refused, place + 1, np.repeat(samples, samples))
+        accepted[rows] = np.minimum.reduceat(until, firsts[rows])
+    kept = place < np.repeat(accepted, samples)
+    return sampled[kept].astype(np.int32), accepted.astype(np.int32)
+
+
+def _drafts_suit(start: RowStart) -> bool:
+    return not (start.grammar or start.sampling.penalised or start.logprobs is not None)
