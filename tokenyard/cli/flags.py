@@ -33,7 +33,7 @@ FOREIGN_FLAGS = {
     "models run with this package's own code only": "trust-remote-code sampling-backend",
     "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",
     "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",
-    "there is no speculative decoding": "speculative-algorithm speculative-config speculative-num-steps",
+    "drafts come from prompt lookup alone (--speculative-algorithm NGRAM)": "speculative-config speculative-num-steps",
     "prefill and decode run in one engine": "disaggregation-mode disaggregation-transfer-backend kv-transfer-config",
     "there are no CUDA graphs to switch off": "disable-cuda-graph cuda-graph-max-bs enforce-eager compilation-config",
     "leave it out: metrics are always there": "enable-metrics disable-log-stats",
