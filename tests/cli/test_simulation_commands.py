@@ -179,6 +179,7 @@ def test_compare_runs_settings_side_by_side(tmp_path, capsys):
     assert "fcfs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_oracle_stands_apart(tmp_path, capsys):
     out, report = tmp_path / "o.json", tmp_path / "r.html"
     tight = ["--synthetic", "plain", "--limit", "80", "--request-rate", "60", "--max-total-tokens", "12k"]

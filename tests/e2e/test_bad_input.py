@@ -235,8 +235,8 @@ def nest_config(folder):
     ("damage", "says"),
     [
         (nest_config, "config.json cannot be read as JSON"),
-        (cut_weights, "model.safetensors is damaged"),
-        (break_tokenizer, "tokenizer.json is not a tokenizer"),
+        pytest.param(cut_weights, "model.safetensors is damaged", marks=pytest.mark.slow),
+        pytest.param(break_tokenizer, "tokenizer.json is not a tokenizer", marks=pytest.mark.slow),
         (drop_tokenizer, "there is no tokenizer"),
     ],
 )

@@ -193,7 +193,10 @@ def streamed(url, body, on_line=lambda so_far: None):
     return text, end, {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}, ids
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.4}])
+SAMPLED = {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.4}
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, pytest.param({"temperature": 0}, marks=pytest.mark.slow)])
 def test_an_engine_that_is_killed_while_a_client_streams_is_not_seen(sampling):
     servers = [Server("--max-total-tokens", "2000") for _ in range(2)]
     route = Route(*(server.url for server in servers))

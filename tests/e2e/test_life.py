@@ -62,6 +62,7 @@ class Stream(threading.Thread):
                 self.begun.set()
 
 
+@pytest.mark.slow
 def test_a_model_on_the_cpu_gives_way_to_the_rest_of_the_server():
     server = Server("--threads", "2")
     try:
@@ -153,7 +154,7 @@ def test_a_request_that_never_comes_in_full_holds_up_no_exit(slow_server):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
-@pytest.mark.parametrize("files", ["<&- >&- 2>&-", "2>/dev/full"])
+@pytest.mark.parametrize("files", ["2>/dev/full", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)])
 def test_a_server_that_cannot_write_its_log_serves(files):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -51,6 +51,7 @@ def test_sampling_with_a_seed_repeats(client):
     assert len(texts) == 1
 
 
+@pytest.mark.slow
 def test_policies_that_need_step_times_run_without_a_profile():
     server = Server("--device", "cpu", "--threads", "1", "--max-total-tokens", "4k", "--schedule-policy", "slo")
     body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True, "slo": {"ttft_ms": 5000}}

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks import gpu
 
 
@@ -9,6 +11,7 @@ def lines(capsys):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_all_parts_run(capsys):
     assert gpu.measure(gpu.rehearsal())
     told = lines(capsys)

@@ -1,9 +1,9 @@
 """Greedy tokens are those of transformers under every schedule.
 
 Every combination of page size, chunk, mixed chunks, plans in flight, prefix cache and pool size runs in `make test`,
-each with another architecture, by torch and by the native kernels, and with a second one in `make test-all`.
-`TOKENYARD_FULL_MATRIX=1` runs every combination with every architecture, and `TOKENYARD_TEST_DEVICE=cuda` (for the
-tests of the executor too) runs our side on a GPU.
+each with another architecture, by torch and by the native kernels in turn. `make test-all` runs each by both, and with
+a second architecture. `TOKENYARD_FULL_MATRIX=1` runs every combination with every architecture, and
+`TOKENYARD_TEST_DEVICE=cuda` (for the tests of the executor too) runs our side on a GPU.
 """
 
 import itertools
@@ -24,11 +24,12 @@ PAGE_SIZES, CHUNKS, DEPTHS = (1, 16), (16, -1), (1, 2)
 COMBINATIONS = list(itertools.product(PAGE_SIZES, CHUNKS, (False, True), DEPTHS, (False, True), ("roomy", "tight")))
 FULL = os.environ.get("TOKENYARD_FULL_MATRIX") == "1"
 MATRIX = [
-    pytest.param(case, *combination, marks=[pytest.mark.slow] if place else [])
+    pytest.param(case, *combination, model_impl, marks=[pytest.mark.slow] if place or index % 2 != impl else [])
     for index, combination in enumerate(COMBINATIONS)
     for place, case in enumerate(
         CASES if FULL else [list(CASES)[index % len(CASES)], list(CASES)[(index * 5 + 3) % len(CASES)]]
     )
+    for impl, model_impl in enumerate(("torch", "native"))
 ]
 
 
@@ -55,8 +56,7 @@ def prompts():
     return made
 
 
-@pytest.mark.parametrize(("case", "page_size", "chunk", "mixed", "depth", "no_cache", "pool"), MATRIX)
-@pytest.mark.parametrize("model_impl", ["torch", "native"])
+@pytest.mark.parametrize(("case", "page_size", "chunk", "mixed", "depth", "no_cache", "pool", "model_impl"), MATRIX)
 def test_greedy_tokens_do_not_depend_on_the_schedule(
     folder, case, page_size, chunk, mixed, depth, no_cache, pool, model_impl
 ):
