@@ -14,10 +14,12 @@ from tokenyard.base import SchedulerSettings
 from tokenyard.base.declare import check_declared, check_rules, declarations, setting
 from tokenyard.base.ranges import ABOVE_ZERO, ANY_COUNT, POSITIVE, POSITIVE_COUNT, TARGET_MS, Allowed
 from tokenyard.base.settings import SharedSettings
+from tokenyard.engine.balance import LOAD_BALANCE_METHODS
 from tokenyard.engine.sampling_defaults import SAMPLING_DEFAULTS
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 DEFAULT_CONTEXT_LENGTH = 2048
+MOST_RANKS = 64
 POOL_TOKENS = Allowed(1, 2**31 - 1)
 """Slots of the KV pool are numbered in 32 bits."""
 
@@ -99,6 +101,20 @@ class Settings(SharedSettings):
         None, "device", "tokens that the KV pool holds; by the memory if absent", POOL_TOKENS
     )
     threads: int = setting(0, "device", "CPU threads of the executor; 0 lets the library choose", Allowed(0, 4096))
+    dp_size: int = setting(
+        1,
+        "device",
+        "schedulers side by side behind one server, each with a copy of the model and a prefix cache of its own; "
+        "limits, KV tokens and CPU threads are for all of them together",
+        Allowed(1, MOST_RANKS),
+        aliases=("--data-parallel-size",),
+    )
+    load_balance_method: str = setting(
+        LOAD_BALANCE_METHODS[0],
+        "device",
+        "which of several ranks (--dp-size) gets a request",
+        choices=LOAD_BALANCE_METHODS,
+    )
     model_impl: str = setting(
         "auto",
         "device",
@@ -235,6 +251,16 @@ class Settings(SharedSettings):
             (
                 total is None or self.page_size <= total,
                 f"--max-total-tokens is {total}; it must hold a page of {self.page_size} tokens (--page-size)",
+            ),
+            (
+                total is None or self.page_size * self.dp_size <= total,
+                f"--max-total-tokens is {total}; each of the {self.dp_size} ranks (--dp-size) needs a page of it",
+            ),
+            (
+                self.max_running_requests >= self.dp_size
+                and (self.max_queued_requests < 0 or self.max_queued_requests >= self.dp_size),
+                "--max-running-requests and --max-queued-requests are for all ranks together; each rank needs one, so "
+                f"they must be at least {self.dp_size} (--dp-size)",
             ),
             (self.mock_step_ms is None or self.executor == "mock", "--mock-step-ms needs --executor mock"),
             (

@@ -46,6 +46,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         load_priority_function(settings.priority_function)
     alike = {item.name for item in fields(EngineConfig)} & {item.name for item in fields(Settings)}
     derived: dict[str, Any] = {
+        "ranks": settings.dp_size,
         "executor_options": settings.executor_options(),
         "scheduler": scheduler,
         "overlap": not settings.disable_overlap_schedule,

@@ -45,7 +45,7 @@ def test_what_is_no_count(text):
 def test_every_setting_is_declared_once():
     """All that the scheduler reads can be set, but for what follows from the model and the device."""
     own = {item.name for item in dataclasses.fields(SchedulerSettings)} - SHARED.keys()
-    assert own == {"context_length", "max_in_flight"}
+    assert own == {"context_length", "max_in_flight", "dp_size", "dp_rank"}
     for kind in (SchedulerSettings, Settings):
         assert {name: one for name, one in declarations(kind).items() if name in SHARED} == SHARED
 
@@ -247,7 +247,7 @@ def test_overlap_is_two_steps_in_flight():
 
 def test_there_are_not_too_many_flags():
     flags = all_flags()
-    assert len(flags) <= 110
+    assert len(flags) <= 120
     options = [option for flag in flags for option in (*flag.positive, *flag.negative)]
     assert len(options) == len(set(options))
     assert all(flag.declared.help_text for flag in flags)

@@ -17,7 +17,10 @@ PROMPT = "Once upon a time"
 
 
 def two_ranks(config):
+    """Each rank has as large a pool as the one rank of the others."""
     config.ranks = 2
+    if "max_total_tokens" in config.executor_options:
+        config.executor_options["max_total_tokens"] *= 2
     return running_engine(config)
 
 

@@ -15,11 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class Server:
     """`tokenyard serve` with the given flags, on a free port; ready when made. `prefix` goes before the command."""
 
-    def __init__(
-        self, *flags: str, ready: bool = True, prefix: tuple[str, ...] = (), module: str = "tokenyard"
-    ) -> None:
+    def __init__(self, *flags: str, ready: bool = True, prefix: tuple[str, ...] = ()) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-        command = [*prefix, sys.executable, "-m", module, "serve", "--port", "0", *flags]
+        command = [*prefix, sys.executable, "-m", "tokenyard", "serve", "--port", "0", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
         self.log = ""
         self.url = ""

@@ -10,13 +10,17 @@ import pytest
 from tokenyard.base import (
     Cancel,
     ConfigError,
+    InvalidRequestError,
     OverloadedError,
     Pause,
     Request,
     Resume,
     SamplingParams,
+    SchedulerSettings,
     SetPolicy,
+    TenantSettings,
 )
+from tokenyard.engine.balance import Balancer
 from tokenyard.engine.client import SchedulerClient
 from tokenyard.engine.continuation import begun_answers, continued
 from tokenyard.engine.processes.messages import Fenced, Heartbeat, Reply
@@ -86,24 +90,112 @@ def test_heartbeats_say_how_a_scheduler_is():
         assert one.age_s(time.monotonic_ns()) >= 5.0
 
 
-def test_a_request_goes_to_the_rank_with_the_fewest():
-    ranks = Ranks()
-    clients = [client(rank, source)[0] for rank, source in ((1, 7), (0, 9), (2, 3))]
-    for one in clients:
+def asked(number=1, *, prompt=(5, 6, 7), **options):
+    return Request(number, f"r{number}", np.array(prompt, np.int32), SamplingParams(), **options)
+
+
+def joined(size, method="shortest_queue", sources=None, **settings):
+    """Ranks of which each has sent a heartbeat, and their clients by rank."""
+    ranks = Ranks(Balancer(method, size, 4096, SchedulerSettings(**settings)))
+    clients = [client(rank, 10 + rank)[0] for rank in range(size)]
+    for one in reversed(clients):
+        one.hear(beat())
         ranks.join(one)
-    assert [one.rank for one in ranks.clients] == [0, 1, 2]
-    counts = {0: 0, 1: 0, 2: 0}
-    for _ in range(9):
-        chosen = ranks.choose(100)
-        chosen.opened()
-        counts[chosen.rank] += 1
-    assert counts == {0: 3, 1: 3, 2: 3}
-    clients[0].closed()
-    assert ranks.choose(100) is clients[0]
-    ranks.leave(7, OverloadedError("gone"), 0)
-    assert ranks.choose(100) is not clients[0]
-    assert ranks.leave(7, OverloadedError("gone"), 0) is None
-    assert ranks.find(7) is None
+    return ranks, clients
+
+
+def test_a_request_goes_to_the_rank_with_the_fewest():
+    ranks, clients = joined(3)
+    assert ranks.clients == clients
+    places = [ranks.choose(asked(number))[1] for number in range(9)]
+    assert [place.rank for place in places] == [0, 1, 2] * 3
+    places[1].end()
+    places[1].end()
+    assert ranks.choose(asked())[0] is clients[1]
+    ranks.leave(11, OverloadedError("gone"), 0)
+    assert ranks.choose(asked())[0] is not clients[1]
+    assert ranks.leave(11, OverloadedError("gone"), 0) is None
+    assert ranks.find(11) is None
+
+
+def test_the_rank_that_is_asked_for_is_taken_and_an_unknown_one_is_refused():
+    ranks, clients = joined(2)
+    assert [ranks.choose(asked(), 1)[0] for _ in range(3)] == [clients[1]] * 3
+    for wrong in (2, -1):
+        with pytest.raises(InvalidRequestError, match=f"there is no rank {wrong}; .* 0 to 1"):
+            ranks.check_rank(wrong)
+    ranks.leave(11, OverloadedError("gone"), 0)
+    assert ranks.choose(asked(), 1)[0] is clients[0], "better another one than none"
+    with pytest.raises(InvalidRequestError, match="one rank, 0"):
+        Ranks().check_rank(1)
+
+
+def test_a_silent_rank_gets_no_new_requests_while_another_is_well():
+    ranks, (silent, well) = joined(2)
+    silent.heartbeat.sent_ns -= 10**10
+    assert [ranks.choose(asked())[0] for _ in range(3)] == [well] * 3
+    well.heartbeat.sent_ns -= 10**10
+    assert ranks.choose(asked())[0] is silent
+    assert ranks.ages_s(time.monotonic_ns())[0] > 9.0
+
+
+def test_a_conversation_goes_where_its_prefix_is_until_that_rank_is_lost():
+    ranks, _ = joined(4, "cache_aware")
+    prompt = tuple(range(640))
+    home, place = ranks.choose(asked(prompt=prompt))
+    place.end()
+    for number in range(2, 6):
+        other = ranks.choose(asked(number, prompt=(number,) * 640))[1]
+        other.end()
+    assert ranks.choose(asked(9, prompt=(*prompt, 1, 2, 3)))[0] is home
+    ranks.leave(home.source, OverloadedError("gone"), 0)
+    ranks.join(home)
+    assert ranks.choose(asked(9, prompt=(*prompt, 1, 2, 3)))[0] is not home, "its cache went with its process"
+
+
+def test_an_urgent_request_sees_only_the_load_that_it_does_not_overtake():
+    ranks, _ = joined(2, enable_priority_scheduling=True)
+    for _ in range(3):
+        ranks.choose(asked(priority=0), 0)
+    urgent = [ranks.choose(asked(priority=9), 1)[1] for _ in range(2)]
+    assert ranks.choose(asked(priority=9))[1].rank == 0
+    assert ranks.choose(asked(priority=0))[1].rank == 1
+    for place in urgent:
+        place.end()
+    assert ranks.choose(asked(priority=9))[1].rank == 1
+
+
+def test_urgent_requests_share_out_evenly_whatever_else_is_there():
+    """The bound: at most k // n of the k open requests that it does not overtake are at a request's rank."""
+    ranks, _ = joined(3, enable_priority_scheduling=True)
+    rng, places = np.random.default_rng(5), []
+    for number in range(600):
+        level = int(rng.choice([0, 0, 0, 5, 9]))
+        at_least = [place.rank for other, place in places if other >= level]
+        place = ranks.choose(asked(number, priority=level))[1]
+        assert at_least.count(place.rank) <= len(at_least) // 3
+        places.append((level, place))
+        while len(places) > 40 or (places and rng.random() < 0.3):
+            places.pop(int(rng.integers(len(places))))[1].end()
+
+
+def test_limits_that_do_not_reach_all_ranks_keep_a_tenant_on_those_that_they_reach():
+    ranks, clients = joined(4, tenants={"small": TenantSettings(max_running=2)})
+    parts = ranks.balancer.may_serve(asked(tenant="small"))
+    assert len(parts) == 2
+    assert {ranks.choose(asked(tenant="small"))[0].rank for _ in range(8)} == set(parts)
+    assert {ranks.choose(asked(tenant="other"))[0].rank for _ in range(16)} == {0, 1, 2, 3}
+    for rank in parts:
+        ranks.leave(clients[rank].source, OverloadedError("gone"), 0)
+    waiting, place = ranks.choose(asked(tenant="small"))
+    assert place is None
+    waiting.send(Cancel([4]))
+    other, sent = client(next(rank for rank in range(4) if rank not in parts), 31)
+    ranks.join(other)
+    assert sent == []
+    again, sent = client(waiting.rank, 32)
+    ranks.join(again)
+    assert sent == [Cancel([4])]
 
 
 def test_what_comes_while_no_scheduler_runs_waits_for_the_next_one():
@@ -112,7 +204,7 @@ def test_what_comes_while_no_scheduler_runs_waits_for_the_next_one():
     ranks.join(first)
     ranks.pause(Pause())
     ranks.leave(1, OverloadedError("gone"), time.monotonic_ns())
-    assert ranks.choose(10) is ranks.absent
+    assert ranks.choose(asked()) == (ranks.absent, None)
     assert ranks.age_s(time.monotonic_ns()) < 1.0
     ranks.absent.send(Cancel([4]))
     second, sent = client(0, 2)

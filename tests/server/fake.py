@@ -1,6 +1,7 @@
 """A front of an engine without an engine: echoes prompt tokens, for tests of the HTTP layer alone."""
 
 import asyncio
+import math
 import time
 from typing import Any
 
@@ -60,6 +61,7 @@ class FakeGenerator:
 
     context_length = 64
     most_prompt_bytes = 64 * 32
+    ranks = 1
 
     def __init__(self) -> None:
         self.tokenizer: Any = word_tokenizer()
@@ -84,6 +86,8 @@ class FakeGenerator:
         return await prompts.ids(text, add_special_tokens, any_length=any_length)
 
     async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
+        if spec.rank is not None and spec.rank >= self.ranks:
+            raise InvalidRequestError(f"there is no rank {spec.rank}", param="data_parallel_rank", code="unknown_rank")
         self.specs.append(spec)
         if spec.pooling:
             return await self._pool(spec, reader)
@@ -152,12 +156,15 @@ def logprobs(spec: GenerateSpec, prompt: list[int], place: int, token: int) -> l
 class FakeControl:
     """Remembers in `calls` what it was asked to do: (verb, arguments), and named ones in a dict."""
 
+    ranks = 1
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.age_s = 0.1
         self.flushable = True
         self.profiled = False
         self.watched: list[tuple[bool, int]] = []
+        self.down: set[int] = set()
         self.explanations: dict[str, list[Explanation]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -193,6 +200,15 @@ class FakeControl:
     async def watch(self, *, prefixes: bool, bins: int) -> list[dict[str, Any]]:
         self.watched.append((prefixes, bins))
         return [dict(VIEW, prefixes=[HOT] if prefixes else None)]
+
+    async def rank_snapshots(self, timeout_s: float = 2.0) -> dict[int, dict[str, Any]]:
+        return {rank: await self.snapshot() for rank in range(self.ranks) if rank not in self.down}
+
+    def rank_ages_s(self) -> dict[int, float]:
+        return {rank: math.inf if rank in self.down else self.age_s for rank in range(self.ranks)}
+
+    def rank_of(self, rid: str) -> int | None:
+        return 0 if rid in self.explanations else None
 
     async def start_profile(self) -> bool:
         started, self.profiled = not self.profiled, True

@@ -192,7 +192,7 @@ def test_text_parts_and_template_options_passed(server):
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"function_call": {"name": "f"}}, "function_call", "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities", "text only"),
-        ({"data_parallel_rank": 1}, "data_parallel_rank", "one rank"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank", "no rank 1"),
         ({"rid": ["a", "b"]}, "rid", "one string"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs", "between"),

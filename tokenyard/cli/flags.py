@@ -27,8 +27,8 @@ from tokenyard.config import GROUPS, ClassTargets, Settings
 
 ENV_PREFIX = "TOKENYARD_"
 FOREIGN_FLAGS = {
-    "one device runs the whole model": "tp-size tp pp-size dp-size dp ep-size enable-dp-attention tensor-parallel-size "
-    "pipeline-parallel-size data-parallel-size enable-expert-parallel nnodes node-rank dist-init-addr use-ray",
+    "one device runs the whole model": "tp-size tp pp-size ep-size enable-dp-attention tensor-parallel-size "
+    "pipeline-parallel-size enable-expert-parallel nnodes node-rank dist-init-addr use-ray",
     "weights and KV are stored in --dtype": "quantization kv-cache-dtype",
     "models run with this package's own code only": "trust-remote-code sampling-backend",
     "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",

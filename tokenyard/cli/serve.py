@@ -149,6 +149,11 @@ def _print_box(settings: Settings, info: ExecutorInfo) -> None:
         ("Model", f"{settings.served_model_name} ({info.model})"),
         ("Device", f"{info.device}, {info.dtype}"),
         *((("Kernels", info.kernels),) if info.kernels else ()),
+        *(
+            (("Ranks", f"{settings.dp_size}, by {settings.load_balance_method}; each has:"),)
+            if settings.dp_size > 1
+            else ()
+        ),
         ("KV tokens", f"{info.num_pages * info.page_size:,} in pages of {info.page_size}"),
         ("Context", f"{info.context_length:,} tokens"),
         ("Policy", settings.schedule_policy),

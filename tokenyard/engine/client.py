@@ -11,7 +11,6 @@ import msgspec
 from tokenyard.base import ConfigError, Event, OverloadedError, TokenyardError
 from tokenyard.engine.processes.messages import Call, Heartbeat, Reply, ToScheduler, Verb
 from tokenyard.engine.watch.liveness import heartbeat_age_s
-from tokenyard.router.load import TargetState
 
 CALL_TIMEOUT_S = 30.0
 
@@ -23,27 +22,17 @@ Transmit = Callable[[ToScheduler], None]
 class SchedulerClient:
     """One scheduler. Used from one event loop; its heartbeats and replies go to `hear`.
 
-    `rank` is its place in the engine, `source` the number of its process; `load` counts the requests that it has.
+    `rank` is its place in the engine, `source` the number of its process.
     """
 
     def __init__(self, transmit: Transmit, rank: int = 0, source: int = 0) -> None:
         self.rank = rank
         self.source = source
-        self.load = TargetState(f"rank {rank}")
         self.heartbeat: Heartbeat | None = None
         self._transmit = transmit
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
         self._closed: TokenyardError | None = None
-
-    def opened(self) -> None:
-        """A request goes to this scheduler."""
-        self.load.requests += 1
-        self.load.served += 1
-
-    def closed(self) -> None:
-        """A request of this scheduler has ended, or goes to another one."""
-        self.load.requests -= 1
 
     def send(self, event: Event) -> None:
         """Send an event; nothing is sent any more once the scheduler is gone."""

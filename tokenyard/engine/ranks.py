@@ -2,31 +2,40 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tokenyard.base import OverloadedError, Pause, Resume, SetPolicy, TokenyardError
+from tokenyard.base import InvalidRequestError, OverloadedError, Pause, Request, Resume, SetPolicy, TokenyardError
+from tokenyard.engine.balance import Balancer, Place
 from tokenyard.engine.client import CALL_TIMEOUT_S, SchedulerClient
 from tokenyard.engine.processes.messages import ToScheduler, Verb
-from tokenyard.router.choice import Features, make_policy
 
-ROUTE_POLICY = "least_load"
+SILENT_S = 5.0
+"""A rank of which nothing was heard for so long gets no new requests while others are well."""
+
+ANY_RANK, ABSENT_SOURCE = -1, -1
+
 AVERAGED = ("new_token_ratio", "step_time_error")
 """Counters of which an engine with several ranks reports the mean; all other numbers are added up."""
+
+LARGEST = ("now", "service_gap_tokens")
+"""Of these it reports the largest."""
 
 
 class Ranks:
     """The schedulers that run, each a client away.
 
-    While there is none, as when the only one is started again, events wait for the next one (`absent`). What holds for
-    the whole engine, a pause or a policy that was chosen, is told to a scheduler that joins later.
+    While there is none, as when the only one is started again, events wait for the next one (`absent`); where only some
+    ranks have a part in the limits of a tenant, for one of these (`absent_rank`). What holds for the whole engine, a
+    pause or a policy that was chosen, is told to a scheduler that joins later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, balancer: Balancer | None = None) -> None:
         self._clients: dict[int, SchedulerClient] = {}
-        self._route = make_policy(ROUTE_POLICY)
-        self._backlog: list[ToScheduler] = []
-        self.absent = SchedulerClient(self._backlog.append, rank=-1, source=-1)
+        self.balancer = balancer or Balancer()
+        self._backlogs: dict[int, list[ToScheduler]] = {}
+        self._absent: dict[int, SchedulerClient] = {}
         self._policy: SetPolicy | None = None
         self._paused = False
         self._lost_ns: int | None = None
@@ -40,16 +49,30 @@ class Ranks:
         """The scheduler with this process number; None if it is gone."""
         return self._clients.get(source)
 
+    @property
+    def absent(self) -> SchedulerClient:
+        """Stands for the next scheduler that runs, whichever it is."""
+        return self.absent_rank(ANY_RANK)
+
+    def absent_rank(self, rank: int) -> SchedulerClient:
+        """Stands for the scheduler of a rank while that is started again."""
+        if rank not in self._absent:
+            backlog = self._backlogs[rank] = []
+            self._absent[rank] = SchedulerClient(backlog.append, rank, ABSENT_SOURCE)
+        return self._absent[rank]
+
     def join(self, client: SchedulerClient) -> None:
-        """A scheduler runs. It gets the events that wait, with the requests that they are about."""
+        """A scheduler runs. It gets the events that wait for it, with the requests that they are about."""
         self._clients[client.source] = client
         if self._policy is not None:
             client.send(self._policy)
         if self._paused:
             client.send(Pause())
-        waiting, self._backlog[:] = self._backlog[:], []
-        for event in waiting:
-            client.send(event)  # type: ignore[arg-type]
+        for rank in (ANY_RANK, client.rank):
+            backlog = self._backlogs.get(rank, [])
+            waiting, backlog[:] = backlog[:], []
+            for event in waiting:
+                client.send(event)  # type: ignore[arg-type]
 
     def leave(self, source: int, error: TokenyardError, now_ns: int) -> SchedulerClient | None:
         """A scheduler has ended; its open calls end with `error`. Returns it, None if it had left already."""
@@ -57,17 +80,42 @@ class Ranks:
         if client is not None:
             client.close(error)
             self._lost_ns = now_ns
+            self.balancer.lost(client.rank)
         return client
 
-    def choose(self, prompt_tokens: int) -> SchedulerClient:
-        """The scheduler for the next request, one with the fewest open requests."""
-        if len(self._clients) == 1:
-            return next(iter(self._clients.values()))
+    @property
+    def size(self) -> int:
+        """How many ranks the engine has, whether they run or not."""
+        return self.balancer.ranks
+
+    def check_rank(self, rank: int | None) -> None:
+        """Raise InvalidRequestError for a rank that the engine does not have."""
+        if rank is not None and not 0 <= rank < self.size:
+            message = f"there is no rank {rank}; this server has " + (
+                f"the ranks 0 to {self.size - 1}" if self.size > 1 else "one rank, 0"
+            )
+            raise InvalidRequestError(message, param="data_parallel_rank", code="unknown_rank")
+
+    def choose(
+        self, request: Request, wanted: int | None = None, without: Collection[int] = ()
+    ) -> tuple[SchedulerClient, Place | None]:
+        """The scheduler for a request, and its place there; one that is absent and None where none that may serve it
+        runs.
+
+        The rank that the client `wanted` is taken if it runs and has a part in the limits of the request's tenant. Of
+        the others, those `without` and those that are silent come into question only if there is none else.
+        """
         if not self._clients:
-            return self.absent
+            return self.absent, None
         clients = self.clients
-        ranking = self._route.rank(Features(prompt_tokens), [client.load for client in clients])
-        return clients[ranking.order[0]]
+        if self.size > 1:
+            parts = self.balancer.may_serve(request)
+            clients = [client for client in clients if client.rank in parts]
+            if not clients:
+                return self.absent_rank(min(parts)), None
+            clients = _eligible(clients, wanted, without)
+        place = self.balancer.choose(request, clients)
+        return next(client for client in clients if client.rank == place.rank), place
 
     def pause(self, event: Pause | Resume) -> None:
         """Stop all schedulers, or let all go on."""
@@ -93,23 +141,50 @@ class Ranks:
             raise OverloadedError("the scheduler is being started again; try again soon", code="restarting")
         return await asyncio.gather(*(client.call(verb, kind, timeout_s, **arguments) for client in self.clients))
 
-    async def snapshot(self, timeout_s: float) -> dict[str, Any]:
-        """The counters of all ranks together; those of the last heartbeats if one does not answer in time."""
+    async def snapshots(self, timeout_s: float) -> dict[int, dict[str, Any]]:
+        """The counters of each rank that runs; those of its last heartbeat if it does not answer in time."""
+        clients = self.clients
+        if self.size == 1 and not clients:
+            return {0: {}}
+        found = await asyncio.gather(*(self._counters(client, timeout_s) for client in clients))
+        return {client.rank: counters for client, counters in zip(clients, found, strict=True)}
+
+    async def _counters(self, client: SchedulerClient, timeout_s: float) -> dict[str, Any]:
         try:
-            return merged(await self.call("snapshot", dict[str, Any], timeout_s))
+            counters: dict[str, Any] = await client.call("snapshot", dict[str, Any], timeout_s)
         except OverloadedError:
-            return merged([client.counters for client in self.clients])
+            counters = client.counters
+        return counters
+
+    async def snapshot(self, timeout_s: float) -> dict[str, Any]:
+        """The counters of all ranks together."""
+        return merged(list((await self.snapshots(timeout_s)).values()))
 
     def age_s(self, now_ns: int) -> float:
-        """Seconds since all running schedulers were known to be well, or since the last one ended."""
+        """Seconds since any running scheduler was known to be well, or since the last one ended."""
         if not self._clients:
             return math.inf if self._lost_ns is None else (now_ns - self._lost_ns) / 1e9
-        return max(client.age_s(now_ns) for client in self._clients.values())
+        return min(client.age_s(now_ns) for client in self._clients.values())
+
+    def ages_s(self, now_ns: int) -> dict[int, float]:
+        """The same of each rank; infinite for one that does not run."""
+        ages = dict.fromkeys(range(self.size), math.inf)
+        return ages | {client.rank: client.age_s(now_ns) for client in self.clients}
 
     def close(self, error: TokenyardError) -> None:
         """The engine is gone."""
-        for client in (*self._clients.values(), self.absent):
+        for client in (*self._clients.values(), *self._absent.values()):
             client.close(error)
+
+
+def _eligible(clients: list[SchedulerClient], wanted: int | None, without: Collection[int]) -> list[SchedulerClient]:
+    """Those of `clients` among which the balancer chooses."""
+    named = [client for client in clients if client.rank == wanted and wanted not in without]
+    if named:
+        return named
+    now = time.monotonic_ns()
+    rest = [client for client in clients if client.rank not in without] or clients
+    return [client for client in rest if client.age_s(now) < SILENT_S] or rest
 
 
 def merged(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -126,6 +201,6 @@ def _merged_value(name: str, values: list[Any]) -> Any:
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) < len(values):
         return first
-    if name == "now":
+    if name in LARGEST:
         return max(numbers)
     return sum(numbers) / len(numbers) if name in AVERAGED else sum(numbers)

@@ -16,7 +16,7 @@ class GenerateSpec:
     marks (such as BOS) around it. `grammar` is Lark text that the answer must keep to, "" for nothing. `output_ids` are
     the first tokens of an answer that was begun elsewhere: it goes on from there, counts them and gives only what is
     new; such a request has one answer. With `pooling` nothing is generated (`sampling.max_new_tokens` is 0), and the
-    finish carries the vector of the prompt.
+    finish carries the vector of the prompt. `rank` is the data-parallel rank that shall serve it, None for any.
     """
 
     text: str | None = None
@@ -39,6 +39,7 @@ class GenerateSpec:
     grammar: str = ""
     output_ids: Int32Array | list[int] | None = None
     pooling: Pooling = ""
+    rank: int | None = None
 
 
 @dataclass(slots=True)

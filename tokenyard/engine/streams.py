@@ -1,13 +1,15 @@
 """The open answers of the API process: which reader waits for what, with a bound on what a slow one leaves behind."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import replace
 from types import coroutine
 from typing import Any
 
-from tokenyard.base import Finish, OverloadedError, Request, TokenLogprobs, TokenyardError
+from tokenyard.base import NS_PER_S, Finish, OverloadedError, Request, TokenLogprobs, TokenyardError
+from tokenyard.engine.balance import Place
 from tokenyard.engine.client import SchedulerClient
 from tokenyard.engine.processes.messages import TextBatch
 from tokenyard.engine.spec import OutputDelta
@@ -27,12 +29,15 @@ class Stream:
     this process or a client is behind, it has fewer and larger pieces to deal with.
 
     request, client, paused: what a scheduler must know to go on with it, the scheduler that has it, and whether it is
-    held back. moves: how often its scheduler ended under it.
+    held back. place: how it counts at its rank, None while no scheduler has it. moves: how often its scheduler ended
+    under it. first_ns: when its first token came, 0 before.
     """
 
-    def __init__(self, request: Request, client: SchedulerClient) -> None:
+    def __init__(self, request: Request, client: SchedulerClient, place: Place | None = None) -> None:
         self.request = request
         self.client = client
+        self.place = place
+        self.first_ns = 0
         self.paused = False
         self.moves = 0
         self.number = request.number
@@ -64,6 +69,8 @@ class Stream:
         A reader that is too far behind loses its stream (`error`).
         """
         first = not self._pending
+        if not self.first_ns and delta.token_ids:
+            self._begin(delta)
         if delta.finish is not None:
             self.open_answers.discard(delta.index)
         waiting = self._pending.get(delta.index)
@@ -75,6 +82,19 @@ class Stream:
             self.fail(OverloadedError(f"the client reads too slowly: {MOST_PENDING_TOKENS} tokens are waiting for it"))
             return False
         return first
+
+    def _begin(self, delta: OutputDelta) -> None:
+        """The first tokens are here."""
+        self.first_ns = time.monotonic_ns()
+        if self.place is not None:
+            self.place.first_token(self.first_ns / NS_PER_S if delta.finish is None else None)
+            self.place.hit(delta.cached_tokens)
+
+    def leave(self) -> None:
+        """The request is at its rank no longer."""
+        if self.place is not None:
+            self.place.end()
+            self.place = None
 
     def fail(self, error: TokenyardError) -> None:
         """End the stream with an error, at once."""

@@ -27,6 +27,7 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
+from tokenyard.engine.balance import Balancer, Place
 from tokenyard.engine.client import SchedulerClient, Transmit
 from tokenyard.engine.continuation import begun_answers, continued
 from tokenyard.engine.processes.messages import Fence, Fenced, Heartbeat, Reply, TextBatch, ToApi
@@ -83,10 +84,11 @@ class TokenizerManager:
         *,
         assembler: TextAssembler | None = None,
         on_death: Callable[[str], None] = lambda reason: None,
+        balancer: Balancer | None = None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
-        self.ranks = Ranks()
+        self.ranks = Ranks(balancer)
         self._template = template
         self._requests = RequestMaker(info, tokenizer, template.special_tokens.get("eos_token", ""))
         self._link = link
@@ -176,23 +178,26 @@ class TokenizerManager:
 
     async def _submit(self, spec: GenerateSpec) -> Stream:
         self._check_alive()
+        self.ranks.check_rank(spec.rank)
         arrival_ns = time.monotonic_ns()
         rid = spec.rid or uuid.uuid4().hex
         prompt_ids = await self._requests.prompt_ids(spec)
         self._check_alive()
         request = self._requests.make(spec, prompt_ids, number=self._next_number, rid=rid, arrival_ns=arrival_ns)
         self._next_number += request.sampling.n
-        stream = Stream(request, self.ranks.choose(len(prompt_ids)))
+        client, place = self.ranks.choose(request, spec.rank)
+        stream = Stream(request, client, place)
         self._streams.add(stream)
         self._recent.add(stream)
-        stream.client.opened()
-        stream.client.send(Submit(request))
+        if self.ranks.size > 1 and place is not None and not request.text.stream:
+            self._loop.call_later(place.expected_s(), place.first_token)
+        client.send(Submit(request))
         return stream
 
     def _close_stream(self, stream: Stream, ended: Ended | None = None) -> None:
         """Forget a stream; if its request may still run, cancel it."""
         self._streams.remove(stream)
-        stream.client.closed()
+        stream.leave()
         if self._death is not None:
             return
         if ended is not None:
@@ -276,8 +281,11 @@ class TokenizerManager:
         await self.ranks.set_policy(name, options)
 
     async def flush_cache(self) -> bool:
-        """Empty the prefix cache; False, and nothing done, while requests run or wait."""
-        return all(await self.ranks.call("flush", bool))
+        """Empty the prefix cache; False while requests run or wait, and with one rank nothing is done then."""
+        flushed = all(await self.ranks.call("flush", bool))
+        if flushed:
+            self.ranks.balancer.flushed()
+        return flushed
 
     async def snapshot(self, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> dict[str, Any]:
         """Return the schedulers' counters; those of the last heartbeats if one is in a step for longer than that."""
@@ -288,6 +296,20 @@ class TokenizerManager:
         as plain data), with the latest `bins` bins of steps. Raises OverloadedError if one does not answer in time.
         """
         return await self.ranks.call("watch", dict[str, Any], SNAPSHOT_TIMEOUT_S, prefixes=prefixes, bins=bins)
+
+    async def rank_snapshots(self, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> dict[int, dict[str, Any]]:
+        """Return the counters of each rank that runs, as `snapshot` does of all together."""
+        return await self.ranks.snapshots(timeout_s)
+
+    def rank_ages_s(self) -> dict[int, float]:
+        """Return for each rank the seconds since it was known to be well; infinite for one that does not run."""
+        ages = self.ranks.ages_s(time.monotonic_ns())
+        return dict.fromkeys(ages, math.inf) if self._death is not None else ages
+
+    def rank_of(self, rid: str) -> int | None:
+        """The rank that has or had a request; None if the request is not known, or its rank has ended since."""
+        client = self.ranks.find(self._recent.source(rid))
+        return None if client is None else client.rank
 
     def health(self) -> float:
         """Return the seconds since the engine was known to be well; infinite if it never was or is dead.
@@ -302,8 +324,9 @@ class TokenizerManager:
         """A scheduler process runs; requests may go there, and those that have waited for one do."""
         client = SchedulerClient(self._link.connect(source), rank, source)
         self.ranks.join(client)
-        for stream in self._streams.of(self.ranks.absent):
-            self._place(stream, client)
+        for absent in (self.ranks.absent, self.ranks.absent_rank(rank)):
+            for stream in self._streams.of(absent):
+                self._place(stream, client, self.ranks.balancer.choose(stream.request, [client]))
 
     def rank_lost(self, source: int, reason: str, *, distrust: bool) -> None:
         """A scheduler process has ended. Its requests go on elsewhere, each from the last token that came of it.
@@ -369,8 +392,8 @@ class TokenizerManager:
         self._streams.end_left(lost, Finish(0, "abort", message="the client went away", cause="client_gone"))
         begun, streams = begun_answers(fenced), self._streams.of(lost)
         for stream in streams:
-            client = self.ranks.choose(stream.prompt_tokens)
-            self._place(stream, client)
+            client, place = self.ranks.choose(stream.request)
+            self._place(stream, client, place)
             for request in continued(stream.request, stream.open_answers, begun):
                 client.send(Submit(request, accepted=True))
             if stream.paused:
@@ -378,10 +401,10 @@ class TokenizerManager:
         if streams:
             logger.warning("%d requests go on where their scheduler ended", len(streams))
 
-    def _place(self, stream: Stream, client: SchedulerClient) -> None:
-        stream.client.closed()
-        stream.client = client
-        client.opened()
+    def _place(self, stream: Stream, client: SchedulerClient, place: Place | None) -> None:
+        """A request is at this scheduler from now on."""
+        stream.leave()
+        stream.client, stream.place = client, place
         self._recent.add(stream)
 
     # ---- news --------------------------------------------------------------------------------------------------

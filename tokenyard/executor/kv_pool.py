@@ -77,16 +77,19 @@ def choose_num_pages(
     device: torch.device,
     max_total_tokens: int | None,
     mem_fraction_static: float,
+    sharing: int = 1,
 ) -> int:
     """Return how many usable pages the pool gets.
 
     `max_total_tokens` decides where given. Else a CUDA device gives what is free now, with the weights loaded, less
     the share `1 - mem_fraction_static` of all its memory, which is left to activations (SGLang's rule); a CPU gives a
-    modest fixed amount. Raises ConfigError if not even one page fits.
+    modest fixed amount. Of either, `sharing` processes on the same device get equal parts.
+
+    Raises ConfigError if not even one page fits.
     """
     per_token = kv_bytes_per_token(config, dtype)
     if max_total_tokens is None:
-        max_total_tokens = _default_tokens(per_token, device, mem_fraction_static)
+        max_total_tokens = _default_tokens(per_token, device, mem_fraction_static, sharing)
     num_pages = max_total_tokens // page_size
     if num_pages < 1:
         raise ConfigError(
@@ -96,15 +99,19 @@ def choose_num_pages(
     return num_pages
 
 
-def _default_tokens(per_token: int, device: torch.device, mem_fraction_static: float) -> int:
+def _default_tokens(per_token: int, device: torch.device, mem_fraction_static: float, sharing: int) -> int:
     if device.type == "cuda":
         if not 0.0 < mem_fraction_static <= 1.0:
             raise ConfigError(f"mem_fraction_static is {mem_fraction_static}; it must be above 0 and at most 1")
         # What loading left behind in torch's allocator counts as taken until it is given back.
         torch.cuda.empty_cache()
         free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+        if sharing > 1:
+            # The others may not have loaded yet, so what is free now says nothing: this process has its part of all.
+            own = all_bytes * mem_fraction_static / sharing - torch.cuda.memory_reserved(device)
+            return max(0, int(min(own, free_bytes))) // per_token
         return max(0, int(free_bytes - all_bytes * (1.0 - mem_fraction_static))) // per_token
-    tokens = min(CPU_DEFAULT_TOKENS, CPU_DEFAULT_BYTES // per_token)
+    tokens = min(CPU_DEFAULT_TOKENS, CPU_DEFAULT_BYTES // per_token) // sharing
     logger.info(
         "KV pool: %d tokens (%.0f MiB), the default on a CPU; set max_total_tokens to change it",
         tokens,

@@ -44,6 +44,8 @@ def load_executor(
     model_impl: str = "auto",
     attention_backend: str = "auto",
     draft_tokens: int = 0,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> ModelExecutor:
     """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
 
@@ -51,10 +53,16 @@ def load_executor(
     max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
     model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
     and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend:
-    see choose_backends. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none. Raises
-    ConfigError, in one line, for whatever does not fit.
+    see choose_backends. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none. rank, ranks:
+    data-parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and
+    memory is shared by the ranks on one device. Raises ConfigError, in one line, for whatever does not fit.
     """
     target = choose_device(device)
+    sharing = ranks
+    if target.type == "cuda" and device in ("auto", "cuda"):
+        devices = torch.cuda.device_count()
+        target = torch.device("cuda", rank % devices)
+        sharing = len(range(rank % devices, ranks, devices))
     if target.type == "cuda":
         _prepare_cuda(target)
     if threads:
@@ -74,6 +82,7 @@ def load_executor(
         device=target,
         max_total_tokens=max_total_tokens,
         mem_fraction_static=mem_fraction_static,
+        sharing=sharing,
     )
     info = ExecutorInfo(
         model=model_path,

@@ -1,6 +1,13 @@
-"""Limits of tenants under any order of the queue: token rates, concurrent requests, and shares of the KV pool."""
+"""Limits of tenants under any order of the queue: token rates, concurrent requests, and shares of the KV pool.
 
-from collections.abc import Container, Iterator
+Limits are those of the whole engine. With several data-parallel ranks each rank keeps its *part* of the counts, and the
+parts add up to the limit; rates are kept by each rank for all of them, which tell each other what they use
+(`base.TenantUse`).
+"""
+
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import replace
+from zlib import crc32
 
 import numpy as np
 from typing_extensions import override
@@ -12,12 +19,42 @@ from tokenyard.policy.views import Columns, Views
 NO_LIMIT = 2**31 - 1
 
 
-class TenantBook:
-    """The settings of each number in the tenant column, filled in when a tenant first appears."""
+def part(total: int, rank: int, ranks: int, turn: int = 0) -> int:
+    """What `rank` has of a limit that `ranks` ranks keep together; the parts add up to it. -1 (no limit) stays that.
 
-    def __init__(self, tenants: dict[str, TenantSettings]) -> None:
+    Ranks from `turn` on have one more where it does not divide evenly.
+    """
+    return total if total < 0 else total // ranks + ((rank - turn) % ranks < total % ranks)
+
+
+def tenant_part(tenant: TenantSettings, name: str, rank: int, ranks: int) -> TenantSettings:
+    """The settings of the tenant called `name` on one rank. Tenants with small limits have their parts on ranks of
+    their own each.
+    """
+    turn = crc32(name.encode("utf-8", "surrogatepass")) % ranks
+    running, queued = part(tenant.max_running, rank, ranks, turn), part(tenant.max_queued, rank, ranks, turn)
+    return replace(tenant, max_running=running, max_queued=queued)
+
+
+def ranks_of_tenant(tenants: Mapping[str, TenantSettings], name: str, ranks: int) -> Collection[int]:
+    """The ranks on which a tenant may run requests, and may let them wait."""
+    tenant = tenants.get(name) or tenants.get(ANY_TENANT)
+    if tenant is None or (tenant.max_running < 0 and tenant.max_queued < 0):
+        return range(ranks)
+    parts = [tenant_part(tenant, name, rank, ranks) for rank in range(ranks)]
+    return [rank for rank, own in enumerate(parts) if own.max_running and own.max_queued]
+
+
+class TenantBook:
+    """The settings of each number in the tenant column, filled in when a tenant first appears.
+
+    `ranks` is how many data-parallel ranks keep the limits together, of which this is number `rank`.
+    """
+
+    def __init__(self, tenants: dict[str, TenantSettings], rank: int = 0, ranks: int = 1) -> None:
         self._named = tenants
         self._default = tenants.get(ANY_TENANT, TenantSettings())
+        self._place = rank, ranks
         self._known: list[TenantSettings | None] = []
 
     def __len__(self) -> int:
@@ -25,7 +62,8 @@ class TenantBook:
 
     def of(self, name: str) -> TenantSettings:
         """The settings of the tenant with this name."""
-        return self._named.get(name, self._default)
+        tenant, (rank, ranks) = self._named.get(name, self._default), self._place
+        return tenant if ranks == 1 else tenant_part(tenant, name, rank, ranks)
 
     def learn(self, columns: Columns, rows: Int32Array) -> list[tuple[int, TenantSettings]]:
         """Tenants of `rows` that were not known before, as (number, settings)."""
@@ -104,7 +142,7 @@ class TenantLimits(Limits):
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._named = settings.tenants
-        self._book = TenantBook(settings.tenants)
+        self._book = TenantBook(settings.tenants, settings.dp_rank, settings.dp_size)
         self._rate = self._burst = self._bucket = self._share = np.empty(0, np.float64)
         self._most_running = self._running = self._used = np.empty(0, np.int64)
         self._columns: Columns | None = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
 from tokenizers import Tokenizer
 
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
@@ -55,11 +56,27 @@ Body = Annotated[bytes, Depends(_body)]
 @router.head("/health", include_in_schema=False)
 @router.get("/ping", include_in_schema=False)
 async def health(state: State) -> Response:
-    """200 while the engine's heartbeat is young, and while it still loads; 503 if it is stuck or dead."""
+    """200 while the engine's heartbeat is young, and while it still loads; 503 if it is stuck or dead.
+
+    With several ranks it is 200 as long as one of them is well, and the body says of each whether it is.
+    """
     if state.phase == "loading":
         return Response(status_code=200)
-    alive = state.control.health() <= state.options.health_timeout_s
-    return Response(status_code=200 if alive else 503)
+    status = 200 if state.control.health() <= state.options.health_timeout_s else 503
+    ages = state.control.rank_ages_s()
+    if len(ages) == 1:
+        return Response(status_code=status)
+    ranks = [_rank_health(state, rank, age_s) for rank, age_s in ages.items()]
+    down = [rank["dp_rank"] for rank in ranks if rank["status"] != "up"]
+    word = "down" if status != 200 else "degraded" if down else "up"
+    return JSONResponse({"status": word, "down": down, "ranks": ranks}, status)
+
+
+def _rank_health(state: ServerState, rank: int, age_s: float) -> dict[str, Any]:
+    """How a rank is: up, stuck, or down (it does not run, and may be starting again)."""
+    known = math.isfinite(age_s)
+    word = "down" if not known else "up" if age_s <= state.options.health_timeout_s else "stuck"
+    return {"dp_rank": rank, "status": word, "heartbeat_age_s": round(age_s, 3) if known else None}
 
 
 @router.get("/ready")
@@ -163,6 +180,12 @@ async def metrics(state: State) -> Response:
         snapshot = await state.control.snapshot(SCRAPE_TIMEOUT_S)
         state.metrics.set_load(load_of(snapshot) | rates_of(snapshot), totals_of(snapshot))
         state.metrics.adaptive = snapshot.get("adaptive", {})
+        ages = state.control.rank_ages_s()
+        if len(ages) > 1:
+            ranks = await state.control.rank_snapshots(SCRAPE_TIMEOUT_S)
+            up = {rank: {"up": float(age <= state.options.health_timeout_s)} for rank, age in ages.items()}
+            loads = {rank: load_of(counters) | rates_of(counters) for rank, counters in ranks.items()}
+            state.metrics.ranks = {rank: up[rank] | loads.get(rank, {}) for rank in up}
     return Response(state.metrics.exposition(), media_type=PROMETHEUS)
 
 
@@ -195,31 +218,38 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
 
 @router.get("/v1/loads", response_model=None)
 async def loads(
-    state: State, include: str = DEFAULT_SECTIONS, format: str = "json", dp_rank: int = 0
+    state: State, include: str = DEFAULT_SECTIONS, format: str = "json", dp_rank: int | None = None
 ) -> dict[str, Any] | Response:
-    """How loaded the engine is, for routers and planners: the sections that `include` names, as JSON or Prometheus."""
+    """How loaded each rank is, or one of them, for routers and planners: the sections that `include` names, as JSON or
+    Prometheus.
+    """
     if format not in FORMATS:
         raise InvalidRequestError(f"format must be one of {', '.join(FORMATS)}", param="format")
-    if dp_rank != 0:
-        raise InvalidRequestError("this server has one rank, 0", param="dp_rank")
-    wanted = wanted_sections(include)
-    sections = sections_of(await state.control.snapshot(), wanted)
+    known = state.control.rank_ages_s()
+    if dp_rank is not None and dp_rank not in known:
+        message = f"there is no rank {dp_rank}; this server has {len(known)}, counted from 0"
+        raise InvalidRequestError(message, param="dp_rank", code="unknown_rank")
+    wanted, found = wanted_sections(include), await state.control.rank_snapshots()
+    sections = [
+        sections_of(counters, wanted, rank) for rank, counters in found.items() if dp_rank is None or rank == dp_rank
+    ]
     if format == "prometheus":
         return Response(as_prometheus(sections), media_type=PROMETHEUS)
-    return {"object": "list", "data": [sections]}
+    return {"object": "list", "data": sections}
 
 
 @router.get("/get_load")
 async def get_load(state: State) -> list[dict[str, Any]]:
     """The older form of /v1/loads."""
-    load = load_of(await state.control.snapshot())
     return [
         {
-            "dp_rank": 0,
+            "dp_rank": rank,
             "num_reqs": load["running_requests"] + load["queued_requests"],
             "num_waiting_reqs": load["queued_requests"],
             "num_tokens": load["used_tokens"],
         }
+        for rank, counters in (await state.control.rank_snapshots()).items()
+        for load in [load_of(counters)]
     ]
 
 
@@ -234,9 +264,9 @@ async def server_info(state: State) -> dict[str, Any]:
         "version": __version__,
         "continues_output_ids": True,
         "status": state.phase,
-        "dp_size": 1,
+        "dp_size": state.options.info.get("dp_size", 1),
         "heartbeat_age_s": age_s if math.isfinite(age_s) else None,
-        "internal_states": [await state.control.snapshot()] if state.phase != "loading" else [],
+        "internal_states": [*(await state.control.rank_snapshots()).values()] if state.phase != "loading" else [],
     }
 
 

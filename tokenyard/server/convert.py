@@ -30,7 +30,8 @@ def new_spec(
     tenant: str = "",
     rid: str | None = None,
 ) -> GenerateSpec:
-    """A spec with tenant, id and urgency, from the body and the headers X-Request-Id, X-Tenant and X-Priority.
+    """A spec with tenant, id, urgency and rank, from the body and the headers X-Request-Id, X-Tenant, X-Priority and
+    X-Data-Parallel-Rank.
 
     The body wins over the headers, `rid` and `tenant` over both; `user` names the tenant where nothing else does.
     `targets` of its class stand in for those that it does not bring, those of the class "default" where it names none.
@@ -56,7 +57,23 @@ def new_spec(
         slo=_slo(fields, targets.get(service_class or DEFAULT_CLASS)),
         cache_salt=_cache_salt(fields),
         routing_key=fields.routing_key,
+        rank=_rank(fields, headers),
     )
+
+
+def _rank(fields: UrgencyFields, headers: Mapping[str, str]) -> int | None:
+    """The data-parallel rank that shall serve the request, None for any; whether there is such a rank is not checked
+    here. Raises InvalidRequestError for a header that is no number.
+    """
+    for given in (fields.data_parallel_rank, fields.routed_dp_rank):
+        if given is not None:
+            return given
+    header = headers.get("x-data-parallel-rank")
+    if header is None:
+        return None
+    if not header.strip().isdecimal() or len(header) > 9:
+        raise InvalidRequestError("X-Data-Parallel-Rank must be a number from 0 on", param="data_parallel_rank")
+    return int(header)
 
 
 def _cache_salt(fields: UrgencyFields) -> str:
@@ -171,8 +188,6 @@ def refuse_unsupported(body: OpenAIFields | NativeRequest) -> None:
         value = getattr(body, field.name)
         if value is not None and value is not False and value not in ("", [], {}):
             raise _unsupported(field.name, f"{field.name} is not supported by this server")
-    if body.data_parallel_rank:
-        raise _unsupported("data_parallel_rank", "this server has one rank, 0")
     if isinstance(body, ChatRequest):
         if body.function_call not in (None, "none", "auto"):
             raise _unsupported("function_call", "function_call may only be none or auto; use tools and tool_choice")

@@ -96,6 +96,15 @@ class Control(Protocol):
         answer in time.
         """
 
+    async def rank_snapshots(self, timeout_s: float = 2.0) -> Mapping[int, Mapping[str, Any]]:
+        """The same of each data-parallel rank that runs, by its number; `snapshot` is their sum."""
+
+    def rank_ages_s(self) -> Mapping[int, float]:
+        """Age of the last heartbeat of every rank in seconds; infinite for one that does not run."""
+
+    def rank_of(self, rid: str) -> int | None:
+        """The rank that has or had a request; None if that is not known."""
+
     async def start_profile(self) -> bool:
         """Begin a timeline of the steps; False if one runs."""
 
@@ -103,7 +112,7 @@ class Control(Protocol):
         """End it and return its events as a JSON list; None if none runs."""
 
     def health(self) -> float:
-        """Age of the last heartbeat in seconds; infinite if the engine died."""
+        """Age of the last heartbeat in seconds, that of the rank that is best; infinite if the engine died."""
 
 
 class Engine(Generator, Control, Protocol):

@@ -1,6 +1,6 @@
 """How loaded the engine is, for routers and planners: `/v1/loads` in JSON or as Prometheus text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -40,9 +40,9 @@ def wanted_sections(include: str) -> list[str]:
     return list(SECTIONS) if "all" in names else names
 
 
-def sections_of(snapshot: Mapping[str, Any], wanted: list[str]) -> dict[str, Any]:
-    """The wanted sections; core stands at the top, and what this engine does not have is null."""
-    found: dict[str, Any] = {"dp_rank": 0}
+def sections_of(snapshot: Mapping[str, Any], wanted: list[str], rank: int = 0) -> dict[str, Any]:
+    """The wanted sections of a rank; core stands at the top, and what this engine does not have is null."""
+    found: dict[str, Any] = {"dp_rank": rank}
     if "core" in wanted:
         found |= load_of(snapshot)
     if "memory" in wanted:
@@ -53,12 +53,14 @@ def sections_of(snapshot: Mapping[str, Any], wanted: list[str]) -> dict[str, Any
     return found
 
 
-def as_prometheus(sections: Mapping[str, Any]) -> bytes:
-    """All numbers of the sections as gauges, `tokenyard_load_<section>_<name>`, labelled with the rank."""
-    registry = CollectorRegistry(auto_describe=False)
-    for name, value in _numbers(sections, "tokenyard_load"):
-        gauge = Gauge(name, "load of the engine", ["dp_rank"], registry=registry)
-        gauge.labels(str(sections["dp_rank"])).set(value)
+def as_prometheus(ranks: Sequence[Mapping[str, Any]]) -> bytes:
+    """All numbers of each rank's sections as gauges, `tokenyard_load_<section>_<name>`, labelled with the rank."""
+    registry, gauges = CollectorRegistry(auto_describe=False), dict[str, Gauge]()
+    for sections in ranks:
+        for name, value in _numbers(sections, "tokenyard_load"):
+            if name not in gauges:
+                gauges[name] = Gauge(name, "load of the engine", ["dp_rank"], registry=registry)
+            gauges[name].labels(str(sections["dp_rank"])).set(value)
     return generate_latest(registry)
 
 

@@ -42,6 +42,13 @@ _GAUGES = {
     "borrowed_tokens": "KV tokens that tenants hold beyond their own shares",
     "step_time_error_ratio": "mean relative error of the cost model that learns step times, judged before it learns",
 }
+_RANK_GAUGES = {
+    "up": "1 while the rank is well, 0 while it is stuck or does not run",
+    **{
+        name: _GAUGES[name]
+        for name in ("running_requests", "queued_requests", "used_tokens", "total_tokens", "cache_hit_rate")
+    },
+}
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("finished requests", ("finished_reason",)),
     "prompt_tokens": ("prompt tokens of finished requests", ()),
@@ -168,6 +175,9 @@ class Metrics:
     counters: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     adaptive: Mapping[str, Any] = field(default_factory=dict)
+    ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """The gauges of each data-parallel rank, where there are several; `gauges` are those of all together."""
+
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
     )
@@ -319,6 +329,7 @@ class _Families(Collector):
         own = {name: f"tokenyard_{name}" for name in (*_GAUGES, *_COUNTERS, *_HISTOGRAMS)}
         yield from self._named(own, "model")
         yield from self._by_class()
+        yield from self._by_rank()
         yield from lookahead_families(self._metrics.model, self._metrics.adaptive)
         for engine in self._metrics.compat:
             yield from self._named(COMPAT[engine], "model_name")
@@ -373,6 +384,16 @@ class _Families(Collector):
                 if name == key:
                     family.add_metric([self._metrics.model, level], histogram.buckets(), histogram.total)
             yield family
+
+    def _by_rank(self) -> Iterable[Metric]:
+        """Gauges of the data-parallel ranks; a rank that does not run has only `up`, which is 0."""
+        for key, text in _RANK_GAUGES.items():
+            family = GaugeMetricFamily(f"tokenyard_rank_{key}", text, labels=["model", "dp_rank"])
+            for rank, gauges in self._metrics.ranks.items():
+                if key in gauges:
+                    family.add_metric([self._metrics.model, str(rank)], gauges[key])
+            if family.samples:
+                yield family
 
     def _counter(self, key: str, name: str, model_label: str) -> Metric:
         """One counter with a sample for each combination of labels seen."""

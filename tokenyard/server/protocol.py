@@ -81,7 +81,7 @@ class SamplingFields:
 
 @dataclass(kw_only=True)
 class UrgencyFields:
-    """Who asks, how urgent it is, and what may be shared with whom."""
+    """Who asks, how urgent it is, what may be shared with whom, and which data-parallel rank shall serve it."""
 
     rid: str | list[str] | None = None
     priority: Priority = None
@@ -93,6 +93,8 @@ class UrgencyFields:
     cache_salt: str | None = None
     extra_key: str | None = None
     routing_key: str | None = None
+    data_parallel_rank: int | None = None
+    routed_dp_rank: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -159,7 +161,6 @@ class OpenAIFields(SamplingFields, UrgencyFields, RefusedFields, IdleFields):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    data_parallel_rank: int | None = None
     output_ids: list[int] | None = None
 
 
@@ -215,7 +216,6 @@ class NativeRequest(UrgencyFields, RefusedFields):
     top_logprobs_num: int | None = None
     token_ids_logprob: list[int] | None = None
     return_text_in_logprobs: bool | None = None
-    data_parallel_rank: int | None = None
 
 
 @dataclass(kw_only=True)

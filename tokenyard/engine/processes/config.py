@@ -1,18 +1,27 @@
 """What the engine's processes must know, as plain data that travels to them as JSON."""
 
+import os
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from tokenyard.base import ConfigError, ExecutorInfo, SchedulerSettings
+from tokenyard.policy.tenants import part
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 @dataclass(slots=True)
 class EngineConfig:
     """Settings of one engine.
 
-    ranks: schedulers with a model of their own side by side, among which requests are shared out.
+    ranks: schedulers with a model of their own side by side, among which requests are shared out; load_balance_method:
+    how (`engine.balance`). Limits are those of all ranks together, see `for_rank`.
     executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
@@ -27,6 +36,7 @@ class EngineConfig:
 
     model_path: str
     ranks: int = 1
+    load_balance_method: str = "predicted_ttft"
     executor: str = "torch"
     executor_options: dict[str, Any] = field(default_factory=dict)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
@@ -45,6 +55,34 @@ class EngineConfig:
     decode_log_interval: int = 40
     log_level: str = "info"
     log_format: str = "text"
+
+    def for_rank(self, rank: int) -> "EngineConfig":
+        """The settings of one rank: its part of the requests, of the KV tokens and of the CPU's threads.
+
+        Every rank has its own tape and its own port for KV events, which follow from its number where they are opened.
+        """
+        if self.ranks == 1:
+            return self
+        scheduler = self.scheduler
+        running, queued = (
+            part(limit, rank, self.ranks) for limit in (scheduler.max_running_requests, scheduler.max_queued_requests)
+        )
+        scheduler = replace(
+            scheduler,
+            max_running_requests=running,
+            max_queued_requests=queued,
+            dp_size=self.ranks,
+            dp_rank=rank,
+        )
+        options = dict(self.executor_options)
+        if options.get("max_pool_rows") is not None:
+            options["max_pool_rows"] = part(options["max_pool_rows"], rank, self.ranks)
+        if options.get("max_total_tokens") is not None:
+            options["max_total_tokens"] //= self.ranks
+        if self.executor == "torch":
+            cores = options.get("threads") or usable_cores()
+            options |= {"threads": max(1, cores // self.ranks), "rank": rank, "ranks": self.ranks}
+        return replace(self, scheduler=scheduler, executor_options=options)
 
     def overlaps(self, info: ExecutorInfo) -> bool:
         """Whether to plan a step while the one before runs. On a CPU a launch returns when its step is done: never."""

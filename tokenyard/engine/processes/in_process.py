@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from tokenyard.base import NS_PER_S, ExecutorInfo
+from tokenyard.base import NS_PER_S, ConfigError, ExecutorInfo
 from tokenyard.engine.client import Transmit
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.launch import load_text_side
@@ -70,6 +70,8 @@ async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerMana
 
     Raises ConfigError for settings or files that cannot work, and what loading the model raises.
     """
+    if config.ranks > 1:
+        raise ConfigError("an engine within one process has one rank; use `tokenyard serve` for --dp-size")
     tokenizer, template = load_text_side(config)
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[ExecutorInfo] = loop.create_future()

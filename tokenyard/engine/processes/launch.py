@@ -12,6 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from tokenyard.base import ExecutorInfo
+from tokenyard.engine.balance import Balancer
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.ipc import SocketDirectory
 from tokenyard.engine.processes.link import SocketLink
@@ -47,7 +48,10 @@ async def running_engine(
         _warn_of_unknown_tokens(tokenizer, info)
         link = SocketLink(sockets.endpoints)
         assembler = TextAssembler(None) if config.skip_tokenizer_init else None
-        manager = TokenizerManager(info, tokenizer, template, link, assembler=assembler, on_death=on_death)
+        balancer = Balancer(config.load_balance_method, config.ranks, info.num_pages * info.page_size, config.scheduler)
+        manager = TokenizerManager(
+            info, tokenizer, template, link, assembler=assembler, on_death=on_death, balancer=balancer
+        )
         link.listen(manager.receive)
         supervisor.watch(manager)
         listener = asyncio.create_task(_end_when_silent(manager.ranks, supervisor, config.watchdog_timeout_s))

@@ -189,7 +189,10 @@ class Supervisor:
             )
         finally:
             os.close(write_fd)
-        task = ChildTask(config or self._config, os.getpid(), str(self._sockets.path), rank, source, note)
+        own = config or self._config
+        if name == "scheduler":
+            own = own.for_rank(rank)
+        task = ChildTask(own, os.getpid(), str(self._sockets.path), rank, source, note)
         assert process.stdin is not None
         process.stdin.write(encode_line(task))
         reader = asyncio.StreamReader(limit=LONGEST_REPORT_BYTES)
