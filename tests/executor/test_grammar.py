@@ -137,6 +137,45 @@ def test_wrong_grammars_are_refused_with_the_reason(store, grammar, words):
         store.compile(grammar, lambda: TOKENIZER)
 
 
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"a": {"type": "string"}, "b/c": {"not": {}}}}, r"tools: f at /properties/b~1c: .*not"),
+        ({"items": {"anyOf": [{"type": "string"}, {"type": "nope"}]}}, r"tools: f at /items/anyOf/1: .*nope"),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"format": "foo"}}}, r"tools: f at .*/x: .*foo"),
+        ({"uniqueItems": True}, r"tools: f: .*uniqueItems"),
+    ],
+)
+def test_a_refusal_names_the_tool_and_the_pointer(store, schema, words):
+    good = json.dumps({"type": "object"})
+    rules = f"a: %json {good} // tools: e\nb: %json {json.dumps(schema)} // tools: f"
+    with pytest.raises(InvalidRequestError, match=words):
+        store.compile(f"start: a | b\n{rules}", lambda: TOKENIZER)
+
+
+def test_runs_are_taken_in_up_to_the_end_of_the_grammar(store):
+    rows = begun(store, "start: /[0-9]{3}/")
+    digit = min(allowed(rows))
+    ended, failures = rows.consume(plan(3, 7), np.array([digit, digit], np.int32), np.array([2], np.int32))
+    assert (ended.tolist(), failures) == ([False], {})
+    # What a run holds behind the end of the grammar is cut off with the row.
+    run = np.array([digit, EOS, digit], np.int32)
+    ended, failures = rows.consume(plan(3, 7), run, np.array([3], np.int32))
+    assert (ended.tolist(), failures) == ([True], {})
+    rows = begun(store, "start: /[0-9]{3}/")
+    ended, failures = rows.consume(plan(3, 7), np.zeros(0, np.int32), np.array([0], np.int32))
+    assert (ended.tolist(), failures) == ([False], {})
+    _, failures = rows.consume(plan(3, 7), np.array([digit, EOS], np.int32), np.array([2], np.int32))
+    assert "grammar" in failures[0]
+
+
+def test_an_answer_begun_against_its_grammar_fails_instead_of_ending_early(store):
+    rows = begun(store, "start: /[0-9]{3}/", [EOS + 1])
+    (token,) = allowed(rows)
+    _, failures = rows.consume(plan(3, 7), np.array([token], np.int32))
+    assert "grammar" in failures[0]
+
+
 def test_a_tokenizer_that_cannot_be_used_is_refused():
     with pytest.raises(InvalidRequestError, match="tokenizer"):
         GrammarStore(VOCABULARY, (EOS,)).compile('start: "a"', lambda: "{}")

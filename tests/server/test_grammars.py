@@ -8,6 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.executor.test_grammar import TOKENIZER
 from tests.server.fake import FakeManager
 from tests.server.parse.texts import TOOLS
+from tokenyard.base import InvalidRequestError
 from tokenyard.server.grammars import after_thought, forced_calls, strict_calls, wanted
 from tokenyard.server.parse.families import FAMILIES
 from tokenyard.server.protocol import ChatRequest
@@ -58,6 +59,23 @@ def test_each_wish_takes_what_fits_and_nothing_else(vocabulary, fields, good, ba
 def test_strict_false_ignores_what_cannot_be_enforced(vocabulary):
     form = {"type": "json_schema", "json_schema": {"schema": SCHEMA | {"not": {}}, "strict": False}}
     assert takes(vocabulary, wanted(body(response_format=form)).text(), '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"x": {"properties": {f"p{i}": {} for i in range(5000)}}}}, "5000 .* at /properties/x;"),
+        (json.loads('{"properties":{"a":' * 60 + "{}" + "}}" * 60), "nested more than 100 levels deep"),
+    ],
+)
+def test_schemas_too_large_to_enforce_are_refused_by_their_size(schema, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        wanted(body(json_schema=schema))
+
+
+def test_many_properties_that_are_required_are_no_harm():
+    names = [f"p{i}" for i in range(5000)]
+    assert wanted(body(json_schema={"properties": {name: {} for name in names}, "required": names}))
 
 
 def test_white_space_is_bounded(vocabulary):

@@ -4,6 +4,7 @@ llguidance does the work (github guidance-ai/llguidance). Its limits are counts 
 grammar and tokens always give the same verdict. A matcher never raises: its error state is looked at after every call.
 """
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 
 from tokenyard.base import BoolArray, Int32Array, InvalidRequestError, StepPlan
 from tokenyard.executor.forward_batch import send
+from tokenyard.executor.grammar_refusal import explain_refusal
 
 MOST_COMPILED = 256
 MOST_COMPILED_CHARS = 16_000_000
@@ -73,17 +75,26 @@ class GrammarStore:
                 return
             if self._tokenizer is None:
                 self._tokenizer = self._read_tokenizer(llguidance, tokenizer())
-        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
-        first = matcher if matcher.is_error() else matcher.deep_copy()
-        if first is not matcher:
-            # Some grammars are found out to be too large, or to allow no answer at all, only by their first mask.
-            first.compute_bitmask()
-        if first.is_error():
-            raise InvalidRequestError(f"the grammar cannot be used: {_reason(first.get_error())}")
+        matcher, reason = self._try(text)
+        if reason:
+            reason = explain_refusal(text, reason, lambda part: self._try(part)[1])
+            raise InvalidRequestError(f"the grammar cannot be used: {reason}")
         with self._lock:
             self._compiled[text] = matcher
             while len(self._compiled) > MOST_COMPILED or sum(map(len, self._compiled)) > MOST_COMPILED_CHARS:
                 self._compiled.popitem(last=False)
+
+    def _try(self, text: str) -> tuple[Any, str]:
+        """(a fresh matcher of a grammar, what is wrong with it or "")."""
+        import llguidance
+
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
+        if matcher.is_error():
+            return matcher, _reason(matcher.get_error())
+        # Some grammars are found out to be too large, or to allow no answer at all, only by their first mask.
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        return matcher, _reason(first.get_error()) if first.is_error() else ""
 
     def matcher(self, text: str) -> Any:
         """A fresh matcher of a grammar that was compiled, even if long ago."""
@@ -119,6 +130,7 @@ class GrammarRows:
             self._matchers.pop(start.pool_row, None)
             if start.grammar:
                 state = self._store.matcher(start.grammar)
+                # Tokens that the grammar does not allow show with the next one, see `consume`.
                 state.consume_tokens(start.known_ids[start.prompt_tokens :].tolist())
                 place = int(np.flatnonzero(plan.pool_rows == start.pool_row)[0])
                 self._matchers[start.pool_row] = Matcher(int(plan.epochs[place]), state)
@@ -142,23 +154,28 @@ class GrammarRows:
         places = np.array([place for place, _ in found], dtype=np.int64)
         return RowMasks(send(places, self._device), self._values(words))
 
-    def consume(self, plan: StepPlan, tokens: Int32Array) -> tuple[BoolArray | None, dict[int, str]]:
-        """Take in what a step sampled (int32[rows], -1 for none).
+    def consume(
+        self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array | None = None
+    ) -> tuple[BoolArray | None, dict[int, str]]:
+        """Take in what a step sampled: int32[rows], -1 for none; or runs of `accepted` tokens, int32[sum(accepted)].
 
         Returns whose grammar is complete, bool[rows] (None: no row's), and what went wrong, by place in the plan.
         """
         failures: dict[int, str] = {}
         if not self._matchers:
             return None, failures
-        ended = np.zeros(len(tokens), np.bool_)
-        for place, (row, epoch, token) in enumerate(
-            zip(plan.pool_rows.tolist(), plan.epochs.tolist(), tokens.tolist(), strict=True)
+        counts = (tokens >= 0).astype(np.int32) if accepted is None else accepted
+        ends = np.arange(len(tokens)) + 1 if accepted is None else np.cumsum(accepted)
+        ended = np.zeros(len(plan.pool_rows), np.bool_)
+        for place, (row, epoch, count, end) in enumerate(
+            zip(plan.pool_rows.tolist(), plan.epochs.tolist(), counts.tolist(), ends.tolist(), strict=True)
         ):
             matcher = self._matchers.get(row)
-            if token < 0 or matcher is None or matcher.epoch != epoch:
+            if not count or matcher is None or matcher.epoch != epoch:
                 continue
+            run = tokens[end - count : end].tolist()
             # A matcher in its error state allows the end alone, which would pass for a whole answer.
-            if matcher.state.is_error() or not self._consume_one(matcher.state, token):
+            if matcher.state.is_error() or not all(self._consume_one(matcher.state, token) for token in run):
                 failures[place] = f"the grammar failed: {_reason(matcher.state.get_error())}"
                 del self._matchers[row]
                 continue
@@ -181,5 +198,6 @@ class GrammarRows:
 def _reason(error: str) -> str:
     """The first lines of a complaint of the library, without its state and the lines of the grammar."""
     text = error.split("<state>")[0].split("\n   1 |")[0].strip()
+    text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
     text = text.replace("NoExtensionBias", "there is no answer that it allows")
     return text[:500] or "the grammar allows nothing more"

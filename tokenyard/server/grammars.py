@@ -15,6 +15,7 @@ from tokenyard.server.parse.format import CallShape, Format
 from tokenyard.server.parse.reading import OutputStyle
 from tokenyard.server.parse.typed import is_text
 from tokenyard.server.protocol import OpenAIFields, SamplingFields
+from tokenyard.server.schema_size import check_size
 
 LONGEST_CHARS = 2_000_000
 LONGEST_EBNF_CHARS = 100_000
@@ -69,12 +70,14 @@ def schema_rule(schema: Any, *, lenient: bool, param: str, space: str = SPACE_IN
         schema = {} if schema else {"type": []}
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(f"{param} must be a JSON schema, which is an object", param=param)
+    check_size(schema, param)
     options: dict[str, Any] = {"whitespace_pattern": space}
     if lenient:
         options["lenient"] = True
     given = schema.get("x-guidance")
     merged = {**schema, "x-guidance": options | (dict(given) if isinstance(given, Mapping) else {})}
-    return f"%json {json.dumps(merged, ensure_ascii=False)}"
+    # Who compiles it tells by the comment which schema was refused.
+    return f"%json {json.dumps(merged, ensure_ascii=False)} // {' '.join(param.split())}"
 
 
 def grammar_text(body: SamplingFields, style: OutputStyle, prompt: str = "") -> str:
@@ -161,7 +164,8 @@ def _response_format(form: Mapping[str, Any]) -> Grammar:
                 message = "response_format.json_schema.schema is required"
                 raise InvalidRequestError(message, param="response_format")
             lenient = isinstance(inner, Mapping) and inner.get("strict") is False
-            return Grammar("answer", {"answer": schema_rule(schema, lenient=lenient, param="response_format")})
+            where = "response_format.json_schema.schema"
+            return Grammar("answer", {"answer": schema_rule(schema, lenient=lenient, param=where)})
         case "structural_tag":
             return _tagged(form)
         case "regex" if isinstance(form.get("pattern"), str):
@@ -346,7 +350,7 @@ def _add_arguments(
             rules[f"{name}[suffix={end}]"] = r"/(?s:.*)/"
             closing = ""
         else:
-            rules[name] = schema_rule(schema, lenient=lenient, param=param)
+            rules[name] = schema_rule(schema, lenient=lenient, param=f"{param} at /properties/{key}")
             closing = literal(after, special)
         piece = " ".join(part for part in (literal(before + key + middle, special), name, closing) if part)
         pieces.append(piece if key in required else f"({piece})?")
