@@ -20,6 +20,9 @@ from tokenyard.engine.sampling_defaults import SAMPLING_DEFAULTS
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 DEFAULT_CONTEXT_LENGTH = 2048
 MOST_RANKS = 64
+DISAGGREGATION_MODES = ("null", "prefill", "decode", "both")
+TRANSFER_BACKENDS = ("auto", "tcp", "process_vm")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 POOL_TOKENS = Allowed(1, 2**31 - 1)
 """Slots of the KV pool are numbered in 32 bits."""
 
@@ -30,6 +33,7 @@ GROUPS = {
     "device": "where the model runs and how much memory it takes",
     "scheduler": "what runs when, and how much in one step",
     "urgency": "which requests come first",
+    "transfer": "KV between engines: prefill and decode apart",
     "server": "how clients reach it",
     "logging": "what is logged and recorded",
 }
@@ -166,6 +170,42 @@ class Settings(SharedSettings):
         negated=("--async-scheduling", "--enable-overlap-schedule"),
     )
 
+    disaggregation_mode: str = setting(
+        "null",
+        "transfer",
+        "prefill computes prompts for other engines, decode has prompts computed by --prefill-engines, both does "
+        "either, as the cost model says for each request",
+        choices=DISAGGREGATION_MODES,
+    )
+    prefill_engines: list[str] = setting(
+        list, "transfer", "HTTP addresses of engines that compute prompts for this one, separated by commas"
+    )
+    disaggregation_transfer_backend: str = setting(
+        "auto",
+        "transfer",
+        "how KV moves: process_vm within a machine, or tcp; auto takes the former where the kernel allows it",
+        choices=TRANSFER_BACKENDS,
+    )
+    disaggregation_bootstrap_port: int = setting(
+        0,
+        "transfer",
+        "port at which other engines ask for KV; rank r has the r-th after it; 0 takes free ones",
+        Allowed(0, 65535),
+    )
+    disaggregation_secret: str = setting(
+        "", "transfer", "secret that engines must share to exchange KV; needed unless --host is loopback", secret=True
+    )
+    disaggregation_lease_s: float = setting(
+        30.0, "transfer", "how long KV is kept for an engine of which nothing is heard", POSITIVE, file_only=True
+    )
+    disaggregation_beat_s: float = setting(
+        1.0,
+        "transfer",
+        "time between signs of life; after three without an answer KV is computed here",
+        POSITIVE,
+        file_only=True,
+    )
+
     priority_function: str = setting(
         "", "urgency", "function of your own, as module:name, that adds levels of urgency to waiting requests"
     )
@@ -247,7 +287,28 @@ class Settings(SharedSettings):
         total = self.max_total_tokens
         keys = self.tenant_keys.values()
         own_policy = ":" in self.schedule_policy
+        mode = self.disaggregation_mode
         return (
+            (
+                mode != "decode" or bool(self.prefill_engines),
+                "--disaggregation-mode decode needs --prefill-engines, such as http://127.0.0.1:30001",
+            ),
+            (
+                mode in ("decode", "both") or not self.prefill_engines,
+                f"--prefill-engines is for --disaggregation-mode decode or both, not {mode}",
+            ),
+            (
+                all(_is_url(url) for url in self.prefill_engines),
+                "--prefill-engines takes addresses such as http://127.0.0.1:30001",
+            ),
+            (
+                mode not in ("prefill", "both") or self.host in LOOPBACK or bool(self.disaggregation_secret),
+                f"--host {self.host} opens KV transfer to other machines; add --disaggregation-secret",
+            ),
+            (
+                mode == "null" or not self.disable_radix_cache,
+                "--disaggregation-mode keeps KV in the prefix cache, which --disable-radix-cache switches off",
+            ),
             (
                 total is None or self.page_size <= total,
                 f"--max-total-tokens is {total}; it must hold a page of {self.page_size} tokens (--page-size)",

@@ -8,7 +8,7 @@ from typing import Any
 from tokenyard.base import ConfigError
 from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
-from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.processes.config import EngineConfig, TransferConfig
 from tokenyard.engine.watch.recording import load_prior
 from tokenyard.executor.hub import find_model
 from tokenyard.policy.priority_function import load_priority_function
@@ -52,6 +52,16 @@ def engine_config(settings: Settings) -> EngineConfig:
         "overlap": not settings.disable_overlap_schedule,
         "cost_profile": settings.believed_costs(),
         "kv_events_topic": events_topic(settings),
+        "transfer": TransferConfig(
+            role=settings.disaggregation_mode,
+            prefill_engines=settings.prefill_engines,
+            backend=settings.disaggregation_transfer_backend,
+            host=settings.host,
+            port=settings.disaggregation_bootstrap_port,
+            secret=settings.disaggregation_secret,
+            lease_s=settings.disaggregation_lease_s,
+            beat_s=settings.disaggregation_beat_s,
+        ),
     }
     return EngineConfig(**{name: getattr(settings, name) for name in alike} | derived)
 

@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "base": set(),
     "cache": {"base"},
     "cost": {"base"},
-    "transfer": {"base"},
+    "transfer": {"base", "transfer.protocol"},
     "policy": {"base", "cost"},
     "scheduler": {"base", "cache", "cost", "policy"},
     "tape": {"base", "cache", "cost", "policy", "scheduler"},
@@ -30,7 +30,7 @@ MAY_IMPORT = {
     },
     "transfer.protocol": {"base"},
     "engine": {
-        *("base", "cost", "policy", "scheduler", "tape", "transfer"),
+        *("base", "cost", "policy", "scheduler", "tape", "transfer", "transfer.protocol"),
         *("router.load", "router.choice", "router.index"),
     },
     "ui": set(),
@@ -38,7 +38,10 @@ MAY_IMPORT = {
     "lang": set(),
     "bench": {"base", "sim", "ui"},
 }
-PURE = ("base", "cache", "cost", "policy", "scheduler", "tape", "sim", "router.load", "router.choice", "router.index")
+PURE = (
+    *("base", "cache", "cost", "policy", "scheduler", "tape", "sim"),
+    *("router.load", "router.choice", "router.index", "transfer.protocol"),
+)
 BANNED = {"torch", "time", "asyncio", "socket", "threading", "multiprocessing", "zmq", "random"}
 SIM_MAY = {"time", "multiprocessing"}
 WIRING = {

@@ -88,10 +88,13 @@ class OpenGate:
 class Reach:
     """KV of the first `tokens` known tokens of a waiting request can be loaded, from a store below or from another
     engine, and loading it is faster than computing it. Opens `Gate.KV`. Ignored if the request no longer waits.
+
+    token: the first token of the answer, sampled where the prompt was computed; -1 for none. It is delivered at once.
     """
 
     number: int
     tokens: int
+    token: int = -1
 
 
 @dataclass(slots=True)

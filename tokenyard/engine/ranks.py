@@ -191,7 +191,8 @@ def merged(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The counters of several ranks as those of one engine: numbers are added up, of anything else the first counts."""
     if len(counters) <= 1:
         return dict(counters[0]) if counters else {}
-    return {name: _merged_value(name, [one[name] for one in counters if name in one]) for name in counters[0]}
+    names = dict.fromkeys(name for one in counters for name in one)
+    return {name: _merged_value(name, [one[name] for one in counters if name in one]) for name in names}
 
 
 def _merged_value(name: str, values: list[Any]) -> Any:

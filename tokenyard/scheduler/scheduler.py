@@ -266,9 +266,28 @@ class Scheduler:
             return
         self.state.table.gates[row] &= ~Gate.KV
         if self.state.table.state[row] == State.WAITING:
+            if event.token >= 0 and self._begin_answer(row, event.token, now):
+                return
             unit = math.lcm(BLOCK_TOKENS, self.state.memory.page_size)
             usable = min(event.tokens, self.state.table.usable_tokens(row))
             self.state.table.reach[row] = max(usable, 0) // unit * unit
+
+    def _begin_answer(self, row: int, token: int, now: int) -> bool:
+        """Take in and deliver the first token of a waiting row's answer; returns whether it ends the answer. Ignored if
+        the answer has begun.
+        """
+        state, table = self.state, self.state.table
+        if table.known[row] > table.prompt_tokens[row]:
+            return False
+        state.begin_answer(row, token, now)
+        if token in state.stop_token_ids(table.request(row).sampling):
+            state.end(row, "stop", now, matched=token)
+        elif table.known[row] > table.limit[row]:
+            state.end(row, "length", now)
+        else:
+            return False
+        state.sweep()
+        return True
 
     def arrived(self, event: Arrived, now: int) -> None:
         """A load has ended. If its row has ended or was retracted, the pages held for the load are freed now."""
@@ -407,6 +426,22 @@ class Scheduler:
     def cost(self) -> CostModel | None:
         """The cost model in use."""
         return self.state.cost
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a request's prompt that the prefix cache holds now."""
+        tokens: int = self.state.memory.tree.peek(request.known_ids.tobytes(), request.namespace)
+        return tokens
+
+    def backlog_tokens(self) -> int:
+        """Tokens of prompts that have still to be computed, without what the cache holds of those that wait."""
+        table = self.state.table
+        rows = np.concatenate((self.state.waiting.rows, self.state.prefilling.rows))
+        return int((table.target[rows] - table.planned[rows]).sum())
+
+    def awaits_admission(self, number: int) -> bool:
+        """Whether a request waits, or its KV is being loaded."""
+        row = self.state.table.row_of(number)
+        return row is not None and self.state.table.state[row] in (State.WAITING, State.LOADING)
 
     def waiting_numbers(self) -> list[int]:
         """The numbers of all requests that wait, in order of arrival."""

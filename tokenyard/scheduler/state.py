@@ -92,6 +92,18 @@ class SchedulerState:
         self._start_prefill(row, now)
         self._admitted(row, hit, now)
 
+    def begin_answer(self, row: int, token: int, now: int) -> None:
+        """Append the first token of its answer, which was sampled elsewhere, to a waiting row, and deliver it."""
+        table, request_state = self.table, self.table.request_state(row)
+        self._index.remove(row)
+        request_state.known_ids = np.append(request_state.known_ids, np.int32(token))
+        table.known[row] = table.target[row] = len(request_state.known_ids)
+        table.first_token_ns[row] = now
+        self._index.add(row)
+        self._tell_started(row)
+        column = np.array([row])
+        self.outbox.tokens(table.number[column], np.array([token], np.int32), table.hit[column])
+
     def load(self, row: int, hit: int, run: bytes, now: int) -> None:
         """Waiting to loading: `row` has a pool row, `hit` tokens from the tree, and pages for those being loaded.
 
@@ -173,15 +185,20 @@ class SchedulerState:
             return
         table.admitted_ns[row] = now
         table.hit[row] = min(hit, int(table.prompt_tokens[row]))
-        number, request = int(table.number[row]), request_state.request
-        self.run_timeouts.start(number, now)
+        self.run_timeouts.start(int(table.number[row]), now)
+        # A row that arrived with the first token of its answer was told of with that token.
+        if not table.first_token_ns[row]:
+            self._tell_started(row)
+
+    def _tell_started(self, row: int) -> None:
+        request = self.table.request(row)
         self.outbox.started.append(
             Started(
-                number,
+                int(self.table.number[row]),
                 request.prompt_ids,
                 request.text,
-                sampling.stop,
-                sampling.stop_token_ids,
+                request.sampling.stop,
+                request.sampling.stop_token_ids,
                 request.logprobs,
                 request.output_ids,
             )

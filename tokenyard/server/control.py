@@ -88,6 +88,12 @@ async def ready(state: State) -> Response:
     return Response(status_code=200) if good else Response(why, 503, {"retry-after": "1"})
 
 
+@router.get("/v1/transfer")
+async def transfer(state: State) -> dict[str, Any]:
+    """Where and how other engines exchange KV with each rank; empty where they do not."""
+    return {"ranks": (await state.control.snapshot(SCRAPE_TIMEOUT_S)).get("transfer", {})}
+
+
 @router.get("/health_generate")
 async def health_generate(state: State) -> Response:
     """200 once a token was generated through the whole engine."""

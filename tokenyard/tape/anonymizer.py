@@ -16,6 +16,7 @@ from tokenyard.base import (
     Event,
     ExecutorInfo,
     Int32Array,
+    Reach,
     Request,
     SamplingParams,
     SchedulerSettings,
@@ -68,6 +69,8 @@ class Anonymizer:
                 return replace(event, message="")
             case StopFound():
                 return replace(event, matched="")
+            case Reach():
+                return replace(event, token=self.few_ids([event.token])[0])
             case _:
                 return event
 

@@ -5,7 +5,7 @@ after its length (uint32, little-endian); a record's length is followed by its k
 A tape that is cut off within its last record is valid up to that record.
 
 Version 2 has no HTTP statuses in `Cancel` any more. Version 1 is read as well: its `status` says nothing that the cause
-does not say.
+does not say. Version 3 has `Reach`, `Arrived` and `HoldEnded`; since version 4 a `Reach` may bring a token.
 """
 
 import re

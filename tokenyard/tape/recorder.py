@@ -2,7 +2,18 @@
 
 from typing import Protocol
 
-from tokenyard.base import CostModel, Event, Explanation, Flush, StepPlan, StepResult, TokenBatch
+from tokenyard.base import (
+    CostModel,
+    Event,
+    Explanation,
+    Flush,
+    Handover,
+    Load,
+    Request,
+    StepPlan,
+    StepResult,
+    TokenBatch,
+)
 from tokenyard.cache.kv_events import KvRecord
 from tokenyard.policy.priority_function import RequestView
 from tokenyard.scheduler.live_view import LiveView
@@ -96,6 +107,22 @@ class Recorder:
     def drain(self) -> TokenBatch:
         """All output since the last call."""
         return self.scheduler.drain()
+
+    def drain_transfers(self) -> list[Load | Handover]:
+        """KV to load or to hand over since the last call."""
+        return self.scheduler.drain_transfers()
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a request's prompt that the prefix cache holds now."""
+        return self.scheduler.cached_tokens(request)
+
+    def backlog_tokens(self) -> int:
+        """Tokens of prompts that have still to be computed."""
+        return self.scheduler.backlog_tokens()
+
+    def awaits_admission(self, number: int) -> bool:
+        """Whether a request waits, or its KV is being loaded."""
+        return self.scheduler.awaits_admission(number)
 
     def kv_records(self) -> list[KvRecord]:
         """KV events since the last call, in wire form."""

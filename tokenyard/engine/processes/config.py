@@ -17,6 +17,26 @@ def usable_cores() -> int:
 
 
 @dataclass(slots=True)
+class TransferConfig:
+    """KV between engines.
+
+    role: "prefill" computes prompts for others, "decode" has prompts computed by the engines at `prefill_engines` (HTTP
+    addresses), "both" does either, as the cost model says; "null": neither. backend: how KV moves: "tcp", "process_vm"
+    (within a machine), or "auto" for the faster one that works. host, port: where others are listened to; rank r has
+    the port + r, and 0 is any free one. secret: only engines with the same one talk to each other.
+    """
+
+    role: str = "null"
+    prefill_engines: list[str] = field(default_factory=list)
+    backend: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 0
+    secret: str = ""
+    lease_s: float = 30.0
+    beat_s: float = 1.0
+
+
+@dataclass(slots=True)
 class EngineConfig:
     """Settings of one engine.
 
@@ -31,6 +51,7 @@ class EngineConfig:
     kv_events_topic in front; kv_events_replay_endpoint: where they can be asked for again, "" for nowhere.
     record: file for a tape (tape/codec.py), "" for none; record_plain: with ids and names as they are.
     priority_function: "module:name" of a function that adds levels of urgency, "" for none.
+    transfer: KV between engines, for prefill and decode apart.
     watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
     """
 
@@ -51,6 +72,7 @@ class EngineConfig:
     record: str = ""
     record_plain: bool = False
     priority_function: str = ""
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     watchdog_timeout_s: float = 300.0
     decode_log_interval: int = 40
     log_level: str = "info"

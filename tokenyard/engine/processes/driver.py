@@ -34,6 +34,7 @@ from tokenyard.engine.watch.priority_updates import PriorityUpdates
 from tokenyard.engine.watch.profile import StepProfile
 from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.engine.watch.step_watch import StepWatch
+from tokenyard.engine.watch.transfers import KvTransfers
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.tape.recorder import Core
 
@@ -92,6 +93,7 @@ class Driver:
         policy_note: str = "",
         rank: int = 0,
         grammars: GrammarCompiler | None = None,
+        transfers: KvTransfers | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -106,6 +108,7 @@ class Driver:
         self._lookahead = lookahead
         self._kv_events = kv_events
         self._grammars = grammars
+        self._transfers = transfers
         self._guard = StallGuard(state.enter)
         self._retry_ns = FIRST_RETRY_NS
         self._policy_note = policy_note
@@ -147,6 +150,9 @@ class Driver:
             plan = self._scheduler.plan(time.monotonic_ns())
         if self._guard.stalled:
             self._replace_policy()
+        if self._transfers is not None:
+            # Loads begin while the step runs.
+            self._transfers.move(self._scheduler.drain_transfers())
         if plan is not None:
             self._retry_ns = FIRST_RETRY_NS
         return plan
@@ -229,6 +235,9 @@ class Driver:
         if self._refused:
             batch.finished += self._refused
             self._refused = []
+        if self._transfers is not None:
+            self._transfers.on_output(batch)
+            self._transfers.move(self._scheduler.drain_transfers())
         if self._priority_updates is not None:
             self._priority_updates.on_output(batch)
         if self._lookahead is not None:
@@ -253,12 +262,16 @@ class Driver:
     def _note_standstill(self) -> None:
         """Log that there is work and none of it can be done, unless that is what was asked for."""
         state = self._snapshot()
-        if not state.paused:
+        if not state.paused and not state.loading and not self._gated():
             logger.warning(
                 "no step can be planned although %d requests wait; unless they are paused or wait for a grammar, this "
                 "is a defect of the policy %s; trying again every %g s",
                 *(state.waiting, state.policy, LONGEST_RETRY_NS / NS_PER_S),
             )
+
+    def _gated(self) -> bool:
+        """Whether prompts are being computed by other engines."""
+        return self._transfers is not None and self._transfers.busy
 
     def _check_idle(self) -> None:
         """Let the scheduler check its books when nothing is left to do."""
@@ -328,6 +341,8 @@ class Driver:
         counters = asdict(self._snapshot())
         counters["policy_note"] = self._policy_note or counters["policy_note"]
         counters["priority_function"] = self._priority_updates.describe() if self._priority_updates is not None else ""
+        if self._transfers is not None:
+            counters["transfer"] = {f"rank {self._rank}": self._transfers.describe()}
         counters["adaptive"] = self._lookahead.describe(now) if self._lookahead is not None else {}
         return counters
 
@@ -365,6 +380,8 @@ class Driver:
 
     def _apply(self, event: Event, now: int) -> None:
         """Hand an event on; one that the scheduler refuses costs its own request only."""
+        if self._transfers is not None and isinstance(event, Submit):
+            event.request = self._transfers.submitted(event.request)
         if self._priority_updates is not None and isinstance(event, Submit):
             self._priority_updates.submitted(event.request)
         if self._lookahead is not None and isinstance(event, Submit):

@@ -18,6 +18,7 @@ from tokenyard.engine.watch.lookahead_client import LookaheadClient
 from tokenyard.engine.watch.priority_updates import create_priority_updates
 from tokenyard.engine.watch.recording import build_core, open_tape
 from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.engine.watch.transfers import open_transfers
 
 EXECUTORS = {"torch": "tokenyard.executor.load", "mock": "tokenyard.executor.mock"}
 """Module of each executor; it has a function `load_executor(model_path, **options)`."""
@@ -79,6 +80,10 @@ class SchedulerLoop:
             resources.callback(lookahead.close)
             grammars = GrammarCompiler(executor, deliver, lambda: tokenizer_text(config))
             resources.callback(grammars.close)
+            transfers = open_transfers(config, self.core, executor, deliver, rank)
+            if transfers is not None:
+                # Closed before the executor, whose pages it reads and writes.
+                resources.callback(transfers.close)
             self._driver = Driver(
                 self.core,
                 executor,
@@ -91,6 +96,7 @@ class SchedulerLoop:
                 policy_note=policy_note,
                 rank=rank,
                 grammars=grammars,
+                transfers=transfers,
             )
             self._event_loop = event_loop_overlap if config.overlaps(executor.info) else event_loop_normal
             self._resources = resources.pop_all()

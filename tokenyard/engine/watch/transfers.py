@@ -1,0 +1,295 @@
+"""Prefill and decode apart, as a scheduler process does it: which prompts are computed elsewhere, and for whom else.
+
+It stands between the event loop and the thread of `transfer.node`. The loop tells it of requests, output and what the
+scheduler wants moved; what comes of that enters the scheduler as events.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import (
+    NS_PER_S,
+    Arrived,
+    Event,
+    Executor,
+    ExecutorInfo,
+    Handover,
+    InvalidRequestError,
+    Load,
+    Request,
+    StepWork,
+    Submit,
+    TextOptions,
+    TokenBatch,
+)
+from tokenyard.base.blocks import BLOCK_TOKENS
+from tokenyard.engine.processes.config import EngineConfig, TransferConfig
+from tokenyard.engine.watch.dialer import Dialer
+from tokenyard.scheduler.state import first_belief
+from tokenyard.tape.recorder import Core
+from tokenyard.transfer.handshake import Hello, Identity
+from tokenyard.transfer.identity import model_digest
+from tokenyard.transfer.layout import map_pages
+from tokenyard.transfer.node import Node
+from tokenyard.transfer.process_vm import Probe, machine_id
+from tokenyard.transfer.protocol import VERSION, Peer, Prefill, Terms, Want
+from tokenyard.transfer.protocol.messages import pack_ids, unpack_ids
+
+FIRST_NUMBER = 1 << 40
+"""Requests for other engines have numbers from here on; those of clients are counted up from 1."""
+
+LEAST_PATIENCE_S = 5.0
+LONGEST_PATIENCE_S = 60.0
+PATIENCE = 4.0
+"""An offer may take so many times as long as is believed."""
+
+LOAD_EVERY_NS = NS_PER_S // 10
+
+
+class KvTransfers:
+    """The transfers of one scheduler. `deliver` takes events to it, from any thread."""
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        identity: Identity,
+        core: Core,
+        info: ExecutorInfo,
+        deliver: Callable[[Event], None],
+        rank: int = 0,
+    ) -> None:
+        """Raises ConfigError if it cannot listen where it should."""
+        self._config = config
+        self._core = core
+        self._deliver = deliver
+        self._info = info
+        self._cost = core.cost or first_belief(info)
+        self._asked: set[int] = set()
+        self._load_at_ns = 0
+        beat_ns = round(config.beat_s * NS_PER_S)
+        terms = Terms(lease_ns=round(config.lease_s * NS_PER_S), beat_ns=beat_ns, silence_ns=3 * beat_ns)
+        self._node = Node(
+            identity,
+            terms,
+            deliver,
+            self._request_for,
+            first_number=FIRST_NUMBER,
+            host=config.host if config.role in ("prefill", "both") else None,
+            port=config.port + rank if config.port else 0,
+            backend=config.backend,
+        )
+        self._dialer = Dialer(config.prefill_engines, self._node.dialled)
+        self._node.on_lost = self._dialer.lost
+        self._node.start()
+        self._dialer.start()
+
+    def close(self) -> None:
+        """End all transfers and wait for their ends."""
+        self._dialer.close()
+        self._node.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait for other engines."""
+        return self._node.asker.open_keys > 0
+
+    def describe(self) -> dict[str, Any]:
+        """What people and other engines should know."""
+        node = self._node
+        return {
+            "role": self._config.role,
+            "address": node.address,
+            "boot_id": node.identity.hello.boot_id,
+            "open": node.asker.open_keys,
+            "computing_for_others": node.server.open_keys,
+            "held_for_others": node.server.held_keys,
+            "moved_bytes": node.moved_bytes,
+            "connected": [peer.name for peer in node.well],
+            **{name: count for name, count in node.server.counters.items() if count},
+            **dict(node.asker.counters),
+        }
+
+    # ---- what the event loop says ----------------------------------------------------------------------------------
+
+    def submitted(self, request: Request) -> Request:
+        """Decide where the prompt of a request is computed; returns the request as the scheduler shall see it."""
+        if request.number >= FIRST_NUMBER or self._config.role == "prefill":
+            return request
+        options = request.logprobs
+        if options is not None and options.prompt_from >= 0:
+            return request
+        tokens = len(request.prompt_ids) + len(request.output_ids)
+        cached = self._core.cached_tokens(request)
+        peer = self._peer_for(tokens, cached)
+        if peer is None:
+            return request
+        self._ask(request, peer, self._prefill_s(tokens, cached) + peer.load_s)
+        return replace(request, awaits_kv=True)
+
+    def move(self, wanted: list[Load | Handover]) -> None:
+        """Take on what the scheduler wants loaded or handed over."""
+        for one in wanted:
+            if isinstance(one, Load):
+                self._load(one)
+            else:
+                self._hand_over(one)
+
+    def on_output(self, batch: TokenBatch) -> None:
+        """Look at the output of a step, and take out what is not for clients of this engine."""
+        now = time.monotonic_ns()
+        if now - self._load_at_ns > LOAD_EVERY_NS:
+            self._load_at_ns = now
+            self._node.server.load_s = self._prefill_s(self._core.backlog_tokens(), 0)
+        if self._asked:
+            self._note_ends(batch)
+        foreign = batch.numbers >= FIRST_NUMBER
+        if foreign.any() or any(finish.number >= FIRST_NUMBER for finish in batch.finished):
+            self._take_out(batch, foreign)
+
+    # ---- asking ----------------------------------------------------------------------------------------------------
+
+    def _peer_for(self, tokens: int, cached: int) -> Peer | None:
+        """The engine that should compute a prompt of which `cached` tokens are here; None for this one."""
+        unit = max(BLOCK_TOKENS, self._info.page_size)
+        well = self._node.well
+        if not well or tokens - cached < unit:
+            return None
+        peer = well[0]
+        if self._config.role == "decode":
+            return peer
+        here_s = self._prefill_s(self._core.backlog_tokens(), 0)
+        num_bytes = (tokens - cached) * self._info.kv_bytes_per_token
+        there_s = peer.load_s + self._cost.copy(num_bytes, "network")
+        return peer if there_s < here_s else None
+
+    def _prefill_s(self, tokens: int, cached: int) -> float:
+        """How long prompts of `tokens`, of which `cached` are there, are believed to take."""
+        if tokens <= cached:
+            return 0.0
+        work = StepWork()
+        work.add_chunk(cached, tokens - cached)
+        return self._cost.step(work)
+
+    def _ask(self, request: Request, peer: Peer, believed_s: float) -> None:
+        numbers = range(request.number, request.number + request.sampling.n)
+        plain = request.sampling.n == 1 and not request.grammar and request.logprobs is None
+        want = Want(
+            key=f"{self._node.identity.hello.boot_id}-{request.number}",
+            prompt=pack_ids(request.known_ids),
+            sampling=replace(request.sampling, n=1, stop=[]),
+            cache_salt=request.cache_salt,
+            lora=request.lora,
+            priority=request.priority,
+            service_class=request.service_class,
+            tenant=request.tenant,
+        )
+        patience_s = min(max(PATIENCE * believed_s, LEAST_PATIENCE_S), LONGEST_PATIENCE_S)
+        patience_ns, takes_token = round(patience_s * NS_PER_S), plain and not len(request.output_ids)
+        name, asker = peer.name, self._node.asker
+        self._asked.add(request.number)
+        self._node.call(lambda now: asker.want(want, numbers, name, now, patience_ns, takes_token=takes_token))
+
+    def _load(self, load: Load) -> None:
+        asker, deliver = self._node.asker, self._deliver
+
+        def command(now: int) -> None:
+            if not asker.loads(load, now):
+                # The offer has gone meanwhile.
+                deliver(Arrived(load.number, load.start))
+
+        self._node.call(command)
+
+    def _note_ends(self, batch: TokenBatch) -> None:
+        """Tell of requests that have ended, or go on without the KV that was offered for them."""
+        asker = self._node.asker
+        over = [finish.number for finish in batch.finished if finish.number in self._asked]
+        over += [number for number in self._node.offered if not self._core.awaits_admission(number)]
+        for number in over:
+            self._asked.discard(number)
+            self._node.call(partial(asker.ended, number))
+
+    # ---- serving ---------------------------------------------------------------------------------------------------
+
+    def _request_for(self, prefill: Prefill) -> Event:
+        """The event that submits what another engine wants. Raises InvalidRequestError for what makes no sense."""
+        want, vocabulary = prefill.want, self._info.vocab_size
+        if len(want.prompt) % 4:
+            raise InvalidRequestError("a prompt that is cut off")
+        ids = unpack_ids(want.prompt).astype(np.int32, copy=False)
+        want.sampling.validate()
+        named = [*want.sampling.logit_bias, *want.sampling.stop_token_ids]
+        known = not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocabulary)
+        if not known or any(not 0 <= token < vocabulary for token in named) or want.sampling.n != 1:
+            raise InvalidRequestError("tokens that this model does not have")
+        request = Request(
+            number=prefill.number,
+            rid=f"for {want.key}",
+            prompt_ids=ids,
+            sampling=want.sampling,
+            text=TextOptions(),
+            arrival_ns=time.monotonic_ns(),
+            priority=want.priority,
+            service_class=want.service_class,
+            tenant=want.tenant,
+            cache_salt=want.cache_salt,
+            lora=want.lora,
+            handover=True,
+        )
+        return Submit(request)
+
+    def _hand_over(self, handover: Handover) -> None:
+        server = self._node.server
+        self._node.call(lambda now: server.handed_over(handover, now))
+
+    def _take_out(self, batch: TokenBatch, foreign: np.ndarray) -> None:
+        """Take the rows of other engines' requests out of a batch, and note how these requests ended."""
+        server = self._node.server
+        tokens = dict(zip(batch.numbers[foreign].tolist(), batch.tokens[foreign].tolist(), strict=True))
+        for finish in batch.finished:
+            if finish.number < FIRST_NUMBER or finish.reason == "handover":
+                continue
+            why = (finish.cause or "aborted") if finish.reason == "abort" else ""
+            token = tokens.get(finish.number, -1)
+            self._node.call(partial(server.finished, finish.number, why, token))
+        keep = ~foreign
+        batch.numbers, batch.tokens, batch.hits = batch.numbers[keep], batch.tokens[keep], batch.hits[keep]
+        batch.started = [started for started in batch.started if started.number < FIRST_NUMBER]
+        batch.finished = [finish for finish in batch.finished if finish.number < FIRST_NUMBER]
+
+
+def open_transfers(
+    config: EngineConfig, core: Core, executor: Executor, deliver: Callable[[Event], None], rank: int = 0
+) -> KvTransfers | None:
+    """The transfers that the settings ask for, if they do. Raises ConfigError for an executor whose KV cannot be moved
+    or an address that cannot be had.
+    """
+    transfer = config.transfer
+    if transfer.role == "null":
+        return None
+    return KvTransfers(transfer, identify(config, executor), core, executor.info, deliver, rank)
+
+
+def identify(config: EngineConfig, executor: Executor) -> Identity:
+    """This engine as the others see it. Raises ConfigError for an executor whose KV cannot be moved."""
+    pages, info, options = map_pages(executor.pieces), executor.info, config.executor_options
+    facts = (config.executor, str(info.vocab_size), *(str(options.get(name, "")) for name in ("load_format", "seed")))
+    hello = Hello(
+        version=VERSION,
+        boot_id=secrets.token_hex(8),
+        nonce=b"",
+        model=model_digest(config.model_path, *facts),
+        dtype=info.dtype,
+        page_size=info.page_size,
+        pieces=len(pages.origins),
+        piece_bytes=pages.nbytes,
+        machine=machine_id(),
+        pid=os.getpid(),
+    )
+    return Identity(hello, pages, config.transfer.secret.encode(), Probe())
