@@ -302,3 +302,39 @@ def test_random_loads_holds_and_ends_keep_the_books(depth):
         yard.apply(HoldEnded(wanted.number))
     assert yard.scheduler.idle() is None
     assert not yard.scheduler.state.memory.holds
+
+
+@pytest.mark.parametrize(("token", "reason"), [(2, "stop"), (50, "length")])
+def test_a_first_token_that_ends_the_answer_needs_no_pages(token, reason):
+    yard = make_yard()
+    number = yard.submit(prompt(), max_new=1 if reason == "length" else 9, awaits_kv=True)
+    yard.apply(Reach(number, 192, token))
+    assert yard.tokens[number] == [token]
+    assert (yard.finished[number].reason, yard.finished[number].completion_tokens) == (reason, 1)
+    assert not yard.launch()
+    assert not yard.scheduler.drain_transfers()
+
+
+def test_a_first_token_is_delivered_at_once_and_only_once():
+    tokens, expected = prompt(), answer_of(prompt())
+    yard = make_yard(pages=14)
+    number = yard.submit(tokens, max_new=12, awaits_kv=True)
+    yard.apply(Reach(number, len(tokens), expected[0]))
+    yard.apply(Reach(number, len(tokens), expected[0] + 1))
+    assert yard.tokens[number] == expected[:1]
+    assert not yard.launch()
+    (load,) = yard.scheduler.drain_transfers()
+    yard.apply(Arrived(number, load.start))
+    yard.run()
+    assert yard.tokens[number] == expected
+    assert yard.finished[number].completion_tokens == 12
+    assert yard.scheduler.idle() is None
+
+
+def test_prompts_of_less_than_a_block_are_loaded_too():
+    yard, tokens = make_yard(), prompt(40)
+    number, load = loading(yard, tokens)
+    assert len(load.pages) == 2
+    yard.apply(Arrived(number, 0))
+    yard.run()
+    assert yard.tokens[number] == answer_of(tokens, 4)

@@ -34,7 +34,7 @@ FOREIGN_FLAGS = {
     "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",
     "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",
     "drafts come from prompt lookup alone (--speculative-algorithm NGRAM)": "speculative-config speculative-num-steps",
-    "prefill and decode run in one engine": "disaggregation-mode disaggregation-transfer-backend kv-transfer-config",
+    "use --disaggregation-mode and --prefill-engines": "kv-transfer-config",
     "there are no CUDA graphs to switch off": "disable-cuda-graph cuda-graph-max-bs enforce-eager compilation-config",
     "leave it out: metrics are always there": "enable-metrics disable-log-stats",
     "leave it out: answers always report cached tokens": "enable-cache-report enable-prompt-tokens-details",

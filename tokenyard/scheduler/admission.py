@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import Load, RowStart
-from tokenyard.base.blocks import BLOCK_TOKENS, block_digests, root_digest
+from tokenyard.base.blocks import BLOCK_TOKENS, block_digests, link, root_digest
 from tokenyard.policy import Views
 from tokenyard.policy.budget import StepBudget
 from tokenyard.scheduler.lifecycle import State
@@ -205,10 +205,15 @@ class PrefillAdder:
         return hit
 
     def _run(self, row: int, start: int) -> bytes:
-        """The name of the first block of the row's tokens that is not wholly before `start`."""
-        request_state = self._table.request_state(row)
-        ids = request_state.known_ids[: (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS]
-        return block_digests(ids, root_digest(request_state.request.namespace))[-1]
+        """The name of the first block of the row's tokens that is not wholly before `start`; it may be the beginning of
+        one only.
+        """
+        request_state, block = self._table.request_state(row), start // BLOCK_TOKENS
+        ids, root = request_state.known_ids, root_digest(request_state.request.namespace)
+        digests = block_digests(ids[: (block + 1) * BLOCK_TOKENS], root)
+        if len(digests) > block:
+            return digests[block]
+        return link(digests[-1] if digests else root, ids[block * BLOCK_TOKENS :].tobytes())
 
     def _load(self, row: int, node: Any, hit: int) -> bool:
         """Take a pool row and pages for the KV to load beyond `hit`; the row is planned once it has arrived."""

@@ -9,7 +9,6 @@ gives finished prompt chunks to the tree, ends rows. A row that stops leaves the
 the last plan that contains it has committed (memory.Release). Up to `max_in_flight` plans may wait for their commit.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -45,7 +44,6 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
-from tokenyard.base.blocks import BLOCK_TOKENS
 from tokenyard.cache.kv_events import KvEvent, KvRecord, kv_record
 from tokenyard.policy import NO_PRIORITY
 from tokenyard.policy.adaptive import changed
@@ -260,7 +258,7 @@ class Scheduler:
             self.state.table.gates[row] &= ~event.gate
 
     def reach(self, event: Reach, now: int) -> None:
-        """KV of a waiting request's first tokens can be loaded; only whole blocks and pages of it count."""
+        """KV of a waiting request's first tokens can be loaded; only whole pages of it count."""
         row = self.state.table.row_of(event.number)
         if row is None:
             return
@@ -268,7 +266,7 @@ class Scheduler:
         if self.state.table.state[row] == State.WAITING:
             if event.token >= 0 and self._begin_answer(row, event.token, now):
                 return
-            unit = math.lcm(BLOCK_TOKENS, self.state.memory.page_size)
+            unit = self.state.memory.page_size
             usable = min(event.tokens, self.state.table.usable_tokens(row))
             self.state.table.reach[row] = max(usable, 0) // unit * unit
 
