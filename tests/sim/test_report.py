@@ -1,5 +1,7 @@
 import json
+import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from tests.sim.small import setup, workload
 from tokenyard.base import ConfigError
 from tokenyard.sim.charts import Chart, picture
 from tokenyard.sim.engine import simulate
+from tokenyard.sim.misses import missed
 from tokenyard.sim.presets import preset, preset_names
 from tokenyard.sim.report import _beyond, write_curves, write_report
 from tokenyard.sim.synthetic import synthetic
@@ -81,10 +84,10 @@ def test_rounding_errors_are_no_waits():
 def test_a_single_late_request_is_seen(tmp_path):
     traffic = workload(*[(float(second), 100, 1) for second in range(20)])
     write_report(tmp_path / "report.html", {"one": simulate(traffic, setup())})
-    assert "no request was late" in (tmp_path / "report.html").read_text()
+    assert not any(one["x"] for one in data_of(tmp_path / "report.html")[3]["series"])
     traffic.slo_ttft_s[7] = 1e-4
     write_report(tmp_path / "report.html", {"one": simulate(traffic, setup())})
-    assert "no request was late" not in (tmp_path / "report.html").read_text()
+    assert any(one["x"] for one in data_of(tmp_path / "report.html")[3]["series"])
 
 
 def test_bars_stand_side_by_side_on_zero():
@@ -104,6 +107,11 @@ def test_points_lie_where_the_axes_say():
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
 
 
+def data_of(path) -> list[dict]:
+    text = path.read_text()
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text).group(1))["charts"]
+
+
 def test_a_report_compares_settings_and_shows_the_gap_between_tenants(tmp_path):
     traffic = synthetic("tenants", 120, 20.0)
     timeline = Timeline()
@@ -111,20 +119,45 @@ def test_a_report_compares_settings_and_shows_the_gap_between_tenants(tmp_path):
         "one": simulate(traffic, setup(), timeline),
         "two": simulate(traffic, setup("vllm-default")),
     }
-    write_report(tmp_path / "report.html", outcomes, {"one": timeline})
+    write_report(tmp_path / "report.html", outcomes, {"one": timeline}, command="tokenyard compare one two")
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == page.count("</svg>") == 12
-    assert "Service gap" in page
-    assert "SLO met" in page
+    charts = data_of(tmp_path / "report.html")
+    assert len(charts) == page.count("data-chart=") == 12
+    colours = {one["label"]: one["color"] for one in charts[0]["series"]}
+    assert colours["one"] != colours["two"]
+    for told in (
+        "Service gap",
+        "SLO met",
+        "<code>tokenyard compare one two</code>",
+        "error of the cost model",
+        "<dt>seed</dt>",
+    ):
+        assert told in page
+    assert charts[-1]["group"] == "over time: step"
+
+
+def test_misses_are_told_by_target_and_by_kind(tmp_path):
+    traffic = workload(*[(float(second), 100 + second, 5) for second in range(20)])
+    place = np.arange(20)
+    targets = {"slo_ttft_s": np.where(place < 4, 1e-6, np.nan), "slo_tpot_s": np.where(place // 2 % 4, np.nan, 1e-9)}
+    traffic = replace(traffic, **targets)
+    found = missed(simulate(traffic, setup()))
+    counts = {kind: int(mask.sum()) for kind, mask in found.items()}
+    assert counts == {"any": 8, "first": 4, "token": 6, "both": 2, "refused": 0, "unfinished": 0, "unserved": 0}
+    write_report(tmp_path / "report.html", {"one": simulate(traffic, setup())})
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>8 (40.0 %)</td>" in page
+    assert "<td>80.0 %: 80.0 / 40.0 / 0.0</td>" in page
 
 
 def test_goodput_curves_have_a_line_per_setting(tmp_path):
     found = {"a": {"0.9": 1.25, "0.99": 1.0}, "b": {"0.9": 1.0, "0.99": 0.0}}
     write_curves(tmp_path / "curves.html", {"a": [(1.0, 1.0), (2.0, 0.5)], "b": [(1.0, 0.9)]}, found, "Goodput", 5.53)
+    (chart,) = data_of(tmp_path / "curves.html")
+    assert [one["label"] for one in chart["series"]] == ["a", "b", "90 %", "99 %"]
     page = (tmp_path / "curves.html").read_text()
-    assert (page.count("<path"), page.count("<circle")) == (3, 1)
-    assert "1 is 5.53 requests/s" in page
-    assert "<td>1.25</td><td>1.00</td>" in page
+    assert "1 is 5.53 requests/s" in chart["x"]["label"]
+    assert "<td class=best>1.25 (6.91/s)</td><td>1.00 (5.53/s)</td>" in page
 
 
 def test_a_long_timeline_is_thinned_out_evenly():

@@ -17,8 +17,11 @@ from tokenyard.bench.backends import BACKENDS, Backend, RequestOptions
 from tokenyard.bench.datasets import Prompt
 from tokenyard.bench.load import Run, Target, run_load
 from tokenyard.bench.metrics import Targets, summarize
+from tokenyard.bench.report import write_bench_page
 from tokenyard.bench.table import append_line, remarks, serving_table
 from tokenyard.cli.bench_prompts import make_prompts
+from tokenyard.cli.simulation import check_output
+from tokenyard.cli.terminal import command_line
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 
 
@@ -49,6 +52,7 @@ async def bench_serve(args: argparse.Namespace) -> int:
             backend.body(prompt)  # what the backend does not take is refused before anything is sent
         await _warm_up(target, backend, prompts[: args.warmup_requests], flush=args.flush_cache)
         run = await _measure(target, backend, prompts, arrivals_s, args.max_concurrency)
+        served = await _served(target) if args.report else {}
     numbers = {
         "backend": args.backend,
         "dataset_name": args.dataset_name,
@@ -57,12 +61,29 @@ async def bench_serve(args: argparse.Namespace) -> int:
         **summarize(run, targets, tokenizer),
     }
     print(serving_table(numbers, cache_report=args.cache_report))
-    for line in remarks(run.answers, numbers):
+    notes = remarks(run.answers, numbers)
+    for line in notes:
         print(line)
+    if args.report:
+        facts = {**served, "rate": f"{rate} requests/s", "targets": f"{targets} (ms)", "seed": str(args.seed)}
+        write_bench_page(args.report, run, targets, numbers, facts, notes)
     if args.output_file:
         details = {"requests": [asdict(answer) for answer in run.answers]} if args.output_details else {}
         append_line(args.output_file, {**numbers, **details})
     return 0 if numbers["completed"] else 1
+
+
+async def _served(target: Target) -> dict[str, str]:
+    """What a report says of the server: what it answers of itself, else that it is unknown."""
+    info = await target.get("/server_info") or {}
+    model, device = info.get("served_model_name"), info.get("device") or info.get("cost_profile")
+    return {
+        "command": command_line(secret=("--header",)),
+        "server": target.base_url,
+        "model": str(model or "unknown"),
+        "device": f"{info.get('executor', '')} {device}".strip() if device else "unknown: the server does not say",
+        "server version": str(info.get("version") or "unknown"),
+    }
 
 
 def _check_counts(args: argparse.Namespace) -> None:
@@ -71,6 +92,7 @@ def _check_counts(args: argparse.Namespace) -> None:
         raise ConfigError(f"--max-concurrency is {args.max_concurrency}; it must be at least 1")
     if args.warmup_requests < 0:
         raise ConfigError("--warmup-requests must not be negative")
+    check_output(args.report, "--report")
     if args.output_details and not args.output_file:
         raise ConfigError("--output-details needs --output-file")
 

@@ -106,6 +106,7 @@ def _add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("result")
+    group.add_argument("--report", type=Path, metavar="OUT", help="write the run as an HTML page")
     group.add_argument(
         "--goodput", default=GOODPUT, metavar="T", help=f"targets in ms for ttft, tpot and e2el [{GOODPUT}]"
     )

@@ -20,6 +20,7 @@ from tokenyard.cli.simulation import (
     progress_bar,
     write_numbers,
 )
+from tokenyard.cli.terminal import command_line
 from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.metrics import summary
 from tokenyard.sim.oracle import with_oracle
@@ -57,7 +58,8 @@ def run_compare(args: argparse.Namespace) -> int:
     write_numbers(args.json, numbers)
     if args.report is not None:
         outcomes = {name: outcome for name, (outcome, _) in results.items()}
-        write_report(args.report, outcomes, {name: timeline for name, (_, timeline) in results.items()})
+        timelines = {name: timeline for name, (_, timeline) in results.items()}
+        write_report(args.report, outcomes, timelines, command=command_line())
     if not args.quiet:
         print_outcomes(numbers)
     return 0

@@ -22,9 +22,10 @@ from tokenyard.cli.simulation import (
     progress_bar,
     write_numbers,
 )
+from tokenyard.cli.terminal import command_line
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.metrics import summary
-from tokenyard.sim.report import write_curves
+from tokenyard.sim.report import facts_of, slo_text, trust, write_curves
 from tokenyard.sim.search import largest_scale
 from tokenyard.sim.workload import Workload
 
@@ -112,6 +113,9 @@ def run_goodput(args: argparse.Namespace) -> int:
     rate = len(workload) / max(float(workload.arrival_s[-1]), 1e-9)
     _write(args, found, curves, rate)
     if not args.quiet:
+        setup = named_setup(args, workload, args.names[0])
+        told = f"{workload.name} on {setup.replicas} x {setup.profile.name}"
+        print(f"{told} (cost model error: {trust(setup.profile.error)}); SLO: {slo_text(setup.slo)}")
         Console().print(_table(found, rate))
         if warning := next(iter(points_of(curves)))["warning"]:
             print_warning(Console(), warning)
@@ -139,7 +143,11 @@ def _write(args: argparse.Namespace, found: dict[str, dict[str, float]], curves:
     write_numbers(args.json, {"largest_scale": found, "points": points})
     if args.report is not None:
         lines = {name: [(scale, run["slo_attainment"]) for scale, run in runs] for name, runs in points.items()}
-        write_curves(args.report, lines, found, f"Goodput on {next(iter(curves.values())).workload.name}", rate)
+        first = next(iter(curves.values()))
+        setup = named_setup(args, first.workload, first.name)
+        facts, warning = facts_of(first.workload, setup, command_line()), setup.profile.warning
+        title = f"Goodput on {first.workload.name}"
+        write_curves(args.report, lines, found, title, rate, facts, [warning] if warning else [])
 
 
 def _table(found: dict[str, dict[str, float]], rate: float) -> Table:

@@ -84,6 +84,7 @@ def _replay_arguments(parser: argparse.ArgumentParser) -> None:
         help="simulate on another device: device/model, or a file of `tokenyard calibrate`",
     )
     parser.add_argument("--json", metavar="OUT", help="write the numbers of the simulation")
+    parser.add_argument("--report", metavar="OUT", help="write the simulation beside the tape as an HTML page")
     parser.add_argument("--own-policies", action="store_true", help="load the user policies that the tape names")
 
 

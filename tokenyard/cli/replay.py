@@ -7,11 +7,19 @@ from typing import Any
 
 from tokenyard.base import ConfigError
 from tokenyard.cli.flags import Flag, all_flags
-from tokenyard.cli.simulation import check_output, print_notes, print_outcomes, scheduler_flags, write_numbers
+from tokenyard.cli.simulation import (
+    check_output,
+    print_notes,
+    print_outcomes,
+    scheduler_flags,
+    write_numbers,
+)
+from tokenyard.cli.terminal import command_line
 from tokenyard.cost import find_profile
 from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.files import read_bytes
 from tokenyard.sim.metrics import summary
+from tokenyard.sim.report import write_report
 from tokenyard.sim.taped import History, write_trace
 from tokenyard.sim.workload import Workload
 from tokenyard.tape.codec import Origin, Tape
@@ -36,7 +44,10 @@ def replay(namespace: argparse.Namespace) -> int:
     what_if = read_what_if(namespace)
     if namespace.json and what_if is None:
         raise ConfigError("--json writes the numbers of a simulation; give scheduler flags or --profile as well")
-    for flag, out in (("--json", namespace.json), ("--to-trace", namespace.to_trace)):
+    if namespace.report and what_if is None:
+        raise ConfigError("--report shows a simulation; give scheduler flags or --profile as well")
+    outputs = {"--json": namespace.json, "--to-trace": namespace.to_trace, "--report": namespace.report}
+    for flag, out in outputs.items():
         check_output(Path(out) if out else None, flag)
     path = Path(namespace.file)
     tape = Tape(read_bytes(path), path.name)
@@ -55,7 +66,7 @@ def replay(namespace: argparse.Namespace) -> int:
             workload.check_lengths()
             was = as_setup(tape.header.origin, history)
             lived = history.outcome(workload, was, run.scheduler.snapshot(0).counters)
-            compare(history, lived, was, what_if, namespace.json)
+            compare(history, lived, was, what_if, namespace)
     return 0
 
 
@@ -118,14 +129,17 @@ def changed(setup: Setup, what_if: WhatIf) -> Setup:
     return replace(setup, profile=find_profile(what_if.profile), settings=settings, kv_pool_tokens=pool_tokens)
 
 
-def compare(history: History, lived: Outcome, was: Setup, what_if: WhatIf, json_path: str | None) -> None:
+def compare(history: History, lived: Outcome, was: Setup, what_if: WhatIf, namespace: argparse.Namespace) -> None:
     """Simulate the tape's traffic as it was and with other settings; print both beside what really happened."""
     workload: Workload = lived.workload
-    results = {
-        "on the tape": summary(lived),
-        "simulated": summary(simulate(workload, was)),
-        "what if": summary(simulate(workload, changed(was, what_if))),
+    outcomes = {
+        "on the tape": lived,
+        "simulated": simulate(workload, was),
+        "what if": simulate(workload, changed(was, what_if)),
     }
+    results = {name: summary(outcome) for name, outcome in outcomes.items()}
     print_notes(history.notes())
     print_outcomes(results)
-    write_numbers(None if json_path is None else Path(json_path), results)
+    write_numbers(Path(namespace.json) if namespace.json else None, results)
+    if namespace.report:
+        write_report(Path(namespace.report), outcomes, title=f"{workload.name}: what if", command=command_line())

@@ -21,6 +21,7 @@ from tokenyard.cli.simulation import (
     progress_bar,
     write_numbers,
 )
+from tokenyard.cli.terminal import command_line
 from tokenyard.sim.bounds import attainment_bound, endless_cache
 from tokenyard.sim.engine import Setup, simulate
 from tokenyard.sim.metrics import summary
@@ -66,7 +67,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     table[name] |= oracle_bounds(workload, setup) if args.bound else {}
     write_numbers(args.json, table[name] | ({"oracle": table[told]} if args.oracle else {}))
     if timeline is not None:
-        write_report(args.report, outcomes, {name: timeline})
+        write_report(args.report, outcomes, {name: timeline}, command=command_line())
     if perfetto is not None:
         perfetto.write(args.perfetto)
     if not args.quiet:

@@ -22,10 +22,11 @@ from tokenyard.cli.flags import Flag, all_flags
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
 from tokenyard.router.choice import POLICIES
-from tokenyard.sim.engine import Setup
+from tokenyard.sim.engine import Setup, SloTargets
 from tokenyard.sim.presets import preset, preset_names
 from tokenyard.sim.reading import ReadOptions, Tokenize
 from tokenyard.sim.recognise import recognised
+from tokenyard.sim.report import slo_text, trust
 from tokenyard.sim.synthetic import SYNTHETIC, synthetic
 from tokenyard.sim.traces import TRACE_FORMATS, read_trace
 from tokenyard.sim.workload import Workload
@@ -317,6 +318,7 @@ def print_outcomes(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Print the main numbers of each setting side by side, in several tables where the terminal is too narrow."""
     console = Console()
     names = list(results)
+    console.print(Text(told_of(next(iter(results.values())))), soft_wrap=True)
     for most in range(len(names), 0, -1):
         groups = [names[begin : begin + most] for begin in range(0, len(names), most)]
         tables = [outcome_table({name: results[name] for name in group}) for group in groups]
@@ -331,6 +333,15 @@ def print_outcomes(results: Mapping[str, Mapping[str, Any]]) -> None:
     for name, numbers in results.items():
         if numbers["policy_note"]:
             print(f"note: {name}: {numbers['policy_note']}")
+
+
+def told_of(numbers: Mapping[str, Any]) -> str:
+    """What a table is about, in a line above it: trace, rate, device with how far its cost model is off, and SLO."""
+    slo = SloTargets(**numbers["slo"])
+    return (
+        f"{numbers['trace']} at {numbers['rate_per_s']:.4g} requests/s on {numbers['replicas']} x {numbers['profile']} "
+        f"(cost model error: {trust(numbers['profile_error'])}); SLO: {slo_text(slo)}"
+    )
 
 
 def print_warning(console: Console, warning: str) -> None:

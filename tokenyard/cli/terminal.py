@@ -2,8 +2,10 @@
 
 import errno
 import os
+import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 
 NARROWEST = 40
 """Columns below which neither help nor tables can be laid out; a narrower terminal breaks longer lines itself."""
@@ -45,3 +47,15 @@ def drop_output() -> None:
 def is_write_error(error: OSError) -> bool:
     """Whether standard output was lost: its reader left, or its disk is full."""
     return error.errno in WRITE_ERRORS and error.filename is None
+
+
+def command_line(secret: Sequence[str] = ()) -> str:
+    """The command that runs, as one would type it again; dots stand for the values of `secret` flags."""
+    words = ["tokenyard", *sys.argv[1:]]
+    for place, word in enumerate(words):
+        flag, equals, _ = word.partition("=")
+        if flag in secret and equals:
+            words[place] = f"{flag}=..."
+        elif flag in secret and place + 1 < len(words):
+            words[place + 1] = "..."
+    return shlex.join(words)

@@ -35,9 +35,10 @@ class _Series:
 
 @dataclass
 class Chart:
-    """One chart: add series, then take `svg()`. On a log axis values that are not above 0 are left out.
+    """One chart: add series, then take `svg()`, or give it to `page`. On a log axis values that are not above 0 are
+    left out.
 
-    `empty` is the text to show without values.
+    `empty` is the text to show without values. On a page, charts of one `group` share their axes.
     """
 
     title: str
@@ -47,6 +48,7 @@ class Chart:
     y_log: bool = False
     y_from_zero: bool = False
     empty: str = "nothing to show"
+    group: str = ""
     series: list[_Series] = field(default_factory=list)
     categories: tuple[str, ...] = ()
 
@@ -84,7 +86,7 @@ class Chart:
         per_row = _legend_per_row(legend)
         top = TOP + LEGEND_ROW * (-(-len(legend) // per_row))
         x_axis = self._x_axis()
-        y_axis = _Axis.over([series.y for series in self.series], self.y_log, HEIGHT - BOTTOM, top, self._zero_based())
+        y_axis = _Axis.over([series.y for series in self.series], self.y_log, HEIGHT - BOTTOM, top, self.zero_based)
         shown = any(len(series.x) for series in self.series)
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">',
@@ -99,7 +101,9 @@ class Chart:
     def _nothing(self) -> str:
         return f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">{escape(self.empty)}</text>'
 
-    def _zero_based(self) -> bool:
+    @property
+    def zero_based(self) -> bool:
+        """Whether the upward axis begins at zero."""
         return self.y_from_zero or any(series.kind in ("area", "bars") for series in self.series)
 
     def _x_axis(self) -> "_Axis":

@@ -1,5 +1,6 @@
 """The results of a run in numbers: the fields of `OUT.json`."""
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,8 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     computed = int(outcome.completion_tokens.sum()) + counters["prefill_tokens"]
     return {
         "trace": workload.name,
+        "rate_per_s": round(len(workload) / max(float(workload.arrival_s[-1]), 1e-9), 6),
+        "slo": asdict(outcome.setup.slo),
         "profile": outcome.setup.profile.name,
         "profile_error": outcome.setup.profile.error,
         "warning": outcome.setup.profile.warning,

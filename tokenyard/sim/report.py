@@ -1,18 +1,21 @@
-"""A run, or several beside each other, as one HTML page with charts."""
+"""Runs beside each other, and goodput curves, as pages (see `sim.page`)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tokenyard.base import Float64Array
-from tokenyard.sim.charts import STYLE, Chart
-from tokenyard.sim.engine import Outcome
+from tokenyard.base import BoolArray, Float64Array
+from tokenyard.sim.charts import Chart
+from tokenyard.sim.engine import Outcome, Setup, SloTargets
 from tokenyard.sim.fairness import gap_bound, service_gap
 from tokenyard.sim.metrics import length_classes, summary, wait_s
+from tokenyard.sim.misses import MISSES, kinds_of, missed
+from tokenyard.sim.page import Report, Row, Section, Table, write_page
 from tokenyard.sim.timeline import Timeline
+from tokenyard.sim.workload import Workload
 
 CDF_POINTS = 300
 SCATTER_POINTS = 1500
@@ -21,53 +24,171 @@ SHORTEST_S = 1e-6
 """Shorter waits are rounding errors; the axis begins here."""
 MOST_TENANTS = 64
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #111827; max-width: 1320px; margin: 2em auto; padding: 0 1em }
-h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em } p { max-width: 60em }
-.table { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
-td, th { padding: .25em .5em; text-align: right } td { white-space: nowrap }
-th { vertical-align: bottom; border-bottom: 2px solid #111827 }
-td { border-bottom: 1px solid #e5e7eb } td:first-child { text-align: left }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(540px, 1fr)); gap: 1em }
-svg { width: 100%; background: #fff; border: 1px solid #e5e7eb; border-radius: 6px }
-"""
+TIMELINE_POINTS = 6000
+"""Points of one measure over time on a page, shared by its settings."""
 
-_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
-    ("SLO met", lambda s: _percent(s["slo_attainment"])),
-    ("longest quarter", lambda s: _percent(s["slo_attainment_by_length"]["longest_quarter"])),
-    ("longest 5\N{NO-BREAK SPACE}%", lambda s: _percent(s["slo_attainment_by_length"]["longest_5_percent"])),
-    ("rejected", lambda s: f"{s['rejected']}"),
-    ("TTFT p50 / p99 (s)", lambda s: _pair(s["ttft_s"], "p50", "p99")),
-    ("TPOT p50 / p99 (ms)", lambda s: _pair(s["tpot_s"], "p50", "p99", 1000.0)),
-    ("wait p99.9 / max (s)", lambda s: _pair(s["wait_s"], "p999", "max")),
-    ("late p99.9 / max (s)", lambda s: _pair(s["late_s"], "p999", "max")),
-    ("tokens/s out", lambda s: f"{s['throughput_tokens_per_s']:.0f}"),
-    ("hit rate", lambda s: _percent(s["prefix_hit_rate"])),
-    ("preemptions", lambda s: f"{s['preemptions']}"),
-    ("busy", lambda s: _percent(s["utilisation"])),
+Cell = Callable[[Mapping[str, Any]], str]
+Value = Callable[[Mapping[str, Any]], float | None]
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """A row of the main table: its text and its value for a setting's summary, and which value is better."""
+
+    name: str
+    text: Cell
+    value: Value
+    better: str
+
+
+def _share_of(name: str, read: Value, better: str = "more") -> _Measure:
+    return _Measure(name, lambda s: _percent(read(s)), read, better)
+
+
+def _spread_of(name: str, key: str, low: str, high: str, scale: float = 1.0) -> _Measure:
+    """Two quantiles, of which the second decides which is best."""
+    return _Measure(name, lambda s: _pair(s[key], low, high, scale), lambda s: s[key][high], "less")
+
+
+def _speed(numbers: Mapping[str, Any]) -> float:
+    return float(numbers["throughput_tokens_per_s"])
+
+
+_MEASURES = (
+    _share_of("SLO met", lambda s: s["slo_attainment"]),
+    _share_of("longest quarter of the prompts", lambda s: s["slo_attainment_by_length"]["longest_quarter"]),
+    _share_of("longest 5 % of the prompts", lambda s: s["slo_attainment_by_length"]["longest_5_percent"]),
+    _Measure("refused", lambda s: str(s["rejected"]), lambda s: s["rejected"], "less"),
+    _spread_of("first token p50 / p99 (s)", "ttft_s", "p50", "p99"),
+    _spread_of("time per token p50 / p99 (ms)", "tpot_s", "p50", "p99", 1000.0),
+    _spread_of("wait p99.9 / max (s)", "wait_s", "p999", "max"),
+    _spread_of("late p99.9 / max (s)", "late_s", "p999", "max"),
+    _Measure(
+        "output tokens/s",
+        lambda s: f"{s['throughput_tokens_per_s']:.0f}",
+        lambda s: s["throughput_tokens_per_s"],
+        "more",
+    ),
+    _share_of("hit rate", lambda s: s["prefix_hit_rate"]),
+    _Measure("preemptions", lambda s: str(s["preemptions"]), lambda s: s["preemptions"], ""),
+    _share_of("device busy", lambda s: s["utilisation"], ""),
+    _Measure("error of the cost model", lambda s: trust(s["profile_error"]), lambda s: None, ""),
 )
 
 
 def write_report(
-    path: Path, outcomes: Mapping[str, Outcome], timelines: Mapping[str, Timeline] | None = None, title: str = ""
+    path: Path,
+    outcomes: Mapping[str, Outcome],
+    timelines: Mapping[str, Timeline] | None = None,
+    title: str = "",
+    command: str = "",
 ) -> None:
     """Write the page for `outcomes` (name of the setting -> outcome of the same workload)."""
+    first = next(iter(outcomes.values()))
+    numbers = {name: summary(one) for name, one in outcomes.items()}
+    notes = [f"Note on {name}: {one.policy_note}" for name, one in outcomes.items() if one.policy_note]
     sections = [
-        _section("Service quality by kind of request", _quality_charts(outcomes)),
-        _section("Latencies", _latency_charts(outcomes)),
+        Section("Side by side", (), [_main_table(numbers)], [*notes, *first.workload.notes]),
+        _miss_section(outcomes),
+        Section("Service quality by kind of request", _quality_charts(outcomes)),
+        Section("Latencies", _latency_charts(outcomes)),
     ]
     gaps = _gap_charts(outcomes)
     if gaps:
-        sections.append(_section("Fairness between tenants", gaps))
+        sections.append(Section("Fairness between tenants", gaps))
     for name, timeline in (timelines or {}).items():
         replicas = outcomes[name].setup.replicas
         which = f" (the first of {replicas} replicas)" if replicas > 1 else ""
-        sections.append(_section(f"Over time: {name}{which}", timeline_charts(timeline)))
-    first = next(iter(outcomes.values()))
+        charts = timeline_charts(timeline, TIMELINE_POINTS // len(timelines or {}))
+        sections.append(Section(f"Over time: {name}{which}", charts))
     heading = title or f"{first.workload.name} on {first.setup.profile.name}"
-    lead = _facts(first) + _table({name: summary(one) for name, one in outcomes.items()}) + _notes(outcomes)
-    page = _page(heading, lead, sections)
-    path.write_text(page, encoding="utf-8")
+    warnings = list(dict.fromkeys(one["warning"] for one in numbers.values() if one["warning"]))
+    write_page(
+        path, Report(heading, facts_of(first.workload, first.setup, command), sections, list(outcomes), warnings)
+    )
+
+
+def facts_of(workload: Workload, setup: Setup, command: str = "") -> dict[str, str]:
+    """What was run, as every page repeats it."""
+    return {
+        "command": command,
+        "trace": f"{workload.name}: {len(workload)} requests over {workload.arrival_s[-1]:.0f} s",
+        "rate": f"{rate_of(workload):.4g} requests/s",
+        "device": f"{setup.replicas} x {setup.profile.name}",
+        "cost model": f"{setup.profile.source}; error: {trust(setup.profile.error)}",
+        "SLO": slo_text(setup.slo),
+        "seed": str(setup.seed),
+    }
+
+
+def rate_of(workload: Workload) -> float:
+    """Requests a second over the whole trace."""
+    return len(workload) / max(float(workload.arrival_s[-1]), 1e-9)
+
+
+def slo_text(slo: SloTargets) -> str:
+    """The targets of requests without their own, in a line."""
+    return (
+        f"first token within max({slo.ttft_s:g} s, {slo.ttft_scale:g} x its unloaded prefill), "
+        f"{1000 * slo.tpot_s:g} ms per further token; own targets and deadlines come first"
+    )
+
+
+def trust(error: float | None) -> str:
+    """How far predicted times are off: the mean relative error of a step, or that it is not known."""
+    return "unknown" if error is None else f"{100.0 * error:.1f} % of a step on average"
+
+
+def _main_table(numbers: Mapping[str, Mapping[str, Any]]) -> Table:
+    rows = [
+        Row(one.name, [one.text(s) for s in numbers.values()], [one.value(s) for s in numbers.values()], one.better)
+        for one in _MEASURES
+    ]
+    return Table("", list(numbers), rows)
+
+
+def _miss_section(outcomes: Mapping[str, Outcome]) -> Section:
+    title = "Which target was missed, and by whom"
+    if all(outcome.met.all() for outcome in outcomes.values()):
+        return Section(title, notes=["Every request met its targets under every setting."])
+    return Section(title, tables=_miss_tables(outcomes))
+
+
+def _miss_tables(outcomes: Mapping[str, Outcome]) -> list[Table]:
+    """How many requests missed their targets, by the target and by the kind of request."""
+    first = next(iter(outcomes.values()))
+    found = {name: missed(outcome) for name, outcome in outcomes.items()}
+    tables = [
+        Table(
+            "By target",
+            list(outcomes),
+            [_count_row(text, [found[name][kind] for name in outcomes]) for kind, text in MISSES.items()],
+        )
+    ]
+    for title, kinds in kinds_of(first):
+        rows = []
+        for kind, mask in kinds.items():
+            shares = [_miss_share(found[name], mask) for name in outcomes]
+            rows.append(Row(kind, [_blame(found[name], mask) for name in outcomes], shares, "less"))
+        note = "Share of the requests of that kind that missed: first token / time per token / refused or unfinished."
+        tables.append(Table(title, list(outcomes), rows, note))
+    return tables
+
+
+def _count_row(name: str, masks: Sequence[BoolArray]) -> Row:
+    counts = [int(mask.sum()) for mask in masks]
+    texts = [f"{count} ({_percent(count / max(len(mask), 1))})" for count, mask in zip(counts, masks, strict=True)]
+    return Row(name, texts, counts, "less")
+
+
+def _miss_share(found: Mapping[str, BoolArray], mask: BoolArray) -> float:
+    return float(found["any"][mask].mean())
+
+
+def _blame(found: Mapping[str, BoolArray], mask: BoolArray) -> str:
+    shares = [100.0 * float(found[kind][mask].mean()) for kind in ("first", "token", "unserved")]
+    whole = 100.0 * _miss_share(found, mask)
+    return f"{whole:.1f} %: " + " / ".join(f"{share:.1f}" for share in shares) if whole else "0 %"
 
 
 def write_curves(
@@ -76,6 +197,8 @@ def write_curves(
     found: Mapping[str, Mapping[str, float]],
     title: str,
     rate: float,
+    facts: Mapping[str, str] | None = None,
+    warnings: Sequence[str] = (),
 ) -> None:
     """Write a page with goodput curves: per policy the (rate scale, SLO attainment) points that were run.
 
@@ -87,17 +210,25 @@ def write_curves(
         ordered = sorted(points)
         chart.line([scale for scale, _ in ordered], [100.0 * share for _, share in ordered], name)
     scales = [scale for points in curves.values() for scale, _ in points]
-    targets = sorted({100.0 * float(target) for scales_of in found.values() for target in scales_of})
-    names = " and ".join(f"{target:g} %" for target in targets)
+    targets = sorted({float(target) for scales_of in found.values() for target in scales_of})
     for target in targets:
-        chart.line([min(scales), max(scales)], [target, target], names if target == targets[0] else "", dashed=True)
-    head = "".join(f"<th>largest scale at {target:g} %</th>" for target in targets)
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{scale:.2f}</td>" for _, scale in sorted(one.items())) + "</tr>"
-        for name, one in found.items()
-    )
-    lead = f'<div class="table"><table><tr><th></th>{head}</tr>{rows}</table></div>'
-    path.write_text(_page(title, lead, [_section("Against load", [chart])]), encoding="utf-8")
+        chart.line([min(scales), max(scales)], [100.0 * target] * 2, f"{100.0 * target:g} %", dashed=True)
+    rows = []
+    for target in targets:
+        largest = [found[name].get(f"{target:g}") for name in found]
+        texts = ["-" if one is None else f"{one:.2f} ({one * rate:.3g}/s)" for one in largest]
+        rows.append(Row(f"at {100.0 * target:g} %", texts, largest, "more"))
+    table = Table("Largest rate scale (requests/s)", list(found), rows)
+    write_page(path, Report(title, facts or {}, [Section("Against load", [chart], [table])], list(curves), warnings))
+
+
+_LENGTH_NAMES = {
+    "shortest_quarter": "shortest \N{VULGAR FRACTION ONE QUARTER}",
+    "second_quarter": "second",
+    "third_quarter": "third",
+    "longest_quarter": "longest \N{VULGAR FRACTION ONE QUARTER}",
+    "longest_5_percent": "top 5 %",
+}
 
 
 def _quality_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
@@ -109,7 +240,7 @@ def _quality_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
     for name, outcome in outcomes.items():
         classes = length_classes(outcome)
         shares = [100.0 * float(outcome.met[mask].mean()) if mask.any() else 0.0 for mask in classes.values()]
-        by_length.bars([key.replace("_percent", " %").replace("_", " ") for key in classes], shares, name)
+        by_length.bars([_LENGTH_NAMES.get(key, key) for key in classes], shares, name)
         if len(outcomes) == 1:
             shown = _some(len(outcome.workload), SCATTER_POINTS)
             payers.dots(outcome.workload.prompt_tokens[shown], outcome.ttft_s[shown], name)
@@ -139,7 +270,7 @@ def _latency_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
         chart = Chart(f"{title}: distribution", "seconds", "requests (%)", x_log=True)
         for name, outcome in outcomes.items():
             for label, values in _by_class(outcome, getattr(outcome, column), name):
-                chart.line(*_cdf(values), label)
+                chart.line(*distribution(values), label)
         charts.append(chart)
     return charts
 
@@ -167,31 +298,28 @@ def _gap_charts(outcomes: Mapping[str, Outcome]) -> list[Chart]:
     return [chart]
 
 
-def timeline_charts(timeline: Timeline) -> list[Chart]:
-    """Queue, KV, batch and step time over time."""
-    samples = timeline.samples
+def timeline_charts(timeline: Timeline, most: int = TIMELINE_POINTS) -> list[Chart]:
+    """Queue, KV, batch and step time over time, of at most `most` samples."""
+    samples = timeline.samples[:: max(1, -(-len(timeline.samples) // max(most, 1)))]
     at = [sample.at_s for sample in samples]
-    queue = Chart("Queue and running requests", "time (s)", "requests")
-    queue.area(*_held(at, [sample.waiting for sample in samples]), "waiting")
-    queue.line(*_held(at, [sample.running for sample in samples]), "running")
-    kv = Chart("KV pool", "time (s)", "tokens held by requests")
-    kv.area(*_held(at, [sample.kv_tokens for sample in samples]), "held")
+    queue = Chart("Queue and running requests", "time (s)", "requests", group="over time: requests")
+    queue.area(at, [sample.waiting for sample in samples], "waiting")
+    queue.line(at, [sample.running for sample in samples], "running")
+    kv = Chart("KV pool", "time (s)", "tokens held by requests", group="over time: kv")
+    kv.area(at, [sample.kv_tokens for sample in samples], "held")
     if samples:
         kv.line([at[0], at[-1]], [timeline.total_kv_tokens] * 2, "pool", dashed=True)
-    batch = Chart("Batch: what a step computes", "time (s)", "tokens in the step", y_from_zero=True)
+    title = "Batch: what a step computes"
+    batch = Chart(title, "time (s)", "tokens in the step", y_from_zero=True, group="over time: batch")
     batch.dots(at, [sample.prefill_tokens or np.nan for sample in samples], "prefill")
     batch.dots(at, [sample.decode_rows or np.nan for sample in samples], "decode")
-    step = Chart("Step time", "time (s)", "milliseconds", y_from_zero=True)
+    step = Chart("Step time", "time (s)", "milliseconds", y_from_zero=True, group="over time: step")
     step.dots(at, [1000.0 * sample.step_s for sample in samples], "step")
     return [queue, kv, batch, step]
 
 
-def _held(at: Sequence[float], values: Sequence[int]) -> tuple[Float64Array, Float64Array]:
-    """Points of a line on which each value stays until the next one."""
-    return np.repeat(np.array(at, np.float64), 2)[1:], np.repeat(np.array(values, np.float64), 2)[:-1]
-
-
-def _cdf(values: Float64Array) -> tuple[Float64Array, Float64Array]:
+def distribution(values: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Points of the cumulative distribution: values, and the share (%) of those known that are at most as large."""
     known = np.sort(values[~np.isnan(values)])
     if not len(known):
         return known, known
@@ -215,36 +343,6 @@ def _some(count: int, most: int) -> Any:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
-def _facts(outcome: Outcome) -> str:
-    slo, workload = outcome.setup.slo, outcome.workload
-    return (
-        f"<p>{len(workload)} requests over {workload.arrival_s[-1]:.0f} s, {outcome.setup.replicas} replica(s) of "
-        f"{escape(outcome.setup.profile.name)} (numbers: {escape(outcome.setup.profile.source)}). A request meets its "
-        f"SLO if its first token comes within max({slo.ttft_s:g} s, {slo.ttft_scale:g} x the unloaded prefill of its "
-        f"whole prompt) and its mean time per output token is at most {1000 * slo.tpot_s:g} ms; rejected and "
-        "unfinished requests are misses, and count as waiting for ever. Targets and deadlines of a request's own come "
-        "before these.</p>"
-    )
-
-
-def _table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name, _ in _COLUMNS)
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell(one)}</td>" for _, cell in _COLUMNS) + "</tr>"
-        for name, one in summaries.items()
-    )
-    return f'<div class="table"><table><tr><th></th>{head}</tr>{rows}</table></div>'
-
-
-def _notes(outcomes: Mapping[str, Outcome]) -> str:
-    """What the trace lacks, and which settings ran under another policy than they name."""
-    warnings = dict.fromkeys(outcome.setup.profile.warning for outcome in outcomes.values())
-    notes = [f"Warning: {warning}" for warning in warnings if warning]
-    notes += dict.fromkeys(note for outcome in outcomes.values() for note in outcome.workload.notes)
-    notes += [f"Note on {name}: {outcome.policy_note}" for name, outcome in outcomes.items() if outcome.policy_note]
-    return "".join(f"<p>{escape(note)}</p>" for note in notes)
-
-
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100.0 * value:.1f} %"
 
@@ -252,15 +350,3 @@ def _percent(value: float | None) -> str:
 def _pair(values: Mapping[str, float | None], low: str, high: str, scale: float = 1.0) -> str:
     cells = [values[low], values[high]]
     return " / ".join("-" if cell is None else f"{scale * cell:.3g}" for cell in cells)
-
-
-def _section(title: str, charts: Sequence[Chart]) -> str:
-    return f'<h2>{escape(title)}</h2><div class="charts">{"".join(chart.svg() for chart in charts)}</div>'
-
-
-def _page(title: str, lead: str, sections: Sequence[str]) -> str:
-    style = f"<style>{_STYLE}{STYLE}</style>"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>{style}'
-        f"<h1>{escape(title)}</h1>{lead}{''.join(sections)}</html>\n"
-    )

@@ -33,7 +33,7 @@ const Yard = (() => {
     if (!(name in palette)) palette[name] = getComputedStyle(root).getPropertyValue(`--${name}`).trim() || name;
     return palette[name];
   }
-  const slot = (place) => (place >= 0 && place < 8 ? `s${place + 1}` : "other");
+  const slot = (place) => (place >= 0 && place < 16 ? `s${place + 1}` : "other");
   function fade(name, share) {
     const hex = color(name);
     const at = (place) => parseInt(hex.slice(place, place + 2), 16);
@@ -53,8 +53,9 @@ const Yard = (() => {
     return node;
   }
   function key(name, kind) {
-    const mark = el("i", { class: `key ${kind === "line" || kind === "dash" ? kind : ""}`, "aria-hidden": "true" });
-    mark.style[kind === "line" || kind === "dash" ? "borderColor" : "background"] = `var(--${name})`;
+    const thin = kind === "line" || kind === "dash";
+    const mark = el("i", { class: `key ${thin ? kind : ""}`, "aria-hidden": "true" });
+    mark.style[thin ? "borderColor" : "background"] = `var(--${name})`;
     return mark;
   }
 
@@ -88,8 +89,8 @@ const Yard = (() => {
     const values = spec.series.map((one, place) => {
       const value = el("b", {});
       const item = spec.toggle
-        ? el("button", { type: "button", "aria-pressed": "true" }, key(one.color, one.kind), el("span", { text: one.label }), value)
-        : el("span", {}, key(one.color, one.kind), el("span", { text: one.label }), value);
+        ? el("button", { type: "button", "aria-pressed": "true" }, key(one.color, spec.stacked ? "area" : one.kind || "line"), el("span", { text: one.label }), value)
+        : el("span", {}, key(one.color, spec.stacked ? "area" : one.kind || "line"), el("span", { text: one.label }), value);
       if (spec.toggle) item.addEventListener("click", () => {
         const shown = item.getAttribute("aria-pressed") !== "true";
         item.setAttribute("aria-pressed", String(shown));
@@ -112,12 +113,20 @@ const Yard = (() => {
       return [raw[0], ...sums.reverse()];
     };
     const font = "11px system-ui, sans-serif";
+    const xTicks = spec.x && spec.x.ticks;
+    const whole = spec.x && spec.x.whole;
+    /* A zoom ends at the edges of the data; `whole` is what is shown without one. */
+    const rangeX = (self, low, high) => {
+      const edge = self.data[0];
+      return low === edge[0] && high === edge[edge.length - 1] ? whole : [low, high];
+    };
     const axis = (log, label, isX) => ({
       stroke: () => color("muted"), font, labelFont: font, label: label || undefined, labelSize: 16, labelGap: 0,
-      grid: { stroke: () => color("line"), width: 1, show: !isX || !!spec.gridX }, ticks: { show: isX, stroke: () => color("axis"), width: 1, size: 4 },
+      grid: { stroke: () => color("line"), width: 1, show: !isX || !!spec.gridX, filter: log ? (self, ticks) => logTicks(self, ticks, isX) : undefined }, ticks: { show: isX, stroke: () => color("axis"), width: 1, size: 4, filter: log ? (self, ticks) => logTicks(self, ticks, isX) : undefined },
       size: isX ? 26 : 50, gap: 4, space: isX ? 60 : log ? 22 : 32,
       values: (self, ticks) => ticks.map((tick) => (tick === null ? "" : (isX ? formatX : format)(tick))),
-      filter: log ? (self, ticks) => logTicks(ticks) : undefined,
+      filter: log ? (self, ticks) => logTicks(self, ticks, isX) : undefined,
+      splits: isX && xTicks ? () => xTicks : undefined,
     });
     const options = {
       width: 300, height: spec.height || 170, legend: { show: false }, padding: [8, 10, 0, 0],
@@ -126,7 +135,7 @@ const Yard = (() => {
         sync: spec.sync ? { key: spec.sync, setSeries: false } : undefined,
       },
       scales: {
-        x: { time: false, distr: spec.x && spec.x.log ? 3 : 1, range: spec.x && spec.x.range ? () => spec.x.range : undefined },
+        x: { time: false, distr: spec.x && spec.x.log ? 3 : 1, range: whole ? rangeX : spec.x && spec.x.range ? () => spec.x.range : undefined },
         y: { distr: spec.y && spec.y.log ? 3 : 1, range: spec.y && spec.y.range ? spec.y.range : spec.y && spec.y.log ? undefined : fromZero },
       },
       axes: [axis(spec.x && spec.x.log, spec.x && spec.x.label, true), axis(spec.y && spec.y.log, spec.y && spec.y.label, false)],
@@ -141,7 +150,7 @@ const Yard = (() => {
       const inside = idx !== null && idx !== undefined && u.cursor.left >= 0;
       const place = inside ? idx : spec.live ? raw[0].length - 1 : -1;
       values.forEach((node, i) => {
-        const value = place < 0 ? null : raw[i + 1][place];
+        const value = place < 0 ? null : spec.live ? raw[i + 1][place] : nearest(raw[i + 1], place);
         node.textContent = place < 0 || value === null || value === undefined ? "" : format(value);
       });
       told.textContent = inside && raw[0].length ? `at ${formatX(raw[0][idx])}` : "";
@@ -158,12 +167,27 @@ const Yard = (() => {
     fit();
     return made;
   }
+  /* Curves of a report have points of their own; the nearest one is told. */
+  function nearest(values, place) {
+    for (let step = 0; step < 400; step++) {
+      for (const at of [place - step, place + step]) if (values[at] !== null && values[at] !== undefined) return values[at];
+    }
+    return null;
+  }
   const fromZero = (self, low, high) => [Math.min(0, low === null ? 0 : low), high === null || high <= 0 ? 1 : high * 1.08];
-  const logTicks = (ticks) => {
-    const shown = ticks.filter((tick) => tick !== null);
-    if (shown.length < 12) return ticks;
-    return ticks.map((tick) => (tick !== null && Math.abs(Math.log10(tick) - Math.round(Math.log10(tick))) < 1e-9 ? tick : null));
-  };
+  /* On a log axis: 1, 2 and 5 of each power of ten where there is room, else powers alone, else every other one. */
+  function logTicks(self, ticks, isX) {
+    const scale = self.scales[isX ? "x" : "y"];
+    const decades = Math.max(Math.log10(scale.max / scale.min), 0.01);
+    const room = (isX ? self.bbox.width : self.bbox.height) / devicePixelRatio / decades / (isX ? 46 : 20);
+    const apart = room >= 1 ? 1 : Math.ceil(1 / room);
+    return ticks.map((tick) => {
+      if (tick === null || tick <= 0) return null;
+      const power = Math.floor(Math.log10(tick) + 1e-9), digit = Math.round(tick / 10 ** power);
+      if (digit === 1) return power % apart === 0 ? tick : null;
+      return room >= 3.4 && (digit === 2 || digit === 5) ? tick : room > 12 ? tick : null;
+    });
+  }
   function seriesOptions(spec, one) {
     const kind = one.kind || "line";
     const options = {
@@ -173,6 +197,7 @@ const Yard = (() => {
     if (spec.stacked) { options.fill = () => mix(one.color); options.stroke = () => color("surface"); options.width = 1; }
     if (kind === "dash") { options.dash = [5, 4]; options.width = 1.5; }
     if (kind === "dots") { options.paths = () => null; options.points = { show: true, size: 3.5, width: 0, fill: () => fade(one.color, 0.55), stroke: () => fade(one.color, 0.55) }; }
+    if (kind === "points") options.points = { show: true, size: 7, width: 0, fill: () => color(one.color), stroke: () => color(one.color) };
     if (kind === "steps") options.paths = uPlot.paths.stepped({ align: 1 });
     return options;
   }

@@ -85,7 +85,7 @@
   const total = (byLevel) => Object.values(byLevel).reduce((all, one) => all + one, 0);
 
   function tenantColor(tenant) {
-    if (!tenant) return "other";
+    if (!tenant || (tenantSlots.size >= 8 && !tenantSlots.has(tenant))) return "other";
     if (!tenantSlots.has(tenant)) tenantSlots.set(tenant, tenantSlots.size);
     return slot(tenantSlots.get(tenant));
   }
