@@ -161,6 +161,11 @@ class LLM:
             started.set_exception(error)
 
     @property
+    def manager(self) -> TokenizerManager:
+        """The engine's front, whose coroutines must be given to `run`."""
+        return self._manager
+
+    @property
     def info(self) -> ExecutorInfo:
         """What the loaded model is like."""
         return self._manager.info
@@ -232,12 +237,12 @@ class LLM:
             await deltas.aclose()
 
         try:
-            while (delta := self._run(following()).result()) is not None:
+            while (delta := self.run(following()).result()) is not None:
                 generation.add(delta)
                 yield delta
         finally:
             if self._thread.is_alive():
-                self._run(close()).result()
+                self.run(close()).result()
 
     def submit(
         self,
@@ -255,7 +260,7 @@ class LLM:
             raise InvalidRequestError(f"{len(params)} sampling params for {len(many)} prompts")
         chosen = [self._params(each, sampling) for each in params]
         specs = [self._spec(prompt, each) for prompt, each in zip(many, chosen, strict=True)]
-        return [self._run(self._answer(prompt, spec)) for prompt, spec in zip(many, specs, strict=True)]
+        return [self.run(self._answer(prompt, spec)) for prompt, spec in zip(many, specs, strict=True)]
 
     def close(self) -> None:
         """Stop, end open requests with EngineDeadError and give back the device. Done at exit if it was not before."""
@@ -270,8 +275,8 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run a coroutine on the engine's event loop."""
+    def run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run a coroutine on the engine's event loop. Raises EngineDeadError if that is closed."""
         if not self._thread.is_alive():
             work.close()
             raise EngineDeadError("the LLM was closed")

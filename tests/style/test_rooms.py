@@ -48,7 +48,8 @@ WIRING = {
     "config": {*MAY_IMPORT},
     "wiring": {*MAY_IMPORT, "config"},
     "offline": {*MAY_IMPORT, "config", "wiring"},
-    "cli": {*MAY_IMPORT, "config", "wiring", "offline"},
+    "local": {*MAY_IMPORT, "config", "wiring", "offline"},
+    "cli": {*MAY_IMPORT, "config", "wiring", "offline", "local"},
     "__main__": {"cli"},
     "__init__": set(),
 }

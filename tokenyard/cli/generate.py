@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tokenyard.base import ConfigError, SamplingParams
+from tokenyard.cli.batch import BatchLine, answer_batch, check_batch_line, is_batch_line
 from tokenyard.cli.flags import resolve
 from tokenyard.engine.processes.child import set_up_logging
 from tokenyard.offline import LLM, Generation, Prompt
@@ -24,17 +25,27 @@ def generate(namespace: argparse.Namespace) -> int:
     """Answer the prompt, or every prompt of `--input`, and print the answers or write them to `--output`."""
     settings = resolve(vars(namespace)).settings
     set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
-    inputs = list(read_inputs(namespace.prompt, namespace.input))
+    batch, inputs = _sorted(list(read_inputs(namespace.prompt, namespace.input)))
     sampling = _sampling(namespace)
     SamplingParams(**sampling).validate()
     with ExitStack() as stack:
         # The file is opened first: a path that cannot be written must not cost a whole run.
         output = stack.enter_context(_open_output(namespace.output)) if namespace.output else None
         llm = stack.enter_context(LLM.from_settings(settings))
+        if batch is not None:
+            return 1 if answer_batch(llm, batch, output or sys.stdout) else 0
         prompts = [_prompt(llm, item, raw=namespace.raw) for item in inputs]
         answers = _run(llm, prompts, llm.default_sampling_params(**sampling))
         _write(inputs, answers, output)
     return 0
+
+
+def _sorted(inputs: list[str | Conversation | BatchLine]) -> tuple[list[BatchLine] | None, list[str | Conversation]]:
+    """(the lines of a batch file, None for another; the prompts of another). Raises ConfigError for both in one."""
+    batch = [item for item in inputs if isinstance(item, dict)]
+    if batch and len(batch) < len(inputs):
+        raise ConfigError("a file holds either prompts or batch lines (custom_id, method, url, body), not both")
+    return batch or None, [item for item in inputs if not isinstance(item, dict)]
 
 
 def _sampling(namespace: argparse.Namespace) -> dict[str, Any]:
@@ -50,8 +61,8 @@ def _sampling(namespace: argparse.Namespace) -> dict[str, Any]:
     return given | {name: value for name, value in optional.items() if value is not None}
 
 
-def read_inputs(prompt: str | None, path: str | None) -> Iterator[str | Conversation]:
-    """Prompts from the command line, standard input (-) or a file, as text or as messages.
+def read_inputs(prompt: str | None, path: str | None) -> Iterator[str | Conversation | BatchLine]:
+    """Prompts from the command line, standard input (-) or a file, as text or as messages, or lines of a batch file.
 
     Raises ConfigError for both or neither, and for a file that cannot be read.
     """
@@ -81,14 +92,16 @@ def _standard_input() -> str:
         raise ConfigError(f"standard input cannot be read: {error}") from error
 
 
-def _from_json(line: str, where: str) -> str | Conversation:
-    """The prompt of one JSON line: a string, or an object with prompt, text or messages."""
+def _from_json(line: str, where: str) -> str | Conversation | BatchLine:
+    """The prompt of one JSON line: a string, or an object with prompt, text or messages; or a line of a batch file."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if isinstance(content, str):
         return content
+    if is_batch_line(content):
+        return check_batch_line(content, where)
     fields = content if isinstance(content, dict) else {}
     messages = fields.get("messages")
     if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
@@ -137,11 +150,11 @@ def _open_output(path: str) -> TextIO:
 
 
 def _write(inputs: Sequence[str | Conversation], answers: Sequence[Generation], output: TextIO | None) -> None:
-    """Answers as JSON lines in a file, or as text on standard output."""
+    """Answers as JSON lines in a file or, where there are several, on standard output; a single one there as text."""
+    if output is None and len(answers) == 1:
+        print(answers[0].text)
+        return
     for item, answer in zip(inputs, answers, strict=True):
-        if output is None:
-            print(answer.text)
-            continue
         record = {
             "prompt" if isinstance(item, str) else "messages": item,
             "text": answer.text,
@@ -149,4 +162,4 @@ def _write(inputs: Sequence[str | Conversation], answers: Sequence[Generation], 
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": len(answer.completions[0].token_ids),
         }
-        output.write(json.dumps(record, ensure_ascii=False) + "\n")
+        (output or sys.stdout).write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -53,7 +53,9 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
     parser.add_argument(
-        "--input", metavar="FILE", help="prompts, one per line, or .jsonl lines with prompt or messages"
+        "--input",
+        metavar="FILE",
+        help="prompts, one per line; or .jsonl lines with prompt or messages, or of an OpenAI batch file",
     )
     parser.add_argument(
         "--output", metavar="FILE", help="write the answers to this file as .jsonl instead of printing them"

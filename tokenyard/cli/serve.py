@@ -16,19 +16,16 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from tokenyard.base import ConfigError, ExecutorInfo, Slo, TokenyardError
+from tokenyard.base import ConfigError, ExecutorInfo, TokenyardError
 from tokenyard.cli.flags import resolve
 from tokenyard.config import Settings
 from tokenyard.engine.processes.child import set_up_logging
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.launch import running_engine
-from tokenyard.engine.requests import ns_from_ms
-from tokenyard.engine.sampling_defaults import read_sampling_defaults
-from tokenyard.policy.registry import POLICIES
+from tokenyard.local import server_options
 from tokenyard.server.connections import ConnectionLimits
-from tokenyard.server.parse.detect import named
 from tokenyard.server.serving import DrainingServer, listen
-from tokenyard.server.state import ServerOptions, ServerState
+from tokenyard.server.state import ServerState
 from tokenyard.server.tracing import open_tracing
 from tokenyard.wiring import engine_config, located
 
@@ -54,26 +51,6 @@ def _loop_factory() -> Any:
     except ImportError:
         return None
     return uvloop.new_event_loop
-
-
-def server_options(settings: Settings) -> ServerOptions:
-    """The HTTP side's part of the settings."""
-    shared = {item.name for item in dataclasses.fields(ServerOptions)}
-    values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings) if item.name in shared}
-    if settings.tool_call_parser:
-        named(settings.tool_call_parser)
-    return ServerOptions(
-        model_name=settings.served_model_name,
-        max_body_bytes=int(settings.max_body_mb * 1_000_000),
-        info=settings.public(),
-        policies=[*POLICIES, "priority"],
-        default_sampling=read_sampling_defaults(settings.model_path, settings.sampling_defaults),
-        class_targets={
-            name: Slo(ns_from_ms(targets.ttft_ms, name), ns_from_ms(targets.tpot_ms, name))
-            for name, targets in settings.slo_classes.items()
-        },
-        **values,
-    )
 
 
 async def _serve(settings: Settings) -> int:

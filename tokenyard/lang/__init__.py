@@ -29,6 +29,7 @@ from tokenyard.lang.expressions import (
 )
 from tokenyard.lang.program import Program, function, set_default_backend
 from tokenyard.lang.state import Forks, ProgramState
+from tokenyard.lang.transport import Answer, Transport
 from tokenyard.lang.values import (
     greedy_token_selection,
     token_length_normalized,
@@ -39,12 +40,14 @@ RuntimeEndpoint = Endpoint
 """Its name in SGLang's programs."""
 
 __all__ = [
+    "Answer",
     "Endpoint",
     "EndpointError",
     "Forks",
     "Program",
     "ProgramState",
     "RuntimeEndpoint",
+    "Transport",
     "assistant",
     "assistant_begin",
     "assistant_end",

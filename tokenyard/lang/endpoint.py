@@ -1,13 +1,11 @@
-"""A server as the back end of programs, by its native API: Tokenyard's own or SGLang's."""
+"""A server as the back end of programs, by its native API: Tokenyard's own or SGLang's, over HTTP or in-process."""
 
-import atexit
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import aiohttp
-
 from tokenyard.lang.state import LOOP
+from tokenyard.lang.transport import Answer, HttpTransport, Transport
 from tokenyard.lang.values import Piece, Prompt
 
 
@@ -16,13 +14,22 @@ class EndpointError(Exception):
 
 
 class Endpoint:
-    """A server at `base_url`. `api_key` is sent with each request if there is one."""
+    """A server at `base_url`, or behind a transport of another kind. `api_key` is sent with each request if there is
+    one.
+    """
 
-    def __init__(self, base_url: str, api_key: str | None = None, *, timeout_s: float = 600.0) -> None:
-        self._url = base_url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._open: aiohttp.ClientSession | None = None
+    def __init__(
+        self,
+        base_url: str = "",
+        api_key: str | None = None,
+        *,
+        timeout_s: float = 600.0,
+        transport: Transport | None = None,
+    ) -> None:
+        """Raises ValueError without a server."""
+        if not base_url and transport is None:
+            raise ValueError("give the URL of a server, or a transport")
+        self._transport = transport or HttpTransport(base_url, api_key, timeout_s=timeout_s)
         self._ids: dict[str, list[int]] = {}
 
     async def generate(
@@ -33,9 +40,9 @@ class Endpoint:
         if logprobs:
             body |= {"return_logprob": True, "return_text_in_logprobs": True}
         shown = ""
-        async with self._session.post(f"{self._url}/generate", json=body) as response:
-            await _check(response)
-            async for line in response.content:
+        async with self._transport.ask("POST", "/generate", body) as answer:
+            await _check(answer)
+            async for line in _lines(answer):
                 data = line.decode().strip().removeprefix("data: ")
                 if not data or data == "[DONE]":
                     continue
@@ -81,18 +88,8 @@ class Endpoint:
 
     def close(self) -> None:
         """Close the connections."""
-        if self._open is not None:
-            LOOP.run(self._open.close()).result()
-            self._open = None
-
-    @property
-    def _session(self) -> aiohttp.ClientSession:
-        if self._open is None:
-            # Programs decide how much runs at once; the server has the queue.
-            connector = aiohttp.TCPConnector(limit=0)
-            atexit.register(self.close)
-            self._open = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
-        return self._open
+        if isinstance(self._transport, HttpTransport):
+            self._transport.close()
 
     async def _prompt(self, prompt: Prompt) -> dict[str, Any]:
         """A prompt as /generate takes it; messages go through the server's chat template."""
@@ -119,25 +116,37 @@ class Endpoint:
         return found
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        async with self._session.post(self._url + path, json=body) as response:
-            await _check(response)
-            return await response.json(content_type=None)
+        return await self._whole("POST", path, body)
 
     async def _get(self, path: str) -> Any:
-        async with self._session.get(self._url + path) as response:
-            await _check(response)
-            return await response.json(content_type=None)
+        return await self._whole("GET", path, None)
+
+    async def _whole(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        async with self._transport.ask(method, path, body) as answer:
+            await _check(answer)
+            return json.loads(b"".join([piece async for piece in answer.pieces]))
 
 
-async def _check(response: aiohttp.ClientResponse) -> None:
+async def _lines(answer: Answer) -> AsyncIterator[bytes]:
+    """The lines of a body, wherever its pieces are cut."""
+    rest = b""
+    async for piece in answer.pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
+
+
+async def _check(answer: Answer) -> None:
     """Raise EndpointError, with the server's own words, for an answer that is an error."""
-    if response.status >= 400:
-        text = await response.text()
+    if answer.status >= 400:
+        text = b"".join([piece async for piece in answer.pieces]).decode(errors="replace")
         try:
             message = _message(json.loads(text))
         except ValueError:
             message = text[:300]
-        raise EndpointError(f"{response.status}: {message}")
+        raise EndpointError(f"{answer.status}: {message}")
 
 
 def _message(body: Any) -> str:

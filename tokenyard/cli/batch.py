@@ -1,0 +1,61 @@
+"""OpenAI's batch files: a line is a request with an id of its own, and so is its answer."""
+
+import asyncio
+import json
+import sys
+import uuid
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from tokenyard.base import ConfigError
+from tokenyard.local import LocalApi
+from tokenyard.offline import LLM
+
+AT_ONCE = 1024
+"""Requests that are open side by side; the scheduler decides how many of them run."""
+
+BatchLine = dict[str, Any]
+
+
+def is_batch_line(content: Any) -> bool:
+    """Whether a JSON line is a request of a batch file."""
+    return isinstance(content, dict) and "body" in content and "url" in content
+
+
+def check_batch_line(content: BatchLine, where: str) -> BatchLine:
+    """The line as it is. Raises ConfigError for one that is no request."""
+    if not isinstance(content.get("custom_id"), str):
+        raise ConfigError(f"{where}: custom_id must be a string, by which its answer is found")
+    if content.get("method", "POST") != "POST" or not isinstance(content["url"], str):
+        raise ConfigError(f"{where}: method must be POST and url a path such as /v1/chat/completions")
+    if not isinstance(content["body"], dict) or content["body"].get("stream"):
+        raise ConfigError(f"{where}: body must be an object, without stream")
+    return content
+
+
+def answer_batch(llm: LLM, lines: Sequence[BatchLine], output: TextIO) -> int:
+    """Answer all lines, each written as it is done; returns how many failed. Raises ConfigError where two share an id."""
+    seen: set[str] = set()
+    for line in lines:
+        if line["custom_id"] in seen:
+            raise ConfigError(f"the custom_id {line['custom_id']!r} stands on two lines")
+        seen.add(line["custom_id"])
+    failed = asyncio.run(_answer_all(LocalApi(llm), lines, output))
+    print(f"{len(lines) - failed} requests answered, {failed} failed", file=sys.stderr)
+    return failed
+
+
+async def _answer_all(api: LocalApi, lines: Sequence[BatchLine], output: TextIO) -> int:
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(line: BatchLine) -> bool:
+        async with places:
+            path = "/" + line["url"].split("://", 1)[-1].split("/", 1)[-1] if "://" in line["url"] else line["url"]
+            status, body = await api.whole("POST", path, line["body"])
+        response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": json.loads(body)}
+        record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line["custom_id"], "response": response}
+        output.write(json.dumps({**record, "error": None}, ensure_ascii=False) + "\n")
+        output.flush()
+        return status >= 400
+
+    return sum(await asyncio.gather(*(one(line) for line in lines)))

@@ -1,0 +1,124 @@
+"""The server's API in this process, without a socket: for batch files, and as a back end of `tokenyard.lang`.
+
+There is one way from a request's body to its answer, whether it comes over HTTP or from here.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError, Future
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+
+from tokenyard import lang
+from tokenyard.base import Slo
+from tokenyard.config import Settings
+from tokenyard.engine.requests import ns_from_ms
+from tokenyard.engine.sampling_defaults import read_sampling_defaults
+from tokenyard.offline import LLM
+from tokenyard.policy.registry import POLICIES
+from tokenyard.server.app import create_app
+from tokenyard.server.parse.detect import named
+from tokenyard.server.state import ServerOptions, ServerState
+
+
+def server_options(settings: Settings) -> ServerOptions:
+    """The HTTP side's part of the settings."""
+    shared = {item.name for item in dataclasses.fields(ServerOptions)}
+    values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings) if item.name in shared}
+    if settings.tool_call_parser:
+        named(settings.tool_call_parser)
+    return ServerOptions(
+        model_name=settings.served_model_name,
+        max_body_bytes=int(settings.max_body_mb * 1_000_000),
+        info=settings.public(),
+        policies=[*POLICIES, "priority"],
+        default_sampling=read_sampling_defaults(settings.model_path, settings.sampling_defaults),
+        class_targets={
+            name: Slo(ns_from_ms(targets.ttft_ms, name), ns_from_ms(targets.tpot_ms, name))
+            for name, targets in settings.slo_classes.items()
+        },
+        **values,
+    )
+
+
+class LocalApi:
+    """All paths of the server over an `LLM`. Any event loop may ask; the work is done on the LLM's own.
+
+    It is a `lang.Transport`: `lang.set_default_backend(LocalApi(llm).backend())`.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._app = create_app(ServerState(server_options(llm.settings), llm.manager))
+
+    def backend(self) -> lang.Endpoint:
+        """A back end for programs of `tokenyard.lang`."""
+        return lang.Endpoint(transport=self)
+
+    async def whole(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        """(status, body) of an answer. `body` is what the request says, as JSON takes it."""
+        async with self.ask(method, path, body) as answer:
+            return answer.status, b"".join([piece async for piece in answer.pieces])
+
+    @asynccontextmanager
+    async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[lang.Answer]:
+        """Ask for an answer, whose pieces may come as they are made. Leaving before its end cancels the request."""
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
+        request = {"type": "http.request", "body": b"" if body is None else orjson.dumps(body), "more_body": False}
+        unread = [request]
+
+        async def receive() -> dict[str, Any]:
+            if unread:
+                return unread.pop()
+            # The client does not hang up; leaving cancels the work instead.
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Any) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, message)
+
+        def end(_: "Future[None]") -> None:
+            loop.call_soon_threadsafe(news.put_nowait, None)
+
+        work = self._llm.run(self._serve(method, path, receive, send))
+        work.add_done_callback(end)
+        try:
+            head = await news.get()
+            if head is None:
+                work.result()
+                raise AssertionError("the server gave no answer")
+            yield lang.Answer(head["status"], _pieces(news, work))
+        finally:
+            work.cancel()
+
+    async def _serve(self, method: str, path: str, receive: Any, send: Any) -> None:
+        """Run the application on one request."""
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "client": None,
+            "server": None,
+            "scheme": "http",
+        }
+        await self._app(scope, receive, send)
+
+
+async def _pieces(news: "asyncio.Queue[dict[str, Any] | None]", work: "Future[None]") -> AsyncIterator[bytes]:
+    """The pieces of a body. Raises what the server failed with."""
+    while (message := await news.get()) is not None:
+        if message.get("body"):
+            yield message["body"]
+        if not message.get("more_body"):
+            return
+    try:
+        work.result()
+    except CancelledError as error:
+        raise ConnectionError("the request was cancelled") from error
