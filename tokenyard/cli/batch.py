@@ -34,7 +34,7 @@ def check_batch_line(content: BatchLine, where: str) -> BatchLine:
 
 
 def answer_batch(llm: LLM, lines: Sequence[BatchLine], output: TextIO) -> int:
-    """Answer all lines, each written as it is done; returns how many failed. Raises ConfigError where two share an id."""
+    """Answer all lines, each written as it is done; returns how many failed. Raises ConfigError for one id twice."""
     seen: set[str] = set()
     for line in lines:
         if line["custom_id"] in seen:
