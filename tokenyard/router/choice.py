@@ -337,30 +337,29 @@ class PredictedTtft(RoutePolicy):
         slowness = self._slowness(targets)
         scores = self._scores(request.tokens, matched, targets, slowness)
         beyond = self._beyond(targets, slowness)
-        within = [i for i, out in enumerate(beyond) if not out]
-        window = min(scores[i] for i in within or range(len(scores))) * (1.0 + self.near) + self.near_s
-        near = [i for i in within if scores[i] <= window]
-        if len(near) > 1:
-            near.sort(key=lambda i: (targets[i].requests * slowness[i], -mix(request.key ^ targets[i].salt)))
-        taken = set(near)
-        rest = [i for i in _by(scores) if i not in taken]
-        order = near + [i for i in rest if not beyond[i]] + [i for i in rest if beyond[i]]
+        least = min([score for score, out in zip(scores, beyond, strict=True) if not out] or scores)
+        window, key = least * (1.0 + self.near) + self.near_s, request.key
+        near, rest = [], []
+        for i, (score, target) in enumerate(zip(scores, targets, strict=True)):
+            if score <= window and not beyond[i]:
+                near.append((target.requests * slowness[i], -mix(key ^ target.salt), i))
+            else:
+                rest.append((beyond[i], score, i))
+        near.sort()
+        rest.sort()
+        order = [i for _, _, i in near] + [i for _, _, i in rest]
         return Ranking(order, scores, self._reason(order[0], matched, beyond))
 
     def _scores(
         self, tokens: int, matched: Sequence[int], targets: Sequence[TargetState], slowness: list[float]
     ) -> list[float]:
         """Predicted seconds to the first token at each target."""
-        decode = self.decode_tokens
-        return [
-            slow
-            * (
-                target.speed.base_s
-                + target.speed.token_s
-                * (target.prefill_tokens + max(tokens - hit * target.credit, 1.0) + decode * target.requests)
-            )
-            for target, hit, slow in zip(targets, matched, slowness, strict=True)
-        ]
+        decode, scores = self.decode_tokens, []
+        for target, hit, slow in zip(targets, matched, slowness, strict=True):
+            speed, uncached = target.speed, tokens - hit * target.credit
+            work = target.prefill_tokens + (uncached if uncached > 1.0 else 1.0) + decode * target.requests
+            scores.append(slow * (speed.base_s + speed.token_s * work))
+        return scores
 
     def _slowness(self, targets: Sequence[TargetState]) -> list[float]:
         """How many times slower each target is than the usual one; 1 for all that differ by little, or by no more than
@@ -382,7 +381,7 @@ class PredictedTtft(RoutePolicy):
         fair = (sum(requests) + 1) / sum([1.0 / slow for slow in slowness])
         shares = [fair / slow for slow in slowness]
         least, most = self.starving, self.starving_requests
-        starved = any(count < least * share - most for count, share in zip(requests, shares, strict=True))
+        starved = [count for count, share in zip(requests, shares, strict=True) if count < least * share - most]
         over, more = (1.0, 0.0) if starved else (self.over, self.over_requests)
         return [count + 1 > over * share + more for count, share in zip(requests, shares, strict=True)]
 

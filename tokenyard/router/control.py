@@ -24,6 +24,7 @@ OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/readiness", "/liveness",
 FAN_OUT = frozenset({"/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"})
 FAN_OUT_TIMEOUT_S = 10.0
 PLAIN = frozenset({"/v1/models", "/models", "/version", "/get_loads", "/v1/loads"})
+OWN_PATHS = OPEN_PATHS | FAN_OUT | PLAIN | {"/workers", "/server_info", "/get_server_info"}
 
 Answer = tuple[int, Any]
 
@@ -45,15 +46,7 @@ class Control:
     def takes(self, request: Incoming) -> bool:
         """Whether a request is for the router itself."""
         path = request.path
-        return (
-            path in OPEN_PATHS
-            or is_page(request)
-            or path in FAN_OUT
-            or path in PLAIN
-            or path == "/workers"
-            or path.startswith(("/workers/", "/v1/models/"))
-            or path in ("/server_info", "/get_server_info")
-        )
+        return path in OWN_PATHS or path.startswith(("/workers/", "/v1/models/")) or is_page(request)
 
     def answer(self, front: FrontConnection, request: Incoming) -> Job | None:
         """Answer it. Raises TokenyardError for what is wrong with it."""

@@ -1,9 +1,11 @@
 """What all requests of a router share: workers, index, policy, counters and the queue. It knows no connections."""
 
 import asyncio
+import heapq
 import math
 import uuid
 from collections.abc import Iterator
+from itertools import count
 from typing import Protocol
 
 from tokenyard.base import ConfigError, TokenyardError
@@ -25,9 +27,12 @@ RATIO_STEP = 0.02
 
 
 class Waiter(Protocol):
-    """A request under way, as the dispatcher sees it. matched: how much of its prompt each target should hold."""
+    """A request under way, as the dispatcher sees it. matched: how much of its prompt each target should hold.
+    features: what the last policy that ranked targets for it was told.
+    """
 
     parsed: Parsed
+    features: Features | None
     matched: dict[Target, int]
     waiting: "Waiting[Waiter] | None"
 
@@ -90,6 +95,8 @@ class Dispatcher:
             Shared(settings.shared_url, self.id, self.workers, self.index, self.policy) if settings.shared_url else None
         )
         self.bytes_per_token = BYTES_PER_TOKEN
+        self._prefilling: list[tuple[float, int, Sent]] = []
+        self._order = count()
         self._serving = False
         self._retry_tokens = MOST_RETRY_TOKENS / 10
         self._loop = asyncio.get_running_loop()
@@ -116,27 +123,37 @@ class Dispatcher:
 
     def rank(self, waiter: Waiter, targets: list[Target], policy: RoutePolicy) -> Ranking:
         """The policy's ranking of `targets`; notes on the request how much of its prompt each should hold."""
-        parsed, matched = waiter.parsed, []
-        digests = parsed.prompt.digests
-        if digests and policy.needs_prefix:
-            for target in targets:
-                share = parsed.prompt.share(self.index.match(target.state.name, digests))
-                matched.append(int(share * parsed.tokens))
+        parsed, states = waiter.parsed, [target.state for target in targets]
+        prompt, matched = parsed.prompt, []
+        if self._prefilling:
+            self._forget_prefilled()
+        if prompt.digests and policy.needs_prefix:
+            blocks = [self.index.match(state.name, prompt.digests) for state in states]
+            matched = [int(prompt.share(held) * parsed.tokens) if held else 0 for held in blocks]
             waiter.matched = dict(zip(targets, matched, strict=True))
-        features = Features(parsed.tokens, matched, parsed.key, parsed.session)
-        return policy.rank(features, [target.state for target in targets])
+        waiter.features = Features(parsed.tokens, matched, parsed.key, parsed.session)
+        return policy.rank(waiter.features, states)
+
+    def prefills(self, sent: Sent) -> None:
+        """Nobody will see the first token of this one: take its prompt for computed when that is expected."""
+        heapq.heappush(self._prefilling, (self.now() + sent.expected_s(), next(self._order), sent))
+
+    def _forget_prefilled(self) -> None:
+        now, due = self.now(), self._prefilling
+        while due and due[0][0] <= now:
+            heapq.heappop(due)[2].prefilled()
 
     def sent(self, waiter: Waiter, target: Target, reason: str, policy: RoutePolicy, *, prefills: bool = True) -> Sent:
         """Count a request that goes to `target` now by `policy`, before it is on its way. Without `prefills` another
         target computes its prompt.
         """
-        parsed, state = waiter.parsed, target.state
+        parsed, state, digests = waiter.parsed, target.state, waiter.parsed.prompt.digests
         self.metrics.reasons[reason] += 1
         self.metrics.chosen[target.name] += 1
-        features = Features(parsed.tokens, (), parsed.key, parsed.session)
-        policy.sent(features, state)
-        if parsed.prompt.digests and policy.needs_prefix:
-            self.index.insert(state.name, parsed.prompt.digests)
+        if waiter.features is not None:
+            policy.sent(waiter.features, state)
+        if digests and policy.needs_prefix:
+            self.index.insert(state.name, digests)
         if self.shared is not None:
             self.shared.sent(state.name, parsed.prompt.digests, parsed.session)
         return Sent(state, parsed.tokens, waiter.matched.get(target, 0), self.now(), prefills=prefills)
@@ -237,6 +254,7 @@ class Dispatcher:
     def sweep(self) -> None:
         """Four times a second: end what has stood still too long."""
         now = self.now()
+        self._forget_prefilled()
         for entry in self.queue.expired(now):
             late = entry.deadline_s <= now
             code, what = ("deadline", "its deadline has passed") if late else ("queue_timeout", "no worker had room")

@@ -15,7 +15,7 @@ import orjson
 from typing_extensions import override
 
 from tokenyard.base import TokenyardError
-from tokenyard.router.choice import Ranking
+from tokenyard.router.choice import Features, Ranking
 from tokenyard.router.continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS, COMPLETIONS, Continuation, way_of
 from tokenyard.router.dispatch import Dispatcher, Waiter
 from tokenyard.router.errors import RouterError, error_body
@@ -49,6 +49,7 @@ class Exchange(Job, Reader, Waiter):
         self._policy, self._rank = router.policy, parsed.rank
         self.began_s = router.now()
         self.matched: dict[Target, int] = {}
+        self.features: Features | None = None
         self._pieces, self._seen_pieces, self._quiet_since_s = 0, 0, self.began_s
         self.waiting: Waiting[Waiter] | None = None
         self.target: Target | None = None
@@ -70,10 +71,9 @@ class Exchange(Job, Reader, Waiter):
 
     def start(self) -> None:
         """Send the request to a target, or let it wait for one."""
-        targets = self._eligible()
-        router = self._router
-        if not router.queue and any(not target.state.full for target in targets):
-            self._dispatch(targets)
+        router, fresh = self._router, self._roomy()
+        if fresh and not router.queue:
+            self._dispatch(fresh)
             return
         if not len(router.workers):
             self.give_up(RouterError(503, "there is no worker; try again later", code="no_worker"))
@@ -82,14 +82,14 @@ class Exchange(Job, Reader, Waiter):
 
     def fits(self) -> bool:
         """Whether a target would have room for it now."""
-        return any(not target.state.full for target in self._eligible())
+        return bool(self._roomy())
 
     def leave_queue(self) -> None:
         """Room has appeared."""
         self.waiting = None
-        targets = self._eligible()
-        if targets:
-            self._dispatch(targets)
+        fresh = self._roomy() or self._eligible()
+        if fresh:
+            self._dispatch(fresh)
         else:
             self.give_up(RouterError(503, "no worker can take this request; try again later", code="no_worker"))
 
@@ -107,9 +107,12 @@ class Exchange(Job, Reader, Waiter):
             found = [target for target in found if target.worker.continues == self._going_on.way]
         return found
 
-    def _dispatch(self, targets: list[Target]) -> None:
-        """Rank the targets that have room, and try them in that order."""
-        fresh = [target for target in targets if not target.state.full] or targets
+    def _roomy(self) -> list[Target]:
+        """Targets that have room for it now."""
+        return [t for t in self._eligible() if not 0 < t.state.room <= t.state.requests]
+
+    def _dispatch(self, fresh: list[Target]) -> None:
+        """Send it to the best of the targets `fresh`; to one that failed only if all have."""
         if self._tried:
             untried = [target for target in fresh if target not in self._tried]
             if not untried:
@@ -131,7 +134,7 @@ class Exchange(Job, Reader, Waiter):
         assert self._ranking is not None
         sent = self._router.sent(self, target, self._ranking.reason, self._policy)
         if not self.parsed.stream:
-            asyncio.get_running_loop().call_later(sent.expected_s(), sent.prefilled)
+            self._router.prefills(sent)
         return sent
 
     def _go(self, target: Target) -> None:
@@ -167,23 +170,26 @@ class Exchange(Job, Reader, Waiter):
         if target.rank is not None:
             headers.append((RANK_HEADER, b"%d" % target.rank))
         body = with_fields(body, extra, self.parsed.fields) if extra else body
-        url = target.worker.url
-        path = url.path.encode() + path
-        head = request_head(self._request.method, path, url.authority.encode(), headers, len(body))
-        connection.send(self, head + body)
+        path_prefix, authority = target.worker.address
+        connection.send(
+            self, request_head(self._request.method, path_prefix + path, authority, headers, len(body)) + body
+        )
 
     def _extra_fields(self, target: Target) -> dict[str, Any]:
         """What the worker is told beside the client's words: the rank, and to tell token ids."""
         extra: dict[str, Any] = {} if target.rank is None else {"data_parallel_rank": target.rank}
         if not self._started:
-            way = target.worker.continues if self._router.settings.continuation else ""
-            if way and self.parsed.stream:
-                ours, foreign = way == BY_OUTPUT_IDS, way == BY_PROMPT_IDS
-                way = way_of(self._request.path, self.parsed.fields, ours=ours, foreign=foreign)
-            else:
-                way = ""
-            self._going_on = Continuation(self._request.path, self.parsed.fields, way) if way else None
+            way = target.worker.continues
+            self._going_on = self._continuation(way) if way and self.parsed.stream else None
         return extra | self._going_on.extra if self._going_on is not None else extra
+
+    def _continuation(self, way: str) -> Continuation | None:
+        """What follows the stream of a worker that could go on with it in this `way`, None if this one cannot."""
+        if not self._router.settings.continuation:
+            return None
+        ours, foreign = way == BY_OUTPUT_IDS, way == BY_PROMPT_IDS
+        way = way_of(self._request.path, self.parsed.fields, ours=ours, foreign=foreign)
+        return Continuation(self._request.path, self.parsed.fields, way) if way else None
 
     # The way back: what the worker's connection tells.
 

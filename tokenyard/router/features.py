@@ -21,12 +21,18 @@ KEY_BYTES = 1024
 RANK_FIELDS = ("data_parallel_rank", "routed_dp_rank")
 PREFILL_RANK_FIELDS = ("disagg_prefill_dp_rank", "data_parallel_rank")
 DECODE_RANK_FIELDS = ("data_parallel_rank_decode", "routed_dp_rank")
+PRIORITY_FIELDS = ("priority", "service_tier", "deadline_ms")
+TENANT_FIELDS = ("tenant", "user")
 SALTS = ("cache_salt", "extra_key", "lora_path")
 BEFORE = ("tools", "system", "instructions")
 """What templates put in front of the messages."""
 
-_RANKS = {*RANK_FIELDS, *PREFILL_RANK_FIELDS, *DECODE_RANK_FIELDS}
-_ODD = (*SALTS, *BEFORE, "messages")
+_RARE = frozenset(
+    name
+    for names in (RANK_FIELDS, PREFILL_RANK_FIELDS, DECODE_RANK_FIELDS, PRIORITY_FIELDS, TENANT_FIELDS)
+    for name in names
+)
+_ODD = frozenset((*SALTS, *BEFORE, "messages"))
 PRIORITY_WORDS = {"low": -1, "flex": -1, "normal": 0, "default": 0, "auto": 0, "high": 1, "priority": 1}
 MOST_PRIORITY = 1 << 31
 
@@ -74,20 +80,10 @@ def parse_body(
         raise InvalidRequestError(f"the body is no JSON: {error.msg}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
-    get = fields.get
-    model, tenant, deadline = get("model"), get("tenant") or get("user"), get("deadline_ms")
-    parsed = Parsed(
-        fields=fields,
-        model=model if isinstance(model, str) else "",
-        stream=get("stream") is True,
-        priority=_priority(get("priority", get("service_tier"))),
-        tenant=tenant if isinstance(tenant, str) else "",
-        deadline_ms=_positive(deadline),
-    )
-    if not fields.keys().isdisjoint(_RANKS):
-        parsed.rank = _rank(fields, RANK_FIELDS)
-        parsed.prefill_rank = _rank(fields, PREFILL_RANK_FIELDS)
-        parsed.decode_rank = _rank(fields, DECODE_RANK_FIELDS)
+    model = fields.get("model")
+    parsed = Parsed(fields, model=model if isinstance(model, str) else "", stream=fields.get("stream") is True)
+    if not fields.keys().isdisjoint(_RARE):
+        _read_rare(parsed, fields)
     ids = _given_ids(fields)
     if ids is None and tokenize is not None:
         ids = tokenize(fields)
@@ -103,12 +99,24 @@ def parse_body(
     return parsed
 
 
+def _read_rare(parsed: Parsed, fields: Mapping[str, Any]) -> None:
+    """Take in what few requests say."""
+    get = fields.get
+    tenant = get("tenant") or get("user")
+    parsed.priority = _priority(get("priority", get("service_tier")))
+    parsed.tenant = tenant if isinstance(tenant, str) else ""
+    parsed.deadline_ms = _positive(get("deadline_ms"))
+    parsed.rank = _rank(fields, RANK_FIELDS)
+    parsed.prefill_rank = _rank(fields, PREFILL_RANK_FIELDS)
+    parsed.decode_rank = _rank(fields, DECODE_RANK_FIELDS)
+
+
 def prompt_text(fields: Mapping[str, Any]) -> bytes:
     """Everything of a body that becomes prompt, in the order in which chat templates put it, so that a conversation's
     next turn begins with its last one.
     """
     plain = fields.get("prompt")
-    if isinstance(plain, str) and not any(name in fields for name in _ODD):
+    if isinstance(plain, str) and fields.keys().isdisjoint(_ODD):
         return plain.encode("utf-8", "replace")
     parts: list[str] = [salt for name in SALTS if isinstance(salt := fields.get(name), str)]
     messages = fields.get("messages")

@@ -22,6 +22,8 @@ LINGER_S = 2.0
 WRITE_HIGH_WATER = 1 << 18
 JSON_TYPE = (b"content-type", b"application/json")
 
+_ABOUT_BODY = frozenset((b"content-length", b"content-encoding", b"expect"))
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -179,12 +181,11 @@ class FrontConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header."""
-        assert self._reading is not None
-        self._reading.headers.append((name.lower(), value))
-        self._reading.header_bytes += len(name) + len(value)
-        if len(self._reading.headers) > MOST_HEADERS:
-            raise RouterError(431, f"there are more than {MOST_HEADERS} headers", code="headers_too_large")
-        if self._reading.header_bytes > LONGEST_HEAD:
+        reading = self._reading
+        assert reading is not None
+        reading.headers.append((name.lower(), value))
+        reading.header_bytes += len(name) + len(value)
+        if reading.header_bytes > LONGEST_HEAD:
             raise self._long_head()
 
     def on_headers_complete(self) -> None:
@@ -192,13 +193,20 @@ class FrontConnection(asyncio.Protocol):
         reading = self._reading
         assert reading is not None
         reading.in_body = True
+        if len(reading.headers) > MOST_HEADERS:
+            raise RouterError(431, f"there are more than {MOST_HEADERS} headers", code="headers_too_large")
         for name, value in reading.headers:
-            if name == b"content-length" and int(value) > self._max_body:
-                raise self._too_large()
-            if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
-                raise RouterError(415, "the body is compressed; send it as it is", code="unsupported_encoding")
-            if name == b"expect" and value.lower() == b"100-continue" and self.current is None:
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if name in _ABOUT_BODY:
+                self._about_body(name, value)
+
+    def _about_body(self, name: bytes, value: bytes) -> None:
+        """A header that says what body is coming."""
+        if name == b"content-length" and int(value) > self._max_body:
+            raise self._too_large()
+        if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
+            raise RouterError(415, "the body is compressed; send it as it is", code="unsupported_encoding")
+        if name == b"expect" and value.lower() == b"100-continue" and self.current is None:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 SWEEP_S = 0.25
 LAST_WORDS_S = 0.2
+GC_THRESHOLDS = 20_000, 20, 50
+"""Requests leave little behind that only the collector can find, so it may come seldom."""
 
 
 def listen(settings: RouterSettings) -> socket.socket:
@@ -90,6 +92,7 @@ async def run(
         _say_ready(settings, listener)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         await stop.wait()
         await _drain(router, stop)

@@ -1,5 +1,6 @@
 """The workers that a router knows, and their targets: who is there, who may get requests, who is on trial."""
 
+import math
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,21 +27,18 @@ class Breaker:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._failures = self._successes = 0
-        self._open_until_s: float | None = None
-
-    def allows(self, now_s: float) -> bool:
-        """Whether a request may be sent: always while closed, and on trial once the time-out is over."""
-        return self._open_until_s is None or now_s >= self._open_until_s
+        self.open_until_s = -math.inf
+        """A request may be sent from then on: at any time while it is closed, and on trial after the time-out."""
 
     @property
     def state(self) -> str:
         """closed or open."""
-        return "closed" if self._open_until_s is None else "open"
+        return "open" if self.open_until_s > -math.inf else "closed"
 
     def succeeded(self) -> None:
         """A request went well."""
         self._failures = 0
-        if self._open_until_s is not None:
+        if self.open_until_s > -math.inf:
             self._successes += 1
             if self._successes >= self._settings.cb_success_threshold:
                 self.reset()
@@ -49,8 +47,8 @@ class Breaker:
         """A request failed by the target's fault."""
         self._failures += 1
         self._successes = 0
-        if self._open_until_s is not None or self._failures >= self._settings.cb_failure_threshold:
-            self._open_until_s = now_s + self._settings.cb_timeout_secs
+        if self.open_until_s > -math.inf or self._failures >= self._settings.cb_failure_threshold:
+            self.open_until_s = now_s + self._settings.cb_timeout_secs
 
     def reset(self) -> None:
         """Begin anew, closed."""
@@ -96,6 +94,10 @@ class Worker:
     role: str = ""
     bootstrap_port: int = 0
     by_params: bool = False
+    address: tuple[bytes, bytes] = (b"", b"")
+
+    def __post_init__(self) -> None:
+        self.address = self.url.path.encode(), self.url.authority.encode()
 
     @property
     def state(self) -> str:
@@ -265,13 +267,13 @@ class Workers:
         found = self._by_model.get(model)
         if found is None:
             found = self._serving(model)
-        found = [target for target in found if target.breaker.allows(now_s)]
+        found = [target for target in found if target.breaker.open_until_s <= now_s]
         return found if rank is None else _of_rank(found, rank)
 
     def prefilling(self, model: str, rank: int | None, now_s: float) -> list[Target]:
         """Targets that only prefill and may do so for `model` on `rank`, as in `eligible`."""
         named = [target for target in self._prefilling if model in target.worker.models]
-        found = [target for target in named or self._prefilling if target.breaker.allows(now_s)]
+        found = [target for target in named or self._prefilling if target.breaker.open_until_s <= now_s]
         return found if rank is None else _of_rank(found, rank)
 
     def _serving(self, model: str) -> list[Target]:
