@@ -100,7 +100,7 @@ def body(number, size, **fields):
 
 
 def cpu_us(router, bodies, connections):
-    """Microseconds of CPU per request. Other work on the machine only adds to it, so the least of several is nearest."""
+    """Microseconds of CPU per request. Other work only adds to it, so the least of several is nearest."""
     before = router.cpu_s()
     times = run(router.port, bodies, connections)
     assert not times.errors, f"{router.name}: {times.errors} errors"
