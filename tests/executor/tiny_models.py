@@ -4,7 +4,7 @@ import functools
 import os
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 VOCAB = 199
 
@@ -66,10 +66,37 @@ CASES = {
 }
 
 
+EXPERT_CASES = {
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 20,
+            "moe_intermediate_size": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-mixed": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 40,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+}
+"""Models that native kernels do not run whole."""
+
+
 @functools.cache
 def judge(case):
     """Return a float32 transformers model with random weights; biases and norms are random too."""
-    config_type, fields = CASES[case]
+    config_type, fields = (CASES | EXPERT_CASES)[case]
     torch.manual_seed(len(case))
     model = AutoModelForCausalLM.from_config(config_type(**{**SMALL, **fields})).eval().float()
     with torch.no_grad():

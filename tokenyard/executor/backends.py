@@ -60,6 +60,10 @@ def choose_backends(
         return BackendChoice(None, False, f"torch ({reason})")
     # Whoever names an attention backend wants the layers that ask for one.
     native_model = model_impl == "native" or (model_impl == "auto" and attention_backend == "auto")
+    if config.experts is not None:
+        if model_impl == "native":
+            raise ConfigError("model_impl native computes no experts yet; leave it out, and torch does")
+        native_model = False
     if native_model and attention_backend == "gather":
         raise ConfigError("model_impl native attends by itself; attention_backend gather needs model_impl torch")
     kernels = f"native {engine.name}, {engine.threads} thread{'s' if engine.threads > 1 else ''}"

@@ -1,7 +1,7 @@
 """Reads a Hugging Face `config.json` into one small description that every decoder here is built from."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenyard.base import ConfigError
@@ -33,11 +33,26 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in the place of an MLP: each token takes the `active` best of `count` by the router.
+
+    intermediate_size: of one expert. normed: whether the weights of the chosen experts sum to one. layers: those that
+    have experts; the others have an MLP.
+    """
+
+    count: int
+    active: int
+    intermediate_size: int
+    normed: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer with RMSNorm, rotary embedding, grouped-query attention and a SiLU-gated MLP.
 
-    windows has one entry per layer: how many tokens back (its own included) a token sees, 0 for all. eos_token_ids and
-    dtype are what the checkpoint declares; dtype is "" where it declares none.
+    windows has one entry per layer: how many tokens back (its own included) a token sees, 0 for all. experts: None for
+    a model without. eos_token_ids and dtype are what the checkpoint declares; dtype is "" where it declares none.
     """
 
     architecture: str
@@ -57,6 +72,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""
 
@@ -75,6 +91,7 @@ class _Traits:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
+    experts: ExpertsConfig | None = None
 
 
 def _llama(raw: RawConfig) -> _Traits:
@@ -97,6 +114,27 @@ def _qwen3(raw: RawConfig) -> _Traits:
     return _Traits(qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=True, windows=_qwen_windows(raw))
 
 
+def _qwen3_moe(raw: RawConfig) -> _Traits:
+    count = raw.get("num_experts") or _positive(raw, "num_local_experts")
+    step = int(raw.get("decoder_sparse_step", 1))
+    dense = set(raw.get("mlp_only_layers") or [])
+    layers = (layer for layer in range(_positive(raw, "num_hidden_layers")) if layer not in dense)
+    active = _positive(raw, "num_experts_per_tok")
+    if not isinstance(count, int) or not 1 <= active <= count or step < 1:
+        raise ConfigError(f"config.json: {active} of {count} experts every {step} layers make no sense")
+    experts = ExpertsConfig(
+        count=count,
+        active=active,
+        intermediate_size=_positive(raw, "moe_intermediate_size"),
+        normed=bool(raw.get("norm_topk_prob", False)),
+        layers=frozenset(layer for layer in layers if (layer + 1) % step == 0),
+    )
+    # Unlike Qwen3, every layer has the window, if any.
+    window = (raw.get("sliding_window") or 0) if raw.get("use_sliding_window", False) else 0
+    windows = _layer_windows({**raw, "layer_types": None}, int(window), full_layers=0)
+    return replace(_qwen3(raw), experts=experts, windows=windows)
+
+
 def _qwen_windows(raw: RawConfig) -> tuple[int, ...]:
     window = (raw.get("sliding_window", 4096) or 0) if raw.get("use_sliding_window", False) else 0
     return _layer_windows(raw, int(window), full_layers=int(raw.get("max_window_layers", 28)))
@@ -110,6 +148,7 @@ ARCHITECTURES: dict[str, Callable[[RawConfig], _Traits]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }
 
 
@@ -158,6 +197,7 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
         output_bias=traits.output_bias,
         mlp_bias=traits.mlp_bias,
         qk_norm=traits.qk_norm,
+        experts=traits.experts,
         eos_token_ids=_eos_token_ids(raw, generation),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
     )

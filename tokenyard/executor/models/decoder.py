@@ -5,6 +5,7 @@ import torch
 from tokenyard.executor.attention.backend import AttentionBackend
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.linear import Linear
+from tokenyard.executor.layers.mlp import Experts, GatedMlp
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.rotary import Rotary, rotate
 from tokenyard.executor.models.config import ModelConfig
@@ -54,7 +55,7 @@ class _Layer:
         self._attention_norm = _norm(config, weights, f"{prefix}.input_layernorm")
         self._mlp_norm = _norm(config, weights, f"{prefix}.post_attention_layernorm")
         self._qk_norm = _qk_norm(config, weights, f"{prefix}.self_attn") if config.qk_norm else None
-        hidden, inter = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._qkv = _fused(
             weights,
@@ -63,16 +64,13 @@ class _Layer:
             config.qkv_bias,
         )
         self._output = _fused(weights, {f"{prefix}.self_attn.o_proj": hidden}, q_size, config.output_bias)
-        gate_up = {f"{prefix}.mlp.gate_proj": inter, f"{prefix}.mlp.up_proj": inter}
-        self._gate_up = _fused(weights, gate_up, hidden, config.mlp_bias)
-        self._down = _fused(weights, {f"{prefix}.mlp.down_proj": hidden}, inter, config.mlp_bias)
+        self._mlp = _mlp(config, weights, index)
 
     def __call__(
         self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
     ) -> torch.Tensor:
         x = x + self._attend(self._attention_norm(x), cos_sin, batch, attention)
-        gate, up = self._gate_up(self._mlp_norm(x)).chunk(2, dim=-1)
-        return x + self._down(torch.nn.functional.silu(gate).mul_(up))
+        return x + self._mlp(self._mlp_norm(x))
 
     def _attend(
         self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
@@ -85,6 +83,25 @@ class _Layer:
         qk = rotate(qk, cos_sin)
         found = attention.forward(self._index, qk[:, : self._heads], qk[:, self._heads :], qkv[:, rotated:], batch)
         return self._output(found)
+
+
+def _mlp(config: ModelConfig, weights: Weights, index: int) -> GatedMlp | Experts:
+    """What follows the attention of a layer: an MLP, or experts where the model has them there."""
+    prefix, experts = f"model.layers.{index}.mlp", config.experts
+    if experts is None or index not in experts.layers:
+        return _gated_mlp(config, weights, prefix, config.intermediate_size)
+    router = Linear(weights.get(f"{prefix}.gate.weight", (experts.count, config.hidden_size)))
+    each = [
+        _gated_mlp(config, weights, f"{prefix}.experts.{expert}", experts.intermediate_size)
+        for expert in range(experts.count)
+    ]
+    return Experts(router, each, experts.active, experts.normed)
+
+
+def _gated_mlp(config: ModelConfig, weights: Weights, prefix: str, inter: int) -> GatedMlp:
+    gate_up = {f"{prefix}.gate_proj": inter, f"{prefix}.up_proj": inter}
+    down = _fused(weights, {f"{prefix}.down_proj": config.hidden_size}, inter, config.mlp_bias)
+    return GatedMlp(_fused(weights, gate_up, config.hidden_size, config.mlp_bias), down)
 
 
 def _norm(config: ModelConfig, weights: Weights, name: str) -> RMSNorm:

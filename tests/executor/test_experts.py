@@ -1,0 +1,90 @@
+"""Mixtures of experts: what transformers computes, under chunks, prefix hits and retraction too."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.executor.tiny_models import DEVICE, EXPERT_CASES, greedy, logits, prompt_of
+from tests.scheduler.harness import Yard
+from tokenyard.base import ConfigError, SchedulerSettings
+from tokenyard.executor.layers.linear import Linear
+from tokenyard.executor.layers.mlp import Experts, GatedMlp
+from tokenyard.executor.load import load_executor
+from tokenyard.executor.models.config import read_model_config
+
+TOKENS = 10
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES)
+def test_logits_are_those_of_transformers(make_driver, case):
+    driver = make_driver(case, page_size=4)
+    prompt = prompt_of(30, seed=1)
+    _, _, ticket = driver.launch((driver.start(prompt), None), delay=True)
+    torch.testing.assert_close(ticket.logits[0].cpu(), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES)
+@pytest.mark.parametrize("attention_backend", ["gather", "auto"])
+def test_greedy_tokens_do_not_depend_on_the_schedule(make_driver, folder, case, attention_backend):
+    torch.set_num_threads(1)
+    executor = load_executor(
+        folder(case),
+        device=DEVICE,
+        dtype="float32",
+        page_size=4,
+        max_total_tokens=120,
+        max_pool_rows=9,
+        attention_backend=attention_backend,
+    )
+    settings = SchedulerSettings(
+        page_size=4,
+        max_running_requests=8,
+        context_length=200,
+        chunked_prefill_size=16,
+        enable_mixed_chunk=True,
+        schedule_conservativeness=0.01,
+        clip_max_new_tokens=1,
+    )
+    yard = Yard(settings, replace(executor.info, eos_token_ids=()), executor=executor)
+    common = prompt_of(20, seed=7)
+    prompts = [common + prompt_of(3 + 4 * index, seed=index) for index in range(8)]
+    numbers = [yard.submit(prompt, max_new=TOKENS) for prompt in prompts]
+    yard.run()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        assert yard.tokens[number] == greedy(case, prompt, TOKENS)
+    counters = yard.scheduler.snapshot(0).counters
+    assert counters.hit_tokens
+    assert counters.retracted
+
+
+def test_an_expert_that_no_token_chose_is_not_computed():
+    def broken(x):
+        raise AssertionError("computed")
+
+    down, gate_up = Linear(torch.eye(4)), Linear(torch.ones(8, 4))
+    experts = Experts(Linear(torch.tensor([[1.0] * 4, [0.0] * 4])), [GatedMlp(gate_up, down), broken], 1, True)
+    x = torch.full((3, 4), 0.5)
+    torch.testing.assert_close(experts(x), GatedMlp(gate_up, down)(x))
+    assert experts(x[:0]).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_experts_per_tok": 9}, "9 of 8 experts"),
+        ({"num_experts": None, "num_local_experts": None}, "num_local_experts"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
+        ({"decoder_sparse_step": 0}, "every 0 layers"),
+    ],
+)
+def test_odd_configs_are_refused(changes, says):
+    config_type, fields = EXPERT_CASES["qwen3-moe"]
+    raw = config_type(**fields).to_dict() | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8} | changes
+    with pytest.raises(ConfigError, match=says):
+        read_model_config(raw)
+
+
+def test_native_kernels_say_that_they_compute_no_experts(folder):
+    with pytest.raises(ConfigError, match="no experts"):
+        load_executor(folder("qwen3-moe"), device="cpu", dtype="float32", model_impl="native")

@@ -1,0 +1,49 @@
+"""What a layer does to each token by itself: a gated MLP, or a mixture of them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from tokenyard.executor.layers.linear import Linear
+
+
+class GatedMlp:
+    """`down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202); gate and up are one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self._gate_up, self._down = gate_up, down
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        return self._down(F.silu(gate).mul_(up))
+
+
+class Experts:
+    """A mixture of experts: each token goes to the `active` experts that the router scores best.
+
+    The scores are a softmax over all experts; with `normed` those of the chosen ones are scaled to sum to one. Only
+    experts that a token of the batch chose are computed, each over its tokens in one product.
+    """
+
+    def __init__(self, router: Linear, experts: Sequence[GatedMlp], active: int, normed: bool) -> None:
+        self._router, self._experts, self._active, self._normed = router, experts, active, normed
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
+        scores, chosen = self._router(x).float().softmax(dim=-1).topk(self._active, dim=-1)
+        if self._normed:
+            scores = scores / scores.sum(dim=-1, keepdim=True)
+        scores = scores.to(x.dtype)
+        # Sorted by expert, each expert's tokens are one run.
+        experts, order = chosen.flatten().sort(stable=True)
+        tokens, weights = order // self._active, scores.flatten()[order, None]
+        ends = torch.bincount(experts, minlength=len(self._experts)).cumsum(0).tolist()
+        found, first = torch.zeros_like(x), 0
+        for expert, end in zip(self._experts, ends, strict=True):
+            if end > first:
+                run = tokens[first:end]
+                found.index_add_(0, run, expert(x[run]) * weights[first:end])
+            first = end
+        return found
