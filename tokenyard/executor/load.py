@@ -13,6 +13,7 @@ from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_to
 from tokenyard.executor.models.config import ModelConfig, read_model_config
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.native.model import NativeDecoder
+from tokenyard.executor.quantized import QuantizedWeights
 from tokenyard.executor.runner import ModelExecutor
 from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, read_json
 
@@ -181,11 +182,12 @@ def _load_layers(
     try:
         if load_format == "dummy":
             return load_layers(choice, config, DummyWeights(device, dtype, seed), device, dtype, context_length)
-        weights = SafetensorsWeights(folder, device, dtype)
+        files = SafetensorsWeights(folder, device, dtype)
+        weights = QuantizedWeights(files, config.quantization) if config.quantization else files
         layers = load_layers(choice, config, weights, device, dtype, context_length)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
-    weights.warn_unused()
+    files.warn_unused()
     return layers
 
 

@@ -64,16 +64,29 @@ class SafetensorsWeights:
             raise ConfigError(
                 f"the checkpoint has no tensor {name!r}; config.json and the weights do not belong together"
             )
+        tensor = self._read(name)
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(f"{path}: tensor {name!r} has shape {tuple(tensor.shape)}, but config.json means {shape}")
+        if not tensor.is_floating_point():
+            raise ConfigError(f"{path}: tensor {name!r} is {tensor.dtype}, but config.json names no quantization")
+        return self.convert(tensor)
+
+    def parts(self, prefix: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return those of the tensors `prefix + name` that there are, by name, as the file has them."""
+        return {name: self._read(prefix + name) for name in names if prefix + name in self._file_of}
+
+    def convert(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the model's device and in its dtype."""
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def _read(self, name: str) -> torch.Tensor:
+        path = self._file_of[name]
+        self._unused.discard(name)
         try:
             tensor: torch.Tensor = self._files[path].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: tensor {name!r} cannot be read: {error}") from error
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"{path}: tensor {name!r} has shape {tuple(tensor.shape)}, but config.json means {shape}")
-        if not tensor.is_floating_point():
-            raise ConfigError(f"{path}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
-        self._unused.discard(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor
 
     def warn_unused(self, harmless: Iterable[str] = ("lm_head.weight",)) -> None:
         """Log the tensors nobody asked for, apart from tables that any loader computes itself."""

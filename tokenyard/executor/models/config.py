@@ -52,7 +52,8 @@ class ModelConfig:
     """A decoder-only transformer with RMSNorm, rotary embedding, grouped-query attention and a SiLU-gated MLP.
 
     windows has one entry per layer: how many tokens back (its own included) a token sees, 0 for all. experts: None for
-    a model without. eos_token_ids and dtype are what the checkpoint declares; dtype is "" where it declares none.
+    a model without. eos_token_ids, dtype and quantization are what the checkpoint declares; dtype is "" where it
+    declares none.
     """
 
     architecture: str
@@ -75,6 +76,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""
+    quantization: Mapping[str, Any] | None = None
 
     @property
     def kv_values_per_token(self) -> int:
@@ -199,6 +201,7 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
         qk_norm=traits.qk_norm,
         experts=traits.experts,
         eos_token_ids=_eos_token_ids(raw, generation),
+        quantization=raw.get("quantization_config"),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
     )
 
@@ -209,8 +212,6 @@ def _architecture(raw: RawConfig) -> str:
     if found is None:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"config.json: architecture {names or 'missing'} is not supported; supported are {known}")
-    if raw.get("quantization_config"):
-        raise ConfigError("config.json: quantized checkpoints are not supported; use the bf16, fp16 or fp32 one")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported, only silu")
     return found

@@ -1,0 +1,165 @@
+"""Quantized checkpoints, made whole as they are loaded: every matrix becomes one of the model's dtype.
+
+That costs the memory of an unquantized model and is exact: no rounding is added to what the file says. Read are fp8
+(one scale a tensor, a row or a block; DeepSeek-V3, arXiv 2412.19437), GPTQ (Frantar et al. 2022, arXiv 2210.17323), AWQ
+(Lin et al. 2023, arXiv 2306.00978), and compressed-tensors with fp8, int8 and packed integers.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tokenyard.base import ConfigError
+from tokenyard.executor.weights import SafetensorsWeights
+
+Parts = dict[str, torch.Tensor]
+"""Tensors of one product by what follows its name, such as qweight and scales."""
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight consecutive outputs each nibble of a word holds, the lowest bits first."""
+
+WORD_BITS = 32
+
+
+class QuantizedWeights:
+    """A checkpoint whose matrices are quantized as its config says; tensors without such parts are handed out as usual.
+
+    quantization: the `quantization_config` of config.json. Raises ConfigError for a kind that is not supported.
+    """
+
+    def __init__(self, source: SafetensorsWeights, quantization: Mapping[str, Any]) -> None:
+        self._source = source
+        self._decode, self._names = _decoder(quantization)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor `name`; see Weights. Raises ConfigError, naming it, for parts that do not fit together."""
+        prefix, dot, last = name.rpartition(".")
+        parts = self._source.parts(prefix + dot, self._names) if last == "weight" and len(shape) == 2 else {}
+        if not parts.keys() - {"weight"}:
+            return self._source.get(name, shape)
+        try:
+            whole = self._decode(parts, shape)
+        except (KeyError, RuntimeError, IndexError, ValueError) as error:
+            found = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in sorted(parts.items()))
+            raise ConfigError(f"tensor {name!r} of shape {shape} cannot be made of {found}: {error}") from error
+        if tuple(whole.shape) != shape:
+            raise ConfigError(
+                f"tensor {name!r} has shape {tuple(whole.shape)} when unpacked; config.json means {shape}"
+            )
+        return self._source.convert(whole)
+
+
+Decode = Callable[[Parts, tuple[int, ...]], torch.Tensor]
+
+
+def _decoder(quantization: Mapping[str, Any]) -> tuple[Decode, tuple[str, ...]]:
+    """How a matrix is made of its parts (float32[outputs, inputs]), and the names of those parts."""
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        return lambda parts, shape: _fp8(parts, quantization.get("weight_block_size")), (
+            "weight",
+            "weight_scale_inv",
+            "weight_scale",
+        )
+    if method in ("gptq", "awq"):
+        bits = quantization.get("bits", quantization.get("w_bit"))
+        if bits not in ((2, 4, 8) if method == "gptq" else (4,)):
+            raise ConfigError(f"config.json: {method} with {bits} bits is not supported")
+        packed = ("qweight", "qzeros", "scales", "g_idx")
+        if method == "awq":
+            return _awq, packed
+        # The first format of GPTQ stores zero points less one; gptq_v2 stores them as they are.
+        less = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
+        return lambda parts, shape: _gptq(parts, bits, less), packed
+    if method == "compressed-tensors":
+        bits = _compressed_bits(quantization)
+        names = ("weight", "weight_scale", "weight_packed", "weight_zero_point", "weight_g_idx")
+        return lambda parts, shape: _compressed(parts, shape, bits), names
+    known = "fp8, gptq, awq, compressed-tensors"
+    raise ConfigError(f"config.json: quantization {method!r} is not supported; supported are {known}")
+
+
+def _compressed_bits(quantization: Mapping[str, Any]) -> int:
+    """Bits of the weights, which all groups of layers must agree on."""
+    form = quantization.get("format")
+    if form not in ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized"):
+        raise ConfigError(f"config.json: compressed-tensors of format {form!r} are not supported")
+    groups = quantization.get("config_groups") or {}
+    bits = {int(group["weights"]["num_bits"]) for group in groups.values() if group.get("weights")}
+    if len(bits) != 1 or not bits <= {4, 8}:
+        raise ConfigError(f"config.json: weights of {sorted(bits) or 'unknown'} bits are not supported, only 4 or 8")
+    return bits.pop()
+
+
+def _fp8(parts: Parts, block: list[int] | None) -> torch.Tensor:
+    weight = parts["weight"].float()
+    if "weight_scale_inv" not in parts:
+        return weight * _per_row(parts["weight_scale"])
+    scale = parts["weight_scale_inv"].float()
+    if scale.numel() == 1:
+        return weight * scale.flatten()
+    rows, columns = block or (128, 128)
+    spread = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return weight * spread[: weight.shape[0], : weight.shape[1]]
+
+
+def _per_row(scale: torch.Tensor) -> torch.Tensor:
+    """A scale of the whole tensor or of each output, as it is multiplied with [outputs, inputs]."""
+    return scale.float().flatten() if scale.numel() == 1 else scale.float().reshape(-1, 1)
+
+
+def _gptq(parts: Parts, bits: int, less: int) -> torch.Tensor:
+    """qweight: [inputs / k, outputs], k inputs a word. qzeros: [groups, outputs / k]. scales: [groups, outputs]."""
+    values = _unpacked(parts["qweight"].T, bits).T
+    zeros = _unpacked(parts["qzeros"], bits)[:, : values.shape[1]] + less
+    groups = _group_of(parts, len(values), len(parts["scales"]))
+    return ((values - zeros[groups]) * parts["scales"].float()[groups]).T
+
+
+def _awq(parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    """qweight: [inputs, outputs / 8], in AWQ_ORDER. qzeros: [groups, outputs / 8]. scales: [groups, outputs]."""
+    values, zeros = (_in_order(_unpacked(parts[name], 4)) for name in ("qweight", "qzeros"))
+    groups = _group_of({}, len(values), len(parts["scales"]))
+    return ((values - zeros[groups]) * parts["scales"].float()[groups]).T
+
+
+def _compressed(parts: Parts, shape: tuple[int, ...], bits: int) -> torch.Tensor:
+    """weight_packed: [outputs, inputs / k]. weight_scale: [outputs, groups]. weight_zero_point: [outputs / k, groups].
+
+    Packed numbers are signed ones plus half of their range, so that no zero point means a zero in the middle.
+    """
+    scale, middle = parts["weight_scale"].float(), 1 << bits - 1
+    if "weight_packed" not in parts:
+        values = parts["weight"].float()
+        if "weight_zero_point" in parts:
+            values = values - _per_row(parts["weight_zero_point"])
+        return values * _per_row(scale)
+    outputs, inputs = shape
+    values = _unpacked(parts["weight_packed"], bits)[:, :inputs] - middle
+    groups = _group_of({"g_idx": parts["weight_g_idx"]} if "weight_g_idx" in parts else {}, inputs, scale.shape[1])
+    if "weight_zero_point" in parts:
+        zeros = _unpacked(parts["weight_zero_point"].T, bits).T[:outputs] - middle
+        values = values - zeros[:, groups]
+    return values * scale[:, groups]
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The numbers in the last dimension's words, the lowest bits first: int32[..., words * 32 / bits], from 0 up."""
+    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
+    return ((words.to(torch.int32)[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _in_order(values: torch.Tensor) -> torch.Tensor:
+    """AWQ's columns, eight by eight, as the model has them."""
+    places = torch.tensor(AWQ_ORDER, device=values.device).argsort()
+    return values.reshape(len(values), -1, 8)[..., places].flatten(-2)
+
+
+def _group_of(parts: Parts, inputs: int, groups: int) -> torch.Tensor:
+    """Which group of scales each input belongs to: by `g_idx` where there is one, else in runs of one length."""
+    if "g_idx" in parts and len(parts["g_idx"]):
+        return parts["g_idx"].long()
+    if inputs % groups:
+        raise ValueError(f"{inputs} inputs do not divide into {groups} groups")
+    return torch.arange(inputs) // (inputs // groups)
