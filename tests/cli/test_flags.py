@@ -45,7 +45,7 @@ def test_what_is_no_count(text):
 def test_every_setting_is_declared_once():
     """All that the scheduler reads can be set, but for what follows from the model and the device."""
     own = {item.name for item in dataclasses.fields(SchedulerSettings)} - SHARED.keys()
-    assert own == {"context_length", "max_in_flight", "dp_size", "dp_rank"}
+    assert own == {"context_length", "max_in_flight", "dp_size"}
     for kind in (SchedulerSettings, Settings):
         assert {name: one for name, one in declarations(kind).items() if name in SHARED} == SHARED
 

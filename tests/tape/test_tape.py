@@ -387,7 +387,7 @@ def test_what_is_no_tape_is_refused_in_one_line():
     for wrong, complaint in (
         (b"", "is no tape"),
         (b"PK\x03\x04 something else", "is no tape"),
-        (data.replace(b"tape 4\n", b"tape 5\n", 1), "version 5"),
+        (data.replace(b"tape 5\n", b"tape 9\n", 1), "version 9"),
         (with_header(data, lambda header: header["origin"]["settings"].update(warp=9)), r"origin\.settings\.warp"),
         (header, "cut off within the header"),
         (bytes(damaged), "does not decode"),

@@ -132,8 +132,33 @@ class Flush:
     """Empty the prefix cache. Refused while requests run or wait."""
 
 
+@dataclass(slots=True)
+class TenantUse:
+    """What schedulers of other data-parallel ranks did for tenants since they last said so.
+
+    Columns have one entry per tenant: its name, the tokens that count against its rate, and its service as the fair
+    policies weigh it (before its own weight).
+    """
+
+    tenants: list[str]
+    tokens: list[int]
+    service: list[float]
+
+
 Event = (
-    Submit | Cancel | Update | Pause | Resume | StopFound | OpenGate | SetPolicy | Flush | Reach | Arrived | HoldEnded
+    Submit
+    | Cancel
+    | Update
+    | Pause
+    | Resume
+    | StopFound
+    | OpenGate
+    | SetPolicy
+    | Flush
+    | Reach
+    | Arrived
+    | HoldEnded
+    | TenantUse
 )
 
 

@@ -241,13 +241,11 @@ class SharedSettings:
 class SchedulerSettings(SharedSettings):
     """The settings of the scheduler core. `context_length` and `max_in_flight` follow from the model and device.
 
-    `dp_rank` is the number of this scheduler among the `dp_size` of its engine, which keep the limits of tenants
-    together; all other limits are this scheduler's own.
+    `dp_size` schedulers keep the limits of tenants together; all other limits are this scheduler's own.
     """
 
     context_length: int = setting(2048, "", "most tokens of prompt and answer together")
     dp_size: int = setting(1, "", "schedulers of the engine", POSITIVE_COUNT)
-    dp_rank: int = setting(0, "", "which of them this is", ANY_COUNT)
     max_in_flight: int = setting(1, "", "plans that may be made before the first of them is committed", POSITIVE_COUNT)
 
     def validate(self) -> None:

@@ -24,6 +24,7 @@ from tokenyard.base import (
     PauseMode,
     Resume,
     Submit,
+    TenantUse,
     TokenBatch,
     Update,
 )
@@ -419,6 +420,10 @@ class TokenizerManager:
                     client.hear(message)
             case TokenBatch():
                 self._assemble(message, source)
+            case TenantUse():
+                for client in self.ranks.clients:
+                    if client.source != source:
+                        client.send(message)
             case Fenced():
                 self._fenced.append(message)
                 self._has_news.set()

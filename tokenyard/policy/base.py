@@ -99,6 +99,13 @@ class Policy:
     def charge_decode(self, rows: Int32Array) -> None:
         """Each of `rows` decodes one token; called only if `charges_decode`."""
 
+    def served_elsewhere(self, tenant: int, name: str, service: float) -> None:
+        """Another data-parallel rank has served the tenant with this number, before its weight."""
+
+    def drain_service(self) -> dict[int, float]:
+        """Service by tenant since the last call, before weights; for other ranks, and only where there are some."""
+        return {}
+
     def measures(self, rows: Int32Array) -> dict[str, float]:
         """Figures to publish as metrics, by metric name; `rows` wait or are being prefilled."""
         return {}

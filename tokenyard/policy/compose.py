@@ -82,6 +82,14 @@ class Wrapper(Policy):
         self.inner.charge_decode(rows)
 
     @override
+    def served_elsewhere(self, tenant: int, name: str, service: float) -> None:
+        self.inner.served_elsewhere(tenant, name, service)
+
+    @override
+    def drain_service(self) -> dict[int, float]:
+        return self.inner.drain_service()
+
+    @override
     def measures(self, rows: Int32Array) -> dict[str, float]:
         return self.inner.measures(rows)
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from tokenyard.base import BoolArray, Float64Array, Int32Array, SchedulerSettings
+from tokenyard.base import BoolArray, Float64Array, Int32Array, SchedulerSettings, TenantSettings
 from tokenyard.policy.base import Option, Policy
 from tokenyard.policy.order import in_groups
 from tokenyard.policy.tenants import TenantBook
@@ -34,6 +34,8 @@ class TenantService(Policy, ABC):
         self._book = TenantBook(settings.tenants)
         self._weight = np.empty(0, np.float64)
         self._charged = np.empty(0, np.int64)
+        self._shared = settings.dp_size > 1
+        self._served_here: dict[int, float] = {}
 
     @override
     def begin_step(self, views: Views) -> None:
@@ -53,7 +55,7 @@ class TenantService(Policy, ABC):
         self._charged[row] = columns.seq[row]
         tenant = int(columns.tenant[row])
         tokens = int(columns.target[row] - columns.planned[row]) + prefill_tokens
-        self.serve(tenant, INPUT_WEIGHT * tokens / float(self._weight[tenant]))
+        self._serve_here(tenant, INPUT_WEIGHT * tokens)
 
     @override
     def charge_decode(self, rows: Int32Array) -> None:
@@ -61,7 +63,24 @@ class TenantService(Policy, ABC):
             return
         tokens = np.bincount(self.views.columns.tenant[rows], minlength=len(self._weight))
         for tenant in np.flatnonzero(tokens).tolist():
-            self.serve(tenant, OUTPUT_WEIGHT * int(tokens[tenant]) / float(self._weight[tenant]))
+            self._serve_here(tenant, OUTPUT_WEIGHT * int(tokens[tenant]))
+
+    def _serve_here(self, tenant: int, service: float) -> None:
+        self.serve(tenant, service / float(self._weight[tenant]))
+        if self._shared:
+            self._served_here[tenant] = self._served_here.get(tenant, 0.0) + service
+
+    @override
+    def served_elsewhere(self, tenant: int, name: str, service: float) -> None:
+        """Accounts are those of the whole engine."""
+        if (settings := self._book.know(tenant, name)) is not None:
+            self._take_in([(tenant, settings)])
+        self.serve(tenant, service / float(self._weight[tenant]))
+
+    @override
+    def drain_service(self) -> dict[int, float]:
+        served, self._served_here = self._served_here, {}
+        return served
 
     @override
     def measures(self, rows: Int32Array) -> dict[str, float]:
@@ -86,7 +105,9 @@ class TenantService(Policy, ABC):
         self._weight = np.concatenate((self._weight, np.ones(tenants - len(self._weight))))
 
     def _learn(self, columns: Columns, rows: Int32Array) -> None:
-        new = self._book.learn(columns, rows)
+        self._take_in(self._book.learn(columns, rows))
+
+    def _take_in(self, new: list[tuple[int, TenantSettings]]) -> None:
         if len(self._book) > len(self._weight):
             self.grow(len(self._book))
         for number, tenant in new:

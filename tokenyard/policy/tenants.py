@@ -1,11 +1,11 @@
 """Limits of tenants under any order of the queue: token rates, concurrent requests, and shares of the KV pool.
 
 Limits are those of the whole engine. With several data-parallel ranks each rank keeps its *part* of the counts, and the
-parts add up to the limit; rates are kept by each rank for all of them, which tell each other what they use
-(`base.TenantUse`).
+parts add up to no more than the limit; rates are kept by each rank for all of them, which tell each other what they use
+(`base.TenantUse`). docs/ranks.md states the bounds.
 """
 
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from zlib import crc32
 
@@ -19,42 +19,45 @@ from tokenyard.policy.views import Columns, Views
 NO_LIMIT = 2**31 - 1
 
 
-def part(total: int, rank: int, ranks: int, turn: int = 0) -> int:
-    """What `rank` has of a limit that `ranks` ranks keep together; the parts add up to it. -1 (no limit) stays that.
-
-    Ranks from `turn` on have one more where it does not divide evenly.
-    """
-    return total if total < 0 else total // ranks + ((rank - turn) % ranks < total % ranks)
+def part(total: int, rank: int, ranks: int) -> int:
+    """What `rank` has of a limit that `ranks` ranks keep together; the parts add up to it. -1 (no limit) stays that."""
+    return total if total < 0 else total // ranks + (rank < total % ranks)
 
 
-def tenant_part(tenant: TenantSettings, name: str, rank: int, ranks: int) -> TenantSettings:
-    """The settings of the tenant called `name` on one rank. Tenants with small limits have their parts on ranks of
-    their own each.
-    """
-    turn = crc32(name.encode("utf-8", "surrogatepass")) % ranks
-    running, queued = part(tenant.max_running, rank, ranks, turn), part(tenant.max_queued, rank, ranks, turn)
+def tenant_part(tenant: TenantSettings, ranks: int) -> TenantSettings:
+    """The settings of a tenant on each of the ranks that serve it (`ranks_of_tenant`)."""
+    running, queued = (-(-most // ranks) if most > 0 else most for most in (tenant.max_running, tenant.max_queued))
     return replace(tenant, max_running=running, max_queued=queued)
 
 
-def ranks_of_tenant(tenants: Mapping[str, TenantSettings], name: str, ranks: int) -> Collection[int]:
-    """The ranks on which a tenant may run requests, and may let them wait."""
+def ranks_of_tenant(tenants: Mapping[str, TenantSettings], name: str, ranks: int) -> Sequence[int]:
+    """The ranks that serve a tenant: as many as have a part in its limits without going beyond them.
+
+    All ranks have the same part, so that no plan depends on a tenant's name, which tapes do not tell; where there is
+    not enough for all, ranks are left out, other ones for each tenant. What the others have together is at most the
+    limit, and less than it by less than one part.
+    """
     tenant = tenants.get(name) or tenants.get(ANY_TENANT)
     if tenant is None or (tenant.max_running < 0 and tenant.max_queued < 0):
         return range(ranks)
-    parts = [tenant_part(tenant, name, rank, ranks) for rank in range(ranks)]
-    return [rank for rank, own in enumerate(parts) if own.max_running and own.max_queued]
+    own = tenant_part(tenant, ranks)
+    limits = ((tenant.max_running, own.max_running), (tenant.max_queued, own.max_queued))
+    count = min(most // share for most, share in limits if most > 0)
+    first = crc32(name.encode("utf-8", "surrogatepass"))
+    return [(first + place) % ranks for place in range(count)]
 
 
 class TenantBook:
     """The settings of each number in the tenant column, filled in when a tenant first appears.
 
-    `ranks` is how many data-parallel ranks keep the limits together, of which this is number `rank`.
+    `ranks` is how many data-parallel ranks keep the limits together.
     """
 
-    def __init__(self, tenants: dict[str, TenantSettings], rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, tenants: dict[str, TenantSettings], ranks: int = 1) -> None:
+        if ranks > 1:
+            tenants = {name: tenant_part(tenant, ranks) for name, tenant in tenants.items()}
         self._named = tenants
         self._default = tenants.get(ANY_TENANT, TenantSettings())
-        self._place = rank, ranks
         self._known: list[TenantSettings | None] = []
 
     def __len__(self) -> int:
@@ -62,8 +65,15 @@ class TenantBook:
 
     def of(self, name: str) -> TenantSettings:
         """The settings of the tenant with this name."""
-        tenant, (rank, ranks) = self._named.get(name, self._default), self._place
-        return tenant if ranks == 1 else tenant_part(tenant, name, rank, ranks)
+        return self._named.get(name, self._default)
+
+    def know(self, number: int, name: str) -> TenantSettings | None:
+        """The settings of a tenant that another rank has spoken of; None if it was known before."""
+        self._known.extend([None] * (number + 1 - len(self._known)))
+        if self._known[number] is not None:
+            return None
+        self._known[number] = settings = self.of(name)
+        return settings
 
     def learn(self, columns: Columns, rows: Int32Array) -> list[tuple[int, TenantSettings]]:
         """Tenants of `rows` that were not known before, as (number, settings)."""
@@ -113,6 +123,13 @@ class Limits:
     def charge_decode(self, rows: Int32Array) -> None:
         """Each of `rows` decodes one token."""
 
+    def used_elsewhere(self, tenant: int, name: str, tokens: int) -> None:
+        """Another rank has computed `tokens` for the tenant with this number."""
+
+    def drain_used(self) -> dict[int, int]:
+        """Tokens that count against rates, by tenant, since the last call; for other ranks."""
+        return {}
+
     def borrowers(self, views: Views, row: int) -> Iterator[int]:
         """Running rows to preempt for the waiting `row` because they hold its tenant's share of the pool."""
         return iter(())
@@ -142,8 +159,9 @@ class TenantLimits(Limits):
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._named = settings.tenants
-        self._book = TenantBook(settings.tenants, settings.dp_rank, settings.dp_size)
-        self._rate = self._burst = self._bucket = self._share = np.empty(0, np.float64)
+        self._shared = settings.dp_size > 1
+        self._book = TenantBook(settings.tenants, settings.dp_size)
+        self._rate = self._burst = self._bucket = self._share = self._spent = np.empty(0, np.float64)
         self._most_running = self._running = self._used = np.empty(0, np.int64)
         self._columns: Columns | None = None
         self._total_tokens = 0
@@ -208,12 +226,33 @@ class TenantLimits(Limits):
     @override
     def charge(self, row: int, tokens: int) -> None:
         assert self._columns is not None
-        self._bucket[int(self._columns.tenant[row])] -= tokens
+        tenant = int(self._columns.tenant[row])
+        self._bucket[tenant] -= tokens
+        if self._shared:
+            self._spent[tenant] += tokens
 
     @override
     def charge_decode(self, rows: Int32Array) -> None:
-        if self._columns is not None:
-            self._bucket -= np.bincount(self._columns.tenant[rows], minlength=len(self._bucket))
+        if self._columns is None:
+            return
+        tokens = np.bincount(self._columns.tenant[rows], minlength=len(self._bucket))
+        self._bucket -= tokens
+        if self._shared:
+            self._spent += tokens
+
+    @override
+    def used_elsewhere(self, tenant: int, name: str, tokens: int) -> None:
+        """The bucket is that of the whole engine, so it is taken out here too."""
+        if (settings := self._book.know(tenant, name)) is not None:
+            self._take_in([(tenant, settings)])
+        self._bucket[tenant] -= tokens
+
+    @override
+    def drain_used(self) -> dict[int, int]:
+        tenants = np.flatnonzero((self._spent > 0.0) & (self._rate > 0.0)).tolist()
+        used = {tenant: int(self._spent[tenant]) for tenant in tenants}
+        self._spent[:] = 0.0
+        return used
 
     @override
     def borrowers(self, views: Views, row: int) -> Iterator[int]:
@@ -309,10 +348,13 @@ class TenantLimits(Limits):
             self.next_ns = now + int(seconds * NS_PER_S) + 1
 
     def _learn(self, columns: Columns, rows: Int32Array) -> None:
-        new = self._book.learn(columns, rows)
+        self._take_in(self._book.learn(columns, rows))
+
+    def _take_in(self, new: list[tuple[int, TenantSettings]]) -> None:
+        """Make room for tenants that were not known before, and note their limits."""
         extra = len(self._book) - len(self._rate)
         if extra > 0:
-            for name in ("_rate", "_burst", "_bucket", "_share"):
+            for name in ("_rate", "_burst", "_bucket", "_share", "_spent"):
                 setattr(self, name, np.concatenate((getattr(self, name), np.zeros(extra))))
             self._most_running = np.concatenate((self._most_running, np.full(extra, NO_LIMIT, np.int64)))
         for number, tenant in new:

@@ -41,6 +41,7 @@ from tokenyard.base import (
     StepResult,
     StopFound,
     Submit,
+    TenantUse,
     TokenBatch,
     Update,
 )
@@ -93,6 +94,7 @@ class Scheduler:
             Reach: self.reach,
             Arrived: self.arrived,
             HoldEnded: self.hold_ended,
+            TenantUse: self.take_tenant_use,
             Flush: lambda event, now: self.flush(now),
         }
 
@@ -299,6 +301,13 @@ class Scheduler:
         """The reader of a handed-over request has ended."""
         self.state.memory.end_hold(event.number)
 
+    def take_tenant_use(self, event: TenantUse, now: int) -> None:
+        """Other ranks have worked for tenants, whose rates and service are those of the whole engine."""
+        for name, tokens, service in zip(event.tenants, event.tokens, event.service, strict=True):
+            number = self.state.table.tenant_number(name)
+            self.state.limits.used_elsewhere(number, name, tokens)
+            self.state.policy.served_elsewhere(number, name, service)
+
     def set_policy(self, event: SetPolicy, now: int) -> None:
         """Order the queue by another policy. Raises ConfigError for an unknown name, or one that contradicts other
         settings; the old one then stays.
@@ -384,6 +393,19 @@ class Scheduler:
     def drain_transfers(self) -> list[Load | Handover]:
         """KV to load into pages, or to hand over from them, since the last call."""
         return self.state.outbox.drain_transfers()
+
+    def drain_tenant_use(self) -> TenantUse | None:
+        """What other ranks must know of this one's work for tenants since the last call; None for nothing."""
+        tokens, service = self.state.limits.drain_used(), self.state.policy.drain_service()
+        tenants = sorted(tokens.keys() | service.keys())
+        if not tenants:
+            return None
+        names = self.state.table.tenant_names()
+        return TenantUse(
+            [names[tenant] for tenant in tenants],
+            [tokens.get(tenant, 0) for tenant in tenants],
+            [service.get(tenant, 0.0) for tenant in tenants],
+        )
 
     def kv_records(self) -> list[KvRecord]:
         """KV events of the prefix cache between the last two calls of `drain`, in wire form."""

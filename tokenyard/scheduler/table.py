@@ -175,7 +175,7 @@ class RequestTable:
         self.deadline_ns[row] = int(self.arrival_ns[row]) + (request.deadline_ns or 0) if has_deadline else NO_DEADLINE
         slo = request.slo or Slo()
         self.ttft_ns[row], self.tpot_ns[row] = slo.ttft_ns or 0, slo.tpot_ns or 0
-        self.tenant[row] = self._tenant_number(request.tenant)
+        self.tenant[row] = self.tenant_number(request.tenant)
         self.service_level[row] = level_of(request.service_class)
         self.routing[row] = self._routing_keys.take(request.routing_key) if request.routing_key else 0
         self.prefix_group[row] = NO_GROUP
@@ -236,7 +236,7 @@ class RequestTable:
             return usable
         return min(usable, max(options.prompt_from - 1, 0))
 
-    def _tenant_number(self, name: str) -> int:
+    def tenant_number(self, name: str) -> int:
         """The permanent number of a tenant; with too many tenants, that of the tenant without a name."""
         if name not in self._tenants and len(self._tenants) >= MOST_TENANTS:
             name = ""

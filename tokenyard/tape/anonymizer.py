@@ -22,6 +22,7 @@ from tokenyard.base import (
     SchedulerSettings,
     StopFound,
     Submit,
+    TenantUse,
     TextOptions,
 )
 from tokenyard.base.settings import ANY_TENANT
@@ -71,6 +72,8 @@ class Anonymizer:
                 return replace(event, matched="")
             case Reach():
                 return replace(event, token=self.few_ids([event.token])[0])
+            case TenantUse():
+                return replace(event, tenants=[self.tenant(name) for name in event.tenants])
             case _:
                 return event
 

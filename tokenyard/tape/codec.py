@@ -39,14 +39,15 @@ from tokenyard.base import (
     StepResult,
     StopFound,
     Submit,
+    TenantUse,
     Update,
 )
 from tokenyard.cost import LinearCost, OnlineCost
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.tape.anonymizer import Anonymizer
 
-VERSION = 4
-READABLE = (1, 2, 3, 4)
+VERSION = 5
+READABLE = (1, 2, 3, 4, 5)
 MAGIC = re.compile(rb"tokenyard tape (\d{1,9})\n")
 DIGEST_BYTES = 16
 _FRAME = struct.Struct("<IBq")
@@ -119,6 +120,7 @@ KINDS: tuple[type, ...] = (
     Reach,
     Arrived,
     HoldEnded,
+    TenantUse,
 )
 """The kind of a record is its place here; new kinds go to the end and raise VERSION."""
 

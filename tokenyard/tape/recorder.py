@@ -12,6 +12,7 @@ from tokenyard.base import (
     Request,
     StepPlan,
     StepResult,
+    TenantUse,
     TokenBatch,
 )
 from tokenyard.cache.kv_events import KvRecord
@@ -123,6 +124,10 @@ class Recorder:
     def awaits_admission(self, number: int) -> bool:
         """Whether a request waits, or its KV is being loaded."""
         return self.scheduler.awaits_admission(number)
+
+    def drain_tenant_use(self) -> TenantUse | None:
+        """What other ranks must know of this one's work for tenants since the last call."""
+        return self.scheduler.drain_tenant_use()
 
     def kv_records(self) -> list[KvRecord]:
         """KV events since the last call, in wire form."""

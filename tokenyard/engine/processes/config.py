@@ -94,7 +94,6 @@ class EngineConfig:
             max_running_requests=running,
             max_queued_requests=queued,
             dp_size=self.ranks,
-            dp_rank=rank,
         )
         options = dict(self.executor_options)
         if options.get("max_pool_rows") is not None:

@@ -41,6 +41,7 @@ from tokenyard.tape.recorder import Core
 logger = logging.getLogger(__name__)
 
 COUNTERS_EVERY_NS = NS_PER_S // 4
+TENANT_USE_EVERY_NS = NS_PER_S // 10
 LONGEST_WAIT_NS = 60 * NS_PER_S
 FIRST_RETRY_NS, LONGEST_RETRY_NS = NS_PER_S // 10, NS_PER_S
 """Where there is work and nothing can be planned, it is tried again after the first time, then after twice as long."""
@@ -92,6 +93,7 @@ class Driver:
         kv_events: KvEventPublisher | None = None,
         policy_note: str = "",
         rank: int = 0,
+        shares_tenants: bool = False,
         grammars: GrammarCompiler | None = None,
         transfers: KvTransfers | None = None,
     ) -> None:
@@ -113,6 +115,8 @@ class Driver:
         self._retry_ns = FIRST_RETRY_NS
         self._policy_note = policy_note
         self._rank = rank
+        self._shares_tenants = shares_tenants
+        self._use_told_ns = 0
         self._profile: StepProfile | None = None
         self._steps: StepWatch | None = None
         self._verbs: dict[Verb, Callable[..., Any]] = {
@@ -244,8 +248,18 @@ class Driver:
             self._lookahead.on_output(batch)
         if not batch.empty:
             self._port.send(batch)
+        if self._shares_tenants:
+            self._tell_tenant_use()
         if self._kv_events is not None:
             self._kv_events.publish(self._scheduler.kv_records())
+
+    def _tell_tenant_use(self) -> None:
+        """Tell the other ranks what tenants have used here: ten times a second, and before this one falls idle."""
+        now = time.monotonic_ns()
+        if now - self._use_told_ns >= TENANT_USE_EVERY_NS or not self._scheduler.has_work:
+            self._use_told_ns = now
+            if (use := self._scheduler.drain_tenant_use()) is not None:
+                self._port.send(use)
 
     def _wait_ns(self) -> int:
         """How long to wait for messages when nothing can be planned and nothing is in flight."""

@@ -1,15 +1,16 @@
 """The messages between the engine's processes, one tagged union per direction.
 
 API process -> scheduler: the events of `base`, and calls. Scheduler -> text side: one `TokenBatch` a step, heartbeats
-and replies. API process -> text side: `Fence`. Text side -> API process: one `TextBatch` a step, `Fenced`, and
-heartbeats and replies as they are. Text side -> scheduler: `StopFound`.
+and replies, and where there are several ranks `TenantUse`, which the API process passes on to the others. API process
+-> text side: `Fence`. Text side -> API process: one `TextBatch` a step, `Fenced`, and all else as it is. Text side ->
+scheduler: `StopFound`.
 """
 
 from typing import Any, Literal
 
 import msgspec
 
-from tokenyard.base import Event, Finish, Int32Array, Int64Array, TokenBatch, TokenLogprobs
+from tokenyard.base import Event, Finish, Int32Array, Int64Array, TenantUse, TokenBatch, TokenLogprobs
 
 Verb = Literal["snapshot", "explain", "set_policy", "flush", "start_profile", "stop_profile", "watch", "tell_kv"]
 """What a scheduler process can be asked to do, apart from taking in events; `processes/driver.py` has the functions."""
@@ -93,6 +94,6 @@ class Fenced(msgspec.Struct):
 
 
 ToScheduler = Event | Call
-FromScheduler = TokenBatch | Heartbeat | Reply
+FromScheduler = TokenBatch | Heartbeat | Reply | TenantUse
 ToText = FromScheduler | Fence
-ToApi = TextBatch | TokenBatch | Heartbeat | Reply | Fenced
+ToApi = TextBatch | TokenBatch | Heartbeat | Reply | TenantUse | Fenced

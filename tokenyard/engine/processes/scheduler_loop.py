@@ -95,6 +95,7 @@ class SchedulerLoop:
                 kv_events=kv_events,
                 policy_note=policy_note,
                 rank=rank,
+                shares_tenants=config.ranks > 1,
                 grammars=grammars,
                 transfers=transfers,
             )

@@ -1,0 +1,125 @@
+"""Limits and fairness of tenants whose requests are spread over several data-parallel ranks."""
+
+import pytest
+
+from tests.policy.clocked import MS, S, make_clocked, prompt
+from tokenyard.base import TenantSettings
+from tokenyard.policy.tenants import part, ranks_of_tenant, tenant_part
+
+EVERY_NS = 100 * MS
+LAG_NS = 50 * MS
+
+
+class Ranks:
+    """Schedulers on one clock that tell each other what tenants use every 100 ms; it arrives `LAG_NS` later."""
+
+    def __init__(self, size, **settings):
+        self.yards = [make_clocked(dp_size=size, **settings) for _ in range(size)]
+        self.now, self.late = 0, []
+
+    def until(self, end, arrivals=lambda now: None):
+        while self.now < end:
+            self.now += EVERY_NS // 2
+            arrivals(self.now)
+            for yard in self.yards:
+                yard.until(self.now)
+            self._pass_on()
+
+    def _pass_on(self):
+        due = [entry for entry in self.late if entry[0] <= self.now]
+        self.late = [entry for entry in self.late if entry[0] > self.now]
+        for _, source, use in due:
+            for yard in self.yards:
+                if yard is not source:
+                    yard.scheduler.apply(use, yard.now)
+        if self.now % EVERY_NS == 0:
+            for yard in self.yards:
+                if (use := yard.scheduler.drain_tenant_use()) is not None:
+                    self.late.append((self.now + LAG_NS, yard, use))
+
+    def served(self, numbers):
+        """Tokens computed so far for requests given as (yard, number)."""
+        return sum(computed(yard, number) for yard, number in numbers)
+
+
+def computed(yard, number):
+    finish, table = yard.finished.get(number), yard.scheduler.state.table
+    if finish is not None:
+        return finish.prompt_tokens + finish.completion_tokens
+    return int(table.computed[table.row_of(number)])
+
+
+RATE, BURST, PROMPT, OUTPUT = 2000.0, 1000, 100, 20
+PER_RANK = 10_000
+"""What a rank of these can compute in a second, at most: 0.1 ms a token."""
+
+
+def flood(ranks, places, tenant, each):
+    return [
+        (yard, yard.submit(prompt(PROMPT), max_new=OUTPUT, tenant=tenant))
+        for yard in (ranks.yards[place] for place in places)
+        for _ in range(each)
+    ]
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2), (1,)], ids=["everywhere", "on one rank"])
+def test_a_rate_is_that_of_the_engine_wherever_the_requests_are(places):
+    """At any time at most burst + rate * t, what running requests still owe, and what others compute within the lag."""
+    ranks = Ranks(3, pages=10**6, rows=4, tenants={"slow": TenantSettings(tokens_per_s=RATE, burst_tokens=BURST)})
+    slow = flood(ranks, places, "slow", each=300 // len(places))
+    debts = len(places) * 4 * (PROMPT + OUTPUT)
+    unheard = (len(places) - 1) * PER_RANK * (EVERY_NS + LAG_NS) / S
+    for _ in range(6):
+        ranks.until(ranks.now + S)
+        used, allowed = ranks.served(slow), BURST + RATE * ranks.now / S
+        assert used <= allowed + debts + unheard
+        assert used >= allowed - debts - unheard - RATE * (EVERY_NS + LAG_NS) / S, "the whole rate can be used"
+
+
+def silent(ranks):
+    for yard in ranks.yards:
+        yard.scheduler.drain_tenant_use = lambda: None
+    return ranks
+
+
+def test_without_telling_each_other_ranks_would_multiply_a_rate():
+    tenants = {"slow": TenantSettings(tokens_per_s=RATE, burst_tokens=BURST)}
+    ranks = silent(Ranks(3, pages=10**6, rows=4, tenants=tenants))
+    slow = flood(ranks, (0, 1, 2), "slow", each=100)
+    ranks.until(4 * S)
+    assert ranks.served(slow) > 2.5 * RATE * 4
+
+
+def gap_after(ranks, seconds):
+    """How far the service of a tenant that floods both ranks and that of one that floods the first grow apart."""
+    greedy = flood(ranks, (0, 1), "greedy", each=120)
+    modest = flood(ranks, (0,), "modest", each=120)
+    ranks.until(S // 2)
+    before = ranks.served(greedy) - ranks.served(modest)
+    ranks.until(S // 2 + seconds * S)
+    assert all(len(yard.scheduler.state.waiting) for yard in ranks.yards)
+    return abs(ranks.served(greedy) - ranks.served(modest) - before)
+
+
+def test_the_service_of_a_tenant_at_all_ranks_decides_who_is_next():
+    """The first rank is left to the tenant that has no other, so both get the same, as the bound of vtc has it."""
+    settings = {"schedule_policy": "vtc", "policy_options": {"saved_tokens": 0}, "pages": 10**4, "rows": 4}
+    bound = 2 * max(PROMPT, 2 * 4 * (PROMPT + OUTPUT)) + PER_RANK * (EVERY_NS + LAG_NS) / S
+    told = gap_after(Ranks(2, **settings), 1)
+    assert told <= bound
+    assert gap_after(silent(Ranks(2, **settings)), 1) > 2 * told
+
+
+def test_counts_of_a_tenant_are_parted_and_never_add_up_to_more():
+    for size in (1, 2, 3, 4, 7):
+        for most in range(1, 30):
+            tenant = TenantSettings(max_running=most, max_queued=2 * most)
+            serving, own = ranks_of_tenant({"a": tenant}, "a", size), tenant_part(tenant, size)
+            assert len(set(serving)) == len(serving) > 0
+            assert most - own.max_running < len(serving) * own.max_running <= most
+            assert len(serving) * own.max_queued <= 2 * most
+            assert sum(part(most, rank, size) for rank in range(size)) == most
+    assert ranks_of_tenant({"*": TenantSettings()}, "a", 4) == range(4)
+    small = {"*": TenantSettings(max_running=1)}
+    assert {ranks_of_tenant(small, f"t{number}", 4)[0] for number in range(50)} == {0, 1, 2, 3}
+    assert part(-1, 2, 3) == -1
