@@ -24,11 +24,14 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client: what to install, and whether that is under half a gigabyte."""
+    """A client: what to install, and whether that is under half a gigabyte. alone: a package to install without what it
+    says that it needs.
+    """
 
     name: str
     requirements: tuple[str, ...]
     light: bool = True
+    alone: str = ""
 
     @property
     def script(self) -> Path:
@@ -50,6 +53,11 @@ CLIENTS = (
     Client("litellm", ("litellm==1.106.2", "mcp==2.3.0")),
     Client("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",)),
     Client("openai-agents", ("openai-agents==0.24.0",)),
+    Client(
+        "sglang-lang",
+        ("numpy==2.4.6", "requests", "tqdm", "aiohttp", "msgspec", "pydantic", "ipython", "pybase64", "pillow"),
+        alone="sglang==0.5.23",
+    ),
     Client("guidellm", ("guidellm==0.8.1",), light=False),
     Client("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.23.0"), light=False),
     Client("aiperf", ("aiperf==0.13.0",), light=False),
@@ -69,6 +77,8 @@ def install(client: Client) -> None:
     options = ["--quiet", "--disable-pip-version-check", "-c", str(HERE / "constraints.txt")]
     options += os.environ.get("CLIENT_PIP_FLAGS", "").split()
     subprocess.run([client.python, "-m", "pip", "install", *options, *client.requirements], check=True)
+    if client.alone:
+        subprocess.run([client.python, "-m", "pip", "install", "-q", "--no-deps", client.alone], check=True)
     stamp.write_text(wanted)
 
 

@@ -142,3 +142,10 @@ def test_wrong_scores_are_refused(server, body, param):
     answer = server.client.post("/v1/score", json=fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+def test_logprobs_of_a_prompt_without_an_answer_are_those_of_all_its_tokens(server):
+    body = {"input_ids": [[1, 2, 3], [4, 5]], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    first, second = server.client.post("/generate", json=body).json()
+    assert [entry[0] is None for entry in first["meta_info"]["input_token_logprobs"]] == [True, False, False]
+    assert [entry[1] for entry in second["meta_info"]["input_token_logprobs"]] == [4, 5]

@@ -57,11 +57,12 @@ async def _job(call: Call, body: NativeRequest) -> NativeJob:
     param = "text" if body.text is not None else "input_ids"
     batch = isinstance(value, list) and bool(value) and isinstance(value[0], (list, str))
     prompts = split_prompts(call, value, param)
-    start = -1 if body.logprob_start_len is None or not body.return_logprob else body.logprob_start_len
+    samplings = _per_prompt(body.sampling_params, len(prompts), "sampling_params")
+    empty = [sampling is not None and sampling.max_new_tokens == 0 for sampling in samplings]
+    start = _logprob_from(body, all(empty))
     if start == 0:
         # The first token has no log-probability, so its id must be known here.
         prompts = [await call.manager.tokenize(p, True) if isinstance(p, str) else p for p in prompts]
-    samplings = _per_prompt(body.sampling_params, len(prompts), "sampling_params")
     rids = _rids(call, body, len(prompts))
     specs = [
         _spec(call, body, prompt, sampling or NativeSampling(), rid, start)
@@ -70,8 +71,18 @@ async def _job(call: Call, body: NativeRequest) -> NativeJob:
     n = specs[0].sampling.n
     if any(spec.sampling.n != n for spec in specs):
         raise InvalidRequestError("all prompts of a batch must have the same n", param="sampling_params")
-    empty = [sampling is not None and sampling.max_new_tokens == 0 for sampling in samplings]
     return NativeJob(specs, n, batch, bool(body.return_text_in_logprobs), empty, start)
+
+
+def _logprob_from(body: NativeRequest, empty: bool) -> int:
+    """The first prompt position with log-probabilities, -1 for none. Where nothing is generated and no position is
+    given, they can only be meant of the whole prompt, as SGLang's frontend language does.
+    """
+    if not body.return_logprob:
+        return -1
+    if body.logprob_start_len is None:
+        return 0 if empty else -1
+    return body.logprob_start_len
 
 
 def _per_prompt(value: Any, count: int, param: str) -> Sequence[Any]:
