@@ -7,18 +7,23 @@ merge such steps into one plan and one result, and leave the same state as the s
 
 import numpy as np
 
-from tokenyard.base import Int32Array, StepPlan
+from tokenyard.base import Int32Array, Int64Array, StepPlan
 from tokenyard.scheduler.memory import KvMemory
 from tokenyard.scheduler.state import SchedulerState
+
+
+def possible_steps(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: int) -> int:
+    """To how many steps, at most `most`, `extend_plan` would extend `plan`. Changes nothing."""
+    if not _same_again(state, plan):
+        return 1
+    return 1 + len(_pages_of_steps(state.memory, plan, _further(state, plan, rows, most)))
 
 
 def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: int) -> None:
     """Extend `plan`, the newest one, to up to `most` steps; its columns belong to table `rows` (int32[n])."""
     if not _same_again(state, plan):
         return
-    # A row computes its last token at position limit - 1.
-    times = min(most, int((state.table.limit[rows] - plan.starts).min()))
-    further = _take_pages(state.memory, plan, times - 1)
+    further = _take_pages(state.memory, plan, _further(state, plan, rows, most))
     if not further:
         return
     plan.num_steps += further
@@ -66,20 +71,30 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
     )
 
 
+def _further(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: int) -> int:
+    """How many steps after the first keep to `most` and to the rows' limits."""
+    # A row computes its last token at position limit - 1.
+    return min(most, int((state.table.limit[rows] - plan.starts).min())) - 1
+
+
+def _pages_of_steps(memory: KvMemory, plan: StepPlan, further: int) -> Int64Array:
+    """How many pages each of up to `further` more steps takes, int64[steps], for as many steps as there are pages."""
+    # A row takes a page whenever it begins one, which is every `page_size` steps.
+    period = np.bincount(memory.page_size - 1 - plan.starts % memory.page_size, minlength=memory.page_size)
+    counts: Int64Array = np.resize(period, max(further, 0))
+    free = memory.allocator.available + memory.tree.evictable_pages
+    return counts[: int(np.searchsorted(np.cumsum(counts), free, side="right"))]
+
+
 def _take_pages(memory: KvMemory, plan: StepPlan, further: int) -> int:
     """Take the pages of up to `further` more steps, in the order of the single steps; returns the number of steps."""
-    if further < 1:
-        return 0
+    counts = _pages_of_steps(memory, plan, further)
+    if not counts.any():
+        return len(counts)
+    further = len(counts)
+    pages = memory.take_in_turn(counts.tolist())
     starts = plan.starts + _column(1, further)
     steps, columns = np.nonzero(starts % memory.page_size == 0)
-    counts = np.bincount(steps, minlength=further)
-    free = memory.allocator.available + memory.tree.evictable_pages
-    further = int(np.searchsorted(np.cumsum(counts), free, side="right"))
-    taken = int(counts[:further].sum())
-    if not taken:
-        return further
-    pages = memory.take_in_turn(counts[:further].tolist())
-    steps, columns = steps[:taken], columns[:taken]
     owners, places = plan.pool_rows[columns], starts[steps, columns] // memory.page_size
     memory.pool.page_table[owners, places] = pages
     plan.page_rows = np.concatenate((plan.page_rows, owners))

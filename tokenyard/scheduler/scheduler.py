@@ -53,7 +53,7 @@ from tokenyard.scheduler.committer import Committer
 from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.live_view import LiveView, take_live_view
 from tokenyard.scheduler.lookahead_state import LookaheadState, take_lookahead_state
-from tokenyard.scheduler.multi_step import extend_plan
+from tokenyard.scheduler.multi_step import extend_plan, possible_steps
 from tokenyard.scheduler.plan_builder import PlanBuilder
 from tokenyard.scheduler.planner import Planner
 from tokenyard.scheduler.snapshot import Snapshot
@@ -348,6 +348,11 @@ class Scheduler:
         pending = self._in_flight[-1]
         extend_plan(self.state, pending.plan, pending.rows, most)
         return pending.plan.num_steps
+
+    def possible_steps(self, most: int) -> int:
+        """How many steps `multi_step(most)` would make of the plan just made. Changes nothing."""
+        pending = self._in_flight[-1]
+        return possible_steps(self.state, pending.plan, pending.rows, most)
 
     def commit(self, result: StepResult, now: int) -> None:
         """Apply the result of a step. Results come in the order of their plans; ValueError otherwise."""

@@ -29,6 +29,7 @@ from tokenyard.tape.recorder import Core
 NEVER_NS = 2**63 - 1
 FILLER_TOKEN = 1
 COMMITS_PER_DRAIN = 8
+MOST_STEPS = 1 << 20
 RETRY_NS = NS_PER_S
 MOST_RETRIES = 60
 """If there is work but no plan and no time-out, planning is retried this many times, as in a server; after that it can
@@ -100,6 +101,18 @@ class SimExecutor:
 
 
 @dataclass(slots=True)
+class _Repeatable:
+    """A plan that only decodes and was not launched yet, so that it may stand for as many steps as nothing comes
+    between. ends: int64[n], the ends of up to n steps. due: the number of steps after which something happens.
+    """
+
+    plan: StepPlan
+    durations: Int64Array
+    ends: Int64Array
+    due: int
+
+
+@dataclass(slots=True)
 class _SimulatedStep:
     plan: StepPlan
     work: StepWork
@@ -143,44 +156,73 @@ class Replica:
         self._observer = observer
         self._depth = depth
         self._in_flight: deque[_SimulatedStep] = deque()
+        self._repeatable: _Repeatable | None = None
         self._must_commit = False
+        self._wakeup_ns = NEVER_NS
         self._undrained = self._retries = 0
         self._device_free_ns = 0
         self._hash = blake2b(digest_size=16)
 
+    @property
+    def due_ns(self) -> int:
+        """When something happens here next without a request from outside: a step is over, or it is time to plan.
+        Steps that only decode go on until a row ends before this is one. NEVER_NS for nothing.
+        """
+        if self._repeatable is not None:
+            return int(self._repeatable.ends[self._repeatable.due - 1])
+        return self._in_flight[0].end_ns if self._in_flight else self._wakeup_ns
+
     def submit(self, request: Request, now: int) -> None:
-        """A request arrives at `now`, which must not be before the time of the last `advance`."""
+        """A request arrives at `now`, to which `meet`, or `advance` with `to_arrival`, has brought the replica."""
         if not self._in_flight:
             self.now = max(self.now, now)
+            self._wakeup_ns = self.now
         if self._started is not None:
             self._awaited.add(request.number)
         self.scheduler.apply(Submit(request), now)
 
-    def advance(self, until: int, *, to_arrival: bool = False) -> None:
+    def advance(self, until: int, *, to_arrival: bool = False, defer: bool = False) -> None:
         """Do everything that is due before `until` (ns).
 
-        With `to_arrival` the next event is a submit, so multi-step plans may overrun it.
+        With `to_arrival` the next event is a submit, so multi-step plans may overrun it. With `defer` a plan that can
+        be repeated is not launched before `until` unless it ends before, as nobody knows yet what comes.
         """
         while self.now < until:
-            if self._must_commit:
+            if self._repeatable is not None:
+                if defer and self.due_ns >= until:
+                    break
+                self._launch_repeatable(until, to_arrival)
+            elif self._must_commit:
                 if self._in_flight[0].end_ns >= until:
                     break
                 self._commit()
-            elif not self._plan(until, to_arrival) and not self._sleep(until):
+            elif not self._plan() and not self._sleep(until):
                 break
         self._drain()
+
+    def turn(self) -> None:
+        """Do what is due at `due_ns`, and plan what follows."""
+        self.advance(self.due_ns + 1, defer=True)
+
+    def meet(self, now: int) -> None:
+        """Bring it to `now`, at which something from outside happens to it. `now` must not be after `due_ns`."""
+        self.advance(now, to_arrival=True)
+        if self._repeatable is not None:
+            self._launch_repeatable(now, to_arrival=True)
 
     def decision_hash(self) -> bytes:
         """Digest of all plans so far with their times: equal runs have equal hashes."""
         return self._hash.digest()
 
-    def _plan(self, until: int, to_arrival: bool) -> bool:
-        """One turn of planning; False if there is nothing to do before the next event. See `advance`."""
+    def _plan(self) -> bool:
+        """One turn of planning; False if there is nothing to do before the next event."""
         plan = self.scheduler.plan(self.now)
         if plan is not None:
             self._retries = 0
-            if not self._launch_multi_step(plan, until, to_arrival):
-                self._launch(plan)
+            self._repeatable = self._as_repeatable(plan)
+            if self._repeatable is not None:
+                return True
+            self._launch(plan)
         self._must_commit = bool(self._in_flight) and (plan is None or len(self._in_flight) == self._depth)
         return bool(self._in_flight)
 
@@ -194,9 +236,10 @@ class Replica:
         if wakeup is None and self.scheduler.has_work and self._retries < MOST_RETRIES:
             self._retries += 1
             wakeup = self.now + RETRY_NS
-        if wakeup is None or not self.now < wakeup < until:
+        self._wakeup_ns = NEVER_NS if wakeup is None or wakeup <= self.now else wakeup
+        if self._wakeup_ns >= until:
             return False
-        self.now = wakeup
+        self.now = self._wakeup_ns
         return True
 
     def _launch(self, plan: StepPlan) -> None:
@@ -210,20 +253,35 @@ class Replica:
         for part in (np.int64(self.now), plan.pool_rows, plan.starts, plan.counts):
             self._hash.update(part.data)
 
-    def _launch_multi_step(self, plan: StepPlan, until: int, to_arrival: bool) -> bool:
-        """Launch a step that only decodes together with the next ones, up to the one in which a row ends, or the last
-        before `until` or a time-out; False, and nothing done, if that leaves one step. With an observer every step is a
-        plan of its own.
+    def _as_repeatable(self, plan: StepPlan) -> _Repeatable | None:
+        """A plan that can stand for several steps, up to the one in which a row ends or the last before a time-out;
+        None if that leaves one step. With an observer every step is a plan of its own.
         """
         if plan.decode_rows < len(plan.pool_rows) or self._observer is not None:
-            return False
+            return None
+        possible = self.scheduler.possible_steps(MOST_STEPS)
+        if possible == 1:
+            return None
         durations = self._executor.decode_ns(plan)
+        due = min(possible, len(durations))
         ends = self.now + np.cumsum(self._host_ns + durations)
         wakeup = self.scheduler.wakeup_ns()
-        due = until if wakeup is None else min(until, wakeup)
-        most = min(int(np.searchsorted(ends, due)) + to_arrival, len(ends))
-        if most <= 1 or self.scheduler.multi_step(most) == 1:
-            return False
+        if wakeup is not None:
+            due = min(due, int(np.searchsorted(ends, wakeup)))
+        return _Repeatable(plan, durations, ends, due) if due > 1 else None
+
+    def _launch_repeatable(self, until: int, to_arrival: bool) -> None:
+        """Launch the repeatable plan for all steps that end before `until`, and one more with `to_arrival`; for one
+        step at least.
+        """
+        assert self._repeatable is not None
+        again, self._repeatable = self._repeatable, None
+        plan, durations, ends = again.plan, again.durations, again.ends
+        self._must_commit = True
+        steps = min(int(np.searchsorted(ends, until)) + to_arrival, again.due)
+        if steps <= 1 or self.scheduler.multi_step(steps) == 1:
+            self._launch(plan)
+            return
         duration, end = int(durations[: plan.num_steps].sum()), int(ends[plan.num_steps - 1])
         result = self._executor.run_multi_step(plan, duration)
         self._in_flight.append(_SimulatedStep(plan, step_work(plan), result, self.now + self._host_ns, end))
@@ -231,7 +289,6 @@ class Replica:
         self._device_free_ns = end
         self.busy_ns += duration
         self.steps += plan.num_steps
-        return True
 
     def _hash_multi_step(self, plan: StepPlan, launches: Int64Array) -> None:
         """Add the steps of a multi-step plan to the hash one by one, as `_launch` does."""

@@ -1,181 +1,372 @@
-"""Routers in front of simulated replicas: their own policies, index and bookkeeping, in virtual time.
+"""Routers in front of simulated replicas, in virtual time: the policies, index, bookkeeping and queue of the proxy.
 
-Faults of a fleet are simulated as well: several routers without shared state, KV events that come late or get lost,
-replicas that die and come back empty, or slow down.
+Each class follows the part of `router/` that it stands for, so that the same requests lead to the same choices
+(tests/contract/test_same_choices.py).
 """
 
+import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tokenyard.base import NS_PER_S, ConfigError, Finish, Request
 from tokenyard.base.blocks import BLOCK_TOKENS
+from tokenyard.cache.kv_events import root_hash
 from tokenyard.router.choice import Features, PolicyOptions, make_policy, mix, prompt_key
-from tokenyard.router.index import KvBlocks, PrefixIndex, token_prompt
+from tokenyard.router.index import KvBlocks, PrefixIndex, Prompt, token_prompt
 from tokenyard.router.load import Sent, Speed, TargetState
+from tokenyard.router.queue import Waiting, WaitingQueue
+from tokenyard.sim.fleet import Fleet
 
 INDEX_BYTES = 1 << 30
 LOSS_STREAM = 1
+SWEEP_NS = NS_PER_S // 4
+"""How often the proxy looks for requests that have waited too long."""
+
+LOAD_BALANCE_METHODS = ("predicted_ttft", "cache_aware", "shortest_queue", "total_tokens", "round_robin")
+"""How an engine with several ranks can choose one: policies of the router."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """From `at_s` on, `replica` takes `factor` times as long for everything; infinity means that it is dead. It
-    recovers after `for_s`, with an empty cache if it was dead. A replica that is dead from 0 on is one that joins
-    later.
-    """
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request under way at a router. target: where it is, -1 while it waits. sent: how its load is counted there."""
 
-    at_s: float
-    replica: int
-    for_s: float
-    factor: float = float("inf")
+    request: Request
+    router: "SimRouter"
+    prompt: Prompt
+    key: int
+    target: int = -1
+    scheduler: int = -1
+    sent: Sent | None = None
+    tried: set[int] = field(default_factory=set)
+    waiting: "Waiting[Call] | None" = None
 
     @property
-    def deadly(self) -> bool:
-        """Whether the replica loses its requests and its cache."""
-        return self.factor == float("inf")
+    def tokens(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.request.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """The routers in front of the replicas. kv_event_lag_s: delay of KV events; None if routers use only their own
-    routing decisions. kv_event_loss: share of the batches of events that get lost. believed_pool_tokens: the KV pool
-    that routers believe a replica to have, 0 for the true one.
+class Places:
+    """The schedulers of a fleet: `ranks` of each of `replicas`, and what a router sees of them.
+
+    A target is a replica, or with `dp_aware` one of its ranks. room: most requests at a time of one scheduler.
     """
 
-    routers: int = 1
-    kv_event_lag_s: float | None = None
-    kv_event_loss: float = 0.0
-    believed_pool_tokens: int = 0
-    faults: tuple[Fault, ...] = ()
+    replicas: int
+    ranks: int
+    dp_aware: bool
+    room: int
+    pool_tokens: int
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError for numbers out of range."""
-        if self.routers < 1 or not 0.0 <= self.kv_event_loss <= 1.0 or (self.kv_event_lag_s or 0.0) < 0.0:
-            raise ConfigError("a fleet needs at least 1 router, a loss from 0 to 1 and a lag that is not negative")
+    @property
+    def per_target(self) -> int:
+        """How many schedulers a target has."""
+        return 1 if self.dp_aware else self.ranks
 
+    def target_names(self) -> list[str]:
+        """The names of all targets, as the proxy names them."""
+        ranks = [""] if self.per_target == self.ranks else [f"@{rank}" for rank in range(self.ranks)]
+        return [f"r{replica}{rank}" for replica in range(self.replicas) for rank in ranks]
 
-@dataclass(slots=True)
-class _Open:
-    """A request under way: at which router and replica, and how its load is counted."""
-
-    router: "SimRouter"
-    replica: int
-    sent: Sent
+    def schedulers_of(self, replica: int) -> range:
+        """The schedulers of a replica."""
+        return range(replica * self.ranks, (replica + 1) * self.ranks)
 
 
 class SimRouter:
-    """One router: chooses a replica for each request, and learns from what becomes of it, as the proxy does."""
+    """One router: chooses a target for each request, lets those wait that find no room, and learns from the rest."""
 
-    def __init__(self, policy: str, replicas: int, seed: int, pool_tokens: int) -> None:
+    def __init__(self, policy: str, places: Places, fleet: Fleet, seed: int) -> None:
         self._policy = make_policy(policy, PolicyOptions(seed=seed))
-        speed = Speed()
-        self.targets = [TargetState(f"r{number}", speed) for number in range(replicas)]
+        speed, names = Speed(), places.target_names()
+        room = fleet.max_worker_requests or places.room * places.per_target
+        self.targets = [TargetState(name, speed, room=room) for name in names]
+        self.closed: set[int] = set()
+        self.queue: WaitingQueue[Call] = WaitingQueue(aging_s=fleet.queue_aging_s, weights=fleet.tenant_weights)
         self.index = PrefixIndex(INDEX_BYTES)
-        self._blocks = [KvBlocks() for _ in range(replicas)]
+        self._fleet = fleet
+        self._blocks = [_known_blocks() for _ in range(places.replicas * places.ranks)]
+        pool_tokens = fleet.believed_pool_tokens or places.pool_tokens * places.per_target
         for target in self.targets:
             self.index.limit(target.name, max(pool_tokens // BLOCK_TOKENS, 1))
 
-    def choose(self, request: Request, now_ns: int, dead: set[int]) -> tuple[int, Sent]:
-        """The number of the replica that shall serve a request which arrives now, and the count of it."""
-        alive = [number for number in range(len(self.targets)) if number not in dead] or list(range(len(self.targets)))
-        tokens, prompt = len(request.prompt_ids), token_prompt(request.prompt_ids)
-        targets = [self.targets[number] for number in alive]
-        matched = [BLOCK_TOKENS * self.index.match(target.name, prompt.digests) for target in targets]
-        features = Features(tokens, matched, prompt_key(prompt.digests), request.tenant)
-        place = self._policy.rank(features, targets).order[0]
-        target = targets[place]
-        self._policy.sent(features, target)
-        self.index.insert(target.name, prompt.digests)
-        return alive[place], Sent(target, tokens, matched[place], now_ns / NS_PER_S)
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether its policy asks what targets hold."""
+        return self._policy.needs_prefix
 
-    def hear(self, replica: int, records: list[Any]) -> None:
-        """What has changed in a replica's cache."""
-        name = self.targets[replica].name
+    def has_room(self, _: Call | None = None) -> bool:
+        """Whether any target would take a request now."""
+        return any(not state.full for number, state in enumerate(self.targets) if number not in self.closed)
+
+    def enqueue(self, call: Call, now_s: float) -> Call | None:
+        """Let a request wait for room; returns the one that is refused because the queue is full."""
+        request, queue, fleet = call.request, self.queue, self._fleet
+        priority, refused = request.priority or 0, None
+        if len(queue) >= fleet.queue_size:
+            lowest = queue.lowest(now_s)
+            if lowest is None or lowest.priority >= priority:
+                return call
+            queue.remove(lowest)
+            refused = lowest.item
+        deadline_s = math.inf if request.deadline_ns is None else now_s + request.deadline_ns / NS_PER_S
+        call.waiting = queue.push(
+            call,
+            now_s,
+            tokens=call.tokens,
+            priority=priority,
+            tenant=request.tenant,
+            deadline_s=deadline_s,
+            leaves_s=min(deadline_s, now_s + fleet.queue_timeout_s),
+        )
+        return refused
+
+    def dispatch(self, call: Call, now_s: float) -> None:
+        """Choose the target of a request and count the request there."""
+        call.waiting = None
+        eligible = [number for number in range(len(self.targets)) if number not in self.closed]
+        fresh = [number for number in eligible if not self.targets[number].full] or eligible
+        if call.tried:
+            untried = [number for number in fresh if number not in call.tried]
+            if not untried:
+                call.tried.clear()
+            fresh = untried or fresh
+        states = [self.targets[number] for number in fresh]
+        matched = self._matched(call.prompt, states)
+        features = Features(call.tokens, matched, call.key)
+        place = self._policy.rank(features, states).order[0]
+        target = states[place]
+        self._policy.sent(features, target)
+        if matched:
+            self.index.insert(target.name, call.prompt.digests)
+        call.target = fresh[place]
+        call.tried.add(call.target)
+        call.sent = Sent(target, call.tokens, matched[place] if matched else 0, now_s)
+
+    def _matched(self, prompt: Prompt, targets: Sequence[TargetState]) -> list[int]:
+        """How many tokens of a prompt each target should hold; nothing where the policy does not ask."""
+        if not prompt.digests or not self.needs_prefix:
+            return []
+        match, digests = self.index.match, prompt.digests
+        return [BLOCK_TOKENS * match(target.name, digests) for target in targets]
+
+    def hear(self, scheduler: int, target: int, records: list[Any]) -> None:
+        """What has changed in the cache of a scheduler of a target."""
+        name = self.targets[target].name
         for record in records:
-            stored, removed, cleared = self._blocks[replica].apply(record)
+            stored, removed, cleared = self._blocks[scheduler].apply(record)
             if cleared:
                 self.index.drop(name)
             self.index.insert(name, stored)
             self.index.remove(name, removed)
 
-    def died(self, replica: int) -> None:
-        """The replica has lost its cache."""
-        self.index.drop(self.targets[replica].name)
-        self.targets[replica].forget()
-        self._blocks[replica] = KvBlocks()
+    def died(self, target: int, schedulers: Sequence[int]) -> None:
+        """The target has lost its cache."""
+        self.index.drop(self.targets[target].name)
+        self.targets[target].forget()
+        for scheduler in schedulers:
+            self._blocks[scheduler] = _known_blocks()
+
+
+def _known_blocks() -> KvBlocks:
+    """Blocks that follow the root as our engines name it."""
+    return KvBlocks({root_hash("")})
+
+
+class RankBalancer:
+    """How an engine with several ranks chooses one, where its router does not."""
+
+    def __init__(self, method: str, ranks: int, seed: int) -> None:
+        self._policy = make_policy(method, PolicyOptions(seed=seed))
+        speed = Speed()
+        self._ranks = [TargetState(f"@{rank}", speed) for rank in range(ranks)]
+        self._index = PrefixIndex(INDEX_BYTES)
+        self._open: dict[int, Sent] = {}
+
+    def choose(self, call: Call, now_s: float) -> int:
+        """The rank for a request, which is counted there."""
+        digests, matched = call.prompt.digests, []
+        if self._policy.needs_prefix and digests:
+            matched = [BLOCK_TOKENS * self._index.match(state.name, digests) for state in self._ranks]
+        features = Features(call.tokens, matched, call.key)
+        rank = self._policy.rank(features, self._ranks).order[0]
+        state = self._ranks[rank]
+        self._policy.sent(features, state)
+        if matched:
+            self._index.insert(state.name, digests)
+        self._open[call.request.number] = Sent(state, call.tokens, matched[rank] if matched else 0, now_s)
+        return rank
+
+    def first_token(self, number: int, now_s: float) -> None:
+        """The answer to request `number` begins."""
+        self._open[number].first_token(now_s)
+
+    def finished(self, number: int, cached_tokens: int) -> None:
+        """Request `number` has ended."""
+        sent = self._open.pop(number)
+        sent.hit(cached_tokens)
+        sent.end()
+
+
+Send = Callable[[Request, int, int], None]
+"""(request, scheduler, now in ns)"""
+
+Refuse = Callable[[int, int], None]
+"""(number of the request, now in ns)"""
 
 
 class Routing:
     """All routers of a fleet and the requests that they have open.
 
-    dead: replicas that get nothing. first_seen: when the client saw the first token of requests that are not over.
+    first_seen: when the client saw the first token of requests that are not over. `room` is set when a request may have
+    found room since the last `serve`.
     """
 
-    def __init__(self, routers: list[SimRouter], fleet: Fleet, seed: int) -> None:
-        self.dead: set[int] = set()
+    def __init__(self, policy: str, places: Places, fleet: Fleet, seed: int, send: Send, refuse: Refuse) -> None:
+        """Raises ConfigError for an unknown policy or method, or an event of no replica."""
+        fleet.check(places.replicas)
+        if fleet.load_balance_method not in LOAD_BALANCE_METHODS:
+            raise ConfigError(
+                f"there is no load_balance_method {fleet.load_balance_method!r}; choose one of "
+                f"{', '.join(LOAD_BALANCE_METHODS)}"
+            )
+        self.room = False
         self.predicted_tokens = 0
         self.first_seen: dict[int, int] = {}
-        self._routers, self._fleet, self._seed = routers, fleet, seed
-        self._open: dict[int, _Open] = {}
+        self._places, self._fleet, self._seed = places, fleet, seed
+        self._send, self._refuse = send, refuse
+        self._routers = [SimRouter(policy, places, fleet, seed + number) for number in range(fleet.routers)]
+        self._balancers = [self._balancer(replica) for replica in range(places.replicas)]
+        self._open: dict[int, Call] = {}
         self._late: deque[tuple[int, int, list[Any]]] = deque()
         self._loss = np.random.default_rng([seed, LOSS_STREAM])
 
-    def choose(self, request: Request, now_ns: int) -> int:
-        """The number of the replica that shall serve a request which arrives now, by the router that it came to."""
-        self._hear_until(now_ns)
-        router = self._routers[mix(request.number + self._seed) % len(self._routers)]
-        replica, sent = router.choose(request, now_ns, self.dead)
-        self._open[request.number] = _Open(router, replica, sent)
-        self.predicted_tokens += sent.predicted
-        return replica
+    def _balancer(self, replica: int) -> RankBalancer | None:
+        if self._places.per_target == 1:
+            return None
+        return RankBalancer(self._fleet.load_balance_method, self._places.ranks, self._seed + replica)
 
-    def first_token(self, number: int, now_ns: int) -> None:
+    def arrive(self, request: Request, now: int) -> None:
+        """A request comes to one of the routers: it is sent, or waits, or is refused."""
+        self._hear_until(now)
+        router = self._routers[mix(request.number + self._seed) % len(self._routers)]
+        prompt = token_prompt(request.prompt_ids)
+        self._start(Call(request, router, prompt, prompt_key(prompt.digests)), now)
+
+    def _start(self, call: Call, now: int) -> None:
+        router = call.router
+        if not router.queue and router.has_room():
+            self._dispatch(call, now)
+            return
+        refused = router.enqueue(call, now / NS_PER_S)
+        if refused is not None:
+            self._refuse(refused.request.number, now)
+
+    def serve(self, now: int) -> None:
+        """Give room that has appeared to the most urgent requests that wait."""
+        self.room = False
+        self._hear_until(now)
+        for router in self._routers:
+            while router.queue:
+                entry = router.queue.pop(now / NS_PER_S, router.has_room)
+                if entry is None:
+                    break
+                self._dispatch(entry.item, now)
+
+    def _dispatch(self, call: Call, now: int) -> None:
+        call.router.dispatch(call, now / NS_PER_S)
+        assert call.sent is not None
+        self.predicted_tokens += call.sent.predicted
+        self._open[call.request.number] = call
+        call.scheduler = call.target * self._places.per_target
+        balancer = self._balancers[call.scheduler // self._places.ranks]
+        if balancer is not None:
+            call.scheduler += balancer.choose(call, now / NS_PER_S)
+        self._send(call.request, call.scheduler, now)
+
+    def next_sweep_ns(self, now: int) -> int | None:
+        """When the routers look next for requests that have waited too long; None while nothing waits."""
+        return (now // SWEEP_NS + 1) * SWEEP_NS if any(router.queue for router in self._routers) else None
+
+    def sweep(self, now: int) -> None:
+        """End requests that have waited too long."""
+        for router in self._routers:
+            for entry in router.queue.expired(now / NS_PER_S):
+                self._refuse(entry.item.request.number, now)
+        self.room = True
+
+    def first_token(self, number: int, now: int) -> None:
         """The answer to request `number` begins."""
-        self._open[number].sent.first_token(now_ns / NS_PER_S)
-        self.first_seen.setdefault(number, now_ns)
+        call = self._open[number]
+        assert call.sent is not None
+        call.sent.first_token(now / NS_PER_S)
+        balancer = self._balancers[call.scheduler // self._places.ranks]
+        if balancer is not None:
+            balancer.first_token(number, now / NS_PER_S)
+        self.first_seen.setdefault(number, now)
 
     def finished(self, finish: Finish) -> None:
         """A request has ended."""
-        ended = self._open.pop(finish.number)
-        ended.sent.hit(finish.cached_tokens)
-        ended.sent.end()
+        call = self._open.pop(finish.number)
+        assert call.sent is not None
+        call.sent.hit(finish.cached_tokens)
+        self._give_back(call, finish.cached_tokens)
 
-    def told(self, replica: int, records: list[Any], now_ns: int) -> None:
-        """A replica says what has changed in its cache."""
+    def _give_back(self, call: Call, cached_tokens: int) -> None:
+        assert call.sent is not None
+        call.sent.end()
+        balancer = self._balancers[call.scheduler // self._places.ranks]
+        if balancer is not None:
+            balancer.finished(call.request.number, cached_tokens)
+        self.room = True
+
+    def told(self, scheduler: int, records: list[Any], now: int) -> None:
+        """A scheduler says what has changed in its cache."""
         lag_s = self._fleet.kv_event_lag_s
         if records and lag_s is not None and self._loss.random() >= self._fleet.kv_event_loss:
-            self._late.append((now_ns + round(lag_s * NS_PER_S), replica, records))
+            self._late.append((now + round(lag_s * NS_PER_S), scheduler, records))
 
-    def died(self, replica: int) -> list[int]:
-        """A replica is dead; the numbers of the requests that it had."""
-        self.dead.add(replica)
+    def close(self, replica: int) -> None:
+        """The replica gets no new request."""
         for router in self._routers:
-            router.died(replica)
-        self._late = deque(entry for entry in self._late if entry[1] != replica)
-        lost = [number for number, one in self._open.items() if one.replica == replica]
-        for number in lost:
-            self._open.pop(number).sent.end()
-        return lost
+            router.closed.update(self._targets_of(replica))
 
-    def _hear_until(self, now_ns: int) -> None:
-        """Replicas run one after the other up to the same time, so batches are put in order first."""
-        due = sorted((entry for entry in self._late if entry[0] <= now_ns), key=lambda entry: entry[0])
-        self._late = deque(entry for entry in self._late if entry[0] > now_ns)
-        for _, replica, records in due:
+    def open(self, replica: int) -> None:
+        """The replica gets requests again, or for the first time."""
+        for router in self._routers:
+            router.closed.difference_update(self._targets_of(replica))
+        self.room = True
+
+    def died(self, replica: int, now: int) -> None:
+        """A replica is dead. Its requests start again elsewhere: an engine that continues an answer has to compute all
+        of it again, too.
+        """
+        self.close(replica)
+        schedulers = self._places.schedulers_of(replica)
+        for target in self._targets_of(replica):
+            first = target * self._places.per_target
             for router in self._routers:
-                router.hear(replica, records)
+                router.died(target, range(first, first + self._places.per_target))
+        self._late = deque(entry for entry in self._late if entry[1] not in schedulers)
+        lost = [call for call in self._open.values() if call.scheduler in schedulers]
+        for call in lost:
+            del self._open[call.request.number]
+            self._give_back(call, 0)
+            self._start(call, now)
 
+    def _targets_of(self, replica: int) -> range:
+        per_replica = self._places.ranks // self._places.per_target
+        return range(replica * per_replica, (replica + 1) * per_replica)
 
-def make_routing(policy: str, replicas: int, seed: int, pool_tokens: int, fleet: Fleet) -> Routing:
-    """The routers of a fleet. `pool_tokens`: the KV pool of a replica, which bounds what it can hold.
+    def _hear_until(self, now: int) -> None:
+        """Take in the events that have arrived. They were noted in the order in which they were sent."""
+        while self._late and self._late[0][0] <= now:
+            _, scheduler, records = self._late.popleft()
+            for router in self._routers:
+                router.hear(scheduler, scheduler // self._places.per_target, records)
 
-    Raises ConfigError for an unknown policy or a fault of no replica.
-    """
-    if any(not 0 <= fault.replica < replicas for fault in fleet.faults):
-        raise ConfigError(f"a fault names a replica that is not there; there are {replicas}")
-    believed = fleet.believed_pool_tokens or pool_tokens
-    routers = [SimRouter(policy, replicas, seed + number, believed) for number in range(fleet.routers)]
-    return Routing(routers, fleet, seed)
