@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tokenyard.sim.content import ANSWER_STREAM, SegmentContent, UniqueContent
-from tokenyard.sim.router import Fault, Fleet
+from tokenyard.sim.fleet import Fault, Fleet
 from tokenyard.sim.workload import uniform_columns
 
 REPLICAS = 4

@@ -150,6 +150,10 @@ def test_a_profile_file_takes_the_place_of_device_and_model(tmp_path):
         (["--trace", "t.jsonl", "--tape", "t.jsonl"], "another file of this run"),
         ([*SMALL, "--seed", "-1"], "--seed"),
         ([*SMALL, "--host-us", "-1"], "--host-us"),
+        ([*SMALL, "--replicas", "0"], "--replicas"),
+        ([*SMALL, "--dp-size", "-1"], "--dp-size"),
+        ([*SMALL, "--replicas", "5000"], "at most 4096"),
+        ([*SMALL, "--fleet", "nowhere.yaml"], "--fleet nowhere.yaml"),
         ([*SMALL, "--host-us", "inf"], "--host-us"),
         ([*SMALL, "--context-length", "0"], "--context-length is 0"),
         ([*SMALL, "--max-total-tokens", str(10**20)], "--max-total-tokens"),
@@ -177,6 +181,21 @@ def test_compare_runs_settings_side_by_side(tmp_path, capsys):
     assert all(one["finished"] == 60 for one in numbers.values())
     assert "sglang-default" in report.read_text()
     assert "fcfs" in capsys.readouterr().out
+
+
+def test_a_fleet_shows_each_of_its_workers(tmp_path, capsys):
+    (tmp_path / "f.yaml").write_text("{routers: 2, events: [{at_s: 1, kill: 1, for_s: 1}]}")
+    out = tmp_path / "o.json"
+    fleet = ["--replicas", "2", "--dp-size", "2", "--router", "predicted_ttft", "--fleet", str(tmp_path / "f.yaml")]
+    assert run_simulate(simulate_args(*SMALL, *fleet, "--json", str(out))) == 0
+    workers = json.loads(out.read_text())["workers"]
+    assert [row["name"] for row in workers] == ["r0@0", "r0@1", "r1@0", "r1@1"]
+    assert [row["restarts"] for row in workers] == [0, 0, 1, 1]
+    shown = capsys.readouterr().out
+    assert "workers by predicted_ttft, 2 routers" in shown
+    assert "r1@1" in shown
+    assert run_compare(parse(add_compare_arguments, "fcfs", "slo", *SMALL, *fleet, "--jobs", "1")) == 0
+    assert "slo: workers by" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def simulated(requests: Workload, chosen: Setup) -> list[tuple[int, tuple[bytes,
 
 def driven(requests: Workload, chosen: Setup) -> list[tuple[int, tuple[bytes, ...]]]:
     """A loop without overlap around the scheduler and the mock, on a clock that the mock's seconds move on."""
-    info, cost = executor_info(requests, chosen), chosen.profile.cost()
+    info, cost = executor_info(chosen), chosen.profile.cost()
     scheduler, executor = Scheduler(chosen.settings, info, cost), MockExecutor(info, cost, sleep=False)
     pending = [requests.request(index) for index in range(len(requests))]
     seen, now = [], 0

@@ -41,7 +41,7 @@ class Yard:
         context = work.max_prompt_tokens + work.max_output_tokens + 1
         chosen = SchedulerSettings(page_size=16, context_length=context, **settings)
         run = replace(setup(), settings=chosen)
-        origin = Origin(chosen, executor_info(work, run), run.belief(), learns=False)
+        origin = Origin(chosen, executor_info(run), run.belief(), learns=False)
         self.scheduler = origin.scheduler()
         executor = SimExecutor(origin.info, run.belief(), work.output_tokens, distinct_tokens=True)
         self.replica = Replica(self.scheduler, executor, lambda finish: self.traffic.take(RequestEnded.of(finish)))

@@ -7,8 +7,9 @@ from tests.sim.small import setup
 from tokenyard.base import ConfigError
 from tokenyard.router.choice import POLICIES
 from tokenyard.sim.engine import simulate
+from tokenyard.sim.fleet import Fault, Fleet
 from tokenyard.sim.metrics import summary
-from tokenyard.sim.router import Fault, Fleet, Routing
+from tokenyard.sim.router import Routing
 from tokenyard.sim.synthetic import synthetic
 
 CACHED = {"disable_radix_cache": False}

@@ -23,10 +23,11 @@ MAY_IMPORT = {
     "router.load": {"base"},
     "router.choice": {"base", "router.load"},
     "router.index": {"base", "cost"},
-    "router": {"base", "cost", "policy", "router.load", "router.choice", "router.index", "ui"},
+    "router.queue": set(),
+    "router": {"base", "cost", "policy", "router.load", "router.choice", "router.index", "router.queue", "ui"},
     "sim": {
         *("base", "cache", "cost", "policy", "scheduler", "tape"),
-        *("transfer.protocol", "router.load", "router.choice", "router.index", "ui"),
+        *("transfer.protocol", "router.load", "router.choice", "router.index", "router.queue", "ui"),
     },
     "transfer.protocol": {"base"},
     "engine": {
@@ -40,7 +41,7 @@ MAY_IMPORT = {
 }
 PURE = (
     *("base", "cache", "cost", "policy", "scheduler", "tape", "sim"),
-    *("router.load", "router.choice", "router.index", "transfer.protocol"),
+    *("router.load", "router.choice", "router.index", "router.queue", "transfer.protocol"),
 )
 BANNED = {"torch", "time", "asyncio", "socket", "threading", "multiprocessing", "zmq", "random"}
 SIM_MAY = {"time", "multiprocessing"}

@@ -8,6 +8,7 @@ from ctypes import c_int64
 from pathlib import Path
 from typing import Any
 
+from tokenyard.cli.fleet_table import print_fleets
 from tokenyard.cli.simulation import (
     ORACLE,
     add_oracle_argument,
@@ -22,7 +23,7 @@ from tokenyard.cli.simulation import (
 )
 from tokenyard.cli.terminal import command_line
 from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.metrics import summary
+from tokenyard.sim.metrics import fleet_summary
 from tokenyard.sim.oracle import with_oracle
 from tokenyard.sim.report import write_report
 from tokenyard.sim.timeline import Timeline
@@ -54,7 +55,7 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.oracle:
         setups |= {f"{name}{ORACLE}": with_oracle(setup) for name, setup in setups.items()}
     results = simulate_all(workload, setups, args.jobs, args.quiet)
-    numbers = {name: summary(outcome) for name, (outcome, _) in results.items()}
+    numbers = {name: fleet_summary(outcome) for name, (outcome, _) in results.items()}
     write_numbers(args.json, numbers)
     if args.report is not None:
         outcomes = {name: outcome for name, (outcome, _) in results.items()}
@@ -62,6 +63,7 @@ def run_compare(args: argparse.Namespace) -> int:
         write_report(args.report, outcomes, timelines, command=command_line())
     if not args.quiet:
         print_outcomes(numbers)
+        print_fleets({name: outcome for name, (outcome, _) in results.items()})
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import BinaryIO
 from rich.progress import Progress
 
 from tokenyard.base import ConfigError, StepPlan, StepWork
+from tokenyard.cli.fleet_table import print_fleets
 from tokenyard.cli.simulation import (
     ORACLE,
     add_oracle_argument,
@@ -24,7 +25,7 @@ from tokenyard.cli.simulation import (
 from tokenyard.cli.terminal import command_line
 from tokenyard.sim.bounds import attainment_bound, endless_cache
 from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.metrics import summary
+from tokenyard.sim.metrics import fleet_summary
 from tokenyard.sim.oracle import with_oracle
 from tokenyard.sim.replica import StepObserver
 from tokenyard.sim.report import write_report
@@ -63,7 +64,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         if args.oracle:
             told = name + ORACLE
             outcomes[told] = simulate(workload, with_oracle(setup), None, _progress(bar, told, workload))
-    table = {one: summary(outcome) for one, outcome in outcomes.items()}
+    table = {one: fleet_summary(outcome) for one, outcome in outcomes.items()}
     table[name] |= oracle_bounds(workload, setup) if args.bound else {}
     write_numbers(args.json, table[name] | ({"oracle": table[told]} if args.oracle else {}))
     if timeline is not None:
@@ -72,6 +73,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         perfetto.write(args.perfetto)
     if not args.quiet:
         print_outcomes(table)
+        print_fleets(outcomes)
     return 0
 
 

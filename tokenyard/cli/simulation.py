@@ -23,6 +23,7 @@ from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
 from tokenyard.router.choice import POLICIES
 from tokenyard.sim.engine import Setup, SloTargets
+from tokenyard.sim.fleet import Fleet, read_fleet
 from tokenyard.sim.presets import preset, preset_names
 from tokenyard.sim.reading import ReadOptions, Tokenize
 from tokenyard.sim.recognise import recognised
@@ -37,6 +38,7 @@ ORACLE = ", oracle"
 OUTPUT_FLAGS = ("json", "report", "perfetto", "tape")
 CONTEXT_RANGE = Allowed(2, 1 << 22)
 MOST_HOST_US = 1e9
+MOST_SCHEDULERS = 4096
 ANY_WIDTH = 100_000
 
 
@@ -110,10 +112,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="cost profile written by `tokenyard calibrate`, instead of a built-in one",
     )
-    group.add_argument("--replicas", type=int, default=1, metavar="R", help="engines behind a router [1]")
-    group.add_argument(
-        "--router", choices=list(POLICIES), default="round_robin", help="how the router chooses an engine [round_robin]"
-    )
+    add_fleet_arguments(parser)
     group.add_argument(
         "--host-us", type=float, default=0.0, metavar="US", help="CPU time of one step in microseconds [0]"
     )
@@ -127,6 +126,25 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--learn-cost", action="store_true", help="let the scheduler correct these costs by the steps it sees"
+    )
+
+
+def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many engines there are, and what is in front of them."""
+    group = parser.add_argument_group("fleet")
+    group.add_argument("--replicas", type=int, default=1, metavar="R", help="engines behind a router [1]")
+    group.add_argument(
+        "--dp-size", type=int, default=1, metavar="D", help="ranks of each engine: schedulers with their own device [1]"
+    )
+    group.add_argument(
+        "--router", choices=list(POLICIES), default="round_robin", help="how the router chooses an engine [round_robin]"
+    )
+    group.add_argument(
+        "--fleet",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON: several routers, their queue, KV events, other devices, and a schedule of deaths, slow "
+        "engines, drains and joins (docs/simulator.md)",
     )
 
 
@@ -161,6 +179,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         (args.seed >= 0, f"--seed is {args.seed}; it must be at least 0"),
         (0.0 < args.request_rate < float("inf"), f"--request-rate is {args.request_rate}; it must be above 0"),
         (0.0 <= args.host_us <= MOST_HOST_US, f"--host-us is {args.host_us}; it must be from 0 to {MOST_HOST_US:g}"),
+        (args.replicas >= 1, f"--replicas is {args.replicas}; it must be at least 1"),
+        (args.dp_size >= 1, f"--dp-size is {args.dp_size}; it must be at least 1"),
+        (args.replicas * args.dp_size <= MOST_SCHEDULERS, f"a fleet has at most {MOST_SCHEDULERS} schedulers"),
         (args.cost_error > -1.0, f"--cost-error is {args.cost_error}; it must be above -1"),
     )
     for holds, message in checks:
@@ -236,12 +257,14 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
         profile=profile,
         settings=settings,
         replicas=args.replicas,
+        dp_size=args.dp_size,
         router=args.router,
         seed=args.seed,
         host_s=args.host_us / 1e6,
         kv_pool_tokens=pool_tokens,
         belief_scale=1.0 + args.cost_error,
         learn=args.learn_cost,
+        fleet=read_fleet(args.fleet, args.profile_model) if args.fleet is not None else Fleet(),
     )
 
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 from typing_extensions import override
 
@@ -22,6 +23,7 @@ BALANCE_REL_THRESHOLD = 1.5
 BOUNDED_LOAD = 1.25
 MOST_SESSIONS = 1 << 17
 KEY_BLOCKS = 4
+KEY_BYTES = 1024
 
 COLD, CACHED, SPILLED_FOR_LOAD, SPILLED_BY_BOUND, BALANCED, STICKY = (
     "cold",
@@ -253,6 +255,13 @@ class CacheAware(RoutePolicy):
             return Ranking(order, loads, COLD)
         order.remove(best)
         return Ranking([best, *order], loads, CACHED)
+
+
+def beginning_key(prompt: bytes) -> int:
+    """`Features.key` of a prompt by its text or its token ids (int32), the same in every process: by 1024 bytes of it,
+    which are 256 tokens.
+    """
+    return mix(crc32(prompt[:KEY_BYTES]))
 
 
 def prompt_key(digests: Sequence[bytes | int]) -> int:

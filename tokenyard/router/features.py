@@ -6,18 +6,16 @@ Nothing is checked here that the worker checks: a field of the wrong type counts
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import orjson
 
 from tokenyard.base import Int32Array, InvalidRequestError
 from tokenyard.base.blocks import ROOT, root_digest
-from tokenyard.router.choice import mix
+from tokenyard.router.choice import KEY_BYTES, beginning_key
 from tokenyard.router.index import Prompt, text_prompt, token_prompt
 
 BYTES_PER_TOKEN = 4.0
-KEY_BYTES = 1024
 RANK_FIELDS = ("data_parallel_rank", "routed_dp_rank")
 PREFILL_RANK_FIELDS = ("disagg_prefill_dp_rank", "data_parallel_rank")
 DECODE_RANK_FIELDS = ("data_parallel_rank_decode", "routed_dp_rank")
@@ -90,12 +88,12 @@ def parse_body(
     if ids is not None:
         parsed.prompt = token_prompt(ids, _root(fields)) if needs_prefix else Prompt(size=len(ids))
         parsed.tokens, parsed.counted = max(len(ids), 1), True
-        parsed.key = mix(crc32(ids[: KEY_BYTES // 4].tobytes()))
+        parsed.key = beginning_key(ids[: KEY_BYTES // 4].tobytes())
     else:
         text = prompt_text(fields)
         parsed.prompt = text_prompt(text, stable=stable) if needs_prefix else Prompt(size=len(text))
         parsed.tokens = max(int(len(text) / bytes_per_token), 1)
-        parsed.key = mix(crc32(text[:KEY_BYTES]))
+        parsed.key = beginning_key(text)
     return parsed
 
 

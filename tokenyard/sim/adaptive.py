@@ -43,6 +43,26 @@ class Adapter:
             self._look(self._pace.next_ns)
         self._replica.advance(until, to_arrival=to_arrival)
 
+    @property
+    def due_ns(self) -> int:
+        """See `Replica.due_ns`; while there is work a look is due, too."""
+        replica = self._replica
+        return min(replica.due_ns, self._pace.next_ns) if replica.scheduler.has_work else replica.due_ns
+
+    def turn(self) -> None:
+        """Look if it is time, else let the replica have its turn."""
+        now = self._pace.next_ns
+        if now > self._replica.due_ns or not self._replica.scheduler.has_work:
+            self._replica.turn()
+            return
+        self._replica.advance(now)
+        if self._replica.scheduler.has_work:
+            self._look(now)
+
+    def meet(self, now: int) -> None:
+        """Bring the replica to `now`, at which something from outside happens to it."""
+        self._replica.meet(now)
+
     def _look(self, now: int) -> None:
         moment, judge = self._replica.scheduler.lookahead_state(now), self.judge
         scores = look_ahead(self._traffic, moment, judge.wanted(), self._outlook.horizon_s, judge.looks)

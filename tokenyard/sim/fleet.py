@@ -19,6 +19,9 @@ QUEUE_SIZE, QUEUE_TIMEOUT_S, QUEUE_AGING_S = 1000, 60.0, 10.0
 
 ROUTER_KEYS = ("routers", "dp_aware", "load_balance_method", "believed_pool_tokens")
 QUEUE_KEYS = ("max_worker_requests", "queue_size", "queue_timeout_s", "queue_aging_s", "tenant_weights")
+LOAD_BALANCE_METHODS = ("predicted_ttft", "cache_aware", "shortest_queue", "total_tokens", "round_robin")
+"""How an engine with several ranks can choose one: policies of the router."""
+
 EVENT_KINDS = ("kill", "slow", "drain", "join")
 LONGEST_S = 1e9
 
@@ -68,7 +71,7 @@ class Fleet:
     faults: tuple[Fault, ...] = ()
     drains: tuple[Drain, ...] = ()
     dp_aware: bool = True
-    load_balance_method: str = "round_robin"
+    load_balance_method: str = LOAD_BALANCE_METHODS[0]
     max_worker_requests: int = 0
     queue_size: int = QUEUE_SIZE
     queue_timeout_s: float = QUEUE_TIMEOUT_S
@@ -84,13 +87,22 @@ class Fleet:
             raise ConfigError("the queue of a fleet's router takes no negative numbers")
         if not self.queue_timeout_s > 0.0 or not all(weight > 0.0 for weight in self.tenant_weights.values()):
             raise ConfigError("queue_timeout_s and the tenant_weights of a fleet must be above 0")
-        for event in (*self.faults, *self.drains):
+        if self.load_balance_method not in LOAD_BALANCE_METHODS:
+            raise ConfigError(
+                f"load_balance_method is {self.load_balance_method!r}; choose one of {', '.join(LOAD_BALANCE_METHODS)}"
+            )
+        for event in self.events:
             if not (event.at_s >= 0.0 and event.for_s > 0.0):
                 raise ConfigError("an event of a fleet needs a time that is not negative and a length above 0")
 
+    @property
+    def events(self) -> tuple[Fault | Drain, ...]:
+        """Everything that happens to replicas."""
+        return self.faults + self.drains
+
     def check(self, replicas: int) -> None:
         """Raise ConfigError for an event or a device of a replica that is not there."""
-        named = [event.replica for event in (*self.faults, *self.drains)] + list(self.profiles)
+        named = [*(event.replica for event in self.events), *self.profiles]
         if any(not 0 <= replica < replicas for replica in named):
             raise ConfigError(f"a fault names a replica that is not there; there are {replicas}, numbered from 0")
 
@@ -131,7 +143,9 @@ class _Reader:
             changes |= {"kv_event_lag_s": kv_events.get("lag_s", 0.0), "kv_event_loss": kv_events.get("loss", 0.0)}
         self._check_kinds(changes)
         faults, drains = self._events(document.get("events", []))
-        profiles = {self._whole(worker): self._profile(what) for worker, what in self._mapping(document, "workers").items()}
+        profiles = {
+            self._whole(worker): self._profile(what) for worker, what in self._mapping(document, "workers").items()
+        }
         try:
             return replace(Fleet(**changes), faults=tuple(faults), drains=tuple(drains), profiles=profiles)
         except ConfigError as error:

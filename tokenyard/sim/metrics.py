@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array
-from tokenyard.sim.engine import REJECTED, UNFINISHED, Outcome
+from tokenyard.sim.outcome import REJECTED, UNFINISHED, Outcome
+from tokenyard.sim.workers import router_queue, worker_figures
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999), ("max", 1.0))
 
@@ -66,6 +67,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "policy": outcome.setup.settings.schedule_policy,
         "policy_note": outcome.policy_note,
         "replicas": outcome.setup.replicas,
+        "dp_size": outcome.setup.dp_size,
         "requests": len(workload),
         "unknown_lengths": workload.unknown_lengths,
         "trace_notes": workload.notes,
@@ -87,7 +89,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "prefix_hit_rate": round(counters["hit_tokens"] / max(counters["prompt_tokens"], 1), 6),
         "preemptions": counters["preempted"] + counters["retracted"],
         "recomputed_tokens": counters["recomputed_tokens"],
-        "utilisation": round(outcome.busy_seconds / seconds / outcome.setup.replicas, 6),
+        "utilisation": round(outcome.busy_seconds / seconds / outcome.setup.schedulers, 6),
         "policy_changes": [
             {"at_s": round(one.at_ns / NS_PER_S, 6), "candidate": one.candidate, "reason": one.reason}
             for one in outcome.switches
@@ -97,6 +99,13 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "wall_seconds": round(outcome.wall_seconds, 3),
         "decision_hash": outcome.decision_hash,
     }
+
+
+def fleet_summary(outcome: Outcome) -> dict[str, Any]:
+    """`summary` and, for several schedulers, what each did."""
+    if outcome.setup.schedulers == 1:
+        return summary(outcome)
+    return summary(outcome) | {"router_queue": router_queue(outcome), "workers": worker_figures(outcome)}
 
 
 def _by_name(outcome: Outcome, names: tuple[str, ...], column: Any) -> dict[str, float | None]:

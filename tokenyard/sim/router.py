@@ -12,22 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import NS_PER_S, ConfigError, Finish, Request
+from tokenyard.base import NS_PER_S, Finish, Request
 from tokenyard.base.blocks import BLOCK_TOKENS
-from tokenyard.cache.kv_events import root_hash
-from tokenyard.router.choice import Features, PolicyOptions, make_policy, mix, prompt_key
+from tokenyard.router.choice import KEY_BYTES, Features, PolicyOptions, beginning_key, make_policy, mix, prompt_key
 from tokenyard.router.index import KvBlocks, PrefixIndex, Prompt, token_prompt
 from tokenyard.router.load import Sent, Speed, TargetState
 from tokenyard.router.queue import Waiting, WaitingQueue
 from tokenyard.sim.fleet import Fleet
+from tokenyard.sim.replica import NEVER_NS
 
 INDEX_BYTES = 1 << 30
 LOSS_STREAM = 1
 SWEEP_NS = NS_PER_S // 4
 """How often the proxy looks for requests that have waited too long."""
-
-LOAD_BALANCE_METHODS = ("predicted_ttft", "cache_aware", "shortest_queue", "total_tokens", "round_robin")
-"""How an engine with several ranks can choose one: policies of the router."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +87,7 @@ class SimRouter:
         self.queue: WaitingQueue[Call] = WaitingQueue(aging_s=fleet.queue_aging_s, weights=fleet.tenant_weights)
         self.index = PrefixIndex(INDEX_BYTES)
         self._fleet = fleet
-        self._blocks = [_known_blocks() for _ in range(places.replicas * places.ranks)]
+        self._blocks = [KvBlocks() for _ in range(places.replicas * places.ranks)]
         pool_tokens = fleet.believed_pool_tokens or places.pool_tokens * places.per_target
         for target in self.targets:
             self.index.limit(target.name, max(pool_tokens // BLOCK_TOKENS, 1))
@@ -170,36 +167,31 @@ class SimRouter:
         self.index.drop(self.targets[target].name)
         self.targets[target].forget()
         for scheduler in schedulers:
-            self._blocks[scheduler] = _known_blocks()
-
-
-def _known_blocks() -> KvBlocks:
-    """Blocks that follow the root as our engines name it."""
-    return KvBlocks({root_hash("")})
+            self._blocks[scheduler] = KvBlocks()
 
 
 class RankBalancer:
     """How an engine with several ranks chooses one, where its router does not."""
 
-    def __init__(self, method: str, ranks: int, seed: int) -> None:
-        self._policy = make_policy(method, PolicyOptions(seed=seed))
+    def __init__(self, method: str, ranks: int, pool_tokens: int) -> None:
+        self._policy = make_policy(method)
         speed = Speed()
-        self._ranks = [TargetState(f"@{rank}", speed) for rank in range(ranks)]
+        self._ranks = [TargetState(f"rank {rank}", speed) for rank in range(ranks)]
         self._index = PrefixIndex(INDEX_BYTES)
+        for state in self._ranks:
+            self._index.limit(state.name, pool_tokens // BLOCK_TOKENS)
         self._open: dict[int, Sent] = {}
 
     def choose(self, call: Call, now_s: float) -> int:
         """The rank for a request, which is counted there."""
-        digests, matched = call.prompt.digests, []
-        if self._policy.needs_prefix and digests:
-            matched = [BLOCK_TOKENS * self._index.match(state.name, digests) for state in self._ranks]
-        features = Features(call.tokens, matched, call.key)
+        digests = token_prompt(call.request.prompt_ids).digests if self._policy.needs_prefix else ()
+        matched = [BLOCK_TOKENS * self._index.match(state.name, digests) for state in self._ranks]
+        features = Features(call.tokens, matched, prompt_key(digests))
         rank = self._policy.rank(features, self._ranks).order[0]
         state = self._ranks[rank]
         self._policy.sent(features, state)
-        if matched:
-            self._index.insert(state.name, digests)
-        self._open[call.request.number] = Sent(state, call.tokens, matched[rank] if matched else 0, now_s)
+        self._index.insert(state.name, digests)
+        self._open[call.request.number] = Sent(state, call.tokens, matched[rank], now_s)
         return rank
 
     def first_token(self, number: int, now_s: float) -> None:
@@ -211,6 +203,15 @@ class RankBalancer:
         sent = self._open.pop(number)
         sent.hit(cached_tokens)
         sent.end()
+
+    def lost(self) -> None:
+        """The engine has died with all that it had."""
+        for sent in self._open.values():
+            sent.end()
+        self._open.clear()
+        for state in self._ranks:
+            self._index.drop(state.name)
+            state.forget()
 
 
 Send = Callable[[Request, int, int], None]
@@ -228,35 +229,31 @@ class Routing:
     """
 
     def __init__(self, policy: str, places: Places, fleet: Fleet, seed: int, send: Send, refuse: Refuse) -> None:
-        """Raises ConfigError for an unknown policy or method, or an event of no replica."""
+        """Raises ConfigError for an unknown policy, or an event of no replica."""
         fleet.check(places.replicas)
-        if fleet.load_balance_method not in LOAD_BALANCE_METHODS:
-            raise ConfigError(
-                f"there is no load_balance_method {fleet.load_balance_method!r}; choose one of "
-                f"{', '.join(LOAD_BALANCE_METHODS)}"
-            )
         self.room = False
         self.predicted_tokens = 0
         self.first_seen: dict[int, int] = {}
         self._places, self._fleet, self._seed = places, fleet, seed
         self._send, self._refuse = send, refuse
         self._routers = [SimRouter(policy, places, fleet, seed + number) for number in range(fleet.routers)]
-        self._balancers = [self._balancer(replica) for replica in range(places.replicas)]
+        self._balancers = [self._balancer() for _ in range(places.replicas)]
         self._open: dict[int, Call] = {}
         self._late: deque[tuple[int, int, list[Any]]] = deque()
         self._loss = np.random.default_rng([seed, LOSS_STREAM])
 
-    def _balancer(self, replica: int) -> RankBalancer | None:
+    def _balancer(self) -> RankBalancer | None:
         if self._places.per_target == 1:
             return None
-        return RankBalancer(self._fleet.load_balance_method, self._places.ranks, self._seed + replica)
+        return RankBalancer(self._fleet.load_balance_method, self._places.ranks, self._places.pool_tokens)
 
     def arrive(self, request: Request, now: int) -> None:
         """A request comes to one of the routers: it is sent, or waits, or is refused."""
         self._hear_until(now)
         router = self._routers[mix(request.number + self._seed) % len(self._routers)]
-        prompt = token_prompt(request.prompt_ids)
-        self._start(Call(request, router, prompt, prompt_key(prompt.digests)), now)
+        ids = request.prompt_ids
+        prompt = token_prompt(ids) if router.needs_prefix else Prompt(size=len(ids))
+        self._start(Call(request, router, prompt, beginning_key(ids[: KEY_BYTES // 4].tobytes())), now)
 
     def _start(self, call: Call, now: int) -> None:
         router = call.router
@@ -289,9 +286,9 @@ class Routing:
             call.scheduler += balancer.choose(call, now / NS_PER_S)
         self._send(call.request, call.scheduler, now)
 
-    def next_sweep_ns(self, now: int) -> int | None:
-        """When the routers look next for requests that have waited too long; None while nothing waits."""
-        return (now // SWEEP_NS + 1) * SWEEP_NS if any(router.queue for router in self._routers) else None
+    def next_sweep_ns(self, now: int) -> int:
+        """When the routers look next for requests that have waited too long; NEVER_NS while nothing waits."""
+        return (now // SWEEP_NS + 1) * SWEEP_NS if any(router.queue for router in self._routers) else NEVER_NS
 
     def sweep(self, now: int) -> None:
         """End requests that have waited too long."""
@@ -315,14 +312,10 @@ class Routing:
         call = self._open.pop(finish.number)
         assert call.sent is not None
         call.sent.hit(finish.cached_tokens)
-        self._give_back(call, finish.cached_tokens)
-
-    def _give_back(self, call: Call, cached_tokens: int) -> None:
-        assert call.sent is not None
         call.sent.end()
         balancer = self._balancers[call.scheduler // self._places.ranks]
         if balancer is not None:
-            balancer.finished(call.request.number, cached_tokens)
+            balancer.finished(finish.number, finish.cached_tokens)
         self.room = True
 
     def told(self, scheduler: int, records: list[Any], now: int) -> None:
@@ -353,10 +346,15 @@ class Routing:
             for router in self._routers:
                 router.died(target, range(first, first + self._places.per_target))
         self._late = deque(entry for entry in self._late if entry[1] not in schedulers)
+        balancer = self._balancers[replica]
+        if balancer is not None:
+            balancer.lost()
         lost = [call for call in self._open.values() if call.scheduler in schedulers]
         for call in lost:
+            assert call.sent is not None
             del self._open[call.request.number]
-            self._give_back(call, 0)
+            call.sent.end()
+            self.room = True
             self._start(call, now)
 
     def _targets_of(self, replica: int) -> range:
@@ -369,4 +367,3 @@ class Routing:
             _, scheduler, records = self._late.popleft()
             for router in self._routers:
                 router.hear(scheduler, scheduler // self._places.per_target, records)
-

@@ -27,7 +27,7 @@ from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
 from tokenyard.scheduler.snapshot import Counters
 from tokenyard.scheduler.state import first_belief
 from tokenyard.sim.conversations import Conversations
-from tokenyard.sim.engine import FINISHED, REJECTED, UNFINISHED, Outcome, Setup
+from tokenyard.sim.engine import FINISHED, REJECTED, UNFINISHED, Outcome, SchedulerRun, Setup
 from tokenyard.sim.reading import NEVER_SERVED
 from tokenyard.sim.workload import LENGTH_KNOWN, NO_PRIORITY, Workload, WorkloadBuilder
 from tokenyard.tape.codec import Origin
@@ -184,11 +184,12 @@ class History(Observer):
             completion_tokens=_column([answer.output_tokens for answer in answers]),
             cached_tokens=_column([one.cached_tokens for one in finishes]),
             retractions=_column([one.retractions for one in finishes]),
-            replica=np.zeros(len(answers), np.int32),
+            place=np.zeros(len(answers), np.int32),
+            sent_ns=np.array([answer.arrival_ns - begin_ns for answer in answers], np.int64),
             unloaded_s=np.array([unloaded_prefill_s(truth, len(one.request.prompt_ids)) for one in answers]),
             counters=asdict(counters),
             sim_seconds=(self._end_ns - begin_ns) / NS_PER_S,
-            busy_seconds=self._busy_s,
+            schedulers=[SchedulerRun(self._busy_s, asdict(counters))],
         )
 
     def notes(self) -> list[str]:

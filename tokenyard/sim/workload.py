@@ -52,7 +52,8 @@ class Workload:
     end, NaN for none. slo_ttft_s, slo_tpot_s: float64[n], the request's own targets for its first token and, on
     average, for every further one; NaN where those of the run hold. seen_tokens: int32[n], LENGTH_KNOWN, or for an
     answer that did not end by itself the tokens that were seen of it; output_tokens is a draw then (`sim.lengths`).
-    remarks: what was left out or guessed when the trace was read, one sentence each.
+    remarks: what was left out or guessed when the trace was read, one sentence each. follows: int32[n], the
+    request after whose end a request comes, `arrival_s` later, or -1; None if all come at their own times.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Workload:
     slo_tpot_s: Float64Array = field(default_factory=lambda: np.zeros(0, np.float64))
     seen_tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     remarks: tuple[str, ...] = ()
+    follows: Int32Array | None = None
 
     def __post_init__(self) -> None:
         span_s = float(self.arrival_s[-1]) if len(self) else 0.0

@@ -1,0 +1,253 @@
+"""What is simulated, and what comes out of it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenyard.base import (
+    NS_PER_S,
+    BoolArray,
+    ConfigError,
+    ExecutorInfo,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    SchedulerSettings,
+)
+from tokenyard.cost import LinearCost, Profile
+from tokenyard.policy.adaptive import Switch
+from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE
+from tokenyard.sim.fleet import Fleet
+from tokenyard.sim.workload import Workload
+
+UNFINISHED, FINISHED, REJECTED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class SloTargets:
+    """The targets by which a request counts as met: TTFT at most max(`ttft_s`, `ttft_scale` x its unloaded prefill),
+    and the mean time per output token at most `tpot_s`.
+
+    A request's own targets come before these; a deadline replaces the first token's target (as in `base.SloTargets`).
+    """
+
+    ttft_s: float = 1.0
+    ttft_scale: float = 5.0
+    tpot_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a target that no request can meet."""
+        if not (self.ttft_s >= 0.0 and self.ttft_scale >= 0.0 and self.tpot_s > 0.0):
+            raise ConfigError("SLO targets must not be negative, and the time per output token above 0")
+        if max(self.ttft_s, self.ttft_scale) == 0.0:
+            raise ConfigError("--slo-ttft-ms and --slo-ttft-scale are both 0; no request could meet that")
+
+    def first_token_s(self, workload: Workload, unloaded_s: Float64Array) -> Float64Array:
+        """float64[n], the target for each request's first token; infinite if only the end has a deadline."""
+        common = np.maximum(self.ttft_s, self.ttft_scale * unloaded_s)
+        none_given = np.where(np.isnan(workload.deadline_s), common, np.inf)
+        return np.where(np.isnan(workload.slo_ttft_s), none_given, workload.slo_ttft_s)
+
+    def per_token_s(self, workload: Workload) -> Float64Array:
+        """float64[n], the target for each request's mean time per output token."""
+        return np.where(np.isnan(workload.slo_tpot_s), self.tpot_s, workload.slo_tpot_s)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated: the engine's settings, the device's true costs, and around it the router and its replicas.
+
+    `belief_scale` is the factor by which the scheduler's first cost model is too slow, `learn` whether measured steps
+    correct it. Each of `replicas` engines has `dp_size` ranks: schedulers with a device and `settings` of their own.
+    `host_s` is CPU time per step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes the
+    profile's pool. With `oracle` each request asks for as many tokens as it will get.
+    """
+
+    profile: Profile
+    settings: SchedulerSettings
+    replicas: int = 1
+    dp_size: int = 1
+    router: str = "round_robin"
+    seed: int = 0
+    host_s: float = 0.0
+    kv_pool_tokens: int | None = None
+    belief_scale: float = 1.0
+    learn: bool = False
+    oracle: bool = False
+    fleet: Fleet = field(default_factory=Fleet)
+
+    @property
+    def slo(self) -> SloTargets:
+        """The targets of requests without their own, from the scheduler's settings."""
+        settings = self.settings
+        return SloTargets(settings.slo_ttft_ms / 1e3, settings.slo_ttft_scale, settings.slo_tpot_ms / 1e3)
+
+    @property
+    def schedulers(self) -> int:
+        """How many there are in all."""
+        return self.replicas * self.dp_size
+
+    @property
+    def devices(self) -> int:
+        """How many devices these take."""
+        return sum(self.dp_size * self.profile_of(replica).tp for replica in range(self.replicas))
+
+    def profile_of(self, replica: int) -> Profile:
+        """The device of a replica."""
+        return self.fleet.profiles.get(replica, self.profile)
+
+    def belief(self, replica: int = 0) -> LinearCost:
+        """The first cost model of the schedulers of a replica."""
+        truth = self.profile_of(replica).cost()
+        return truth if self.belief_scale == 1.0 else LinearCost(truth.terms.scaled(self.belief_scale), truth.links)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerRun:
+    """What one scheduler did: device time, its counters, and how often it was started again."""
+
+    busy_s: float
+    counters: dict[str, int]
+    restarts: int = 0
+
+
+@dataclass
+class Outcome:
+    """The outcome of each request, as columns by request number, and of the whole run.
+
+    status: int32[n], UNFINISHED, FINISHED or REJECTED. Times in ns from the start of the trace, 0 where a stage was
+    never reached; sent_ns is when it left the router, arrivals are those of `workload`. unloaded_s: float64[n], see
+    `unloaded_prefill_s`. place: int32[n], the scheduler that served it, -1 for none: rank r of replica e is number
+    e * dp_size + r. schedulers: what each did. policy_note: why another policy than the configured one decided; "" if
+    it did not.
+    """
+
+    workload: Workload
+    setup: Setup
+    status: Int32Array
+    admitted_ns: Int64Array
+    first_token_ns: Int64Array
+    finished_ns: Int64Array
+    completion_tokens: Int32Array
+    cached_tokens: Int32Array
+    retractions: Int32Array
+    place: Int32Array
+    sent_ns: Int64Array
+    unloaded_s: Float64Array
+    counters: dict[str, int] = field(default_factory=dict)
+    switches: list[Switch] = field(default_factory=list)
+    policy_note: str = ""
+    sim_seconds: float = 0.0
+    schedulers: list[SchedulerRun] = field(default_factory=list)
+    wall_seconds: float = 0.0
+    decision_hash: str = ""
+    predicted_cached_tokens: int = 0
+
+    @property
+    def replica(self) -> Int32Array:
+        """int32[n], the replica that served each request, -1 for none."""
+        replicas: Int32Array = self.place // self.setup.dp_size
+        return replicas
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time that all devices worked."""
+        return sum(run.busy_s for run in self.schedulers)
+
+    @property
+    def arrival_ns(self) -> Int64Array:
+        """int64[n], when each request arrived."""
+        arrivals: Int64Array = np.round(self.workload.arrival_s * NS_PER_S).astype(np.int64)
+        return arrivals
+
+    @property
+    def served(self) -> BoolArray:
+        """bool[n], which requests ran to their end."""
+        served: BoolArray = self.status == FINISHED
+        return served
+
+    @property
+    def ttft_s(self) -> Float64Array:
+        """float64[n], arrival to first token; NaN where there was none."""
+        return self._seconds(self.first_token_ns - self.arrival_ns)
+
+    @property
+    def e2e_s(self) -> Float64Array:
+        """float64[n], arrival to end; NaN for requests that did not finish."""
+        return self._seconds(self.finished_ns - self.arrival_ns)
+
+    @property
+    def tpot_s(self) -> Float64Array:
+        """float64[n], mean time per output token after the first; 0 for answers of one token, NaN if unfinished."""
+        gaps = np.maximum(self.completion_tokens - 1, 1)
+        return self._seconds(self.finished_ns - self.first_token_ns) / gaps
+
+    @property
+    def ttft_slo_s(self) -> Float64Array:
+        """float64[n], the first-token target of each request; infinite where only the end has a deadline."""
+        return self.setup.slo.first_token_s(self.workload, self.unloaded_s)
+
+    @property
+    def late_s(self) -> Float64Array:
+        """float64[n], how far each request's first token or end was beyond its target; NaN if unfinished."""
+        late: Float64Array = np.maximum(self.ttft_s - self.ttft_slo_s, self._overdue_s)
+        return np.maximum(late, 0.0)
+
+    @property
+    def _overdue_s(self) -> Float64Array:
+        """float64[n], how far each end was beyond its deadline, far below 0 where there is none."""
+        overdue: Float64Array = self.e2e_s - np.where(
+            np.isnan(self.workload.deadline_s), np.inf, self.workload.deadline_s
+        )
+        return overdue
+
+    @property
+    def met(self) -> BoolArray:
+        """bool[n], whether each request met its own targets or the run's; rejected and unfinished ones did not."""
+        with np.errstate(invalid="ignore"):
+            fast = self.tpot_s <= self.setup.slo.per_token_s(self.workload)
+            met: BoolArray = self.served & (self.late_s <= 0.0) & fast
+        return met
+
+    def _seconds(self, spans: Int64Array) -> Float64Array:
+        seconds: Float64Array = np.where(self.served, spans / NS_PER_S, np.nan)
+        return seconds
+
+
+def executor_info(setup: Setup, replica: int = 0) -> ExecutorInfo:
+    """The simulated device: a context that holds the workload's longest request, the profile's KV pool."""
+    page, profile = setup.settings.page_size, setup.profile_of(replica)
+    pool_tokens = setup.kv_pool_tokens if setup.kv_pool_tokens is not None else profile.kv_pool_tokens
+    if pool_tokens < page:
+        raise ConfigError(f"a KV pool of {pool_tokens} tokens does not hold one page of {page}")
+    return ExecutorInfo(
+        model=profile.model,
+        device=profile.device,
+        dtype="none",
+        vocab_size=VOCAB_SIZE,
+        context_length=setup.settings.context_length,
+        eos_token_ids=(EOS_TOKEN,),
+        page_size=page,
+        num_pages=pool_tokens // page,
+        max_pool_rows=setup.settings.max_running_requests,
+        kv_bytes_per_token=profile.kv_bytes_per_token,
+    )
+
+
+def blank_outcome(workload: Workload, setup: Setup) -> Outcome:
+    """The outcome before anything has happened."""
+    count = len(workload)
+    return Outcome(
+        workload=workload,
+        setup=setup,
+        status=np.full(count, UNFINISHED, np.int32),
+        admitted_ns=np.zeros(count, np.int64),
+        first_token_ns=np.zeros(count, np.int64),
+        finished_ns=np.zeros(count, np.int64),
+        completion_tokens=np.zeros(count, np.int32),
+        cached_tokens=np.zeros(count, np.int32),
+        retractions=np.zeros(count, np.int32),
+        place=np.full(count, -1, np.int32),
+        sent_ns=np.zeros(count, np.int64),
+        unloaded_s=np.zeros(count, np.float64),
+    )

@@ -1,0 +1,364 @@
+"""One simulation: schedulers, their routers, and everything that happens to them, in the order of virtual time."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from heapq import heappop, heappush
+from itertools import count
+
+from tokenyard.base import NS_PER_S, ConfigError, Finish, Request
+from tokenyard.base.version import __version__
+from tokenyard.cost import unloaded_prefill_s
+from tokenyard.policy.adaptive import Adaptive
+from tokenyard.router.choice import make_policy
+from tokenyard.sim.adaptive import Adapter
+from tokenyard.sim.content import BlankContent, Content
+from tokenyard.sim.fleet import Fault, Fleet
+from tokenyard.sim.outcome import (
+    FINISHED,
+    REJECTED,
+    Outcome,
+    SchedulerRun,
+    Setup,
+    blank_outcome,
+    executor_info,
+)
+from tokenyard.sim.replica import NEVER_NS, Replica, SimExecutor, StepObserver
+from tokenyard.sim.router import Places, Routing
+from tokenyard.sim.workload import Workload, to_ns
+from tokenyard.tape.codec import Origin
+from tokenyard.tape.recorder import Recorder, Sink
+
+HASH_BYTES = 16
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A scheduler with its device and, under policy `adaptive`, what looks ahead for it. busy_ns, counters and restarts
+    are of its earlier lives.
+    """
+
+    replica: Replica
+    executor: SimExecutor
+    adapter: Adapter | None
+
+    @property
+    def driver(self) -> Replica | Adapter:
+        """What moves it through time."""
+        return self.adapter or self.replica
+
+
+@dataclass(frozen=True, slots=True)
+class _Happening:
+    """Something that is on the fleet's schedule: a fault or a drain that begins or ends."""
+
+    what: str
+    replica: int
+    factor: float = 1.0
+
+
+class Run:
+    """The state of one simulation.
+
+    The next thing to happen is either due in a scheduler (a step is over), or comes from outside: an arrival, an entry
+    of the fleet's schedule, a look of the routers at what waits. At equal times what comes from outside is first.
+    """
+
+    def __init__(self, workload: Workload, setup: Setup, observer: StepObserver | None, tape: Sink | None) -> None:
+        """Raises ConfigError for settings that cannot work."""
+        if setup.replicas < 1 or setup.dp_size < 1:
+            what = ("--replicas", setup.replicas) if setup.replicas < 1 else ("--dp-size", setup.dp_size)
+            raise ConfigError(f"{what[0]} is {what[1]}; it must be at least 1")
+        make_policy(setup.router)
+        self._workload, self._setup = workload, setup
+        self._truth = setup.profile.cost()
+        self._unloaded_s: dict[int, float] = {}
+        self._outcome = blank_outcome(workload, setup)
+        self._routing = self._make_routing() if setup.schedulers > 1 or setup.fleet != Fleet() else None
+        blank = setup.settings.disable_radix_cache and self._routing is None
+        self._content: Content = BlankContent() if blank else workload.content
+        self._units = [self._unit(0, observer, tape)] + [self._unit(k, None, None) for k in range(1, setup.schedulers)]
+        self._ended: list[list[Replica]] = [[] for _ in self._units]
+        self._described = self._units[0].replica.scheduler.snapshot(0).policy
+        self._due: list[tuple[int, int]] = []
+        self._order = count()
+        self._schedule: list[tuple[int, int, _Happening]] = []
+        for at_ns, happening in _happenings(setup.fleet):
+            heappush(self._schedule, (at_ns, next(self._order), happening))
+        self._arrivals = Arrivals(workload)
+        self._sweep_ns = NEVER_NS
+
+    def _make_routing(self) -> Routing:
+        setup, info = self._setup, executor_info(self._setup)
+        room, pool_tokens = setup.settings.max_running_requests, info.num_pages * info.page_size
+        places = Places(setup.replicas, setup.dp_size, setup.fleet.dp_aware, room, pool_tokens)
+        return Routing(setup.router, places, setup.fleet, setup.seed, self._send, self._refuse)
+
+    def _unit(self, number: int, observer: StepObserver | None, tape: Sink | None) -> Unit:
+        setup, engine = self._setup, number // self._setup.dp_size
+        info = executor_info(setup, engine)
+        cached = not setup.settings.disable_radix_cache
+        truth = setup.profile_of(engine).cost()
+        executor = SimExecutor(info, truth, self._workload.output_tokens, cached)
+        routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None and cached
+        settings = replace(setup.settings, enable_kv_events=True) if by_events else setup.settings
+        origin = Origin(settings, info, setup.belief(engine), setup.learn)
+        replica = Replica(
+            origin.scheduler() if tape is None else Recorder(origin, tape, None, __version__),
+            executor,
+            partial(self._note_finish, number),
+            setup.settings.max_in_flight,
+            setup.host_s,
+            observer,
+            None if routing is None else routing.first_token,
+            partial(routing.told, number) if routing is not None and by_events else None,
+        )
+        adaptive = setup.settings.schedule_policy == Adaptive.name
+        return Unit(replica, executor, Adapter(setup.settings, replica) if adaptive else None)
+
+    def until_end(self) -> Iterator[int]:
+        """Let everything happen. Yields the number of requests that came before each."""
+        alone = self._units[0] if self._routing is None and self._workload.follows is None else None
+        while True:
+            at_ns = min(self._arrivals.next_ns, self._schedule[0][0] if self._schedule else NEVER_NS, self._sweep_ns)
+            if alone is not None:
+                alone.driver.advance(at_ns, to_arrival=at_ns < NEVER_NS)
+            elif self._turn_before(at_ns):
+                continue
+            if at_ns == NEVER_NS:
+                return
+            yield from self._from_outside(at_ns)
+
+    def _turn_before(self, until: int) -> bool:
+        """Let the scheduler whose turn is next have it, if that is before `until`."""
+        while self._due and self._due[0][0] < until:
+            due_ns, number = heappop(self._due)
+            driver = self._units[number].driver
+            if driver.due_ns != due_ns:
+                continue
+            driver.turn()
+            self._note_due(number)
+            if self._routing is not None and self._routing.room:
+                self._serve(due_ns)
+            return True
+        return False
+
+    def _note_due(self, number: int) -> None:
+        due_ns = self._units[number].driver.due_ns
+        if due_ns < NEVER_NS:
+            heappush(self._due, (due_ns, number))
+
+    def _from_outside(self, now: int) -> Iterator[int]:
+        """What comes at `now`: the schedule first, then arrivals, then a look at what waits."""
+        if self._schedule and self._schedule[0][0] == now:
+            self._happen(heappop(self._schedule)[2], now)
+        elif self._arrivals.next_ns == now:
+            self._arrive(self._arrivals.pop(), now)
+            yield self._arrivals.come - 1
+        elif self._routing is not None:
+            self._routing.sweep(now)
+            self._serve(now)
+
+    def _arrive(self, index: int, now: int) -> None:
+        """Request `index` comes."""
+        self._outcome.unloaded_s[index] = self._unloaded(int(self._workload.prompt_tokens[index]))
+        request = self._workload.request(index, self._content, true_length=self._setup.oracle)
+        if self._routing is None:
+            self._send(request, 0, now)
+        else:
+            self._routing.arrive(request, now)
+            self._look_later(now)
+
+    def _send(self, request: Request, number: int, now: int) -> None:
+        """Give a request to a scheduler. To the engine it comes when the router sends it."""
+        self._outcome.place[request.number] = number
+        self._outcome.sent_ns[request.number] = now
+        unit = self._units[number]
+        unit.driver.meet(now)
+        if request.arrival_ns != now:
+            request = replace(request, arrival_ns=now)
+        unit.replica.submit(request, now)
+        if unit.adapter is not None:
+            unit.adapter.submitted(request, now)
+        if self._routing is not None or self._workload.follows is not None:
+            self._note_due(number)
+
+    def _serve(self, now: int) -> None:
+        """Let requests that wait at the routers have the room that has appeared."""
+        assert self._routing is not None
+        self._routing.serve(now)
+        self._look_later(now)
+
+    def _look_later(self, now: int) -> None:
+        """When the routers look next at what waits."""
+        assert self._routing is not None
+        self._sweep_ns = self._routing.next_sweep_ns(now)
+
+    def _refuse(self, number: int, now: int) -> None:
+        """The router refuses a request."""
+        self._outcome.status[number] = REJECTED
+        self._outcome.finished_ns[number] = now
+        self._arrivals.ended(number, now)
+
+    def _happen(self, happening: _Happening, now: int) -> None:
+        """Carry out an entry of the fleet's schedule."""
+        routing, engine = self._routing, happening.replica
+        assert routing is not None
+        numbers = range(engine * self._setup.dp_size, (engine + 1) * self._setup.dp_size)
+        if happening.what == "slow":
+            for number in numbers:
+                self._units[number].driver.meet(now)
+                self._units[number].executor.slow_down(happening.factor)
+                self._note_due(number)
+        elif happening.what == "kill":
+            for number in numbers:
+                self._units[number].driver.meet(now)
+                self._ended[number].append(self._units[number].replica)
+                self._units[number] = self._unit(number, None, None)
+            routing.died(engine, now)
+        elif happening.what == "close":
+            routing.close(engine)
+        else:
+            routing.open(engine)
+        self._serve(now)
+
+    def _unloaded(self, prompt_tokens: int) -> float:
+        """Seconds of the whole prompt's prefill on the idle device."""
+        seconds = self._unloaded_s.get(prompt_tokens)
+        if seconds is None:
+            seconds = self._unloaded_s[prompt_tokens] = unloaded_prefill_s(self._truth, prompt_tokens)
+        return seconds
+
+    def _note_finish(self, number: int, finish: Finish) -> None:
+        """Request `finish.number` has ended at scheduler `number`."""
+        outcome, index = self._outcome, finish.number
+        outcome.status[index] = REJECTED if finish.reason == "abort" else FINISHED
+        outcome.admitted_ns[index] = finish.admitted_ns
+        outcome.first_token_ns[index] = finish.first_token_ns
+        outcome.finished_ns[index] = finish.finished_ns
+        outcome.completion_tokens[index] = finish.completion_tokens
+        outcome.cached_tokens[index] = finish.cached_tokens
+        outcome.retractions[index] = finish.retractions
+        if self._routing is not None:
+            self._routing.finished(finish)
+            seen_ns = self._routing.first_seen.pop(index, finish.first_token_ns)
+            outcome.first_token_ns[index] = min(seen_ns, finish.first_token_ns)
+        adapter = self._units[number].adapter
+        if adapter is not None:
+            adapter.finished(finish)
+        self._arrivals.ended(index, finish.finished_ns)
+
+    def outcome(self) -> Outcome:
+        """The outcome, after everything has happened."""
+        outcome = self._outcome
+        outcome.workload = self._arrivals.as_they_came()
+        replicas = [unit.replica for unit in self._units]
+        lives = [[*ended, replica] for ended, replica in zip(self._ended, replicas, strict=True)]
+        outcome.schedulers = [_run_of(one) for one in lives]
+        outcome.sim_seconds = max(replica.now for replica in replicas) / NS_PER_S
+        if self._routing is not None:
+            outcome.predicted_cached_tokens = self._routing.predicted_tokens
+        digests = [replica.decision_hash() for replica in replicas]
+        outcome.decision_hash = (
+            digests[0] if len(digests) == 1 else blake2b(b"".join(digests), digest_size=HASH_BYTES).digest()
+        ).hex()
+        outcome.counters = _sum_of([run.counters for run in outcome.schedulers])
+        outcome.switches = [one for unit in self._units if unit.adapter for one in unit.adapter.judge.latest]
+        outcome.policy_note = "; ".join(dict.fromkeys(filter(None, map(self._policy_note, self._units))))
+        return outcome
+
+    def check_policy(self) -> None:
+        """Raise ConfigError if a policy of the user's own has failed."""
+        if ":" in self._setup.settings.schedule_policy:
+            for unit in self._units:
+                if failure := unit.replica.scheduler.snapshot(unit.replica.now).policy_failure:
+                    raise ConfigError(f"the policy {failure}")
+
+    def _policy_note(self, unit: Unit) -> str:
+        """Why this scheduler did not use the configured policy; "" if it did."""
+        state = unit.replica.scheduler.snapshot(unit.replica.now)
+        if state.policy_note or unit.adapter is not None or state.policy == self._described:
+            return state.policy_note
+        return f"ended as {state.policy}"
+
+
+class Arrivals:
+    """Which request comes next: by the workload's times or, where it says so, after the end of another request."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.come = 0
+        self._workload = workload
+        self._at_ns = [to_ns(seconds) for seconds in workload.arrival_s.tolist()]
+        self._after: dict[int, list[int]] = {}
+        self._waiting: list[tuple[int, int]] = []
+        self._next = 0
+        if workload.follows is not None:
+            self._next = len(workload)
+            for index, before in enumerate(workload.follows.tolist()):
+                if before < 0:
+                    heappush(self._waiting, (self._at_ns[index], index))
+                else:
+                    self._after.setdefault(before, []).append(index)
+
+    @property
+    def next_ns(self) -> int:
+        """When the next request comes; NEVER_NS for none."""
+        if self._next < len(self._at_ns):
+            return self._at_ns[self._next]
+        return self._waiting[0][0] if self._waiting else NEVER_NS
+
+    def pop(self) -> int:
+        """The number of the next request."""
+        self.come += 1
+        if self._next < len(self._at_ns):
+            self._next += 1
+            return self._next - 1
+        return heappop(self._waiting)[1]
+
+    def ended(self, number: int, now: int) -> None:
+        """A request has ended: those that follow it come after their pause."""
+        for index in self._after.pop(number, ()):
+            self._at_ns[index] += now
+            heappush(self._waiting, (self._at_ns[index], index))
+
+    def as_they_came(self) -> Workload:
+        """The workload with the times at which requests came."""
+        if self._workload.follows is None:
+            return self._workload
+        times = self._workload.arrival_s.copy()
+        times[:] = [at_ns / NS_PER_S for at_ns in self._at_ns]
+        return replace(self._workload, arrival_s=times, follows=None)
+
+
+def _happenings(fleet: Fleet) -> Iterator[tuple[int, _Happening]]:
+    """The fleet's schedule as (time in ns, what happens)."""
+    for fault in fleet.faults:
+        begin, end = _begin_and_end(fault)
+        yield to_ns(fault.at_s), begin
+        yield to_ns(fault.at_s + fault.for_s), end
+    for drain in fleet.drains:
+        yield to_ns(drain.at_s), _Happening("close", drain.replica)
+        if drain.for_s != float("inf"):
+            yield to_ns(drain.at_s + drain.for_s), _Happening("open", drain.replica)
+
+
+def _begin_and_end(fault: Fault) -> tuple[_Happening, _Happening]:
+    if fault.deadly:
+        # What is dead from the beginning on has nothing to lose.
+        return _Happening("kill" if fault.at_s else "close", fault.replica), _Happening("open", fault.replica)
+    return _Happening("slow", fault.replica, fault.factor), _Happening("slow", fault.replica)
+
+
+def _run_of(lives: list[Replica]) -> SchedulerRun:
+    """What a scheduler did in all its lives, one after the other."""
+    counters = [asdict(life.scheduler.snapshot(life.now).counters) for life in lives]
+    return SchedulerRun(sum(life.busy_ns for life in lives) / NS_PER_S, _sum_of(counters), len(lives) - 1)
+
+
+def _sum_of(counters: list[dict[str, int]]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for one in counters:
+        for name, number in one.items():
+            totals[name] = totals.get(name, 0) + number
+    return totals
