@@ -134,7 +134,11 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("fleet")
     group.add_argument("--replicas", type=int, default=1, metavar="R", help="engines behind a router [1]")
     group.add_argument(
-        "--dp-size", type=int, default=1, metavar="D", help="ranks of each engine: schedulers with their own device [1]"
+        "--dp-size",
+        type=int,
+        default=1,
+        metavar="D",
+        help="ranks of each engine: schedulers with a device of their own, which share its limits [1]",
     )
     group.add_argument(
         "--router", choices=list(POLICIES), default="round_robin", help="how the router chooses an engine [round_robin]"
@@ -159,7 +163,7 @@ def add_oracle_argument(group: argparse._ArgumentGroup) -> None:
 
 def scheduler_flags() -> list[Flag]:
     """The server's flags that mean something to a simulated scheduler."""
-    names = {field.name for field in fields(SchedulerSettings)} | {"max_total_tokens"}
+    names = {field.name for field in fields(SchedulerSettings)} - {"dp_size"} | {"max_total_tokens"}
     return [flag for flag in all_flags() if flag.name in names]
 
 

@@ -1,6 +1,6 @@
 """What is simulated, and what comes out of it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from tokenyard.base import (
 )
 from tokenyard.cost import LinearCost, Profile
 from tokenyard.policy.adaptive import Switch
+from tokenyard.policy.tenants import part
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE
 from tokenyard.sim.fleet import Fleet
 from tokenyard.sim.workload import Workload
@@ -58,7 +59,8 @@ class Setup:
     """What is simulated: the engine's settings, the device's true costs, and around it the router and its replicas.
 
     `belief_scale` is the factor by which the scheduler's first cost model is too slow, `learn` whether measured steps
-    correct it. Each of `replicas` engines has `dp_size` ranks: schedulers with a device and `settings` of their own.
+    correct it. Each of `replicas` engines has `dp_size` ranks, schedulers with a device of their own, which share the
+    engine's `settings` as in a server.
     `host_s` is CPU time per step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes the
     profile's pool. With `oracle` each request asks for as many tokens as it will get.
     """
@@ -91,6 +93,14 @@ class Setup:
     def devices(self) -> int:
         """How many devices these take."""
         return sum(self.dp_size * self.profile_of(replica).tp for replica in range(self.replicas))
+
+    def settings_of(self, rank: int) -> SchedulerSettings:
+        """The settings of one rank: its part of the engine's (as in `engine.processes.config`)."""
+        ranks, whole = self.dp_size, self.settings
+        if ranks == 1:
+            return whole
+        running, queued = (part(most, rank, ranks) for most in (whole.max_running_requests, whole.max_queued_requests))
+        return replace(whole, max_running_requests=running, max_queued_requests=queued, dp_size=ranks, dp_rank=rank)
 
     def profile_of(self, replica: int) -> Profile:
         """The device of a replica."""
@@ -217,7 +227,8 @@ class Outcome:
 def executor_info(setup: Setup, replica: int = 0) -> ExecutorInfo:
     """The simulated device: a context that holds the workload's longest request, the profile's KV pool."""
     page, profile = setup.settings.page_size, setup.profile_of(replica)
-    pool_tokens = setup.kv_pool_tokens if setup.kv_pool_tokens is not None else profile.kv_pool_tokens
+    given = setup.kv_pool_tokens
+    pool_tokens = profile.kv_pool_tokens if given is None else given // setup.dp_size
     if pool_tokens < page:
         raise ConfigError(f"a KV pool of {pool_tokens} tokens does not hold one page of {page}")
     return ExecutorInfo(

@@ -51,7 +51,8 @@ class Call:
 class Places:
     """The schedulers of a fleet: `ranks` of each of `replicas`, and what a router sees of them.
 
-    A target is a replica, or with `dp_aware` one of its ranks. room: most requests at a time of one scheduler.
+    A target is a replica, or with `dp_aware` one of its ranks. room: most requests at a time of a replica.
+    pool_tokens: the KV pool of one scheduler.
     """
 
     replicas: int
@@ -81,7 +82,7 @@ class SimRouter:
     def __init__(self, policy: str, places: Places, fleet: Fleet, seed: int) -> None:
         self._policy = make_policy(policy, PolicyOptions(seed=seed))
         speed, names = Speed(), places.target_names()
-        room = fleet.max_worker_requests or places.room * places.per_target
+        room = fleet.max_worker_requests or -(-places.room * places.per_target // places.ranks)
         self.targets = [TargetState(name, speed, room=room) for name in names]
         self.closed: set[int] = set()
         self.queue: WaitingQueue[Call] = WaitingQueue(aging_s=fleet.queue_aging_s, weights=fleet.tenant_weights)

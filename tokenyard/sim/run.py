@@ -70,6 +70,8 @@ class Run:
         if setup.replicas < 1 or setup.dp_size < 1:
             what = ("--replicas", setup.replicas) if setup.replicas < 1 else ("--dp-size", setup.dp_size)
             raise ConfigError(f"{what[0]} is {what[1]}; it must be at least 1")
+        if setup.settings.max_running_requests < setup.dp_size:
+            raise ConfigError("--max-running-requests is for all ranks together; each rank (--dp-size) needs one")
         make_policy(setup.router)
         self._workload, self._setup = workload, setup
         self._truth = setup.profile.cost()
@@ -96,13 +98,14 @@ class Run:
         return Routing(setup.router, places, setup.fleet, setup.seed, self._send, self._refuse)
 
     def _unit(self, number: int, observer: StepObserver | None, tape: Sink | None) -> Unit:
-        setup, engine = self._setup, number // self._setup.dp_size
+        setup, (engine, rank) = self._setup, divmod(number, self._setup.dp_size)
         info = executor_info(setup, engine)
         cached = not setup.settings.disable_radix_cache
         truth = setup.profile_of(engine).cost()
         executor = SimExecutor(info, truth, self._workload.output_tokens, cached)
         routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None and cached
-        settings = replace(setup.settings, enable_kv_events=True) if by_events else setup.settings
+        settings = setup.settings_of(rank)
+        settings = replace(settings, enable_kv_events=True) if by_events else settings
         origin = Origin(settings, info, setup.belief(engine), setup.learn)
         replica = Replica(
             origin.scheduler() if tape is None else Recorder(origin, tape, None, __version__),
@@ -115,7 +118,7 @@ class Run:
             partial(routing.told, number) if routing is not None and by_events else None,
         )
         adaptive = setup.settings.schedule_policy == Adaptive.name
-        return Unit(replica, executor, Adapter(setup.settings, replica) if adaptive else None)
+        return Unit(replica, executor, Adapter(settings, replica) if adaptive else None)
 
     def until_end(self) -> Iterator[int]:
         """Let everything happen. Yields the number of requests that came before each."""
