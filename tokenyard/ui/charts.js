@@ -120,13 +120,13 @@ const Yard = (() => {
       const edge = self.data[0];
       return low === edge[0] && high === edge[edge.length - 1] ? whole : [low, high];
     };
+    const splits = (log, isX) => (log ? { splits: (self, _, low, high) => logTicks(self, low, high, isX), filter: (self, ticks) => ticks } : {});
     const axis = (log, label, isX) => ({
       stroke: () => color("muted"), font, labelFont: font, label: label || undefined, labelSize: 16, labelGap: 0,
-      grid: { stroke: () => color("line"), width: 1, show: !isX || !!spec.gridX, filter: log ? (self, ticks) => logTicks(self, ticks, isX) : undefined }, ticks: { show: isX, stroke: () => color("axis"), width: 1, size: 4, filter: log ? (self, ticks) => logTicks(self, ticks, isX) : undefined },
+      grid: { stroke: () => color("line"), width: 1, show: !isX || !!spec.gridX }, ticks: { show: isX, stroke: () => color("axis"), width: 1, size: 4 },
       size: isX ? 26 : 50, gap: 4, space: isX ? 60 : log ? 22 : 32,
       values: (self, ticks) => ticks.map((tick) => (tick === null ? "" : (isX ? formatX : format)(tick))),
-      filter: log ? (self, ticks) => logTicks(self, ticks, isX) : undefined,
-      splits: isX && xTicks ? () => xTicks : undefined,
+      ...splits(log, isX), ...(isX && xTicks ? { splits: () => xTicks } : {}),
     });
     const options = {
       width: 300, height: spec.height || 170, legend: { show: false }, padding: [8, 10, 0, 0],
@@ -176,17 +176,19 @@ const Yard = (() => {
   }
   const fromZero = (self, low, high) => [Math.min(0, low === null ? 0 : low), high === null || high <= 0 ? 1 : high * 1.08];
   /* On a log axis: 1, 2 and 5 of each power of ten where there is room, else powers alone, else every other one. */
-  function logTicks(self, ticks, isX) {
-    const scale = self.scales[isX ? "x" : "y"];
-    const decades = Math.max(Math.log10(scale.max / scale.min), 0.01);
-    const room = (isX ? self.bbox.width : self.bbox.height) / devicePixelRatio / decades / (isX ? 46 : 20);
-    const apart = room >= 1 ? 1 : Math.ceil(1 / room);
-    return ticks.map((tick) => {
-      if (tick === null || tick <= 0) return null;
-      const power = Math.floor(Math.log10(tick) + 1e-9), digit = Math.round(tick / 10 ** power);
-      if (digit === 1) return power % apart === 0 ? tick : null;
-      return room >= 3.4 && (digit === 2 || digit === 5) ? tick : room > 12 ? tick : null;
-    });
+  function logTicks(self, low, high, isX) {
+    if (!(low > 0 && high > low)) return [];
+    const room = (isX ? self.bbox.width : self.bbox.height) / devicePixelRatio / Math.log10(high / low) / (isX ? 46 : 20);
+    const digits = room > 12 ? [1, 2, 3, 4, 5, 6, 7, 8, 9] : room >= 3.4 ? [1, 2, 5] : [1];
+    const apart = Math.max(1, Math.ceil(1 / room)), found = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+      if (power % apart) continue;
+      for (const digit of digits) {
+        const tick = Number(`${digit}e${power}`);
+        if (tick >= low && tick <= high) found.push(tick);
+      }
+    }
+    return found;
   }
   function seriesOptions(spec, one) {
     const kind = one.kind || "line";
