@@ -116,9 +116,39 @@ def test_a_pause_holds_everything_until_resume(loop, depth):
 @both_loops
 @pytest.mark.parametrize("where", ["launches", "collects"])
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_failed_step_ends_its_requests_and_no_more(loop, depth, where, step):
+def test_after_a_failed_step_all_requests_go_on(loop, depth, where, step):
+    def answers(**failing):
+        executor = FailingExecutor(watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8), **failing)
+        port = ScriptedPort([submit(1), submit(2, (9, 9))], [submit(3)], [snapshot(1)])
+        run(loop, depth, port, executor=executor)
+        state = port.sent[-1].value
+        assert (state["running"], state["used_tokens"], state["paused"]) == (0, 0, False)
+        return port.tokens(), [finish.reason for finish in port.finished().values()]
+
+    assert answers(**{where: [step]}) == answers()
+
+
+@both_loops
+def test_a_pause_outlives_a_failed_step(loop, depth):
+    executor = FailingExecutor(watched_mock(step_ms=0.0, max_total_tokens=128), collects=[2])
+    port = EagerPort([submit(1)], [Pause()], [snapshot(1)], [Resume()])
+    run(loop, depth, port, executor=executor)
+    assert len(port.tokens()[1]) == 4
+
+
+class EagerPort(ScriptedPort):
+    """Gives out a group at each turn, whether the loop has anything to do or not."""
+
+    def receive(self, timeout_ns):
+        return self.groups.pop(0) if self.groups else [] if not timeout_ns else None
+
+
+@both_loops
+@pytest.mark.parametrize("where", ["launches", "collects"])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_step_that_fails_twice_in_a_row_ends_its_requests_and_no_more(loop, depth, where, step):
     inner = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
-    executor = FailingExecutor(inner, **{where: [step]})
+    executor = FailingExecutor(inner, **{where: [step, step + 1]})
     port = ScriptedPort([submit(1), submit(2, (9, 9))], [submit(3)], [snapshot(1)])
     run(loop, depth, port, executor=executor)
     ends = port.finished()

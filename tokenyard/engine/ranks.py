@@ -39,6 +39,7 @@ class Ranks:
         self._policy: SetPolicy | None = None
         self._paused = False
         self._lost_ns: int | None = None
+        self._past: dict[str, Any] = {"counters": {}, "evicted_tokens": 0}
 
     @property
     def clients(self) -> list[SchedulerClient]:
@@ -81,6 +82,7 @@ class Ranks:
             client.close(error)
             self._lost_ns = now_ns
             self.balancer.lost(client.rank)
+            self._count_past(client.counters)
         return client
 
     @property
@@ -157,8 +159,22 @@ class Ranks:
         return counters
 
     async def snapshot(self, timeout_s: float) -> dict[str, Any]:
-        """The counters of all ranks together."""
-        return merged(list((await self.snapshots(timeout_s)).values()))
+        """The counters of all ranks together, those of processes that have ended included: totals never fall."""
+        now = [counters for counters in (await self.snapshots(timeout_s)).values() if counters]
+        return merged([*now, self._past]) if now else {}
+
+    def note_refusal(self, answers: int, prompt_tokens: int, *, rejected: bool) -> None:
+        """A rank refused a request that another one gets now: of the engine's totals it counts once."""
+        totals = {"submitted": answers, "aborted": answers, "prompt_tokens": answers * prompt_tokens}
+        if rejected:
+            totals["rejected"] = answers
+        self._count_past({"counters": {name: -amount for name, amount in totals.items()}})
+
+    def _count_past(self, counters: Mapping[str, Any]) -> None:
+        """Add to the totals that no running process counts."""
+        past, more = self._past["counters"], counters.get("counters", {})
+        self._past["counters"] = {name: past.get(name, 0) + more.get(name, 0) for name in {**past, **more}}
+        self._past["evicted_tokens"] += counters.get("evicted_tokens", 0)
 
     def age_s(self, now_ns: int) -> float:
         """Seconds since any running scheduler was known to be well, or since the last one ended."""

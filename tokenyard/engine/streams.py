@@ -30,14 +30,16 @@ class Stream:
 
     request, client, paused: what a scheduler must know to go on with it, the scheduler that has it, and whether it is
     held back. place: how it counts at its rank, None while no scheduler has it. moves: how often its scheduler ended
-    under it. first_ns: when its first token came, 0 before.
+    under it. tried: ranks that had no room for it. first: for each answer that has begun, when its first token came and
+    how many prompt tokens were in the cache then.
     """
 
     def __init__(self, request: Request, client: SchedulerClient, place: Place | None = None) -> None:
         self.request = request
         self.client = client
         self.place = place
-        self.first_ns = 0
+        self.tried: set[int] = set()
+        self.first: dict[int, tuple[int, int]] = {}
         self.paused = False
         self.moves = 0
         self.number = request.number
@@ -69,7 +71,7 @@ class Stream:
         A reader that is too far behind loses its stream (`error`).
         """
         first = not self._pending
-        if not self.first_ns and delta.token_ids:
+        if delta.token_ids and delta.index not in self.first:
             self._begin(delta)
         if delta.finish is not None:
             self.open_answers.discard(delta.index)
@@ -84,11 +86,27 @@ class Stream:
         return first
 
     def _begin(self, delta: OutputDelta) -> None:
-        """The first tokens are here."""
-        self.first_ns = time.monotonic_ns()
-        if self.place is not None:
-            self.place.first_token(self.first_ns / NS_PER_S if delta.finish is None else None)
+        """The first tokens of an answer are here."""
+        now = time.monotonic_ns()
+        if not self.first and self.place is not None:
+            self.place.first_token(now / NS_PER_S if delta.finish is None else None)
             self.place.hit(delta.cached_tokens)
+        self.first[delta.index] = now, delta.cached_tokens
+
+    def as_begun(self, delta: OutputDelta) -> OutputDelta:
+        """News of an answer that has changed its scheduler, with the first token's time and the cache hits of the one
+        that began it: those of the later one are of a prompt that it computed again.
+        """
+        if delta.index in self.first:
+            first_ns, delta.cached_tokens = self.first[delta.index]
+            if (finish := delta.finish) is not None:
+                delta.finish = replace(
+                    finish,
+                    first_token_ns=first_ns,
+                    admitted_ns=min(finish.admitted_ns, first_ns),
+                    cached_tokens=delta.cached_tokens,
+                )
+        return delta
 
     def leave(self) -> None:
         """The request is at its rank no longer."""
@@ -228,6 +246,10 @@ class StreamTable:
                 del self._left[number]
                 ended(_end(stream, replace(finish, number=number, prompt_tokens=stream.prompt_tokens)))
 
+    def of_number(self, number: int) -> Stream | None:
+        """The open stream that an answer belongs to; None if it is not known."""
+        return self._by_number.get(number)
+
     def of(self, client: SchedulerClient) -> list[Stream]:
         """The open streams of a scheduler, in order of arrival."""
         return [
@@ -296,11 +318,12 @@ class StreamTable:
             delta = OutputDelta(index, text, tokens[begin:start], prompt, completion, cached, finish)
             if logprobs:
                 delta.logprobs = logprobs.pop(number, [])
-            yield stream, delta
+            yield stream, stream.as_begun(delta) if stream.moves else delta
         for number, finish in ends.items():
             stream = self._by_number.get(number)
             if stream is not None:
-                yield stream, _end(stream, finish)
+                end = _end(stream, finish)
+                yield stream, stream.as_begun(end) if stream.moves else end
             elif number in self._left:
                 stream, ended = self._left.pop(number)
                 ended(_end(stream, finish))

@@ -47,6 +47,9 @@ SNAPSHOT_TIMEOUT_S = 2.0
 FENCE_TIMEOUT_S = 10.0
 """How long the detokenizer may take to say how far the answers of a scheduler have come that has ended."""
 
+NO_ROOM = ("queue_full", "displaced", "tenant_limit")
+"""Why a rank refuses a request that another one may take."""
+
 MOST_MOVES = 3
 """A request whose scheduler ends once more is given up: it may be what ends them."""
 
@@ -414,7 +417,7 @@ class TokenizerManager:
         """Take in a message of the text side or of scheduler process `source`."""
         match message:
             case TextBatch():
-                self._add_news(message)
+                self._add_news(self._placed_elsewhere(message, source))
             case Heartbeat() | Reply():
                 if (client := self.ranks.find(source)) is not None:
                     client.hear(message)
@@ -436,7 +439,41 @@ class TokenizerManager:
         news, stops = self._assembler.step(batch, source)
         for stop in stops:
             client.send(stop)
-        self._add_news(news)
+        self._add_news(self._placed_elsewhere(news, source))
+
+    def _placed_elsewhere(self, batch: TextBatch, source: int) -> TextBatch:
+        """The news of scheduler process `source` without the ends of requests for which it had no room, but another
+        rank may have; those are sent there.
+        """
+        if self.ranks.size == 1 or not batch.finished:
+            return batch
+        refused: dict[int, list[Finish]] = {}
+        for finish in batch.finished:
+            stream = self._streams.of_number(finish.number) if finish.cause in NO_ROOM else None
+            if stream is not None and stream.client.source == source and not finish.first_token_ns:
+                refused.setdefault(stream.number, []).append(finish)
+        gone: set[int] = set()
+        for number, ends in refused.items():
+            stream = self._streams.of_number(number)
+            if stream is not None and len(ends) == stream.answers and self._try_elsewhere(stream, ends[0]):
+                gone.update(stream.numbers)
+        batch.finished = [finish for finish in batch.finished if finish.number not in gone]
+        return batch
+
+    def _try_elsewhere(self, stream: Stream, end: Finish) -> bool:
+        """Send a refused request to a rank that has not refused it; False if there is none."""
+        stream.tried.add(stream.client.rank)
+        client, place = self.ranks.choose(stream.request, without=stream.tried)
+        if place is None or client.rank in stream.tried:
+            if place is not None:
+                place.end()
+            return False
+        self.ranks.note_refusal(stream.answers, stream.prompt_tokens, rejected=end.cause != "displaced")
+        self._place(stream, client, place)
+        client.send(Submit(stream.request))
+        if stream.paused:
+            client.send(Pause(numbers=stream.numbers))
+        return True
 
     def _add_news(self, batch: TextBatch) -> None:
         self._news.append(batch)

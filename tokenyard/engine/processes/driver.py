@@ -18,6 +18,8 @@ from tokenyard.base import (
     Executor,
     Finish,
     InvalidRequestError,
+    Pause,
+    Resume,
     SetPolicy,
     StepPlan,
     StepResult,
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 COUNTERS_EVERY_NS = NS_PER_S // 4
 TENANT_USE_EVERY_NS = NS_PER_S // 10
 LONGEST_WAIT_NS = 60 * NS_PER_S
+MOST_FAILURES = 2
 FIRST_RETRY_NS, LONGEST_RETRY_NS = NS_PER_S // 10, NS_PER_S
 """Where there is work and nothing can be planned, it is tried again after the first time, then after twice as long."""
 
@@ -75,8 +78,9 @@ class LaunchedStep:
 class Driver:
     """One scheduler, one executor and a port, with the verbs that an event loop is made of.
 
-    A step that fails ends all open requests with an error; two failures in a row, or one that the device cannot
-    recover from, raise DeviceBrokenError, and leave the requests to whatever comes in place of this process. A policy
+    After a step that fails all requests return to the queue and are computed again. If a step fails again right away,
+    the requests in it end with an error. Three failures in a row, or one that the device cannot recover from, raise
+    DeviceBrokenError, and leave the requests to whatever comes in place of this process. A policy
     of the user's own that stalls is replaced by fcfs.
     """
 
@@ -414,21 +418,27 @@ class Driver:
                 self._refused += [Finish(number, "abort", message=str(error), cause=cause) for number in numbers]
 
     def _fail(self, error: Exception, plan: StepPlan) -> None:
-        """End all requests because a step failed; plans in flight commit empty, so that their pages come back.
+        """Send all requests back to the queue because a step failed. The second time in a row end those in the step, as
+        one of them may be the reason. Plans in flight commit empty, so that their pages come back.
 
         Raises DeviceBrokenError, and ends none, if the device is of no use any more.
         """
         logger.error("step %d failed: %s: %s", plan.step, type(error).__name__, error, exc_info=error)
         self._failures += 1
         message = f"the model step failed: {error}"
-        if self._failures > 1 or "CUDA error" in str(error):
+        if self._failures > MOST_FAILURES or "CUDA error" in str(error):
             raise DeviceBrokenError(message) from error
-        now = time.monotonic_ns()
-        self._scheduler.apply(Cancel([], message, "failed"), now)
+        now, paused = time.monotonic_ns(), self._snapshot().paused
+        numbers = [self._scheduler.number_in(plan, place) for place in range(len(plan.pool_rows))]
+        if self._failures == MOST_FAILURES and (suspects := [number for number in numbers if number is not None]):
+            self._scheduler.apply(Cancel(suspects, message, "failed"), now)
+        self._scheduler.apply(Pause("retract"), now)
         while self._launched:
             step = self._launched.popleft()
             step.lost = True
             self._scheduler.commit(empty_result(step.plan), now)
+        if not paused:
+            self._scheduler.apply(Resume(), now)
 
     def _refresh_counters(self) -> None:
         now = time.monotonic_ns()
