@@ -290,10 +290,6 @@ class Settings(SharedSettings):
         mode = self.disaggregation_mode
         return (
             (
-                mode != "decode" or bool(self.prefill_engines),
-                "--disaggregation-mode decode needs --prefill-engines, such as http://127.0.0.1:30001",
-            ),
-            (
                 mode in ("decode", "both") or not self.prefill_engines,
                 f"--prefill-engines is for --disaggregation-mode decode or both, not {mode}",
             ),

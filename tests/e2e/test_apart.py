@@ -31,7 +31,7 @@ def engines(settings):
     """A prefill and a decode engine that have found each other."""
     p = Server(*FLAGS, "--config", settings, "--disaggregation-mode", "prefill")
     d = Server(*FLAGS, "--config", settings, "--disaggregation-mode", "decode", "--prefill-engines", p.url)
-    wait_until(lambda: told(d)["connected"])
+    wait_until(lambda: told(d).get("connected"))
     yield p, d
     for server in (d, p):
         if server.process.poll() is None:
@@ -112,6 +112,28 @@ def test_prompts_are_computed_there_and_the_answer_is_the_same(engines):
         nothing_left(server)
 
 
+def test_halves_that_a_router_sends_meet_in_their_room(engines):
+    p, d = engines
+    host, port = told(p)["address"].split(":")
+    expected, before = ask(p, "Jane"), told(d).get("transferred", 0)
+    meeting = {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": 2**63 - 5}
+    halves = []
+    first = threading.Thread(target=lambda: halves.append(ask(p, "Kate", **meeting)))
+    first.start()
+    assert ask(d, "Kate", **meeting) == ask(p, "Kate")
+    first.join()
+    assert len(halves[0]) < len(expected)
+    with post(p, {"prompt": f"Jane tells: {PROMPT}", "kv_transfer_params": {"do_remote_decode": True}}) as answer:
+        handed = json.load(answer)
+    assert handed["choices"][0]["finish_reason"] == "length"
+    assert ask(d, "Jane", kv_transfer_params=handed["kv_transfer_params"]) == expected
+    wait_until(lambda: told(d).get("transferred", 0) == before + 2)
+    gone = {**handed["kv_transfer_params"], "remote_port": 1}
+    assert ask(d, "Lena", kv_transfer_params=gone) == ask(p, "Lena")
+    for server in engines:
+        nothing_left(server)
+
+
 @pytest.mark.slow
 def test_a_stopped_prefill_engine_costs_a_pause(engines):
     p, d = engines
@@ -123,7 +145,7 @@ def test_a_stopped_prefill_engine_costs_a_pause(engines):
         assert ask(d, "Emil")
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: told(d)["connected"])
+    wait_until(lambda: told(d).get("connected"))
     for server in engines:
         nothing_left(server)
 
@@ -137,6 +159,7 @@ def test_a_client_that_streams_sees_only_a_pause_when_either_side_is_killed(engi
     stream = Streaming(d, name, 600)
     wait_until(lambda: len(stream.text) > 100)
     late = Streaming(d, f"{name} too", 100)
+    assert not stream.ended
     os.kill(scheduler_of(engines[side]), signal.SIGKILL)
     for one in (stream, late):
         one.thread.join(60)

@@ -116,6 +116,19 @@ class Slo:
 
 
 @dataclass(slots=True)
+class KvRoute:
+    """Where the two halves of a request meet, one of which is prefilled and one decoded, by different engines.
+
+    room: the name under which they meet. peer: host:port of the engine that prefills; "" for the half that goes there.
+    boot_id: of that engine's process, "" for any.
+    """
+
+    room: str
+    peer: str = ""
+    boot_id: str = ""
+
+
+@dataclass(slots=True)
 class Request:
     """One generation request as the engine sees it.
 
@@ -127,7 +140,8 @@ class Request:
     if it had been generated here, but is not delivered again; such a request has one answer. `awaits_kv` holds it back
     (Gate.KV) until a `Reach` or `OpenGate` arrives for its KV. With `handover` it ends with its first token, and its
     pages are held for a reader outside until `HoldEnded`. `grammar` is the grammar that the answer must follow, as Lark
-    text; "" for none. With `pooling` the vector of the prompt is the answer, and `max_new_tokens` is 0.
+    text; "" for none. `kv` is the other half of a request that comes in two. With `pooling` the vector of the prompt is
+    the answer, and `max_new_tokens` is 0.
     """
 
     number: int
@@ -149,6 +163,7 @@ class Request:
     output_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
     awaits_kv: bool = False
     handover: bool = False
+    kv: KvRoute | None = None
     pooling: Pooling = ""
 
     @property

@@ -128,6 +128,7 @@ class RequestMaker:
             lora=spec.lora,
             routing_key=spec.routing_key,
             grammar=spec.grammar,
+            kv=spec.kv,
             output_ids=self._begun(spec),
             pooling=spec.pooling,
         )

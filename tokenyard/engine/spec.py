@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from tokenyard.base import Finish, Int32Array, LogprobOptions, Pooling, SamplingParams, Slo, TextOptions, TokenLogprobs
+from tokenyard.base.request import KvRoute
 
 
 @dataclass(slots=True)
@@ -16,7 +17,8 @@ class GenerateSpec:
     marks (such as BOS) around it. `grammar` is Lark text that the answer must keep to, "" for nothing. `output_ids` are
     the first tokens of an answer that was begun elsewhere: it goes on from there, counts them and gives only what is
     new; such a request has one answer. With `pooling` nothing is generated (`sampling.max_new_tokens` is 0), and the
-    finish carries the vector of the prompt. `rank` is the data-parallel rank that shall serve it, None for any.
+    finish carries the vector of the prompt. `rank` is the data-parallel rank that shall serve it, None for any. `kv`
+    is where its other half is, if it comes in two.
     """
 
     text: str | None = None
@@ -40,6 +42,7 @@ class GenerateSpec:
     output_ids: Int32Array | list[int] | None = None
     pooling: Pooling = ""
     rank: int | None = None
+    kv: KvRoute | None = None
 
 
 @dataclass(slots=True)

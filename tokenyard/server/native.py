@@ -11,6 +11,7 @@ from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.answers import Answer, Call, collect, run
 from tokenyard.server.convert import check_max_tokens, new_spec, refuse_unsupported, sampling_of, text_options_of
 from tokenyard.server.grammars import grammar_text
+from tokenyard.server.kv_routes import set_routes
 from tokenyard.server.logprobs import native_logprobs
 from tokenyard.server.prompts import split_prompts
 from tokenyard.server.protocol import NativeRequest, NativeSampling, parse_body
@@ -68,6 +69,7 @@ async def _job(call: Call, body: NativeRequest) -> NativeJob:
         _spec(call, body, prompt, sampling or NativeSampling(), rid, start)
         for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True)
     ]
+    await set_routes(call, body, specs)
     n = specs[0].sampling.n
     if any(spec.sampling.n != n for spec in specs):
         raise InvalidRequestError("all prompts of a batch must have the same n", param="sampling_params")

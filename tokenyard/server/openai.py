@@ -19,6 +19,7 @@ from tokenyard.server.convert import (
     text_options_of,
 )
 from tokenyard.server.grammars import grammar_text
+from tokenyard.server.kv_routes import set_routes
 from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
 from tokenyard.server.parse.reading import Reading
 from tokenyard.server.prompts import CompletionPrompt, chat_prompt, check_chat_body, completion_prompts
@@ -80,6 +81,7 @@ async def chat_job(call: Call, body: ChatRequest) -> Job:
     spec = _spec(call, body, given, default=call.manager.context_length, logprobs=logprobs)
     spec.text, spec.add_special_tokens = text, False
     job = _job(call, body, [spec], [])
+    job.head |= await set_routes(call, body, [spec])
     spec.grammar = chat_grammar(body, use, call.state.style, text)
     job.named = use.named
     job.reading = call.state.style.reading(
@@ -115,6 +117,7 @@ async def completion_job(call: Call, body: CompletionRequest) -> Job:
         spec.grammar = grammar
         specs.append(spec)
     job = _job(call, body, specs, prompts)
+    job.head |= await set_routes(call, body, specs)
     job.drop_output = body.max_tokens == 0
     return job
 

@@ -98,6 +98,16 @@ class UrgencyFields:
 
 
 @dataclass(kw_only=True)
+class TransferFields:
+    """Where the other half of a request is that comes in two (see `kv_routes`)."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int] | None = None
+    bootstrap_room: int | list[int] | None = None
+
+
+@dataclass(kw_only=True)
 class RefusedFields:
     """What clients of SGLang, vLLM and older APIs may ask for and this server cannot do; see `refuse_unsupported`."""
 
@@ -116,9 +126,6 @@ class RefusedFields:
     video_data: Any = None
     return_hidden_states: Any = None
     session_params: Any = None
-    kv_transfer_params: Any = None
-    bootstrap_host: Any = None
-    bootstrap_room: Any = None
     functions: Any = None
     chat_template: Any = None
     audio: Any = None
@@ -143,7 +150,7 @@ class IdleFields:
 
 
 @dataclass(kw_only=True)
-class OpenAIFields(SamplingFields, UrgencyFields, RefusedFields, IdleFields):
+class OpenAIFields(SamplingFields, UrgencyFields, TransferFields, RefusedFields, IdleFields):
     """What chat and text completions have in common."""
 
     model: str | None = None
@@ -204,7 +211,7 @@ class NativeSampling(SamplingFields):
 
 
 @dataclass(kw_only=True)
-class NativeRequest(UrgencyFields, RefusedFields):
+class NativeRequest(UrgencyFields, TransferFields, RefusedFields):
     """`POST /generate`, one prompt or a batch."""
 
     text: str | list[str] | None = None

@@ -34,6 +34,7 @@ class ServerOptions:
     strict_api: bool = False
     tool_call_parser: str = ""
     stream_interval: int = 1
+    disaggregation_mode: str = "null"
     metrics_compat: list[str] = field(default_factory=list)
     health_timeout_s: float = 20.0
     log_requests: bool = False

@@ -94,6 +94,7 @@ class Anonymizer:
             lora=self.name(request.lora),
             grammar=self.name(request.grammar),
             routing_key=self.name(request.routing_key or "") or None,
+            kv=None,
         )
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:

@@ -30,12 +30,14 @@ class Dialer:
 
     def __init__(self, urls: list[str], dialled: Dialled) -> None:
         self._dialled = dialled
+        self.on_unreachable: Callable[[str], None] = lambda address: None
         self._pauses = dict.fromkeys(urls, (0.0, FIRST_PAUSE_S))
         self._wanted: set[str] = set()
         self._connected: set[str] = set()
         self._found: dict[str, set[str]] = {url: set() for url in urls}
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dialer", daemon=True)
 
     def start(self) -> None:
@@ -45,6 +47,7 @@ class Dialer:
     def close(self) -> None:
         """End the thread."""
         self._stop.set()
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -53,6 +56,7 @@ class Dialer:
         with self._lock:
             if address not in self._connected:
                 self._wanted.add(address)
+                self._wake.set()
 
     def lost(self, address: str, why: str) -> None:
         """The connection to an address has ended; it is dialled again if it belongs to one of the engines."""
@@ -63,11 +67,14 @@ class Dialer:
             self._connected.discard(address)
 
     def _run(self) -> None:
-        while not self._stop.wait(TICK_S):
+        while not self._stop.is_set():
+            self._wake.wait(TICK_S)
+            self._wake.clear()
             with self._lock:
                 wanted, self._wanted = self._wanted, set()
             for address in wanted:
-                self._dial(address)
+                if not self._dial(address):
+                    self.on_unreachable(address)
             for url in self._found:
                 self._visit(url)
 
@@ -91,16 +98,17 @@ class Dialer:
         for address in self._found[url] - self._connected:
             self._dial(address)
 
-    def _dial(self, address: str) -> None:
+    def _dial(self, address: str) -> bool:
         host, _, port = address.rpartition(":")
         try:
             sock = socket.create_connection((host.strip("[]"), int(port)), TIMEOUT_S)
         except (OSError, ValueError, OverflowError) as error:
             logger.info("%s cannot be reached: %s", address, error)
-            return
+            return False
         with self._lock:
             self._connected.add(address)
         self._dialled(sock, address)
+        return True
 
 
 def addresses_of(url: str) -> list[str]:

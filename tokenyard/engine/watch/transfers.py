@@ -17,6 +17,7 @@ import numpy as np
 from tokenyard.base import (
     NS_PER_S,
     Arrived,
+    Cancel,
     Event,
     Executor,
     ExecutorInfo,
@@ -24,12 +25,14 @@ from tokenyard.base import (
     InvalidRequestError,
     Load,
     Request,
+    SamplingParams,
     StepWork,
     Submit,
     TextOptions,
     TokenBatch,
 )
 from tokenyard.base.blocks import BLOCK_TOKENS
+from tokenyard.base.request import KvRoute
 from tokenyard.engine.processes.config import EngineConfig, TransferConfig
 from tokenyard.engine.watch.dialer import Dialer
 from tokenyard.scheduler.state import first_belief
@@ -72,6 +75,7 @@ class KvTransfers:
         self._info = info
         self._cost = core.cost or first_belief(info)
         self._asked: set[int] = set()
+        self._rooms: set[int] = set()
         self._load_at_ns = 0
         beat_ns = round(config.beat_s * NS_PER_S)
         terms = Terms(lease_ns=round(config.lease_s * NS_PER_S), beat_ns=beat_ns, silence_ns=3 * beat_ns)
@@ -87,6 +91,7 @@ class KvTransfers:
         )
         self._dialer = Dialer(config.prefill_engines, self._node.dialled)
         self._node.on_lost = self._dialer.lost
+        self._dialer.on_unreachable = lambda name: self._node.call(partial(self._node.asker.unreachable, name))
         self._node.start()
         self._dialer.start()
 
@@ -120,7 +125,11 @@ class KvTransfers:
 
     def submitted(self, request: Request) -> Request:
         """Decide where the prompt of a request is computed; returns the request as the scheduler shall see it."""
-        if request.number >= FIRST_NUMBER or self._config.role == "prefill":
+        if request.number >= FIRST_NUMBER:
+            return request
+        if request.kv is not None and request.sampling.n == 1:
+            return self._meet(request, request.kv)
+        if self._config.role == "prefill" or not self._config.prefill_engines:
             return request
         options = request.logprobs
         if options is not None and options.prompt_from >= 0:
@@ -149,6 +158,8 @@ class KvTransfers:
             self._node.server.load_s = self._prefill_s(self._core.backlog_tokens(), 0)
         if self._asked:
             self._note_ends(batch)
+        if self._rooms:
+            self._note_halves(batch)
         foreign = batch.numbers >= FIRST_NUMBER
         if foreign.any() or any(finish.number >= FIRST_NUMBER for finish in batch.finished):
             self._take_out(batch, foreign)
@@ -178,8 +189,7 @@ class KvTransfers:
         return self._cost.step(work)
 
     def _ask(self, request: Request, peer: Peer, believed_s: float) -> None:
-        numbers = range(request.number, request.number + request.sampling.n)
-        plain = request.sampling.n == 1 and not request.grammar and request.logprobs is None
+        patience_s = min(max(PATIENCE * believed_s, LEAST_PATIENCE_S), LONGEST_PATIENCE_S)
         want = Want(
             key=f"{self._node.identity.hello.boot_id}-{request.number}",
             prompt=pack_ids(request.known_ids),
@@ -190,11 +200,35 @@ class KvTransfers:
             service_class=request.service_class,
             tenant=request.tenant,
         )
-        patience_s = min(max(PATIENCE * believed_s, LEAST_PATIENCE_S), LONGEST_PATIENCE_S)
-        patience_ns, takes_token = round(patience_s * NS_PER_S), plain and not len(request.output_ids)
-        name, asker = peer.name, self._node.asker
+        self._want(want, request, peer.name, patience_s)
+
+    def _want(self, want: Want, request: Request, peer: str, patience_s: float) -> None:
+        numbers = range(request.number, request.number + request.sampling.n)
+        plain = request.sampling.n == 1 and not request.grammar and request.logprobs is None
+        takes_token = plain and not len(request.output_ids)
+        patience_ns, asker = round(patience_s * NS_PER_S), self._node.asker
         self._asked.add(request.number)
-        self._node.call(lambda now: asker.want(want, numbers, name, now, patience_ns, takes_token=takes_token))
+        self._node.call(lambda now: asker.want(want, numbers, peer, now, patience_ns, takes_token=takes_token))
+
+    def _meet(self, request: Request, route: KvRoute) -> Request:
+        """One half of a request that comes in two: hand its KV over under the room, or fetch it from there."""
+        server, deliver, number = self._node.server, self._deliver, request.number
+        if not route.peer:
+            self._rooms.add(number)
+
+            def expect(now: int) -> None:
+                if not server.expect(route.room, number, now):
+                    deliver(Cancel([number], f"{route.room} is in use", "invalid"))
+
+            self._node.call(expect)
+            return replace(request, handover=True)
+        options = request.logprobs
+        if options is not None and options.prompt_from >= 0:
+            return request
+        want = Want(route.room, b"", SamplingParams(), boot_id=route.boot_id, attach=True)
+        self._want(want, request, route.peer, LONGEST_PATIENCE_S)
+        self._dialer.want(route.peer)
+        return replace(request, awaits_kv=True)
 
     def _load(self, load: Load) -> None:
         asker, deliver = self._node.asker, self._deliver
@@ -243,6 +277,20 @@ class KvTransfers:
             handover=True,
         )
         return Submit(request)
+
+    def _note_halves(self, batch: TokenBatch) -> None:
+        """Note how the halves ended that clients sent for prefill; to a client, a handover is the end of a token."""
+        for finish in batch.finished:
+            if finish.number not in self._rooms:
+                continue
+            self._rooms.discard(finish.number)
+            if finish.reason == "handover":
+                finish.reason = "length"
+                continue
+            why = (finish.cause or "aborted") if finish.reason == "abort" else ""
+            found = batch.tokens[batch.numbers == finish.number]
+            token = int(found[-1]) if len(found) else -1
+            self._node.call(partial(self._node.server.finished, finish.number, why, token))
 
     def _hand_over(self, handover: Handover) -> None:
         server = self._node.server

@@ -121,6 +121,12 @@ class Asker:
         if asks:
             self._rest(known, now)
 
+    def unreachable(self, name: str, now: int) -> None:
+        """The engine `name` cannot be connected to now."""
+        waiting = [ask for ask in self._asks.values() if ask.peer.name == name and ask.state == "unsent"]
+        for ask in waiting:
+            self._fail(ask, "unreachable", now)
+
     def well(self, now: int) -> list[Peer]:
         """The prefill engines that may be asked, those with the least work first: connected and not at rest."""
         found = [peer for peer in self._peers.values() if peer.number is not None and now >= peer.rest_until]
