@@ -100,7 +100,7 @@ class Setup:
         if ranks == 1:
             return whole
         running, queued = (part(most, rank, ranks) for most in (whole.max_running_requests, whole.max_queued_requests))
-        return replace(whole, max_running_requests=running, max_queued_requests=queued, dp_size=ranks, dp_rank=rank)
+        return replace(whole, max_running_requests=running, max_queued_requests=queued, dp_size=ranks)
 
     def profile_of(self, replica: int) -> Profile:
         """The device of a replica."""
