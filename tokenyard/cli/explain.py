@@ -44,12 +44,12 @@ def fetch(url: str, request_id: str, key: str | None) -> dict[str, Any]:
         with DIRECT.open(request, timeout=TIMEOUT_S) as answer:
             return dict(json.load(answer))
     except urllib.error.HTTPError as error:
-        raise TokenyardError(_message(error)) from error
+        raise TokenyardError(error_message(error)) from error
     except (OSError, ValueError, HTTPException) as error:
         raise TokenyardError(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def error_message(error: urllib.error.HTTPError) -> str:
     """The server's message, or the status where the body is not one of our errors."""
     try:
         return str(json.load(error)["error"]["message"])

@@ -126,6 +126,13 @@ COMMANDS = (
         _explain_arguments,
     ),
     Command(
+        "top",
+        "watch a running server: its queue, steps, KV and targets",
+        "tokenyard.cli.top:top",
+        False,
+        _arguments_of("tokenyard.cli.top:add_top_arguments"),
+    ),
+    Command(
         "replay",
         "run a recorded tape through the scheduler again, with other settings if given",
         "tokenyard.cli.replay:replay",

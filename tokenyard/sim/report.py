@@ -223,10 +223,10 @@ def write_curves(
 
 
 _LENGTH_NAMES = {
-    "shortest_quarter": "shortest \N{VULGAR FRACTION ONE QUARTER}",
-    "second_quarter": "second",
-    "third_quarter": "third",
-    "longest_quarter": "longest \N{VULGAR FRACTION ONE QUARTER}",
+    "shortest_quarter": "1st \N{VULGAR FRACTION ONE QUARTER}",
+    "second_quarter": "2nd \N{VULGAR FRACTION ONE QUARTER}",
+    "third_quarter": "3rd \N{VULGAR FRACTION ONE QUARTER}",
+    "longest_quarter": "4th \N{VULGAR FRACTION ONE QUARTER}",
     "longest_5_percent": "top 5 %",
 }
 

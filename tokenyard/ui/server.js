@@ -193,7 +193,7 @@
       { label: "foretold", color: slot(4), kind: "dash" }, { label: "budget", color: slot(5), kind: "dash" }], { format: duration, range: stepRange }));
     plots.requests = chart($("chart-requests"), live(168, [{ label: "waiting", color: slot(2), kind: "area" }, { label: "running", color: slot(0) }], { format: rate }));
     plots.kv = chart($("chart-kv"), live(168, [
-      { label: "requests", color: slot(0) }, { label: "shared prefixes", color: slot(4) }, { label: "cached", color: slot(1) }, { label: "held", color: slot(7) }], { format: rate, range: () => [0, kvTotal()] }, { stacked: true }));
+      { label: "requests", color: slot(0) }, { label: "shared", color: slot(4) }, { label: "cached", color: slot(1) }, { label: "held", color: slot(7) }], { format: rate, range: () => [0, kvTotal()] }, { stacked: true }));
   }
   /* A budget far above the steps would press them flat, so it is left out of the range; the legend tells it. */
   function stepRange(self) {
