@@ -47,7 +47,8 @@ def at(world: World, moment: str, then: Callable[[], None]) -> None:
     if moment == "offered":
         # Else pages are taken in the same turn.
         world.d.busy_until = world.now + 200 * MS
-    world.when(lambda: state_of(world) == moment, then)
+    # A machine that wants something said may not have had its turn yet.
+    world.when(lambda: state_of(world) == moment and bool(world.said), then)
 
 
 def kill_p(world: World) -> None:
