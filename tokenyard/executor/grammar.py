@@ -21,6 +21,10 @@ from tokenyard.executor.grammar_refusal import explain_refusal
 
 MOST_COMPILED = 256
 MOST_COMPILED_CHARS = 16_000_000
+MOST_ITEMS = 5000
+"""Ways to go on that a grammar may have open at one place. An object takes four for each optional property, and the
+server takes a thousand of these; a mask then costs tens of milliseconds.
+"""
 
 
 @dataclass(slots=True)
@@ -86,9 +90,7 @@ class GrammarStore:
 
     def _try(self, text: str) -> tuple[Any, str]:
         """(a fresh matcher of a grammar, what is wrong with it or "")."""
-        import llguidance
-
-        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
+        matcher = self._fresh(text)
         if matcher.is_error():
             return matcher, _reason(matcher.get_error())
         # Some grammars are found out to be too large, or to allow no answer at all, only by their first mask.
@@ -98,14 +100,18 @@ class GrammarStore:
 
     def matcher(self, text: str) -> Any:
         """A fresh matcher of a grammar that was compiled, even if long ago."""
-        import llguidance
-
         with self._lock:
             pristine = self._compiled.get(text)
             if pristine is not None:
                 self._compiled.move_to_end(text)
                 return pristine.deep_copy()
-        return llguidance.LLMatcher(self._tokenizer, text, log_level=0)
+        return self._fresh(text)
+
+    def _fresh(self, text: str) -> Any:
+        import llguidance
+
+        limits = llguidance.LLParserLimits(max_items_in_row=MOST_ITEMS)
+        return llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
 
     def _read_tokenizer(self, llguidance: Any, text: str) -> Any:
         try:

@@ -1,0 +1,89 @@
+"""Grammars and schemas that are wrong, or made to cost much, beside plain streams: each ends in a clear 400 or as a
+bounded answer, and the streams say what they say alone.
+"""
+
+import asyncio
+import json
+
+import pytest
+
+from tokenyard import LLM
+from tokenyard.config import DEMO_MODEL
+from tokenyard.local import LocalApi
+
+pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="there is no demo model")
+STREAMS = 16
+
+
+def deep(levels):
+    return json.loads('{"properties":{"a":' * levels + "{}" + "}}" * levels)
+
+
+def optional(count):
+    return {"type": "object", "properties": {f"p{place}": {"type": "integer"} for place in range(count)}}
+
+
+def tool(parameters, name="f"):
+    return {"tools": [{"type": "function", "function": {"name": name, "parameters": parameters}}], **FORCED}
+
+
+FORCED = {"tool_choice": "required"}
+REFUSED = {
+    "5,000 optional properties": ({"json_schema": optional(5000)}, "5000 optional properties"),
+    "deep nesting": ({"json_schema": deep(60)}, "nested more than 100 levels deep"),
+    "a keyword that cannot be enforced": ({"json_schema": {"uniqueItems": True}}, "uniqueItems"),
+    "a reference to nothing": ({"json_schema": {"$ref": "#/$defs/x"}}, "does not exist"),
+    "a type that there is not": (tool({"properties": {"a": {"type": "nope"}}}), "tools: f.parameters at /properties/a"),
+    "parameters that are a list": (tool([1]), "parameters"),
+    "a tool without a name": (tool({}, ""), "name"),
+    "a regex that does not parse": ({"regex": "((("}, "unclosed"),
+    "a regex with NUL": ({"regex": "a\u0000("}, "grammar"),
+    "a rule that goes on for ever": ({"ebnf": "root ::= root root"}, "no answer"),
+    "a rule that is not there": ({"ebnf": "root ::= nowhere"}, "nowhere"),
+    "two wishes": ({"regex": "a", "ebnf": 'root ::= "a"'}, "exclude each other"),
+    "a tag without a trigger": (
+        {"structural_tag": {"structures": [{"begin": "<", "end": ">"}], "triggers": []}},
+        "trig",
+    ),
+}
+BOUNDED = {
+    "many optional properties": {"json_schema": optional(900)},
+    "an exponential regex": {"regex": "(.*a.{20}){5}"},
+    "a regex of many repeats": {"regex": "((a{1,100}){1,100}){1,100}"},
+    "alternatives of alternatives": {"regex": "(a|aa|aaa|a*)*b"},
+    "a long enumeration": {"json_schema": {"enum": [f"value {place}" for place in range(5000)]}},
+    "an ambiguous grammar": {"ebnf": 'root ::= root root | "a" | "aa"'},
+}
+
+
+def chat(**more):
+    return {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 24, "temperature": 0, **more}
+
+
+def test_hostile_grammars_end_in_a_400_or_in_time_and_leave_other_streams_alone():
+    async def ask(api, body):
+        status, answer = await api.whole("POST", "/v1/chat/completions", body)
+        return status, json.loads(answer)
+
+    async def plain(api):
+        bodies = [chat(seed=place, temperature=1.0, max_tokens=60) for place in range(STREAMS)]
+        answers = await asyncio.gather(*(ask(api, body) for body in bodies))
+        return [answer["choices"][0] for _, answer in answers]
+
+    async def together(api):
+        wrong = [ask(api, chat(**body)) for body, _ in REFUSED.values()]
+        costly = [ask(api, chat(**body)) for body in BOUNDED.values()]
+        beside = asyncio.create_task(plain(api))
+        return await asyncio.gather(*wrong), await asyncio.gather(*costly), await beside
+
+    with LLM(DEMO_MODEL, device="cpu") as llm:
+        api = LocalApi(llm)
+        alone = asyncio.run(plain(api))
+        wrong, costly, beside = asyncio.run(together(api))
+    assert beside == alone
+    for (name, (_, words)), (status, answer) in zip(REFUSED.items(), wrong, strict=True):
+        assert status == 400, (name, answer)
+        assert words in answer["error"]["message"], name
+    for name, (status, answer) in zip(BOUNDED, costly, strict=True):
+        assert status == 200, (name, answer)
+        assert answer["usage"]["completion_tokens"] <= 24
