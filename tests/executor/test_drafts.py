@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from tokenyard.base import DRAFT, LAST_SAMPLED, RowStart, SamplingParams, StepPlan
+from tokenyard.base import DRAFT, LAST_SAMPLED, LogprobOptions, RowStart, SamplingParams, StepPlan
 from tokenyard.executor.drafts import AcceptanceRecord, Lookup, NgramDrafter, confirmed_runs
 
 
@@ -97,10 +97,10 @@ def test_a_chunk_that_is_not_the_last_yields_nothing():
     assert tokens.tolist() == [5, 6]
 
 
-def test_rows_whose_choice_hangs_on_more_than_the_model_have_no_drafts():
-    sampling = [SamplingParams(), SamplingParams(presence_penalty=0.5), SamplingParams()]
+def test_rows_with_a_grammar_or_log_probabilities_have_no_drafts():
     known = ints(1, 2, 3, 1, 2)
-    starts = [RowStart(row, params, known, 5, grammar="x" * (row == 2)) for row, params in enumerate(sampling)]
+    starts = [RowStart(row, SamplingParams(), known, 5, grammar="x" * (row == 2)) for row in range(3)]
+    starts[1].logprobs = LogprobOptions()
     drafter = NgramDrafter(4)
     plan = plan_of([5, 5, 5], [1, 1, 1], 0, 0, starts)
     drafter.take(plan)

@@ -64,8 +64,9 @@ def test_greedy_answers_are_those_of_transformers(folder, case, model_impl, dept
         assert counters.retracted > 0
 
 
+@pytest.mark.parametrize("penalty", [0.0, 0.02])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_sampled_answers_are_those_without_drafts(folder, depth):
+def test_sampled_answers_are_those_without_drafts(folder, depth, penalty):
     def answers(drafts):
         yard = make_yard(folder, "qwen3", "torch", depth, 400, drafts)
         numbers = []
@@ -78,6 +79,8 @@ def test_sampled_answers_are_those_without_drafts(folder, depth):
                 n=1 + (index == 4),
                 stop_token_ids=[index + 20],
                 presence_penalty=0.4 * (index == 5),
+                frequency_penalty=penalty,
+                repetition_penalty=1.0 + penalty * (index != 3),
             )
             numbers.append(yard.submit(repetitive(20, seed=index), sampling=sampling))
         yard.run(depth)

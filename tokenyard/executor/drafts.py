@@ -97,9 +97,7 @@ class _Row:
 
 
 class NgramDrafter:
-    """Drafts up to `most` tokens for each row, by prompt lookup. Rows with penalties, log-probabilities or a grammar
-    have no drafts: what they may sample depends on the tokens before in more than the model.
-    """
+    """Drafts up to `most` tokens for each row, by prompt lookup. Rows with log-probabilities or a grammar have none."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -143,6 +141,20 @@ class NgramDrafter:
         return drafted, chances
 
 
+def drafts_to_confirm(plan: StepPlan, inputs: Int32Array) -> Int32Array:
+    """The draft that each sample of a plan must confirm, int32[sum(samples)]; -1 for a row's last sample.
+
+    inputs: int32[sum(counts)], the plan's tokens with the ids of drafts.
+    """
+    samples = plan.samples.astype(np.int64)
+    ends = np.cumsum(plan.counts, dtype=np.int64)
+    # The draft after a sampled position is the next input. Index among all samples plus a constant per row.
+    following = np.arange(1, int(samples.sum()) + 1) + np.repeat(ends - np.cumsum(samples), samples)
+    drafts = np.append(inputs, -1)[following]
+    drafts[np.cumsum(samples)[samples > 0] - 1] = -1
+    return drafts
+
+
 def confirmed_runs(plan: StepPlan, inputs: Int32Array, sampled: Int32Array) -> tuple[Int32Array, Int32Array]:
     """What each row yields of its samples: those that confirm its drafts, and the sample after them.
 
@@ -152,14 +164,10 @@ def confirmed_runs(plan: StepPlan, inputs: Int32Array, sampled: Int32Array) -> t
     samples = plan.samples.astype(np.int64)
     firsts = np.cumsum(samples) - samples
     place = np.arange(len(sampled)) - np.repeat(firsts, samples)
-    # The input after a sampled position is the draft that the sample confirms; a row's last sample has none.
-    following = np.repeat(np.cumsum(plan.counts, dtype=np.int64) - samples + 1, samples) + place
-    drafts = np.append(inputs, -1)[following]
-    last = place == np.repeat(samples, samples) - 1
-    refused = (sampled != drafts) & ~last
-    accepted = samples.copy()
-    rows = np.flatnonzero(samples)
+    accepted, rows = samples.copy(), np.flatnonzero(samples)
     if len(rows):
+        # A row's last sample confirms nothing, so that the first "refused" one is always there.
+        refused = sampled != drafts_to_confirm(plan, inputs)
         until = np.where(refused, place + 1, np.repeat(samples, samples))
         accepted[rows] = np.minimum.reduceat(until, firsts[rows])
     kept = place < np.repeat(accepted, samples)
@@ -167,4 +175,4 @@ def confirmed_runs(plan: StepPlan, inputs: Int32Array, sampled: Int32Array) -> t
 
 
 def _drafts_suit(start: RowStart) -> bool:
-    return not (start.grammar or start.sampling.penalised or start.logprobs is not None)
+    return not start.grammar and start.logprobs is None

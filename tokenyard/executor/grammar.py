@@ -44,6 +44,10 @@ class RowMasks:
     places: torch.Tensor
     values: torch.Tensor
 
+    def among(self, chosen: torch.Tensor) -> "RowMasks":
+        """The masks of some sampled positions, int64[n] in rising order, which hold all that are masked."""
+        return RowMasks(torch.searchsorted(chosen, self.places), self.values)
+
     def apply(self, logits: torch.Tensor) -> None:
         """Mask logits in place. A row that nothing would be left of follows its mask alone: a grammar wins over a bias
         and over the least number of tokens.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tokenyard.base import ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
-from tokenyard.executor.drafts import NgramDrafter, confirmed_runs
+from tokenyard.executor.drafts import NgramDrafter, confirmed_runs, drafts_to_confirm
 from tokenyard.executor.forward_batch import PageTable, build_batch, samples_of, upload
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.grammar import GrammarRows, GrammarStore
@@ -189,7 +189,12 @@ class ModelExecutor:
         """Choose a token for each row of logits: int64[m]. A row's last one is what its next step may read."""
         samples = samples_of(plan)
         pool_rows = np.repeat(plan.pool_rows, samples)
-        tokens = self._sampler.sample(logits, pool_rows, plan.sampled_positions, self._grammar_rows.masks(plan))
+        masks, positions = self._grammar_rows.masks(plan), plan.sampled_positions
+        if plan.verify_rows:
+            drafts = drafts_to_confirm(plan, plan.tokens)
+            tokens = self._sampler.sample_runs(logits, pool_rows, positions, drafts, masks)
+        else:
+            tokens = self._sampler.sample(logits, pool_rows, positions, masks)
         last = np.cumsum(samples)[samples > 0] - 1
         rows = upload((plan.pool_rows[samples > 0], last), self._device)
         self._future.store(rows[0], tokens[rows[1]])

@@ -60,6 +60,37 @@ class Sampler:
             self._penalties.count(pool_rows[penalised], tokens[upload((penalised,), self._device)[0]])
         return tokens
 
+    def sample_runs(
+        self,
+        logits: torch.Tensor,
+        pool_rows: Int32Array,
+        positions: Int64Array,
+        drafts: Int32Array,
+        masks: RowMasks | None = None,
+    ) -> torch.Tensor:
+        """`sample` where rows sample at several positions, each of which confirms a draft: int64[n] on the device.
+
+        drafts: int32[n] on the host, -1 behind a row's last draft. A row with penalties samples one position after the
+        other, as long as its drafts are right, because each token changes the penalties of the next. Behind a draft
+        that is wrong its tokens are -1.
+        """
+        follows = np.append(False, drafts[:-1] >= 0)
+        waits = follows & (self.rows.kinds[pool_rows] & PENALISED != 0)
+        if not waits.any():
+            return self.sample(logits, pool_rows, positions, masks)
+        now = np.flatnonzero(~waits)
+        index = upload((now,), self._device)[0]
+        tokens = torch.full((len(pool_rows),), -1, dtype=torch.int64, device=self._device)
+        tokens[index] = self.sample(logits[index], pool_rows[now], positions[now], masks and masks.among(index))
+        while True:
+            right = tokens.cpu().numpy() == drafts
+            now = np.flatnonzero(waits & np.append(False, right[:-1]))
+            if not len(now):
+                return tokens
+            index = upload((now,), self._device)[0]
+            tokens[index] = self.sample(logits[index], pool_rows[now], positions[now])
+            waits[now] = False
+
     def _edit(self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array, places: Int64Array) -> None:
         rows, ids, values = self.rows.edits_of(pool_rows, positions, places)
         index = upload((rows, ids), self._device)
