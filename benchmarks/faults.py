@@ -9,6 +9,7 @@ Run: python -m benchmarks.faults
 """
 
 import argparse
+import signal
 from functools import partial
 
 from tests.e2e import faults
@@ -21,6 +22,7 @@ def main():
     runs = [partial(faults.kill_child, child, streams) for child in ("detokenizer", "server")]
     kinds = (faults.kill_scheduler, faults.hang_up, faults.disconnects, faults.full_queue, faults.small_pool)
     runs += [partial(kind, streams) for kind in kinds]
+    runs.append(partial(faults.break_ranks, streams, 4, (signal.SIGKILL, signal.SIGSTOP)))
     print(f"{'fault':28} {'last end':>9}  {'exit':>4}  {'pages':10}  ends; reason")
     for run in runs:
         outcome = run()

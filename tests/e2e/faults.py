@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tests.e2e.servers import Server, alive
 
@@ -98,6 +99,12 @@ class Stream:
         return "cut"
 
     @property
+    def text(self) -> str:
+        """The whole text of the answer."""
+        chunks = re.findall(rb"data: (\{.*\})", self.data)
+        return "".join(choice["text"] for chunk in chunks for choice in json.loads(chunk)["choices"])
+
+    @property
     def tokens(self) -> int:
         """Tokens of the answer as its usage counts them; 0 if it did not end."""
         found = re.search(rb'"completion_tokens": ?(\d+)', self.data)
@@ -115,16 +122,23 @@ async def pages_after(server: Server) -> str:
     """ "conserved" if the idle server holds no pages and flushing leaves the pool empty; else what is wrong."""
     end = time.monotonic() + IDLE_WITHIN_S
     while True:
-        state = (await asyncio.to_thread(get, server, "/server_info"))["internal_states"][0]
+        state = await _sums(server)
         if state["running"] + state["waiting"] + state["in_flight"] + state["used_tokens"] == 0:
             break
         if time.monotonic() > end:
             return f"not idle: {state['running']} running, {state['used_tokens']} tokens used"
         await asyncio.sleep(0.1)
     await asyncio.to_thread(get, server, "/flush_cache", method="POST")
-    state = (await asyncio.to_thread(get, server, "/server_info"))["internal_states"][0]
+    state = await _sums(server)
     held = state["used_tokens"] + state["cached_tokens"]
     return f"{held} tokens still held after a flush" if held else "conserved"
+
+
+async def _sums(server: Server) -> Counter[str]:
+    """What all ranks hold together."""
+    states = (await asyncio.to_thread(get, server, "/server_info"))["internal_states"]  # type: ignore[index]
+    names = ("running", "waiting", "in_flight", "used_tokens", "cached_tokens")
+    return Counter({name: sum(state[name] for state in states) for name in names})
 
 
 async def open_all(server: Server, streams: int, tokens: int) -> tuple[list[Stream], list["asyncio.Task[str]"]]:
@@ -174,6 +188,38 @@ def kill_scheduler(streams: int, tokens: int = 100) -> Outcome:
 
     room = ("--max-running-requests", str(streams), "--max-total-tokens", str(1024 * streams))
     return _surviving("kill -9 of the scheduler", ("--mock-step-ms", "30", *room), work)
+
+
+def break_ranks(streams: int, ranks: int, signals: tuple[signal.Signals, ...], tokens: int = 60) -> Outcome:
+    """Send each rank in turn, under all streams, one of `signals` after the other: SIGKILL ends it, SIGSTOP makes it
+    stand still. It is started again, and every stream goes on as if nothing had been. `last_end_s` is of the slowest.
+    """
+
+    async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
+        unbroken, tasks = await open_all(server, streams, tokens)
+        await asyncio.wait_for(asyncio.gather(*tasks), 120)
+        whole, ends, slowest, notes = [stream.text for stream in unbroken], Counter[str](), 0.0, list[str]()
+        for rank in range(ranks):
+            for number in signals:
+                opened, tasks = await open_all(server, streams, tokens)
+                os.kill(_scheduler(server, rank), number)
+                begin = time.monotonic()
+                ends += Counter(await asyncio.wait_for(asyncio.gather(*tasks), 120))
+                slowest = max(slowest, time.monotonic() - begin)
+                if wrong := sum(stream.text != text for stream, text in zip(opened, whole, strict=True)):
+                    notes.append(f"{wrong} answers differ after {number.name} of rank {rank}")
+                server.wait_for(rf"(?s)(rank {rank} runs again.*){{{signals.index(number) + 1}}}")
+        return ends, slowest, notes
+
+    room = ("--max-running-requests", str(streams * ranks), "--max-total-tokens", str(1024 * streams * ranks))
+    flags = ("--dp-size", str(ranks), "--watchdog-timeout-s", "1", "--mock-step-ms", "20")
+    return _surviving(f"signals to each of {ranks} ranks", (*flags, *room), work)
+
+
+def _scheduler(server: Server, rank: int) -> int:
+    """The process id of a rank's scheduler."""
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.children()}
+    return next(pid for pid, title in titles.items() if b"scheduler %d" % rank in title)
 
 
 def _kill(server: Server) -> None:

@@ -1,5 +1,7 @@
 """What is promised when things break: every stream ends in a clear way, and no page is lost."""
 
+import signal
+
 import pytest
 
 from tests.e2e import faults
@@ -15,6 +17,22 @@ def test_a_killed_scheduler_is_started_again_and_every_stream_comes_to_its_end()
     assert not outcome.notes
     assert outcome.pages == "conserved"
     assert outcome.exit_status == 0
+
+
+def all_went_on(outcome, streams):
+    assert outcome.ends == {"done": streams}
+    assert not outcome.notes
+    assert outcome.pages == "conserved"
+    assert outcome.exit_status == 0
+
+
+def test_ranks_that_are_killed_leave_their_streams_to_the_others_without_gap_or_repeat():
+    all_went_on(faults.break_ranks(STREAMS, 2, (signal.SIGKILL,)), 2 * STREAMS)
+
+
+@pytest.mark.slow
+def test_the_same_of_four_ranks_under_many_streams_killed_or_standing_still():
+    all_went_on(faults.break_ranks(256, 4, (signal.SIGKILL, signal.SIGSTOP)), 4 * 2 * 256)
 
 
 def test_a_killed_detokenizer_ends_every_stream_with_an_error():

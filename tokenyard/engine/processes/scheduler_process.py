@@ -8,6 +8,7 @@ import logging
 import threading
 from typing import Any
 
+import setproctitle
 import zmq
 
 from tokenyard.base import NS_PER_MS
@@ -78,6 +79,8 @@ class LockedSender:
 def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     """Load the model, say that all is ready, and run the event loop until told to stop."""
     config = task.config
+    if config.ranks > 1:
+        setproctitle.setproctitle(f"tokenyard: scheduler {task.rank}")
     if not config.skip_tokenizer_init:
         # The device must come free even if a step hangs; the detokenizer is left to remove the sockets.
         die_with_parent()

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class Child:
-    """A child process and the pipe on which it reports that it is ready or why it ends.
+    """A child process and the connection on which it reports that it is ready or why it ends.
 
     rank, source: of a scheduler, as in `ChildTask`. silent: why it was ended from here, "" if it was not. culprit: as
     in its last report.
@@ -59,7 +60,7 @@ class Child:
     name: str
     process: Process
     reports: asyncio.StreamReader
-    pipe: asyncio.ReadTransport
+    pipe: asyncio.StreamWriter
     rank: int = 0
     source: int = 0
     silent: str = ""
@@ -179,26 +180,22 @@ class Supervisor:
     async def _spawn(self, name: str, rank: int = 0, *, config: EngineConfig | None = None, note: str = "") -> Child:
         """Start a process, which is among the children from then on."""
         source, self._next_source = self._next_source, self._next_source + 1
-        read_fd, write_fd = os.pipe()
-        try:
+        # No pipe: uvloop closes the number of one twice, and in between it may belong to a socket of another thread.
+        ours, theirs = socket.socketpair()
+        with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", CHILD_MODULES[name], str(write_fd)),
+                *(sys.executable, "-m", CHILD_MODULES[name], str(theirs.fileno())),
                 stdin=asyncio.subprocess.PIPE,
-                pass_fds=(write_fd,),
+                pass_fds=(theirs.fileno(),),
                 env=child_environment(),
             )
-        finally:
-            os.close(write_fd)
         own = config or self._config
         if name == "scheduler":
             own = own.for_rank(rank)
         task = ChildTask(own, os.getpid(), str(self._sockets.path), rank, source, note)
         assert process.stdin is not None
         process.stdin.write(encode_line(task))
-        reader = asyncio.StreamReader(limit=LONGEST_REPORT_BYTES)
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
-        )
+        reader, pipe = await asyncio.open_connection(sock=ours, limit=LONGEST_REPORT_BYTES)
         child = self._children[source] = Child(name, process, reader, pipe, rank, source)
         return child
 
