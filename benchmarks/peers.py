@@ -17,24 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.smollm2 import SHAPE
+from benchmarks.smollm2 import QWEN_SHAPE, SHAPE
 from tokenyard import LLM, SamplingParams
 
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-}
-SHAPES = {"smol": SHAPE, "qwen": QWEN}
+SHAPES = {"smol": SHAPE, "qwen": QWEN_SHAPE}
 IMPLS = {
     "native": {"model_impl": "native"},
     "native-attention": {"model_impl": "torch", "attention_backend": "native"},

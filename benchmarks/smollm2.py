@@ -1,4 +1,4 @@
-"""The shape of SmolLM2-135M, as a config.json has it. Needs no torch."""
+"""The shapes of SmolLM2-135M and Qwen2.5-0.5B, as a config.json has them. Needs no torch."""
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -11,5 +11,20 @@ SHAPE = {
     "num_key_value_heads": 3,
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+QWEN_SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
 }

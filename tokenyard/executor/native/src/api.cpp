@@ -154,9 +154,18 @@ int ty_product(void *pool, int level, int dtype, const void *x, const void *weig
         ty::Awake awake(pool_of(pool));
         ty::pack(pool_of(pool), kernels, width, dtype == TY_BF16 ? 2 : 4, linear, weights, bias);
         const float *packed_bias = bias ? linear.bias.data() : nullptr;
-        ty::run_product(pool_of(pool), kernels, width,
-                        {x, inputs, linear.panels, packed_bias, inputs, outputs, gated ? ty::SILU : ty::STORE, y,
-                         gated ? outputs / 2 : outputs},
+        ty::run_product(pool_of(pool), kernels,
+                        {x, inputs, linear.panels, packed_bias, inputs, outputs, linear.count(width),
+                         gated ? ty::SILU : ty::STORE, y, gated ? outputs / 2 : outputs},
                         rows);
     });
 }
+
+#ifdef TY_PROFILE
+void ty_profile(double *seconds) {
+    for (double &phase : ty::phase_seconds) {
+        *seconds++ = phase;
+        phase = 0.0;
+    }
+}
+#endif

@@ -67,3 +67,8 @@ TY_API void ty_model_free(void *model);
 // One product by itself: y = x * weights^T + bias, float32 out; x is active[rows, inputs].
 TY_API int ty_product(void *pool, int level, int dtype, const void *x, const void *weights, const float *bias,
                       int64_t rows, int64_t inputs, int64_t outputs, int gated, void *y);
+
+#ifdef TY_PROFILE
+// Seconds of each phase since the last call, in the order of Phase in profile.h.
+TY_API void ty_profile(double *seconds);
+#endif

@@ -8,6 +8,13 @@
 #include <cstdint>
 #include <cstring>
 
+// For functions that only prefetch: GCC takes them for functions without effect, and drops calls that are not inlined.
+#if defined(__GNUC__)
+#define TY_INLINE inline __attribute__((always_inline))
+#else
+#define TY_INLINE inline
+#endif
+
 namespace ty {
 
 // A float32 without its lower 16 bits.
@@ -36,9 +43,9 @@ static inline void from_float(float x, bf16 *out) {
 
 static inline void from_float(float x, float *out) { *out = x; }
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+static constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 }  // namespace ty

@@ -17,7 +17,7 @@ constexpr float NOTHING = -1e30f;  // a score that no key has
 enum Epilogue { STORE, ADD, SILU };
 
 // y = x * weights^T + bias, of which a task computes some rows and some panels of outputs.
-// A panel holds the weights of `width` outputs, input after input. bias: one number per output of the panels, or null.
+// A panel holds the weights of `width` outputs; `panels`, an even number, is how many there are. bias: one number per output of the panels, or null.
 // STORE, ADD: y is float[rows, ldy], overwritten or added to. SILU: panels come in turns of gate and up, and y is
 // active[rows, ldy] = silu(gate) * up, half as wide.
 struct Product {
@@ -25,7 +25,7 @@ struct Product {
     int64_t ldx;
     const void *weights;
     const float *bias;
-    int64_t inputs, outputs;
+    int64_t inputs, outputs, panels;
     Epilogue epilogue;
     void *y;
     int64_t ldy;
@@ -92,8 +92,8 @@ struct TypedKernels {
     bool active_is_bf16;
     // Bytes of a panel of weights with so many inputs.
     int64_t (*panel_bytes)(int64_t inputs);
-    // Lay out `rows` (at most `width`) rows of stored weights as a panel; further outputs are zeros.
-    void (*pack_panel)(const void *weights, int64_t rows, int64_t inputs, void *panel);
+    // Lay out `rows` (at most `width`) rows of stored weights as panel `panel`; further outputs are zeros.
+    void (*pack_panel)(const void *weights, int64_t rows, int64_t inputs, void *panels, int64_t panel);
     void (*product)(const Product &job, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
     // out[rows, size] (active) = x[rows, size] / rms(x) * weight
     void (*norm)(const float *x, const float *weight, void *out, int64_t rows, int64_t size, float eps);

@@ -14,7 +14,7 @@
 #include "product.inc"
 #include "rows.inc"
 #include "attention.inc"
-#include "table.inc"
+#include "dispatch.inc"
 
 #else
 

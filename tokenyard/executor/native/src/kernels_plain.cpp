@@ -12,4 +12,4 @@
 #include "product.inc"
 #include "rows.inc"
 #include "attention.inc"
-#include "table.inc"
+#include "dispatch.inc"

@@ -60,11 +60,6 @@ void Model::set_norm(int layer, int which, const float *weight) {
     layers_[(size_t)layer].norms[which].assign(weight, weight + (of_heads ? config_.head_dim : config_.hidden));
 }
 
-Product Model::product(const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy) const {
-    return {x,        linear.inputs, linear.panels, linear.bias.empty() ? nullptr : linear.bias.data(),
-            linear.inputs, linear.outputs, epilogue, y, ldy};
-}
-
 bool Model::step(const ty_step &step) {
     const int64_t tokens = step.tokens, hidden = config_.hidden;
     for (int64_t t = 0; t < tokens; t++)
@@ -77,15 +72,28 @@ bool Model::step(const ty_step &step) {
     attended_.get((size_t)(tokens * q_size_ * active_bytes_));
     gated_.get((size_t)(tokens * config_.inter * active_bytes_));
     Awake awake(pool_);
-    kernels_.embed(config_.embedding, step.token_ids, x_, tokens, hidden);
-    attention_.prepare({step.rows, step.starts, step.counts, step.pool_rows, step.page_table, step.page_table_stride,
-                        step.page_size},
-                       windows_);
+    timed(EMBED, [&] { kernels_.embed(config_.embedding, step.token_ids, x_, tokens, hidden); });
+    timed(PREPARE, [&] {
+        attention_.prepare({step.rows, step.starts, step.counts, step.pool_rows, step.page_table,
+                            step.page_table_stride, step.page_size},
+                           windows_);
+    });
     for (int i = 0; i < config_.layers; i++)
         run_layer(i, step);
     if (step.logit_count)
         logits(step.logit_tokens, step.logit_count, step.logits);
     return true;
+}
+
+void Model::multiply(Phase phase, const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy,
+                     int64_t rows) {
+    const Product job = {x, linear.inputs, linear.panels, linear.bias.empty() ? nullptr : linear.bias.data(),
+                         linear.inputs, linear.outputs, linear.count(all_.width), epilogue, y, ldy};
+    timed(phase, [&] { run_product(pool_, kernels_, job, rows); });
+}
+
+void Model::normalise(const float *x, const std::vector<float> &weight, void *out, int64_t rows) {
+    timed(NORM, [&] { run_norm(pool_, kernels_, x, weight.data(), out, rows, config_.hidden, config_.eps); });
 }
 
 void Model::run_layer(int index, const ty_step &step) {
@@ -94,22 +102,25 @@ void Model::run_layer(int index, const ty_step &step) {
     void *h = normed_.get(0), *q = q_.get(0), *attended = attended_.get(0), *gated = gated_.get(0);
     float *qkv = (float *)qkv_.get(0);
     char *keys = (char *)step.kv + 2 * index * step.plane_bytes, *values = keys + step.plane_bytes;
-    const auto weights = [&](int which) {
+    const auto of_heads = [&](int which) {
         return layer.norms[which].empty() ? nullptr : layer.norms[which].data();
     };
-    run_norm(pool_, kernels_, x_, weights(TY_ATTENTION_NORM), h, tokens, hidden, config_.eps);
-    run_product(pool_, kernels_, all_.width,
-                product(layer.linears[TY_QKV], h, STORE, qkv, q_size_ + 2 * kv_size_), tokens);
-    run_place(pool_, kernels_,
-              {qkv, weights(TY_Q_NORM), weights(TY_K_NORM), config_.eps, config_.cos_sin, step.positions, step.slots,
-               keys, values, q, config_.heads, config_.kv_heads, config_.head_dim},
-              tokens);
-    attention_.run({q, keys, values, attended, config_.heads, config_.kv_heads, config_.head_dim,
-                    windows_[(size_t)index], 1.0f / __builtin_sqrtf((float)config_.head_dim)});
-    run_product(pool_, kernels_, all_.width, product(layer.linears[TY_OUTPUT], attended, ADD, x_, hidden), tokens);
-    run_norm(pool_, kernels_, x_, weights(TY_MLP_NORM), h, tokens, hidden, config_.eps);
-    run_product(pool_, kernels_, all_.width, product(layer.linears[TY_GATE_UP], h, SILU, gated, config_.inter), tokens);
-    run_product(pool_, kernels_, all_.width, product(layer.linears[TY_DOWN], gated, ADD, x_, hidden), tokens);
+    normalise(x_, layer.norms[TY_ATTENTION_NORM], h, tokens);
+    multiply(QKV, layer.linears[TY_QKV], h, STORE, qkv, q_size_ + 2 * kv_size_, tokens);
+    timed(PLACE, [&] {
+        run_place(pool_, kernels_,
+                  {qkv, of_heads(TY_Q_NORM), of_heads(TY_K_NORM), config_.eps, config_.cos_sin, step.positions,
+                   step.slots, keys, values, q, config_.heads, config_.kv_heads, config_.head_dim},
+                  tokens);
+    });
+    timed(ATTEND, [&] {
+        attention_.run({q, keys, values, attended, config_.heads, config_.kv_heads, config_.head_dim,
+                        windows_[(size_t)index], 1.0f / __builtin_sqrtf((float)config_.head_dim)});
+    });
+    multiply(OUTPUT, layer.linears[TY_OUTPUT], attended, ADD, x_, hidden, tokens);
+    normalise(x_, layer.norms[TY_MLP_NORM], h, tokens);
+    multiply(GATE_UP, layer.linears[TY_GATE_UP], h, SILU, gated, config_.inter, tokens);
+    multiply(DOWN, layer.linears[TY_DOWN], gated, ADD, x_, hidden, tokens);
 }
 
 void Model::logits_of_last(const int64_t *tokens, int64_t count, float *out) {
@@ -128,8 +139,8 @@ void Model::logits(const int64_t *tokens, int64_t count, float *out) {
     float *x = few_.get_of<float>(count * hidden);
     void *h = few_normed_.get((size_t)(count * hidden * active_bytes_));
     residual_of_last(tokens, count, x);
-    run_norm(pool_, kernels_, x, norm_.data(), h, count, hidden, config_.eps);
-    run_product(pool_, kernels_, all_.width, product(head_, h, STORE, out, config_.vocabulary), count);
+    normalise(x, norm_, h, count);
+    multiply(HEAD, head_, h, STORE, out, config_.vocabulary, count);
 }
 
 }  // namespace ty

@@ -6,6 +6,7 @@
 
 #include "api.h"
 #include "ops.h"
+#include "profile.h"
 
 namespace ty {
 
@@ -29,7 +30,9 @@ class Model {
     };
 
     Linear &linear(int layer, int which);
-    Product product(const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy) const;
+    void multiply(Phase phase, const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy,
+                  int64_t rows);
+    void normalise(const float *x, const std::vector<float> &weight, void *out, int64_t rows);
     void logits(const int64_t *tokens, int64_t count, float *out);
     void run_layer(int index, const ty_step &step);
 

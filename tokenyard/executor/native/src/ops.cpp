@@ -20,7 +20,7 @@ constexpr int64_t LINE_FLOATS = 16;
 
 void pack(Pool &pool, const TypedKernels &kernels, int width, int64_t stored_bytes, Linear &linear, const void *weights,
           const float *bias) {
-    const int64_t panels = linear.count(width), bytes = kernels.panel_bytes(linear.inputs);
+    const int64_t panels = linear.count(width);
     const int64_t halves = linear.gated ? 2 : 1, half = linear.outputs / halves;
     if (bias)
         linear.bias.assign((size_t)(panels * width), 0.0f);
@@ -29,22 +29,19 @@ void pack(Pool &pool, const TypedKernels &kernels, int width, int64_t stored_byt
         const int64_t row = panel / halves * width, begin = panel % halves * half + row;
         const int64_t rows = most(0, least(width, half - row));
         const char *from = (const char *)weights + begin * linear.inputs * stored_bytes;
-        kernels.pack_panel(from, rows, linear.inputs, linear.panels + panel * bytes);
+        kernels.pack_panel(from, rows, linear.inputs, linear.panels, panel);
         for (int64_t i = 0; bias && i < rows; i++)
             linear.bias[(size_t)(panel * width + i)] = bias[begin + i];
     });
 }
 
-void run_product(Pool &pool, const TypedKernels &kernels, int width, const Product &job, int64_t rows) {
-    const bool gated = job.epilogue == SILU;
-    const int64_t panels = 2 * (gated ? ceil_div(job.outputs / 2, width) : ceil_div(job.outputs, 2 * width));
-    const int64_t fair = round_up(ceil_div(panels, TASKS_OF_THREAD * pool.threads()), 4);
-    const int64_t group = std::clamp<int64_t>(fair, 4, rows <= FEW ? 16 : 8);
-    const int64_t groups = ceil_div(panels, group), block = rows <= FEW ? rows : ROW_BLOCK;
-    const int64_t blocks = ceil_div(rows, block);
-    pool.run(groups * blocks, [&](int64_t i, int) {
-        const int64_t row = i % blocks * block, panel = i / blocks * group;
-        kernels.product(job, row, std::min(rows, row + block), panel, std::min(panels, panel + group));
+void run_product(Pool &pool, const TypedKernels &kernels, const Product &job, int64_t rows) {
+    // As many tasks for each thread, of as many pairs of panels each as can be.
+    const int64_t pairs = job.panels / 2, groups = least(pairs, TASKS_OF_THREAD * pool.threads());
+    const int64_t height = rows <= FEW ? rows : ROW_BLOCK, heights = ceil_div(rows, height);
+    pool.run(groups * heights, [&](int64_t i, int) {
+        const int64_t row = i % heights * height, group = i / heights;
+        kernels.product(job, row, least(rows, row + height), pairs * group / groups * 2, pairs * (group + 1) / groups * 2);
     });
 }
 
@@ -124,7 +121,10 @@ void Attention::plan_parts(Tasks &tasks, const Rows &rows, const std::vector<con
     if (!count)
         return;
     float *partials = tasks.partials.get_of<float>(floats);
-    const int64_t splits = least(kv_heads_, ceil_div(2 * pool_.threads(), count));
+    // Parts of few rows are cut by heads too, into as many of each.
+    int64_t splits = least(kv_heads_, ceil_div(2 * pool_.threads(), count));
+    while (kv_heads_ % splits)
+        splits++;
     tasks.left.reset(new std::atomic<int64_t>[tasks.rows.size() * (size_t)splits]);
     for (size_t r = 0; r < tasks.rows.size(); r++) {
         RowTasks &row = tasks.rows[r];

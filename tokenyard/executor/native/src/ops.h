@@ -31,7 +31,7 @@ void pack(Pool &pool, const TypedKernels &kernels, int width, int64_t stored_byt
           const float *bias);
 
 // Compute `rows` rows of a product.
-void run_product(Pool &pool, const TypedKernels &kernels, int width, const Product &job, int64_t rows);
+void run_product(Pool &pool, const TypedKernels &kernels, const Product &job, int64_t rows);
 void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const float *weight, void *out, int64_t rows,
               int64_t size, float eps);
 void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int64_t tokens);

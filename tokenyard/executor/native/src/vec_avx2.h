@@ -9,8 +9,7 @@ namespace ty {
 namespace {
 
 constexpr int W = 8;
-constexpr int MAX_ROWS = 6;
-constexpr int FEW_ROWS = 2;
+constexpr int TILE_ROWS = 6;
 constexpr int QUERY_BLOCK = 2;
 
 typedef __m256 Vec;
@@ -86,8 +85,8 @@ inline Vec vsums(const Vec *a) {
     return vadd(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
-inline void prefetch_far(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
+TY_INLINE void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+TY_INLINE void prefetch_far(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
 
 }  // namespace
 }  // namespace ty

@@ -9,8 +9,7 @@ namespace ty {
 namespace {
 
 constexpr int W = 16;
-constexpr int MAX_ROWS = 12;   // rows of a tile of two panels
-constexpr int FEW_ROWS = 6;    // rows of a tile of four panels
+constexpr int TILE_ROWS = 12;  // rows of a tile of two panels
 constexpr int QUERY_BLOCK = 4; // queries that share a pass over values
 
 typedef __m512 Vec;
@@ -75,8 +74,8 @@ inline Vec vsums(const Vec *a) {
     return vadd(_mm512_shuffle_f32x4(d0, d1, 0x88), _mm512_shuffle_f32x4(d0, d1, 0xdd));
 }
 
-inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
-inline void prefetch_far(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
+TY_INLINE void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+TY_INLINE void prefetch_far(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
 
 }  // namespace
 }  // namespace ty

@@ -9,8 +9,7 @@ namespace ty {
 namespace {
 
 constexpr int W = 8;
-constexpr int MAX_ROWS = 4;
-constexpr int FEW_ROWS = 2;
+constexpr int TILE_ROWS = 4;
 constexpr int QUERY_BLOCK = 2;
 
 struct Vec {
@@ -62,8 +61,8 @@ inline Vec vsums(const Vec *a) { TY_EACH(vsum(a[i])); }
 
 #undef TY_EACH
 
-inline void prefetch(const void *p) { __builtin_prefetch(p); }
-inline void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
+TY_INLINE void prefetch(const void *p) { __builtin_prefetch(p); }
+TY_INLINE void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace
 }  // namespace ty
