@@ -1,4 +1,4 @@
-"""What this machine can do at most: read memory, and multiply in registers. The floors of other benchmarks come from it.
+"""What this machine can do at most: read memory, and multiply in registers. Floors of other benchmarks come from it.
 
 Run from the repository root: `python -m benchmarks.limits [--threads 2]`. Needs a C++ compiler. Each figure is the best
 of many short rounds, since other work on the machine only ever takes away.

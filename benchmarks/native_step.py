@@ -1,8 +1,9 @@
 """Where the time of a native step goes: phase by phase, beside what the machine allows.
 
 Run from the repository root: `python -m benchmarks.native_step [--shape qwen] [--batches 1 8 32] [--prefill 512]`.
-Builds the library once more with timers in it (the package's own has none), unless TOKENYARD_NATIVE_LIBRARY names one. Random weights, fixed contexts over random
-slots, no scheduler and no sampling. Of all steps the fastest is shown, as other work on the machine only ever adds time.
+Builds the library once more with timers in it (the package's own has none), unless TOKENYARD_NATIVE_LIBRARY names one.
+Random weights, fixed contexts over random slots, no scheduler and no sampling. Of all steps the fastest is shown, and of
+each phase its fastest, as other work on the machine only ever adds time.
 
 floor: the larger of reading the weights and keys once, at the read rate measured in the same run, and of multiplying at
 the measured rate of the registers. int8 weights count as one byte, and multiply at the rate of int8.
@@ -60,7 +61,7 @@ def floors(shape: dict, rows: int, logits: int, keys: int, options: argparse.Nam
     return found
 
 
-def batch_of(executor, rows: int, start: int, count: int, rng: np.random.Generator) -> ForwardBatch:  # noqa: ANN001
+def batch_of(executor, rows: int, start: int, count: int, rng: np.random.Generator) -> ForwardBatch:
     """Rows of `count` tokens after `start` others, on random slots."""
     pages = executor._pages
     slots = rng.permutation(executor.info.num_pages)[: rows * (start + count)].reshape(rows, -1) + 1
@@ -79,7 +80,7 @@ def batch_of(executor, rows: int, start: int, count: int, rng: np.random.Generat
     )
 
 
-def fastest(executor, batch: ForwardBatch, seconds: float) -> tuple[float, np.ndarray]:  # noqa: ANN001
+def fastest(executor, batch: ForwardBatch, seconds: float) -> tuple[float, np.ndarray]:
     """The fastest step's time, and each phase's fastest."""
     model = executor.model
     profile = model._functions.ty_profile
@@ -139,7 +140,7 @@ def main() -> None:
             show(f"prefill {tokens}", tokens, measured, floors(shape, tokens, 1, tokens, options))
 
 
-def load(folder: str, options: argparse.Namespace):  # noqa: ANN201
+def load(folder: str, options: argparse.Namespace):
     """An executor with a pool for the largest batch."""
     from tokenyard.executor.load import load_executor
 
