@@ -2,8 +2,8 @@
 
 Run from the repository root: `python -m benchmarks.native_step [--shape qwen] [--batches 1 8 32] [--prefill 512]`.
 Builds the library once more with timers in it (the package's own has none), unless TOKENYARD_NATIVE_LIBRARY names one.
-Random weights, fixed contexts over random slots, no scheduler and no sampling. Of all steps the fastest is shown, and of
-each phase its fastest, as other work on the machine only ever adds time.
+Random weights, fixed contexts over random slots, no scheduler and no sampling. Of all steps the fastest is shown, and
+of each phase its fastest, as other work on the machine only ever adds time.
 
 floor: the larger of reading the weights and keys once, at the read rate measured in the same run, and of multiplying at
 the measured rate of the registers. int8 weights count as one byte, and multiply at the rate of int8.
