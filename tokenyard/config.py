@@ -215,6 +215,9 @@ class Settings(SharedSettings):
 
     host: str = setting("127.0.0.1", "server", "address to listen on; 0.0.0.0 for all")
     port: int = setting(30000, "server", "port to listen on; 0 takes a free one", Allowed(0, 65535))
+    uds: str = setting("", "server", "path of a Unix socket to listen on instead of host and port")
+    ssl_certfile: str = setting("", "server", "file with the certificate chain (PEM); clients then speak https")
+    ssl_keyfile: str = setting("", "server", "file with its key, if that is not in the same file")
     api_key: str = setting("", "server", "key that clients must send as a bearer token", secret=True)
     admin_api_key: str = setting(
         "", "server", "key for flush, abort, pause and server info; the API key if absent", secret=True
@@ -353,6 +356,7 @@ class Settings(SharedSettings):
                 not (self.skip_tokenizer_init and self.chat_template),
                 "--chat-template and --skip-tokenizer-init contradict each other: without a tokenizer there is no chat",
             ),
+            (not self.ssl_keyfile or self.ssl_certfile != "", "--ssl-keyfile needs --ssl-certfile"),
             (
                 self.default_priority_value is None or self.uses_priorities,
                 "--default-priority-value needs --enable-priority-scheduling",

@@ -15,6 +15,7 @@ from tokenyard.cli.flags import (
     parse_count,
     resolve,
     split_help_word,
+    unknown_variables,
 )
 from tokenyard.cli.main import build_parser, main
 from tokenyard.config import DEMO_MODEL, Settings
@@ -293,3 +294,19 @@ def test_mistakes_end_with_one_line_and_status_two(argv, words, capsys):
 def test_every_command_has_help():
     parser = build_parser()
     assert {"serve", "generate", "doctor"} <= set(parser.format_help().split())
+
+
+def test_unknown_variables_are_told_but_not_those_of_kubernetes():
+    fine = {"TOKENYARD_PORT": "1", "TOKENYARD_CONFIG": "x", "TOKENYARD_ROUTE_PORT": "1", "TOKENYARD_NATIVE_LEVEL": "1"}
+    pods = ("SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT_30000_TCP_ADDR", "ROUTER_SERVICE_PORT", "ROUTER_PORT")
+    environ = fine | {f"TOKENYARD_{name}": "tcp://10.0.0.1:30000" for name in pods}
+    assert unknown_variables(environ) == []
+    (told,) = unknown_variables({**environ, "TOKENYARD_MAX_RUNING_REQUESTS": "5"})
+    assert told.startswith("TOKENYARD_MAX_RUNING_REQUESTS is no setting; did you mean TOKENYARD_MAX_RUNNING_REQUESTS")
+
+
+def test_the_help_names_the_policies(capsys):
+    assert main(["serve", "--help", "schedule-policy"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in ("fcfs", "lpm", "slo", "vtc", "adaptive"):
+        assert name in shown

@@ -22,7 +22,7 @@ class Server:
         self.log = ""
         self.url = ""
         if ready:
-            match = self.wait_for(r"Tokenyard is ready at (\S+)")
+            match = self.wait_for(r"Tokenyard is ready at ([^\s\"]+)")
             self.url = match[1]
 
     def wait_for(self, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:

@@ -18,8 +18,11 @@ def test_probes_of_a_healthy_server(server):
 
 def test_old_heartbeat_makes_the_probes_fail(server):
     server.manager.age_s = 1000.0
-    assert server.client.get("/health").status_code == 503
-    assert server.client.get("/ready").status_code == 503
+    ill = server.client.get("/health")
+    assert (ill.status_code, ill.text[:46]) == (503, "the scheduler has not been well for 1000 s; it")
+    assert server.client.get("/ready").text.startswith("stuck: the scheduler has not been well")
+    server.manager.age_s = float("inf")
+    assert server.client.get("/health").text == "the engine has ended"
 
 
 def test_while_loading_alive_but_not_ready(start):

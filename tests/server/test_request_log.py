@@ -5,7 +5,7 @@ import logging
 import time
 
 from tests.server.fake import FakeManager
-from tokenyard.engine.processes.child import JsonFormatter
+from tokenyard.engine.processes.logs import JsonFormatter
 from tokenyard.sim.traces import read_trace
 
 

@@ -9,11 +9,11 @@ from tokenyard.base import ConfigError
 pytest.importorskip("opentelemetry.sdk")
 
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.server.fake import FakeManager, finish
-from tokenyard.server.tracing import Tracing, open_tracing, stages
+from tokenyard.server.tracing import QuietExporter, Tracing, open_tracing, stages
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -63,3 +63,24 @@ def test_without_the_packages_the_reason_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"install tokenyard\[otel\]"):
         open_tracing("http://127.0.0.1:9/v1/traces")
+
+
+class FlakyExporter:
+    def __init__(self, *results):
+        self.results = list(results)
+
+    def export(self, spans):
+        return self.results.pop(0)
+
+
+def test_a_collector_that_is_away_is_told_once_and_when_it_is_back(caplog):
+    away, fine = SpanExportResult.FAILURE, SpanExportResult.SUCCESS
+    exporter = QuietExporter(FlakyExporter(fine, away, away, away, fine, fine, away), "http://c:4318")
+    said = []
+    for _ in range(7):
+        caplog.clear()
+        exporter.export([1, 2])
+        said.append(" ".join(record.getMessage() for record in caplog.records))
+    assert ["takes no spans" in words for words in said] == [False, True, False, False, False, False, True]
+    assert "takes spans again; 6 were lost" in said[4]
+    assert [bool(words) for words in said] == [False, True, False, False, True, False, True]

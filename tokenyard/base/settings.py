@@ -93,7 +93,7 @@ class SharedSettings:
     schedule_policy: str = setting(
         "fcfs",
         "scheduler",
-        "order of the queue, such as fcfs, lpm or slo (docs/policies.md); or your own, as module:name",
+        "order of the queue (docs/policies.md), or your own, as module:name",
         aliases=("--scheduling-policy",),
     )
     policy_options: dict[str, float | int | str | bool] = setting(

@@ -10,7 +10,7 @@ from tokenyard.bench.datasets import Prompt
 from tokenyard.bench.table import append_line, offline_table
 from tokenyard.cli.bench_prompts import make_prompts
 from tokenyard.cli.flags import resolve
-from tokenyard.engine.processes.child import set_up_logging
+from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.offline import LLM
 
 

@@ -18,7 +18,7 @@ from tokenyard.config import Settings
 from tokenyard.cost import LinearTerms, Profile, fit_terms, relative_errors, save_profile
 from tokenyard.cost.fit import FEWEST_SAMPLES
 from tokenyard.cost.profiles import LINKS_CPU, LINKS_GPU, POOR_ERROR
-from tokenyard.engine.processes.child import set_up_logging
+from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.engine.processes.scheduler_loop import load_executor
 from tokenyard.wiring import engine_config, located
 

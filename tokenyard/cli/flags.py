@@ -24,8 +24,10 @@ from tokenyard.base import ConfigError
 from tokenyard.base.declare import Declaration, declarations
 from tokenyard.base.settings import TenantSettings
 from tokenyard.config import GROUPS, ClassTargets, Settings
+from tokenyard.policy.registry import POLICIES
 
 ENV_PREFIX = "TOKENYARD_"
+ROUTER_PREFIX = "TOKENYARD_ROUTE_"
 FOREIGN_FLAGS = {
     "one device runs the whole model": "tp-size tp pp-size ep-size enable-dp-attention tensor-parallel-size "
     "pipeline-parallel-size enable-expert-parallel nnodes node-rank dist-init-addr use-ray",
@@ -42,6 +44,10 @@ FOREIGN_FLAGS = {
     "leave it out: requests are not logged": "disable-log-requests no-enable-log-requests",
 }
 """Flags of SGLang and vLLM that do not exist here, by the reason."""
+OTHER_VARIABLES = ("CONFIG", "DISABLE_NATIVE", "NATIVE_LEVEL", "NATIVE_LIBRARY", "TEST_ALL")
+"""What is read from the environment beside settings."""
+
+_OF_KUBERNETES = re.compile(r"TOKENYARD(_\w+)?_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 _MULTIPLIERS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -235,7 +241,8 @@ class Flag:
 
     def describe(self) -> str:
         """Help text with choices and default."""
-        choices = f" ({', '.join(self.declared.choices)})" if self.declared.choices else ""
+        names = self.declared.choices or (sorted(POLICIES) if self.name == "schedule_policy" else ())
+        choices = f" ({', '.join(names)})" if names else ""
         value = ",".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
         default = "" if value in ("", None, [], {}, False) else f" [{value}]"
         return f"{self.declared.help_text}{choices}{default}".replace("%", "%%")
@@ -435,6 +442,22 @@ def resolve_values(
         if flag.declared.secret and values[flag.name] == "":
             raise ConfigError(f"{sources[flag.name]} is empty; leave it out if every client may call")
     return values, sources
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence for each variable that begins like a setting's and is none, with the nearest names.
+
+    Those that Kubernetes sets for services and ports of that name are no mistakes.
+    """
+    environ = os.environ if environ is None else environ
+    known = [flag.env for flag in all_settings()] + [ENV_PREFIX + name for name in OTHER_VARIABLES]
+    ours = [name for name in sorted(environ) if name.startswith(ENV_PREFIX) and not name.startswith(ROUTER_PREFIX)]
+    found = []
+    for name in ours:
+        if name not in known and not _OF_KUBERNETES.fullmatch(name):
+            near = difflib.get_close_matches(name, known, n=2)
+            found.append(f"{name} is no setting" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    return found
 
 
 def _check_not_of_kubernetes(name: str, value: str) -> None:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenyard.base import ConfigError, SamplingParams
 from tokenyard.cli.batch import BatchLine, answer_batch, check_batch_line, is_batch_line
 from tokenyard.cli.flags import resolve
-from tokenyard.engine.processes.child import set_up_logging
+from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.offline import LLM, Generation, Prompt
 
 Conversation = list[dict[str, Any]]

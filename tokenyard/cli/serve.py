@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import setproctitle
@@ -17,14 +18,14 @@ from rich.panel import Panel
 from rich.table import Table
 
 from tokenyard.base import ConfigError, ExecutorInfo, TokenyardError
-from tokenyard.cli.flags import resolve
+from tokenyard.cli.flags import resolve, unknown_variables
 from tokenyard.config import Settings
-from tokenyard.engine.processes.child import set_up_logging
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.launch import running_engine
+from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.local import server_options
 from tokenyard.server.connections import ConnectionLimits
-from tokenyard.server.serving import DrainingServer, listen
+from tokenyard.server.serving import DrainingServer, listen, listen_at_path
 from tokenyard.server.state import ServerState
 from tokenyard.server.tracing import open_tracing
 from tokenyard.wiring import engine_config, located
@@ -37,11 +38,22 @@ USAGE_ERROR = 2
 
 def serve(namespace: argparse.Namespace) -> int:
     """Serve until told to stop. Returns 0 after a signal, 2 for wrong settings or 1 if the engine failed."""
-    settings = located(resolve(vars(namespace)).settings)
+    resolved = resolve(vars(namespace)).settings
     setproctitle.setproctitle("tokenyard: api")
-    set_up_logging(settings.log_level, settings.log_format)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(settings))
+    set_up_logging(resolved.log_level, resolved.log_format)
+    for warning in unknown_variables():
+        log.warning("%s", warning)
+    try:
+        settings = located(resolved)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            status = runner.run(_serve(settings))
+    except TokenyardError as error:
+        if resolved.log_format != "json":
+            raise
+        log.critical("%s", error.message)
+        status = USAGE_ERROR
+    log.info("stopped, with exit status %d", status)
+    return status
 
 
 def _loop_factory() -> Any:
@@ -57,9 +69,17 @@ async def _serve(settings: Settings) -> int:
     """Listen, load the model beside it, and run until the server ends."""
     config = engine_config(settings)
     state = ServerState(server_options(settings))
-    server = DrainingServer(state, shutdown_timeout_s=settings.shutdown_timeout_s, limits=ConnectionLimits.of_process())
-    listener = listen(settings.host, settings.port)
-    settings = dataclasses.replace(settings, port=listener.getsockname()[1])
+    server = DrainingServer(
+        state,
+        shutdown_timeout_s=settings.shutdown_timeout_s,
+        limits=ConnectionLimits.of_process(),
+        certificate=(settings.ssl_certfile, settings.ssl_keyfile or settings.ssl_certfile)
+        if settings.ssl_certfile
+        else None,
+    )
+    listener = listen_at_path(settings.uds) if settings.uds else listen(settings.host, settings.port)
+    if not settings.uds:
+        settings = dataclasses.replace(settings, port=listener.getsockname()[1])
     with _tracing(settings, state):
         loading = asyncio.create_task(_run_engine(settings, config, state, server))
         try:
@@ -68,7 +88,11 @@ async def _serve(settings: Settings) -> int:
             loading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await loading
-    if server.reason:
+    if settings.uds:
+        Path(settings.uds).unlink(missing_ok=True)
+    if server.reason and settings.log_format == "json":
+        log.critical("%s", server.reason)
+    elif server.reason:
         print(f"tokenyard: {server.reason}", file=sys.stderr)
     return server.exit_status
 
@@ -113,14 +137,20 @@ async def _run_engine(settings: Settings, config: EngineConfig, state: ServerSta
         server.stop(f"the engine failed: {error}")
 
 
+def address_of(settings: Settings) -> str:
+    """Where clients reach the server: a URL, or `unix:` and the path of its socket."""
+    if settings.uds:
+        return f"unix:{settings.uds}"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{'https' if settings.ssl_certfile else 'http'}://{host}:{settings.port}"
+
+
 def _print_box(settings: Settings, info: ExecutorInfo) -> None:
     """Say on the terminal where the server is and what it serves; one stable line for scripts follows.
 
     Where nothing can be written, as on a full disk, the server runs all the same.
     """
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{settings.port}"
-    table = Table.grid(padding=(0, 2))
+    url = address_of(settings)
     rows = (
         ("URL", f"{url}/v1"),
         ("Model", f"{settings.served_model_name} ({info.model})"),
@@ -135,6 +165,10 @@ def _print_box(settings: Settings, info: ExecutorInfo) -> None:
         ("Context", f"{info.context_length:,} tokens"),
         ("Policy", settings.schedule_policy),
     )
+    if settings.log_format == "json":
+        log.info("Tokenyard is ready at %s", url, extra={"fields": {name.lower(): value for name, value in rows}})
+        return
+    table = Table.grid(padding=(0, 2))
     for name, value in rows:
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     with contextlib.suppress(OSError):

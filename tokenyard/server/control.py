@@ -56,20 +56,30 @@ Body = Annotated[bytes, Depends(_body)]
 @router.head("/health", include_in_schema=False)
 @router.get("/ping", include_in_schema=False)
 async def health(state: State) -> Response:
-    """200 while the engine's heartbeat is young, and while it still loads; 503 if it is stuck or dead.
+    """200 while the engine's heartbeat is young, and while it still loads; 503 and why if it is stuck or dead.
 
     With several ranks it is 200 as long as one of them is well, and the body says of each whether it is.
     """
     if state.phase == "loading":
         return Response(status_code=200)
-    status = 200 if state.control.health() <= state.options.health_timeout_s else 503
+    why = _illness(state)
     ages = state.control.rank_ages_s()
     if len(ages) == 1:
-        return Response(status_code=status)
+        return Response(why, 503, media_type="text/plain") if why else Response(status_code=200)
     ranks = [_rank_health(state, rank, age_s) for rank, age_s in ages.items()]
     down = [rank["dp_rank"] for rank in ranks if rank["status"] != "up"]
-    word = "down" if status != 200 else "degraded" if down else "up"
-    return JSONResponse({"status": word, "down": down, "ranks": ranks}, status)
+    word = "down" if why else "degraded" if down else "up"
+    return JSONResponse({"status": word, "reason": why, "down": down, "ranks": ranks}, 503 if why else 200)
+
+
+def _illness(state: ServerState) -> str:
+    """Why the engine is not well; "" if it is."""
+    age_s = state.control.health()
+    if age_s <= state.options.health_timeout_s:
+        return ""
+    if math.isinf(age_s):
+        return "the engine has ended"
+    return f"the scheduler has not been well for {age_s:.0f} s; its log says what it was doing"
 
 
 def _rank_health(state: ServerState, rank: int, age_s: float) -> dict[str, Any]:
@@ -83,9 +93,8 @@ def _rank_health(state: ServerState, rank: int, age_s: float) -> dict[str, Any]:
 @router.head("/ready", include_in_schema=False)
 async def ready(state: State) -> Response:
     """200 when requests are welcome; 503 while loading, draining or stuck."""
-    good = state.phase == "ready" and state.control.health() <= state.options.health_timeout_s
-    why = "stuck" if state.phase == "ready" else state.phase
-    return Response(status_code=200) if good else Response(why, 503, {"retry-after": "1"})
+    why = state.phase if state.phase != "ready" else _illness(state) and f"stuck: {_illness(state)}"
+    return Response(why, 503, {"retry-after": "1"}, "text/plain") if why else Response(status_code=200)
 
 
 @router.get("/v1/transfer")

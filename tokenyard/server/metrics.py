@@ -19,6 +19,7 @@ from tokenyard.engine.requests import LEVEL_NAMES, level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.watch.slo_targets import ON_PURPOSE, met_slo, stage_at_deadline, targets_met
 from tokenyard.server.lookahead_metrics import lookahead_families
+from tokenyard.server.process_metrics import ProcessUsage
 
 THROUGHPUT = "generation_throughput"
 GENERATION_TOKENS = ("generation_tokens", ())
@@ -175,6 +176,7 @@ class Metrics:
     counters: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     adaptive: Mapping[str, Any] = field(default_factory=dict)
+    processes: ProcessUsage = field(default_factory=ProcessUsage)
     ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """The gauges of each data-parallel rank, where there are several; `gauges` are those of all together."""
 
@@ -331,6 +333,7 @@ class _Families(Collector):
         yield from self._by_class()
         yield from self._by_rank()
         yield from lookahead_families(self._metrics.model, self._metrics.adaptive)
+        yield from self._metrics.processes.families()
         for engine in self._metrics.compat:
             yield from self._named(COMPAT[engine], "model_name")
         if "sglang" in self._metrics.compat:

@@ -4,8 +4,10 @@ import gc
 import logging
 import os
 import socket
+import ssl
 import time
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -40,6 +42,25 @@ moves, and would come every few seconds.
 """
 
 
+def listen_at_path(path: str) -> socket.socket:
+    """A listening Unix socket at `path`; a socket that an earlier server left there is replaced.
+
+    Raises ConfigError if it cannot be made, or another server listens there.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(path) == 0:
+                    raise ConfigError(f"--uds {path}: another server listens there")
+            Path(path).unlink()
+        listener.bind(path)
+        listener.listen(BACKLOG)
+        return listener
+    except OSError as error:
+        raise ConfigError(f"--uds {path}: {error.strerror or error}") from error
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError if the address cannot be had."""
     try:
@@ -55,6 +76,14 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
 
 
+def _load_certificate(config: uvicorn.Config) -> None:
+    """Read certificate and key now, as uvicorn does when it starts. Raises ConfigError for files that do not fit."""
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--ssl-certfile and --ssl-keyfile cannot be used: {error}") from error
+
+
 class DrainingServer(uvicorn.Server):
     """A server that, told to stop, first lets open requests finish for `shutdown_timeout_s` seconds.
 
@@ -63,8 +92,14 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(
-        self, state: ServerState, *, shutdown_timeout_s: float, limits: ConnectionLimits | None = None
+        self,
+        state: ServerState,
+        *,
+        shutdown_timeout_s: float,
+        limits: ConnectionLimits | None = None,
+        certificate: tuple[str, str] | None = None,
     ) -> None:
+        """`certificate`: files of a certificate chain and its key, for TLS."""
         limits = limits or ConnectionLimits()
         config = uvicorn.Config(
             create_app(state),
@@ -78,15 +113,18 @@ class DrainingServer(uvicorn.Server):
             server_header=False,
             lifespan="off",
             timeout_graceful_shutdown=2,
+            ssl_certfile=certificate[0] if certificate else None,
+            ssl_keyfile=certificate[1] if certificate else None,
         )
         super().__init__(config)
+        _load_certificate(config)
         self.state = state
         self.reason = ""
         self.exit_status = 0
         self._shutdown_timeout_s = shutdown_timeout_s
         self._drain_until: float | None = None
         self._collected_s = time.monotonic()
-        self._cut_off = False
+        self._cut_off = self._told = False
         self._sweep = Sweep(limits)
 
     def stop(self, reason: str, *, exit_status: int = 1) -> None:
@@ -141,6 +179,13 @@ class DrainingServer(uvicorn.Server):
         """Exit when no request is open; abort them when the time is over."""
         now = time.monotonic()
         late_s = now - until
+        if not self._told:
+            # Not where the signal comes: it may interrupt the writing of another line.
+            self._told = True
+            log.info(
+                "draining: %d requests are open and may go on for %g s; new ones are refused",
+                *(self.state.open_requests, self._shutdown_timeout_s),
+            )
         if self.state.open_requests == 0 or late_s > LAST_WORDS_S:
             self.should_exit = True
             self._drop_unfinished(late=late_s > LAST_WORDS_S)

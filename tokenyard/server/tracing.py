@@ -4,13 +4,16 @@ A `traceparent` header makes the span part of the caller's trace (W3C Trace Cont
 semantic conventions for generative AI.
 """
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenyard.base import ConfigError, Finish
 from tokenyard.engine.requests import level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
+
+log = logging.getLogger(__name__)
 
 SERVICE_NAME = "tokenyard"
 SPAN_NAME = "llm_request"
@@ -58,6 +61,37 @@ class Tracing:
         span.end(finish.finished_ns + self._wall_offset_ns)
 
 
+class QuietExporter:
+    """An exporter that says once that its collector is away, and once that it is back and how many spans were lost.
+
+    It has the methods of an `opentelemetry.sdk.trace.export.SpanExporter`.
+    """
+
+    def __init__(self, inner: Any, endpoint: str) -> None:
+        self._inner, self._endpoint = inner, endpoint
+        self._lost = 0
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        """Send some spans; they are dropped if that fails."""
+        result = self._inner.export(spans)
+        if result.value == 0 and self._lost:
+            log.warning("the trace collector at %s takes spans again; %d were lost", self._endpoint, self._lost)
+            self._lost = 0
+        elif result.value != 0:
+            if not self._lost:
+                log.warning("the trace collector at %s takes no spans; they are dropped until it does", self._endpoint)
+            self._lost += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        """End it."""
+        self._inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Send what is left."""
+        return bool(self._inner.force_flush(timeout_millis))
+
+
 class SpanWatcher:
     """Follows one request; writes spans at the end of each of its answers."""
 
@@ -96,7 +130,9 @@ def attributes(spec: GenerateSpec, index: int, finish: Finish) -> dict[str, Any]
 
 
 def open_tracing(endpoint: str) -> Tracing:
-    """Tracing to an OTLP collector over HTTP. Raises ConfigError where the extra is not installed."""
+    """Tracing to an OTLP collector over HTTP, which may come and go. Raises ConfigError where the extra is not
+    installed.
+    """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -105,5 +141,8 @@ def open_tracing(endpoint: str) -> Tracing:
     except ImportError as error:
         raise ConfigError(f"--otlp-traces-endpoint needs the package {error.name}; install tokenyard[otel]") from error
     provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    # It writes several lines about every batch that it cannot send; `QuietExporter` says what there is to know.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+    exporter: Any = QuietExporter(OTLPSpanExporter(endpoint=endpoint), endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracing(provider)

@@ -9,15 +9,14 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import msgspec
 import setproctitle
 import zmq
 
 from tokenyard.base import ConfigError, TokenyardError
-from tokenyard.base.log_format import TextFormatter
 from tokenyard.engine.processes.config import ChildReport, ChildTask, decode_task, encode_line
+from tokenyard.engine.processes.logs import set_up_logging
 
 PR_SET_PDEATHSIG = 1
 STDIN = 0
@@ -29,31 +28,6 @@ logger = logging.getLogger(__name__)
 
 
 ReportReady = Callable[[ChildReport], None]
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the record as JSON: time, level, logger, process, message, and `fields` that came with it."""
-        line: dict[str, Any] = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "process": setproctitle.getproctitle(),
-            "message": record.getMessage(),
-        }
-        line |= getattr(record, "fields", {})
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
-
-
-def set_up_logging(level: str, form: str) -> None:
-    """Log to standard error as `[date time] message`, or as JSON lines."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 def run_child(title: str, work: Callable[[ChildTask, ReportReady], None]) -> NoReturn:

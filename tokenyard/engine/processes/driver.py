@@ -29,6 +29,7 @@ from tokenyard.base import (
 from tokenyard.engine.processes.messages import Call, FromScheduler, Reply, ToScheduler, Verb
 from tokenyard.engine.watch.grammars import GrammarCompiler
 from tokenyard.engine.watch.guards import STALL_NS, StallGuard
+from tokenyard.engine.watch.incidents import Incidents
 from tokenyard.engine.watch.kv_events import KvEventPublisher
 from tokenyard.engine.watch.liveness import PRIORITY_FUNCTION, LoopState
 from tokenyard.engine.watch.lookahead_client import LookaheadClient
@@ -116,6 +117,8 @@ class Driver:
         self._grammars = grammars
         self._transfers = transfers
         self._guard = StallGuard(state.enter)
+        self._incidents = Incidents()
+        self._policy_failure = ""
         self._retry_ns = FIRST_RETRY_NS
         self._policy_note = policy_note
         self._rank = rank
@@ -250,6 +253,8 @@ class Driver:
             self._priority_updates.on_output(batch)
         if self._lookahead is not None:
             self._lookahead.on_output(batch)
+        if batch.finished:
+            self._incidents.on_finished(batch.finished)
         if not batch.empty:
             self._port.send(batch)
         if self._shares_tenants:
@@ -357,7 +362,8 @@ class Driver:
     def _counters(self, now: int) -> dict[str, Any]:
         """The scheduler's snapshot, and what the guards out here have to say."""
         counters = asdict(self._snapshot())
-        counters["policy_note"] = self._policy_note or counters["policy_note"]
+        given_up = counters["policy_failure"] and f"using fcfs: {counters['policy_failure']}"
+        counters["policy_note"] = self._policy_note or counters["policy_note"] or given_up
         counters["priority_function"] = self._priority_updates.describe() if self._priority_updates is not None else ""
         if self._transfers is not None:
             counters["transfer"] = {f"rank {self._rank}": self._transfers.describe()}
@@ -378,8 +384,9 @@ class Driver:
         except Exception as error:
             logger.warning("the policy stays as it is: %s", error, exc_info=not isinstance(error, ConfigError))
             return str(error)
-        self._policy_note = ""
+        self._policy_note = self._policy_failure = ""
         self._look_at_policy()
+        logger.info("the policy is now %s", self._snapshot().policy)
         return ""
 
     def _look_at_policy(self) -> None:
@@ -444,7 +451,12 @@ class Driver:
         now = time.monotonic_ns()
         if now - self._counters_at_ns >= COUNTERS_EVERY_NS:
             self._counters_at_ns = now
-            self._state.counters = self._counters(now)
+            self._state.counters = counters = self._counters(now)
+            self._incidents.on_counters(counters["counters"])
+            self._incidents.tell(now)
+            if counters["policy_failure"] != self._policy_failure:
+                self._policy_failure = counters["policy_failure"]
+                logger.error("fcfs decides from now on: %s", self._policy_failure)
             if self._steps is not None and self._steps.forgotten(now):
                 self._steps = None
 

@@ -1,0 +1,130 @@
+"""What an operator sees of a real server: JSON lines only, refusals, what it drains, where it listens."""
+
+import json
+import random
+import socket
+import threading
+from datetime import datetime
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.e2e.servers import Server
+from tokenyard.base import SchedulerSettings
+from tokenyard.config import DEMO_MODEL
+from tokenyard.cost import get_profile
+from tokenyard.sim.engine import Setup, simulate
+from tokenyard.sim.traces import read_trace
+
+pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
+QUEUE, SEATS = 8, 8
+SLO_MS = 800
+
+
+def overload(server, requests, rate):
+    """Send requests, `rate` a second; their statuses and true lengths by id."""
+    rng, statuses, lengths = random.Random(7), {}, {}
+
+    def ask(rid):
+        body = {"prompt": [5] * 12, "max_tokens": lengths[rid], "ignore_eos": True, "rid": rid}
+        body["slo"] = {"ttft_ms": SLO_MS, "tpot_ms": 50}
+        statuses[rid] = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code
+
+    threads = []
+    for number in range(requests):
+        lengths[f"r{number}"] = rng.randrange(60, 160)
+        threads.append(threading.Thread(target=ask, args=(f"r{number}",)))
+        threads[-1].start()
+        threading.Event().wait(rng.expovariate(rate))
+    for thread in threads:
+        thread.join()
+    return statuses, lengths
+
+
+def share_met(server):
+    counts = dict.fromkeys(("yes", "no"), 0.0)
+    for line in httpx2.get(f"{server.url}/metrics").text.splitlines():
+        if line.startswith("tokenyard_slo_requests_total"):
+            counts["yes" if 'met="yes"' in line else "no"] += float(line.split()[-1])
+    return counts["yes"] / sum(counts.values())
+
+
+def share_simulated(path, **given):
+    settings = SchedulerSettings(slo_ttft_ms=SLO_MS, slo_ttft_scale=0.0, slo_tpot_ms=50.0, max_in_flight=2, **given)
+    setup = Setup(get_profile("a100", "llama-2-7b"), settings)
+    return float(simulate(read_trace(path, "tokenyard-log"), setup).met.mean())
+
+
+@pytest.mark.slow
+def test_the_log_of_an_overloaded_server_gives_an_honest_plan(tmp_path):
+    flags = ["--executor", "mock", "--cost-profile", "a100/llama-2-7b", "--log-requests", "--log-format", "json"]
+    server = Server(*flags, "--max-running-requests", str(SEATS), "--max-queued-requests", str(QUEUE))
+    statuses, lengths = overload(server, 150, 40.0)
+    served = share_met(server)
+    assert server.close() == 0
+    refused = sum(status == 503 for status in statuses.values())
+    assert refused > 75
+    lines = [json.loads(line) for line in server.log.splitlines()]
+    requests = [line for line in lines if line["logger"] == "tokenyard.requests"]
+    assert sum(not line["complete"] for line in requests) == refused
+    logs = {
+        "honest": server.log.splitlines(),
+        "naive": [json.dumps(line | {"complete": True}) for line in requests],
+        "truth": [json.dumps(line | {"complete": True, "output_tokens": lengths[line["rid"]]}) for line in requests],
+    }
+    for name, text in logs.items():
+        (tmp_path / name).write_text("\n".join(text))
+    again = share_simulated(tmp_path / "honest", max_running_requests=SEATS, max_queued_requests=QUEUE)
+    assert again == pytest.approx(served, abs=0.12)
+    # How much would an engine serve that has more seats, and no limit on its queue?
+    planned = {name: share_simulated(tmp_path / name, max_running_requests=2 * SEATS) for name in logs}
+    print(served, again, planned)
+    assert planned["honest"] == pytest.approx(planned["truth"], abs=0.12)
+    assert planned["naive"] > planned["truth"] + 0.3
+
+
+def test_json_means_json_lines_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKENYARD_LOG_FROMAT", "json")
+    path = str(tmp_path / "yard.sock")
+    mock = ["--executor", "mock", "--mock-step-ms", "20", "--log-format", "json"]
+    server = Server(*mock, "--uds", path, "--max-running-requests", "1", "--max-queued-requests", "1")
+    assert server.url == f"unix:{path}"
+    client = httpx2.Client(transport=httpx2.HTTPTransport(uds=path), base_url="http://yard", timeout=60)
+    answers = []
+
+    def ask():
+        answers.append(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 60, "ignore_eos": True}))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    server.wait_for("refused, as the queue is full")
+    assert client.post("/v1/scheduler", json={"policy": "lpm"}).status_code == 200
+    usage = [line for line in client.get("/metrics").text.splitlines() if line.startswith("tokenyard_process_cpu")]
+    assert {line.split('"')[1] for line in usage} == {"api", "scheduler", "detokenizer"}
+    server.process.terminate()
+    for thread in threads:
+        thread.join()
+    assert server.close() == 0
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
+    lines = [json.loads(line) for line in server.log.splitlines()]
+    assert all(datetime.fromisoformat(line["time"]).tzinfo is not None for line in lines)
+    told = "\n".join(line["message"] for line in lines)
+    for words in (
+        "TOKENYARD_LOG_FROMAT is no setting; did you mean TOKENYARD_LOG_FORMAT",
+        "the policy is now lpm",
+        "requests are open and may go on for 30 s",
+        "stopped, with exit status 0",
+    ):
+        assert words in told
+    assert not Path(path).exists()
+
+
+def test_an_address_that_is_taken_is_a_json_line_too():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        server = Server("--executor", "mock", "--log-format", "json", "--port", port, ready=False)
+        assert server.wait() == 2
+    lines = [json.loads(line) for line in server.log.splitlines()]
+    assert any("cannot listen on" in line["message"] and line["level"] == "critical" for line in lines)

@@ -1,0 +1,69 @@
+"""CPU time and memory of the server's processes, for /metrics."""
+
+import time
+from collections.abc import Iterable
+
+import psutil
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+KEPT_S = 1.0
+"""What was read is used again for so long, as some gateways scrape 20 times a second."""
+
+RELISTED_S = 10.0
+TITLE = "tokenyard: "
+
+
+class ProcessUsage:
+    """Reads CPU seconds and resident memory of this process and its children, by their titles."""
+
+    def __init__(self) -> None:
+        self._processes: list[tuple[str, psutil.Process]] = []
+        self._listed_s = self._read_s = -RELISTED_S
+        self._cpu_s: dict[str, float] = {}
+        self._bytes: dict[str, int] = {}
+
+    def families(self) -> Iterable[Metric]:
+        """One counter and one gauge, labelled with the process: api, scheduler, detokenizer."""
+        self._refresh(time.monotonic())
+        cpu = CounterMetricFamily("tokenyard_process_cpu_seconds", "CPU time of a process", labels=["process"])
+        memory = GaugeMetricFamily("tokenyard_process_resident_memory_bytes", "memory of a process", labels=["process"])
+        for title in self._bytes:
+            cpu.add_metric([title], self._cpu_s[title])
+            memory.add_metric([title], self._bytes[title])
+        yield cpu
+        yield memory
+
+    def _refresh(self, now: float) -> None:
+        if now - self._read_s < KEPT_S:
+            return
+        self._read_s = now
+        if now - self._listed_s > RELISTED_S or not self._read():
+            self._listed_s = now
+            self._processes = list(_listed())
+            self._read()
+
+    def _read(self) -> bool:
+        """Read all that were listed; False if one of them is gone."""
+        cpu_s: dict[str, float] = {}
+        used: dict[str, int] = {}
+        for title, process in self._processes:
+            try:
+                times = process.cpu_times()
+                used[title] = used.get(title, 0) + process.memory_info().rss
+                cpu_s[title] = cpu_s.get(title, 0.0) + times.user + times.system
+            except psutil.Error:
+                return False
+        self._cpu_s, self._bytes = cpu_s, used
+        return True
+
+
+def _listed() -> Iterable[tuple[str, psutil.Process]]:
+    own = psutil.Process()
+    yield "api", own
+    for child in own.children():
+        try:
+            title = "".join(child.cmdline()[:1])
+        except psutil.Error:
+            continue
+        if title.startswith(TITLE):
+            yield title.removeprefix(TITLE), child
