@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import socket
 import threading
 from datetime import datetime
@@ -60,8 +61,13 @@ def share_simulated(path, **given):
 def test_the_log_of_an_overloaded_server_gives_an_honest_plan(tmp_path):
     flags = ["--executor", "mock", "--cost-profile", "a100/llama-2-7b", "--log-requests", "--log-format", "json"]
     server = Server(*flags, "--max-running-requests", str(SEATS), "--max-queued-requests", str(QUEUE))
+    # The log is longer than a pipe holds.
+    reader = threading.Thread(target=server.wait_for, args=("stopped, with exit status",))
+    reader.start()
     statuses, lengths = overload(server, 150, 40.0)
     served = share_met(server)
+    server.signal(signal.SIGTERM)
+    reader.join()
     assert server.close() == 0
     refused = sum(status == 503 for status in statuses.values())
     assert refused > 75
@@ -79,7 +85,6 @@ def test_the_log_of_an_overloaded_server_gives_an_honest_plan(tmp_path):
     assert again == pytest.approx(served, abs=0.12)
     # How much would an engine serve that has more seats, and no limit on its queue?
     planned = {name: share_simulated(tmp_path / name, max_running_requests=2 * SEATS) for name in logs}
-    print(served, again, planned)
     assert planned["honest"] == pytest.approx(planned["truth"], abs=0.12)
     assert planned["naive"] > planned["truth"] + 0.3
 
