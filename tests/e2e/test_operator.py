@@ -68,7 +68,7 @@ def test_the_log_of_an_overloaded_server_gives_an_honest_plan(tmp_path):
     served = share_met(server)
     server.signal(signal.SIGTERM)
     reader.join()
-    assert server.close() == 0
+    assert server.wait() == 0
     refused = sum(status == 503 for status in statuses.values())
     assert refused > 75
     lines = [json.loads(line) for line in server.log.splitlines()]
