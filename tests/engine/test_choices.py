@@ -1,0 +1,104 @@
+"""The same requests at the same times: an engine's ranks, those of the simulator and its router choose alike, which
+chooses as the router does.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tokenyard.base import Request, SamplingParams
+from tokenyard.engine.balance import LOAD_BALANCE_METHODS, Balancer
+from tokenyard.router.choice import Taped, make_policy, prompt_key
+from tokenyard.router.index import token_prompt
+from tokenyard.router.load import Speed, TargetState
+from tokenyard.sim.fleet import Fleet
+from tokenyard.sim.router import Call, Places, RankBalancer, SimRouter
+
+RANKS, POOL = 4, 1 << 14
+
+
+def traffic(seed=3, count=400):
+    """Conversations that grow, at random times: (seconds, prompt, seconds to the first token, seconds to the end)."""
+    rng, now = np.random.default_rng(seed), 0.0
+    talks = [rng.integers(5, 900, 300).astype(np.int32) for _ in range(25)]
+    for _ in range(count):
+        now += float(rng.exponential(0.03))
+        place = int(rng.integers(len(talks)))
+        talks[place] = np.concatenate((talks[place], rng.integers(5, 900, 40).astype(np.int32)))
+        first_s = float(rng.uniform(0.01, 0.2))
+        yield now, talks[place], first_s, first_s + float(rng.exponential(1.0))
+
+
+def drive(choose):
+    """Give the traffic to `choose(number, prompt, now) -> count of the request`, with first tokens and ends between."""
+    due = []
+    for number, (now, prompt, first_s, end_s) in enumerate(traffic()):
+        due.sort(key=lambda entry: entry[0])
+        while due and due[0][0] <= now:
+            at, tell = due.pop(0)
+            tell(at)
+        counted = choose(number, prompt, now)
+        due.append((now + first_s, counted.first_token))
+        due.append((now + end_s, lambda at, counted=counted: counted.end()))
+
+
+def named_states():
+    speed = Speed()
+    return [TargetState(f"rank {rank}", speed) for rank in range(RANKS)]
+
+
+def chosen_by_ranks(method):
+    tape, clock = [], SimpleNamespace(now=0.0)
+    balancer = Balancer(method, RANKS, POOL, clock=lambda: clock.now)
+    balancer.policy = Taped(balancer.policy, tape)
+    candidates = [SimpleNamespace(rank=rank) for rank in range(RANKS)]
+
+    def choose(number, prompt, now):
+        clock.now = now
+        return balancer.choose(Request(number, "", prompt, SamplingParams()), candidates)
+
+    drive(choose)
+    return tape
+
+
+def chosen_by_simulator(method):
+    tape, router = [], SimRouter(method, Places(1, RANKS, True, 10**6, POOL), Fleet(), 0)
+    router._policy = Taped(router._policy, tape)
+    for target, named in zip(router.targets, named_states(), strict=True):
+        router.index.forget(target.name)
+        target.name, target.salt = named.name, named.salt
+        router.index.limit(target.name, POOL // 64)
+
+    def choose(number, prompt, now):
+        blocks = token_prompt(prompt)
+        call = Call(Request(number, "", prompt, SamplingParams()), router, blocks, prompt_key(blocks.digests))
+        router.dispatch(call, now)
+        return call.sent
+
+    drive(choose)
+    return tape
+
+
+def chosen_by_simulated_ranks(method):
+    tape, ranks = [], RankBalancer(method, RANKS, POOL)
+    ranks._policy = Taped(ranks._policy, tape)
+
+    def choose(number, prompt, now):
+        ranks.choose(Call(Request(number, "", prompt, SamplingParams()), None, token_prompt(prompt), 0), now)
+        return ranks._open[number]
+
+    drive(choose)
+    return tape
+
+
+@pytest.mark.parametrize("method", LOAD_BALANCE_METHODS)
+def test_ranks_and_the_simulator_make_the_same_choices(method):
+    tapes = chosen_by_ranks(method), chosen_by_simulated_ranks(method), chosen_by_simulator(method)
+    assert len({choice.first for choice in tapes[0]}) == RANKS
+    if not make_policy(method).needs_prefix:
+        # Whether and how they tell prompts apart is one to a policy that does not ask.
+        tapes = tuple([replace(choice, key=0, matched=()) for choice in tape] for tape in tapes)
+    for one, other, third in zip(*tapes, strict=True):
+        assert one == other == third
