@@ -12,7 +12,7 @@ _KNOWN = (
 )
 PARTS = {
     **{"waiting": "s3", "running": "s1", "prefill": "s1", "decode": "s2", "held": "s1", "step": "s1"},
-    **{"on the tape": "ink-2", "measured": "ink-2", "simulated": "s1", "what if": "s3"},
+    **{"on the tape": "ink-2", "measured": "s1", "simulated": "s1", "what if": "s3"},
 }
 """Colours of what is no setting, as on the live page."""
 

@@ -41,7 +41,7 @@
 
   const tiles = {};
   function makeTiles() {
-    for (const [name, text] of [["workers", "Workers"], ["rate", "Requests"], ["open", "Open"], ["queue", "Waiting here"], ["hits", "Cache hits, 60 s"], ["spills", "Sent past their cache, 60 s"], ["errors", "Errors, 60 s"]]) {
+    for (const [name, text] of [["workers", "Workers"], ["rate", "Requests"], ["open", "Open"], ["queue", "Waiting here"], ["hits", "Cache hits, 60 s"], ["spills", "Past their cache, 60 s"], ["errors", "Errors, 60 s"]]) {
       const value = el("div", { class: "value" }), note = el("div", { class: "note" });
       tiles[name] = { value, note };
       $("tiles").append(el("div", { class: "tile" }, el("div", { class: "name", text }), value, note));
@@ -58,12 +58,12 @@
     tile("rate", number(rate((m) => one(m, "requests_total"), 5)), "/s", `${number(one(metrics, "requests_total"))} since the start`);
     tile("open", number(one(metrics, "open_requests")), "", `imbalance ${number(one(metrics, "load_imbalance"))}`);
     tile("queue", number(one(metrics, "queue_requests")), "", `${number(one(metrics, "queued_total"))} had to wait so far`);
-    tile("hits", percent(ratio("cached_tokens_total", "told_prompt_tokens_total", 60)), "", `expected ${percent(ratio("predicted_cached_tokens_total", "told_prompt_tokens_total", 60))}`);
+    tile("hits", percent(ratio("cached_tokens_total", "told_prompt_tokens_total", 60)), "", one(metrics, "told_prompt_tokens_total") ? `expected ${percent(ratio("predicted_cached_tokens_total", "told_prompt_tokens_total", 60))}` : "no answer told its usage yet");
     const chosen = growth((m) => Object.values(by(m, "choices_total", "reason")).reduce((a, b) => a + b, 0), 60).amount;
     const spilled = growth((m) => SPILLED.reduce((all, reason) => all + (by(m, "choices_total", "reason")[reason] || 0), 0), 60).amount;
     tile("spills", number(spilled), "", chosen ? `${percent(spilled / chosen)} of ${number(chosen)} choices` : "");
     const errors = growth((m) => (m.errors_total || []).reduce((all, sample) => all + sample.value, 0), 60).amount;
-    tile("errors", number(errors), "", `${number(one(metrics, "retries_total"))} retries, ${number(one(metrics, "continued_total"))} streams continued`);
+    tile("errors", number(errors), "", `${number(one(metrics, "retries_total"))} retried, ${number(one(metrics, "continued_total"))} continued`);
   }
 
   function targetColor(name) {
