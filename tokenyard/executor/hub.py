@@ -3,20 +3,24 @@
 from pathlib import Path
 
 from tokenyard.base import ConfigError
+from tokenyard.executor.gguf_file.folder import folder_of_gguf
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def find_model(path: str) -> Path:
-    """Return the folder of a model: `path` itself, or a download of the Hugging Face repository of that name.
+    """Return the folder of a model: `path` itself, what a GGUF file says of itself as a folder, or a download of the
+    Hugging Face repository of that name.
 
-    Raises ConfigError if there is neither.
+    Raises ConfigError if there is none of these.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
+    if folder.exists() and folder.suffix == ".gguf":
+        return folder_of_gguf(folder)
     if folder.exists():
-        raise ConfigError(f"model {path!r} is a file; give the folder that holds its config.json")
+        raise ConfigError(f"model {path!r} is a file; give the folder that holds its config.json, or a .gguf file")
     if is_path(path):
         raise ConfigError(f"there is no model folder {path!r}")
     return _download(path)

@@ -8,6 +8,8 @@ from tokenyard.base import ConfigError, ExecutorInfo
 from tokenyard.executor.backends import BackendChoice, choose_backends, load_layers, make_model
 from tokenyard.executor.drafts import NgramDrafter
 from tokenyard.executor.forward_batch import PageTable
+from tokenyard.executor.gguf_file.folder import LINK
+from tokenyard.executor.gguf_file.weights import GgufWeights
 from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
 from tokenyard.executor.models.config import ModelConfig, read_model_config
@@ -182,6 +184,9 @@ def _load_layers(
     try:
         if load_format == "dummy":
             return load_layers(choice, config, DummyWeights(device, dtype, seed), device, dtype, context_length)
+        if (folder / LINK).exists():
+            gguf = GgufWeights(folder / LINK, device, dtype, config.num_heads, config.num_kv_heads)
+            return load_layers(choice, config, gguf, device, dtype, context_length)
         files = SafetensorsWeights(folder, device, dtype)
         weights = QuantizedWeights(files, config.quantization) if config.quantization else files
         layers = load_layers(choice, config, weights, device, dtype, context_length)

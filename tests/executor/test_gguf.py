@@ -1,0 +1,126 @@
+"""A model in a GGUF file is the model that its folder held: numbers, tokens, template and ends."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from tests.executor.driver import Driver
+from tests.executor.gguf_maker import write_gguf
+from tests.executor.tiny_models import logits, prompt_of
+from tokenyard.base import ConfigError
+from tokenyard.config import DEMO_MODEL
+from tokenyard.executor.gguf_file.folder import folder_of_gguf
+from tokenyard.executor.gguf_file.tokenizer import SPLITS
+from tokenyard.executor.hub import find_model
+from tokenyard.executor.load import load_executor, read_folder_config
+
+TEXTS = ("Once upon a time", " don't   stop\n\nnow 12345", "<|user|>hi<|end|>", "Zażółć 漢字 🙂", "")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def first_logits(path, prompt):
+    executor = load_executor(str(path), device="cpu", dtype="float32", max_total_tokens=64, model_impl="torch")
+    driver = Driver(executor)
+    return driver.launch((driver.start(prompt), None), delay=True)[2].logits[0].clone()
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_the_demo_model_there_and_back(tmp_path, kind):
+    path, prompt = tmp_path / "demo.gguf", prompt_of(12, seed=3)
+    whole = write_gguf(DEMO_MODEL, path, kind)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
+    save_file({name: torch.tensor(values) for name, values in whole.items()}, plain / "model.safetensors")
+    torch.testing.assert_close(first_logits(path, prompt), first_logits(plain, prompt), rtol=1e-5, atol=1e-5)
+
+
+def test_config_tokens_template_and_ends_are_those_of_the_folder(tmp_path):
+    path = tmp_path / "demo.gguf"
+    write_gguf(DEMO_MODEL, path)
+    folder = find_model(str(path))
+    found, expected = read_folder_config(folder), read_folder_config(DEMO_MODEL)
+    assert replace(found, dtype="bfloat16", norm_eps=expected.norm_eps) == expected
+    assert found.norm_eps == pytest.approx(expected.norm_eps)
+    ours, theirs = (Tokenizer.from_file(str(place / "tokenizer.json")) for place in (folder, DEMO_MODEL))
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs.encode(text).ids
+        assert ours.decode(ours.encode(text).ids) == theirs.decode(theirs.encode(text).ids)
+    configs = [json.loads((place / "tokenizer_config.json").read_text()) for place in (folder, DEMO_MODEL)]
+    assert configs[0]["chat_template"] == configs[1]["chat_template"]
+    assert folder_of_gguf(path) == folder, "the same file has the same folder"
+
+
+@pytest.mark.parametrize(("case", "architecture"), [("qwen3", "qwen3"), ("qwen2", "qwen2"), ("qwen3-moe", "qwen3moe")])
+def test_other_kinds_compute_what_transformers_does(tmp_path, folder, case, architecture):
+    path, prompt = tmp_path / "tiny.gguf", prompt_of(20, seed=4)
+    write_gguf(folder(case), path, architecture=architecture)
+    torch.testing.assert_close(first_logits(path, prompt), logits(case, prompt)[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("qwen2", "I've 1234 cats!\n\n  So", ["I", "'ve", "Ġ", "1", "2", "3", "4", "Ġcats", "!ĊĊ", "Ġ", "ĠSo"]),
+        ("llama-bpe", "I've 1234 cats!\n\n  So", ["I", "'ve", "Ġ", "123", "4", "Ġcats", "!ĊĊ", "Ġ", "ĠSo"]),
+        ("smollm", "a 12b", ["a", "Ġ", "1", "2", "b"]),
+    ],
+)
+def test_text_is_split_as_the_name_says(tmp_path, name, text, words):
+    path = tmp_path / "demo.gguf"
+    write_gguf(DEMO_MODEL, path, pre=name)
+    tokenizer = Tokenizer.from_file(str(find_model(str(path)) / "tokenizer.json"))
+    assert [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words
+    assert name in (*SPLITS, "smollm")
+
+
+def test_what_cannot_be_read_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "demo.gguf"
+    write_gguf(DEMO_MODEL, path)
+    data = path.read_bytes()
+    for name, content, says in (
+        ("cut.gguf", data[: len(data) // 2], "is damaged, cut off"),
+        ("head.gguf", data[:40], "is damaged, cut off"),
+        ("other.gguf", b"PK\x03\x04" * 40, "is damaged, cut off or no GGUF"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=says) as caught:
+            find_model(str(tmp_path / name))
+        assert "\n" not in str(caught.value)
+    write_gguf(DEMO_MODEL, tmp_path / "pre.gguf", pre="unheard-of")
+    with pytest.raises(ConfigError, match="named 'unheard-of'"):
+        find_model(str(tmp_path / "pre.gguf"))
+    write_gguf(DEMO_MODEL, tmp_path / "kind.gguf", architecture="gemma")
+    with pytest.raises(ConfigError, match="kind 'gemma'"):
+        find_model(str(tmp_path / "kind.gguf"))
+    write_gguf(DEMO_MODEL, tmp_path / "layers.gguf", block_count=6)
+    with pytest.raises(ConfigError, match=r"has no tensor 'blk\.5"):
+        load_executor(str(tmp_path / "layers.gguf"), device="cpu", dtype="float32", max_total_tokens=64)
+
+
+def test_llama_3s_factors_are_recognised(tmp_path, folder):
+    import gguf
+
+    source, path = Path(folder("llama")), tmp_path / "tiny.gguf"
+    assert load_file(source / "model.safetensors")
+    factors = torch.tensor([1.0, 1.0, 1.0, 1.0, 8.0, 8.0]).numpy()
+    original = gguf.GGUFWriter.write_header_to_file
+
+    def with_factors(writer, *arguments):
+        writer.add_tensor("rope_freqs.weight", factors)
+        original(writer, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
+        write_gguf(source, path)
+    with pytest.raises(ConfigError, match="none of Llama 3's"):
+        find_model(str(path))

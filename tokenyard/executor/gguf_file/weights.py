@@ -1,0 +1,82 @@
+"""The tensors of a GGUF file by their Hugging Face names, made whole as they are loaded."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tokenyard.base import ConfigError
+from tokenyard.executor.gguf_file.reading import GgufFile
+
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+"""GGUF's names of tensors, by Hugging Face's."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
+
+
+class GgufWeights:
+    """See `Weights`. Tensors are dequantized one at a time, so that the memory is that of an unquantized model.
+
+    heads, kv_heads: of the model; files of kind llama hold the rows of queries and keys in another order, by head.
+    """
+
+    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+        self._file = GgufFile(path)
+        self._device, self._dtype = device, dtype
+        self._interleaved = {"attn_q": heads, "attn_k": kv_heads} if self._file.architecture == "llama" else {}
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor of a Hugging Face name; see Weights. Raises ConfigError if missing or misshapen."""
+        from gguf import dequantize
+
+        own, expert = _names(name)
+        tensor = self._file.tensors.get(own)
+        if tensor is None:
+            raise ConfigError(f"{self._file.path} has no tensor {own!r}, which {name!r} should be")
+        data = tensor.data if expert is None else tensor.data[expert : expert + 1]
+        try:
+            # A copy, as numbers that need no dequantizing are still those of the file.
+            found = torch.from_numpy(np.array(dequantize(data, tensor.tensor_type)))
+        except (NotImplementedError, ValueError, KeyError) as error:
+            raise ConfigError(f"{self._file.path}: tensor {own!r} cannot be dequantized: {error}") from error
+        found = found.reshape(shape) if found.numel() == torch.Size(shape).numel() else found
+        if tuple(found.shape) != shape:
+            raise ConfigError(f"{self._file.path}: {own!r} has shape {tuple(found.shape)}; its metadata mean {shape}")
+        part = own.split(".")[2] if own.startswith("blk.") else ""
+        if part in self._interleaved:
+            found = _half_split(found, self._interleaved[part])
+        return found.to(device=self._device, dtype=self._dtype)
+
+
+def _names(name: str) -> tuple[str, int | None]:
+    """GGUF's name of a tensor, and which expert of it is meant, None for all of it."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        base, _, kind = name.rpartition(".")
+        return f"{WHOLE.get(base, base)}.{kind}", None
+    layer, base, kind = match.groups()
+    expert = _EXPERT.fullmatch(base)
+    if expert is not None:
+        return f"blk.{layer}.ffn_{expert[2]}_exps.{kind}", int(expert[1])
+    return f"blk.{layer}.{IN_LAYER.get(base, base)}.{kind}", None
+
+
+def _half_split(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of each head with the two of a rotated pair half a head apart, not next to each other."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
