@@ -60,26 +60,47 @@ def chat(**more):
     return {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 24, "temperature": 0, **more}
 
 
-def test_hostile_grammars_end_in_a_400_or_in_time_and_leave_other_streams_alone():
-    async def ask(api, body):
-        status, answer = await api.whole("POST", "/v1/chat/completions", body)
-        return status, json.loads(answer)
+@pytest.fixture(scope="module")
+def api():
+    with LLM(DEMO_MODEL, device="cpu") as llm:
+        yield LocalApi(llm)
 
-    async def plain(api):
+
+async def ask(api, body):
+    status, answer = await api.whole("POST", "/v1/chat/completions", body)
+    return status, json.loads(answer)
+
+
+def test_a_stop_string_cuts_an_answer_of_a_certain_form_wherever_it_stands(api):
+    async def texts(bodies):
+        answers = await asyncio.gather(*(ask(api, body) for body in bodies))
+        return [answer["choices"][0] for _, answer in answers]
+
+    asked = chat(regex="[a-h]{12} [0-9]{8}", temperature=1.0, seed=3, max_tokens=60)
+    (whole,) = asyncio.run(texts([asked]))
+    text = whole["message"]["content"]
+    assert whole["finish_reason"] == "stop"
+    assert len(text) == 21
+    stops = [text[at : at + 2] for at in range(20)]
+    for stop, cut in zip(stops, asyncio.run(texts([{**asked, "stop": [stop]} for stop in stops])), strict=True):
+        assert cut["message"]["content"] == text[: text.index(stop)]
+        assert cut["matched_stop"] == stop
+
+
+def test_hostile_grammars_end_in_a_400_or_in_time_and_leave_other_streams_alone(api):
+    async def plain():
         bodies = [chat(seed=place, temperature=1.0, max_tokens=60) for place in range(STREAMS)]
         answers = await asyncio.gather(*(ask(api, body) for body in bodies))
         return [answer["choices"][0] for _, answer in answers]
 
-    async def together(api):
+    async def together():
         wrong = [ask(api, chat(**body)) for body, _ in REFUSED.values()]
         costly = [ask(api, chat(**body)) for body in BOUNDED.values()]
-        beside = asyncio.create_task(plain(api))
+        beside = asyncio.create_task(plain())
         return await asyncio.gather(*wrong), await asyncio.gather(*costly), await beside
 
-    with LLM(DEMO_MODEL, device="cpu") as llm:
-        api = LocalApi(llm)
-        alone = asyncio.run(plain(api))
-        wrong, costly, beside = asyncio.run(together(api))
+    alone = asyncio.run(plain())
+    wrong, costly, beside = asyncio.run(together())
     assert beside == alone
     for (name, (_, words)), (status, answer) in zip(REFUSED.items(), wrong, strict=True):
         assert status == 400, (name, answer)

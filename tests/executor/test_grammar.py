@@ -90,6 +90,44 @@ def test_a_row_that_comes_again_goes_on_behind_its_answer(store):
         assert tokens[cut] in allowed(resumed)
 
 
+def mask_walk(rows: GrammarRows, tokens: list[int]) -> list[set[int]]:
+    found = []
+    for token in tokens:
+        found.append(allowed(rows))
+        rows.consume(plan(3, 7), np.array([token], np.int32))
+    return found
+
+
+@pytest.mark.parametrize("grammar", ["start: /[a-z ]{1,40}/", 'start: %json {"type": "object"}', 'start: "ab" | "abc"'])
+def test_a_matcher_that_was_used_before_allows_the_same(store, grammar):
+    tokens = answer(begun(store, grammar), 3, most=30)
+    expected = mask_walk(begun(store, grammar), tokens)
+    rows = begun(store, grammar)
+    for round_number in range(3):
+        assert mask_walk(rows, tokens) == expected
+        rows.take(plan(3, 7, starts=[RowStart(3, SamplingParams(), np.array([5, 5], np.int32), 2, grammar=grammar)]))
+        assert rows._matchers[3].used, round_number
+
+
+@pytest.mark.parametrize("where", ["mask", "token"])
+def test_a_used_matcher_that_fails_is_replaced_by_a_fresh_one(store, where):
+    grammar = 'start: /[0-9]{4}/ "x"'
+    rows = begun(store, grammar)
+    rows.take(plan(3, 7, starts=[RowStart(3, SamplingParams(), np.array([5, 5], np.int32), 2, grammar=grammar)]))
+    digit = min(allowed(rows))
+    rows.consume(plan(3, 7), np.array([digit], np.int32))
+    expected = allowed(rows)
+    # As a limit that earlier answers have used up shows.
+    rows._matchers[3].state.consume_token(EOS)
+    assert rows._matchers[3].state.is_error()
+    if where == "mask":
+        assert allowed(rows) == expected
+    _, failures = rows.consume(plan(3, 7), np.array([digit], np.int32))
+    assert failures == {}
+    assert not rows._matchers[3].used
+    assert allowed(rows) == allowed(begun(store, grammar, [digit, digit]))
+
+
 def test_results_of_an_earlier_owner_of_the_row_are_not_taken_in(store):
     rows = begun(store, 'start: "ab"')
     before = allowed(rows)

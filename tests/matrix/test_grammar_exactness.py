@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -113,3 +114,29 @@ def test_a_request_waits_until_its_grammar_is_there():
     yard.run()
     assert yard.finished[number].reason == "stop"
     assert not any(plan.delay_sampling for plan in yard.plans[:4])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_answer_continued_from_any_of_its_tokens_goes_on_the_same(alone, depth):
+    torch.set_num_threads(1)
+    executor = load_executor(str(DEMO_MODEL), device="cpu", dtype="float32", max_total_tokens=4096, max_pool_rows=80)
+    settings = SchedulerSettings(max_running_requests=64, context_length=512, max_in_flight=depth)
+    yard = DelayedYard(settings, executor.info, executor=executor)
+    tokenizer = Tokenizer.from_str(TOKENIZER)
+    answers_of, at, expected = {}, 0, {}
+    for place in range(REQUESTS):
+        answers_of[place], at = alone[at], at + sampling(place).n
+    for place, whole in answers_of.items():
+        grammar, wish = GRAMMARS[place % len(GRAMMARS)], sampling(place)
+        wish.n = 1
+        if grammar:
+            executor.compile_grammar(grammar, lambda: TOKENIZER)
+        for cut in range(0, len(whole), 3):
+            begun = np.array(whole[:cut], np.int32)
+            prompt = tokenizer.encode(TEXTS[place % 3]).ids
+            number = yard.submit(prompt, sampling=wish, grammar=grammar, output_ids=begun)
+            expected[number] = whole[cut:]
+            if grammar:
+                yard.apply(OpenGate(number, Gate.GRAMMAR))
+    yard.run(depth)
+    assert {number: yard.tokens[number] for number in expected} == expected

@@ -27,12 +27,22 @@ server takes a thousand of these; a mask then costs tens of milliseconds.
 """
 
 
+MOST_USED = 256
+"""Matchers of each grammar that are kept for its next requests."""
+
+
 @dataclass(slots=True)
 class Matcher:
-    """Follows one row's answer. `epoch` is the row's, which a result must have to be this answer's."""
+    """Follows one row's answer. `epoch` is the row's, which a result must have to be this answer's.
+
+    grammar: its text. used: whether another answer was followed with it before. taken: the tokens that it has taken in.
+    """
 
     epoch: int
     state: Any
+    grammar: str
+    used: bool
+    taken: list[int]
 
 
 @dataclass(slots=True)
@@ -67,6 +77,7 @@ class GrammarStore:
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._used: dict[str, list[Any]] = {}
 
     def __contains__(self, text: str) -> bool:
         return text in self._compiled
@@ -90,7 +101,8 @@ class GrammarStore:
         with self._lock:
             self._compiled[text] = matcher
             while len(self._compiled) > MOST_COMPILED or sum(map(len, self._compiled)) > MOST_COMPILED_CHARS:
-                self._compiled.popitem(last=False)
+                dropped, _ = self._compiled.popitem(last=False)
+                self._used.pop(dropped, None)
 
     def _try(self, text: str) -> tuple[Any, str]:
         """(a fresh matcher of a grammar, what is wrong with it or "")."""
@@ -102,8 +114,26 @@ class GrammarStore:
         first.compute_bitmask()
         return matcher, _reason(first.get_error()) if first.is_error() else ""
 
-    def matcher(self, text: str) -> Any:
-        """A fresh matcher of a grammar that was compiled, even if long ago."""
+    def matcher(self, text: str) -> tuple[Any, bool]:
+        """(a matcher of a grammar that was compiled, even if long ago; whether it was used before).
+
+        A used one knows the masks that it has made, and makes most of them again in microseconds.
+        """
+        with self._lock:
+            if used := self._used.get(text):
+                self._compiled.move_to_end(text)
+                return used.pop(), True
+        return self.fresh(text), False
+
+    def give_back(self, text: str, state: Any) -> None:
+        """Keep a matcher that is not needed any more for the next answer of the same grammar."""
+        with self._lock:
+            used = self._used.setdefault(text, []) if text in self._compiled else None
+            if used is not None and len(used) < MOST_USED and state.reset() and not state.is_error():
+                used.append(state)
+
+    def fresh(self, text: str) -> Any:
+        """A matcher of a grammar that was never used."""
         with self._lock:
             pristine = self._compiled.get(text)
             if pristine is not None:
@@ -137,13 +167,15 @@ class GrammarRows:
     def take(self, plan: StepPlan) -> None:
         """Take over rows that start. One that had begun its answer before goes on behind what it has."""
         for start in plan.row_starts:
-            self._matchers.pop(start.pool_row, None)
+            if (before := self._matchers.pop(start.pool_row, None)) is not None:
+                self._store.give_back(before.grammar, before.state)
             if start.grammar:
-                state = self._store.matcher(start.grammar)
+                state, used = self._store.matcher(start.grammar)
+                known = start.known_ids[start.prompt_tokens :].tolist()
                 # Tokens that the grammar does not allow show with the next one, see `consume`.
-                state.consume_tokens(start.known_ids[start.prompt_tokens :].tolist())
+                state.consume_tokens(known)
                 place = int(np.flatnonzero(plan.pool_rows == start.pool_row)[0])
-                self._matchers[start.pool_row] = Matcher(int(plan.epochs[place]), state)
+                self._matchers[start.pool_row] = Matcher(int(plan.epochs[place]), state, start.grammar, used, known)
 
     def masks(self, plan: StepPlan) -> RowMasks | None:
         """What the rows of a plan may say next, None where none has a grammar."""
@@ -161,6 +193,9 @@ class GrammarRows:
         words = np.zeros((len(found), -(-self._vocab_size // 32)), dtype=np.uint32)
         for i, (_, matcher) in enumerate(found):
             matcher.state.unsafe_compute_mask_ptr(words[i].ctypes.data, words.shape[1] * 4)
+            if matcher.used and matcher.state.is_error():
+                self._renew(matcher)
+                matcher.state.unsafe_compute_mask_ptr(words[i].ctypes.data, words.shape[1] * 4)
         places = np.array([place for place, _ in found], dtype=np.int64)
         return RowMasks(send(places, self._device), self._values(words))
 
@@ -184,13 +219,29 @@ class GrammarRows:
             if not count or matcher is None or matcher.epoch != epoch:
                 continue
             run = tokens[end - count : end].tolist()
-            # A matcher in its error state allows the end alone, which would pass for a whole answer.
-            if matcher.state.is_error() or not all(self._consume_one(matcher.state, token) for token in run):
+            if not self._take_in(matcher, run):
                 failures[place] = f"the grammar failed: {_reason(matcher.state.get_error())}"
                 del self._matchers[row]
                 continue
             ended[place] = matcher.state.is_stopped()
         return ended, failures
+
+    def _take_in(self, matcher: Matcher, run: list[int]) -> bool:
+        """Take in the tokens of a row; False if the grammar does not allow them."""
+        # A matcher in its error state allows the end alone, which would pass for a whole answer.
+        done = not matcher.state.is_error() and all(self._consume_one(matcher.state, token) for token in run)
+        if not done and matcher.used:
+            self._renew(matcher)
+            done = not matcher.state.is_error() and all(self._consume_one(matcher.state, token) for token in run)
+        matcher.taken += run
+        return done
+
+    def _renew(self, matcher: Matcher) -> None:
+        """Begin anew with a fresh one where one that was used before fails: what earlier answers have cost counts for
+        the library's limits, and must not be this answer's fault.
+        """
+        matcher.state, matcher.used = self._store.fresh(matcher.grammar), False
+        matcher.state.consume_tokens(matcher.taken)
 
     def _consume_one(self, state: Any, token: int) -> bool:
         """Take in one token; False if the grammar does not allow it. What comes behind its end does not matter."""
