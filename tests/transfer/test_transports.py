@@ -16,7 +16,7 @@ from tokenyard.transfer.handshake import Frames, Handshake, HandshakeError, Hell
 from tokenyard.transfer.identity import model_digest
 from tokenyard.transfer.layout import PageMap, advance, map_pages, runs, spans, total_bytes
 from tokenyard.transfer.process_vm import Probe
-from tokenyard.transfer.tcp import TransferError, receive_pages, send_pages
+from tokenyard.transfer.tcp import Checksum, TransferError, receive_pages, send_pages
 
 
 class Pool:
@@ -61,13 +61,30 @@ def test_tcp_moves_pages_between_pools_whose_pages_lie_elsewhere():
     here, there = Pool(3, 40, 4096, 1), Pool(3, 40, 4096, 2)
     before = here.data.copy()
     ours, theirs = socket.socketpair()
-    sender = threading.Thread(target=send_pages, args=(theirs, spans(there.map, PAGES_FROM), 5.0, lambda: True))
+    sender = threading.Thread(target=send_pages, args=(theirs, spans(there.map, PAGES_FROM), 4096, 5.0, lambda: True))
     sender.start()
-    receive_pages(ours, spans(here.map, PAGES_TO), 5.0)
+    receive_pages(ours, spans(here.map, PAGES_TO), 4096, 5.0)
     sender.join()
     assert (here.data[:, :, PAGES_TO] == there.data[:, :, PAGES_FROM]).all()
     others = np.setdiff1d(np.arange(40), PAGES_TO)
     assert (here.data[:, :, others] == before[:, :, others]).all()
+
+
+@pytest.mark.parametrize("nbytes", [24, 20])
+def test_a_checksum_sees_a_flipped_bit_and_pieces_that_changed_places(nbytes):
+    def value(data: np.ndarray, *cuts: int) -> int:
+        check = Checksum(nbytes)
+        for begin, end in zip((0, *cuts), (*cuts, len(data)), strict=True):
+            check.add(np.array([[data[begin:].ctypes.data, (end - begin) * nbytes]], np.int64))
+        return check.value
+
+    data = np.random.default_rng(1).integers(0, 256, (6, nbytes), dtype=np.uint8)
+    assert value(data) == value(data, 2) == value(data, 1, 5)
+    for place in ((0, 0), (3, 7), (5, nbytes - 1)):
+        flipped = data.copy()
+        flipped[place] ^= 128
+        assert value(flipped) != value(data)
+    assert value(data[[0, 2, 1, 3, 4, 5]].copy()) != value(data)
 
 
 @pytest.mark.parametrize("fault", ["flip", "cut", "lease", "silence"])
@@ -90,7 +107,7 @@ def test_pages_that_come_wrong_or_not_at_all_are_noticed(fault):
 
     def send() -> None:
         try:
-            send_pages(theirs, spans(there.map, PAGES_FROM), 0.3, lambda: fault != "lease")
+            send_pages(theirs, spans(there.map, PAGES_FROM), 4096, 0.3, lambda: fault != "lease")
         except (OSError, TransferError):
             pass
         finally:
@@ -100,7 +117,7 @@ def test_pages_that_come_wrong_or_not_at_all_are_noticed(fault):
     for thread in threads:
         thread.start()
     with pytest.raises((TransferError, OSError)):
-        receive_pages(ours, spans(here.map, PAGES_TO), 0.3)
+        receive_pages(ours, spans(here.map, PAGES_TO), 4096, 0.3)
     ours.close()
     wire_out.close()
     for thread in threads:

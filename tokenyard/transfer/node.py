@@ -308,7 +308,8 @@ class Node:
 
         def work() -> None:
             with sock, contextlib.suppress(OSError, TokenyardError):
-                send_pages(sock, spans(self.identity.pages, pages), self._terms.silence_ns / NS_PER_S, valid)
+                ours, timeout_s = self.identity.pages, self._terms.silence_ns / NS_PER_S
+                send_pages(sock, spans(ours, pages), ours.nbytes, timeout_s, valid)
 
         self._movers.submit(work)
 
@@ -354,10 +355,9 @@ class Node:
                 raise OSError("the memory of the other process cannot be read")
         timeout_s = self._terms.silence_ns / NS_PER_S
         with socket.create_connection(connection.sock.getpeername()[:2], timeout_s) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
             reading.sock = sock
             if reading.stopped:
                 return
             sock.sendall(frame(Pull(read.key, read.ticket, read.first, len(pages))))
-            receive_pages(sock, spans(ours, pages), timeout_s)
+            receive_pages(sock, spans(ours, pages), ours.nbytes, timeout_s)
             self.moved_bytes += len(pages) * ours.page_bytes
