@@ -168,6 +168,13 @@ COMMANDS = (
         _arguments_of("tokenyard.cli.goodput:add_goodput_arguments"),
     ),
     Command(
+        "plan",
+        "find the smallest and the cheapest fleet that serves a trace within its targets",
+        "tokenyard.cli.plan:run_plan",
+        False,
+        _arguments_of("tokenyard.cli.plan:add_plan_arguments"),
+    ),
+    Command(
         "calibrate",
         "measure how long steps take on this device",
         "tokenyard.cli.calibrate:calibrate",

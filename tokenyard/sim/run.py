@@ -31,6 +31,7 @@ from tokenyard.tape.codec import Origin
 from tokenyard.tape.recorder import Recorder, Sink
 
 HASH_BYTES = 16
+ALL = slice(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +66,15 @@ class Run:
     of the fleet's schedule, a look of the routers at what waits. At equal times what comes from outside is first.
     """
 
-    def __init__(self, workload: Workload, setup: Setup, observer: StepObserver | None, tape: Sink | None) -> None:
-        """Raises ConfigError for settings that cannot work."""
+    def __init__(
+        self,
+        workload: Workload,
+        setup: Setup,
+        observer: StepObserver | None = None,
+        tape: Sink | None = None,
+        window: slice = ALL,
+    ) -> None:
+        """Only the requests of `window` come. Raises ConfigError for settings that cannot work."""
         if setup.replicas < 1 or setup.dp_size < 1:
             what = ("--replicas", setup.replicas) if setup.replicas < 1 else ("--dp-size", setup.dp_size)
             raise ConfigError(f"{what[0]} is {what[1]}; it must be at least 1")
@@ -88,7 +96,7 @@ class Run:
         self._schedule: list[tuple[int, int, _Happening]] = []
         for at_ns, happening in _happenings(setup.fleet):
             heappush(self._schedule, (at_ns, next(self._order), happening))
-        self._arrivals = Arrivals(workload)
+        self._arrivals = Arrivals(workload, window)
         self._sweep_ns = NEVER_NS
 
     def _make_routing(self) -> Routing:
@@ -252,6 +260,11 @@ class Run:
             adapter.finished(finish)
         self._arrivals.ended(index, finish.finished_ns)
 
+    @property
+    def so_far(self) -> Outcome:
+        """The outcome of the requests that have ended."""
+        return self._outcome
+
     def outcome(self) -> Outcome:
         """The outcome, after everything has happened."""
         outcome = self._outcome
@@ -289,15 +302,15 @@ class Run:
 class Arrivals:
     """Which request comes next: by the workload's times or, where it says so, after the end of another request."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, window: slice = ALL) -> None:
         self.come = 0
         self._workload = workload
         self._at_ns = [to_ns(seconds) for seconds in workload.arrival_s.tolist()]
         self._after: dict[int, list[int]] = {}
         self._waiting: list[tuple[int, int]] = []
-        self._next = 0
+        self._next, self._end, _ = window.indices(len(workload))
         if workload.follows is not None:
-            self._next = len(workload)
+            self._next = self._end
             for index, before in enumerate(workload.follows.tolist()):
                 if before < 0:
                     heappush(self._waiting, (self._at_ns[index], index))
@@ -307,14 +320,14 @@ class Arrivals:
     @property
     def next_ns(self) -> int:
         """When the next request comes; NEVER_NS for none."""
-        if self._next < len(self._at_ns):
+        if self._next < self._end:
             return self._at_ns[self._next]
         return self._waiting[0][0] if self._waiting else NEVER_NS
 
     def pop(self) -> int:
         """The number of the next request."""
         self.come += 1
-        if self._next < len(self._at_ns):
+        if self._next < self._end:
             self._next += 1
             return self._next - 1
         return heappop(self._waiting)[1]

@@ -1,0 +1,91 @@
+"""`tokenyard plan` on the command line: what it takes, what it prints and what it refuses."""
+
+import json
+
+import pytest
+
+from tokenyard.cli.main import main
+
+SMALL = ["--synthetic", "plain", "--limit", "40", "--request-rate", "60", "--jobs", "1"]
+PRICES = "devices: [{device: h100, price: 2.5}, {device: a100, price: 2.0, error: 0.1, most: 8}]"
+
+
+def test_a_plan_names_the_fleet_what_ifs_and_what_hangs_on_the_cost_model(tmp_path, capsys):
+    (tmp_path / "d.yaml").write_text(PRICES)
+    out, page = tmp_path / "o.json", tmp_path / "o.html"
+    outputs = ["--policies", "fcfs", "--json", str(out), "--report", str(page)]
+    assert main(["plan", *SMALL, "--devices", str(tmp_path / "d.yaml"), "--seeds", "2", *outputs]) == 0
+    plan = json.loads(out.read_text())
+    best = plan["fleets"][plan["cheapest"]]
+    assert best["device"] == "h100/llama-3-8b"
+    assert best["attainment"] >= 0.99
+    assert best["price_per_hour"] == 2.5 * best["devices"]
+    assert best["attainment_interval"][0] <= best["attainment"] <= best["attainment_interval"][1]
+    assert plan["what_if"][0]["attainment_with_one_down"] <= best["attainment"]
+    shown = capsys.readouterr().out
+    for words in ("cheapest", "an hour", "one replica down", "its error is unknown", "10 % of a step", "on it"):
+        assert words in shown, words
+    assert "What serves the traffic" in page.read_text()
+
+
+def test_without_prices_devices_are_counted(capsys):
+    assert main(["plan", *SMALL, "--policies", "fcfs", "--seeds", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "no prices were given" in shown
+    assert "an hour" not in shown
+
+
+def test_too_few_devices_are_no_plan(capsys):
+    argv = ["--most", "1", "--policies", "fcfs", "--slo-ttft-ms", "20", "--slo-ttft-scale", "0", "--seeds", "1"]
+    assert main(["plan", *SMALL, *argv]) == 1
+    assert "no fleet of up to 1 replicas" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "cannot be read as YAML"),
+        ("a: 1", "give a list 'devices'"),
+        ("devices: []", "give a list 'devices'"),
+        ("devices: [{price: 1}]", "either device or profile"),
+        ("devices: [{device: h100, prize: 1}]", "either device or profile"),
+        ("devices: [{device: abacus}]", "no cost profile"),
+        ("devices: [{device: h100, price: 0}]", "above 0"),
+        ("devices: [{device: h100, price: free}]", "price is 'free'"),
+        ("devices: [{device: h100, error: 2}]", "a share from 0"),
+        ("devices: [{device: h100, most: 0}]", "most is 0"),
+        ("devices: [{device: h100, price: 1}, {device: a100}]", "give all or none"),
+    ],
+)
+def test_a_wrong_file_of_devices_is_one_line(tmp_path, capsys, text, complaint):
+    (tmp_path / "d.yaml").write_text(text)
+    assert main(["plan", *SMALL, "--devices", str(tmp_path / "d.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert complaint in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--devices", "nowhere.yaml"], "no such file"),
+        (["--devices", ","], "names nothing"),
+        (["--devices", "abacus"], "no cost profile"),
+        (["--target", "1.5"], "--target"),
+        (["--seeds", "0"], "--seeds"),
+        (["--most", "0"], "--most"),
+        (["--dp-sizes", "0"], "--dp-sizes"),
+        (["--dp-sizes", "two"], "--dp-sizes"),
+        (["--routers", "nearest"], "no router policy"),
+        (["--policies", "fcfs,fcfs"], "each once"),
+        (["--policies", "fcsf"], "no schedule policy"),
+        (["--preset", "sarathi"], "--policies"),
+        (["--json", "nowhere/o.json"], "--json"),
+        (["--trace", "x"], "either --trace"),
+    ],
+)
+def test_wrong_arguments_are_one_line(capsys, argv, complaint):
+    assert main(["plan", *SMALL, *argv]) == 2
+    told = capsys.readouterr().err
+    assert complaint in told
+    assert told.count("\n") == 1

@@ -1,0 +1,163 @@
+"""The planner: sizes of fleets, arrivals drawn anew, and the choice among kinds of fleets."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.sim.small import setup
+from tokenyard.sim.engine import simulate
+from tokenyard.sim.plan import Interval, Planner
+from tokenyard.sim.synthetic import synthetic
+from tokenyard.sim.trial import (
+    Option,
+    Sized,
+    Sizing,
+    Traffic,
+    Trial,
+    attained,
+    busiest,
+    guess,
+    reseeded,
+    sized,
+    smallest,
+)
+
+SLOW = {"slo_ttft_ms": 300.0, "slo_ttft_scale": 0.0}
+
+
+def option(policy="fcfs", price=None, most=64, **changes):
+    settings = {"schedule_policy": policy, "disable_radix_cache": False, **SLOW}
+    return Option(setup(settings=settings, router="predicted_ttft", **changes), policy, price, most)
+
+
+@given(answer=st.integers(1, 80), start=st.integers(1, 60), most=st.integers(1, 60))
+def test_the_smallest_number_is_found_from_anywhere(answer, start, most):
+    tried = []
+    found = smallest(lambda count: tried.append(count) or count >= answer, min(start, most), most)
+    assert found == (answer if answer <= most else None)
+    assert len(tried) == len(set(tried))
+    assert all(1 <= count <= most for count in tried)
+
+
+def test_arrivals_drawn_anew_keep_requests_and_rates():
+    traffic = synthetic("bursts", 2000, 10.0, seed=1)
+    other = reseeded(traffic, 3)
+    assert reseeded(traffic, 0) is traffic
+    assert (other.prompt_tokens == traffic.prompt_tokens).all()
+    assert (np.diff(other.arrival_s) >= 0).all()
+    assert not np.allclose(other.arrival_s, traffic.arrival_s)
+    per_minute = [np.bincount((one.arrival_s // 60).astype(int)) for one in (traffic, other)]
+    assert np.abs(per_minute[0] - per_minute[1]).max() <= 25
+
+
+def test_the_busiest_part_is_found():
+    traffic = synthetic("plain", 800, 10.0, seed=1)
+    times = traffic.arrival_s.copy()
+    times[400:] = times[400] + (times[400:] - times[400]) / 5
+    begin, end = busiest(replace(traffic, arrival_s=times), 100)
+    assert (end - begin, begin >= 400) == (100, True)
+    assert busiest(traffic, 5000) == (0, 800)
+
+
+def test_a_trial_is_a_simulation_of_its_part_of_the_trace():
+    traffic = synthetic("plain", 100, 60.0, seed=1)
+    kind = option()
+    whole = attained(traffic, Trial(kind, 2, Traffic(0, 100)))
+    assert whole == pytest.approx(simulate(traffic, kind.fleet(2)).met.mean())
+    first = attained(traffic, Trial(kind, 2, Traffic(0, 40)))
+    assert first == pytest.approx(simulate(traffic.limited(40), kind.fleet(2)).met.mean(), abs=0.03)
+    assert attained(traffic, Trial(kind, 2, Traffic(0, 40), slower=20.0)) < first
+
+
+def test_a_hopeless_trial_ends_early_with_a_bound():
+    traffic = synthetic("plain", 300, 120.0, seed=1)
+    trial = Trial(option(), 1, Traffic(0, 300))
+    bound, whole = attained(traffic, trial, 0.99), attained(traffic, trial)
+    assert whole <= bound < 0.99
+
+
+def test_a_size_is_that_of_brute_force():
+    traffic = synthetic("plain", 100, 100.0, seed=2)
+    kind, part = option(), Traffic(0, 100)
+    sizing = Sizing(kind, part, 0.9)
+    found = sized(traffic, sizing)
+    every = [attained(traffic, Trial(kind, count, part)) for count in range(1, found.replicas + 1)]
+    assert [share >= 0.9 for share in every] == [False] * (found.replicas - 1) + [True]
+    assert found.attainment == every[-1]
+    assert sized(traffic, replace(sizing, option=option(most=1))).replicas is None
+    assert guess(traffic, sizing) >= 1
+
+
+def test_an_interval_is_students():
+    assert Interval((0.5,)).bounds is None
+    low, high = Interval((0.4, 0.5, 0.6)).bounds
+    assert (low, high) == pytest.approx((0.5 - 4.30 * 0.1 / 3**0.5, 0.5 + 4.30 * 0.1 / 3**0.5))
+    assert Interval((0.9, 1.0)).bounds[1] == 1.0
+
+
+class Made:
+    """Answers of a made-up world: an option needs `need[policy]` replicas, times how slow it is and how much comes."""
+
+    def __init__(self, need):
+        self.need, self.words = need, []
+
+    def size(self, what, sizings):
+        self.words.append(what)
+        return [self._sized(sizing) for sizing in sizings]
+
+    def _sized(self, sizing):
+        need = self.need[sizing.option.policy] * sizing.slower * sizing.traffic.rate
+        need += 1 if sizing.target > 0.99 else 0
+        count = int(np.ceil(need - 1e-9))
+        return Sized(sizing, count if count <= sizing.option.most else None, 0.995, 3)
+
+    def attain(self, what, trials):
+        return [
+            0.995 if trial.replicas >= self.need[trial.option.policy] * trial.traffic.rate else 0.5 for trial in trials
+        ]
+
+
+def test_the_cheapest_and_the_smallest_are_told_apart_and_asked_what_if():
+    world = Made({"few": 2, "cheap": 5, "dear": 4})
+    kinds = [option(price=price) for price in (4.0, 1.0, 3.0)]
+    kinds = [replace(kind, policy=policy) for kind, policy in zip(kinds, world.need, strict=True)]
+    plan = Planner(synthetic("plain", 100, 10.0), 0.99, 3, world.size, world.attain).plan(kinds)
+    best, least = plan.finalists[plan.cheapest], plan.finalists[plan.smallest]
+    assert (best.option.policy, best.replicas, best.cost) == ("cheap", 5, 5.0)
+    assert (least.option.policy, least.devices) == ("few", 2)
+    assert len(best.attainment.values) == 3
+    first = plan.what_if[0]
+    assert (first.nine_more, first.at_more_traffic, first.more_traffic, first.one_down) == (6, 8, 0.5, 0.5)
+    place = [found.option.policy for found in plan.finalists].index("cheap")
+    assert (plan.bounds.faster[place], plan.bounds.slower[place]) == (4, 6)
+    assert not plan.bounds.measured
+
+
+def test_halving_looks_longer_at_the_better_half_only():
+    world = Made({f"p{count}": count for count in range(1, 9)})
+    kinds = [replace(option(), policy=policy) for policy in world.need]
+    plan = Planner(synthetic("plain", 16_000, 100.0), 0.99, 1, world.size, world.attain).plan(kinds)
+    assert world.words[:3] == ["round 1 of 3: 8 kinds", "round 2 of 3: 4 kinds", "round 3 of 3: 3 kinds"]
+    assert plan.finalists[plan.cheapest].option.policy == "p1"
+    assert len(plan.rejected) == 5
+
+
+def test_a_fleet_that_misses_on_average_over_the_seeds_gets_one_more():
+    class Unlucky(Made):
+        def attain(self, what, trials):
+            return [0.95 if trial.replicas == 3 else 0.999 for trial in trials]
+
+    world = Unlucky({"one": 3})
+    plan = Planner(synthetic("plain", 100, 10.0), 0.99, 3, world.size, world.attain).plan(
+        [replace(option(), policy="one")]
+    )
+    assert plan.finalists[0].replicas == 4
+
+
+def test_there_may_be_no_plan():
+    world = Made({"one": 100})
+    planner = Planner(synthetic("plain", 100, 10.0), 0.99, 1, world.size, world.attain)
+    assert planner.plan([replace(option(), policy="one")]) is None

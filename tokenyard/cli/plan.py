@@ -1,0 +1,208 @@
+"""`tokenyard plan`: the smallest and the cheapest fleet that serves a trace within its targets."""
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+from tokenyard.base import ConfigError
+from tokenyard.base.ranges import Allowed
+from tokenyard.cli.plan_devices import read_devices
+from tokenyard.cli.plan_table import plan_document, plan_notes, plan_tables, write_plan
+from tokenyard.cli.simulation import (
+    add_scheduler_arguments,
+    add_workload_arguments,
+    check_output,
+    load_workload,
+    named_setup,
+    print_notes,
+    progress_bar,
+    write_numbers,
+)
+from tokenyard.router.choice import DEFAULT_POLICY, POLICIES
+from tokenyard.sim.plan import Plan, Planner
+from tokenyard.sim.trial import Option, Sized, Sizing, Trial, attained, sized
+from tokenyard.sim.workload import Workload
+
+MOST_REPLICAS = 256
+PLAN_RANGES = {
+    "target": Allowed(0.01, 0.99999),
+    "seeds": Allowed(1, 10),
+    "most": Allowed(1, 4096),
+    "jobs": Allowed(1, 256),
+}
+
+Job = TypeVar("Job")
+Answer = TypeVar("Answer")
+
+_workload: Workload | None = None
+"""In a worker process: the trace."""
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """All arguments of `tokenyard plan`."""
+    add_workload_arguments(parser)
+    group = parser.add_argument_group("what may be had")
+    group.add_argument(
+        "--devices",
+        default="h100",
+        metavar="A,B|FILE",
+        help="devices of built-in profiles, or a YAML file of devices with prices (docs/simulator.md) [h100]",
+    )
+    group.add_argument(
+        "--model", dest="profile_model", default="llama-3-8b", metavar="MODEL", help="model of these [llama-3-8b]"
+    )
+    group.add_argument("--most", type=int, default=MOST_REPLICAS, metavar="N", help=f"most replicas [{MOST_REPLICAS}]")
+    group.add_argument("--dp-sizes", default="1", metavar="A,B", help="numbers of ranks of an engine to try [1]")
+    group.add_argument(
+        "--routers", default=DEFAULT_POLICY, metavar="A,B", help=f"router policies to try [{DEFAULT_POLICY}]"
+    )
+    group.add_argument(
+        "--policies", default="fcfs,slo", metavar="A,B", help="schedule policies or presets to try [fcfs,slo]"
+    )
+    search = parser.add_argument_group("search")
+    search.add_argument(
+        "--target", type=float, default=0.99, metavar="F", help="share of requests that must meet their SLO [0.99]"
+    )
+    search.add_argument("--seeds", type=int, default=3, metavar="N", help="draws of the arrivals that must agree [3]")
+    search.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time [all cores]")
+    search.add_argument("--json", type=Path, metavar="OUT", help="write the plan as JSON")
+    search.add_argument("--report", type=Path, metavar="OUT", help="write an HTML page with the plan and a chart")
+    search.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
+    add_scheduler_arguments(parser)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Search and write what was asked for. Returns the exit status: 1 if no fleet that may be had is enough."""
+    _check(args)
+    workload = load_workload(args)
+    options = make_options(args, workload)
+    with progress_bar(args.quiet) as bar, Pool(workload, args.jobs, bar) as pool:
+        plan = Planner(workload, args.target, args.seeds, pool.size, pool.attain).plan(options)
+    if plan is None:
+        print(f"no fleet of up to {args.most} replicas serves {100 * args.target:g} % of {workload.name} in time")
+        return 1
+    write_numbers(args.json, plan_document(plan, workload, args.target))
+    if args.report is not None:
+        write_plan(args.report, plan, workload, args.target)
+    if not args.quiet:
+        _print(plan, workload, args.target)
+    return 0
+
+
+def _print(plan: Plan, workload: Workload, target: float) -> None:
+    for table in plan_tables(plan, workload, target):
+        Console().print(table)
+    print_notes([*plan_notes(plan), *workload.notes])
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for arguments that are out of range."""
+    for name, allowed in PLAN_RANGES.items():
+        allowed.check(f"--{name}", getattr(args, name))
+    if args.preset is not None or args.schedule_policy is not None:
+        raise ConfigError("presets and policies are given by --policies here, not as --preset or --schedule-policy")
+    if args.seed < 0 or not 0.0 < args.request_rate < float("inf"):
+        raise ConfigError("--seed must be at least 0 and --request-rate above 0")
+    for flag in ("json", "report"):
+        check_output(getattr(args, flag), f"--{flag}")
+
+
+def make_options(args: argparse.Namespace, workload: Workload) -> list[Option]:
+    """Every kind of fleet to try. Raises ConfigError for names that do not exist."""
+    routers, policies = _words(args.routers, "--routers"), _words(args.policies, "--policies")
+    unknown = [router for router in routers if router not in POLICIES]
+    if unknown:
+        raise ConfigError(f"--routers: there is no router policy {unknown[0]!r}; choose of {', '.join(POLICIES)}")
+    try:
+        sizes = [int(word) for word in _words(args.dp_sizes, "--dp-sizes")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1 or max(sizes) > MOST_REPLICAS:
+        raise ConfigError(f"--dp-sizes is {args.dp_sizes!r}; it must be whole numbers from 1 to {MOST_REPLICAS}")
+    usual = {"host_us": 0.0, "overlap": False, "cost_error": 0.0, "learn_cost": False, "replicas": 1, "fleet": None}
+    options = []
+    for device, ranks, router, policy in product(
+        read_devices(args.devices, args.profile_model), sizes, routers, policies
+    ):
+        given = {**vars(args), **usual, "device": device.profile.device, "profile": None}
+        setup = named_setup(argparse.Namespace(**given, dp_size=ranks, router=router), workload, policy)
+        running = ranks * setup.settings.max_running_requests
+        setup = replace(
+            setup,
+            profile=device.profile,
+            settings=replace(setup.settings, max_running_requests=running),
+        )
+        most = min(args.most, device.most // (ranks * device.profile.tp))
+        if most:
+            options.append(Option(setup, policy, device.price, most))
+    if not options:
+        raise ConfigError(f"--devices {args.devices}: there are fewer devices than one replica takes")
+    return options
+
+
+def _words(text: str, flag: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or len(words) > len(set(words)):
+        raise ConfigError(f"{flag} is {text!r}; give names with commas between them, each once")
+    return words
+
+
+class Pool:
+    """Processes that hold the trace and do sizings and trials; with one job, this process does them itself."""
+
+    def __init__(self, workload: Workload, jobs: int, bar: Progress) -> None:
+        self._workload, self._bar = workload, bar
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(jobs, context, _take, (workload,)) if jobs > 1 else None
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def size(self, what: str, sizings: Sequence[Sizing]) -> list[Sized]:
+        """Do all sizings; answers in their order."""
+        return self._each(what, sized, sizings)
+
+    def attain(self, what: str, trials: Sequence[Trial]) -> list[float]:
+        """Run all trials."""
+        return self._each(what, attained, trials)
+
+    def _each(self, what: str, do: Callable[[Workload, Job], Answer], jobs: Sequence[Job]) -> list[Answer]:
+        task = self._bar.add_task(what, total=len(jobs))
+        answers: dict[int, Answer] = {}
+        if self._pool is None:
+            for place, job in enumerate(jobs):
+                answers[place] = do(self._workload, job)
+                self._bar.advance(task)
+        else:
+            futures = {self._pool.submit(_do, do, job): place for place, job in enumerate(jobs)}
+            for future in as_completed(futures):
+                answers[futures[future]] = future.result()
+                self._bar.advance(task)
+        self._bar.remove_task(task)
+        return [answers[place] for place in range(len(jobs))]
+
+
+def _take(workload: Workload) -> None:
+    global _workload
+    _workload = workload
+
+
+def _do(do: Callable[[Workload, Job], Answer], job: Job) -> Answer:
+    assert _workload is not None
+    return do(_workload, job)

@@ -1,0 +1,216 @@
+"""Trials of a planner: which share of the requests a fleet serves within their targets, and how large it must be."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil, floor
+
+import numpy as np
+
+from tokenyard.base import Float64Array
+from tokenyard.sim.outcome import FINISHED, REJECTED, Setup
+from tokenyard.sim.run import Run
+from tokenyard.sim.workload import Workload
+
+LOOK_REQUESTS = 128
+MINUTE_S = 60.0
+USUAL_BATCH = 32
+"""Rows that share the reading of the weights, for a first guess at the size of a fleet."""
+FULL = 0.85
+"""How busy the devices of a fleet are when it is just large enough, for the same guess."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A kind of fleet: everything but the number of its replicas. setup: of one replica. price: of a device for an
+    hour, None where nobody gave one. most: replicas that may be had.
+    """
+
+    setup: Setup
+    policy: str
+    price: float | None
+    most: int
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others."""
+        ranks = f" x {self.setup.dp_size} ranks" if self.setup.dp_size > 1 else ""
+        return f"{self.setup.profile.name}{ranks}, {self.setup.router}, {self.policy}"
+
+    def devices(self, replicas: int) -> int:
+        """Devices of so many replicas."""
+        return replicas * self.setup.dp_size * self.setup.profile.tp
+
+    def cost(self, replicas: int) -> float:
+        """Their price for an hour, or without prices their number."""
+        return self.devices(replicas) * (1.0 if self.price is None else self.price)
+
+    def fleet(self, replicas: int, slower: float = 1.0) -> Setup:
+        """So many replicas; all devices and what schedulers believe of them `slower` than the profile says."""
+        profile = self.setup.profile
+        if slower != 1.0:
+            profile = replace(profile, terms=profile.terms.scaled(slower))
+        return replace(self.setup, profile=profile, replicas=replicas)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a trial serves: requests `begin` to `end` of the trace, at `rate` times its speed, with arrivals drawn anew
+    by `seed` (0: as they are).
+    """
+
+    begin: int
+    end: int
+    seed: int = 0
+    rate: float = 1.0
+
+    def of(self, workload: Workload) -> Workload:
+        """The whole trace with these arrivals."""
+        return reseeded(workload, self.seed).scaled(self.rate)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One simulation."""
+
+    option: Option
+    replicas: int
+    traffic: Traffic
+    slower: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """A search for the fewest replicas of an option that serve `target` of the requests in time, from `start` on (0: by
+    a guess).
+    """
+
+    option: Option
+    traffic: Traffic
+    target: float
+    start: int = 0
+    slower: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sized:
+    """What came of it: None if `option.most` replicas are not enough. attainment: of that number. trials: simulations
+    that it took.
+    """
+
+    sizing: Sizing
+    replicas: int | None
+    attainment: float
+    trials: int
+
+    @property
+    def cost(self) -> float:
+        """The price of the fleet, or its devices; infinite for none."""
+        return float("inf") if self.replicas is None else self.sizing.option.cost(self.replicas)
+
+    @property
+    def devices(self) -> float:
+        """The number of its devices; infinite for none."""
+        return float("inf") if self.replicas is None else self.sizing.option.devices(self.replicas)
+
+
+def attained(workload: Workload, trial: Trial, target: float = 0.0) -> float:
+    """The share of the requests that meet their targets; as soon as it must be below `target`, a bound on it."""
+    traffic = trial.traffic
+    served, setup = traffic.of(workload), trial.option.fleet(trial.replicas, trial.slower)
+    window = slice(traffic.begin, traffic.end)
+    count = traffic.end - traffic.begin
+    allowed = floor((1.0 - target) * count + 1e-9)
+    run = Run(served, setup, window=window)
+    for come in run.until_end():
+        if come % LOOK_REQUESTS == 0 and (misses := _misses(run, window)) > allowed:
+            return 1.0 - misses / count
+    run.check_policy()
+    return float(run.so_far.met[window].mean())
+
+
+def _misses(run: Run, window: slice) -> int:
+    """Requests that have ended without meeting their targets."""
+    outcome = run.so_far
+    status = outcome.status[window]
+    return int(((status == REJECTED) | ((status == FINISHED) & ~outcome.met[window])).sum())
+
+
+def sized(workload: Workload, sizing: Sizing) -> Sized:
+    """Find the fewest replicas."""
+    found: dict[int, float] = {}
+
+    def meets(replicas: int) -> bool:
+        trial = Trial(sizing.option, replicas, sizing.traffic, sizing.slower)
+        found[replicas] = attained(workload, trial, sizing.target)
+        return found[replicas] >= sizing.target
+
+    start = sizing.start or guess(workload, sizing)
+    replicas = smallest(meets, min(start, sizing.option.most), sizing.option.most)
+    return Sized(sizing, replicas, found.get(replicas or 0, 0.0), len(found))
+
+
+def smallest(meets: Callable[[int], bool], start: int, most: int) -> int | None:
+    """The least number from 1 to `most` for which `meets` holds, None for none; `meets` must hold from some number on.
+
+    It is bracketed by steps from `start` that double, then bisected.
+    """
+    step = max(start // 8, 1)
+    if meets(start):
+        low, high = 0, start
+        while high > 1:
+            lower = max(high - step, 1)
+            if not meets(lower):
+                low = lower
+                break
+            high, step = lower, 2 * step
+    else:
+        low, high = start, start
+        while low < most:
+            high = min(low + step, most)
+            if meets(high):
+                break
+            low, step = high, 2 * step
+        else:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if meets(middle) else (middle, high)
+    return high
+
+
+def guess(workload: Workload, sizing: Sizing) -> int:
+    """About how many replicas the work of the traffic needs: device time over the time in which it comes."""
+    traffic, setup = sizing.traffic, sizing.option.setup
+    here = slice(traffic.begin, traffic.end)
+    terms, arrivals = setup.profile.terms, workload.arrival_s[here]
+    prompts, outputs = workload.prompt_tokens[here].astype(float), workload.output_tokens[here].astype(float)
+    shared_ms = (terms.step_ms + max(terms.floor_ms, terms.dense_ms) + terms.tp_step_ms) / USUAL_BATCH
+    prefill_ms = prompts * (terms.token_ms + terms.tp_token_ms + terms.area_ms * prompts / 2)
+    decode_ms = outputs * (shared_ms + terms.row_ms + terms.context_ms * (prompts + outputs / 2))
+    span_s = max(float(arrivals[-1] - arrivals[0]), 1.0) / traffic.rate
+    busy = float((prefill_ms + decode_ms).sum()) * sizing.slower / 1e3 / span_s
+    return max(ceil(busy / FULL / setup.dp_size), 1)
+
+
+def busiest(workload: Workload, count: int) -> tuple[int, int]:
+    """The begin and end of `count` requests in a row whose tokens come fastest."""
+    count = min(count, len(workload))
+    tokens = np.concatenate(([0], np.cumsum(workload.prompt_tokens.astype(np.int64) + workload.output_tokens)))
+    begins = np.arange(0, len(workload) - count + 1, max(count // 8, 1))
+    spans: Float64Array = workload.arrival_s[begins + count - 1] - workload.arrival_s[begins]
+    rates = (tokens[begins + count] - tokens[begins]) / np.maximum(spans, 1e-9)
+    begin = int(begins[int(np.argmax(rates))])
+    return begin, begin + count
+
+
+def reseeded(workload: Workload, seed: int) -> Workload:
+    """The same requests in the same order, with the gaps between arrivals of the same minute shuffled: other bursts at
+    the same rates. Seed 0 leaves them as they are.
+    """
+    if seed == 0:
+        return workload
+    rng, times = np.random.default_rng(seed), workload.arrival_s
+    minute = np.floor(times / MINUTE_S).astype(np.int64)
+    gaps = np.diff(times, prepend=0.0)
+    order = np.lexsort((rng.random(len(times)), minute))
+    return replace(workload, arrival_s=np.maximum.accumulate(np.cumsum(gaps[order])))
