@@ -295,3 +295,33 @@ def test_a_wrong_argument_is_named_without_telling_of_our_files(server):
     assert (answer.status_code, error["param"]) == (400, "dp_rank")
     assert "integer" in error["message"]
     assert ".py" not in error["message"]
+
+
+def test_several_ranks_are_told_apart(server):
+    """With one rank, /health and /metrics do not speak of ranks."""
+    engine, client = server.manager, server.client
+    assert "ranks" not in client.get("/health").text
+    assert "tokenyard_rank_" not in client.get("/metrics").text
+    engine.ranks, engine.down = 3, {1}
+    health = client.get("/health")
+    assert (health.status_code, health.json()["status"], health.json()["down"]) == (200, "degraded", [1])
+    assert [rank["status"] for rank in health.json()["ranks"]] == ["up", "down", "up"]
+    assert [load["dp_rank"] for load in client.get("/v1/loads").json()["data"]] == [0, 2]
+    (one,) = client.get("/v1/loads?dp_rank=2").json()["data"]
+    assert (one["dp_rank"], one["running_requests"]) == (2, 3)
+    assert client.get("/v1/loads?dp_rank=3").json()["error"]["code"] == "unknown_rank"
+    assert 'tokenyard_load_running_requests{dp_rank="2"} 3.0' in client.get("/v1/loads?format=prometheus").text
+    assert [load["dp_rank"] for load in client.get("/get_load").json()] == [0, 2]
+    assert len(client.get("/server_info").json()["internal_states"]) == 2
+    metrics = client.get("/metrics").text
+    assert 'tokenyard_rank_up{dp_rank="1",model=' in metrics
+    assert metrics.count("tokenyard_rank_running_requests{") == 2
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 1}}
+    for rank, status in (("2", 200), ("3", 400), ("x", 400), ("-1", 400)):
+        answer = client.post("/generate", json=body, headers={"X-Data-Parallel-Rank": rank})
+        assert answer.status_code == status
+    assert engine.specs[-1].rank == 2
+    assert client.post("/generate", json={**body, "routed_dp_rank": 1}).status_code == 200
+    assert engine.specs[-1].rank == 1
+    engine.down, engine.age_s = {0, 1, 2}, 1e9
+    assert client.get("/health").json()["status"] == "down"
