@@ -9,7 +9,8 @@ from tokenyard.engine.spec import GenerateSpec
 from tokenyard.engine.watch.slo_targets import met_slo, targets_met
 from tokenyard.server.control import totals_of
 from tokenyard.server.loads import load_of
-from tokenyard.server.metrics import Metrics
+from tokenyard.server.metrics import COMPAT, Metrics
+from tokenyard.server.picker import gauges_text
 
 MS = 1_000_000
 
@@ -158,3 +159,15 @@ def test_what_looking_ahead_found_is_told_by_candidate():
     assert 'tokenyard_lookahead_met{candidate="lpm",model="m"} 0.5' in text
     assert 'tokenyard_lookahead_ttft_seconds{candidate="slo",model="m"} 0.5' in text
     assert 'tokenyard_policy_switches_total{candidate="slo",model="m"} 2.0' in text
+
+
+def test_gauges_for_gateways_have_the_names_that_were_asked_for():
+    load = load_of({"running": 3, "waiting": 2, "used_tokens": 25, "total_tokens": 100})
+    text = gauges_text(load, [{"running_requests": "tokenyard_running_requests"}, COMPAT["vllm"]], 'model_name="m"')
+    found = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+    assert found == {
+        "tokenyard_running_requests": 3.0,
+        "vllm:num_requests_running": 3.0,
+        "vllm:num_requests_waiting": 2.0,
+        "vllm:kv_cache_usage_perc": 0.25,
+    }

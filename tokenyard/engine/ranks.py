@@ -144,10 +144,14 @@ class Ranks:
         return await asyncio.gather(*(client.call(verb, kind, timeout_s, **arguments) for client in self.clients))
 
     async def snapshots(self, timeout_s: float) -> dict[int, dict[str, Any]]:
-        """The counters of each rank that runs; those of its last heartbeat if it does not answer in time."""
+        """The counters of each rank that runs; those of its last heartbeat if it does not answer in time, and without
+        asking it if no time is given.
+        """
         clients = self.clients
         if self.size == 1 and not clients:
             return {0: {}}
+        if timeout_s <= 0.0:
+            return {client.rank: client.counters for client in clients}
         found = await asyncio.gather(*(self._counters(client, timeout_s) for client in clients))
         return {client.rank: counters for client, counters in zip(clients, found, strict=True)}
 

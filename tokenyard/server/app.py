@@ -44,6 +44,7 @@ from tokenyard.server.errors import (
 from tokenyard.server.live import LiveFeed
 from tokenyard.server.middleware import TENANT, Authentication
 from tokenyard.server.offered import nothing_at
+from tokenyard.server.picker import LOAD_PATH, PickerPage
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
 from tokenyard.server.reference import reference_page
 from tokenyard.server.state import ServerState
@@ -108,15 +109,22 @@ class GenerationRoute:
 
 
 class Front:
-    """Calls generating routes directly, which saves the time of the framework's layers; it has all other routes."""
+    """Calls generating routes, and the gauges for gateways, directly, without the framework's layers; it
+    has all other routes.
+    """
 
-    def __init__(self, app: FastAPI, routes: dict[str, GenerationRoute]) -> None:
+    def __init__(self, app: FastAPI, routes: dict[str, GenerationRoute], picker: PickerPage) -> None:
         self._app = app
         self._routes = routes
+        self._picker = picker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        route: ASGIApp | None = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            route = self._routes.get(scope["path"])
+        elif scope["type"] == "http" and scope["path"] == LOAD_PATH and scope["method"] == "GET":
+            route = self._picker
         await (route or self._app)(scope, receive, send)
 
 
@@ -144,7 +152,7 @@ def create_app(state: ServerState) -> ASGIApp:
         # The framework knows the path too, so that it answers other methods with 405.
         api.router.routes.append(Route(path, route, methods=["POST"]))
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
-    app: ASGIApp = Front(api, routes)
+    app: ASGIApp = Front(api, routes, PickerPage(state))
     options = state.options
     if options.api_key or options.admin_api_key or options.tenant_keys:
         app = Authentication(

@@ -10,7 +10,7 @@ from tokenyard.server.errors import HttpError
 from tokenyard.server.stream import Receive, Reply, Scope, Send
 from tokenyard.ui.files import SERVER_PAGE
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/transfer"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/metrics/load", "/v1/transfer"})
 ADMIN_PATHS = frozenset(
     {
         "/flush_cache",
