@@ -1,9 +1,9 @@
 """The router in front of other people's engines: two of each kind, unmodified, with the demo model.
 
-For each kind it sends completions, chats and streams through the router, says what the router has found out about the
-engines, then kills one engine while streams run, starts it again, and counts what was lost, continued and retried.
-Greedy answers are compared with those of an engine asked directly: they must be equal, continued or not, as far as
-the engine's own numbers do not depend on its batch.
+With --vllm, first vLLM's own code reads the KV events of an engine of ours. For each kind it then sends completions,
+chats and streams through the router, kills one engine while streams run, starts it again, and counts what was lost,
+continued and retried. Greedy answers are compared with those of an engine asked directly: they must be equal, continued
+or not, as far as the engine's own numbers do not depend on its batch.
 
     python -m benchmarks.router_foreign --vllm PYTHON --llama PYTHON
 
@@ -56,6 +56,33 @@ def llama_command(python, port, events, folder):
     names = ["--model", str(file), "--model_alias", "demo", "--host", "127.0.0.1", "--port", str(port)]
     return [python, "-m", "llama_cpp.server", *names, "--n_ctx", "1024", "--n_threads", "1", "--verbose", "false"]
 
+
+READER = """
+import json, sys
+import msgspec, zmq
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch, ZmqEventPublisher
+decoder, known, counts = msgspec.msgpack.Decoder(KVEventBatch), set(), {"batches": 0, "stored": 0, "unknown parents": 0}
+with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    socket.setsockopt(zmq.RCVTIMEO, 20_000)
+    socket.connect(sys.argv[1])
+    socket.send_multipart([b"", (0).to_bytes(8, "big")])
+    while True:
+        _, topic, number, payload = socket.recv_multipart()
+        if number == ZmqEventPublisher.END_SEQ:
+            break
+        counts["batches"] += 1
+        for event in decoder.decode(payload).events:
+            if isinstance(event, AllBlocksCleared):
+                known.clear()
+            elif isinstance(event, BlockStored):
+                counts["unknown parents"] += event.parent_block_hash not in known | {None}
+                counts["stored"] += len(event.block_hashes)
+                known.update(event.block_hashes)
+            else:
+                known.difference_update(event.block_hashes)
+print(json.dumps({**counts, "blocks now": len(known)}))
+"""
+"""Asks an engine of ours for its KV events again, and reads them with vLLM's own types."""
 
 KINDS = {"vllm": vllm_command, "llama": llama_command}
 
@@ -222,19 +249,51 @@ def try_kind(kind, python, options, folder):
             engine.kill(signal.SIGTERM)
 
 
+def our_events(python):
+    """What vLLM's own code makes of the KV events of an engine of ours."""
+    port, events, replay = free_ports(3)
+    flags = ["--served-model-name", "demo", "--executor", "mock", "--mock-step-ms", "1", "--page-size", "16"]
+    flags += ["--log-level", "error", "--enable-kv-events", "--kv-events-endpoint", f"tcp://127.0.0.1:{events}"]
+    flags += ["--kv-events-replay-endpoint", f"tcp://127.0.0.1:{replay}"]
+    command = [sys.executable, "-m", "tokenyard", "serve", "--port", str(port), *flags]
+    engine = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+
+    def ready():
+        try:
+            return urllib.request.urlopen(f"{url}/ready", timeout=5).status == 200
+        except OSError:
+            return False
+
+    try:
+        wait_until(ready, "our engine")
+        for prompt in PROMPTS:
+            post(f"{url}/v1/completions", prompt=prompt * 20, max_tokens=40)
+        read = [python, "-c", READER, f"tcp://127.0.0.1:{replay}"]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        told = subprocess.run(read, capture_output=True, text=True, env={**environment, **QUIET}, check=True)
+        print(json.dumps({"our KV events by vLLM's code": json.loads(told.stdout.splitlines()[-1])}), flush=True)
+    finally:
+        engine.terminate()
+        engine.wait()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for kind in KINDS:
         parser.add_argument(f"--{kind}", metavar="PYTHON")
+    parser.add_argument("--only-events", action="store_true", help="only read our KV events with vLLM's code")
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--kill-after-s", type=float, default=1.5)
     options = parser.parse_args()
+    if options.vllm:
+        our_events(options.vllm)
     with tempfile.TemporaryDirectory() as folder:
         for kind in KINDS:
             python = getattr(options, kind)
-            if python:
+            if python and not options.only_events:
                 try_kind(kind, python, options, Path(folder))
 
 

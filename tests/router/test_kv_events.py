@@ -1,6 +1,7 @@
 """Events of caches over ZeroMQ, in the forms of vLLM and SGLang, and prompts as tokens."""
 
 import asyncio
+import socket
 
 import msgspec
 import numpy as np
@@ -12,6 +13,8 @@ from tokenyard.base import ConfigError
 from tokenyard.base.blocks import block_digests
 from tokenyard.cli.route import make_tokenize
 from tokenyard.config import DEMO_MODEL
+from tokenyard.engine.watch.kv_events import KvEventPublisher
+from tokenyard.router.index import PrefixIndex
 from tokenyard.router.kv_events import Follower, KvEvents
 from tokenyard.router.settings import RouterSettings
 
@@ -28,8 +31,16 @@ STORED = {
 }
 
 
-def message(number, *events, rank=0):
-    return [b"kv@pod@model", number.to_bytes(8, "big"), msgspec.msgpack.encode([1.5, list(events), rank])]
+def message(number, *events, rank=0, at_s=1.5):
+    return [b"kv@pod@model", number.to_bytes(8, "big"), msgspec.msgpack.encode([at_s, list(events), rank])]
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
 
 
 async def _until(holds):
@@ -71,16 +82,42 @@ def test_the_index_follows_what_a_worker_publishes():
 
 
 def test_numbers_that_begin_anew_and_gaps():
+    index = PrefixIndex(1 << 20)
+    follower = Follower(index, "w")
+    assert follower.missing(message(5, STORED)) is None, "what was before is asked for at the start"
+    follower.take(message(5, STORED))
+    assert (follower.missing(message(6)), follower.missing(message(9))) == (None, 6)
+    follower.take(message(9))
+    assert index.match("w", DIGESTS) == 2
+    follower.take(message(7, {"type": "AllBlocksCleared"}))
+    assert index.match("w", DIGESTS) == 2, "what is told again is no news"
+    follower.take(message(0, at_s=2.5))
+    assert index.match("w", DIGESTS) == 0
+
+
+def test_what_was_missed_is_asked_for_again():
     async def main():
-        async with FakeWorker() as worker, routing(worker) as (router, _):
-            events = KvEvents(router, "tcp://{host}:5557")
-            follower = Follower(events, router.index, "w")
-            follower.take(message(5, STORED))
-            follower.take(message(9))
-            assert events.gaps == 1
-            assert router.index.match("w", DIGESTS) == 2
-            follower.take(message(0))
-            assert router.index.match("w", DIGESTS) == 0
+        ends = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]
+        publisher = KvEventPublisher(ends[0], replay_endpoint=ends[1])
+        publisher.publish([STORED])
+        try:
+            async with FakeWorker() as worker, routing(worker) as (router, _):
+                events = KvEvents(router, ends[0], ends[1])
+                task = asyncio.create_task(events.run())
+                name = str(router.workers.find("w0").url)
+                await _until(lambda: router.index.match(name, DIGESTS) == 2)
+                # A batch that nobody heard, and one that shows the gap.
+                publisher._kept.append((1, msgspec.msgpack.encode([9e9, [{"type": "AllBlocksCleared"}], 0])))
+                publisher._number = 2
+                async with asyncio.timeout(5):
+                    while router.index.match(name, DIGESTS):
+                        publisher.publish([{"type": "BlockRemoved", "block_hashes": [99], "medium": "GPU"}])
+                        await asyncio.sleep(0.02)
+                assert events.gaps == 1
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        finally:
+            publisher.close()
 
     asyncio.run(main())
 
@@ -98,12 +135,9 @@ def test_numbers_that_begin_anew_and_gaps():
     ],
 )
 def test_junk_is_ignored(frames):
-    async def main():
-        async with FakeWorker() as worker, routing(worker) as (router, _):
-            Follower(KvEvents(router, "tcp://{host}:1"), router.index, "w").take(frames)
-            assert router.index.bytes == 0
-
-    asyncio.run(main())
+    index = PrefixIndex(1 << 20)
+    Follower(index, "w").take(frames)
+    assert index.bytes == 0
 
 
 def test_ranks_have_ports_of_their_own():

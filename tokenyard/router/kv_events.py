@@ -1,8 +1,9 @@
 """Follows the KV events of workers over ZeroMQ, in the form in which vLLM and SGLang publish them.
 
-Frames are [topic, sequence number (8 bytes, big-endian), msgpack of [unix seconds, events, rank]]. A gap in the numbers
-loses what it loses: requests that the router sends fill the index again, and the `cached_tokens` of answers show what
-was believed wrongly. Numbers that begin anew mean that the engine has.
+Frames are [topic, sequence number (8 bytes, big-endian), msgpack of [unix seconds, events, rank]]. What was said before
+the router came, or is missing, is asked for again where workers have a ROUTER socket for that. Without one a gap loses
+what it loses: requests that the router sends fill the index again, and the `cached_tokens` of answers show what was
+believed wrongly. Numbers that begin anew mean that the engine has.
 """
 
 import asyncio
@@ -24,18 +25,22 @@ NUMBER_BYTES = 8
 HIGH_WATER = 100_000
 LARGEST_MESSAGE = 64 << 20
 LOOK_S = 1.0
+REPLAY_S = 10.0
+END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
 class KvEvents:
-    """One subscription for each target. `pattern` is the endpoint with `{host}` in it; each rank has the next port."""
+    """One subscription for each target. `pattern` is the endpoint with `{host}` in it; each rank has the next port.
+    `replay` is where events can be asked for again, "" for nowhere.
+    """
 
-    def __init__(self, router: Dispatcher, pattern: str) -> None:
+    def __init__(self, router: Dispatcher, pattern: str, replay: str = "") -> None:
         """Raises ConfigError for a pattern that names no port."""
-        self._router, self._pattern = router, pattern
-        head, _, port = pattern.rpartition(":")
-        if not port.isdigit() or not head.startswith("tcp://"):
-            raise ConfigError(f"--kv-events is {pattern!r}; give an endpoint such as tcp://{{host}}:5557")
-        self._head, self._port = head, int(port)
+        self._router, self._pattern, self._replay = router, pattern, replay
+        for flag, given in (("--kv-events", pattern), ("--kv-events-replay", replay or pattern)):
+            head, _, port = given.rpartition(":")
+            if not port.isdigit() or not head.startswith("tcp://"):
+                raise ConfigError(f"{flag} is {given!r}; give an endpoint such as tcp://{{host}}:5557")
         self._tasks: dict[Target, asyncio.Task[None]] = {}
         self.gaps = 0
 
@@ -55,11 +60,12 @@ class KvEvents:
                 task.cancel()
             context.destroy(linger=0)
 
-    def endpoint(self, target: Target) -> str:
-        """Where a target publishes."""
+    def endpoint(self, target: Target, pattern: str = "") -> str:
+        """Where a target publishes, or the endpoint that another `pattern` names."""
         host = target.worker.url.host
-        head = self._head.replace("{host}", f"[{host}]" if ":" in host else host)
-        return f"{head}:{self._port + (target.rank or 0)}"
+        head, _, port = (pattern or self._pattern).rpartition(":")
+        head = head.replace("{host}", f"[{host}]" if ":" in host else host)
+        return f"{head}:{int(port) + (target.rank or 0)}"
 
     async def _follow(self, context: "zmq.asyncio.Context", target: Target) -> None:
         subscription = context.socket(zmq.SUB)
@@ -68,40 +74,70 @@ class KvEvents:
         subscription.setsockopt(zmq.SUBSCRIBE, b"")
         try:
             subscription.connect(self.endpoint(target))
-            follower = Follower(self, self._router.index, target.state.name)
+            follower = Follower(self._router.index, target.state.name)
+            await self._catch_up(context, target, follower, 0)
             while True:
-                follower.take(await subscription.recv_multipart())
+                frames = await subscription.recv_multipart()
+                missing = follower.missing(frames)
+                if missing is not None:
+                    self.gaps += 1
+                    await self._catch_up(context, target, follower, missing)
+                follower.take(frames)
         except zmq.ZMQError as error:
             log.warning("KV events of %s: %s", target.name, error)
         finally:
             subscription.close(linger=0)
 
+    async def _catch_up(self, context: "zmq.asyncio.Context", target: Target, follower: "Follower", since: int) -> None:
+        """Take in what the target has said from number `since` on, if it can be asked."""
+        if not self._replay:
+            return
+        with context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self.endpoint(target, self._replay))
+            try:
+                async with asyncio.timeout(REPLAY_S):
+                    await socket.send_multipart([b"", since.to_bytes(NUMBER_BYTES, "big")])
+                    while len(frames := await socket.recv_multipart()) >= 4 and frames[2] != END:
+                        follower.take(frames[1:4])
+            except TimeoutError:
+                log.warning("KV events of %s: nothing was told again within %g s", target.name, REPLAY_S)
+
 
 class Follower:
     """What one target has said so far."""
 
-    def __init__(self, events: KvEvents, index: PrefixIndex, name: str) -> None:
-        self._events, self._index, self._name = events, index, name
+    def __init__(self, index: PrefixIndex, name: str) -> None:
+        self._index, self._name = index, name
         self._blocks = KvBlocks()
         self._next: int | None = None
+        self._latest_s = 0.0
+
+    def missing(self, frames: list[bytes]) -> int | None:
+        """The first number that was not heard before a message; None if none is missing."""
+        if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES or self._next is None:
+            return None
+        return self._next if int.from_bytes(frames[1], "big") > self._next else None
 
     def take(self, frames: list[bytes]) -> None:
-        """One message. What is no message of events is ignored."""
+        """One message. What is no message of events is ignored, and what was heard before."""
         if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
             return
         number = int.from_bytes(frames[1], "big")
-        if self._next is not None and number < self._next:
-            self._index.drop(self._name)
-            self._blocks = KvBlocks()
-        elif self._next is not None and number > self._next:
-            self._events.gaps += 1
-        self._next = number + 1
         try:
             payload = msgspec.msgpack.decode(frames[2])
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return
-        events = payload[1] if isinstance(payload, list) and len(payload) > 1 else None
-        for event in events if isinstance(events, list) else ():
+            payload = None
+        told = payload if isinstance(payload, list) and len(payload) > 1 else [None, None]
+        said_s = told[0] if isinstance(told[0], float) else self._latest_s
+        if self._next is not None and number < self._next:
+            if said_s <= self._latest_s:
+                return
+            self._index.drop(self._name)
+            self._blocks = KvBlocks()
+        self._next, self._latest_s = number + 1, max(said_s, self._latest_s)
+        for event in told[1] if isinstance(told[1], list) else ():
             self._apply(event)
 
     def _apply(self, event: Any) -> None:

@@ -73,7 +73,7 @@ async def run(
     that. Raises ConfigError for wrong workers or certificates.
     """
     router, context, found = Router(settings, tokenize), tls_context(settings), sources(settings)
-    events = KvEvents(router, settings.kv_events) if settings.kv_events else None
+    events = KvEvents(router, settings.kv_events, settings.kv_events_replay) if settings.kv_events else None
     check_urls([*settings.worker_urls, *settings.prefill_urls, *settings.decode_urls])
     for urls, role in ((settings.worker_urls, ""), (settings.prefill_urls, PREFILL), (settings.decode_urls, DECODE)):
         for url in urls:

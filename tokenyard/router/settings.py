@@ -87,6 +87,9 @@ class RouterSettings:
     kv_events: str = setting(
         "", "choice", "where workers publish KV events, such as tcp://{host}:5557; needs --tokenizer"
     )
+    kv_events_replay: str = setting(
+        "", "choice", "where workers tell KV events again, such as tcp://{host}:5558; nowhere if absent"
+    )
     shared_url: str = setting(
         "", "choice", "Valkey or Redis through which several routers tell each other, redis://host:port"
     )
