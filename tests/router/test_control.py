@@ -437,3 +437,26 @@ def test_a_target_takes_as_many_requests_as_its_engine_says(given, room):
             assert router.workers.find("w0").targets[0].state.room == room
 
     run(main())
+
+
+PREEMPTING = {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": 10}
+
+
+@pytest.mark.parametrize("preempts", [True, False])
+def test_a_top_request_goes_to_a_full_engine_that_preempts(preempts):
+    async def main():
+        info = {"max_running_requests": 2, **(PREEMPTING if preempts else {})}
+        async with FakeWorker(info=info, delay_s=0.4) as worker, routing(worker) as (router, client):
+            low = [asyncio.create_task(client.complete(f"low {i}")) for i in range(4)]
+            while len(router.queue) < 2:
+                await asyncio.sleep(0.005)
+            near = asyncio.create_task(client.complete("near", priority=9))
+            top = [asyncio.create_task(client.complete(f"top {i}", priority=10)) for i in range(3)]
+            await asyncio.sleep(0.1)
+            asked = [one.json["prompt"] for one in worker.asked]
+            assert asked[2:] == (["top 0", "top 1"] if preempts else []), "places of others, but no more than there are"
+            assert len(router.queue) == (4 if preempts else 6)
+            assert all(one.status == 200 for one in await asyncio.gather(*low, near, *top))
+            assert not router.workers.find("w0").targets[0].levels
+
+    run(main())

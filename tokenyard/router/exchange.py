@@ -79,6 +79,8 @@ class Exchange(Job, Reader, Waiter):
             self.give_up(RouterError(503, "there is no worker; try again later", code="no_worker"))
             return
         router.enqueue(self)
+        if fresh:
+            router.room_appeared()
 
     def fits(self) -> bool:
         """Whether a target would have room for it now."""
@@ -109,7 +111,8 @@ class Exchange(Job, Reader, Waiter):
 
     def _roomy(self) -> list[Target]:
         """Targets that have room for it now."""
-        return [t for t in self._eligible() if not 0 < t.state.room <= t.state.requests]
+        priority = self.parsed.priority
+        return [t for t in self._eligible() if not 0 < t.state.room <= t.state.requests or t.has_room(priority)]
 
     def _dispatch(self, fresh: list[Target]) -> None:
         """Send it to the best of the targets `fresh`; to one that failed only if all have."""
@@ -126,6 +129,7 @@ class Exchange(Job, Reader, Waiter):
         self.target = target
         self._tried.add(target)
         self._tries += 1
+        target.levels[self.parsed.priority] += 1
         self._sent = self._count(target)
         self._go(target)
 
@@ -400,6 +404,11 @@ class Exchange(Job, Reader, Waiter):
         """The target's load is counted no longer."""
         sent, self._sent = self._sent, None
         if sent is not None:
+            assert self.target is not None
+            levels, priority = self.target.levels, self.parsed.priority
+            levels[priority] -= 1
+            if not levels[priority]:
+                del levels[priority]
             sent.end()
             self._router.room_appeared()
 

@@ -2,6 +2,7 @@
 
 import math
 import ssl
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,13 +59,23 @@ class Breaker:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """A worker or one of its ranks. name: what clients may see of it."""
+    """A worker or one of its ranks. name: what clients may see of it. levels: its open requests by priority."""
 
     worker: "Worker"
     rank: int | None
     name: str
     state: TargetState
     breaker: Breaker
+    levels: Counter[int] = field(default_factory=Counter)
+
+    def has_room(self, priority: int) -> bool:
+        """Whether a request of `priority` finds a place: a free one, or one that the engine takes from a lesser one."""
+        state, margin = self.state, self.worker.preempts_by
+        if not 0 < state.room <= state.requests:
+            return True
+        if margin is None:
+            return False
+        return sum([count for level, count in self.levels.items() if priority - level < margin]) < state.room
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +86,8 @@ class Worker:
     on with an answer that another worker has begun (see `continuation`), "" if it cannot. closed: it says that it takes
     no requests now. role: PREFILL, DECODE, or "" for both. bootstrap_port: where an engine of SGLang that prefills is
     met by those that decode. by_params: it hands over as vLLM does, by `kv_transfer_params`.
+    preempts_by: by how much the priority of a request must be higher for the engine to give it the place of one that
+    runs; None if it never does.
     """
 
     name: str
@@ -94,6 +107,7 @@ class Worker:
     role: str = ""
     bootstrap_port: int = 0
     by_params: bool = False
+    preempts_by: int | None = None
     address: tuple[bytes, bytes] = (b"", b"")
 
     def __post_init__(self) -> None:
@@ -216,6 +230,7 @@ class Workers:
             self.set_ranks(worker, ranks)
         worker.closed = info.get("status") in CLOSED
         self._set_role(worker, info)
+        worker.preempts_by = _preemption(info)
         pool = info.get("max_total_num_tokens")
         if type(pool) is int and pool > 0:
             for target in worker.targets:
@@ -305,6 +320,15 @@ class Workers:
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError(f"--ca-cert-path {self._settings.ca_cert_path} cannot be read: {error}") from None
         return self._context
+
+
+def _preemption(info: dict[str, Any]) -> int | None:
+    """See `Worker.preempts_by`; engines of SGLang and ours tell it by the names of their settings."""
+    if info.get("enable_priority_scheduling") is not True or info.get("disable_priority_preemption") is True:
+        return None
+    margin = info.get("priority_scheduling_preemption_threshold")
+    high_first = info.get("schedule_low_priority_values_first") is not True
+    return max(margin, 1) if type(margin) is int and high_first else None
 
 
 def _of_rank(targets: list[Target], rank: int) -> list[Target]:
