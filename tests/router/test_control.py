@@ -3,11 +3,16 @@
 import asyncio
 import json
 import re
+import shutil
+import ssl
+import subprocess
 
 import pytest
+from aiohttp import web
 
 from tests.router.fakes import FakeWorker, answer, routing
 from tokenyard.base import ConfigError
+from tokenyard.router import discovery
 from tokenyard.router.discovery import Discovery, Source, read_file, ready_pods, resolve, sources
 from tokenyard.router.proxy import Router
 from tokenyard.router.settings import RouterSettings
@@ -364,23 +369,24 @@ class TestDiscovery:
     def test_workers_follow_their_source_and_leave_others_alone(self):
         async def main():
             async with FakeWorker() as worker, routing(worker) as (router, _):
-                discovery = Discovery(router, Source("file", lambda: read_file(None)))
-                discovery.apply(["http://10.0.0.1:1", "http://10.0.0.2:1/", "10.0.0.2:1", "ftp://no", worker.url])
+                follower = Discovery(router, Source("file", lambda: read_file(None)))
+                urls = ("http://10.0.0.1:1", "http://10.0.0.2:1/", "10.0.0.2:1", "ftp://no", worker.url)
+                follower.apply([("http://10.0.0.3:1", "cook"), *((url, "") for url in urls)])
                 assert sorted(str(w.url) for w in router.workers) == [
                     "http://10.0.0.1:1",
                     "http://10.0.0.2:1",
                     worker.url,
                 ]
-                discovery.apply(["http://10.0.0.2:1"])
+                follower.apply([("http://10.0.0.2:1", "")])
                 assert sorted(str(w.url) for w in router.workers) == ["http://10.0.0.2:1", worker.url]
 
         run(main())
 
     def test_a_file_and_a_name(self, tmp_path):
         path = tmp_path / "workers"
-        path.write_text("http://a:1  # the first\n\n# none\nb:2\n")
-        assert run(read_file(path)) == ["http://a:1", "b:2"]
-        assert "http://127.0.0.1:30000" in run(resolve("localhost", 30000))
+        path.write_text("http://a:1  # the first\n\n# none\nb:2 prefill\n")
+        assert run(read_file(path)) == [("http://a:1", ""), ("b:2", "prefill")]
+        assert ("http://127.0.0.1:30000", "") in run(resolve("localhost", 30000))
 
     def test_pods_that_are_ready(self):
         def pod(ip, ready="True", **metadata):
@@ -390,10 +396,47 @@ class TestDiscovery:
             pod("10.0.0.1"),
             pod("10.0.0.2", "False"),
             pod("10.0.0.3", deletionTimestamp="now"),
-            pod("fd00::1"),
+            pod("fd00::1", labels={"llm-d.ai/role": "decode"}),
             {},
         ]
-        assert ready_pods({"items": listed}, 80) == ["http://10.0.0.1:80", "http://[fd00::1]:80"]
+        assert ready_pods({"items": listed}, 80) == [("http://10.0.0.1:80", ""), ("http://[fd00::1]:80", "decode")]
+
+    @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+    def test_pods_are_asked_of_the_cluster_that_the_router_runs_in(self, tmp_path, monkeypatch):
+        key, certificate = str(tmp_path / "key"), str(tmp_path / "ca.crt")
+        named = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+        made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+        subprocess.run([*made, *named], check=True, capture_output=True)
+        (tmp_path / "token").write_text("secret\n")
+        (tmp_path / "namespace").write_text("models\n")
+        monkeypatch.setattr(discovery, "SERVICE_ACCOUNT", tmp_path)
+        asked = []
+
+        async def main():
+            async with FakeWorker() as worker, routing(ready=False, discovery_interval_secs=0.1) as (router, _):
+
+                async def listed(request):
+                    asked.append((request.path, dict(request.query), request.headers["Authorization"]))
+                    ready = {"podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+                    return web.json_response({"items": [{"status": ready}]}, status=200 if len(asked) > 1 else 500)
+
+                app = web.Application()
+                app.router.add_get("/{path:.*}", listed)
+                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                context.load_cert_chain(certificate, key)
+                runner = web.AppRunner(app)
+                await runner.setup()
+                await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+                monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+                monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(runner.addresses[0][1]))
+                settings = RouterSettings(worker_selector="app=engine", worker_port=worker.port)
+                task = asyncio.create_task(Discovery(router, sources(settings)[0]).run())
+                await _until(lambda: any(one.healthy for one in router.workers))
+                task.cancel()
+                await runner.cleanup()
+
+        run(main())
+        assert asked[-1] == ("/api/v1/namespaces/models/pods", {"labelSelector": "app=engine"}, "Bearer secret")
 
     def test_a_source_that_cannot_be_is_refused(self):
         with pytest.raises(ConfigError, match="host:port"):
@@ -458,5 +501,16 @@ def test_a_top_request_goes_to_a_full_engine_that_preempts(preempts):
             assert len(router.queue) == (4 if preempts else 6)
             assert all(one.status == 200 for one in await asyncio.gather(*low, near, *top))
             assert not router.workers.find("w0").targets[0].levels
+
+    run(main())
+
+
+def test_a_worker_without_a_health_path_is_well_if_it_tells_its_models():
+    async def main():
+        async with FakeWorker(health=404) as worker, routing(worker) as (_, client):
+            assert (await client.complete()).status == 200
+        async with FakeWorker(health=500) as worker, routing(worker, ready=False) as (router, _):
+            await asyncio.sleep(0.2)
+            assert not router.workers.find("w0").healthy
 
     run(main())

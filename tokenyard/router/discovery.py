@@ -17,6 +17,7 @@ from tokenyard.base import ConfigError
 from tokenyard.router.dispatch import Dispatcher
 from tokenyard.router.settings import RouterSettings
 from tokenyard.router.upstream import WorkerUrl
+from tokenyard.router.workers import DECODE, PREFILL
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +25,19 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 KUBERNETES_TIMEOUT_S = 10.0
 
 
+ROLE_LABEL = "llm-d.ai/role"
+"""What pods are told apart by that only prefill or only decode, as in llm-d."""
+
+Found = tuple[str, str]
+"""A worker's URL and its role (see `workers.Worker`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A way to find workers: `look` gives their URLs, or raises OSError or ValueError, which changes nothing."""
+    """A way to find workers: `look` gives them, or raises OSError or ValueError, which changes nothing."""
 
     name: str
-    look: Callable[[], Coroutine[Any, Any, list[str]]]
+    look: Callable[[], Coroutine[Any, Any, list[Found]]]
 
 
 class Discovery:
@@ -47,21 +55,24 @@ class Discovery:
                 log.warning("workers by %s: %s", self._source.name, error)
             await asyncio.sleep(self._router.settings.discovery_interval_secs)
 
-    def apply(self, urls: list[str]) -> None:
+    def apply(self, found: list[Found]) -> None:
         """These are all workers of the source now."""
         wanted: dict[str, str] = {}
-        for url in urls:
+        for url, role in found:
             try:
-                wanted.setdefault(str(WorkerUrl.parse(url)), url)
+                wanted.setdefault(str(WorkerUrl.parse(url)), role)
             except ConfigError as error:
                 log.warning("workers by %s: %s", self._source.name, error.message)
         for worker in self._router.workers:
             if worker.source == self._source.name and str(worker.url) not in wanted:
                 log.info("worker %s (%s) has gone", worker.name, worker.url)
                 self._router.remove_worker(worker)
-        for url in wanted:
+        for url, role in wanted.items():
             if self._router.workers.find(url) is None:
-                self._router.add_worker(url, self._source.name)
+                try:
+                    self._router.add_worker(url, self._source.name, role)
+                except ConfigError as error:
+                    log.warning("workers by %s: %s", self._source.name, error.message)
 
 
 def sources(settings: RouterSettings) -> list[Source]:
@@ -79,20 +90,20 @@ def sources(settings: RouterSettings) -> list[Source]:
     return found
 
 
-async def read_file(path: Path) -> list[str]:
-    """One URL a line; empty lines and what follows # are left out."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [url for line in lines if (url := line.partition("#")[0].strip())]
+async def read_file(path: Path) -> list[Found]:
+    """One URL a line, with a role behind it where there is one; empty lines and what follows # are left out."""
+    lines = [line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(words[0], " ".join(words[1:])) for words in lines if words]
 
 
-async def resolve(host: str, port: int) -> list[str]:
+async def resolve(host: str, port: int) -> list[Found]:
     """A worker for every address of `host`."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = dict.fromkeys(str(entry[4][0]) for entry in found)
-    return [f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}" for address in addresses]
+    return [(_url(address, port), "") for address in addresses]
 
 
-async def pods(settings: RouterSettings) -> list[str]:
+async def pods(settings: RouterSettings) -> list[Found]:
     """The ready pods that the selector matches, asked of the cluster that the router runs in."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
@@ -109,13 +120,19 @@ async def pods(settings: RouterSettings) -> list[str]:
             return ready_pods(await answer.json(), settings.worker_port)
 
 
-def ready_pods(listed: dict[str, Any], port: int) -> list[str]:
-    """The URLs of the pods in a PodList that are ready and not about to go."""
-    urls = []
+def ready_pods(listed: dict[str, Any], port: int) -> list[Found]:
+    """The pods in a PodList that are ready and not about to go."""
+    found = []
     for pod in listed.get("items", []):
         status = pod.get("status", {})
         ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions", []))
         address = status.get("podIP")
-        if ready and address and not pod.get("metadata", {}).get("deletionTimestamp"):
-            urls.append(f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}")
-    return urls
+        about = pod.get("metadata", {})
+        if ready and address and not about.get("deletionTimestamp"):
+            role = (about.get("labels") or {}).get(ROLE_LABEL, "")
+            found.append((_url(address, port), role if role in (PREFILL, DECODE) else ""))
+    return found
+
+
+def _url(address: str, port: int) -> str:
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"

@@ -148,16 +148,17 @@ class Health:
             return False
         except OSError:
             return False
-        if status != 200:
+        if status not in (200, 404):
             return False
         try:
-            await self._learn(worker)
+            tells_models = await self._learn(worker)
         except OSError:
             return False
-        return not worker.closed
+        # A server without this path, such as llama-cpp-python's, is well if it tells its models.
+        return not worker.closed and (status == 200 or tells_models)
 
-    async def _learn(self, worker: Worker) -> None:
-        """Models, ranks and identity of a worker, as far as it tells them."""
+    async def _learn(self, worker: Worker) -> bool:
+        """Models, ranks and identity of a worker, as far as it tells them; returns whether it tells its models."""
         status, body = await self._ask(worker, "/v1/models")
         cards = _object(body).get("data") if status == 200 else None
         if isinstance(cards, list):
@@ -167,7 +168,8 @@ class Health:
             status, body = await self._ask(worker, path)
             if status == 200:
                 self._workers.set_info(worker, _object(body))
-                return
+                break
+        return isinstance(cards, list)
 
     async def _ask(self, worker: Worker, path: str) -> tuple[int, bytes]:
         return await ask(worker, path, self._settings.health_check_timeout_secs, headers=self._headers)

@@ -39,7 +39,7 @@ class RouterSettings:
     bootstrap_port: int = setting(
         8998, "workers", "where prefill engines of SGLang hand over, unless they tell it", Allowed(1, 65535)
     )
-    worker_file: str = setting("", "workers", "file with one URL a line; read again when it changes")
+    worker_file: str = setting("", "workers", "file with one URL a line, read again when it changes")
     worker_dns: str = setting("", "workers", "host:port whose every address is a worker")
     worker_selector: str = setting(
         "", "workers", "label selector of Kubernetes pods that are workers, such as app=engine"
