@@ -150,11 +150,13 @@ class Health:
             return False
         if status not in (200, 404):
             return False
+        if status == 404 and worker.models and worker.open_requests:
+            # A server without this path, such as llama-cpp-python's, which may break off an answer to tell its models.
+            return True
         try:
             tells_models = await self._learn(worker)
         except OSError:
             return False
-        # A server without this path, such as llama-cpp-python's, is well if it tells its models.
         return not worker.closed and (status == 200 or tells_models)
 
     async def _learn(self, worker: Worker) -> bool:

@@ -1,6 +1,7 @@
 """The router: what comes from clients goes to workers, with the index, the queue and the counters in between."""
 
 import logging
+import uuid
 from itertools import count
 
 from typing_extensions import override
@@ -33,6 +34,8 @@ class Router(Dispatcher):
         self._control = Control(self)
         self._tokenize = tokenize
         self._id = self.id.encode()
+        # Ids are UUIDs of version 4 in form, as some servers, llama-cpp-python's for one, refuse others.
+        self._id_head = str(uuid.uuid4()).rpartition("-")[0].encode()
         self._numbers = count()
         self._session_header = settings.session_header.lower().encode()
         self._passing = Passing(
@@ -115,7 +118,7 @@ class Router(Dispatcher):
         given = request.get(b"x-request-id")
         if given and len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.decode().isprintable():
             return given
-        return b"%b-%x" % (self._id, next(self._numbers))
+        return b"%b-%012x" % (self._id_head, next(self._numbers))
 
 
 def _rank(text: bytes) -> int:
