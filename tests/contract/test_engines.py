@@ -176,3 +176,25 @@ def torch_engine():
     """Answers specs by the demo model on the CPU."""
     with LLM(device="cpu", dtype="float32", max_total_tokens=512, threads=1) as llm:
         yield lambda spec: llm._run(collect(llm._manager, spec)).result()
+
+
+def test_what_a_page_shows_is_the_same(with_engine):
+    async def work(manager):
+        async with aclosing(manager.generate(spec(tokens=FOR_EVER, rid="a", tenant="acme"))) as deltas:
+            await anext(deltas)
+            await manager.watch(prefixes=False, bins=240)
+            async for _ in deltas:
+                views = await manager.watch(prefixes=True, bins=240)
+                if any(view["bins"] for view in views):
+                    break
+        (row,) = [row for view in views for row in view["rows"]]
+        (group,) = [group for view in views for group in view["groups"]]
+        assert (manager.rid_of(row["number"]), row["state"], row["tenant"]) == ("a", "running", "acme")
+        assert (group["requests"], group["tenant"]) == (1, "acme")
+        for view in views:
+            kv = view["kv"]
+            assert kv["total"] == sum(tokens for owner, tokens in kv.items() if owner != "total")
+            assert view["counters"]["policy"] == "fcfs"
+        assert sum(one["decode"] for view in views for one in view["bins"]) > 0
+
+    with_engine(work)

@@ -5,6 +5,7 @@ import asyncio
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -52,7 +53,7 @@ async def bench_serve(args: argparse.Namespace) -> int:
             backend.body(prompt)  # what the backend does not take is refused before anything is sent
         await _warm_up(target, backend, prompts[: args.warmup_requests], flush=args.flush_cache)
         run = await _measure(target, backend, prompts, arrivals_s, args.max_concurrency)
-        served = await _served(target) if args.report else {}
+        served = await _served(target)
     numbers = {
         "backend": args.backend,
         "dataset_name": args.dataset_name,
@@ -60,6 +61,9 @@ async def bench_serve(args: argparse.Namespace) -> int:
         "max_concurrency": args.max_concurrency,
         **summarize(run, targets, tokenizer),
     }
+    print(
+        f"{args.dataset_name} at {rate} requests/s against {served['model']} on {served['device']}; targets: {targets}"
+    )
     print(serving_table(numbers, cache_report=args.cache_report))
     notes = remarks(run.answers, numbers)
     for line in notes:
@@ -75,15 +79,26 @@ async def bench_serve(args: argparse.Namespace) -> int:
 
 async def _served(target: Target) -> dict[str, str]:
     """What a report says of the server: what it answers of itself, else that it is unknown."""
-    info = await target.get("/server_info") or {}
-    model, device = info.get("served_model_name"), info.get("device") or info.get("cost_profile")
+    try:
+        info = await target.get("/server_info")
+    except ConfigError:  # another server's page at that path, for one
+        info = None
+    info = info if isinstance(info, dict) else {}
+    model, device = info.get("served_model_name"), _device(info)
     return {
         "command": command_line(secret=("--header",)),
         "server": target.base_url,
         "model": str(model or "unknown"),
-        "device": f"{info.get('executor', '')} {device}".strip() if device else "unknown: the server does not say",
+        "device": device or "an unknown device",
         "server version": str(info.get("version") or "unknown"),
     }
+
+
+def _device(info: dict[str, Any]) -> str:
+    """The device that a server says that it runs on, "" if it does not."""
+    if info.get("executor") == "mock":
+        return "the mock executor"
+    return str(info.get("device") or "")
 
 
 def _check_counts(args: argparse.Namespace) -> None:

@@ -284,7 +284,7 @@
       body.append(el("tr", {}, name, el("td", {}, el("span", { class: "meter", "aria-hidden": "true" }, fill), percent(now)), el("td", { text: number(lately[1]) }),
         el("td", { text: `${number(growth((one) => one.goodput[level]).per)} tok/s` }), el("td", { text: percent(met / (met + missed)) }), el("td", { text: number(met + missed) })));
     }
-    if (!body.children.length) $("slo").replaceChildren(el("p", { class: "empty", text: "No request with a target has ended yet. Targets come with a request (ttft_ms, tpot_ms, deadline_ms) or its class (--slo-classes)." }));
+    if (!body.children.length) $("slo").replaceChildren(el("p", { class: "empty", text: "No request with a target has ended yet. Targets come with a request (slo: {ttft_ms, tpot_ms}, or deadline_ms) or with its class (--slo-classes)." }));
     else $("slo").replaceChildren(table(["Class", "Met, 60 s", "Missed", "Goodput", "Met, all", "Ended"], body));
   }
 
