@@ -1,15 +1,18 @@
-# Tokenyard for the CPU, as a user without rights.
+# Tokenyard for the CPU, or by build argument for CUDA, as a user without rights.
 #
 #   docker build -t tokenyard .
+#   docker build -t tokenyard:cuda --build-arg TORCH_INDEX=https://pypi.org/simple .
 #   docker run --rm -p 30000:30000 tokenyard
 #   docker run --rm -p 30000:30000 -v /models/Qwen3-0.6B:/model:ro tokenyard /model
+#   docker run --rm -p 30000:30000 --gpus all -v /models/Qwen3-8B:/model:ro tokenyard:cuda /model
 FROM python:3.12-slim AS build
 WORKDIR /src
-# The index has builds without CUDA, which are a tenth of the size.
+# This index has builds without CUDA, which are a tenth of the size. PyPI's build brings the CUDA libraries along, so that
+# the image needs the driver of the host alone (the NVIDIA container toolkit).
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python -m venv /venv
 COPY constraints.txt ./
-RUN /venv/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt torch safetensors
+RUN /venv/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple -c constraints.txt torch safetensors
 # The CPU's own kernels are built with the package; they need a compiler here, not in the image.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml hatch_build.py README.md LICENSE ./

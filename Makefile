@@ -14,7 +14,7 @@ TORCH_FLAGS = $(shell command -v nvidia-smi >/dev/null 2>&1 || $(PYTHON) -c '$(P
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: serve fleet test test-all test-world goodput clients lint clean
+.PHONY: serve fleet test test-all test-world goodput clients lint package docs clean
 
 serve: .venv/serve  ## serve the embedded demo model on 127.0.0.1:30000
 	$(BIN)/tokenyard serve $(ARGS)
@@ -42,6 +42,12 @@ lint: .venv/dev  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy tokenyard
+
+package: .venv/dev  ## build sdist and wheel, install the wheel and have it answer
+	$(BIN)/python tools/check_package.py $(ARGS)
+
+docs: .venv/dev  ## build the docs site into site/
+	$(BIN)/mkdocs build --strict
 
 .venv/serve: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
