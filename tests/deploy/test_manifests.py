@@ -1,0 +1,113 @@
+"""What lies in deploy/: flags, paths, ports and metrics that it names are there; programs of others accept it."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tokenyard.cli.main import build_parser
+from tokenyard.engine.requests import LEVEL_NAMES
+from tokenyard.router.control import OPEN_PATHS
+from tokenyard.router.index import PrefixIndex
+from tokenyard.router.metrics import Metrics as RouterMetrics
+from tokenyard.router.settings import RouterSettings
+from tokenyard.router.workers import Workers
+from tokenyard.server import metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+OF_KUBERNETES = [path for path in MANIFESTS if path.name not in ("podmonitor.yaml", "inferencepool.yaml")]
+METRIC = re.compile(r"\btokenyard_\w+")
+
+
+def documents(path):
+    return [one for one in yaml.safe_load_all(path.read_text()) if one]
+
+
+def containers():
+    """(where, command line after the program) of every container of ours."""
+    for path in MANIFESTS:
+        for document in documents(path):
+            pod = document.get("spec", {}).get("template", {}).get("spec", {})
+            for container in pod.get("containers", []):
+                yield path.name, [*container.get("command", ["tokenyard", "serve"])[1:], *container.get("args", [])]
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    for name, service in compose["services"].items():
+        if service["image"] == "tokenyard":
+            yield name, [*service.get("entrypoint", ["tokenyard", "serve"])[1:], *service["command"]]
+    unit = (DEPLOY / "systemd/tokenyard.service").read_text()
+    yield "tokenyard.service", shlex.split(re.search(r"^ExecStart=(.*)$", unit, re.M)[1])[1:]
+
+
+@pytest.mark.parametrize(("where", "words"), [pytest.param(*one, id=f"{one[0]}-{one[1][0]}") for one in containers()])
+def test_the_command_lines_have_flags_that_exist(where, words):
+    assert words[0] in ("serve", "route")
+    build_parser(words[0]).parse_strictly(words)
+
+
+def test_probes_ask_paths_that_need_no_key_and_ports_that_are_there():
+    seen = 0
+    for path in MANIFESTS:
+        for document in documents(path):
+            pod = document.get("spec", {}).get("template", {}).get("spec", {})
+            for container in pod.get("containers", []):
+                ports = {port["name"] for port in container["ports"]}
+                for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                    if kind in container:
+                        seen += 1
+                        assert container[kind]["httpGet"]["path"] in OPEN_PATHS
+                        assert container[kind]["httpGet"]["port"] in ports
+                grace_s = pod["terminationGracePeriodSeconds"]
+                drain_s = sum(int(word.split("=")[1]) for word in container["args"] if word.startswith("--shutdown"))
+                assert grace_s > drain_s + 10
+    assert seen >= 5
+
+
+def queries():
+    """Every expression of the board and the rules."""
+    board = json.loads((DEPLOY / "grafana/tokenyard.json").read_text())
+    yield from (one["expr"] for panel in board["panels"] for one in panel.get("targets", []))
+    rules = yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())
+    yield from (rule["expr"] for group in rules["groups"] for rule in group["rules"])
+
+
+def test_the_metrics_that_board_and_rules_name_exist():
+    served = metrics.Metrics("m")
+    for name, (_, labels) in metrics._COUNTERS.items():
+        served.count(name, 1, *(LEVEL_NAMES[0] for _ in labels))
+    served.gauges |= dict.fromkeys(metrics._GAUGES, 1.0)
+    text = served.exposition().decode()
+    index = PrefixIndex(1 << 20)
+    workers = Workers(RouterSettings(), index)
+    text += RouterMetrics().exposition(workers, index, waiting=0, open_requests=0).decode()
+    known = set(METRIC.findall(text))
+    named = {name for query in queries() for name in METRIC.findall(query)}
+    assert len(named) > 25
+    assert not named - known
+
+
+@pytest.mark.world
+def test_the_apis_of_kubernetes_accept_the_manifests():
+    pytest.importorskip("kubernetes_validate")
+    for path in OF_KUBERNETES:
+        done = subprocess.run([sys.executable, "-m", "kubernetes_validate", "--strict", str(path)], capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.world
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_configuration_and_rules_and_the_alerts_fire():
+    for words in (
+        ["check", "config", "prometheus.yml"],
+        ["check", "rules", "rules.yml"],
+        ["test", "rules", "rules_test.yml"],
+    ):
+        done = subprocess.run(["promtool", *words], cwd=DEPLOY / "prometheus", capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
