@@ -175,7 +175,7 @@ def test_a_model_goes_on_with_an_answer_as_it_would_have_itself(torch_engine, sa
 def torch_engine():
     """Answers specs by the demo model on the CPU."""
     with LLM(device="cpu", dtype="float32", max_total_tokens=512, threads=1) as llm:
-        yield lambda spec: llm._run(collect(llm._manager, spec)).result()
+        yield lambda spec: llm.run(collect(llm.manager, spec)).result()
 
 
 def test_what_a_page_shows_is_the_same(with_engine):

@@ -74,10 +74,10 @@
     tile("waiting", number(counts.waiting), "", tick.paused ? "the engine is paused" : "");
     tile("output", number(growth((one) => one.totals.generated_tokens, 3).per), "tok/s", "over 3 s");
     const met = growth((one) => sum(one.slo, 0)).amount, missed = growth((one) => sum(one.slo, 1)).amount;
-    tile("met", met + missed ? percent(met / (met + missed)) : "–", "", met + missed ? `${number(met)} of ${number(met + missed)}` : "none with a target ended");
-    tile("goodput", number(growth((one) => total(one.goodput)).per), "tok/s", "of requests in time");
+    tile("met", met + missed ? percent(met / (met + missed)) : "–", "", met + missed ? `${number(met)} of ${number(met + missed)}` : "no target yet");
+    tile("goodput", number(growth((one) => total(one.goodput)).per), "tok/s", "met all targets");
     const used = kv.total - kv.free - kv.cached;
-    tile("kv", percent(used / Math.max(kv.total, 1)), "", `${number(kv.total)} tokens, ${percent(kv.cached / Math.max(kv.total, 1))} cached`);
+    tile("kv", percent(used / Math.max(kv.total, 1)), "", `+ ${percent(kv.cached / Math.max(kv.total, 1))} cached`);
     const asked = growth((one) => one.totals.prompt_tokens).amount, hit = growth((one) => one.totals.hit_tokens).amount;
     tile("hits", asked ? percent(hit / asked) : "–", "", asked ? `of ${number(asked)} prompt tokens` : "");
   }
