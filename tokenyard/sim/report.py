@@ -72,7 +72,7 @@ _MEASURES = (
     _share_of("hit rate", lambda s: s["prefix_hit_rate"]),
     _Measure("preemptions", lambda s: str(s["preemptions"]), lambda s: s["preemptions"], ""),
     _share_of("device busy", lambda s: s["utilisation"], ""),
-    _Measure("error of the cost model", lambda s: trust(s["profile_error"]), lambda s: None, ""),
+    _Measure("error of the cost model", lambda s: _known(s["profile_error"]), lambda s: None, ""),
 )
 
 
@@ -345,6 +345,10 @@ def _some(count: int, most: int) -> Any:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100.0 * value:.1f} %"
+
+
+def _known(share: float | None) -> str:
+    return "unknown" if share is None else _percent(share)
 
 
 def _pair(values: Mapping[str, float | None], low: str, high: str, scale: float = 1.0) -> str:
