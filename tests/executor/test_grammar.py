@@ -109,6 +109,27 @@ def test_a_matcher_that_was_used_before_allows_the_same(store, grammar):
         assert rows._matchers[3].used, round_number
 
 
+def test_many_rows_have_the_masks_that_each_has_alone(store):
+    grammars = ["start: /[a-z ]{1,40}/", 'start: %json {"type": "object"}', 'start: "ab" | "abc"', "start: /[0-9]+/"]
+    for grammar in grammars:
+        store.compile(grammar, lambda: TOKENIZER)
+    count = 24
+    together = plan(3, 7)
+    together.pool_rows = np.arange(count, dtype=np.int32)
+    together.epochs = np.full(count, 7, np.int32)
+    together.samples = together.counts = np.ones(count, np.int32)
+    known = np.array([5, 5], np.int32)
+    together.row_starts = [
+        RowStart(row, SamplingParams(), known, 2, grammar=grammars[row % len(grammars)]) for row in range(count)
+    ]
+    rows = GrammarRows(store, VOCABULARY, CPU)
+    rows.take(together)
+    values = rows.masks(together).values
+    for row in range(count):
+        alone = set(torch.nonzero(values[row] == 0).flatten().tolist())
+        assert alone == allowed(begun(store, grammars[row % len(grammars)]))
+
+
 @pytest.mark.parametrize("where", ["mask", "token"])
 def test_a_used_matcher_that_fails_is_replaced_by_a_fresh_one(store, where):
     grammar = 'start: /[0-9]{4}/ "x"'

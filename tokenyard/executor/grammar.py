@@ -4,6 +4,7 @@ llguidance does the work (github guidance-ai/llguidance). Its limits are counts 
 grammar and tokens always give the same verdict. A matcher never raises: its error state is looked at after every call.
 """
 
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -26,6 +27,10 @@ MOST_ITEMS = 5000
 server takes a thousand of these; a mask then costs tens of milliseconds.
 """
 
+
+ROWS_FOR_THREADS = 16
+MOST_THREADS = 8
+"""Threads that make masks where a step has many rows with grammars; fewer where the machine has fewer cores."""
 
 MOST_USED = 256
 """Matchers of each grammar that are kept for its next requests."""
@@ -163,6 +168,7 @@ class GrammarRows:
         self._device = device
         self._matchers: dict[int, Matcher] = {}
         self._table: torch.Tensor | None = None
+        self._executor: Any = None
 
     def take(self, plan: StepPlan) -> None:
         """Take over rows that start. One that had begun its answer before goes on behind what it has."""
@@ -191,13 +197,30 @@ class GrammarRows:
         if not found:
             return None
         words = np.zeros((len(found), -(-self._vocab_size // 32)), dtype=np.uint32)
-        for i, (_, matcher) in enumerate(found):
-            matcher.state.unsafe_compute_mask_ptr(words[i].ctypes.data, words.shape[1] * 4)
-            if matcher.used and matcher.state.is_error():
-                self._renew(matcher)
-                matcher.state.unsafe_compute_mask_ptr(words[i].ctypes.data, words.shape[1] * 4)
+        self._fill(words, [matcher for _, matcher in found])
         places = np.array([place for place, _ in found], dtype=np.int64)
         return RowMasks(send(places, self._device), self._values(words))
+
+    def _fill(self, words: npt.NDArray[np.uint32], matchers: list[Matcher]) -> None:
+        """Write what each matcher allows as bits, uint32[matchers, words]; many of them in several threads."""
+        size = words.shape[1] * 4
+        if len(matchers) >= ROWS_FOR_THREADS:
+            places = [(matcher.state, place) for place, matcher in enumerate(matchers)]
+            self._threads().unsafe_compute_mask_ptr(places, words.ctypes.data, size, len(matchers))
+        else:
+            for place, matcher in enumerate(matchers):
+                matcher.state.unsafe_compute_mask_ptr(words[place].ctypes.data, size)
+        for place, matcher in enumerate(matchers):
+            if matcher.used and matcher.state.is_error():
+                self._renew(matcher)
+                matcher.state.unsafe_compute_mask_ptr(words[place].ctypes.data, size)
+
+    def _threads(self) -> Any:
+        import llguidance
+
+        if self._executor is None:
+            self._executor = llguidance.LLExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+        return self._executor
 
     def consume(
         self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array | None = None
