@@ -149,16 +149,15 @@ async def open_all(server: Server, streams: int, tokens: int) -> tuple[list[Stre
     return opened, tasks
 
 
-def kill_child(child: str, streams: int) -> Outcome:
-    """kill -9 of the "detokenizer" or the "server" itself while all streams run."""
+def kill_server(streams: int) -> Outcome:
+    """kill -9 of the server's own process while all streams run."""
     room = ("--max-running-requests", str(streams), "--max-total-tokens", str(1024 * streams))
     server = Server(*MOCK, "--mock-step-ms", "30", *room)
     children = server.children()
-    pids = dict(zip(("scheduler", "detokenizer"), children, strict=True)) | {"server": server.process.pid}
 
     async def run() -> tuple[Counter[str], float]:
         _, tasks = await open_all(server, streams, 900)
-        os.kill(pids[child], signal.SIGKILL)
+        os.kill(server.process.pid, signal.SIGKILL)
         begin = time.monotonic()
         ends = Counter(await asyncio.wait_for(asyncio.gather(*tasks), 60))
         return ends, time.monotonic() - begin
@@ -169,7 +168,7 @@ def kill_child(child: str, streams: int) -> Outcome:
     finally:
         _kill(server)
     reason = next((line for line in server.log.splitlines() if line.startswith("tokenyard: ")), "")
-    outcome = Outcome(f"kill -9 of the {child}", ends, last_s, status, reason.removeprefix("tokenyard: "))
+    outcome = Outcome("kill -9 of the server", ends, last_s, status, reason.removeprefix("tokenyard: "))
     if orphans := _still_alive(children):
         outcome.notes.append(f"{orphans} orphans")
     return outcome
@@ -188,6 +187,24 @@ def kill_scheduler(streams: int, tokens: int = 100) -> Outcome:
 
     room = ("--max-running-requests", str(streams), "--max-total-tokens", str(1024 * streams))
     return _surviving("kill -9 of the scheduler", ("--mock-step-ms", "30", *room), work)
+
+
+def kill_detokenizer(streams: int, ranks: int = 1, tokens: int = 60) -> Outcome:
+    """kill -9 of the detokenizer while all streams run: it and all schedulers start again, and the streams go on."""
+
+    async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
+        unbroken, tasks = await open_all(server, streams, tokens)
+        await asyncio.wait_for(asyncio.gather(*tasks), 120)
+        opened, tasks = await open_all(server, streams, tokens)
+        os.kill(server.children()[-1], signal.SIGKILL)
+        begin = time.monotonic()
+        ends = Counter(await asyncio.wait_for(asyncio.gather(*tasks), 120))
+        wrong = sum(stream.text != other.text for stream, other in zip(opened, unbroken, strict=True))
+        return ends, time.monotonic() - begin, [f"{wrong} answers differ"] if wrong else []
+
+    room = ("--max-running-requests", str(streams * ranks), "--max-total-tokens", str(1024 * streams * ranks))
+    flags = ("--dp-size", str(ranks), "--mock-step-ms", "20", *room)
+    return _surviving("kill -9 of the detokenizer", flags, work)
 
 
 def break_ranks(streams: int, ranks: int, signals: tuple[signal.Signals, ...], tokens: int = 60) -> Outcome:

@@ -317,7 +317,9 @@ def titled(pid, title):
     raise AssertionError(f"no child {title!r}")
 
 
-def test_a_dead_detokenizer_ends_every_stream(before):
+def test_an_engine_whose_detokenizer_cannot_start_again_ends_every_stream(before, monkeypatch):
+    monkeypatch.setattr(supervisor, "RESTART_PAUSES_S", ())
+
     async def main():
         reasons = []
         async with running_engine(mock_config(), reasons.append) as manager:

@@ -135,6 +135,23 @@ def test_streams_go_on_without_gap_or_repeat(kind):
     asyncio.run(main())
 
 
+def test_streams_outlive_the_detokenizer_too():
+    async def main():
+        async with running_engine(engine(ranks=2)) as manager:
+            options = [{"tokens": 120}, {"tokens": 60, "n": 2, "temperature": 1.0}, {"tokens": 60, "stream": False}]
+            whole = [await read_whole(manager, **one) for one in options]
+            broken = [Reading(manager, wanted(manager, **one)) for one in options]
+            await begun(*broken[:2])
+            titled(os.getpid(), "tokenyard: detokenizer").kill()
+            late = Reading(manager, wanted(manager, **options[0]))
+            await asyncio.wait_for(asyncio.gather(late.task, *(one.task for one in broken)), 40)
+            for one, other in zip([*whole, whole[0]], [*broken, late], strict=True):
+                same(one, other)
+            assert manager.open_requests == 0
+
+    asyncio.run(main())
+
+
 def test_two_deaths_in_a_row_lose_nothing_either():
     async def main():
         async with running_engine(engine()) as manager:

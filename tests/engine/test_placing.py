@@ -39,6 +39,9 @@ class Wires:
     def fence(self, fence):
         pass
 
+    def reset_text(self):
+        pass
+
     def close(self):
         pass
 

@@ -207,9 +207,6 @@ class FakeControl:
     def rank_ages_s(self) -> dict[int, float]:
         return {rank: math.inf if rank in self.down else self.age_s for rank in range(self.ranks)}
 
-    def rank_of(self, rid: str) -> int | None:
-        return 0 if rid in self.explanations else None
-
     async def start_profile(self) -> bool:
         started, self.profiled = not self.profiled, True
         return started

@@ -4,12 +4,12 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from tokenyard.base import ConfigError, Event, OverloadedError, TokenyardError
-from tokenyard.engine.processes.messages import Call, Heartbeat, Reply, ToScheduler, Verb
+from tokenyard.engine.processes.messages import Call, Fence, Heartbeat, Reply, ToScheduler, Verb
 from tokenyard.engine.watch.liveness import heartbeat_age_s
 
 CALL_TIMEOUT_S = 30.0
@@ -17,6 +17,25 @@ CALL_TIMEOUT_S = 30.0
 T = TypeVar("T")
 Transmit = Callable[[ToScheduler], None]
 """Carries a message to a scheduler without waiting: over a socket, or to a thread of this process."""
+
+
+class Link(Protocol):
+    """How messages reach the engine's processes."""
+
+    def connect(self, source: int) -> Transmit:
+        """A way to scheduler process `source`."""
+
+    def disconnect(self, source: int) -> None:
+        """The process is gone."""
+
+    def fence(self, fence: Fence) -> None:
+        """Ask the text side's process how far answers have come; it answers by `Fenced`."""
+
+    def reset_text(self) -> None:
+        """The text side's process is gone."""
+
+    def close(self) -> None:
+        """No more messages."""
 
 
 class SchedulerClient:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from tokenyard.base import Request
+from tokenyard.base.request import NO_TOKENS
 from tokenyard.engine.processes.messages import Fenced
 
 
@@ -16,6 +17,11 @@ def begun_answers(fenced: Fenced) -> dict[int, list[int]]:
         begun[number] = tokens[start : start + count]
         start += count
     return begun
+
+
+def untold(source: int) -> Fenced:
+    """What stands for the word of a text side that has ended with all it knew."""
+    return Fenced(source, np.empty(0, np.int64), NO_TOKENS, NO_TOKENS)
 
 
 def continued(request: Request, open_answers: Collection[int], begun: Mapping[int, Sequence[int]]) -> list[Request]:

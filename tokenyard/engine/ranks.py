@@ -39,6 +39,9 @@ class Ranks:
         self._policy: SetPolicy | None = None
         self._paused = False
         self._lost_ns: int | None = None
+        self.all_restart = False
+        """Whether all schedulers are ended and started again, so that requests wait for the next process of a rank."""
+
         self._past: dict[str, Any] = {"counters": {}, "evicted_tokens": 0}
 
     @property
@@ -107,6 +110,10 @@ class Ranks:
         The rank that the client `wanted` is taken if it runs and has a part in the limits of the request's tenant. Of
         the others, those `without` and those that are silent come into question only if there is none else.
         """
+        if self.all_restart:
+            absent = [self.absent_rank(rank) for rank in self.balancer.may_serve(request)]
+            place = self.balancer.choose(request, absent)
+            return self.absent_rank(place.rank), place
         if not self._clients:
             return self.absent, None
         clients = self.clients

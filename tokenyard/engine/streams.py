@@ -30,14 +30,15 @@ class Stream:
 
     request, client, paused: what a scheduler must know to go on with it, the scheduler that has it, and whether it is
     held back. place: how it counts at its rank, None while no scheduler has it. moves: how often its scheduler ended
-    under it. tried: ranks that had no room for it. first: for each answer that has begun, when its first token came and
-    how many prompt tokens were in the cache then.
+    under it. tokens: of each answer, all that have come. tried: ranks that had no room for it. first: for each answer
+    that has begun, when its first token came and how many prompt tokens were in the cache then.
     """
 
     def __init__(self, request: Request, client: SchedulerClient, place: Place | None = None) -> None:
         self.request = request
         self.client = client
         self.place = place
+        self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self.tried: set[int] = set()
         self.first: dict[int, tuple[int, int]] = {}
         self.paused = False
@@ -65,14 +66,21 @@ class Stream:
         """The numbers of the answers that have not ended."""
         return [self.number + index for index in sorted(self.open_answers)]
 
+    @property
+    def come(self) -> dict[int, list[int]]:
+        """The tokens that have come of each answer that has begun, by its number."""
+        return {self.number + index: tokens for index, tokens in enumerate(self.tokens) if tokens}
+
     def put(self, delta: OutputDelta) -> bool:
         """Add a delta; return whether it is the first one that waits, so that the reader should be woken.
 
         A reader that is too far behind loses its stream (`error`).
         """
         first = not self._pending
-        if delta.token_ids and delta.index not in self.first:
-            self._begin(delta)
+        if delta.token_ids:
+            if delta.index not in self.first:
+                self._begin(delta)
+            self.tokens[delta.index] += delta.token_ids
         if delta.finish is not None:
             self.open_answers.discard(delta.index)
         waiting = self._pending.get(delta.index)

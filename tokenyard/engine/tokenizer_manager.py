@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -29,8 +29,8 @@ from tokenyard.base import (
     Update,
 )
 from tokenyard.engine.balance import Balancer, Place
-from tokenyard.engine.client import SchedulerClient, Transmit
-from tokenyard.engine.continuation import begun_answers, continued
+from tokenyard.engine.client import Link, SchedulerClient
+from tokenyard.engine.continuation import begun_answers, continued, untold
 from tokenyard.engine.processes.messages import Fence, Fenced, Heartbeat, Reply, TextBatch, ToApi
 from tokenyard.engine.ranks import Ranks
 from tokenyard.engine.recent import RecentRequests
@@ -52,22 +52,6 @@ NO_ROOM = ("queue_full", "displaced", "tenant_limit")
 
 MOST_MOVES = 3
 """A request whose scheduler ends once more is given up: it may be what ends them."""
-
-
-class Link(Protocol):
-    """How messages reach the engine's processes."""
-
-    def connect(self, source: int) -> Transmit:
-        """A way to scheduler process `source`."""
-
-    def disconnect(self, source: int) -> None:
-        """The process is gone."""
-
-    def fence(self, fence: Fence) -> None:
-        """Ask the text side's process how far answers have come; it answers by `Fenced`."""
-
-    def close(self) -> None:
-        """No more messages."""
 
 
 class TokenizerManager:
@@ -106,6 +90,7 @@ class TokenizerManager:
         self._loop = asyncio.get_running_loop()
         self._news: list[TextBatch] = []
         self._fenced: list[Fenced] = []
+        self._deaf: set[int] = set()
         self._has_news = asyncio.Event()
         self._deliverer = self._loop.create_task(self._deliver())
 
@@ -307,13 +292,7 @@ class TokenizerManager:
 
     def rank_ages_s(self) -> dict[int, float]:
         """Return for each rank the seconds since it was known to be well; infinite for one that does not run."""
-        ages = self.ranks.ages_s(time.monotonic_ns())
-        return dict.fromkeys(ages, math.inf) if self._death is not None else ages
-
-    def rank_of(self, rid: str) -> int | None:
-        """The rank that has or had a request; None if the request is not known, or its rank has ended since."""
-        client = self.ranks.find(self._recent.source(rid))
-        return None if client is None else client.rank
+        return self.ranks.ages_s(time.monotonic_ns())
 
     def health(self) -> float:
         """Return the seconds since the engine was known to be well; infinite if it never was or is dead.
@@ -348,7 +327,7 @@ class TokenizerManager:
         numbers: list[int] = []
         for stream in self._streams.of(client):
             stream.moves += 1
-            if stream.moves <= MOST_MOVES:
+            if stream.moves <= MOST_MOVES or self.ranks.all_restart:
                 numbers += stream.open_numbers
                 continue
             message = f"the scheduler ended {stream.moves} times while this request was there: {reason}"
@@ -357,10 +336,31 @@ class TokenizerManager:
         timer = self._loop.call_later(FENCE_TIMEOUT_S, self.engine_died, "the detokenizer does not answer")
         self._lost[source] = client, timer
         fence = Fence(source, numbers)
-        if self._assembler is None:
+        if self.ranks.all_restart:
+            self._go_by_streams(source)
+        elif self._assembler is None:
             self._link.fence(fence)
         else:
             self.receive(self._assembler.fence(fence), source)
+
+    def text_lost(self) -> None:
+        """The detokenizer has ended, and with it the state of all texts and some news of the schedulers. All of them
+        are started again; requests go on from the tokens that have come here.
+        """
+        self.ranks.all_restart = True
+        self._link.reset_text()
+        for source in self._lost:
+            self._go_by_streams(source)
+
+    def text_ready(self) -> None:
+        """A detokenizer runs again."""
+        self.ranks.all_restart = False
+
+    def _go_by_streams(self, source: int) -> None:
+        """Nobody can say any more how far the answers of a scheduler are: what has come here counts, and no more."""
+        self._deaf.add(source)
+        self._fenced.append(untold(source))
+        self._has_news.set()
 
     def engine_died(self, reason: str) -> None:
         """End everything that is open with EngineDeadError, and refuse everything from now on."""
@@ -390,11 +390,14 @@ class TokenizerManager:
 
     def _bring_back(self, fenced: Fenced) -> None:
         """Send on what a scheduler that has ended left behind."""
+        if fenced.source not in self._lost:
+            return
         lost, timer = self._lost.pop(fenced.source)
         timer.cancel()
         # The news before the fence are out, so what has not ended by them does not end any more.
         self._streams.end_left(lost, Finish(0, "abort", message="the client went away", cause="client_gone"))
-        begun, streams = begun_answers(fenced), self._streams.of(lost)
+        streams = self._streams.of(lost)
+        begun = {number: tokens for stream in streams for number, tokens in stream.come.items()} | begun_answers(fenced)
         for stream in streams:
             client, place = self.ranks.choose(stream.request)
             self._place(stream, client, place)
@@ -416,7 +419,7 @@ class TokenizerManager:
     def receive(self, message: ToApi, source: int) -> None:
         """Take in a message of the text side or of scheduler process `source`."""
         match message:
-            case TextBatch():
+            case TextBatch() if source not in self._deaf:
                 self._add_news(self._placed_elsewhere(message, source))
             case Heartbeat() | Reply():
                 if (client := self.ranks.find(source)) is not None:
@@ -464,9 +467,10 @@ class TokenizerManager:
         """Send a refused request to a rank that has not refused it; False if there is none."""
         stream.tried.add(stream.client.rank)
         client, place = self.ranks.choose(stream.request, without=stream.tried)
-        if place is None or client.rank in stream.tried:
-            if place is not None:
-                place.end()
+        if place is not None and client.rank in stream.tried:
+            place.end()
+            place = None
+        if place is None:
             return False
         self.ranks.note_refusal(stream.answers, stream.prompt_tokens, rejected=end.cause != "displaced")
         self._place(stream, client, place)

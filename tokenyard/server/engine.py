@@ -102,9 +102,6 @@ class Control(Protocol):
     def rank_ages_s(self) -> Mapping[int, float]:
         """Age of the last heartbeat of every rank in seconds; infinite for one that does not run."""
 
-    def rank_of(self, rid: str) -> int | None:
-        """The rank that has or had a request; None if that is not known."""
-
     async def start_profile(self) -> bool:
         """Begin a timeline of the steps; False if one runs."""
 

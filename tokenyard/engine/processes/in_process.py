@@ -60,6 +60,9 @@ class QueuePort:
     def fence(self, fence: Fence) -> None:
         """The text side is in this process and is asked there."""
 
+    def reset_text(self) -> None:
+        """The text side ends with this process only."""
+
     def close(self) -> None:
         """Nothing is to be closed."""
 

@@ -62,6 +62,12 @@ class SocketLink:
             self._to_text = push_socket(self._context, self._endpoints.detokenizer)
         self._to_text.send(TO_TEXT.encode(fence))
 
+    def reset_text(self) -> None:
+        """The detokenizer has ended: drop what is on its way there."""
+        if self._to_text is not None:
+            self._to_text.close(linger=0)
+            self._to_text = None
+
     def close(self) -> None:
         """Close all sockets."""
         self._loop.remove_reader(self._inbox.fileno())

@@ -10,6 +10,7 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo, TokenyardError
@@ -45,6 +46,12 @@ class Listener(Protocol):
         that is to be distrusted.
         """
 
+    def text_lost(self) -> None:
+        """The detokenizer has ended; it is started again, and all schedulers with it."""
+
+    def text_ready(self) -> None:
+        """The detokenizer runs again."""
+
     def engine_died(self, reason: str) -> None:
         """The engine cannot go on."""
 
@@ -53,8 +60,8 @@ class Listener(Protocol):
 class Child:
     """A child process and the connection on which it reports that it is ready or why it ends.
 
-    rank, source: of a scheduler, as in `ChildTask`. silent: why it was ended from here, "" if it was not. culprit: as
-    in its last report.
+    rank, source: of a scheduler, as in `ChildTask`. silent: why it was ended from here, "" if it was not. begins_anew:
+    whether that was because the detokenizer ended. culprit: as in its last report.
     """
 
     name: str
@@ -64,6 +71,7 @@ class Child:
     rank: int = 0
     source: int = 0
     silent: str = ""
+    begins_anew: bool = False
     culprit: str = ""
 
     def kill(self) -> None:
@@ -100,8 +108,8 @@ class Supervisor:
 
     Each child's standard input stays open; a word on it asks the child to end, and its end tells that we are gone. A
     scheduler that ends unasked is started again a few times. Code of the user's own is left out then if it did not come
-    back, or if it is the second end in a short time: fcfs stands in for a policy. The engine dies with the last rank,
-    or with the detokenizer.
+    back, or if it is the second end in a short time: fcfs stands in for a policy. A detokenizer that ends is started
+    again together with all schedulers. The engine dies when all ranks, or the detokenizer, have used up their tries.
     """
 
     def __init__(self, config: EngineConfig, sockets: SocketDirectory) -> None:
@@ -113,6 +121,8 @@ class Supervisor:
         self._next_source = 0
         self._given_up = 0
         self._stopping = False
+        self._text_runs = asyncio.Event()
+        self._text_runs.set()
 
     async def start(self) -> ExecutorInfo:
         """Start all children and return what a scheduler says of its model, when all are ready.
@@ -200,9 +210,32 @@ class Supervisor:
         return child
 
     async def _watch_detokenizer(self, child: Child) -> None:
-        reason = await child.end()
-        if not self._stopping:
-            self._die(reason)
+        """Wait for the end of the detokenizer and start it again, and all schedulers with it: part of what they said is
+        lost.
+        """
+        assert self._listener is not None
+        tries, clock = iter(RESTART_PAUSES_S), asyncio.get_running_loop().time
+        while True:
+            began_s = clock()
+            reason = await child.end()
+            if self._stopping:
+                return
+            del self._children[child.source]
+            if clock() - began_s > STABLE_S:
+                tries = iter(RESTART_PAUSES_S)
+            self._text_runs.clear()
+            self._listener.text_lost()
+            for scheduler in self._children.values():
+                scheduler.silent, scheduler.begins_anew = f"{reason}, so the schedulers start again", True
+                scheduler.kill()
+            started, reason = await self._start_again(child, reason, tries, self._config, "")
+            if started is None:
+                self._die(reason)
+                return
+            child = started
+            self._text_runs.set()
+            self._listener.text_ready()
+            logger.warning("the detokenizer runs again")
 
     async def _watch_rank(self, child: Child) -> None:
         """Wait for the end of a rank's scheduler and start it again, until all tries are used up."""
@@ -217,30 +250,36 @@ class Supervisor:
                 return
             if clock() - began_s > STABLE_S:
                 tries, ends = iter(RESTART_PAUSES_S), 0
-            ends += 1
-            distrust = bool(child.culprit) or ends > 1
+            ends += not child.begins_anew
+            distrust = bool(child.culprit) or (ends > 1 and not child.begins_anew)
             self._listener.rank_lost(child.source, reason, distrust=distrust)
             if distrust and has_user_code(config):
                 note = f"no policy or function of the user's own, as that may be why {reason}"
                 config = without_user_code(config)
-            started = await self._start_again(child.rank, reason, tries, config, note)
+            if child.begins_anew:
+                await self._text_runs.wait()
+                tries = chain((0.0,), tries)
+            started, reason = await self._start_again(child, reason, tries, config, note)
             if started is None:
+                self._give_up(child.rank, reason)
                 return
             child = started
             self._listener.rank_ready(child.rank, child.source)
             logger.warning("the scheduler of rank %d runs again", child.rank)
 
     async def _start_again(
-        self, rank: int, reason: str, tries: Iterator[float], config: EngineConfig, note: str
-    ) -> Child | None:
-        """Start a rank's scheduler; where that fails until no try is left, its rank is given up."""
+        self, ended: Child, reason: str, tries: Iterator[float], config: EngineConfig, note: str
+    ) -> tuple[Child | None, str]:
+        """Start a process in place of one that has ended; None, with the latest reason, once no try is left."""
+        name, rank = ended.name, ended.rank
+        which = f"rank {rank}" if name == "scheduler" else "it"
         for pause_s in tries:
-            logger.critical("%s; rank %d starts again in %g s%s", reason, rank, pause_s, note and f" ({note})")
+            logger.critical("%s; %s starts again in %g s%s", reason, which, pause_s, note and f" ({note})")
             await asyncio.sleep(pause_s)
-            child = await self._spawn("scheduler", rank, config=config, note=note)
+            child = await self._spawn(name, rank, config=config, note=note)
             try:
                 await child.ready()
-                return child
+                return child, ""
             except TokenyardError as error:
                 reason = error.message
                 child.kill()
@@ -248,13 +287,15 @@ class Supervisor:
                 del self._children[child.source]
                 if isinstance(error, ConfigError):
                     break
+        return None, reason
+
+    def _give_up(self, rank: int, reason: str) -> None:
         self._given_up += 1
         if self._given_up == self._config.ranks:
             self._die(reason)
         else:
             left = self._config.ranks - self._given_up
             logger.critical("%s; rank %d is given up, %d of %d are left", reason, rank, left, self._config.ranks)
-        return None
 
     def _die(self, reason: str) -> None:
         assert self._listener is not None
