@@ -138,7 +138,7 @@ class Caller(asyncio.Protocol):
 
 
 async def call(port, bodies, connections):
-    """Send all `bodies` over so many connections and return the times."""
+    """Send all `bodies` over this number of connections and return the times."""
     loop, times, bodies = asyncio.get_running_loop(), Times(), iter(bodies)
     left, finished = connections, loop.create_future()
 

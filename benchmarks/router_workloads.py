@@ -85,7 +85,7 @@ def popular(seed, zipf=1.0, count=450, rate=18.0, prefixes=200, crowd=False):
 
 
 def one_prompt(seed, in_flight=64, count=400, output=150, latency_s=2.2):
-    """W3: one system prompt of 4,000 tokens and questions of 50, about so many requests in flight."""
+    """W3: one system prompt of 4,000 tokens and questions of 50, with about `in_flight` requests at a time."""
     rng = np.random.default_rng(seed)
     prompts = [[(0, 4000), (1 + i, 50)] for i in range(max(count, 5 * in_flight))]
     times = arrivals(rng, in_flight / latency_s, len(prompts))

@@ -1,1 +1,1 @@
-"""In front of several engines: who serves which request."""
+"""A router in front of several engines: which target serves a request, and how the request gets there."""

@@ -45,7 +45,7 @@ class Features:
     """What a policy may know of a request.
 
     tokens: of the prompt, estimated where only its text is known. matched: per target, in their order, prompt tokens
-    that its cache should hold; empty if nobody looked. key: 64 bits that requests with the same beginning share.
+    that its cache should hold; empty if no index was asked. key: 64 bits that requests with the same beginning share.
     session: what must come back to the same target, "" for nothing.
     """
 

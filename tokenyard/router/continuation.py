@@ -106,7 +106,7 @@ class Continuation:
         return orjson.dumps({**body, "stream": True, "return_token_ids": True})
 
     def _most_tokens(self, context_length: int | None) -> int | None:
-        """How many tokens the answer may still have; None if nobody knows, or none."""
+        """How many tokens the answer may still have; None if that is unknown, or there are none left."""
         asked = self._fields.get("max_completion_tokens", self._fields.get("max_tokens"))
         if not isinstance(asked, int):
             if context_length is None:

@@ -54,7 +54,7 @@ def room_for(prefill: Target, decode: Target) -> int:
 
 
 def bootstrap_fields(prefill: Target, decode: Target, prompts: int | None) -> dict[str, Any]:
-    """Where the two halves of a request meet; lists for a batch of so many `prompts`, None for a single one."""
+    """Where the two halves of a request meet; lists with an entry for each of `prompts`, plain values for None."""
     host, port = prefill.worker.url.host, prefill.worker.bootstrap_port
     if prompts is None:
         return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room_for(prefill, decode)}
@@ -119,7 +119,7 @@ class PrefillLeg(Reader):
             self._connection.send(self, self._request)
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Its result is not needed any more."""
         if self._connecting is not None:
             self._connecting.cancel()
         if self._connection is not None:
@@ -134,7 +134,7 @@ class PrefillLeg(Reader):
         try:
             self._connection = await self.target.worker.pool.connect()
         except OSError as error:
-            self._router.unreachable(self.target, nobody=isinstance(error, ConnectionRefusedError))
+            self._router.unreachable(self.target, refused=isinstance(error, ConnectionRefusedError))
             self._fail("the prefill worker cannot be reached")
             return
         finally:

@@ -135,7 +135,7 @@ class Dispatcher:
         return policy.rank(waiter.features, states)
 
     def prefills(self, sent: Sent) -> None:
-        """Nobody will see the first token of this one: take its prompt for computed when that is expected."""
+        """The first token of this answer will not be seen: take its prompt for computed when that is expected."""
         heapq.heappush(self._prefilling, (self.now() + sent.expected_s(), next(self._order), sent))
 
     def _forget_prefilled(self) -> None:
@@ -184,10 +184,10 @@ class Dispatcher:
         self._worker_failed(target)
         self.health.look_now(target.worker)
 
-    def unreachable(self, target: Target, *, nobody: bool) -> None:
-        """There was no connecting. If `nobody` listens there, the worker is gone, and what it had cached with it."""
+    def unreachable(self, target: Target, *, refused: bool) -> None:
+        """There was no connecting. If that was `refused`, the worker is gone, and what it had cached with it."""
         self._worker_failed(target)
-        if nobody and target.worker.healthy:
+        if refused and target.worker.healthy:
             self.workers.set_healthy(target.worker, False)
             self.workers.restarted(target.worker)
         self.health.look_now(target.worker)
@@ -233,7 +233,7 @@ class Dispatcher:
         )
 
     def room_appeared(self) -> None:
-        """A request has ended, or a worker has come: see who is next, after what is under way."""
+        """A request has ended, or a worker has come: see what is next, after what is under way."""
         if self.queue and not self._serving:
             self._serving = True
             self._loop.call_soon(self._serve_queue)

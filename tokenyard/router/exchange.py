@@ -154,7 +154,7 @@ class Exchange(Job, Reader, Waiter):
             connection = await target.worker.pool.connect()
         except OSError as error:
             self._connecting = None
-            self._router.unreachable(target, nobody=isinstance(error, ConnectionRefusedError))
+            self._router.unreachable(target, refused=isinstance(error, ConnectionRefusedError))
             self._try_again("the worker cannot be reached")
             return
         self._connecting = None

@@ -54,7 +54,7 @@ class Job(Protocol):
     """Whatever answers a request."""
 
     def client_gone(self) -> None:
-        """Nobody waits for the answer any more."""
+        """The client has hung up."""
 
     def pause(self) -> None:
         """The client reads slower than it is written to."""
@@ -83,7 +83,7 @@ class FrontConnection(asyncio.Protocol):
     """A client's connection. `handler` is called with each whole request, one after the other, and answers with
     `begin`, `write` and `end`, or with `answer` all at once.
 
-    `progress` counts what came in, so that who sweeps over connections can see which stand still.
+    `progress` counts what came in, so that a sweep over connections can see which stand still.
     """
 
     def __init__(self, handler: Handler, connections: "set[FrontConnection]", max_body_bytes: int) -> None:

@@ -141,7 +141,7 @@ class Health:
         try:
             status, _ = await self._ask(worker, self._settings.health_check_endpoint)
         except ConnectionRefusedError:
-            # Nobody listens: whatever comes back there has an empty cache.
+            # No process listens: whatever comes back there has an empty cache.
             if worker.healthy:
                 self._workers.set_healthy(worker, False)
                 self._workers.restarted(worker)

@@ -73,7 +73,7 @@ _TEXT_ENDS = _text_ends()
 
 def text_prompt(text: bytes, *, stable: bool = False) -> Prompt:
     """The blocks of a text. `stable` digests are the same in every process; the others are cheaper and keyed anew in
-    each process, so that nobody can make two texts meet.
+    each process, so that no client can make two texts meet.
     """
     size, begin = len(text), 0
     if stable:
@@ -224,7 +224,7 @@ class KvBlocks:
         """An event as (digests stored, digests removed, whether everything is gone).
 
         An array has its name first and then its fields in order, a map has it under `type`. What is no such event, or
-        follows a block that nobody spoke of, changes nothing.
+        follows an unknown block, changes nothing.
         """
         fields = _event_fields(event)
         name, hashes = fields.get("type"), fields.get("block_hashes")

@@ -147,7 +147,7 @@ class Sent:
         return self._state.slowness * self._state.speed.predict_s(self._work)
 
     def prefilled(self) -> None:
-        """The first token should be there by now; for answers that come whole, in which nobody sees it."""
+        """The first token should be there by now; for answers that come whole, in which it is not seen."""
         if self._prefilling:
             self._stop_prefilling()
 

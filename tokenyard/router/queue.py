@@ -97,12 +97,12 @@ class WaitingQueue(Generic[Item]):
             self._size -= 1
 
     def lowest(self, now_s: float) -> Waiting[Item] | None:
-        """Who gives way when the queue is full: the newest of the least urgent."""
+        """What gives way when the queue is full: the newest of the least urgent."""
         entries = [entry for line in self._lines.values() for entry in line.by_arrival if not entry.gone]
         return min(entries, key=lambda entry: (self._level(entry, now_s), -entry.number), default=None)
 
     def expired(self, now_s: float) -> list[Waiting[Item]]:
-        """Takes out whoever has waited until it leaves."""
+        """Takes out what has waited until it leaves."""
         late = [
             entry
             for line in self._lines.values()
@@ -116,7 +116,7 @@ class WaitingQueue(Generic[Item]):
     def pop(self, now_s: float, fits: Callable[[Item], bool]) -> Waiting[Item] | None:
         """Takes out the next request that `fits`; None if there is none.
 
-        Of each tenant and priority only the first is asked, so that nobody is passed by its own successors.
+        Of each tenant and priority only the first is asked, so that none is passed by a later one of its own line.
         """
         heads = self._heads(now_s)
         for level in sorted({level for level, _ in heads}, reverse=True):
@@ -156,7 +156,7 @@ class WaitingQueue(Generic[Item]):
         return entry.priority + lifted
 
     def _by_turns(self, entries: list[Waiting[Item]]) -> Waiting[Item]:
-        """Whose turn it is by deficit round robin: rounds in which nobody could be served are taken all at once."""
+        """Whose turn it is by deficit round robin: rounds in which no tenant could be served are taken all at once."""
         firsts: dict[str, Waiting[Item]] = {}
         for entry in sorted(entries, key=lambda entry: (-entry.priority, entry.number)):
             firsts.setdefault(entry.tenant, entry)

@@ -26,7 +26,7 @@ Body = LengthBody | ChunkedBody | EndlessBody
 
 
 class Reader(Protocol):
-    """Who takes an answer. A reader that is no longer interested aborts the connection, or drops it."""
+    """What takes an answer. A reader that is no longer interested aborts the connection, or drops it."""
 
     def on_head(self, head: ResponseHead) -> Body | None:
         """The head has come; the reader says how it wants the body, or None if it has dropped the connection."""

@@ -1,4 +1,4 @@
-"""The workers that a router knows, and their targets: who is there, who may get requests, who is on trial."""
+"""The workers that a router knows, and their targets: which are there, which may get requests, which are on trial."""
 
 import math
 import ssl
@@ -80,7 +80,7 @@ class Target:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """An engine behind a URL. source: who named it. boot_id: changes when it starts anew, "" if it tells none.
+    """An engine behind a URL. source: where that came from. boot_id: changes when it starts anew, "" if it tells none.
 
     models: what it serves, empty while that is unknown. healthy: None before the first look. continues: how it can go
     on with an answer that another worker has begun (see `continuation`), "" if it cannot. closed: it says that it takes
@@ -216,7 +216,7 @@ class Workers:
         self.changed()
 
     def set_info(self, worker: Worker, info: dict[str, Any]) -> None:
-        """What a worker says of itself in /server_info: its ranks, who it is, how much it takes at a time.
+        """What a worker says of itself in /server_info: its ranks, its identity, how much it takes at a time.
 
         What a lying worker sends instead of numbers is ignored.
         """
@@ -266,7 +266,7 @@ class Workers:
         self.changed()
 
     def changed(self) -> None:
-        """Who may get requests has changed."""
+        """Which workers may get requests has changed."""
         workers = self._by_url.values()
         routable = [worker for worker in workers if worker.healthy and not worker.draining]
         self._routable = [target for worker in routable if worker.role != PREFILL for target in worker.targets]
