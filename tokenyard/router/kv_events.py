@@ -74,7 +74,7 @@ class KvEvents:
         subscription.setsockopt(zmq.SUBSCRIBE, b"")
         try:
             subscription.connect(self.endpoint(target))
-            follower = Follower(self._router.index, target.state.name)
+            follower = Follower(self._router.index, target.state.name, from_start=bool(self._replay))
             await self._catch_up(context, target, follower, 0)
             while True:
                 frames = await subscription.recv_multipart()
@@ -108,10 +108,11 @@ class KvEvents:
 class Follower:
     """What one target has said so far."""
 
-    def __init__(self, index: PrefixIndex, name: str) -> None:
+    def __init__(self, index: PrefixIndex, name: str, *, from_start: bool = False) -> None:
+        """`from_start`: what was said before the first message that is heard is missing, too."""
         self._index, self._name = index, name
         self._blocks = KvBlocks()
-        self._next: int | None = None
+        self._next = 0 if from_start else None
         self._latest_s = 0.0
 
     def missing(self, frames: list[bytes]) -> int | None:
