@@ -7,6 +7,7 @@ import pytest
 
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import DEVICE, greedy, prompt_of
+from tokenyard.base import ConfigError
 from tokenyard.executor.kv_check import KvMismatchError
 from tokenyard.executor.mock import load_executor as load_mock
 
@@ -29,9 +30,16 @@ def write(executor, pages, content):
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_prefix_copied_to_another_executor_is_as_good_as_computed(make_driver, page_size):
+@pytest.mark.parametrize("impls", [("auto", "auto"), ("torch", "native"), ("native", "torch")])
+def test_a_prefix_copied_to_another_executor_is_as_good_as_computed(make_driver, page_size, impls):
     prompt = prompt_of(30, seed=4)
-    source, target = make_driver("qwen2-window", page_size=page_size), make_driver("qwen2-window", page_size=page_size)
+    try:
+        source, target = (
+            make_driver("qwen2-window", page_size=page_size, model_impl=impl, attention_backend="auto")
+            for impl in impls
+        )
+    except ConfigError as error:
+        pytest.skip(error.message)
     owner = source.start(prompt)
     source.prefill(owner)
     copied = owner.pages[: 24 // page_size]

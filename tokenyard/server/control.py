@@ -37,6 +37,10 @@ SCRAPE_TIMEOUT_S = 0.002
 """A scrape does not wait for a long step to end: it gets the counters of the last heartbeat."""
 
 
+TRANSFER_TIMEOUT_S = 1.0
+"""Within what an engine that looks for ranks waits."""
+
+
 async def _state(request: Request) -> ServerState:
     """The shared state. A coroutine, because the framework runs a plain function in a thread."""
     return request.app.state.server  # type: ignore[no-any-return]
@@ -100,7 +104,7 @@ async def ready(state: State) -> Response:
 @router.get("/v1/transfer")
 async def transfer(state: State) -> dict[str, Any]:
     """Where and how other engines exchange KV with each rank; empty where they do not."""
-    return {"ranks": (await state.control.snapshot(SCRAPE_TIMEOUT_S)).get("transfer", {})}
+    return {"ranks": (await state.control.snapshot(TRANSFER_TIMEOUT_S)).get("transfer", {})}
 
 
 @router.get("/health_generate")

@@ -168,17 +168,14 @@ class KvTransfers:
 
     def _peer_for(self, tokens: int, cached: int) -> Peer | None:
         """The engine that should compute a prompt of which `cached` tokens are here; None for this one."""
-        unit = max(BLOCK_TOKENS, self._info.page_size)
         well = self._node.well
-        if not well or tokens - cached < unit:
+        if not well:
             return None
-        peer = well[0]
-        if self._config.role == "decode":
-            return peer
+        peer, uncached = well[0], tokens - cached
         here_s = self._prefill_s(self._core.backlog_tokens(), 0)
-        num_bytes = (tokens - cached) * self._info.kv_bytes_per_token
-        there_s = peer.load_s + self._cost.copy(num_bytes, "network")
-        return peer if there_s < here_s else None
+        there_s = peer.load_s + self._cost.copy(uncached * self._info.kv_bytes_per_token, "network")
+        least = max(BLOCK_TOKENS, self._info.page_size)
+        return peer if worth_asking(self._config.role, uncached, least, here_s, there_s) else None
 
     def _prefill_s(self, tokens: int, cached: int) -> float:
         """How long prompts of `tokens`, of which `cached` are there, are believed to take."""
@@ -310,6 +307,13 @@ class KvTransfers:
         batch.numbers, batch.tokens, batch.hits = batch.numbers[keep], batch.tokens[keep], batch.hits[keep]
         batch.started = [started for started in batch.started if started.number < FIRST_NUMBER]
         batch.finished = [finish for finish in batch.finished if finish.number < FIRST_NUMBER]
+
+
+def worth_asking(role: str, uncached: int, least: int, here_s: float, there_s: float) -> bool:
+    """Whether a prompt with `uncached` tokens to compute goes to another engine. In mode both it does if what waits
+    there and the copy take less time than what waits here; the prompt itself takes as long in either place.
+    """
+    return uncached >= least and (role == "decode" or there_s < here_s)
 
 
 def open_transfers(
