@@ -4,17 +4,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from tokenyard.base import ConfigError, SamplingParams
 from tokenyard.cli.batch import BatchLine, answer_batch, check_batch_line, is_batch_line
 from tokenyard.cli.flags import resolve
+from tokenyard.cli.progress import follow
 from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.offline import LLM, Generation, Prompt
 
@@ -35,7 +32,7 @@ def generate(namespace: argparse.Namespace) -> int:
         if batch is not None:
             return 1 if answer_batch(llm, batch, output or sys.stdout) else 0
         prompts = [_prompt(llm, item, raw=namespace.raw) for item in inputs]
-        answers = _run(llm, prompts, llm.default_sampling_params(**sampling))
+        answers = follow(llm, llm.submit(list(prompts), llm.default_sampling_params(**sampling)))
         _write(inputs, answers, output)
     return 0
 
@@ -119,26 +116,6 @@ def _prompt(llm: LLM, item: str | Conversation, *, raw: bool) -> Prompt:
     if isinstance(item, str) and llm.has_chat_template and not raw:
         return [{"role": "user", "content": item}]
     return item
-
-
-def _run(llm: LLM, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Generation]:
-    """Answer all prompts, with a progress bar on the terminal if there are several."""
-    futures = llm.submit(list(prompts), sampling)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.0f} tokens/s"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=len(prompts) < 2, transient=True) as progress:
-        task = progress.add_task("answering", total=len(prompts), rate=0.0)
-        tokens = 0
-        for done in as_completed(futures):
-            tokens += sum(len(completion.token_ids) for completion in done.result().completions)
-            elapsed_s = progress.tasks[0].elapsed or 0.0
-            progress.update(task, advance=1, rate=tokens / elapsed_s if elapsed_s else 0.0)
-    return [future.result() for future in futures]
 
 
 def _open_output(path: str) -> TextIO:

@@ -1,6 +1,8 @@
 """A scheduler with its executor and all that stands around it: what a scheduler process runs, or an LLM in a thread."""
 
 import importlib
+import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import cast
@@ -20,6 +22,8 @@ from tokenyard.engine.watch.recording import build_core, open_tape
 from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.engine.watch.transfers import open_transfers
 
+logger = logging.getLogger(__name__)
+
 EXECUTORS = {"torch": "tokenyard.executor.load", "mock": "tokenyard.executor.mock"}
 """Module of each executor; it has a function `load_executor(model_path, **options)`."""
 
@@ -33,7 +37,15 @@ def load_executor(config: EngineConfig) -> Executor:
         loader = importlib.import_module(module).load_executor
     except ModuleNotFoundError as error:
         raise ConfigError(f"the executor {config.executor!r} needs the package {error.name}; install it") from error
-    return cast(Executor, loader(config.model_path, **config.executor_options))
+    logger.info("loading %s", config.model_path)
+    begin_s = time.monotonic()
+    executor = cast(Executor, loader(config.model_path, **config.executor_options))
+    info = executor.info
+    logger.info(
+        "loaded in %.1f s: %s, %s, room for %d KV tokens",
+        *(time.monotonic() - begin_s, info.device, info.dtype, info.num_pages * info.page_size),
+    )
+    return executor
 
 
 def tokenizer_text(config: EngineConfig) -> str:

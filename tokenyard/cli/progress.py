@@ -1,0 +1,48 @@
+"""A progress bar over answers of an engine in this process, with tokens a second from the first token on."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tokenyard.offline import LLM, Generation
+
+REFRESH_S = 0.5
+
+
+def follow(llm: LLM, futures: Sequence["Future[Generation]"]) -> list[Generation]:
+    """Wait for all answers and return them, with a bar on standard error if that is a terminal.
+
+    Raises what the first failing one raised. The tokens are those that the scheduler has made, so the rate moves while
+    the first answer is still coming.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return [future.result() for future in futures]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("answering", total=len(futures), rate=0.0)
+        begin_s, before = time.monotonic(), generated_tokens(llm)
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, REFRESH_S, FIRST_COMPLETED)
+            for future in done:
+                future.result()
+            tokens = generated_tokens(llm) - before
+            rate = tokens / max(time.monotonic() - begin_s, 1e-3)
+            bar.update(task, completed=len(futures) - len(pending), rate=rate)
+    return [future.result() for future in futures]
+
+
+def generated_tokens(llm: LLM) -> int:
+    """Output tokens that the engine has made so far."""
+    snapshot = llm.run(llm.manager.snapshot()).result()
+    return int(snapshot.get("counters", {}).get("generated_tokens", 0))
