@@ -151,7 +151,8 @@ class SimRouter:
         if not prompt.digests or not self.needs_prefix:
             return []
         match, digests = self.index.match, prompt.digests
-        return [BLOCK_TOKENS * match(target.name, digests) for target in targets]
+        blocks = [match(target.name, digests) for target in targets]
+        return [int(prompt.share(held) * prompt.size) if held else 0 for held in blocks]
 
     def hear(self, scheduler: int, target: int, records: list[Any]) -> None:
         """What has changed in the cache of a scheduler of a target."""

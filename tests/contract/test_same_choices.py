@@ -1,0 +1,106 @@
+"""The same requests lead to the same choices in the simulator and in the router.
+
+The simulator serves a workload and tells when each request came, was sent and where, saw its first token and ended. The
+real router is then given the same events at the same times; all of it runs but the connections to workers.
+"""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests.sim.small import setup
+from tokenyard.router.choice import POLICIES
+from tokenyard.router.exchange import Exchange
+from tokenyard.router.front import Incoming
+from tokenyard.router.proxy import Router
+from tokenyard.router.settings import RouterSettings
+from tokenyard.sim.engine import simulate
+from tokenyard.sim.fleet import Fleet
+from tokenyard.sim.router import SimRouter
+from tokenyard.sim.synthetic import synthetic
+
+ARRIVES, BEGINS, ENDS = range(3)
+REPLICAS, ROOM = 4, 5
+CASES = [(policy, "shared-prefix", 0) for policy in POLICIES] + [
+    ("predicted_ttft", "classes", ROOM),
+    ("least_load", "tenants", ROOM),
+]
+
+
+class Driven:
+    """A router in virtual time, without connections."""
+
+    def __init__(self, policy, room, salts, monkeypatch):
+        self.now_s = 0.0
+        self.router = Router(RouterSettings(policy=policy, max_worker_requests=room or 256, queue_timeout_secs=1e6))
+        self.router.now = lambda: self.now_s
+        self.chosen, self.exchanges = {}, {}
+        monkeypatch.setattr(Exchange, "_go", lambda exchange, target: self._sent(exchange, target))
+        monkeypatch.setattr(self.router.health, "watch", lambda worker: None)
+        for number, salt in enumerate(salts):
+            worker = self.router.add_worker(f"http://127.0.0.1:{9000 + number}", "test")
+            worker.targets[0].state.salt = salt
+            self.router.workers.set_healthy(worker, True)
+
+    def _sent(self, exchange, target):
+        number = exchange.parsed.fields["number"]
+        self.chosen[number] = (int(target.name[1:]), round(self.now_s * 1e9))
+
+    def arrives(self, request):
+        body = {
+            "number": request.number,
+            "prompt": request.prompt_ids.tolist(),
+            "stream": True,
+            "tenant": request.tenant,
+        }
+        body |= {"priority": request.priority} if request.priority is not None else {}
+        body |= {"deadline_ms": request.deadline_ns / 1e6} if request.deadline_ns is not None else {}
+        incoming = Incoming(b"POST", b"/v1/completions", [], True, False, json.dumps(body).encode(), "/v1/completions")
+        front = SimpleNamespace(fail=lambda error: None, end=lambda keep=True: None)
+        self.exchanges[request.number] = self.router._data(front, incoming)
+
+    def begins(self, number):
+        self.exchanges[number]._sent.first_token(self.now_s)
+
+    def end(self, number, prompt_tokens, cached_tokens):
+        exchange = self.exchanges.pop(number)
+        self.router.finished(exchange, exchange._sent, prompt_tokens, cached_tokens)
+        exchange._close()
+
+
+@pytest.mark.parametrize(("policy", "kind", "room"), CASES)
+def test_the_router_chooses_what_the_simulator_chose(policy, kind, room, monkeypatch):
+    traffic = synthetic(kind, 120, 40.0, seed=3)
+    fleet = Fleet(max_worker_requests=room, queue_timeout_s=1e6)
+    chosen = setup(settings={"disable_radix_cache": False}, replicas=REPLICAS, router=policy, fleet=fleet)
+    targets = []
+    make = SimRouter.__init__
+    monkeypatch.setattr(SimRouter, "__init__", lambda self, *a: (make(self, *a), targets.extend(self.targets))[0])
+    told = simulate(traffic, chosen)
+    found = asyncio.run(replayed(told, policy, room, [target.salt for target in targets], monkeypatch))
+    served = range(len(traffic))
+    assert [found[number] for number in served] == [(int(told.place[n]), int(told.sent_ns[n])) for n in served]
+    assert len({place for place, _ in found.values()}) == REPLICAS
+    assert not room or (told.sent_ns > told.arrival_ns).any()
+
+
+async def replayed(told, policy, room, salts, monkeypatch):
+    """Where and when the router sends each request, if all else happens as `told`."""
+    driven, traffic = Driven(policy, room, salts, monkeypatch), told.workload
+    places = told.place.tolist()
+    events = [(at_ns, ARRIVES, 0, number) for number, at_ns in enumerate(told.arrival_ns.tolist())]
+    for what, times_ns in ((BEGINS, told.first_token_ns), (ENDS, told.finished_ns)):
+        events += [(at_ns, what, places[number], number) for number, at_ns in enumerate(times_ns.tolist())]
+    # At equal times arrivals come first, then what each replica tells, one after the other.
+    for at_ns, what, _, number in sorted(events, key=lambda one: (one[0], one[1] != ARRIVES, one[2], one[1], one[3])):
+        driven.now_s = at_ns / 1e9
+        if what == ARRIVES:
+            driven.arrives(traffic.request(number))
+        elif what == BEGINS:
+            driven.begins(number)
+        else:
+            driven.end(number, int(traffic.prompt_tokens[number]), int(told.cached_tokens[number]))
+            await asyncio.sleep(0)
+    return driven.chosen
