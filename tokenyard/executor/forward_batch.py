@@ -37,10 +37,16 @@ class PageTable:
     def __init__(self, max_pool_rows: int, context_length: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.tensor = torch.zeros(max_pool_rows, -(-context_length // page_size), dtype=torch.int32, device=device)
+        # The same memory; numpy costs a small step on a CPU much less than torch.
+        self._host = self.tensor.numpy() if device.type == "cpu" else None
 
     def write(self, plan: StepPlan) -> None:
         """Apply the page writes of a plan."""
-        if len(plan.page_ids):
+        if not len(plan.page_ids):
+            return
+        if self._host is not None:
+            self._host[plan.page_rows, plan.page_columns] = plan.page_ids
+        else:
             columns = upload((plan.page_rows, plan.page_columns, plan.page_ids), self.tensor.device)
             self.tensor[columns[0], columns[1]] = columns[2].to(torch.int32)
 
@@ -54,7 +60,11 @@ class PageTable:
 
 def upload(columns: Sequence[npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
     """Send equally long number columns to the device in one copy: int64[columns, length]."""
-    return send(np.stack(columns).astype(np.int64, copy=False), device)
+    # Not np.stack, which takes several times as long for the few rows of a decode.
+    block = np.empty((len(columns), len(columns[0])), dtype=np.int64)
+    for row, column in zip(block, columns, strict=True):
+        row[:] = column
+    return send(block, device)
 
 
 def send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -78,6 +88,8 @@ def sampled_tokens(plan: StepPlan) -> npt.NDArray[np.int64]:
     """Return int64[m]: which of a plan's tokens are sampled after, in order of rows and positions."""
     samples = samples_of(plan)
     ends = np.cumsum(plan.counts, dtype=np.int64)
+    if plan.decode_rows == len(samples):
+        return ends - 1
     # A row's samples run up to its last token: index among all samples plus a constant per row.
     return np.arange(samples.sum()) + np.repeat(ends - np.cumsum(samples), samples)
 

@@ -195,6 +195,9 @@ class ModelExecutor:
             tokens = self._sampler.sample_runs(logits, pool_rows, positions, drafts, masks)
         else:
             tokens = self._sampler.sample(logits, pool_rows, positions, masks)
+        if plan.decode_rows == len(samples):
+            self._future.store(upload((plan.pool_rows,), self._device)[0], tokens)
+            return tokens
         last = np.cumsum(samples)[samples > 0] - 1
         rows = upload((plan.pool_rows[samples > 0], last), self._device)
         self._future.store(rows[0], tokens[rows[1]])
