@@ -10,7 +10,7 @@ from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.executor.load import load_executor
 from tokenyard.executor.native import library
-from tokenyard.executor.native.engine import choose_threads
+from tokenyard.executor.native.engine import MOST_THREADS, choose_threads, pinned_cores, why_not
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
 
 try:
@@ -173,3 +173,28 @@ def test_odd_numbers_of_threads_do_no_harm(monkeypatch, given, expected):
     assert 1 <= found <= 4096
     assert expected is None or found == expected
     assert choose_threads(3) == 3
+    assert choose_threads(10**9) == MOST_THREADS
+
+
+def test_threads_that_are_ignored_are_named(monkeypatch, caplog):
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    choose_threads(0)
+    assert "OMP_NUM_THREADS is 'many', which is no number of threads" in caplog.text
+
+
+def test_threads_stay_where_openmp_is_told_to_keep_them(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5, 9, 12})
+    monkeypatch.delenv("OMP_PLACES", raising=False)
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
+    assert pinned_cores(2) == ()
+    monkeypatch.setenv("OMP_PLACES", "cores")
+    assert pinned_cores(2) == (3, 5)
+    assert pinned_cores(5) == ()
+    monkeypatch.setenv("OMP_PROC_BIND", "false")
+    assert pinned_cores(2) == ()
+
+
+@pytest.mark.parametrize(("head_dim", "reason"), [(264, "up to 256"), (33, "even number"), (8, "")])
+def test_heads_that_no_kernel_takes_say_why(head_dim, reason):
+    found = why_not(torch.float32, head_dim, torch.device("cpu"))
+    assert reason in found if reason else not found

@@ -1,6 +1,7 @@
 """What native backends share: the threads, the kernels, and a step as the library wants it."""
 
 import ctypes
+import logging
 import os
 from pathlib import Path
 
@@ -10,8 +11,11 @@ from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.native.library import BF16, FLOAT32, LEVELS, Library, Step
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {torch.bfloat16: BF16, torch.float32: FLOAT32}
 MOST_HEAD_DIM = 256
+MOST_THREADS = 256
 NO_SUCH_TOKEN = 2
 
 
@@ -24,7 +28,8 @@ class NativeEngine:
         self.level = library.level if level is None else level
         self.threads = threads
         self.name = LEVELS[self.level]
-        self.pool = self.functions.ty_pool_new(threads)
+        cores = pinned_cores(threads)
+        self.pool = self.functions.ty_pool_new(threads, int32s(cores) if cores else None)
 
     def __del__(self) -> None:
         # A constructor that failed has no pool.
@@ -37,14 +42,36 @@ class NativeEngine:
 
 
 def choose_threads(wanted: int) -> int:
-    """Return how many threads compute: `wanted` if not 0, else OMP_NUM_THREADS, else the cores this process may use."""
-    if wanted:
-        return wanted
+    """Return how many threads compute: `wanted` if not 0, else OMP_NUM_THREADS, else the cores this process may use.
+
+    Never more than MOST_THREADS, and by OMP_NUM_THREADS never more than the cores. What is ignored is said once.
+    """
     given = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0))
+    if wanted:
+        if wanted > cores:
+            logger.warning("%d threads share %d cores, which makes steps slower than %d threads", wanted, cores, cores)
+        return min(wanted, MOST_THREADS)
     if given.isdecimal() and int(given):
-        return min(int(given), cores)
-    return max(1, min(cores, _granted_cores()))
+        if int(given) > cores:
+            logger.warning(
+                "OMP_NUM_THREADS is %s; the %d cores that this process may use get a thread each", given, cores
+            )
+        return min(int(given), cores, MOST_THREADS)
+    if given:
+        logger.warning("OMP_NUM_THREADS is %r, which is no number of threads; it is ignored", given)
+    return max(1, min(cores, _granted_cores(), MOST_THREADS))
+
+
+def pinned_cores(threads: int) -> tuple[int, ...]:
+    """Return the core that each of `threads` threads is to stay on, () to leave that to the system.
+
+    Threads are pinned where OMP_PROC_BIND or OMP_PLACES asks for it and each can have a core of its own. By default
+    they are not: on a machine with other work a pinned thread waits for its core although another one is free.
+    """
+    bound = os.environ.get("OMP_PROC_BIND", "true" if os.environ.get("OMP_PLACES") else "false").lower()
+    cores = sorted(os.sched_getaffinity(0))
+    return tuple(cores[:threads]) if bound not in ("false", "") and threads <= len(cores) else ()
 
 
 def _granted_cores() -> int:
@@ -64,6 +91,8 @@ def why_not(dtype: torch.dtype, head_dim: int, device: torch.device) -> str:
         return f"native kernels compute in bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if head_dim > MOST_HEAD_DIM:
         return f"native kernels take heads of up to {MOST_HEAD_DIM} dimensions; this model's have {head_dim}"
+    if head_dim % 2:
+        return f"native kernels take heads of an even number of dimensions; this model's have {head_dim}"
     return ""
 
 

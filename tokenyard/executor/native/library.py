@@ -167,7 +167,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_best_level": (number, []),
         "ty_level_name": (ctypes.c_char_p, [number]),
         "ty_active_is_bf16": (number, [number, number]),
-        "ty_pool_new": (pointer, [number]),
+        "ty_pool_new": (pointer, [number, pointer]),
         "ty_pool_free": (None, [pointer]),
         "ty_attention_new": (pointer, [pointer, *[number] * 5]),
         "ty_attention_prepare": (number, [pointer, ctypes.POINTER(Step), pointer, number]),

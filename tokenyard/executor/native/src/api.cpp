@@ -82,7 +82,7 @@ const char *ty_level_name(int level) {
 
 int ty_active_is_bf16(int level, int dtype) { return typed_of(level, dtype).active_is_bf16; }
 
-void *ty_pool_new(int threads) { return new ty::Pool(threads); }
+void *ty_pool_new(int threads, const int32_t *cores) { return new ty::Pool(threads, cores); }
 
 void ty_pool_free(void *pool) { delete (ty::Pool *)pool; }
 

@@ -46,7 +46,8 @@ TY_API int ty_best_level(void);        // the best kernels that this CPU can run
 TY_API const char *ty_level_name(int level);  // null where the library or the CPU lacks it
 TY_API int ty_active_is_bf16(int level, int dtype);
 
-TY_API void *ty_pool_new(int threads);
+// cores: int32[threads], where each thread but the first, the caller's, is to stay; null to leave that to the system.
+TY_API void *ty_pool_new(int threads, const int32_t *cores);
 TY_API void ty_pool_free(void *pool);
 
 TY_API void *ty_attention_new(void *pool, int level, int dtype, int heads, int kv_heads, int head_dim);

@@ -3,6 +3,11 @@
 #include <algorithm>
 #include <system_error>
 
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 namespace ty {
 
 namespace {
@@ -31,13 +36,29 @@ void wait(int &spins) {
         std::this_thread::yield();
 }
 
+void stay_on(std::thread &thread, int32_t core) {
+#ifdef __linux__
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET((size_t)core, &cores);
+    // A core that is not there or not ours changes nothing.
+    pthread_setaffinity_np(thread.native_handle(), sizeof cores, &cores);
+#else
+    (void)thread;
+    (void)core;
+#endif
+}
+
 }  // namespace
 
-Pool::Pool(int threads) {
+Pool::Pool(int threads, const int32_t *cores) {
     workers_.reserve((size_t)std::max(0, threads - 1));
     try {
-        for (int i = 1; i < threads; i++)
+        for (int i = 1; i < threads; i++) {
             workers_.emplace_back([this, i] { work(i); });
+            if (cores)
+                stay_on(workers_.back(), cores[i]);
+        }
     } catch (const std::system_error &) {
         // The system gives no more threads: those that are there do the work.
     }

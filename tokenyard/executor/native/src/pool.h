@@ -15,7 +15,8 @@ namespace ty {
 
 class Pool {
   public:
-    explicit Pool(int threads);
+    // cores: where each thread after the first is to stay, or null to leave that to the system.
+    Pool(int threads, const int32_t *cores);
     ~Pool();
     Pool(const Pool &) = delete;
     Pool &operator=(const Pool &) = delete;
