@@ -158,6 +158,21 @@ def test_results_of_an_earlier_owner_of_the_row_are_not_taken_in(store):
     assert allowed(rows) == before
 
 
+def test_a_late_result_of_an_owner_with_the_same_epoch_is_not_taken_in(store):
+    rows = begun(store, 'start: "ab"')
+    before = allowed(rows)
+    late, first = plan(3, 7), plan(3, 7, starts=[])
+    first.step = 9
+    first.row_starts = [RowStart(3, SamplingParams(), np.array([5, 5], np.int32), 2, grammar='start: "ab"')]
+    rows.take(first)
+    late.step = 8
+    ended, failures = rows.consume(late, np.array([EOS], np.int32))
+    assert failures == {}
+    assert not ended[0]
+    # The row keeps its matcher: without one its answer would be free text up to its length.
+    assert allowed(rows) == before
+
+
 def test_a_token_that_the_grammar_forbids_fails_its_row_alone(store):
     rows = begun(store, 'start: "ab"')
     _, failures = rows.consume(plan(3, 7), np.array([EOS], np.int32))

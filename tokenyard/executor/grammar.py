@@ -38,12 +38,14 @@ MOST_USED = 256
 
 @dataclass(slots=True)
 class Matcher:
-    """Follows one row's answer. `epoch` is the row's, which a result must have to be this answer's.
+    """Follows one row's answer. A result is this answer's if it has the row's `epoch` and is of no step before `since`:
+    the epochs of two owners of a pool row may be equal by chance.
 
     grammar: its text. used: whether another answer was followed with it before. taken: the tokens that it has taken in.
     """
 
     epoch: int
+    since: int
     state: Any
     grammar: str
     used: bool
@@ -181,7 +183,8 @@ class GrammarRows:
                 # Tokens that the grammar does not allow show with the next one, see `consume`.
                 state.consume_tokens(known)
                 place = int(np.flatnonzero(plan.pool_rows == start.pool_row)[0])
-                self._matchers[start.pool_row] = Matcher(int(plan.epochs[place]), state, start.grammar, used, known)
+                epoch = int(plan.epochs[place])
+                self._matchers[start.pool_row] = Matcher(epoch, plan.step, state, start.grammar, used, known)
 
     def masks(self, plan: StepPlan) -> RowMasks | None:
         """What the rows of a plan may say next, None where none has a grammar."""
@@ -239,7 +242,7 @@ class GrammarRows:
             zip(plan.pool_rows.tolist(), plan.epochs.tolist(), counts.tolist(), ends.tolist(), strict=True)
         ):
             matcher = self._matchers.get(row)
-            if not count or matcher is None or matcher.epoch != epoch:
+            if not count or matcher is None or matcher.epoch != epoch or plan.step < matcher.since:
                 continue
             run = tokens[end - count : end].tolist()
             if not self._take_in(matcher, run):
