@@ -387,6 +387,8 @@ class PredictedTtft(RoutePolicy):
     def _beyond(self, targets: Sequence[TargetState], slowness: list[float]) -> list[bool]:
         """Which targets would have more than their share of the requests in flight with this one."""
         requests = [target.requests for target in targets]
+        if max(requests) < self.over_requests and max(slowness) == 1.0:
+            return [False] * len(requests)  # with this few, no bound is reached and no target starves
         fair = (sum(requests) + 1) / sum([1.0 / slow for slow in slowness])
         shares = [fair / slow for slow in slowness]
         least, most = self.starving, self.starving_requests

@@ -201,7 +201,7 @@ class Exchange(Job, Reader, Waiter):
     def on_head(self, head: ResponseHead) -> Body | None:
         target, router = self.target, self._router
         assert target is not None
-        follows = head.status == 200 and EVENT_STREAM in head.get(b"content-type") and head.length is None
+        follows = head.length is None and head.status == 200 and EVENT_STREAM in head.get(b"content-type")
         if self._started and not follows:
             router.refused(target, head.status)
             self._drop_upstream()
