@@ -1,24 +1,34 @@
-"""The two pictures of the README: what the policy `slo` gains on the Azure conv trace, and who pays for it.
+"""The pictures of the README: what the policy `slo` gains on the Azure conv trace, who pays for it, and a plan.
 
     python -m benchmarks.readme_pictures [--jobs N] [--limit N] [--out docs/img]
 
-Settings and trace are those of `benchmarks.goodput`. Writes `gain.svg` and `price.svg` and prints the figures in them.
+Settings and trace are those of `benchmarks.goodput`. Writes `gain.svg`, `price.svg` and `plan.svg` (`--plan` only this
+one) and prints the figures in them. The plan is that of `tokenyard plan` for the first 3,000 requests of the trace at
+twelve times its rate.
 """
 
 import argparse
+import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.goodput import AZURE, PROFILE, load, settings_of
+from benchmarks.simulator_speed import AZURE as AZURE_FILE
+from tokenyard.cli.plan import Pool, add_plan_arguments, make_options
+from tokenyard.cli.plan_table import plan_charts, plan_document
+from tokenyard.cli.simulation import load_workload, progress_bar
 from tokenyard.sim.charts import Chart, picture
 from tokenyard.sim.engine import Setup, simulate
 from tokenyard.sim.metrics import summary
+from tokenyard.sim.plan import Planner
 
 NAMES = ("sglang-default", "vllm-default", "slo, wait 58 s", "slo, reject")
 SCALES = (2.0, 2.4, 2.8, 3.0, 3.2, 3.6, 4.0)
 PRICE_SCALE = 3.0
+PLAN_SCALE = 12.0
+PLAN_FLAGS = ("--limit", "3000", "--devices", "h100,a100", "--policies", "vllm-default,slo", "--seeds", "2")
 LENGTHS = ("shortest_quarter", "second_quarter", "third_quarter", "longest_quarter", "longest_5_percent")
 
 Results = dict[tuple[str, float], dict[str, Any]]
@@ -53,13 +63,32 @@ def price(results: Results) -> list[Chart]:
     return [lengths, waits]
 
 
+def plan_picture(jobs: int, limit: int | None) -> list[Chart]:
+    """What serves the trace at twelve times its rate, on two devices, and how sure that is."""
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    words = ["--trace", str(AZURE_FILE), "--trace-format", "azure", "--rate-scale", f"{PLAN_SCALE:g}", *PLAN_FLAGS]
+    args = parser.parse_args([*words, *(["--limit", str(limit)] if limit else [])])
+    workload = load_workload(args)
+    with progress_bar(False) as bar, Pool(workload, jobs, bar) as pool:
+        planner = Planner(workload, args.target, args.seeds, pool.size, pool.attain)
+        plan = planner.plan(make_options(args, workload))
+    assert plan is not None
+    print(json.dumps(plan_document(plan, workload, args.target), indent=2))
+    return plan_charts(plan)
+
+
 def main() -> None:
     """Run everything, write the pictures, print a line per run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--limit", type=int)
     parser.add_argument("--out", type=Path, default=Path("docs/img"))
+    parser.add_argument("--plan", action="store_true", help="only the picture of the plan")
     args = parser.parse_args()
+    (args.out / "plan.svg").write_text(picture(plan_picture(args.jobs, args.limit)), encoding="utf-8")
+    if args.plan:
+        return
     cases = [(name, scale) for name in NAMES for scale in SCALES]
     with ProcessPoolExecutor(args.jobs) as pool:
         runs = pool.map(run, *zip(*cases, strict=True), [args.limit] * len(cases))

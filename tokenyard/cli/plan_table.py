@@ -149,7 +149,7 @@ def plan_charts(plan: Plan) -> list[Chart]:
     best = plan.finalists[plan.cheapest]
     unit = "devices" if best.option.price is None else "price of an hour"
     chart = Chart("What serves the traffic, and how sure that is", "", unit, y_from_zero=True)
-    kinds = [found.option.name for found in plan.finalists]
+    kinds = _short_names(plan)
     for name, counts in (
         ("if steps are faster", plan.bounds.faster),
         ("as the cost model says", tuple(found.replicas for found in plan.finalists)),
@@ -161,6 +161,14 @@ def plan_charts(plan: Plan) -> list[Chart]:
         ]
         chart.bars(kinds, costs, name)
     return [chart]
+
+
+def _short_names(plan: Plan) -> list[str]:
+    """The finalists by those of their choices in which they differ."""
+    rows = [(found.option.setup.profile.device, *map(str, _choices(found)[1:])) for found in plan.finalists]
+    differ = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
+    kept = differ if any(differ) else [True] * len(differ)
+    return [", ".join(word for word, keep in zip(row, kept, strict=True) if keep) for row in rows]
 
 
 def _title(workload: Workload, target: float) -> str:
