@@ -15,6 +15,9 @@ TIMEOUT_S = 2.0
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 TICK_S = 0.25
+WARN_EVERY_S = 60.0
+"""The same trouble with the same engine is logged so often."""
+
 LARGEST_ANSWER = 1 << 20
 PATH = "/v1/transfer"
 
@@ -35,6 +38,7 @@ class Dialer:
         self._wanted: set[str] = set()
         self._connected: set[str] = set()
         self._found: dict[str, set[str]] = {url: set() for url in urls}
+        self._said_s: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -62,7 +66,10 @@ class Dialer:
         """The connection to an address has ended; it is dialled again if it belongs to one of the engines."""
         if not address:
             return
-        logger.warning("no KV from %s for now: %s", address, why)
+        now_s = time.monotonic()
+        if now_s - self._said_s.get((address, why), -WARN_EVERY_S) >= WARN_EVERY_S:
+            self._said_s = {(address, why): now_s}
+            logger.warning("no KV from %s for now: %s", address, why)
         with self._lock:
             self._connected.discard(address)
 
