@@ -1,4 +1,4 @@
-"""instructor: objects out of tool mode and JSON schema mode."""
+"""instructor: objects out of tool mode and JSON schema mode, whole and streamed in part."""
 
 import instructor
 import openai
@@ -16,14 +16,19 @@ class Animal(BaseModel):
 def made(target: Target, mode: instructor.Mode) -> None:
     plain = openai.OpenAI(base_url=target.v1, api_key="none", max_retries=0, timeout=60)
     client = instructor.from_openai(plain, mode=mode)
-    animal = client.chat.completions.create(
-        model=target.model,
-        messages=[{"role": "user", "content": "Name an animal."}],
-        response_model=Animal,
-        max_tokens=300,
-        max_retries=0,
-    )
+    options = {
+        "model": target.model,
+        "messages": [{"role": "user", "content": "Name an animal."}],
+        "response_model": Animal,
+        "max_tokens": 300,
+        "max_retries": 0,
+        "temperature": 0,
+    }
+    animal = client.chat.completions.create(**options)
     expect(isinstance(animal, Animal), f"{mode} gave {animal}")
+    parts = list(client.chat.completions.create_partial(**options))
+    expect(len(parts) > 1, f"{mode} streamed in one piece")
+    Animal.model_validate(parts[-1].model_dump())
 
 
 def tool_mode(target: Target) -> None:
