@@ -380,3 +380,25 @@ def test_probes_never_take_a_request_down_with_them():
             assert router.metrics.retries == 0
 
     run(main())
+
+
+@pytest.mark.parametrize("unhealthy", [False, True])
+def test_a_stream_that_does_not_begin_is_tried_elsewhere(unhealthy):
+    async def main():
+        async def never(asked, writer):
+            stuck.health = 503 if unhealthy else 200
+            await asyncio.Event().wait()
+
+        limits = {"health_check_timeout_secs": 0.1} if unhealthy else {"first_byte_timeout_secs": 0.2}
+        async with (
+            FakeWorker("stuck", on_request=never) as stuck,
+            FakeWorker("good") as good,
+            routing(stuck, good, policy="round_robin", **limits) as (router, client),
+        ):
+            asked = {"stream": not unhealthy}
+            answers = [client.complete(f"p {i}", **asked) for i in range(2)]
+            assert [one.json["worker"] for one in await asyncio.gather(*answers)] == ["good", "good"]
+            assert stuck.asked
+            assert router.metrics.retries == 1
+
+    asyncio.run(asyncio.wait_for(main(), 20))
