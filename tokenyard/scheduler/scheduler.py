@@ -18,7 +18,6 @@ import numpy as np
 
 from tokenyard.base import (
     NS_PER_S,
-    AbortCause,
     Arrived,
     Cancel,
     CostModel,
@@ -50,6 +49,7 @@ from tokenyard.policy import NO_PRIORITY
 from tokenyard.policy.adaptive import changed
 from tokenyard.policy.priority_function import MOST_BOOST, RequestView
 from tokenyard.scheduler.committer import Committer
+from tokenyard.scheduler.intake import take_in
 from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.live_view import LiveView, take_live_view
 from tokenyard.scheduler.lookahead_state import LookaheadState, take_lookahead_state
@@ -58,9 +58,6 @@ from tokenyard.scheduler.plan_builder import PlanBuilder
 from tokenyard.scheduler.planner import Planner
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.scheduler.state import SchedulerState
-
-Refusal = tuple[AbortCause, str]
-"""Why a request is refused, in one word and in one sentence."""
 
 
 @dataclass(slots=True)
@@ -106,86 +103,9 @@ class Scheduler:
 
     def submit(self, event: Submit, now: int) -> None:
         """A request joins the queue, one row per answer; one that can never run or finds a full queue ends at once."""
-        request = event.request
-        refusal = self._refusal(request)
-        rows = [self.state.table.add(request, request.number + answer, now) for answer in range(request.sampling.n)]
-        self.state.table.limit[rows] = np.minimum(self.state.table.limit[rows], self.state.longest - 1)
-        self.state.observer.submitted(len(request.prompt_ids), len(rows))
-        if refusal is None and not event.accepted:
-            refusal = self._make_room(rows, now)
-        if refusal is not None:
-            self.state.observer.counters.rejected += len(rows)
-            for row in rows:
-                self.state.end(row, "abort", now, message=refusal[1], cause=refusal[0])
-            return
-        if len(request.output_ids) and self._end_whole_answer(request, rows[0], now):
-            return
-        if len(rows) > 1 and self.state.memory.tree.enabled:
-            self.state.table.request_state(rows[0]).followers = [
-                request.number + answer for answer in range(1, len(rows))
-            ]
-            self.state.table.gates[rows[1:]] |= Gate.GROUP
-        if request.grammar:
-            self.state.table.gates[rows] |= Gate.GRAMMAR
-        if request.awaits_kv:
-            self.state.table.gates[rows] |= Gate.KV
-        if request.handover:
-            self.state.table.limit[rows] = np.minimum(self.state.table.limit[rows], self.state.table.known[rows])
-        for row in rows:
-            self.state.join(row, now)
-            if self._paused:
-                self._hold_clocks([row], now)
-
-    def _refusal(self, request: Request) -> Refusal | None:
-        """Why a request is refused, or None."""
-        if self.state.table.row_of(request.number) is not None:
-            raise ValueError(f"request number {request.number} is in use")
-        prompt, settings = len(request.prompt_ids), self.state.settings
-        if prompt == 0:
-            return "invalid", "the prompt is empty"
-        if prompt >= self.state.longest:
-            return "too_long", f"the prompt has {prompt} tokens; at most {self.state.longest - 1} fit here"
-        if len(request.output_ids) and request.sampling.n > 1:
-            return "invalid", "a request with an answer begun (output_ids) has one answer; send it with n = 1"
-        if request.priority is not None and settings.abort_on_priority_when_disabled:
-            message = "priorities are off here (see --enable-priority-scheduling); send the request without one"
-            return "invalid", message
-        return None
-
-    def _end_whole_answer(self, request: Request, row: int, now: int) -> bool:
-        """End a request that arrives with a complete answer, as its last token would have; False if it is not."""
-        state, last = self.state, int(request.output_ids[-1])
-        if last in state.stop_token_ids(request.sampling):
-            state.end(row, "stop", now, matched=last)
-        elif state.table.known[row] > state.table.limit[row]:
-            state.end(row, "length", now)
-        else:
-            return False
-        return True
-
-    def _make_room(self, rows: list[int], now: int) -> Refusal | None:
-        """Make room in a full queue for new `rows` by ending requests that the policy displaces; returns like
-        `_refusal`.
-        """
-        state, full = self.state, self.state.settings.max_queued_requests
-        tenant = state.table.request(rows[0]).tenant
-        if state.limits.queue_is_full(state.table, tenant, state.waiting.rows, rows):
-            message = f"tenant {tenant!r} has the most waiting requests that it may have; try again later"
-            return "tenant_limit", message
-        if full < 0:
-            return None
-        waiting, leaving = state.waiting.rows.copy(), []
-        while len(waiting) + len(rows) > full:
-            victim = state.policy.displaced(state.table, waiting, rows[0])
-            if victim is None:
-                return "queue_full", f"the queue is full ({full} requests wait); try again later"
-            leaving.append(victim)
-            waiting = waiting[waiting != victim]
-        message = "a more urgent request took its place in a full queue"
-        for victim in leaving:
-            state.end(victim, "abort", now, message=message, cause="displaced")
-        state.sweep()
-        return None
+        rows = take_in(self.state, event, now)
+        if self._paused:
+            self._hold_clocks(rows, now)
 
     def cancel(self, event: Cancel, now: int) -> None:
         """End the given requests, or all; numbers that are gone already are ignored."""
