@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -220,15 +221,18 @@ def test_streams_outlive_a_killed_scheduler_without_gap_or_repeat():
     assert "the scheduler was killed by signal 9; rank 0 starts again" in server.log
 
 
-def test_a_dead_engine_ends_requests_and_the_server(slow_server):
-    stream = Stream(slow_server, 900)
+def test_an_engine_that_cannot_start_again_ends_requests_and_the_server(tmp_path):
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    server = Server(*SLOW, "--model", str(folder))
+    stream = Stream(server, 900)
     assert stream.begun.wait(20)
-    for pid in slow_server.children():
+    shutil.rmtree(folder)
+    for pid in server.children():
         os.kill(pid, signal.SIGKILL)
-    assert slow_server.wait() == 1
+    assert server.wait() == 1
     stream.join(10)
     assert events(stream.text)[-1]["error"]["code"] == "engine_dead"
-    assert "tokenyard: " in slow_server.log
+    assert "tokenyard: " in server.log
 
 
 def test_a_model_that_cannot_load_ends_with_a_reason(tmp_path):
