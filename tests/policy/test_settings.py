@@ -71,6 +71,7 @@ ELSEWHERE = {
     "context_length": "the model's; tests/engine/test_config.py",
     "max_in_flight": "the event loop's; tests/property/test_event_loops.py",
     "radix_eviction_policy": "tests/cache/test_eviction.py",
+    "dp_size": "an engine's ranks; tests/policy/test_tenants_across_ranks.py",
     "enable_kv_events": "changes no plan; tests/engine/test_kv_events.py",
 }
 """Settings that are tested where they belong."""

@@ -52,7 +52,8 @@ def serve(namespace: argparse.Namespace) -> int:
             raise
         log.critical("%s", error.message)
         status = USAGE_ERROR
-    log.info("stopped, with exit status %d", status)
+    if status != USAGE_ERROR:
+        log.info("stopped, with exit status %d", status)
     return status
 
 

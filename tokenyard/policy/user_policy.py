@@ -203,6 +203,17 @@ class Guarded(Wrapper):
         self.ask(lambda: self.inner.charge_decode(read_only(rows)), None)
 
     @override
+    def served_elsewhere(self, tenant: int, name: str, service: float) -> None:
+        self.ask(lambda: self.inner.served_elsewhere(tenant, name, service), None)
+
+    @override
+    def drain_service(self) -> dict[int, float]:
+        nothing: dict[int, float] = {}
+        return self.ask(
+            lambda: {int(tenant): float(value) for tenant, value in self.inner.drain_service().items()}, nothing
+        )
+
+    @override
     def measures(self, rows: Int32Array) -> dict[str, float]:
         nothing: dict[str, float] = {}
         return self.ask(

@@ -129,7 +129,7 @@ class Dispatcher:
             self._forget_prefilled()
         if prompt.digests and policy.needs_prefix:
             blocks = [self.index.match(state.name, prompt.digests) for state in states]
-            matched = [int(prompt.share(held) * parsed.tokens) if held else 0 for held in blocks]
+            matched = [round(prompt.share(held) * parsed.tokens) if held else 0 for held in blocks]
             waiter.matched = dict(zip(targets, matched, strict=True))
         waiter.features = Features(parsed.tokens, matched, parsed.key, parsed.session)
         return policy.rank(waiter.features, states)

@@ -152,7 +152,7 @@ class SimRouter:
             return []
         match, digests = self.index.match, prompt.digests
         blocks = [match(target.name, digests) for target in targets]
-        return [int(prompt.share(held) * prompt.size) if held else 0 for held in blocks]
+        return [round(prompt.share(held) * prompt.size) if held else 0 for held in blocks]
 
     def hear(self, scheduler: int, target: int, records: list[Any]) -> None:
         """What has changed in the cache of a scheduler of a target."""
