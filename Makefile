@@ -12,7 +12,9 @@ TORCH_FLAGS = $(shell command -v nvidia-smi >/dev/null 2>&1 || $(PYTHON) -c '$(P
 
 # OpenMP's threads would get in each other's way, as the tests use all cores themselves.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-PARALLEL = -n logical --maxprocesses 4 --dist worksteal
+# One more than there are cores, as many tests wait for servers that start.
+WORKERS = $(shell $(BIN)/python -c "import os; print(min(4, os.cpu_count() + 1))")
+PARALLEL = -n $(WORKERS) --dist worksteal
 
 .PHONY: serve fleet test test-all test-world goodput clients lint package docs clean
 

@@ -66,6 +66,7 @@ def kill(server):
     server.process.wait()
 
 
+@pytest.mark.slow
 def test_a_fleet_answers_and_a_killed_engine_costs_no_whole_answer():
     flags = ("--executor", "mock", "--mock-step-ms", "5")
     servers = [Server(*flags) for _ in range(2)]

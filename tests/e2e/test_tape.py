@@ -64,7 +64,13 @@ def check(path, log):
     return kinds
 
 
-@pytest.mark.parametrize("flags", [["--schedule-policy", "lpm"], ["--enable-priority-scheduling", "--page-size", "4"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--enable-priority-scheduling", "--page-size", "4"],
+        pytest.param(["--schedule-policy", "lpm"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_mock_server_under_load(tmp_path, flags):
     path = tmp_path / "s.tape"
     fast = ["--executor", "mock", "--mock-profile", "h100/llama-3-8b", "--max-total-tokens", "1200"]

@@ -102,7 +102,9 @@ async def begun(*readings, tokens=20):
     await until(all_begun)
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(
+    "kind", [*ENGINES][:1] + [pytest.param(kind, marks=pytest.mark.slow) for kind in [*ENGINES][1:]]
+)
 def test_streams_go_on_without_gap_or_repeat(kind):
     options = [
         {"tokens": 200},
@@ -173,7 +175,9 @@ def with_own_code(**settings):
     return config
 
 
-@pytest.mark.parametrize("policy", ["Swallows", "Measures", "Exits"])
+@pytest.mark.parametrize(
+    "policy", ["Swallows", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Measures", "Exits"))]
+)
 def test_a_policy_that_ends_or_stops_its_process_makes_way_for_fcfs(policy, monkeypatch, caplog):
     monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.own_code")
 

@@ -88,7 +88,7 @@ def test_where_memory_is_short_drafts_cost_no_request_its_pages(policy):
     assert ends(drafting) == ends(plain)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [2, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 3))])
 def test_random_events_lose_no_page(depth):
     rng = random.Random(depth)
     yard = make_yard(5, 0.7, depth, 20, 4, headroom="none")
