@@ -61,9 +61,21 @@ class ForcedSampler:
             prompt = start.known_ids[: start.prompt_tokens].tolist()
             self._texts[start.pool_row] = np.array(prompt + self.references[tuple(prompt)], np.int64)
 
-    def sample(self, logits: torch.Tensor, pool_rows: np.ndarray, positions: np.ndarray, masks: Any) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, pool_rows: np.ndarray, positions: np.ndarray, masks: Any = None
+    ) -> torch.Tensor:
         """The reference's tokens at the positions, after sampling in full."""
         self._sampler.sample(logits, pool_rows, positions, masks)
+        return self._forced(pool_rows, positions)
+
+    def sample_runs(
+        self, logits: torch.Tensor, pool_rows: np.ndarray, positions: np.ndarray, drafts: np.ndarray, masks: Any = None
+    ) -> torch.Tensor:
+        """The same where rows verify drafts."""
+        self._sampler.sample_runs(logits, pool_rows, positions, drafts, masks)
+        return self._forced(pool_rows, positions)
+
+    def _forced(self, pool_rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         pairs = zip(pool_rows.tolist(), positions.tolist(), strict=True)
         # Past the end, a draft is sampled that no answer keeps.
         tokens = [self._texts[row][min(position, len(self._texts[row]) - 1)] for row, position in pairs]
