@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.router.choices import Taped
 from tokenyard.base import Request, SamplingParams
 from tokenyard.engine.balance import LOAD_BALANCE_METHODS, Balancer
-from tokenyard.router.choice import Taped, make_policy, prompt_key
+from tokenyard.router.choice import make_policy, prompt_key
 from tokenyard.router.index import token_prompt
 from tokenyard.router.load import Speed, TargetState
 from tokenyard.sim.fleet import Fleet

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.router.choices import Choice, Taped
 from tokenyard.base import ConfigError
 from tokenyard.router.choice import (
     CACHED,
@@ -8,10 +9,8 @@ from tokenyard.router.choice import (
     SPILLED_BY_BOUND,
     SPILLED_FOR_LOAD,
     STICKY,
-    Choice,
     Features,
     PolicyOptions,
-    Taped,
     make_policy,
     rendezvous,
     text_key,
