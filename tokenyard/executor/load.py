@@ -60,12 +60,7 @@ def load_executor(
     data-parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and
     memory is shared by the ranks on one device. Raises ConfigError, in one line, for whatever does not fit.
     """
-    target = choose_device(device)
-    sharing = ranks
-    if target.type == "cuda" and device in ("auto", "cuda"):
-        devices = torch.cuda.device_count()
-        target = torch.device("cuda", rank % devices)
-        sharing = len(range(rank % devices, ranks, devices))
+    target, sharing = _device_of_rank(device, rank, ranks)
     if target.type == "cuda":
         _prepare_cuda(target)
     if threads:
@@ -128,6 +123,15 @@ def choose_device(name: str) -> torch.device:
     if not torch.cuda.is_available() or device.index >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def _device_of_rank(name: str, rank: int, ranks: int) -> tuple[torch.device, int]:
+    """The device of a rank, and how many ranks share its memory. Ranks take CUDA devices in turn if none is named."""
+    target = choose_device(name)
+    if target.type != "cuda" or name not in ("auto", "cuda"):
+        return target, ranks
+    devices = torch.cuda.device_count()
+    return torch.device("cuda", rank % devices), len(range(rank % devices, ranks, devices))
 
 
 def _prepare_cuda(device: torch.device) -> None:
