@@ -84,7 +84,7 @@ def measure(name: str, address: tuple[str, int], parts: dict[str, psutil.Process
 
 
 def measure_ours(options: argparse.Namespace, ranks: int = 1) -> None:
-    """Our side, with so many data-parallel ranks."""
+    """Our side, with `ranks` data-parallel ranks."""
     flags = ["--dp-size", str(ranks)] if ranks > 1 else []
     flags += ["--port", "0", "--executor", "mock", "--mock-step-ms", str(options.step_ms), "--log-level", "warning"]
     command = [sys.executable, "-m", "tokenyard", "serve", *flags, "--max-running-requests", str(options.streams)]
