@@ -14,8 +14,8 @@ from tokenyard.base import SchedulerSettings
 from tokenyard.base.declare import check_declared, check_rules, declarations, setting
 from tokenyard.base.ranges import ABOVE_ZERO, ANY_COUNT, POSITIVE, POSITIVE_COUNT, TARGET_MS, Allowed
 from tokenyard.base.settings import SharedSettings
-from tokenyard.engine.balance import LOAD_BALANCE_METHODS
 from tokenyard.engine.sampling_defaults import SAMPLING_DEFAULTS
+from tokenyard.router.balance import LOAD_BALANCE_METHODS
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 DEFAULT_CONTEXT_LENGTH = 2048

@@ -16,12 +16,12 @@ from tokenyard.base import (
     TextOptions,
     TokenBatch,
 )
-from tokenyard.engine.balance import Balancer
 from tokenyard.engine.processes.messages import Heartbeat
 from tokenyard.engine.spec import GenerateSpec
 from tokenyard.engine.text.chat_template import ChatTemplate
 from tokenyard.engine.text.text_assembler import TextAssembler
 from tokenyard.engine.tokenizer_manager import TokenizerManager
+from tokenyard.router.balance import Balancer
 
 
 class Wires:

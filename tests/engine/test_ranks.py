@@ -20,11 +20,11 @@ from tokenyard.base import (
     SetPolicy,
     TenantSettings,
 )
-from tokenyard.engine.balance import Balancer
 from tokenyard.engine.client import SchedulerClient
 from tokenyard.engine.continuation import begun_answers, continued
 from tokenyard.engine.processes.messages import Fenced, Heartbeat, Reply
 from tokenyard.engine.ranks import Ranks, merged
+from tokenyard.router.balance import Balancer
 
 
 def beat(*, doing="idle", doing_ns=0, counters=None):

@@ -24,15 +24,16 @@ MAY_IMPORT = {
     "router.choice": {"base", "router.load"},
     "router.index": {"base", "cost"},
     "router.queue": set(),
+    "router.balance": {"base", "policy", "router.load", "router.choice", "router.index"},
     "router": {"base", "cost", "policy", "router.load", "router.choice", "router.index", "router.queue", "ui"},
     "sim": {
         *("base", "cache", "cost", "policy", "scheduler", "tape"),
-        *("transfer.protocol", "router.load", "router.choice", "router.index", "router.queue", "ui"),
+        *("transfer.protocol", "router.load", "router.choice", "router.index", "router.queue", "router.balance", "ui"),
     },
     "transfer.protocol": {"base"},
     "engine": {
         *("base", "cost", "policy", "scheduler", "tape", "transfer", "transfer.protocol"),
-        *("router.load", "router.choice", "router.index"),
+        *("router.load", "router.choice", "router.index", "router.balance"),
     },
     "ui": set(),
     "server": {"base", "engine", "ui"},
@@ -41,7 +42,7 @@ MAY_IMPORT = {
 }
 PURE = (
     *("base", "cache", "cost", "policy", "scheduler", "tape", "sim"),
-    *("router.load", "router.choice", "router.index", "router.queue", "transfer.protocol"),
+    *("router.load", "router.choice", "router.index", "router.queue", "router.balance", "transfer.protocol"),
 )
 BANNED = {"torch", "time", "asyncio", "socket", "threading", "multiprocessing", "zmq", "random"}
 SIM_MAY = {"time", "multiprocessing"}

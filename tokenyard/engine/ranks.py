@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tokenyard.base import InvalidRequestError, OverloadedError, Pause, Request, Resume, SetPolicy, TokenyardError
-from tokenyard.engine.balance import Balancer, Place
 from tokenyard.engine.client import CALL_TIMEOUT_S, SchedulerClient
 from tokenyard.engine.processes.messages import ToScheduler, Verb
+from tokenyard.router.balance import Balancer, Place
 
 SILENT_S = 5.0
 """A rank of which nothing was heard for so long gets no new requests while others are well."""
@@ -111,8 +111,8 @@ class Ranks:
         the others, those `without` and those that are silent come into question only if there is none else.
         """
         if self.all_restart:
-            absent = [self.absent_rank(rank) for rank in self.balancer.may_serve(request)]
-            place = self.balancer.choose(request, absent)
+            ranks = list(self.balancer.may_serve(request))
+            place = self.balancer.choose(request, ranks, time.monotonic())
             return self.absent_rank(place.rank), place
         if not self._clients:
             return self.absent, None
@@ -123,7 +123,7 @@ class Ranks:
             if not clients:
                 return self.absent_rank(min(parts)), None
             clients = _eligible(clients, wanted, without)
-        place = self.balancer.choose(request, clients)
+        place = self.balancer.choose(request, [client.rank for client in clients], time.monotonic())
         return next(client for client in clients if client.rank == place.rank), place
 
     def pause(self, event: Pause | Resume) -> None:

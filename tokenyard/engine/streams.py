@@ -9,10 +9,10 @@ from types import coroutine
 from typing import Any
 
 from tokenyard.base import NS_PER_S, Finish, OverloadedError, Request, TokenLogprobs, TokenyardError
-from tokenyard.engine.balance import Place
 from tokenyard.engine.client import SchedulerClient
 from tokenyard.engine.processes.messages import TextBatch
 from tokenyard.engine.spec import OutputDelta
+from tokenyard.router.balance import Place
 
 Reader = Callable[[OutputDelta], Coroutine[Any, Any, None]]
 Ended = Callable[[OutputDelta], None]

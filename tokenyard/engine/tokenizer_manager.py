@@ -28,7 +28,6 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
-from tokenyard.engine.balance import Balancer, Place
 from tokenyard.engine.client import Link, SchedulerClient
 from tokenyard.engine.continuation import begun_answers, continued, untold
 from tokenyard.engine.processes.messages import Fence, Fenced, Heartbeat, Reply, TextBatch, ToApi
@@ -40,6 +39,7 @@ from tokenyard.engine.streams import Ended, Reader, Stream, StreamTable
 from tokenyard.engine.text.chat_messages import Message
 from tokenyard.engine.text.chat_template import ChatTemplate, render_within
 from tokenyard.engine.text.text_assembler import TextAssembler, ends_batch
+from tokenyard.router.balance import Balancer, Place
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ class TokenizerManager:
         self.ranks.join(client)
         for absent in (self.ranks.absent, self.ranks.absent_rank(rank)):
             for stream in self._streams.of(absent):
-                self._place(stream, client, self.ranks.balancer.choose(stream.request, [client]))
+                self._place(stream, client, self.ranks.balancer.choose(stream.request, [rank], time.monotonic()))
 
     def rank_lost(self, source: int, reason: str, *, distrust: bool) -> None:
         """A scheduler process has ended. Its requests go on elsewhere, each from the last token that came of it.

@@ -14,7 +14,8 @@ import numpy as np
 
 from tokenyard.base import NS_PER_S, Finish, Request
 from tokenyard.base.blocks import BLOCK_TOKENS
-from tokenyard.router.choice import KEY_BYTES, Features, PolicyOptions, beginning_key, make_policy, mix, prompt_key
+from tokenyard.router.balance import Balancer, Place
+from tokenyard.router.choice import KEY_BYTES, Features, PolicyOptions, beginning_key, make_policy, mix
 from tokenyard.router.index import KvBlocks, PrefixIndex, Prompt, token_prompt
 from tokenyard.router.load import Sent, Speed, TargetState
 from tokenyard.router.queue import Waiting, WaitingQueue
@@ -29,7 +30,9 @@ SWEEP_NS = NS_PER_S // 4
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request under way at a router. target: where it is, -1 while it waits. sent: how its load is counted there."""
+    """A request under way at a router. target: where it is, -1 while it waits. sent: how its load is counted there.
+    place: its place among the ranks of an engine that chooses one itself.
+    """
 
     request: Request
     router: "SimRouter"
@@ -38,6 +41,7 @@ class Call:
     target: int = -1
     scheduler: int = -1
     sent: Sent | None = None
+    place: Place | None = None
     tried: set[int] = field(default_factory=set)
     waiting: "Waiting[Call] | None" = None
 
@@ -172,50 +176,6 @@ class SimRouter:
             self._blocks[scheduler] = KvBlocks()
 
 
-class RankBalancer:
-    """How an engine with several ranks chooses one, where its router does not."""
-
-    def __init__(self, method: str, ranks: int, pool_tokens: int) -> None:
-        self._policy = make_policy(method)
-        speed = Speed()
-        self._ranks = [TargetState(f"rank {rank}", speed) for rank in range(ranks)]
-        self._index = PrefixIndex(INDEX_BYTES)
-        for state in self._ranks:
-            self._index.limit(state.name, pool_tokens // BLOCK_TOKENS)
-        self._open: dict[int, Sent] = {}
-
-    def choose(self, call: Call, now_s: float) -> int:
-        """The rank for a request, which is counted there."""
-        digests = token_prompt(call.request.prompt_ids).digests if self._policy.needs_prefix else ()
-        matched = [BLOCK_TOKENS * self._index.match(state.name, digests) for state in self._ranks]
-        features = Features(call.tokens, matched, prompt_key(digests))
-        rank = self._policy.rank(features, self._ranks).order[0]
-        state = self._ranks[rank]
-        self._policy.sent(features, state)
-        self._index.insert(state.name, digests)
-        self._open[call.request.number] = Sent(state, call.tokens, matched[rank], now_s)
-        return rank
-
-    def first_token(self, number: int, now_s: float) -> None:
-        """The answer to request `number` begins."""
-        self._open[number].first_token(now_s)
-
-    def finished(self, number: int, cached_tokens: int) -> None:
-        """Request `number` has ended."""
-        sent = self._open.pop(number)
-        sent.hit(cached_tokens)
-        sent.end()
-
-    def lost(self) -> None:
-        """The engine has died with all that it had."""
-        for sent in self._open.values():
-            sent.end()
-        self._open.clear()
-        for state in self._ranks:
-            self._index.drop(state.name)
-            state.forget()
-
-
 Send = Callable[[Request, int, int], None]
 """(request, scheduler, now in ns)"""
 
@@ -244,10 +204,10 @@ class Routing:
         self._late: deque[tuple[int, int, list[Any]]] = deque()
         self._loss = np.random.default_rng([seed, LOSS_STREAM])
 
-    def _balancer(self) -> RankBalancer | None:
+    def _balancer(self) -> Balancer | None:
         if self._places.per_target == 1:
             return None
-        return RankBalancer(self._fleet.load_balance_method, self._places.ranks, self._places.pool_tokens)
+        return Balancer(self._fleet.load_balance_method, self._places.ranks, self._places.pool_tokens)
 
     def arrive(self, request: Request, now: int) -> None:
         """A request comes to one of the routers: it is sent, or waits, or is refused."""
@@ -285,7 +245,8 @@ class Routing:
         call.scheduler = call.target * self._places.per_target
         balancer = self._balancers[call.scheduler // self._places.ranks]
         if balancer is not None:
-            call.scheduler += balancer.choose(call, now / NS_PER_S)
+            call.place = balancer.choose(call.request, range(self._places.ranks), now / NS_PER_S)
+            call.scheduler += call.place.rank
         self._send(call.request, call.scheduler, now)
 
     def next_sweep_ns(self, now: int) -> int:
@@ -304,9 +265,8 @@ class Routing:
         call = self._open[number]
         assert call.sent is not None
         call.sent.first_token(now / NS_PER_S)
-        balancer = self._balancers[call.scheduler // self._places.ranks]
-        if balancer is not None:
-            balancer.first_token(number, now / NS_PER_S)
+        if call.place is not None:
+            call.place.first_token(now / NS_PER_S)
         self.first_seen.setdefault(number, now)
 
     def finished(self, finish: Finish) -> None:
@@ -315,9 +275,9 @@ class Routing:
         assert call.sent is not None
         call.sent.hit(finish.cached_tokens)
         call.sent.end()
-        balancer = self._balancers[call.scheduler // self._places.ranks]
-        if balancer is not None:
-            balancer.finished(finish.number, finish.cached_tokens)
+        if call.place is not None:
+            call.place.hit(finish.cached_tokens)
+            call.place.end()
         self.room = True
 
     def told(self, scheduler: int, records: list[Any], now: int) -> None:
@@ -348,14 +308,18 @@ class Routing:
             for router in self._routers:
                 router.died(target, range(first, first + self._places.per_target))
         self._late = deque(entry for entry in self._late if entry[1] not in schedulers)
-        balancer = self._balancers[replica]
-        if balancer is not None:
-            balancer.lost()
         lost = [call for call in self._open.values() if call.scheduler in schedulers]
         for call in lost:
             assert call.sent is not None
             del self._open[call.request.number]
             call.sent.end()
+            if call.place is not None:
+                call.place.end()
+        balancer = self._balancers[replica]
+        if balancer is not None:
+            for rank in range(self._places.ranks):
+                balancer.lost(rank)
+        for call in lost:
             self.room = True
             self._start(call, now)
 

@@ -41,7 +41,7 @@ class EngineConfig:
     """Settings of one engine.
 
     ranks: schedulers with a model of their own side by side, among which requests are shared out; load_balance_method:
-    how (`engine.balance`). Limits are those of all ranks together, see `for_rank`.
+    how (`router.balance`). Limits are those of all ranks together, see `for_rank`.
     executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.

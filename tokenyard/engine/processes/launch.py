@@ -12,7 +12,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from tokenyard.base import ExecutorInfo
-from tokenyard.engine.balance import Balancer
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.ipc import SocketDirectory
 from tokenyard.engine.processes.link import SocketLink
@@ -22,6 +21,7 @@ from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template
 from tokenyard.engine.text.text_assembler import TextAssembler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 from tokenyard.engine.tokenizer_manager import TokenizerManager
+from tokenyard.router.balance import Balancer
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,7 @@
-"""Which rank gets a request: the router's policies and index (`router.choice`, `router.index`), within one engine."""
+"""Which rank of an engine gets a request: the router's policies and index, for the engine and the simulator. Pure."""
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from tokenyard.base import Request, SchedulerSettings
 from tokenyard.base.blocks import BLOCK_TOKENS, root_digest
@@ -67,14 +65,6 @@ class Place:
             self._level = None
 
 
-class Candidate(Protocol):
-    """A scheduler that may get a request."""
-
-    @property
-    def rank(self) -> int:
-        """Its place in the engine."""
-
-
 class Balancer:
     """Knows what each of `ranks` ranks has, as `router.load` counts it, and what its cache should hold.
 
@@ -89,37 +79,35 @@ class Balancer:
         ranks: int = 1,
         pool_tokens: int = 0,
         settings: SchedulerSettings | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` tells seconds. Raises ConfigError for an unknown method."""
+        """Raises ConfigError for an unknown method."""
         self.ranks = ranks
         self.settings = settings or SchedulerSettings()
         self.policy = make_policy(method)
         self.index = PrefixIndex(INDEX_BYTES)
         speed = Speed()
         self.loads = [TargetState(f"rank {rank}", speed) for rank in range(ranks)]
-        self._clock = clock
         self._levels: list[dict[int, LevelLoad]] = [{} for _ in range(ranks)]
         for load in self.loads:
             self.index.limit(load.name, pool_tokens // BLOCK_TOKENS)
 
-    def choose(self, request: Request, candidates: Sequence[Candidate]) -> Place:
-        """The place of a request that goes now to one of `candidates`, of which there is at least one."""
-        loads, tokens = [self.loads[one.rank] for one in candidates], len(request.prompt_ids)
+    def choose(self, request: Request, candidates: Sequence[int], now_s: float) -> Place:
+        """The place of a request that goes now to one of the ranks `candidates`, of which there is at least one."""
+        loads, tokens = [self.loads[rank] for rank in candidates], len(request.prompt_ids)
         if self.ranks == 1:
-            return Place(0, Sent(loads[0], tokens, 0, self._clock()), None)
+            return Place(0, Sent(loads[0], tokens, 0, now_s), None)
         prompt = Prompt()
         if self.policy.needs_prefix:
             prompt = token_prompt(request.prompt_ids, root_digest(request.namespace))
         matched = [BLOCK_TOKENS * self.index.match(load.name, prompt.digests) for load in loads]
         features = Features(tokens, matched, prompt_key(prompt.digests), request.routing_key or "")
         level = self._level(request)
-        seen = loads if level is None else [self._as_seen(one.rank, level) for one in candidates]
+        seen = loads if level is None else [self._as_seen(rank, level) for rank in candidates]
         first = self.policy.rank(features, seen).order[0]
-        rank, load = candidates[first].rank, loads[first]
+        rank, load = candidates[first], loads[first]
         self.policy.sent(features, load)
         self.index.insert(load.name, prompt.digests)
-        sent = Sent(load, tokens, matched[first], self._clock())
+        sent = Sent(load, tokens, matched[first], now_s)
         return Place(rank, sent, None if level is None else self._levels[rank].setdefault(level, LevelLoad()))
 
     def may_serve(self, request: Request) -> Collection[int]:
