@@ -125,6 +125,22 @@ def test_wrong_flags_are_one_line(flags, message):
     assert "Traceback" not in ran.stderr
 
 
+def test_a_log_in_json_is_nothing_else():
+    command = [sys.executable, "-m", "tokenyard", "route", "--port", "0", "--log-format", "json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*command, "--worker-urls", "http://127.0.0.1:9"], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        lines = [json.loads(process.stderr.readline())]
+        process.send_signal(signal.SIGTERM)
+        lines += map(json.loads, process.stderr)
+    assert "routes at http://127.0.0.1:" in lines[0]["message"]
+    assert lines[-1]["message"] == "draining 0 open requests"
+    ran = subprocess.run([*command, "--worker-dns", "host"], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 2
+    assert "give host:port" in json.loads(ran.stderr)["message"]
+
+
 def test_the_environment_sets_what_flags_do_not():
     environ = {"TOKENYARD_ROUTE_WORKER_URLS": "http://a:1,http://b:2", "TOKENYARD_ROUTE_POLICY": "random"}
     settings = route_settings({"policy": "round_robin"}, environ)

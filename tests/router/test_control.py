@@ -145,10 +145,13 @@ def test_unknown_paths():
 
 def test_levers_go_to_all_workers():
     async def main():
-        async with FakeWorker() as a, FakeWorker() as b, routing(a, b) as (_, client):
+        async with FakeWorker() as a, FakeWorker() as b, routing(a, b) as (router, client):
+            await client.complete("x " * 900)
+            assert router.index.bytes > 0
             got = await client.ask("POST", "/flush_cache")
             assert got.json["success"] is True
-            assert [len(worker.asked) for worker in (a, b)] == [1, 1]
+            assert sorted(len(worker.asked) for worker in (a, b)) == [1, 2]
+            assert router.index.bytes == 0, "nothing is remembered of caches that were flushed"
 
     run(main())
 

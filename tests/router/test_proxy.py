@@ -59,6 +59,7 @@ def test_a_stream_comes_through_event_by_event():
             begun = await reader.readuntil(b'{"first":1}\n\n\r\n')
             assert b"transfer-encoding: chunked" in begun
             assert len(router.exchanges) == 1
+            assert sum(router.metrics.ttft_counts) == 1
             go.set()
             assert await reader.readuntil(LAST) == DONE + LAST
             writer.write(client.head("GET", "/health"))
@@ -332,6 +333,52 @@ def test_headers_of_a_connection_stay_on_it():
             asked = worker.asked[0].headers
             assert {"x-private", "te", "connection"}.isdisjoint(asked)
             assert (asked["x-kept"], asked["x-request-id"]) == ("2", "mine")
+
+    run(main())
+
+
+def test_a_worker_that_fails_gets_nothing_for_a_while_and_is_on_trial_then():
+    async def main():
+        failing = True
+
+        async def reply(asked, writer):
+            writer.write(answer({}, 500 if failing else 200))
+
+        breaker = {"cb_failure_threshold": 2, "cb_success_threshold": 2, "cb_timeout_secs": 3600}
+        async with (
+            FakeWorker("a", on_request=reply) as a,
+            FakeWorker("b") as b,
+            routing(a, b, policy="round_robin", retry_share=10, **breaker) as (router, client),
+        ):
+            target = router.workers.find("w0").targets[0]
+            for _ in range(8):
+                assert (await client.complete()).json == {"worker": "b"}
+            assert len(a.asked) == 2
+            assert target.breaker.state == "open"
+            failing, target.breaker.open_until_s = False, 0.0
+            while target.breaker.state == "open":
+                assert len(a.asked) <= 4
+                await client.complete()
+            assert len(a.asked) == 4, "as many as must go well"
+            target.breaker.failed(router.now())
+            assert target.breaker.state == "closed", "one failure after another success opens nothing"
+
+    run(main())
+
+
+def test_a_worker_that_comes_back_begins_with_a_closed_breaker():
+    async def main():
+        async with FakeWorker() as worker, routing(worker, cb_failure_threshold=1, cb_timeout_secs=3600) as (router, _):
+            target = router.workers.find("w0").targets[0]
+            target.breaker.failed(router.now())
+            assert target.breaker.state == "open"
+            await worker.stop()
+            while router.workers.find("w0").healthy:
+                await asyncio.sleep(0.005)
+            await worker.start()
+            while not router.workers.find("w0").healthy:
+                await asyncio.sleep(0.005)
+            assert target.breaker.state == "closed"
 
     run(main())
 

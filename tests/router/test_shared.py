@@ -143,7 +143,9 @@ def test_only_news_of_others_about_known_targets_counts():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("data", [b"", b"?\r\n", b"$x\r\n", b"-ERR no\r\n", b"$99999999999\r\n", b"+OK", b"*1\r\n"])
+@pytest.mark.parametrize(
+    "data", [b"", b"?\r\n", b"$x\r\n", b"-ERR no\r\n", b"$99999999999\r\n", b"+OK", b"*1\r\n", b"*1\r\n" * 2000]
+)
 def test_a_store_that_does_not_speak_resp_is_refused(data):
     async def main():
         reader = asyncio.StreamReader()

@@ -165,6 +165,7 @@ class FakeControl:
         self.profiled = False
         self.watched: list[tuple[bool, int]] = []
         self.down: set[int] = set()
+        self.lost = 0
         self.explanations: dict[str, list[Explanation]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -203,6 +204,9 @@ class FakeControl:
 
     async def rank_snapshots(self, timeout_s: float = 2.0) -> dict[int, dict[str, Any]]:
         return {rank: await self.snapshot() for rank in range(self.ranks) if rank not in self.down}
+
+    def losses(self) -> int:
+        return self.lost
 
     def rank_ages_s(self) -> dict[int, float]:
         return {rank: math.inf if rank in self.down else self.age_s for rank in range(self.ranks)}

@@ -150,6 +150,14 @@ def test_server_info_hides_keys(start):
     assert "secret" not in text
 
 
+def test_the_boot_id_changes_with_every_cache_that_is_lost(start):
+    told = []
+    for server in (start(), start()):
+        for server.manager.lost in (0, 0, 1):
+            told.append(server.client.get("/server_info").json()["boot_id"])
+    assert [told.index(one) for one in told] == [0, 0, 2, 3, 3, 5]
+
+
 def test_server_info_shows_the_sampling_defaults(start):
     server = start(default_sampling={"temperature": 0.8})
     assert server.client.get("/server_info").json()["default_sampling_params"] == {"temperature": 0.8}

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import setproctitle
 
-from tokenyard.base import Int32Array
-from tokenyard.base.log_format import TextFormatter
+from tokenyard.base import Int32Array, TokenyardError
 from tokenyard.cli.flags import ENV_PREFIX, add_setting_flags, resolve_values, settings_of
+from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.router.features import Tokenize
 from tokenyard.router.settings import GROUPS, RouterSettings
 
+log = logging.getLogger(__name__)
+
+USAGE_ERROR = 2
 ENV = ENV_PREFIX + "ROUTE_"
 MOST_TOKENIZED_CHARS = 400_000
 """A longer text is known by its bytes, as tokenizing it would hold up every stream."""
@@ -36,20 +40,25 @@ def route_settings(given: Mapping[str, Any], environ: Mapping[str, str] | None =
 
 
 def route(namespace: argparse.Namespace) -> int:
-    """Route until told to stop. Returns 0 after a signal, 2 for wrong settings."""
+    """Route until told to stop. Returns 0 after a signal, 2 for wrong settings, in JSON where logs are."""
     from tokenyard.router.serve import run, run_all
 
     settings = route_settings(vars(namespace))
-    handler = logging.StreamHandler()
-    handler.setFormatter(TextFormatter())
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
-    tokenize = make_tokenize(settings.tokenizer) if settings.tokenizer else None
+    setproctitle.setproctitle("tokenyard: router")
+    set_up_logging(settings.log_level, settings.log_format)
 
     def run_one(settings: RouterSettings, listener: socket.socket, announce: bool) -> None:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run(settings, listener, tokenize, announce=announce))
 
-    run_all(settings, run_one)
+    try:
+        tokenize = make_tokenize(settings.tokenizer) if settings.tokenizer else None
+        run_all(settings, run_one)
+    except TokenyardError as error:
+        if settings.log_format != "json":
+            raise
+        log.critical("%s", error.message)
+        return USAGE_ERROR
     return 0
 
 

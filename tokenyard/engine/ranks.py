@@ -39,6 +39,9 @@ class Ranks:
         self._policy: SetPolicy | None = None
         self._paused = False
         self._lost_ns: int | None = None
+        self.losses = 0
+        """How many schedulers have ended, each with its cache."""
+
         self.all_restart = False
         """Whether all schedulers are ended and started again, so that requests wait for the next process of a rank."""
 
@@ -84,6 +87,7 @@ class Ranks:
         if client is not None:
             client.close(error)
             self._lost_ns = now_ns
+            self.losses += 1
             self.balancer.lost(client.rank)
             self._count_past(client.counters)
         return client

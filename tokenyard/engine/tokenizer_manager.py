@@ -290,6 +290,10 @@ class TokenizerManager:
         """Return the counters of each rank that runs, as `snapshot` does of all together."""
         return await self.ranks.snapshots(timeout_s)
 
+    def losses(self) -> int:
+        """Return how many schedulers have ended so far."""
+        return self.ranks.losses
+
     def rank_ages_s(self) -> dict[int, float]:
         """Return for each rank the seconds since it was known to be well; infinite for one that does not run."""
         return self.ranks.ages_s(time.monotonic_ns())

@@ -169,6 +169,8 @@ class Control:
                 )
             except OSError:
                 return {"worker": worker.name, "status": None}
+            if request.path == "/flush_cache" and status < 300:
+                router.workers.flushed(worker)
             return {"worker": worker.name, "status": status}
 
         told = await asyncio.gather(*(one(worker) for worker in router.workers if worker.healthy))

@@ -295,7 +295,9 @@ class Exchange(Job, Reader, Waiter):
         assert head is not None
         assert sent is not None
         if self.parsed.stream and head.status == 200:
-            sent.first_token(self._router.now())
+            now = self._router.now()
+            sent.first_token(now)
+            self._router.metrics.first_byte(now - self.began_s)
         self._started = True
         self._last = data
         self._front.begin(b"HTTP/1.1 %d %b" % (head.status, head.reason), self._answer_headers(head), data)

@@ -69,8 +69,9 @@ def check_urls(urls: Sequence[str]) -> None:
 async def run(
     settings: RouterSettings, listener: socket.socket, tokenize: Tokenize | None = None, *, announce: bool = True
 ) -> None:
-    """Route until a signal, then let open requests end; says on standard error where it listens if it shall `announce`
-    that. Raises ConfigError for wrong workers or certificates.
+    """Route until a signal, then let open requests end; with `announce` says on standard error where it listens.
+
+    Raises ConfigError for wrong workers or certificates.
     """
     router, context, found = Router(settings, tokenize), tls_context(settings), sources(settings)
     events = KvEvents(router, settings.kv_events, settings.kv_events_replay) if settings.kv_events else None
@@ -163,5 +164,9 @@ def run_all(settings: RouterSettings, run_one: Callable[[RouterSettings, socket.
 def _say_ready(settings: RouterSettings, listener: socket.socket) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     scheme = "https" if settings.tls_cert_path else "http"
+    line = f"Tokenyard routes at {scheme}://{host}:{listener.getsockname()[1]}"
+    if settings.log_format == "json":
+        log.info("%s", line)
+        return
     with contextlib.suppress(OSError):
-        print(f"Tokenyard routes at {scheme}://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)

@@ -142,6 +142,7 @@ class RouterSettings:
     log_level: str = setting(
         "info", "logging", "least level that is logged", choices=("debug", "info", "warning", "error")
     )
+    log_format: str = setting("text", "logging", "format of the log lines", choices=("text", "json"))
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value that cannot work."""

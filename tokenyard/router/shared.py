@@ -22,7 +22,8 @@ CHANNEL = b"tokenyard-router-1"
 BATCH_S = 0.05
 RETRY_S = 1.0
 MOST_PENDING = 2000
-LARGEST_REPLY = 64 << 20
+REPLY_S = 5.0
+LARGEST_REPLY, DEEPEST_REPLY = 64 << 20, 3
 
 
 class News(msgspec.Struct, array_like=True):
@@ -38,7 +39,7 @@ def command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
-async def read_reply(reader: asyncio.StreamReader) -> bytes | list[object] | None:
+async def read_reply(reader: asyncio.StreamReader, depth: int = 0) -> bytes | list[object] | None:
     """One reply: a line, a string or an array of these. Raises ConnectionError at the end and for what is no reply."""
     line = await reader.readline()
     if not line.endswith(b"\r\n"):
@@ -48,14 +49,15 @@ async def read_reply(reader: asyncio.StreamReader) -> bytes | list[object] | Non
         return rest
     if kind == b"-":
         raise ConnectionError(f"the store says {rest.decode('utf-8', 'replace')}")
-    if kind not in (b"$", b"*") or not rest.removeprefix(b"-").isdigit() or int(rest) > LARGEST_REPLY:
+    wrong = kind not in (b"$", b"*") or not rest.removeprefix(b"-").isdigit() or depth > DEEPEST_REPLY
+    if wrong or int(rest) > LARGEST_REPLY:
         raise ConnectionError("the store does not speak RESP")
     count = int(rest)
     if count < 0:
         return None
     if kind == b"$":
         return (await reader.readexactly(count + 2))[:-2]
-    return [await read_reply(reader) for _ in range(count)]
+    return [await read_reply(reader, depth + 1) for _ in range(count)]
 
 
 class Shared:
@@ -102,7 +104,7 @@ class Shared:
         reader, writer = await asyncio.wait_for(opening, RETRY_S)
         if self._auth:
             writer.write(self._auth)
-            await read_reply(reader)
+            await asyncio.wait_for(read_reply(reader), REPLY_S)
         return reader, writer
 
     async def _hear(self) -> None:
@@ -132,7 +134,7 @@ class Shared:
                 news = News(self._id, self._prefixes, self._sessions)
                 self._prefixes, self._sessions = [], []
                 writer.write(command(b"PUBLISH", CHANNEL, msgspec.msgpack.encode(news)))
-                await read_reply(reader)
+                await asyncio.wait_for(read_reply(reader), REPLY_S)
         finally:
             writer.close()
 

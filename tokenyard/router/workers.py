@@ -54,7 +54,7 @@ class Breaker:
     def reset(self) -> None:
         """Begin anew, closed."""
         self._failures = self._successes = 0
-        self._open_until_s = None
+        self.open_until_s = -math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -250,11 +250,16 @@ class Workers:
             self.changed()
 
     def restarted(self, worker: Worker) -> None:
-        """Its cache is empty: it has started anew, or is gone."""
+        """It has started anew, or is gone."""
         worker.restarts += 1
+        self.flushed(worker)
+        for target in worker.targets:
+            target.state.forget()
+
+    def flushed(self, worker: Worker) -> None:
+        """Its cache is empty."""
         for target in worker.targets:
             self._index.drop(target.state.name)
-            target.state.forget()
 
     def set_healthy(self, worker: Worker, healthy: bool) -> None:
         """The worker may, or may no longer, get requests."""

@@ -281,6 +281,7 @@ async def server_info(state: State) -> dict[str, Any]:
         **state.options.info,
         "default_sampling_params": state.options.default_sampling,
         "version": __version__,
+        "boot_id": state.boot_id,
         "continues_output_ids": True,
         "status": state.phase,
         "dp_size": state.options.info.get("dp_size", 1),

@@ -99,6 +99,9 @@ class Control(Protocol):
     async def rank_snapshots(self, timeout_s: float = 2.0) -> Mapping[int, Mapping[str, Any]]:
         """The same of each data-parallel rank that runs, by its number; `snapshot` is their sum."""
 
+    def losses(self) -> int:
+        """How many schedulers have ended so far, each with its cache."""
+
     def rank_ages_s(self) -> Mapping[int, float]:
         """Age of the last heartbeat of every rank in seconds; infinite for one that does not run."""
 

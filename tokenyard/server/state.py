@@ -1,6 +1,7 @@
 """What the routes share: options, the engine, metrics, and whether the server loads, serves or drains."""
 
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class ServerState:
         self.responses = ResponseStore()
         self.phase: Phase = "loading"
         self.created_s = int(time.time())
+        self._started_as = uuid.uuid4().hex
         self._engine: Engine | None = None
         self._names: TokenNames | None = None
         self._style: OutputStyle | None = None
@@ -84,6 +86,11 @@ class ServerState:
             engine.template_sources, engine.tokenizer, self.options.tool_call_parser, engine.response_template
         )
         self.phase = "ready"
+
+    @property
+    def boot_id(self) -> str:
+        """Changes whenever a cache is lost: when the server starts anew, and when one of its schedulers does."""
+        return f"{self._started_as}-{self._engine.losses() if self._engine is not None else 0}"
 
     def start_draining(self) -> None:
         """Refuse new requests; open ones go on."""
