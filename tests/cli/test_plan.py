@@ -35,10 +35,15 @@ def test_without_prices_devices_are_counted(capsys):
     assert "an hour" not in shown
 
 
-def test_too_few_devices_are_no_plan(capsys):
+def test_too_few_devices_are_no_plan_and_it_says_how_near_they_came(tmp_path, capsys):
     argv = ["--most", "1", "--policies", "fcfs", "--slo-ttft-ms", "20", "--slo-ttft-scale", "0", "--seeds", "1"]
-    assert main(["plan", *SMALL, *argv]) == 1
-    assert "no fleet of up to 1 replicas" in capsys.readouterr().out
+    assert main(["plan", *SMALL, *argv, "--json", str(tmp_path / "o.json")]) == 1
+    shown = capsys.readouterr().out
+    for words in ("no fleet of up to 1 replicas", "fcfs: at most ", "its error is unknown"):
+        assert words in shown, words
+    plan = json.loads((tmp_path / "o.json").read_text())
+    assert plan["fleets"] == []
+    assert plan["left_out"][0]["attainment"] < 0.99
 
 
 @pytest.mark.parametrize(

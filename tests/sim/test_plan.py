@@ -91,11 +91,19 @@ def test_a_size_is_that_of_brute_force():
     assert guess(traffic, sizing) >= 1
 
 
-def test_an_interval_is_students():
-    assert Interval((0.5,)).bounds is None
-    low, high = Interval((0.4, 0.5, 0.6)).bounds
+def test_an_interval_is_that_of_the_seeds_where_they_differ():
+    low, high = Interval((0.4, 0.5, 0.6), 10**6).bounds
     assert (low, high) == pytest.approx((0.5 - 4.30 * 0.1 / 3**0.5, 0.5 + 4.30 * 0.1 / 3**0.5))
-    assert Interval((0.9, 1.0)).bounds[1] == 1.0
+    assert Interval((0.9, 1.0), 10**6).bounds[1] == 1.0
+
+
+def test_an_interval_is_never_empty():
+    low, high = Interval((1.0, 1.0, 1.0), 1000).bounds
+    assert 0.9955 < low < 0.997
+    assert high == 1.0
+    assert Interval((0.0,), 1000).bounds == pytest.approx((0.0, 1.0 - low))
+    assert Interval((0.9, 0.9), 100).bounds == pytest.approx((0.8256, 0.9448), abs=1e-4)  # Wilson 1927
+    assert Interval((0.9,), 100).bounds == Interval((0.9, 0.9), 100).bounds
 
 
 class Made:
@@ -142,7 +150,7 @@ def test_halving_looks_longer_at_the_better_half_only():
     plan = Planner(synthetic("plain", 16_000, 100.0), 0.99, 1, world.size, world.attain).plan(kinds)
     assert world.words[:3] == ["round 1 of 3: 8 kinds", "round 2 of 3: 4 kinds", "round 3 of 3: 3 kinds"]
     assert plan.finalists[plan.cheapest].option.policy == "p1"
-    assert len(plan.rejected) == 5
+    assert len(plan.left_out) == 5
 
 
 def test_a_fleet_that_misses_on_average_over_the_seeds_gets_one_more():
@@ -161,3 +169,4 @@ def test_there_may_be_no_plan():
     world = Made({"one": 100})
     planner = Planner(synthetic("plain", 100, 10.0), 0.99, 1, world.size, world.attain)
     assert planner.plan([replace(option(), policy="one")]) is None
+    assert [(one.replicas, one.attainment) for one in planner.left_out] == [(None, 0.995)]

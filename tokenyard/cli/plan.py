@@ -17,7 +17,14 @@ from rich.progress import Progress
 from tokenyard.base import ConfigError
 from tokenyard.base.ranges import Allowed
 from tokenyard.cli.plan_devices import read_devices
-from tokenyard.cli.plan_table import plan_document, plan_notes, plan_tables, write_plan
+from tokenyard.cli.plan_table import (
+    no_plan_document,
+    no_plan_notes,
+    plan_document,
+    plan_notes,
+    plan_tables,
+    write_plan,
+)
 from tokenyard.cli.simulation import (
     add_scheduler_arguments,
     add_workload_arguments,
@@ -87,9 +94,12 @@ def run_plan(args: argparse.Namespace) -> int:
     workload = load_workload(args)
     options = make_options(args, workload)
     with progress_bar(args.quiet) as bar, Pool(workload, args.jobs, bar) as pool:
-        plan = Planner(workload, args.target, args.seeds, pool.size, pool.attain).plan(options)
+        planner = Planner(workload, args.target, args.seeds, pool.size, pool.attain)
+        plan = planner.plan(options)
     if plan is None:
         print(f"no fleet of up to {args.most} replicas serves {100 * args.target:g} % of {workload.name} in time")
+        print_notes([*no_plan_notes(planner.left_out), *workload.notes])
+        write_numbers(args.json, no_plan_document(planner.left_out, workload, args.target))
         return 1
     write_numbers(args.json, plan_document(plan, workload, args.target))
     if args.report is not None:

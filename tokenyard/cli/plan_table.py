@@ -1,6 +1,6 @@
 """A plan as tables in a terminal, as JSON, and as a page with a chart."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +8,11 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from tokenyard.cost import Profile
 from tokenyard.sim.charts import Chart
 from tokenyard.sim.page import Report, Row, Section, write_page
 from tokenyard.sim.page import Table as PageTable
-from tokenyard.sim.plan import MORE_TRAFFIC, Found, Interval, Plan
+from tokenyard.sim.plan import MORE_TRAFFIC, Found, Interval, LeftOut, Plan
 from tokenyard.sim.report import rate_of, slo_text
 from tokenyard.sim.workload import Workload
 
@@ -28,7 +29,7 @@ def plan_tables(plan: Plan, workload: Workload, target: float) -> Iterator[Table
     for title, rows in _what_ifs(plan, target):
         then = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         then.add_column("", justify="left")
-        then.add_column("as it is: SLO met", justify="right")
+        then.add_column("as it is: SLO met, 95 % interval", justify="right")
         then.add_column("needed", justify="right")
         for row in rows:
             then.add_row(*row)
@@ -40,21 +41,30 @@ def plan_notes(plan: Plan) -> Iterator[str]:
     best, bounds = plan.finalists[plan.cheapest], plan.bounds
     if best.option.price is None:
         yield "no prices were given, so fleets are ranked by their number of devices (--devices FILE takes prices)"
-    for found in plan.finalists:
-        limits = found.attainment.bounds
-        if limits is None:
-            yield "one seed tells nothing of chance; --seeds 3 gives an interval"
-            break
-    known = {found.option.setup.profile.name: found.option.setup.profile.error for found in plan.finalists}
-    for name, error in known.items():
-        told = "unknown" if error is None else f"{100 * error:.0f} % of a step on average"
-        yield f"cost model {name}: its error is {told}"
+    if len(best.attainment.values) == 1:
+        yield "one seed tells nothing of other arrivals; --seeds 3 does, and the interval says how far they differ"
+    yield from _errors(found.option.setup.profile for found in plan.finalists)
     how = "measured" if bounds.measured else "assumed where it is unknown"
     yield f"decided again with all steps {100 * bounds.error:.0f} % faster and slower ({how}):"
     for place, found in enumerate(plan.finalists):
         few, many = bounds.faster[place], bounds.slower[place]
         yield f"  {found.option.name}: {found.replicas} replicas, {_count(few)} if faster, {_count(many)} if slower"
     yield f"  {_hangs(plan)}"
+
+
+def no_plan_notes(left_out: Sequence[LeftOut]) -> Iterator[str]:
+    """What a reader must know where no fleet is enough: how near each kind came, and on which cost models."""
+    for one in left_out:
+        part = "the requests" if one.part == 1.0 else f"the requests of the busiest {100 * one.part:.0f} %"
+        yield f"{one.option.name}: at most {_percent(one.attainment)} of {part} in time with {one.option.most} replicas"
+    yield from _errors(one.option.setup.profile for one in left_out)
+
+
+def _errors(profiles: Iterable[Profile]) -> Iterator[str]:
+    """How far the cost models are off."""
+    for name, error in {profile.name: profile.error for profile in profiles}.items():
+        told = "unknown" if error is None else f"{100 * error:.0f} % of a step on average"
+        yield f"cost model {name}: its error is {told}"
 
 
 def _hangs(plan: Plan) -> str:
@@ -106,15 +116,31 @@ def plan_document(plan: Plan, workload: Workload, target: float) -> dict[str, An
             "replicas_if_slower": plan.bounds.slower,
             "hangs_on_it": _hangs(plan),
         },
-        "left_out": [
-            {"kind": name, "part_of_the_trace": part, "replicas": replicas} for name, part, replicas in plan.rejected
-        ],
+        "left_out": _left_out_document(plan.left_out),
         "trials": plan.trials,
     }
 
 
+def no_plan_document(left_out: Sequence[LeftOut], workload: Workload, target: float) -> dict[str, Any]:
+    """The same where no fleet is enough."""
+    facts = {"trace": workload.name, "requests": len(workload), "rate_per_s": rate_of(workload), "target": target}
+    return {**facts, "fleets": [], "left_out": _left_out_document(left_out)}
+
+
+def _left_out_document(left_out: Sequence[LeftOut]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": one.option.name,
+            "part_of_the_trace": one.part,
+            "replicas": one.replicas,
+            "attainment": one.attainment,
+        }
+        for one in left_out
+    ]
+
+
 def _found_document(found: Found) -> dict[str, Any]:
-    setup, limits = found.option.setup, found.attainment.bounds
+    setup = found.option.setup
     return {
         "device": setup.profile.name,
         "replicas": found.replicas,
@@ -124,7 +150,7 @@ def _found_document(found: Found) -> dict[str, Any]:
         "policy": found.option.policy,
         "price_per_hour": None if found.option.price is None else found.cost,
         "attainment": found.attainment.mean,
-        "attainment_interval": limits,
+        "attainment_interval": found.attainment.bounds,
         "attainment_by_seed": found.attainment.values,
     }
 
@@ -137,7 +163,9 @@ def write_plan(path: Path, plan: Plan, workload: Workload, target: float) -> Non
     rows = [Row(head, [column[place] for column in columns]) for place, head in enumerate(heads)]
     tables = [PageTable("Fleets that are enough", names, rows)]
     for title, what in _what_ifs(plan, target):
-        tables.append(PageTable(title, ["as it is: SLO met", "needed"], [Row(row[0], row[1:]) for row in what]))
+        tables.append(
+            PageTable(title, ["as it is: SLO met, 95 % interval", "needed"], [Row(row[0], row[1:]) for row in what])
+        )
     first = plan.finalists[0].option.setup
     facts = {"trace": workload.name, "requests a second": f"{rate_of(workload):.4g}", "SLO": slo_text(first.slo)}
     section = Section("Plan", plan_charts(plan), tables, list(plan_notes(plan)))
@@ -205,20 +233,21 @@ def _what_ifs(plan: Plan, target: float) -> Iterator[tuple[str, list[tuple[str, 
     nine = 100 * (1.0 - (1.0 - target) / 10.0)
     for place, what in zip(_best_places(plan), plan.what_if, strict=True):
         found = plan.finalists[place]
+        requests = found.attainment.requests
         yield (
             f"What if: {found.replicas} x {found.option.name}",
             [
                 (
                     f"{nine:g} % instead: one nine more",
-                    _percent(found.attainment.mean),
+                    _interval(found.attainment),
                     f"{_count(what.nine_more)}{_more(found, what.nine_more)}",
                 ),
                 (
                     f"{MORE_TRAFFIC:g} times the traffic",
-                    _percent(what.more_traffic),
+                    _interval(Interval((what.more_traffic,), requests)),
                     f"{_count(what.at_more_traffic)}{_more(found, what.at_more_traffic)}",
                 ),
-                ("one replica down", _percent(what.one_down), "-"),
+                ("one replica down", _interval(Interval((what.one_down,), requests)), "-"),
             ],
         )
 
@@ -240,8 +269,6 @@ def _count(replicas: int | None) -> str:
 
 
 def _interval(interval: Interval) -> str:
-    if interval.bounds is None:
-        return _percent(interval.mean)
     low, high = interval.bounds
     return f"{_percent(interval.mean)} ({100 * low:.2f} to {100 * high:.2f})"
 

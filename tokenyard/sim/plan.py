@@ -22,12 +22,20 @@ MOST_CORRECTIONS = 4
 STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Quantiles of Student's t for a two-sided interval of 95 %, from one degree of freedom on."""
 
+NORMAL_95 = 1.96
+
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with its 95 % interval, None for one seed."""
+    """A mean of shares over seeds with its 95 % interval. values: one share for each seed, each of `requests` requests.
+
+    The interval is the wider one, to each side, of two: Student's t over the seeds, which is how the share changes with
+    the arrivals, and Wilson's score interval (Wilson 1927), which is how well so many requests tell a share at all. So
+    it is never empty: 1,000 requests that all meet their targets show that at least 99.6 % do.
+    """
 
     values: tuple[float, ...]
+    requests: int
 
     @property
     def mean(self) -> float:
@@ -35,13 +43,22 @@ class Interval:
         return mean(self.values)
 
     @property
-    def bounds(self) -> tuple[float, float] | None:
-        """Its 95 % interval by Student's t, within 0 and 1."""
+    def bounds(self) -> tuple[float, float]:
+        """Its 95 % interval, within 0 and 1."""
+        low, high = wilson(self.mean, self.requests)
         count = len(self.values)
-        if count < 2:
-            return None
-        half = STUDENT_95[min(count - 2, len(STUDENT_95) - 1)] * stdev(self.values) / sqrt(count)
-        return max(self.mean - half, 0.0), min(self.mean + half, 1.0)
+        if count > 1:
+            half = STUDENT_95[min(count - 2, len(STUDENT_95) - 1)] * stdev(self.values) / sqrt(count)
+            low, high = min(low, self.mean - half), max(high, self.mean + half)
+        return max(low, 0.0), min(high, 1.0)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's score interval of 95 % for a share that was seen among `count` requests."""
+    z2 = NORMAL_95 * NORMAL_95
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = NORMAL_95 * sqrt(share * (1 - share) / count + z2 / (4 * count * count)) / (1 + z2 / count)
+    return middle - half, middle + half
 
 
 @dataclass(frozen=True)
@@ -90,15 +107,25 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """finalists: the cheapest first. cheapest and smallest: their places there. rejected: kinds that were sized on a
-    part of the trace only, or not found, as (name, part of the requests, replicas).
+class LeftOut:
+    """A kind of fleet that is no finalist. part: the part of the requests that it was sized on. replicas: how many it
+    needs for these, None for more than may be had; attainment: of these, or then at most with all that may be had.
     """
+
+    option: Option
+    part: float
+    replicas: int | None
+    attainment: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """finalists: the cheapest first. cheapest and smallest: their places there."""
 
     finalists: tuple[Found, ...]
     cheapest: int
     smallest: int
-    rejected: tuple[tuple[str, float, int | None], ...]
+    left_out: tuple[LeftOut, ...]
     what_if: tuple[WhatIf, ...]
     bounds: Bounds
     trials: int
@@ -119,10 +146,10 @@ class Planner:
         self._size, self._attain = size, attain
         self._whole = Traffic(0, len(workload))
         self._trials = 0
-        self._rejected: list[tuple[str, float, int | None]] = []
+        self.left_out: list[LeftOut] = []
 
     def plan(self, options: Sequence[Option]) -> Plan | None:
-        """The plan; None if no fleet that may be had meets the target."""
+        """The plan; None if no fleet that may be had meets the target, and then `left_out` tells how near each came."""
         sizes = self._halve(options)
         found = [one for one in (self._confirm(size) for size in sizes) if one is not None]
         if not found:
@@ -131,7 +158,7 @@ class Planner:
         smallest = min(range(len(found)), key=lambda place: (found[place].devices, found[place].cost))
         what_if = tuple(self._what_if(found[place]) for place in dict.fromkeys((0, smallest)))
         bounds = self._bounds(found)
-        return Plan(tuple(found), 0, smallest, tuple(self._rejected), what_if, bounds, self._trials)
+        return Plan(tuple(found), 0, smallest, tuple(self.left_out), what_if, bounds, self._trials)
 
     def _halve(self, options: Sequence[Option]) -> list[Sized]:
         """Those that are left, sized on the whole trace."""
@@ -143,8 +170,10 @@ class Planner:
             sizes = self._do(f"round {number} of {len(parts)}: {len(sizings)} kinds", sizings)
             keep = len(sizes) if part == 1.0 else max(ceil(len(sizes) / 2), FINALISTS)
             best = self._best(sizes, keep)
-            self._rejected += [
-                (one.sizing.option.name, part, one.replicas) for place, one in enumerate(sizes) if place not in best
+            self.left_out += [
+                LeftOut(one.sizing.option, part, one.replicas, one.attainment)
+                for place, one in enumerate(sizes)
+                if place not in best
             ]
             left = [replace(sizes[place].sizing, start=sizes[place].replicas or 0) for place in best]
         return [sizes[place] for place in best]
@@ -173,15 +202,16 @@ class Planner:
         first: float | None = size.attainment
         for more in range(MOST_CORRECTIONS):
             if replicas + more > option.most:
-                return None
+                break
             seeds = range(0 if first is None else 1, self._seeds)
             traffics = [replace(self._whole, seed=seed) for seed in seeds]
             trials = [Trial(option, replicas + more, traffic) for traffic in traffics]
             values = self._run(f"seeds: {option.name}", trials)
-            interval = Interval((*([] if first is None else [first]), *values))
-            if interval.mean >= self._target:
-                return Found(option, replicas + more, interval)
+            share = Interval((*([] if first is None else [first]), *values), len(self._workload))
+            if share.mean >= self._target:
+                return Found(option, replicas + more, share)
             first = None
+        self.left_out.append(LeftOut(option, 1.0, None, share.mean))
         return None
 
     def _what_if(self, found: Found) -> WhatIf:

@@ -93,8 +93,8 @@ class Sizing:
 
 @dataclass(frozen=True)
 class Sized:
-    """What came of it: None if `option.most` replicas are not enough. attainment: of that number. trials: simulations
-    that it took.
+    """What came of it: None if `option.most` replicas are not enough. attainment: of that number, or a bound on what as
+    many as may be had attain. trials: simulations that it took.
     """
 
     sizing: Sizing
@@ -146,7 +146,7 @@ def sized(workload: Workload, sizing: Sizing) -> Sized:
 
     start = sizing.start or guess(workload, sizing)
     replicas = smallest(meets, min(start, sizing.option.most), sizing.option.most)
-    return Sized(sizing, replicas, found.get(replicas or 0, 0.0), len(found))
+    return Sized(sizing, replicas, found[replicas or sizing.option.most], len(found))
 
 
 def smallest(meets: Callable[[int], bool], start: int, most: int) -> int | None:
