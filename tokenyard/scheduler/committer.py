@@ -49,12 +49,13 @@ class Committer:
         state = self._state
         counts, samples, decoding = plan.counts, plan.samples, plan.decode_rows
         if plan.num_steps > 1:
-            by_step = tokens.reshape(plan.num_steps, -1)
-            append_but_last(state, plan, rows[alive], by_step[:-1, alive])
-            tokens = by_step[-1]
+            tokens = tokens.reshape(plan.num_steps, -1)
         if not alive.all():
             decoding = int(np.count_nonzero(alive[:decoding]))
-            rows, counts, samples, tokens = rows[alive], counts[alive], samples[alive], tokens[alive]
+            rows, counts, samples, tokens = rows[alive], counts[alive], samples[alive], tokens[..., alive]
+        if plan.num_steps > 1:
+            append_but_last(state, plan, rows, tokens[:-1])
+            tokens = tokens[-1]
         state.table.computed[rows] += counts
         ended = False
         if decoding < len(rows):

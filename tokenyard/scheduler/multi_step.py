@@ -7,7 +7,7 @@ merge such steps into one plan and one result, and leave the same state as the s
 
 import numpy as np
 
-from tokenyard.base import Int32Array, Int64Array, StepPlan
+from tokenyard.base import Int32Array, StepPlan
 from tokenyard.scheduler.memory import KvMemory
 from tokenyard.scheduler.state import SchedulerState
 
@@ -16,7 +16,8 @@ def possible_steps(state: SchedulerState, plan: StepPlan, rows: Int32Array, most
     """To how many steps, at most `most`, `extend_plan` would extend `plan`. Changes nothing."""
     if not _same_again(state, plan):
         return 1
-    return 1 + len(_pages_of_steps(state.memory, plan, _further(state, plan, rows, most)))
+    further = _further(state, plan, rows, most)
+    return 1 + (further if _surely_fit(state.memory, plan, further) else _fitting(state.memory, plan, further))
 
 
 def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: int) -> None:
@@ -44,14 +45,14 @@ def append_but_last(state: SchedulerState, plan: StepPlan, rows: Int32Array, tok
     """
     table, further = state.table, len(tokens)
     pool_rows, known = table.pool_row[rows], table.known[rows]
-    every_row, every_token = np.tile(pool_rows, further), tokens.ravel()
-    if state.stop_tokens.hit(every_row, every_token).any():
+    if state.stop_tokens.hit(pool_rows, tokens).any():
         raise ValueError(f"a row stopped before the last of the {plan.num_steps} steps of plan {plan.step}")
     state.memory.pool.token_ids[pool_rows, known + _column(0, further)] = tokens
     table.known[rows] = known + further
     table.computed[rows] += further
-    state.outbox.tokens(np.tile(table.number[rows], further), every_token, np.tile(table.hit[rows], further))
-    state.observer.counters.generated_tokens += len(every_token)
+    numbers = table.number[rows][None].repeat(further, axis=0).ravel()
+    state.outbox.tokens(numbers, tokens.ravel(), table.hit[rows][None].repeat(further, axis=0).ravel())
+    state.observer.counters.generated_tokens += len(numbers)
 
 
 def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
@@ -74,27 +75,31 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
 def _further(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: int) -> int:
     """How many steps after the first keep to `most` and to the rows' limits."""
     # A row computes its last token at position limit - 1.
-    return min(most, int((state.table.limit[rows] - plan.starts).min())) - 1
+    return max(min(most, int((state.table.limit[rows] - plan.starts).min())) - 1, 0)
 
 
-def _pages_of_steps(memory: KvMemory, plan: StepPlan, further: int) -> Int64Array:
-    """How many pages each of up to `further` more steps takes, int64[steps], for as many steps as there are pages."""
+def _surely_fit(memory: KvMemory, plan: StepPlan, further: int) -> bool:
+    """Whether there are free pages for `further` more steps wherever in a page its rows are."""
+    return len(plan.starts) * (further // memory.page_size + 1) <= memory.allocator.available
+
+
+def _fitting(memory: KvMemory, plan: StepPlan, further: int) -> int:
+    """For how many of `further` more steps there are pages."""
     # A row takes a page whenever it begins one, which is every `page_size` steps.
     period = np.bincount(memory.page_size - 1 - plan.starts % memory.page_size, minlength=memory.page_size)
-    counts: Int64Array = np.resize(period, max(further, 0))
     free = memory.allocator.available + memory.tree.evictable_pages
-    return counts[: int(np.searchsorted(np.cumsum(counts), free, side="right"))]
+    return int(np.searchsorted(np.cumsum(np.resize(period, further)), free, side="right"))
 
 
 def _take_pages(memory: KvMemory, plan: StepPlan, further: int) -> int:
     """Take the pages of up to `further` more steps, in the order of the single steps; returns the number of steps."""
-    counts = _pages_of_steps(memory, plan, further)
-    if not counts.any():
-        return len(counts)
-    further = len(counts)
-    pages = memory.take_in_turn(counts.tolist())
+    if not _surely_fit(memory, plan, further):
+        further = _fitting(memory, plan, further)
     starts = plan.starts + _column(1, further)
     steps, columns = np.nonzero(starts % memory.page_size == 0)
+    if not len(steps):
+        return further
+    pages = memory.take_in_turn(np.bincount(steps).tolist())
     owners, places = plan.pool_rows[columns], starts[steps, columns] // memory.page_size
     memory.pool.page_table[owners, places] = pages
     plan.page_rows = np.concatenate((plan.page_rows, owners))

@@ -22,6 +22,6 @@ class StopTokens:
         self._ids[pool_row, : len(token_ids)] = sorted(token_ids)
 
     def hit(self, pool_rows: Int32Array, tokens: Int32Array) -> BoolArray:
-        """Whether `tokens[i]` ends row `pool_rows[i]`, bool[n]."""
-        found: BoolArray = (self._ids[pool_rows] == tokens[:, None]).any(axis=1)
+        """Whether `tokens[..., i]` ends row `pool_rows[i]`; as many bools as there are tokens."""
+        found: BoolArray = (self._ids[pool_rows] == tokens[..., None]).any(axis=-1)
         return found

@@ -72,29 +72,30 @@ class SimExecutor:
             tokens[~plan.sampled] = -1
         return work, StepResult(plan.step, tokens, self._truth.step(work))
 
-    def decode_ns(self, plan: StepPlan) -> Int64Array:
-        """How long each step takes if `plan`, which only decodes, is repeated until a row ends: int64[steps]."""
-        rows = len(plan.pool_rows)
+    def decode_ns(self, plan: StepPlan, work: StepWork) -> Int64Array:
+        """How long each step takes if `plan`, which only decodes, is repeated until a row ends: int64[steps]. `work` is
+        that of its first step.
+        """
+        rows = work.rows
         steps = int((self._last_position[plan.pool_rows] - plan.starts).min()) + 1
-        contexts = step_work(plan).decode_context + rows * np.arange(steps, dtype=np.int64)
+        contexts = work.decode_context + rows * np.arange(steps, dtype=np.int64)
         durations: Int64Array = np.rint(self._truth.decodes(rows, contexts) * NS_PER_S).astype(np.int64)
         return durations
 
     def run_multi_step(self, plan: StepPlan, duration_ns: int) -> StepResult:
         """The result of a multi-step plan that takes `duration_ns` in all."""
         positions = plan.starts + np.arange(plan.num_steps, dtype=np.int32)[:, None]
-        tokens = self._tokens(np.tile(plan.pool_rows, plan.num_steps), positions.ravel())
-        return StepResult(plan.step, tokens, duration_ns / NS_PER_S)
+        return StepResult(plan.step, self._tokens(plan.pool_rows, positions).ravel(), duration_ns / NS_PER_S)
 
     def _tokens(self, rows: Int32Array, positions: Int32Array) -> Int32Array:
-        """The tokens that pool `rows` sample after `positions`."""
+        """The tokens that pool `rows` (int32[n]) sample after `positions` (int32[..., n])."""
         tokens = self._going_on(rows, positions)
         tokens[positions == self._last_position[rows]] = EOS_TOKEN
         return tokens
 
     def _going_on(self, rows: Int32Array, positions: Int32Array) -> Int32Array:
         if not self._distinct:
-            return np.full(len(positions), FILLER_TOKEN, np.int32)
+            return np.full(positions.shape, FILLER_TOKEN, np.int32)
         # A chunk in the middle of a prompt samples nothing; its negative output index is masked by the caller.
         index = np.maximum(positions + 1 - self._prompt_tokens[rows], 0)
         return stream_tokens(ANSWER_STREAM + self._number[rows], index)
@@ -103,10 +104,12 @@ class SimExecutor:
 @dataclass(slots=True)
 class _Repeatable:
     """A plan that only decodes and was not launched yet, so that it may stand for as many steps as nothing comes
-    between. ends: int64[n], the ends of up to n steps. due: the number of steps after which something happens.
+    between. work: of its first step. ends: int64[n], the ends of up to n steps. due: the number of steps after which
+    something happens.
     """
 
     plan: StepPlan
+    work: StepWork
     durations: Int64Array
     ends: Int64Array
     due: int
@@ -262,13 +265,14 @@ class Replica:
         possible = self.scheduler.possible_steps(MOST_STEPS)
         if possible == 1:
             return None
-        durations = self._executor.decode_ns(plan)
+        work = step_work(plan)
+        durations = self._executor.decode_ns(plan, work)
         due = min(possible, len(durations))
         ends = self.now + np.cumsum(self._host_ns + durations)
         wakeup = self.scheduler.wakeup_ns()
         if wakeup is not None:
             due = min(due, int(np.searchsorted(ends, wakeup)))
-        return _Repeatable(plan, durations, ends, due) if due > 1 else None
+        return _Repeatable(plan, work, durations, ends, due) if due > 1 else None
 
     def _launch_repeatable(self, until: int, to_arrival: bool) -> None:
         """Launch the repeatable plan for all steps that end before `until`, and one more with `to_arrival`; for one
@@ -284,7 +288,7 @@ class Replica:
             return
         duration, end = int(durations[: plan.num_steps].sum()), int(ends[plan.num_steps - 1])
         result = self._executor.run_multi_step(plan, duration)
-        self._in_flight.append(_SimulatedStep(plan, step_work(plan), result, self.now + self._host_ns, end))
+        self._in_flight.append(_SimulatedStep(plan, again.work, result, self.now + self._host_ns, end))
         self._hash_multi_step(plan, np.concatenate(([self.now], ends[: plan.num_steps - 1])))
         self._device_free_ns = end
         self.busy_ns += duration
