@@ -126,6 +126,13 @@ class Settings(SharedSettings):
         "kernels where they can serve",
         choices=("auto", "torch", "native"),
     )
+    quantization: str = setting(
+        "none",
+        "device",
+        "int8 rounds weights at load, per output, and inputs of products as they come, for the CPU's native kernels; "
+        "a checkpoint that is stored quantized needs no flag",
+        choices=("none", "int8"),
+    )
     attention_backend: str = setting(
         "auto",
         "device",
@@ -408,6 +415,7 @@ class Settings(SharedSettings):
             "threads": self.threads,
             "model_impl": self.model_impl,
             "attention_backend": self.attention_backend,
+            "quantization": self.quantization,
             "draft_tokens": 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens,
             "seed": self.random_seed,
         }

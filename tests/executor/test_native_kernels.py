@@ -35,7 +35,7 @@ def random(*shape, seed, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def product(on, x, weights, bias=None, gated=False):
+def product(on, x, weights, bias=None, gated=False, int8=False):
     """Multiply by the library; the output is poisoned first."""
     rows, inputs = x.shape
     outputs = len(weights)
@@ -46,6 +46,7 @@ def product(on, x, weights, bias=None, gated=False):
         on.pool,
         on.level,
         DTYPES[weights.dtype],
+        int8,
         address(given),
         address(weights),
         None if bias is None else address(bias),
@@ -95,12 +96,69 @@ def test_gated_products(level, dtype, rows, inputs, half, with_bias):
 
 @KERNELS
 @DTYPE
-def test_a_row_does_not_depend_on_the_others(level, dtype):
+@pytest.mark.parametrize("int8", [False, True], ids=["as stored", "int8"])
+def test_a_row_does_not_depend_on_the_others(level, dtype, int8):
     on = engine(level)
     x, weights = random(61, 96, seed=7, dtype=dtype), random(70, 96, seed=8, dtype=dtype)
-    whole = product(on, x, weights)
+    whole = product(on, x, weights, int8=int8)
     for rows in (1, 2, 5, 6, 7, 12, 13, 48, 60):
-        assert torch.equal(product(on, x[:rows].contiguous(), weights), whole[:rows])
+        assert torch.equal(product(on, x[:rows].contiguous(), weights, int8=int8), whole[:rows])
+
+
+def rounded(x):
+    """Rows as bytes, and the scale of each, in float64."""
+    top = x.float().abs().amax(dim=1, keepdim=True)
+    # A number is divided by a tensor by way of its reciprocal, which rounds twice.
+    up = torch.where(top > 0, torch.full_like(top, 127) / top, 0.0)
+    return (x.float() * up).round().double(), top.double() / 127
+
+
+@KERNELS
+@DTYPE
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+def test_int8_products(level, dtype, rows, inputs, outputs, with_bias):
+    x, weights = random(rows, inputs, seed=1, dtype=dtype), random(outputs, inputs, seed=2, dtype=dtype)
+    x[0] = 0.0
+    weights[-1] = 0.0
+    bias = random(outputs, seed=3) if with_bias else None
+    found = product(engine(level), x, weights, bias, int8=True)
+    (bytes_of_x, x_scales), (bytes_of_weights, scales) = rounded(x), rounded(weights)
+    sums = (bytes_of_x @ bytes_of_weights.T) * x_scales * scales.T
+    expected = sums + (bias.double() if with_bias else 0.0)
+    assert ((found - expected).abs() <= 8 * ROUNDING[torch.float32] * (sums.abs() + 1.0)).all()
+
+
+@KERNELS
+@DTYPE
+def test_int8_products_are_the_same_by_every_instruction_set(level, dtype):
+    x, weights = random(13, 130, seed=9, dtype=dtype), random(67, 130, seed=10, dtype=dtype)
+    assert torch.equal(product(engine(level), x, weights, int8=True), product(engine(0), x, weights, int8=True))
+
+
+@KERNELS
+@DTYPE
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_an_odd_number_is_not_hidden_by_rounding(level, dtype, odd):
+    x, weights = random(3, 37, seed=11, dtype=dtype), random(20, 37, seed=12, dtype=dtype)
+    whole = product(engine(level), x, weights, int8=True)
+    x[1, 35] = odd
+    found = product(engine(level), x, weights, int8=True)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], whole[[0, 2]])
+
+
+@KERNELS
+@DTYPE
+@pytest.mark.parametrize(("rows", "inputs", "half"), [(1, 32, 5), (20, 66, 33), (100, 34, 16)])
+def test_gated_int8_products(level, dtype, rows, inputs, half):
+    x, weights = random(rows, inputs, seed=4, dtype=dtype), random(2 * half, inputs, seed=5, dtype=dtype)
+    on = engine(level)
+    found = product(on, x, weights, gated=True, int8=True)
+    both = product(on, x, weights, int8=True).double()
+    expected = torch.nn.functional.silu(both[:, :half]) * both[:, half:]
+    bound = 64 * ROUNDING[torch.float32] * (expected.abs() + 1.0) + 2 * ROUNDING[found.dtype] * expected.abs()
+    assert ((found.double() - expected).abs() <= bound).all()
 
 
 @dataclass

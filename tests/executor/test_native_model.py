@@ -75,9 +75,24 @@ def test_every_instruction_set_computes_float32(folder, monkeypatch, case, level
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3-layers"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_decode_is_the_same_bit_for_bit_in_any_batch(folder, dtype):
-    driver = Driver(load(folder, "qwen3", "native", dtype))
+def test_int8_is_near_float64(folder, monkeypatch, case, level, dtype):
+    monkeypatch.setattr(LIBRARY, "level", level)
+    prompt = prompt_of(45, seed=3)
+    expected = exact_logits(case, prompt)
+    executor = load(folder, case, "native", dtype, quantization="int8")
+    assert executor.info.kernels.startswith(f"int8 native {LEVELS[level]}")
+    off = last_logits(executor, prompt, 20) - expected
+    # Large random weights make of each rounding to a byte (half a percent of a row's largest) a few percent.
+    assert 0.005 * expected.std() < off.pow(2).mean().sqrt() < 0.15 * expected.std()
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decode_is_the_same_bit_for_bit_in_any_batch(folder, dtype, quantization):
+    driver = Driver(load(folder, "qwen3", "native", dtype, quantization=quantization))
     rows = [driver.start(prompt_of(length, seed=length)) for length in (5, 40, 90)]
     twin = driver.start(prompt_of(40, seed=40))
     for row in (*rows, twin):
@@ -116,6 +131,12 @@ def test_what_cannot_be_native_says_why(folder, monkeypatch):
     assert load(folder, "llama", "auto", "float16").info.kernels.startswith("torch (native kernels compute in bfloat16")
     with pytest.raises(ConfigError, match="attends by itself"):
         load(folder, "llama", "native", attention_backend="gather")
+    with pytest.raises(ConfigError, match=r"needs a native model; .* computed by torch \(native kernels compute"):
+        load(folder, "llama", "auto", "float16", quantization="int8")
+    with pytest.raises(ConfigError, match=r"int8 needs a native model; .* computed by torch$"):
+        load(folder, "llama", "torch", attention_backend="gather", quantization="int8")
+    with pytest.raises(ConfigError, match="quantization 'int4' is unknown; use none, int8"):
+        load(folder, "llama", "auto", quantization="int4")
     with pytest.raises(ConfigError, match="model_impl 'fast' is unknown; use auto, torch, native"):
         load(folder, "llama", "fast")
 

@@ -31,7 +31,7 @@ ROUTER_PREFIX = "TOKENYARD_ROUTE_"
 FOREIGN_FLAGS = {
     "one device runs the whole model": "tp-size tp pp-size ep-size enable-dp-attention tensor-parallel-size "
     "pipeline-parallel-size enable-expert-parallel nnodes node-rank dist-init-addr use-ray",
-    "weights and KV are stored in --dtype": "quantization kv-cache-dtype",
+    "KV is stored in --dtype": "kv-cache-dtype",
     "models run with this package's own code only": "trust-remote-code sampling-backend",
     "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",
     "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",

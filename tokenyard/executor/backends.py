@@ -1,7 +1,7 @@
 """Which backends compute a model, and why."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,34 +23,58 @@ logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("auto", "torch", "native")
 ATTENTION_BACKENDS = ("auto", "gather", "native")
+QUANTIZATIONS = ("none", "int8")
+MOST_INT8_INPUTS = 1 << 16
+"""Sums of more products of bytes could leave 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
     """What computes a model. engine: the native kernels, None where nothing asks for them or they cannot serve.
-    native_model: whether they run whole steps, and not only attend between torch's layers. kernels: what computes the
-    steps, for people.
+    native_model: whether they run whole steps, and not only attend between torch's layers. int8: whether they round
+    weights and inputs of products to bytes. kernels: what computes the steps, for people.
     """
 
     engine: NativeEngine | None
     native_model: bool
     kernels: str
+    int8: bool = False
 
 
 def choose_backends(
-    model_impl: str, attention_backend: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, threads: int
+    model_impl: str,
+    attention_backend: str,
+    quantization: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int,
 ) -> BackendChoice:
     """Choose by the settings of the same names; auto takes native kernels where they can serve.
 
     threads: of the native kernels, 0 to let them choose. Raises ConfigError for an unknown name, and where native
-    kernels are asked for by name and cannot serve.
+    kernels are asked for by name, or by quantization int8, and cannot serve.
     """
     for name, value, known in (
         ("model_impl", model_impl, MODEL_IMPLS),
         ("attention_backend", attention_backend, ATTENTION_BACKENDS),
+        ("quantization", quantization, QUANTIZATIONS),
     ):
         if value not in known:
             raise ConfigError(f"{name} {value!r} is unknown; use {', '.join(known)}")
+    choice = _choose(model_impl, attention_backend, config, dtype, device, threads)
+    if quantization == "none":
+        return choice
+    if not choice.native_model:
+        raise ConfigError(f"quantization int8 needs a native model; this one's steps are computed by {choice.kernels}")
+    if max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim) > MOST_INT8_INPUTS:
+        raise ConfigError(f"quantization int8 takes products of at most {MOST_INT8_INPUTS} inputs; this model has more")
+    return replace(choice, int8=True, kernels=f"int8 {choice.kernels}")
+
+
+def _choose(
+    model_impl: str, attention_backend: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, threads: int
+) -> BackendChoice:
     if attention_backend == "gather" and model_impl != "native":
         return BackendChoice(None, False, "torch")
     engine, reason = _native_engine(config, dtype, device, threads)
@@ -96,7 +120,7 @@ def load_layers(
 ) -> Decoder | NativeDecoder:
     """Take a model's weights, as the choice wants them. Raises ConfigError if one is missing or misshapen."""
     if choice.engine is not None and choice.native_model:
-        return NativeDecoder(choice.engine, config, weights, dtype, context_length)
+        return NativeDecoder(choice.engine, config, weights, dtype, context_length, int8=choice.int8)
     return Decoder(config, weights, device, context_length)
 
 

@@ -46,6 +46,7 @@ def load_executor(
     seed: int = 0,
     model_impl: str = "auto",
     attention_backend: str = "auto",
+    quantization: str = "none",
     draft_tokens: int = 0,
     rank: int = 0,
     ranks: int = 1,
@@ -55,10 +56,10 @@ def load_executor(
     device: auto (CUDA where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16, float16 or float32.
     max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
     model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
-    and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend:
-    see choose_backends. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none. rank, ranks:
-    data-parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and
-    memory is shared by the ranks on one device. Raises ConfigError, in one line, for whatever does not fit.
+    and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend,
+    quantization: see choose_backends. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none.
+    rank, ranks: data-parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names
+    none, and memory is shared by the ranks on one device. Raises ConfigError, in one line, for whatever does not fit.
     """
     target, sharing = _device_of_rank(device, rank, ranks)
     if target.type == "cuda":
@@ -71,7 +72,7 @@ def load_executor(
     config = read_folder_config(folder)
     kind = choose_dtype(dtype, target, config)
     length = _context_length(context_length, config)
-    choice = choose_backends(model_impl, attention_backend, config, kind, target, threads)
+    choice = choose_backends(model_impl, attention_backend, quantization, config, kind, target, threads)
     layers = _load_layers(choice, config, folder, load_format, target, kind, length, seed)
     num_pages = choose_num_pages(
         config,

@@ -45,6 +45,9 @@ from tokenyard.transfer.process_vm import Probe, machine_id
 from tokenyard.transfer.protocol import VERSION, Peer, Prefill, Terms, Want
 from tokenyard.transfer.protocol.messages import pack_ids, unpack_ids
 
+MODEL_OPTIONS = ("load_format", "seed", "quantization")
+"""Settings of an executor that decide, beside the checkpoint, what KV its model computes."""
+
 FIRST_NUMBER = 1 << 40
 """Requests for other engines have numbers from here on; those of clients are counted up from 1."""
 
@@ -331,7 +334,7 @@ def open_transfers(
 def identify(config: EngineConfig, executor: Executor) -> Identity:
     """This engine as the others see it. Raises ConfigError for an executor whose KV cannot be moved."""
     pages, info, options = map_pages(executor.pieces), executor.info, config.executor_options
-    facts = (config.executor, str(info.vocab_size), *(str(options.get(name, "")) for name in ("load_format", "seed")))
+    facts = (config.executor, str(info.vocab_size), *(str(options.get(name, "")) for name in MODEL_OPTIONS))
     hello = Hello(
         version=VERSION,
         boot_id=secrets.token_hex(8),

@@ -30,7 +30,8 @@ class Config(ctypes.Structure):
     """ty_config of src/api.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("dtype", "layers", "hidden", "inter", "heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("dtype", "int8", "layers", "hidden")),
+        *((name, ctypes.c_int32) for name in ("inter", "heads", "kv_heads", "head_dim")),
         ("eps", ctypes.c_float),
         ("vocabulary", ctypes.c_int64),
         *((name, Pointer) for name in ("windows", "embedding", "cos_sin")),
@@ -180,7 +181,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_model_logits": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_residual": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_free": (None, [pointer]),
-        "ty_product": (number, [pointer, number, number, *[pointer] * 3, *[numbers] * 3, number, pointer]),
+        "ty_product": (number, [pointer, number, number, number, *[pointer] * 3, *[numbers] * 3, number, pointer]),
     }
     for name, (result, arguments) in kinds.items():
         function = getattr(functions, name)

@@ -27,17 +27,25 @@ class NativeDecoder:
     """The weights of a model, laid out once for the library's products.
 
     Weights are taken by their Hugging Face names, one after another, so that a second copy of the model never lies in
-    memory. Raises ConfigError if a weight is missing or misshapen or memory runs out.
+    memory. int8: those of products are rounded to bytes, with a scale for each output; embeddings stay. Raises
+    ConfigError if a weight is missing or misshapen or memory runs out.
     """
 
     def __init__(
-        self, engine: NativeEngine, config: ModelConfig, weights: Weights, dtype: torch.dtype, context_length: int
+        self,
+        engine: NativeEngine,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        context_length: int,
+        *,
+        int8: bool = False,
     ) -> None:
         self.engine, self.config = engine, config
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape).contiguous()
         self._cos_sin = rotary_table(config.rope, config.head_dim, context_length)
-        self.model = self._make(dtype)
+        self.model = self._make(dtype, int8)
         begin_s = time.perf_counter()
         for layer in range(config.num_layers):
             self._take_layer(weights, layer)
@@ -52,12 +60,13 @@ class NativeDecoder:
         if getattr(self, "model", None):
             self.engine.functions.ty_model_free(self.model)
 
-    def _make(self, dtype: torch.dtype) -> int:
+    def _make(self, dtype: torch.dtype, int8: bool) -> int:
         """Create the library's model, which has room for all weights."""
         config = self.config
         windows = int32s(config.windows)
         wanted = Config(
             dtype=DTYPES[dtype],
+            int8=int8,
             layers=config.num_layers,
             hidden=config.hidden_size,
             inter=config.intermediate_size,

@@ -140,7 +140,7 @@ int ty_model_residual(void *model, const int64_t *tokens, int64_t count, float *
 
 void ty_model_free(void *model) { delete (ty::Model *)model; }
 
-int ty_product(void *pool, int level, int dtype, const void *x, const void *weights, const float *bias, int64_t rows,
+int ty_product(void *pool, int level, int dtype, int int8, const void *x, const void *weights, const float *bias, int64_t rows,
                int64_t inputs, int64_t outputs, int gated, void *y) {
     return guarded([&] {
         const ty::TypedKernels &kernels = typed_of(level, dtype);
@@ -150,14 +150,21 @@ int ty_product(void *pool, int level, int dtype, const void *x, const void *weig
         linear.inputs = inputs;
         linear.outputs = outputs;
         linear.gated = gated != 0;
-        linear.panels = memory.get_of<char>(linear.count(width) * kernels.panel_bytes(inputs));
+        linear.kernels = int8 ? &kernels.as_int8 : &kernels.as_stored;
+        linear.panels = memory.get_of<char>(linear.bytes(width));
         ty::Awake awake(pool_of(pool));
-        ty::pack(pool_of(pool), kernels, width, dtype == TY_BF16 ? 2 : 4, linear, weights, bias);
-        const float *packed_bias = bias ? linear.bias.data() : nullptr;
-        ty::run_product(pool_of(pool), kernels,
-                        {x, inputs, linear.panels, packed_bias, inputs, outputs, linear.count(width),
-                         gated ? ty::SILU : ty::STORE, y, gated ? outputs / 2 : outputs},
-                        rows);
+        ty::pack(pool_of(pool), width, dtype == TY_BF16 ? 2 : 4, linear, weights, bias);
+        ty::Product job = {x, inputs, nullptr, linear.panels, bias ? linear.bias.data() : nullptr,
+                           inputs, outputs, linear.count(width), gated ? ty::SILU : ty::STORE,
+                           y, gated ? outputs / 2 : outputs};
+        ty::ByteRows bytes;
+        if (int8) {
+            bytes.round(pool_of(pool), kernels, x, rows, inputs);
+            job.x = bytes.bytes.get(0);
+            job.ldx = bytes.stride;
+            job.row_scales = (const float *)bytes.scales.get(0);
+        }
+        ty::run_product(pool_of(pool), *linear.kernels, job, rows);
     });
 }
 

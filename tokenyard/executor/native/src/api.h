@@ -11,9 +11,9 @@ enum { TY_QKV, TY_OUTPUT, TY_GATE_UP, TY_DOWN, TY_HEAD };
 enum { TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_LAST_NORM };
 
 // windows: int32[layers], tokens that a query sees, 0 for all. embedding: stored[vocabulary, hidden]. cos_sin:
-// float[positions, head_dim]. Both must outlive the model.
+// float[positions, head_dim]. Both must outlive the model. int8: products take weights rounded to int8.
 struct ty_config {
-    int32_t dtype, layers, hidden, inter, heads, kv_heads, head_dim;
+    int32_t dtype, int8, layers, hidden, inter, heads, kv_heads, head_dim;
     float eps;
     int64_t vocabulary;
     const int32_t *windows;
@@ -65,8 +65,8 @@ TY_API int ty_model_logits(void *model, const int64_t *tokens, int64_t count, fl
 TY_API int ty_model_residual(void *model, const int64_t *tokens, int64_t count, float *residual);
 TY_API void ty_model_free(void *model);
 
-// One product by itself: y = x * weights^T + bias, float32 out; x is active[rows, inputs].
-TY_API int ty_product(void *pool, int level, int dtype, const void *x, const void *weights, const float *bias,
+// One product by itself: y = x * weights^T + bias, float32 out; x is active[rows, inputs]. int8: by rounded weights.
+TY_API int ty_product(void *pool, int level, int dtype, int int8, const void *x, const void *weights, const float *bias,
                       int64_t rows, int64_t inputs, int64_t outputs, int gated, void *y);
 
 #ifdef TY_PROFILE

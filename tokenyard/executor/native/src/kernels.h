@@ -2,7 +2,8 @@
 // is said in model.cpp and ops.cpp. Shapes are row-major.
 //
 // KV and weights are of one type, bf16 or float ("stored"). Inputs of products ("active") are bf16 where the CPU
-// multiplies bf16 (`pairs`) and weights are bf16, else float. The residual stream, scores and sums are float.
+// multiplies bf16 (`pairs`) and weights are bf16, else float. The residual stream, scores and sums are float. Weights of
+// products may be laid out as int8 instead; their inputs are then rows of bytes.
 #pragma once
 
 #include "common.h"
@@ -23,6 +24,7 @@ enum Epilogue { STORE, ADD, SILU };
 struct Product {
     const void *x;
     int64_t ldx;
+    const float *row_scales;  // of rows of bytes; else null
     const void *weights;
     const float *bias;
     int64_t inputs, outputs, panels;
@@ -87,14 +89,21 @@ struct Chunk {
     void *space;  // chunk_space bytes
 };
 
-// The kernels over one type of weights.
-struct TypedKernels {
-    bool active_is_bf16;
+// One way to lay out stored weights for products.
+struct PanelKernels {
     // Bytes of a panel of weights with so many inputs.
     int64_t (*panel_bytes)(int64_t inputs);
     // Lay out `rows` (at most `width`) rows of stored weights as panel `panel`; further outputs are zeros.
     void (*pack_panel)(const void *weights, int64_t rows, int64_t inputs, void *panels, int64_t panel);
     void (*product)(const Product &job, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
+};
+
+// The kernels over one type of weights.
+struct TypedKernels {
+    bool active_is_bf16;
+    PanelKernels as_stored, as_int8;
+    // Rows of active[rows, size] as bytes for products with int8 weights: `stride` bytes a row, a scale each.
+    void (*round_rows)(const void *x, int64_t rows, int64_t size, uint8_t *bytes, int64_t stride, float *scales);
     // out[rows, size] (active) = x[rows, size] / rms(x) * weight
     void (*norm)(const float *x, const float *weight, void *out, int64_t rows, int64_t size, float eps);
     // x[rows, size] = table[ids[row]]

@@ -12,6 +12,7 @@
 #define TY_BF16_ACTIVE float
 
 #include "product.inc"
+#include "bytes.inc"
 #include "rows.inc"
 #include "attention.inc"
 #include "dispatch.inc"

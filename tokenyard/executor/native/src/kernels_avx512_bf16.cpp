@@ -12,6 +12,7 @@
 #define TY_BF16_ACTIVE bf16
 
 #include "product.inc"
+#include "bytes.inc"
 #include "rows.inc"
 #include "attention.inc"
 #include "dispatch.inc"

@@ -33,12 +33,14 @@ Model::Model(Pool &pool, const Kernels &kernels, const ty_config &config)
     head_.outputs = config.vocabulary;
     linears.push_back(&head_);
     int64_t bytes = 0;
-    for (const Linear *one : linears)
-        bytes += one->count(all_.width) * kernels_.panel_bytes(one->inputs);
+    for (Linear *one : linears) {
+        one->kernels = config.int8 ? &kernels_.as_int8 : &kernels_.as_stored;
+        bytes += one->bytes(all_.width);
+    }
     char *memory = weights_.get_of<char>(bytes);
     for (Linear *one : linears) {
         one->panels = memory;
-        memory += one->count(all_.width) * kernels_.panel_bytes(one->inputs);
+        memory += one->bytes(all_.width);
     }
 }
 
@@ -48,7 +50,7 @@ Linear &Model::linear(int layer, int which) {
 
 void Model::set_linear(int layer, int which, const void *weights, const float *bias) {
     Awake awake(pool_);
-    pack(pool_, kernels_, all_.width, config_.dtype == TY_BF16 ? 2 : 4, linear(layer, which), weights, bias);
+    pack(pool_, all_.width, config_.dtype == TY_BF16 ? 2 : 4, linear(layer, which), weights, bias);
 }
 
 void Model::set_norm(int layer, int which, const float *weight) {
@@ -87,9 +89,16 @@ bool Model::step(const ty_step &step) {
 
 void Model::multiply(Phase phase, const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy,
                      int64_t rows) {
-    const Product job = {x, linear.inputs, linear.panels, linear.bias.empty() ? nullptr : linear.bias.data(),
-                         linear.inputs, linear.outputs, linear.count(all_.width), epilogue, y, ldy};
-    timed(phase, [&] { run_product(pool_, kernels_, job, rows); });
+    Product job = {x, linear.inputs, nullptr, linear.panels, linear.bias.empty() ? nullptr : linear.bias.data(),
+                   linear.inputs, linear.outputs, linear.count(all_.width), epilogue, y, ldy};
+    if (config_.int8)
+        timed(ROUND, [&] {
+            bytes_.round(pool_, kernels_, x, rows, linear.inputs);
+            job.x = bytes_.bytes.get(0);
+            job.ldx = bytes_.stride;
+            job.row_scales = (const float *)bytes_.scales.get(0);
+        });
+    timed(phase, [&] { run_product(pool_, *linear.kernels, job, rows); });
 }
 
 void Model::normalise(const float *x, const std::vector<float> &weight, void *out, int64_t rows) {

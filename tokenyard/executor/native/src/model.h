@@ -47,6 +47,7 @@ class Model {
     Linear head_;
     Block weights_;
     Attention attention_;
+    ByteRows bytes_;
     Block residual_, normed_, qkv_, q_, attended_, gated_, few_, few_normed_;
     float *x_ = nullptr;
 };

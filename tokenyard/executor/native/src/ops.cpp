@@ -15,11 +15,11 @@ constexpr int64_t PART_KEYS = 512;     // most keys of a part; fixed, so that a 
 constexpr int64_t PART_QUERIES = 24;   // most query heads per key head of a row that is attended by parts
 constexpr int64_t CHUNK_ROWS = 96;     // query heads of a chunk
 constexpr int64_t LINE_FLOATS = 16;
+constexpr int64_t LINE_BYTES = 64;
 
 }  // namespace
 
-void pack(Pool &pool, const TypedKernels &kernels, int width, int64_t stored_bytes, Linear &linear, const void *weights,
-          const float *bias) {
+void pack(Pool &pool, int width, int64_t stored_bytes, Linear &linear, const void *weights, const float *bias) {
     const int64_t panels = linear.count(width);
     const int64_t halves = linear.gated ? 2 : 1, half = linear.outputs / halves;
     if (bias)
@@ -29,13 +29,26 @@ void pack(Pool &pool, const TypedKernels &kernels, int width, int64_t stored_byt
         const int64_t row = panel / halves * width, begin = panel % halves * half + row;
         const int64_t rows = most(0, least(width, half - row));
         const char *from = (const char *)weights + begin * linear.inputs * stored_bytes;
-        kernels.pack_panel(from, rows, linear.inputs, linear.panels, panel);
+        linear.kernels->pack_panel(from, rows, linear.inputs, linear.panels, panel);
         for (int64_t i = 0; bias && i < rows; i++)
             linear.bias[(size_t)(panel * width + i)] = bias[begin + i];
     });
 }
 
-void run_product(Pool &pool, const TypedKernels &kernels, const Product &job, int64_t rows) {
+void ByteRows::round(Pool &pool, const TypedKernels &kernels, const void *x, int64_t rows, int64_t size) {
+    stride = round_up(size, LINE_BYTES);
+    uint8_t *to = bytes.get_of<uint8_t>(rows * stride);
+    float *to_scales = scales.get_of<float>(rows);
+    if (rows * size <= SMALL)
+        return kernels.round_rows(x, rows, size, to, stride, to_scales);
+    const int64_t row_bytes = size * (kernels.active_is_bf16 ? 2 : 4);
+    pool.run(ceil_div(rows, ROWS_OF_TASK), [&](int64_t i, int) {
+        const int64_t row = i * ROWS_OF_TASK, some = least(ROWS_OF_TASK, rows - row);
+        kernels.round_rows((const char *)x + row * row_bytes, some, size, to + row * stride, stride, to_scales + row);
+    });
+}
+
+void run_product(Pool &pool, const PanelKernels &kernels, const Product &job, int64_t rows) {
     // As many tasks for each thread, of as many pairs of panels each as can be.
     const int64_t pairs = job.panels / 2, groups = least(pairs, TASKS_OF_THREAD * pool.threads());
     const int64_t height = rows <= FEW ? rows : ROW_BLOCK, heights = ceil_div(rows, height);

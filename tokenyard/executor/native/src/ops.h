@@ -15,6 +15,7 @@ namespace ty {
 // Weights laid out for products; `gated` ones are a gate's and then, as many, those that it is multiplied with. The
 // memory of the panels belongs to someone else.
 struct Linear {
+    const PanelKernels *kernels = nullptr;
     char *panels = nullptr;
     int64_t inputs = 0, outputs = 0;
     bool gated = false;
@@ -24,14 +25,22 @@ struct Linear {
     int64_t count(int width) const {
         return gated ? 2 * ceil_div(outputs / 2, width) : 2 * ceil_div(outputs, 2 * width);
     }
+    int64_t bytes(int width) const { return count(width) * kernels->panel_bytes(inputs); }
 };
 
 // Lay out stored weights[outputs, inputs]; `stored_bytes` is the size of one. bias: float[outputs] or null.
-void pack(Pool &pool, const TypedKernels &kernels, int width, int64_t stored_bytes, Linear &linear, const void *weights,
-          const float *bias);
+void pack(Pool &pool, int width, int64_t stored_bytes, Linear &linear, const void *weights, const float *bias);
+
+// Rows of active numbers as a product takes them that has int8 weights.
+struct ByteRows {
+    Block bytes, scales;
+    int64_t stride = 0;
+
+    void round(Pool &pool, const TypedKernels &kernels, const void *x, int64_t rows, int64_t size);
+};
 
 // Compute `rows` rows of a product.
-void run_product(Pool &pool, const TypedKernels &kernels, const Product &job, int64_t rows);
+void run_product(Pool &pool, const PanelKernels &kernels, const Product &job, int64_t rows);
 void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const float *weight, void *out, int64_t rows,
               int64_t size, float eps);
 void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int64_t tokens);

@@ -49,6 +49,13 @@ inline void vstore(bf16 *p, Vec x, int n) {
     memcpy(p, whole, (size_t)n * sizeof(bf16));
 }
 
+inline void store_bytes(uint8_t *p, Vec x, int n) {
+    alignas(32) int32_t whole[8];
+    _mm256_store_si256((__m256i *)whole, _mm256_cvtps_epi32(x));
+    for (int i = 0; i < n; i++)
+        p[i] = (uint8_t)whole[i];
+}
+
 inline Vec vadd(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec vsub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec vmul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }

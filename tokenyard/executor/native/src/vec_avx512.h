@@ -42,6 +42,10 @@ inline __m256i narrow(Vec x) {
 inline void vstore(bf16 *p, Vec x) { _mm256_storeu_si256((__m256i *)p, narrow(x)); }
 inline void vstore(bf16 *p, Vec x, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x)); }
 
+inline void store_bytes(uint8_t *p, Vec x, int n) {
+    _mm512_mask_cvtepi32_storeu_epi8(p, first_lanes(n), _mm512_cvtps_epi32(x));
+}
+
 inline Vec vadd(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec vsub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec vmul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }

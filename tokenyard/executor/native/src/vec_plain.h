@@ -33,6 +33,10 @@ inline void vstore(T *p, Vec x, int n = W) {
     for (int i = 0; i < n; i++)
         from_float(x.at[i], p + i);
 }
+inline void store_bytes(uint8_t *p, Vec x, int n) {
+    for (int i = 0; i < n; i++)
+        p[i] = (uint8_t)nearbyintf(x.at[i]);
+}
 inline Vec vadd(Vec a, Vec b) { TY_EACH(a.at[i] + b.at[i]); }
 inline Vec vsub(Vec a, Vec b) { TY_EACH(a.at[i] - b.at[i]); }
 inline Vec vmul(Vec a, Vec b) { TY_EACH(a.at[i] * b.at[i]); }
