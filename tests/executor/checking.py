@@ -9,9 +9,9 @@ from tokenyard.executor.load import load_executor
 class CheckedAttention:
     """Attends query by query in float64, straight over the page table, and holds another backend to that."""
 
-    def __init__(self, inner, pool, pages, windows, tolerance=1e-4):
+    def __init__(self, inner, pool, pages, spec, tolerance=1e-4):
         self._inner, self._pool, self._pages = inner, pool, pages
-        self._windows, self._tolerance = windows, tolerance
+        self._spec, self._windows, self._tolerance = spec, spec.windows, tolerance
         self._batch = None
         self.checked = 0
 
@@ -39,8 +39,12 @@ class CheckedAttention:
             first = max(0, int(position) + 1 - self._windows[layer]) if self._windows[layer] else 0
             slots = self._pages.slots(row, torch.arange(first, int(position) + 1)).long()
             own_k, own_v = (side[slots].double().repeat_interleave(group, dim=1) for side in (keys, values))
-            scores = torch.einsum("hd,nhd->hn", q[token], own_k) * q.shape[-1] ** -0.5
-            out[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1), own_v)
+            scores = torch.einsum("hd,nhd->hn", q[token], own_k) * self._spec.scale
+            if self._spec.softcap:
+                scores = (scores / self._spec.softcap).tanh() * self._spec.softcap
+            if self._spec.sinks:
+                scores = torch.cat((scores, self._spec.sinks[layer].double()[:, None]), dim=1)
+            out[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(own_v)], own_v)
         return out.flatten(1)
 
 
@@ -94,6 +98,6 @@ def load_checked(model_path, **options):
     """An executor whose attention and whose steps are checked by the two backends above."""
     executor = load_executor(model_path, model_impl="torch", **options)
     model, pages = executor.model, executor._pages
-    model.attention = CheckedAttention(model.attention, executor.kv_pool, pages, model.windows)
+    model.attention = CheckedAttention(model.attention, executor.kv_pool, pages, model.attention_spec)
     executor.model = CheckedModel(model, executor.kv_pool, pages)
     return executor

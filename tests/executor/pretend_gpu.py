@@ -102,5 +102,5 @@ def pretend_driver(monkeypatch, config, page_size):
     pool = KvPool(config, info.num_pages, page_size, GPU, torch.bfloat16)
     pages = PageTable(info.max_pool_rows, info.context_length, page_size, GPU)
     decoder = Decoder(config, Weights(), GPU, config.context_length)
-    model = TorchModel(decoder, GatherAttention(pool, pages, config.windows))
+    model = TorchModel(decoder, GatherAttention(pool, pages, decoder.attention_spec))
     return Driver(ModelExecutor(model, pool, pages, info, GPU))

@@ -56,7 +56,7 @@ def test_rows_sample_at_several_positions(make_driver, backend, case):
 @pytest.mark.parametrize("case", ["llama-odd", "mistral-window", "qwen3-layers"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypatch, attend, case, page_size):
-    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device: attend())
+    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device, spec: attend(spec))
     run_chunks_beside_decodes(make_driver(case, page_size=page_size), case)
 
 
@@ -94,7 +94,7 @@ def test_long_prompts_in_chunks_of_any_size(make_driver, backend, case, chunk):
 def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, chunk):
     monkeypatch.setattr("tokenyard.executor.attention.gather.MASK_ELEMENTS", 4000)
     monkeypatch.setattr(ByProducts, "key_multiple", 24)
-    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device: attend())
+    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device, spec: attend(spec))
     driver = make_driver(case, page_size=4)
     prompt = prompt_of(150, seed=3)
     assert driver.generate(driver.start(prompt), 2, chunk=chunk) == greedy(case, prompt, 2)
@@ -122,15 +122,15 @@ def test_on_a_cpu_keys_attend_in_whole_blocks(make_driver, monkeypatch):
     shapes = set()
 
     class Watched(ByProducts):
-        def decode(self, q, k, v, mask):
+        def decode(self, layer, q, k, v, mask):
             shapes.add(k.shape)
-            return super().decode(q, k, v, mask)
+            return super().decode(layer, q, k, v, mask)
 
-        def chunk(self, q, k, v, start, mask):
+        def chunk(self, layer, q, k, v, start, mask):
             assert k.shape[1] % self.key_multiple == 0
-            return super().chunk(q, k, v, start, mask)
+            return super().chunk(layer, q, k, v, start, mask)
 
-    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device: Watched())
+    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device, spec: Watched(spec))
     driver = make_driver("llama")
     prompt = prompt_of(50, seed=1)
     assert driver.generate(driver.start(prompt), 20, chunk=30) == greedy("llama", prompt, 20)

@@ -11,7 +11,7 @@ from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.mlp import Experts, GatedMlp
 from tokenyard.executor.load import load_executor
-from tokenyard.executor.models.config import read_model_config
+from tokenyard.executor.models.reading import read_model_config
 
 TOKENS = 10
 

@@ -13,7 +13,7 @@ from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
 from tokenyard.executor.load import _prepare_cuda, choose_device, choose_dtype, load_executor, read_folder_config
-from tokenyard.executor.models.config import read_model_config
+from tokenyard.executor.models.reading import read_model_config
 
 
 @pytest.fixture
@@ -135,7 +135,8 @@ def test_unused_tensors_are_named(copy, caplog):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.* not supported; supported are LlamaForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported: its layers keep states"),
+        ({"architectures": ["BertModel"]}, "BertModel.* not supported; supported are LlamaForCausalLM"),
         ({"architectures": "drop"}, "architecture missing"),
         ({"hidden_size": "drop"}, "hidden_size is None"),
         ({"vocab_size": 0}, "vocab_size is 0"),
@@ -144,7 +145,8 @@ def test_unused_tensors_are_named(copy, caplog):
         ({"head_dim": 7}, "even head_dim"),
         ({"num_key_value_heads": "many"}, "wrong type.*many"),
         ({"rope_parameters": "x"}, "wrong type"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope needs 6 factors"),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "rope type 'ntk'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq with None bits"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "supported are fp8, gptq"),
         ({"intermediate_size": 64}, "mlp.gate_proj.weight' has shape .80, 48., but config.json means .64, 48."),

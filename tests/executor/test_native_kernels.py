@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tokenyard.executor.attention.backend import AttentionSpec
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.native.attention import NativeAttention
 from tokenyard.executor.native.engine import DTYPES, NativeEngine, address
@@ -219,17 +220,25 @@ def scene(rows, heads, kv_heads, dim, page_size, dtype, seed=0):
     return Scene(batch, pages, tensor, q, k, v)
 
 
-def exact(given, window):
+def spec_of(dim, window=0, **facts):
+    return AttentionSpec((window,), facts.pop("scale", dim**-0.5), **facts)
+
+
+def exact(given, spec):
     """Attention in float64, token by token."""
-    heads, dim = given.q.shape[1:]
-    group = heads // given.k.shape[1]
+    (window,) = spec.windows
+    group = given.q.shape[1] // given.k.shape[1]
     out = torch.empty(given.q.shape, dtype=torch.float64)
     for token, (row, position) in enumerate(zip(given.batch.pool_rows, given.batch.positions, strict=True)):
         first = max(0, int(position) + 1 - window) if window else 0
         slots = given.pages.slots(row, torch.arange(first, int(position) + 1)).long()
         k, v = (given.pool[0, side, slots].double().repeat_interleave(group, dim=1) for side in range(2))
-        weights = (torch.einsum("hd,nhd->hn", given.q[token].double(), k) * dim**-0.5).softmax(-1)
-        out[token] = torch.einsum("hn,nhd->hd", weights, v)
+        scores = torch.einsum("hd,nhd->hn", given.q[token].double(), k) * spec.scale
+        if spec.softcap:
+            scores = (scores / spec.softcap).tanh() * spec.softcap
+        if spec.sinks:
+            scores = torch.cat((scores, spec.sinks[0].double()[:, None]), dim=1)
+        out[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(v)], v)
     return out.flatten(1)
 
 
@@ -256,13 +265,37 @@ SCENES = {
 def test_attention(level, dtype, threads, name):
     rows, heads, kv_heads, dim, page_size, window = SCENES[name]
     given = scene(rows, heads, kv_heads, dim, page_size, dtype, seed=len(name))
-    attention = NativeAttention(engine(level, threads), Pool(given.pool, page_size), given.pages, (window,), heads)
+    spec = spec_of(dim, window)
+    attention = NativeAttention(engine(level, threads), Pool(given.pool, page_size), given.pages, spec, heads)
     attention.prepare(given.batch)
     for _ in range(2):  # a second layer finds all counters as the first one did
         found = attention.forward(0, given.q, given.k, given.v, given.batch)
         # Weights and outputs are rounded to the activations' dtype once each; values are about 1.
         bound = 3e-6 if dtype == torch.float32 else 2.5e-2
-        assert (found.double() - exact(given, window)).abs().max() <= bound
+        assert (found.double() - exact(given, spec)).abs().max() <= bound
+
+
+FACTS = {
+    "scale": {"scale": 0.31},
+    "softcap": {"scale": 1.5, "softcap": 4.0},
+    "sinks": {"sinks": (torch.tensor([0.5, -3.0, 2.0, 12.0]),)},
+    "all": {"scale": 0.7, "softcap": 3.0, "sinks": (torch.tensor([-1.0, 0.0, 1.0, 4.0]),)},
+}
+
+
+@KERNELS
+@DTYPE
+@pytest.mark.parametrize("name", FACTS)
+def test_attention_with_facts_of_its_own(level, dtype, name):
+    # A decode of several parts, drafts, a chunk: each with and without a window.
+    for window in (0, 37):
+        spec = spec_of(24, window, **FACTS[name])
+        given = scene([(1100, 1), (70, 5), (150, 40), (0, 9)], 4, 2, 24, 4, dtype, seed=window)
+        attention = NativeAttention(engine(level), Pool(given.pool, 4), given.pages, spec, 4)
+        attention.prepare(given.batch)
+        found = attention.forward(0, given.q, given.k, given.v, given.batch)
+        bound = 6e-6 if dtype == torch.float32 else 2.5e-2
+        assert (found.double() - exact(given, spec)).abs().max() <= bound
 
 
 @KERNELS
@@ -270,7 +303,7 @@ def test_attention(level, dtype, threads, name):
 def test_a_decode_does_not_depend_on_the_batch(level, dtype):
     rows = [(700, 1), (40, 1), (1300, 1)]
     given = scene(rows, 4, 2, 64, 1, dtype)
-    attention = NativeAttention(engine(level), Pool(given.pool, 1), given.pages, (0,), 4)
+    attention = NativeAttention(engine(level), Pool(given.pool, 1), given.pages, spec_of(64), 4)
     attention.prepare(given.batch)
     together = attention.forward(0, given.q, given.k, given.v, given.batch)
     for number in range(3):
@@ -291,10 +324,10 @@ def test_attention_at_32k_and_4096_rows():
     on = engine(LIBRARY.level)
     for rows in ([(32000, 1), (31990, 10)], [(number % 7, 1) for number in range(4096)]):
         given = scene(rows, 2, 1, 16, 16, torch.float32)
-        attention = NativeAttention(on, Pool(given.pool, 16), given.pages, (0,), 2)
+        attention = NativeAttention(on, Pool(given.pool, 16), given.pages, spec_of(16), 2)
         attention.prepare(given.batch)
         found = attention.forward(0, given.q, given.k, given.v, given.batch)
-        assert (found.double() - exact(given, 0)).abs().max() <= 3e-6
+        assert (found.double() - exact(given, spec_of(16))).abs().max() <= 3e-6
 
 
 def test_the_structures_are_those_of_the_library():

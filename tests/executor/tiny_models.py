@@ -4,7 +4,18 @@ import functools
 import os
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB = 199
 
@@ -33,6 +44,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.8],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 9.0],
+}
 
 
 def rope(**fields):
@@ -90,18 +109,73 @@ EXPERT_CASES = {
         },
     ),
 }
-"""Models that native kernels do not run whole."""
+GEMMA = {"head_dim": 20, "sliding_window": 9, "query_pre_attn_scalar": 30}
+FAMILY_CASES = {
+    "phi3": (Phi3Config, {"pad_token_id": 0}),
+    "phi3-partial-window": (
+        Phi3Config,
+        {
+            **{"hidden_size": 64, "pad_token_id": 0, "sliding_window": 9},
+            **rope(rope_type="default", partial_rotary_factor=0.75),
+        },
+    ),
+    "phi3-long": (
+        Phi3Config,
+        {"pad_token_id": 0, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}},
+    ),
+    "phi3-short": (
+        Phi3Config,
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 256},
+        },
+    ),
+    "gemma2": (
+        Gemma2Config,
+        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "initializer_range": 0.1},
+    ),
+    "gemma2-plain": (Gemma2Config, {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            **GEMMA,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gpt-oss": (
+        GptOssConfig,
+        {
+            "head_dim": 16,
+            "hidden_size": 64,
+            "intermediate_size": 32,
+            "sliding_window": 9,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+}
+"""Families with parts of their own."""
 
 
 @functools.cache
 def judge(case):
     """Return a float32 transformers model with random weights; biases and norms are random too."""
-    config_type, fields = (CASES | EXPERT_CASES)[case]
+    config_type, fields = (CASES | EXPERT_CASES | FAMILY_CASES)[case]
     torch.manual_seed(len(case))
-    model = AutoModelForCausalLM.from_config(config_type(**{**SMALL, **fields})).eval().float()
+    # Fused attention knows no soft caps.
+    config = config_type(**{**SMALL, **fields})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
+            if name.endswith(("bias", "sinks")) or "norm" in name:
                 weight.add_(torch.randn_like(weight) * 0.1)
     return model
 

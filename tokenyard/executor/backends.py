@@ -84,16 +84,28 @@ def _choose(
         return BackendChoice(None, False, f"torch ({reason})")
     # Whoever names an attention backend wants the layers that ask for one.
     native_model = model_impl == "native" or (model_impl == "auto" and attention_backend == "auto")
-    if config.experts is not None:
+    missing = parts_not_native(config)
+    if missing:
         if model_impl == "native":
-            raise ConfigError("model_impl native computes no experts yet; leave it out, and torch does")
+            raise ConfigError(f"model_impl native computes no {missing} yet; leave it out, and torch does")
         native_model = False
     if native_model and attention_backend == "gather":
         raise ConfigError("model_impl native attends by itself; attention_backend gather needs model_impl torch")
     kernels = f"native {engine.name}, {engine.threads} thread{'s' if engine.threads > 1 else ''}"
     if native_model:
         return BackendChoice(engine, True, kernels)
-    return BackendChoice(engine, False, f"torch, attention {kernels}")
+    layers = f"torch (native kernels compute no {missing} yet)" if missing else "torch"
+    return BackendChoice(engine, False, f"{layers}, attention {kernels}")
+
+
+def parts_not_native(config: ModelConfig) -> str:
+    """Return what the native model backend lacks of a model, "" if nothing. Attention serves all."""
+    parts = {
+        "experts": config.experts is not None,
+        "norms behind attention and MLP": config.post_norms,
+        "rotation of a part of each head": config.rope.share != 1.0,
+    }
+    return ", ".join(part for part, wanted in parts.items() if wanted)
 
 
 def _native_engine(
@@ -128,7 +140,7 @@ def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvP
     """Put the chosen backend together over a KV pool and its page table."""
     if isinstance(layers, NativeDecoder):
         return NativeModel(layers, pool, pages)
-    attention: AttentionBackend = GatherAttention(pool, pages, layers.config.windows)
+    attention: AttentionBackend = GatherAttention(pool, pages, layers.attention_spec)
     if choice.engine is not None:
-        attention = NativeAttention(choice.engine, pool, pages, layers.config.windows, layers.config.num_heads)
+        attention = NativeAttention(choice.engine, pool, pages, layers.attention_spec, layers.config.num_heads)
     return TorchModel(layers, attention)

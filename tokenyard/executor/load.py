@@ -12,10 +12,11 @@ from tokenyard.executor.gguf_file.folder import LINK
 from tokenyard.executor.gguf_file.weights import GgufWeights
 from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
-from tokenyard.executor.models.config import ModelConfig, read_model_config
+from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
+from tokenyard.executor.models.reading import read_model_config
+from tokenyard.executor.models.stored import checkpoint_weights
 from tokenyard.executor.native.model import NativeDecoder
-from tokenyard.executor.quantized import QuantizedWeights
 from tokenyard.executor.runner import ModelExecutor
 from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, read_json
 
@@ -193,8 +194,7 @@ def _load_layers(
             gguf = GgufWeights(folder / LINK, device, dtype, config.num_heads, config.num_kv_heads)
             return load_layers(choice, config, gguf, device, dtype, context_length)
         files = SafetensorsWeights(folder, device, dtype)
-        weights = QuantizedWeights(files, config.quantization) if config.quantization else files
-        layers = load_layers(choice, config, weights, device, dtype, context_length)
+        layers = load_layers(choice, config, checkpoint_weights(config, files), device, dtype, context_length)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
     files.warn_unused()

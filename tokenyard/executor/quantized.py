@@ -20,6 +20,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight consecutive outputs each nibble of a word holds, the lowest bits first."""
 
 WORD_BITS = 32
+FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class QuantizedWeights:
@@ -76,7 +77,7 @@ def _decoder(quantization: Mapping[str, Any]) -> tuple[Decode, tuple[str, ...]]:
         bits = _compressed_bits(quantization)
         names = ("weight", "weight_scale", "weight_packed", "weight_zero_point", "weight_g_idx")
         return lambda parts, shape: _compressed(parts, shape, bits), names
-    known = "fp8, gptq, awq, compressed-tensors"
+    known = "fp8, gptq, awq, compressed-tensors and, of gpt-oss, mxfp4"
     raise ConfigError(f"config.json: quantization {method!r} is not supported; supported are {known}")
 
 
@@ -142,6 +143,17 @@ def _compressed(parts: Parts, shape: tuple[int, ...], bits: int) -> torch.Tensor
         zeros = _unpacked(parts["weight_zero_point"].T, bits).T[:outputs] - middle
         values = values - zeros[:, groups]
     return values * scale[:, groups]
+
+
+def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Unpack numbers of four bits (sign, two of exponent, one of mantissa) with a power of two for each 32 of them.
+
+    blocks: uint8[..., groups, 16], the lower four bits first. scales: uint8[..., groups], exponents plus 127. Returns
+    float32[..., groups * 32] (OCP Microscaling Formats 1.0).
+    """
+    values = torch.tensor(FOUR_BITS, device=blocks.device)
+    numbers = torch.stack((values[(blocks & 15).int()], values[(blocks >> 4).int()]), dim=-1).flatten(-2)
+    return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2)
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

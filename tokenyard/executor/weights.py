@@ -47,6 +47,7 @@ class SafetensorsWeights:
         self._dtype = dtype
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}
         for path in _shards(folder):
             try:
                 # One handle a shard for the whole load: opening parses the header anew each time.
@@ -54,7 +55,9 @@ class SafetensorsWeights:
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} is damaged or no safetensors file: {error}") from error
             self._files[path] = handle
-            self._file_of.update(dict.fromkeys(handle.keys(), path))
+            for stored in handle.keys():  # noqa: SIM118 - no mapping
+                name = _plain_name(stored)
+                self._file_of[name], self._stored[name] = path, stored
         self._unused = set(self._file_of)
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -83,16 +86,28 @@ class SafetensorsWeights:
         path = self._file_of[name]
         self._unused.discard(name)
         try:
-            tensor: torch.Tensor = self._files[path].get_tensor(name)
+            tensor: torch.Tensor = self._files[path].get_tensor(self._stored[name])
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: tensor {name!r} cannot be read: {error}") from error
         return tensor
 
     def warn_unused(self, harmless: Iterable[str] = ("lm_head.weight",)) -> None:
         """Log the tensors nobody asked for, apart from tables that any loader computes itself."""
-        left = sorted(name for name in self._unused if name not in harmless and not name.endswith("inv_freq"))
+        left = sorted(name for name in self._unused if name not in harmless and not _is_known(name))
         if left:
             logger.warning("%d tensors of the checkpoint are not used, for example %s", len(left), left[0])
+
+
+def _plain_name(stored: str) -> str:
+    """The name of a tensor where it is part of a language model inside of a model that can look at pictures too."""
+    if stored.startswith("language_model."):
+        return stored.removeprefix("language_model.")
+    return stored.replace("model.language_model.", "model.", 1)
+
+
+def _is_known(name: str) -> bool:
+    """Whether a tensor is left out on purpose: a table that any loader computes, or what looks at pictures."""
+    return name.endswith("inv_freq") or "vision_tower." in name or "multi_modal_projector." in name
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -1,10 +1,27 @@
 """The seam of attention: what a layer asks of whoever attends over the paged KV pool."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from tokenyard.executor.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How a model's layers attend.
+
+    windows: of each layer, how many tokens back (its own included) a token sees, 0 for all. scale: on scores. softcap:
+    what they are held below by `softcap * tanh(score / softcap)`, 0 for none (Gemma 2). sinks: float32[heads] of each
+    layer, a score that joins a head's softmax and has no value (gpt-oss; Xiao et al. 2023, arXiv 2309.17453); () for
+    none.
+    """
+
+    windows: tuple[int, ...]
+    scale: float
+    softcap: float = 0.0
+    sinks: tuple[torch.Tensor, ...] = ()
 
 
 class AttentionBackend(Protocol):

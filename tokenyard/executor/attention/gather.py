@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.executor.attention.attend import additive, choose_attend
+from tokenyard.executor.attention.backend import AttentionSpec
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
 from tokenyard.executor.kv_pool import KvPool
 
@@ -62,13 +63,13 @@ class _StepAttention:
 class GatherAttention:
     """An AttentionBackend in plain torch: it gathers the keys and values of rows and attends over the copies."""
 
-    def __init__(self, pool: KvPool, pages: PageTable, windows: tuple[int, ...]) -> None:
+    def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec) -> None:
         self._pool = pool
         self._pages = pages
-        self._windows = windows
+        self._windows = spec.windows
         self._kv_heads, self._head_dim = pool.tensor.shape[3:]
         self._head_numbers = torch.arange(self._kv_heads, dtype=torch.int32, device=pool.tensor.device)[:, None]
-        self._attend = choose_attend(pool.tensor.device)
+        self._attend = choose_attend(pool.tensor.device, spec)
         self._workspace = pool.tensor.new_empty(2, 0, self._head_dim)
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -90,7 +91,7 @@ class GatherAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in step.groups:
             queries = q[: group.rows] if group.index is None else q[group.index]
-            found = self._attend.decode(queries, *self._gather(layer, group.vectors, group.rows), group.mask)
+            found = self._attend.decode(layer, queries, *self._gather(layer, group.vectors, group.rows), group.mask)
             if group.index is None:
                 out[: group.rows] = found
             else:
@@ -101,7 +102,7 @@ class GatherAttention:
                 seen = k[own].transpose(0, 1).contiguous(), v[own].transpose(0, 1).contiguous()
             else:
                 seen = self._gather(layer, block.vectors)
-            out[own] = self._attend.chunk(q[own], *seen, block.start, block.mask)
+            out[own] = self._attend.chunk(layer, q[own], *seen, block.start, block.mask)
         return out.flatten(1)
 
     def _gather(self, layer: int, vectors: torch.Tensor, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,23 +1,50 @@
 """What a layer does to each token by itself: a gated MLP, or a mixture of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from tokenyard.executor.layers.linear import Linear
 
+Gating = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From what gate and up gave, which it may change, to what goes down."""
+
+
+def silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate).mul_(up)
+
+
+def gelu_tanh(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up, by the formula with tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, *, limit: float) -> torch.Tensor:
+    """gate * sigmoid(1.702 * gate) * (up + 1), with gate up to `limit` and up within it either way (gpt-oss)."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate.mul_(torch.sigmoid(gate * 1.702)).mul_(up.add_(1))
+
+
+def gating(activation: str, limit: float) -> Gating:
+    """Return the gating of a ModelConfig's activation."""
+    if activation == "clamped_swiglu":
+        return partial(clamped_swiglu, limit=limit)
+    return {"silu": silu, "gelu_tanh": gelu_tanh}[activation]
+
 
 class GatedMlp:
-    """`down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202); gate and up are one product."""
+    """`down(gated(gate(x), up(x)))` (Shazeer 2020, arXiv 2002.05202); gate and up are one product."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up, self._down = gate_up, down
+    def __init__(self, gate_up: Linear, down: Linear, gated: Gating = silu) -> None:
+        self._gate_up, self._down, self._gated = gate_up, down, gated
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
         gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(F.silu(gate).mul_(up))
+        return self._down(self._gated(gate, up))
 
 
 class Experts:

@@ -29,7 +29,7 @@ class TorchModel:
     """A decoder of torch layers, which ask an attention backend of their own choice: any device, any dtype."""
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend) -> None:
-        self.windows = decoder.config.windows
+        self.attention_spec = decoder.attention_spec
         self.attention = attention
         self._decoder = decoder
         self._hidden = torch.empty(0)

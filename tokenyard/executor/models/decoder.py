@@ -1,11 +1,13 @@
 """The one decoder that all supported architectures are settings of."""
 
+from typing import NamedTuple
+
 import torch
 
-from tokenyard.executor.attention.backend import AttentionBackend
+from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.linear import Linear
-from tokenyard.executor.layers.mlp import Experts, GatedMlp
+from tokenyard.executor.layers.mlp import Experts, GatedMlp, gating
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.rotary import Rotary, rotate
 from tokenyard.executor.models.config import ModelConfig
@@ -23,23 +25,34 @@ class Decoder:
         self.config = config
         embedding_shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", embedding_shape)
-        self._rotary = Rotary(config.rope, config.head_dim, context_length, device)
+        # In the dtype of the weights, as transformers has it.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self._embedding.dtype).item()
+        self._rotary = {
+            rope: Rotary(rope, config.head_dim, context_length, device) for rope in dict.fromkeys(config.ropes)
+        }
         self._layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
         self._norm = _norm(config, weights, "model.norm")
+        self.attention_spec = AttentionSpec(
+            config.windows, config.score_scale, config.attention_softcap, _sinks(config, weights)
+        )
         tied = config.tied_embeddings
         self._head = Linear(self._embedding if tied else weights.get("lm_head.weight", embedding_shape))
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Run the layers: [T, hidden]. Keys and values of the batch's tokens are in the pool afterwards."""
         x = self._embedding[batch.token_ids]
-        cos_sin = self._rotary.at(batch.positions)
-        for layer in self._layers:
-            x = layer(x, cos_sin, batch, attention)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        cos_sin = {rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}
+        for layer, rope in zip(self._layers, self.config.ropes, strict=True):
+            x = layer(x, cos_sin[rope], batch, attention)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn [rows, hidden] out of `forward` into float32[rows, vocabulary]."""
-        return self._head(self.normed(hidden)).float()
+        found = self._head(self.normed(hidden)).float()
+        cap = self.config.logit_softcap
+        return found.div_(cap).tanh_().mul_(cap) if cap else found
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] out of `forward` behind the last norm."""
@@ -53,7 +66,12 @@ class _Layer:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
         self._attention_norm = _norm(config, weights, f"{prefix}.input_layernorm")
-        self._mlp_norm = _norm(config, weights, f"{prefix}.post_attention_layernorm")
+        names = norm_names(config)
+        self._mlp_norm = _norm(config, weights, f"{prefix}.{names.before_mlp}")
+        self._after_attention = (
+            _norm(config, weights, f"{prefix}.{names.after_attention}") if config.post_norms else None
+        )
+        self._after_mlp = _norm(config, weights, f"{prefix}.{names.after_mlp}") if names.after_mlp else None
         self._qk_norm = _qk_norm(config, weights, f"{prefix}.self_attn") if config.qk_norm else None
         hidden = config.hidden_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -69,8 +87,10 @@ class _Layer:
     def __call__(
         self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
     ) -> torch.Tensor:
-        x = x + self._attend(self._attention_norm(x), cos_sin, batch, attention)
-        return x + self._mlp(self._mlp_norm(x))
+        found = self._attend(self._attention_norm(x), cos_sin, batch, attention)
+        x = x + (found if self._after_attention is None else self._after_attention(found))
+        found = self._mlp(self._mlp_norm(x))
+        return x + (found if self._after_mlp is None else self._after_mlp(found))
 
     def _attend(
         self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
@@ -89,30 +109,54 @@ def _mlp(config: ModelConfig, weights: Weights, index: int) -> GatedMlp | Expert
     """What follows the attention of a layer: an MLP, or experts where the model has them there."""
     prefix, experts = f"model.layers.{index}.mlp", config.experts
     if experts is None or index not in experts.layers:
-        return _gated_mlp(config, weights, prefix, config.intermediate_size)
-    router = Linear(weights.get(f"{prefix}.gate.weight", (experts.count, config.hidden_size)))
+        return _gated_mlp(config, weights, prefix, config.intermediate_size, config.mlp_bias)
+    router = _fused(weights, {f"{prefix}.gate": experts.count}, config.hidden_size, experts.bias)
     each = [
-        _gated_mlp(config, weights, f"{prefix}.experts.{expert}", experts.intermediate_size)
+        _gated_mlp(config, weights, f"{prefix}.experts.{expert}", experts.intermediate_size, experts.bias)
         for expert in range(experts.count)
     ]
     return Experts(router, each, experts.active, experts.normed)
 
 
-def _gated_mlp(config: ModelConfig, weights: Weights, prefix: str, inter: int) -> GatedMlp:
+def _gated_mlp(config: ModelConfig, weights: Weights, prefix: str, inter: int, bias: bool) -> GatedMlp:
     gate_up = {f"{prefix}.gate_proj": inter, f"{prefix}.up_proj": inter}
-    down = _fused(weights, {f"{prefix}.down_proj": config.hidden_size}, inter, config.mlp_bias)
-    return GatedMlp(_fused(weights, gate_up, config.hidden_size, config.mlp_bias), down)
+    down = _fused(weights, {f"{prefix}.down_proj": config.hidden_size}, inter, bias)
+    gated = gating(config.activation, config.gate_limit)
+    return GatedMlp(_fused(weights, gate_up, config.hidden_size, bias), down, gated)
+
+
+class NormNames(NamedTuple):
+    """What a checkpoint calls the norms of a layer behind the first one; "" where there is none."""
+
+    before_mlp: str
+    after_attention: str = ""
+    after_mlp: str = ""
+
+
+def norm_names(config: ModelConfig) -> NormNames:
+    """Return the names of a model's norms."""
+    if config.post_norms:
+        return NormNames("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+    return NormNames("post_attention_layernorm")
+
+
+def _sinks(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, ...]:
+    """float32[heads] for each layer, () for a model without sinks."""
+    if not config.sinks:
+        return ()
+    names = (f"model.layers.{layer}.self_attn.sinks" for layer in range(config.num_layers))
+    return tuple(weights.get(name, (config.num_heads,)).float() for name in names)
 
 
 def _norm(config: ModelConfig, weights: Weights, name: str) -> RMSNorm:
-    return RMSNorm(weights.get(f"{name}.weight", (config.hidden_size,)), config.norm_eps)
+    return RMSNorm(weights.get(f"{name}.weight", (config.hidden_size,)), config.norm_eps, config.norm_offset)
 
 
 def _qk_norm(config: ModelConfig, weights: Weights, prefix: str) -> RMSNorm:
     """Norm of query and key heads together: a weight per head, the same one for all of a kind."""
     q = weights.get(f"{prefix}.q_norm.weight", (config.head_dim,)).expand(config.num_heads, -1)
     k = weights.get(f"{prefix}.k_norm.weight", (config.head_dim,)).expand(config.num_kv_heads, -1)
-    return RMSNorm(torch.cat((q, k)), config.norm_eps)
+    return RMSNorm(torch.cat((q, k)), config.norm_eps, config.norm_offset)
 
 
 def _fused(weights: Weights, outputs: dict[str, int], inputs: int, bias: bool) -> Linear:

@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from tokenyard.executor.attention.backend import AttentionSpec
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.native.engine import DTYPES, NativeEngine, address, check, describe_step, int32s
@@ -13,11 +14,10 @@ from tokenyard.executor.native.library import AttentionJob
 class NativeAttention:
     """An AttentionBackend for a CPU: decodes, chunks and rows of several queries, with no copy of keys to speak of."""
 
-    def __init__(
-        self, engine: NativeEngine, pool: KvPool, pages: PageTable, windows: tuple[int, ...], heads: int
-    ) -> None:
+    def __init__(self, engine: NativeEngine, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int) -> None:
         self._engine, self._pool, self._pages = engine, pool, pages
-        self._windows, self._heads = windows, heads
+        self._spec, self._heads = spec, heads
+        self._sinks = [layer.float().contiguous() for layer in spec.sinks]
         self._kv_heads, self._head_dim = pool.tensor.shape[3:]
         self._active = engine.active_dtype(pool.tensor.dtype)
         self._kernels = engine.functions.ty_attention_new(
@@ -31,7 +31,7 @@ class NativeAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         """Cut the step into tasks; see AttentionBackend."""
         step = describe_step(batch, self._pool, self._pages, None)
-        windows = int32s(self._windows)
+        windows = int32s(self._spec.windows)
         check(
             self._engine.functions.ty_attention_prepare(
                 self._kernels, ctypes.byref(step), ctypes.cast(windows, ctypes.c_void_p), len(windows)
@@ -51,7 +51,10 @@ class NativeAttention:
             heads=self._heads,
             kv_heads=self._kv_heads,
             head_dim=self._head_dim,
-            window=self._windows[layer],
+            window=self._spec.windows[layer],
+            scale=self._spec.scale,
+            softcap=self._spec.softcap,
+            sinks=address(self._sinks[layer]) if self._sinks else None,
             q=address(queries),
             keys=address(keys),
             values=address(values),

@@ -62,7 +62,8 @@ class AttentionJob(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "window")),
-        *((name, Pointer) for name in ("q", "keys", "values", "out")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, Pointer) for name in ("q", "keys", "values", "out", "sinks")),
     )
 
 

@@ -104,7 +104,7 @@ int ty_attention_run(void *attention, const ty_attention *job) {
         AloneAttention *alone = (AloneAttention *)attention;
         ty::Awake awake(alone->pool);
         alone->attention.run({job->q, job->keys, job->values, job->out, job->heads, job->kv_heads, job->head_dim,
-                              job->window, 1.0f / __builtin_sqrtf((float)job->head_dim)});
+                              job->window, job->scale, job->softcap, job->sinks});
     });
 }
 

@@ -34,11 +34,14 @@ struct ty_step {
     int64_t plane_bytes;
 };
 
-// Attention by itself: q and out are active[tokens, heads * head_dim], keys and values of one layer.
+// Attention by itself: q and out are active[tokens, heads * head_dim], keys and values of one layer. See Attending in
+// kernels.h.
 struct ty_attention {
     int32_t heads, kv_heads, head_dim, window;
+    float scale, softcap;
     const void *q, *keys, *values;
     void *out;
+    const float *sinks;
 };
 
 TY_API int64_t ty_size_of(int which);  // of ty_config, ty_step, ty_attention: a check that both sides mean the same

@@ -55,6 +55,8 @@ struct Attending {
     int heads, kv_heads, head_dim;
     int window;  // tokens that a query sees, its own included; 0 for all
     float scale;
+    float softcap = 0.0f;  // scores are held below it by softcap * tanh(score / softcap); 0 for none
+    const float *sinks = nullptr;  // float[heads], a score of each head that has no value; null for none
 };
 
 // Part of the keys of a row of few queries. The queries are tokens `token` .. token + queries - 1 at positions from
