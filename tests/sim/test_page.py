@@ -36,9 +36,11 @@ def test_text_stays_text_and_scripts_are_those_of_the_policy():
 
 
 def test_the_best_of_a_row_is_marked_where_there_is_one():
-    assert Row("a", ["", "", ""], [0.5, None, 0.7], "more").best() == {2}
-    assert Row("a", ["", "", ""], [3, 1, 1], "less").best() == {1, 2}
+    assert Row("a", ["0.5", "-", "0.7"], [0.5, None, 0.7], "more").best() == {2}
+    assert Row("a", ["3", "1", "1"], [3, 1, 1], "less").best() == {1, 2}
     assert Row("a", ["", ""], [1, 1], "less").best() == set()
+    assert Row("a", ["2", "2", "3"], [2.04, 2.01, 3], "less").best() == {0, 1}, "a reader cannot tell these apart"
+    assert Row("a", ["2", "2"], [2.04, 2.01], "less").best() == set()
     assert Row("a", ["", ""], [1, None], "less").best() == set()
     assert Row("a", ["", ""], [1, 2]).best() == set()
     assert "<td>90 %</td><td class=best>95 %</td>" in page(report())

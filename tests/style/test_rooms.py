@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "ui": set(),
     "server": {"base", "engine", "ui"},
     "lang": set(),
+    "on_ray": {"base", "engine", "router.load", "router.choice", "sim"},
     "bench": {"base", "sim", "ui"},
 }
 PURE = (

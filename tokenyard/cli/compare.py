@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.cli.fleet_table import print_fleets
+from tokenyard.cli.pool import Pool, add_ray_argument
 from tokenyard.cli.simulation import (
     ORACLE,
     add_oracle_argument,
@@ -44,6 +45,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--report", type=Path, metavar="OUT", help="write one HTML page with all settings")
     add_oracle_argument(group)
     group.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes at a time [all cores]")
+    add_ray_argument(group)
     group.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
 
 
@@ -54,7 +56,12 @@ def run_compare(args: argparse.Namespace) -> int:
     setups = {name: named_setup(args, workload, name) for name in args.names}
     if args.oracle:
         setups |= {f"{name}{ORACLE}": with_oracle(setup) for name, setup in setups.items()}
-    results = simulate_all(workload, setups, args.jobs, args.quiet)
+    if args.ray is None:
+        results = simulate_all(workload, setups, args.jobs, args.quiet)
+    else:
+        with progress_bar(args.quiet) as bar, Pool(workload, args.jobs, bar, args.ray) as pool:
+            answers = pool.each("settings", simulated, list(setups.values()))
+            results = dict(zip(setups, answers, strict=True))
     numbers = {name: fleet_summary(outcome) for name, (outcome, _) in results.items()}
     write_numbers(args.json, numbers)
     if args.report is not None:
@@ -86,6 +93,12 @@ def simulate_all(
         if _failed(futures):
             pool.shutdown(cancel_futures=True)
         return {name: future.result() for name, future in zip(setups, futures, strict=True)}
+
+
+def simulated(workload: Workload, setup: Setup) -> tuple[Outcome, Timeline]:
+    """One run, with its timeline."""
+    timeline = Timeline()
+    return simulate(workload, setup, timeline), timeline
 
 
 def _failed(futures: list[Future[tuple[Outcome, Timeline]]]) -> bool:

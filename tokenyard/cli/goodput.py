@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tokenyard.base import ConfigError
 from tokenyard.base.ranges import MOST_S, Allowed
+from tokenyard.cli.pool import Pool, add_ray_argument
 from tokenyard.cli.simulation import (
     add_run_arguments,
     add_setting_names,
@@ -23,7 +24,7 @@ from tokenyard.cli.simulation import (
     write_numbers,
 )
 from tokenyard.cli.terminal import command_line
-from tokenyard.sim.engine import simulate
+from tokenyard.sim.engine import Outcome, Setup, simulate
 from tokenyard.sim.metrics import summary
 from tokenyard.sim.report import facts_of, slo_text, trust, write_curves
 from tokenyard.sim.search import largest_scale
@@ -59,6 +60,7 @@ def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json", type=Path, metavar="OUT", help="write the loads found and every run as JSON")
     group.add_argument("--report", type=Path, metavar="OUT", help="write an HTML page with the curves")
+    add_ray_argument(group)
     group.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
 
 
@@ -69,19 +71,33 @@ class Curve:
     args: argparse.Namespace
     workload: Workload
     name: str
-    bar: Progress
+    bar: Progress | None = None
     points: dict[float, dict[str, Any]] = field(default_factory=dict)
 
     def at(self, scale: float) -> dict[str, Any]:
         """The numbers of a run at `scale`."""
         if scale not in self.points:
             workload = self.workload.scaled(scale)
-            task = self.bar.add_task(f"{self.name} x{scale:.3f}", total=len(workload))
             setup = named_setup(self.args, workload, self.name)
-            outcome = simulate(workload, setup, None, lambda done, _: self.bar.update(task, completed=done))
-            self.bar.remove_task(task)
-            self.points[scale] = summary(outcome)
+            self.points[scale] = summary(self._simulated(workload, setup, f"{self.name} x{scale:.3f}"))
         return self.points[scale]
+
+    def _simulated(self, workload: Workload, setup: Setup, what: str) -> Outcome:
+        """A run, whose progress is shown where there is a bar."""
+        if (bar := self.bar) is None:
+            return simulate(workload, setup)
+        task = bar.add_task(what, total=len(workload))
+        outcome = simulate(workload, setup, None, lambda done, _: bar.update(task, completed=done))
+        bar.remove_task(task)
+        return outcome
+
+    def search(self, targets: list[float]) -> dict[str, float]:
+        """The largest scale that holds each target."""
+        start, tolerance = self.args.rate_scale, self.args.tolerance
+        return {
+            f"{target:g}": largest_scale(lambda s, t=target: self.meets(s, t), start, tolerance)  # type: ignore[misc]
+            for target in targets
+        }
 
     def meets(self, scale: float, target: float) -> bool:
         """Whether attainment, wait and rejections hold at `scale`."""
@@ -99,17 +115,20 @@ def run_goodput(args: argparse.Namespace) -> int:
     targets = _targets(args.targets)
     for flag, allowed in SEARCH_RANGES.items():
         allowed.check(f"--{flag.replace('_', '-')}", getattr(args, flag))
-    start = args.rate_scale
     workload = load_workload(argparse.Namespace(**{**vars(args), "rate_scale": 1.0}))
+    curves = {name: Curve(args, workload, name) for name in args.names}
     found: dict[str, dict[str, float]] = {}
-    curves: dict[str, Curve] = {}
     with progress_bar(args.quiet) as bar:
-        for name in args.names:
-            curve = curves[name] = Curve(args, workload, name, bar)
-            found[name] = {
-                f"{target:g}": largest_scale(lambda s, c=curve, t=target: c.meets(s, t), start, args.tolerance)  # type: ignore[misc]
-                for target in targets
-            }
+        if args.ray is not None:
+            given = {key: value for key, value in vars(args).items() if not callable(value)}
+            jobs = [(given, name, targets) for name in args.names]
+            with Pool(workload, 1, bar, args.ray) as pool:
+                for name, (scales, points) in zip(args.names, pool.each("settings", searched, jobs), strict=True):
+                    found[name], curves[name].points = scales, points
+        for name, curve in curves.items():
+            if args.ray is None:
+                curve.bar = bar
+                found[name] = curve.search(targets)
     rate = len(workload) / max(float(workload.arrival_s[-1]), 1e-9)
     _write(args, found, curves, rate)
     if not args.quiet:
@@ -121,6 +140,15 @@ def run_goodput(args: argparse.Namespace) -> int:
             print_warning(Console(), warning)
         print_notes(workload.notes)
     return 0
+
+
+def searched(
+    workload: Workload, job: tuple[dict[str, Any], str, list[float]]
+) -> tuple[dict[str, float], dict[float, dict[str, Any]]]:
+    """The scales of one setting and its runs; the job is the arguments by name, the setting and the targets."""
+    given, name, targets = job
+    curve = Curve(argparse.Namespace(**given), workload, name)
+    return curve.search(targets), curve.points
 
 
 def points_of(curves: dict[str, Curve]) -> list[dict[str, Any]]:

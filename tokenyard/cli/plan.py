@@ -1,18 +1,12 @@
 """`tokenyard plan`: the smallest and the cheapest fleet that serves a trace within its targets."""
 
 import argparse
-import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import TracebackType
-from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress
 
 from tokenyard.base import ConfigError
 from tokenyard.base.ranges import Allowed
@@ -25,6 +19,7 @@ from tokenyard.cli.plan_table import (
     plan_tables,
     write_plan,
 )
+from tokenyard.cli.pool import Pool, add_ray_argument
 from tokenyard.cli.simulation import (
     add_scheduler_arguments,
     add_workload_arguments,
@@ -37,7 +32,7 @@ from tokenyard.cli.simulation import (
 )
 from tokenyard.router.choice import DEFAULT_POLICY, POLICIES
 from tokenyard.sim.plan import Plan, Planner
-from tokenyard.sim.trial import Option, Sized, Sizing, Trial, attained, sized
+from tokenyard.sim.trial import Option, attained, sized
 from tokenyard.sim.workload import Workload
 
 MOST_REPLICAS = 256
@@ -47,12 +42,6 @@ PLAN_RANGES = {
     "most": Allowed(1, 4096),
     "jobs": Allowed(1, 256),
 }
-
-Job = TypeVar("Job")
-Answer = TypeVar("Answer")
-
-_workload: Workload | None = None
-"""In a worker process: the trace."""
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +71,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     search.add_argument("--seeds", type=int, default=3, metavar="N", help="draws of the arrivals that must agree [3]")
     search.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time [all cores]")
+    add_ray_argument(search)
     search.add_argument("--json", type=Path, metavar="OUT", help="write the plan as JSON")
     search.add_argument("--report", type=Path, metavar="OUT", help="write an HTML page with the plan and a chart")
     search.add_argument("--quiet", action="store_true", help="show no progress bar and no table")
@@ -93,8 +83,14 @@ def run_plan(args: argparse.Namespace) -> int:
     _check(args)
     workload = load_workload(args)
     options = make_options(args, workload)
-    with progress_bar(args.quiet) as bar, Pool(workload, args.jobs, bar) as pool:
-        planner = Planner(workload, args.target, args.seeds, pool.size, pool.attain)
+    with progress_bar(args.quiet) as bar, Pool(workload, args.jobs, bar, args.ray) as pool:
+        planner = Planner(
+            workload,
+            args.target,
+            args.seeds,
+            lambda what, sizings: pool.each(what, sized, sizings),
+            lambda what, trials: pool.each(what, attained, trials),
+        )
         plan = planner.plan(options)
     if plan is None:
         print(f"no fleet of up to {args.most} replicas serves {100 * args.target:g} % of {workload.name} in time")
@@ -165,54 +161,3 @@ def _words(text: str, flag: str) -> list[str]:
     if not words or len(words) > len(set(words)):
         raise ConfigError(f"{flag} is {text!r}; give names with commas between them, each once")
     return words
-
-
-class Pool:
-    """Processes that hold the trace and do sizings and trials; with one job, this process does them itself."""
-
-    def __init__(self, workload: Workload, jobs: int, bar: Progress) -> None:
-        self._workload, self._bar = workload, bar
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(jobs, context, _take, (workload,)) if jobs > 1 else None
-
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def size(self, what: str, sizings: Sequence[Sizing]) -> list[Sized]:
-        """Do all sizings; answers in their order."""
-        return self._each(what, sized, sizings)
-
-    def attain(self, what: str, trials: Sequence[Trial]) -> list[float]:
-        """Run all trials."""
-        return self._each(what, attained, trials)
-
-    def _each(self, what: str, do: Callable[[Workload, Job], Answer], jobs: Sequence[Job]) -> list[Answer]:
-        task = self._bar.add_task(what, total=len(jobs))
-        answers: dict[int, Answer] = {}
-        if self._pool is None:
-            for place, job in enumerate(jobs):
-                answers[place] = do(self._workload, job)
-                self._bar.advance(task)
-        else:
-            futures = {self._pool.submit(_do, do, job): place for place, job in enumerate(jobs)}
-            for future in as_completed(futures):
-                answers[futures[future]] = future.result()
-                self._bar.advance(task)
-        self._bar.remove_task(task)
-        return [answers[place] for place in range(len(jobs))]
-
-
-def _take(workload: Workload) -> None:
-    global _workload
-    _workload = workload
-
-
-def _do(do: Callable[[Workload, Job], Answer], job: Job) -> Answer:
-    assert _workload is not None
-    return do(_workload, job)

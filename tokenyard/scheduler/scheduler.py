@@ -428,6 +428,7 @@ class Scheduler:
         size, tree = self.state.memory.page_size, self.state.memory.tree
         total = self.state.memory.num_pages * size
         cached = tree.evictable_pages * size
+        queued_tokens, queued_s = self.state.queued_work()
         return Snapshot(
             now=now,
             waiting=len(self.state.waiting),
@@ -440,6 +441,8 @@ class Scheduler:
             held_tokens=self.state.memory.held_pages * size,
             total_tokens=total,
             evicted_tokens=self.state.memory.evicted_tokens,
+            queued_tokens=queued_tokens,
+            queued_s=queued_s,
             new_token_ratio=self.state.policy.headroom.ratio,
             step_time_error=getattr(self.state.cost, "relative_error", None),
             measures=self.state.measures(),

@@ -32,7 +32,8 @@ class Counters:
 @dataclass(slots=True)
 class Snapshot:
     """The state at one moment. used_tokens: KV held by rows and locked prefixes; cached_tokens: evictable KV.
-    held_tokens: KV held for a reader or writer outside.
+    held_tokens: KV held for a reader or writer outside. queued_tokens: of prompts, still to be computed, as if nothing
+    of those that wait were cached; queued_s: seconds that this takes by the cost model.
 
     step_time_error: running mean of |predicted - measured| / measured, None if no cost model learns. measures: figures
     of the policy and of the limits of tenants, by metric name (`Policy.measures`). overtaking: the policy's stated
@@ -51,6 +52,8 @@ class Snapshot:
     held_tokens: int
     total_tokens: int
     evicted_tokens: int
+    queued_tokens: int
+    queued_s: float
     new_token_ratio: float
     step_time_error: float | None
     measures: dict[str, float]

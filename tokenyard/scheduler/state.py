@@ -21,6 +21,7 @@ from tokenyard.base import (
     SamplingParams,
     SchedulerSettings,
     Started,
+    StepWork,
 )
 from tokenyard.cost import LinearCost, OnlineCost, get_profile
 from tokenyard.policy import Policy, Views, create_policy
@@ -410,6 +411,19 @@ class SchedulerState:
         held = np.concatenate((running, prefilling, self.loading.rows))
         measures = self.policy.measures(np.concatenate((waiting, prefilling)))
         return measures | self.limits.measures(self.table, held, total)
+
+    def queued_work(self) -> tuple[int, float]:
+        """Tokens of prompts that wait or are computed in chunks and are not computed yet, and the seconds that these
+        take by the cost model, which is the first belief of the device where no policy asks for one.
+        """
+        rows = np.concatenate((self.waiting.rows, self.prefilling.rows))
+        if not len(rows):
+            return 0, 0.0
+        computed = self.table.computed[rows].astype(np.int64)
+        rest = self.table.known[rows] - computed
+        tokens, area = int(rest.sum()), float((rest * (computed + rest / 2)).sum())
+        cost = self.cost or first_belief(self.info)
+        return tokens, cost.step(StepWork(tokens, len(rows), prefill_tokens=tokens, chunk_area=area))
 
     def set_policy(self, settings: SchedulerSettings, now: int) -> None:
         """Order the queue as `settings` say from `now` (ns) on. Raises ConfigError for an unknown policy."""

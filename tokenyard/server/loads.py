@@ -26,6 +26,8 @@ def load_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
         "used_tokens": used,
         "total_tokens": total,
         "token_usage": used / total if total else 0.0,
+        "queued_tokens": snapshot.get("queued_tokens", 0),
+        "queued_seconds": snapshot.get("queued_s", 0.0),
         **{name: value for name, value in snapshot.get("measures", {}).items() if name != RELEGATED},
         **({} if error is None else {"step_time_error_ratio": error}),
     }

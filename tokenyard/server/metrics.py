@@ -32,6 +32,8 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _GAUGES = {
     "running_requests": "requests that hold KV pages",
     "queued_requests": "requests that wait",
+    "queued_tokens": "prompt tokens that are still to be computed, as if nothing of what waits were cached",
+    "queued_seconds": "seconds of prefill that wait, by the cost model",
     "used_tokens": "KV tokens of running requests",
     "total_tokens": "KV tokens that the pool holds",
     "token_usage": "share of the pool in use by running requests",

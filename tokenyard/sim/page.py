@@ -39,12 +39,13 @@ class Row:
     better: str = ""
 
     def best(self) -> set[int]:
-        """The places of the best value; none where all are the same, or only one is known."""
+        """The places of the best value; none where all read the same, or only one is known."""
         known = {place: value for place, value in enumerate(self.values) if value is not None and np.isfinite(value)}
-        if not self.better or len(known) < 2 or len(set(known.values())) < 2:
+        if not self.better or len(known) < 2 or len({self.texts[place] for place in known}) < 2:
             return set()
         most = max(known.values()) if self.better == "more" else min(known.values())
-        return {place for place, value in known.items() if value == most}
+        texts = {self.texts[place] for place, value in known.items() if value == most}
+        return {place for place in known if self.texts[place] in texts}
 
 
 @dataclass(frozen=True)

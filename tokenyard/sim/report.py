@@ -11,6 +11,7 @@ from tokenyard.base import BoolArray, Float64Array
 from tokenyard.sim.charts import Chart
 from tokenyard.sim.engine import Outcome, Setup, SloTargets
 from tokenyard.sim.fairness import gap_bound, service_gap
+from tokenyard.sim.fleet_charts import fleet_section
 from tokenyard.sim.metrics import length_classes, summary, wait_s
 from tokenyard.sim.misses import MISSES, kinds_of, missed
 from tokenyard.sim.page import Report, Row, Section, Table, write_page
@@ -93,6 +94,8 @@ def write_report(
         Section("Service quality by kind of request", _quality_charts(outcomes)),
         Section("Latencies", _latency_charts(outcomes)),
     ]
+    if fleet := fleet_section(outcomes):
+        sections.append(fleet)
     gaps = _gap_charts(outcomes)
     if gaps:
         sections.append(Section("Fairness between tenants", gaps))

@@ -8,6 +8,7 @@ expression (such as multiplying a string by a billion).
 import asyncio
 import ctypes
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -24,6 +25,8 @@ from tokenyard.base import ConfigError, ContextLengthError, InvalidRequestError
 from tokenyard.engine.text.chat_messages import Message, Wants, ready_messages, wants_of
 from tokenyard.engine.text.model_files import read_json
 from tokenyard.engine.text.tokenizer_files import special_tokens
+
+logger = logging.getLogger(__name__)
 
 MARK = "<<the last message ends here>> "
 """Ends with a space, which tells whether the template trims content."""
@@ -241,6 +244,8 @@ def load_chat_template(folder: Path, override: str = "") -> ChatTemplate:
     if (folder / "chat_template.jinja").is_file():
         sources["default"] = _read_template(folder / "chat_template.jinja")
     template = ChatTemplate(sources, tokens)
+    if "default" not in sources:
+        logger.warning("%s has no chat template: messages are refused, prompts are not (see --chat-template)", folder)
     template.response_template = config.get("response_template")
     return template
 

@@ -1,0 +1,96 @@
+"""The choice of `tokenyard route` as Serve's request router, for those who stay on Serve's path.
+
+Each proxy and each handle has its own. It sees of HTTP requests their headers only, and what prompts caches hold is not
+known here, so that only a session or the beginning of a prompt finds its cache again. `tokenyard route` knows more.
+"""
+
+import asyncio
+import copy
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from tokenyard.on_ray.watchers import replicas_changed
+from tokenyard.router.choice import DEFAULT_POLICY, Features, beginning_key, make_policy, text_key
+from tokenyard.router.load import Sent, Speed, TargetState
+
+BYTES_PER_TOKEN = 4
+SESSION_HEADER = b"x-session-id"
+
+
+class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
+    """Ranks replicas as `router.choice` does. Load is what was sent from here, or more where the engine says so."""
+
+    def initialize_state(self, policy: str = DEFAULT_POLICY) -> None:
+        """Serve's hook: `policy` is one of `tokenyard route --policy`."""
+        self._policy = make_policy(policy, sticky=True)
+        self._speed = Speed()
+        self._targets: dict[ReplicaID, TargetState] = {}
+        self._sent: dict[str, Sent] = {}
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve's hook: these run now."""
+        super().update_replicas(replicas)
+        here = {replica.replica_id for replica in replicas}
+        self._targets = {name: target for name, target in self._targets.items() if name in here}
+        replicas_changed([str(replica.replica_metadata.get("url", "")) for replica in replicas])
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Serve's hook: replicas, the best first."""
+        if not candidate_replicas:
+            return []
+        features = Features(1) if pending_request is None else features_of(pending_request)
+        ranking = self._policy.rank(features, [self._state(replica) for replica in candidate_replicas])
+        return [[candidate_replicas[place]] for place in ranking.order]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Serve's hook: a replica took the request."""
+        target = self._target(replica_id)
+        features = features_of(pending_request)
+        sent = Sent(target, features.tokens, 0, time.monotonic())
+        self._sent[pending_request.metadata.internal_request_id] = sent
+        self._policy.sent(features, target)
+        asyncio.get_running_loop().call_later(sent.expected_s(), sent.prefilled)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Serve's hook: an answer is done, or has failed."""
+        if sent := self._sent.pop(internal_request_id, None):
+            sent.end()
+
+    def _target(self, replica_id: ReplicaID) -> TargetState:
+        if replica_id not in self._targets:
+            self._targets[replica_id] = TargetState(replica_id.unique_id, self._speed)
+        return self._targets[replica_id]
+
+    def _state(self, replica: RunningReplica) -> TargetState:
+        """What was sent to a replica from here, or what its engine said last where that is more."""
+        state, told = copy.copy(self._target(replica.replica_id)), replica.routing_stats
+        if told.get("queued_tokens"):
+            self._speed.token_s = told["queued_s"] / told["queued_tokens"]
+        state.requests = max(state.requests, int(told.get("requests", 0)))
+        state.prefill_tokens = max(state.prefill_tokens, told.get("queued_tokens", 0.0))
+        return state
+
+
+def features_of(request: PendingRequest) -> Features:
+    """What a policy may know: of an HTTP request by its headers, of a call of `Engine.ask` by its body."""
+    session = getattr(request.metadata, "session_id", "")
+    scope = getattr(request.args[0], "asgi_scope", None) if request.args else None
+    if scope is not None:
+        headers = dict(scope["headers"])
+        session = session or headers.get(SESSION_HEADER, b"").decode("latin-1")
+        return Features(_tokens(int(headers.get(b"content-length", 0))), key=text_key(session), session=session)
+    body = request.args[-1] if request.args else None
+    if not isinstance(body, Mapping):
+        return Features(1, session=session)
+    text = orjson.dumps(body.get("messages") or body.get("prompt") or body.get("text") or "")
+    return Features(_tokens(len(text)), key=beginning_key(text), session=session)
+
+
+def _tokens(size: int) -> int:
+    return max(size // BYTES_PER_TOKEN, 1)
