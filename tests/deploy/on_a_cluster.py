@@ -86,7 +86,7 @@ def addresses(file: Path) -> list[str]:
 
 
 def scaled_and_killed(cluster: Cluster, url: str, file: Path, right: dict[str, str]) -> None:
-    """More engines under load; a node dies, another comes; fewer engines while one client goes on."""
+    """More engines under load; a node dies, another comes; fewer engines while a few clients go on."""
     load = Load(url, CLIENTS, right)
     until("three engines under load", lambda: len(addresses(file)) == 3)
     print("three engines", flush=True)
@@ -100,7 +100,7 @@ def scaled_and_killed(cluster: Cluster, url: str, file: Path, right: dict[str, s
     until("three engines again", lambda: len(addresses(file)) == 3)
     print("three engines again", flush=True)
     load.end()
-    load = Load(url, 1, right)
+    load = Load(url, 3, right)
     until("one engine when the load is gone", lambda: len(addresses(file)) == 1)
     load.end()
 
@@ -114,8 +114,8 @@ def same_on_the_cluster(address: str, folder: Path) -> None:
         results.append({key: run["decision_hash"] for key, run in json.loads(path.read_text()).items()})
     assert results[0] == results[1], results
     for words in (
-        ("goodput", "fcfs", "--synthetic", "chat", "--limit", "100", "--targets", "0.9"),
-        ("plan", "--synthetic", "chat", "--limit", "100", "--policies", "fcfs", "--seeds", "1"),
+        ("goodput", "fcfs", "--synthetic", "plain", "--limit", "100", "--targets", "0.9"),
+        ("plan", "--synthetic", "plain", "--limit", "100", "--policies", "fcfs", "--seeds", "1"),
     ):
         subprocess.run([sys.executable, "-m", "tokenyard", *words, "--ray", address], check=True)
 

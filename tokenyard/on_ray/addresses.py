@@ -5,24 +5,14 @@ The file lives beside the router, not in the cluster: `tokenyard route --worker-
 """
 
 import argparse
-import os
 import threading
 from pathlib import Path
 
 import ray
 from ray import serve
 
+from tokenyard.on_ray.addresses_file import write_addresses
 from tokenyard.on_ray.watchers import watchers
-
-
-def write_addresses(path: Path, urls: list[str]) -> None:
-    """Put one address a line into the file, unless it says so already. Readers see the old or the new file."""
-    text = "".join(f"{url}\n" for url in sorted(urls))
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def main() -> None:

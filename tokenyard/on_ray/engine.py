@@ -24,7 +24,7 @@ from tokenyard.on_ray.server_process import ServerProcess
 
 ASK_TIMEOUT_S = 5.0
 DRAIN_S = 60.0
-PERIOD_S = 1.0
+PERIOD_S, LOOK_BACK_S = 1.0, 5.0
 MOST_ONGOING = 1000
 KEY_VARIABLES = ("TOKENYARD_ADMIN_API_KEY", "TOKENYARD_API_KEY")
 HOP_BY_HOP = {"connection", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
@@ -150,7 +150,8 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
         policy=AutoscalingPolicy(
             policy_function=EnoughEngines, policy_kwargs={"target_s": float(given.pop("target_s", 2.0))}
         ),
-        look_back_period_s=2 * PERIOD_S,
+        metrics_interval_s=PERIOD_S,
+        look_back_period_s=LOOK_BACK_S,
         upscale_delay_s=float(given.pop("upscale_delay_s", 5.0)),
         downscale_delay_s=float(given.pop("downscale_delay_s", 300.0)),
     )
