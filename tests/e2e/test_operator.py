@@ -2,8 +2,11 @@
 
 import json
 import random
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import threading
 from datetime import datetime
 from pathlib import Path
@@ -134,3 +137,27 @@ def test_an_address_that_is_taken_is_a_json_line_too():
         assert server.wait() == 2
     lines = [json.loads(line) for line in server.log.splitlines()]
     assert any("cannot listen on" in line["message"] and line["level"] == "critical" for line in lines)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls(tmp_path):
+    key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+    made += ["-days", "1", "-subj", "/CN=yard", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(made, check=True, capture_output=True)
+    server = Server("--executor", "mock", "--ssl-certfile", certificate, "--ssl-keyfile", key)
+    try:
+        assert server.url.startswith("https://127.0.0.1:")
+        body = {"prompt": "Once", "max_tokens": 4, "stream": True}
+        trusted = ssl.create_default_context(cafile=certificate)
+        answer = httpx2.post(f"{server.url}/v1/completions", json=body, verify=trusted, timeout=30)
+        assert answer.text.rstrip().endswith("data: [DONE]")
+        for url in (server.url, server.url.replace("https", "http")):
+            with pytest.raises(httpx2.TransportError):
+                httpx2.get(f"{url}/health")
+        assert httpx2.get(f"{server.url}/health", verify=trusted).status_code == 200
+    finally:
+        assert server.close() == 0
+    mixed_up = Server("--executor", "mock", "--ssl-certfile", key, "--ssl-keyfile", certificate, ready=False)
+    assert mixed_up.wait() == 2
+    assert mixed_up.log.startswith("tokenyard: --ssl-certfile and --ssl-keyfile cannot be used")
