@@ -26,7 +26,7 @@ def serve_configs():
     yield yaml.safe_load(service["spec"]["serveConfigV2"])
 
 
-@pytest.mark.parametrize("config", serve_configs(), ids=["serve", "rayservice"])
+@pytest.mark.parametrize("config", list(serve_configs()), ids=["serve", "rayservice"])
 def test_the_engines_of_serves_files_have_flags_that_exist(config):
     (application,) = config["applications"]
     assert application["import_path"] == "tokenyard.on_ray.engine:build"

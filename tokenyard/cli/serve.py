@@ -68,7 +68,6 @@ def _loop_factory() -> Any:
 
 async def _serve(settings: Settings) -> int:
     """Listen, load the model beside it, and run until the server ends."""
-    config = engine_config(settings)
     state = ServerState(server_options(settings))
     server = DrainingServer(
         state,
@@ -81,6 +80,7 @@ async def _serve(settings: Settings) -> int:
     listener = listen_at_path(settings.uds) if settings.uds else listen(settings.host, settings.port)
     if not settings.uds:
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
+    config = engine_config(settings)
     with _tracing(settings, state):
         loading = asyncio.create_task(_run_engine(settings, config, state, server))
         try:
