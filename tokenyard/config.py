@@ -152,7 +152,8 @@ class Settings(SharedSettings):
         "",
         "device",
         "how long steps take, as device/model or a file of `tokenyard calibrate`: what policies assume until measured "
-        "steps correct it, and what the mock executor keeps to; if absent, it follows from the device",
+        "steps correct it, and what the mock executor keeps to; if absent, a few steps are measured at the start for a "
+        "policy that asks",
         aliases=("--mock-profile",),
     )
     mock_step_ms: float | None = setting(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tokenyard.base import ExecutorInfo
-from tokenyard.cli.calibration import MOST_KV_TOKENS, Point, Rig, measure_all, points
 from tokenyard.cli.main import main
 from tokenyard.cost import get_profile, load_profile
+from tokenyard.cost.calibration import MOST_KV_TOKENS, Point, Rig, measure_all, points
 from tokenyard.executor.mock import MockExecutor
 
 CONFIG = {

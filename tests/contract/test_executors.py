@@ -1,12 +1,15 @@
 """What every executor must do, whatever runs underneath."""
 
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.contract.plans import ALL_LOGPROBS, all_pages, chunk, decode, run
-from tokenyard.base import TokenyardError
+from tokenyard.base import StepWork, TokenyardError
+from tokenyard.cost import get_profile
+from tokenyard.cost.calibration import quick_belief
 from tokenyard.executor.mock import load_executor as load_mock
 
 PROMPT = list(range(10, 27))
@@ -144,3 +147,13 @@ def test_a_prompts_vector_does_not_depend_on_its_chunks(executor, pooling):
     assert vector(1, [5, 9, 3], 40) == pytest.approx(whole, abs=1e-4)
     plan = chunk(9, 0, PROMPT, 0, 17, pages=pages_for(executor, 17))
     assert run(executor, plan).vectors == {}
+
+
+def test_steps_that_measure_a_device_leave_no_trace(page_size):
+    executor = make_torch(page_size)
+    before = answer(executor, 1, [17], 6, first_page=1)
+    belief = quick_belief(executor, get_profile("cpu", "demo").cost(), time.monotonic)
+    assert belief.step(StepWork(tokens=1, rows=1, decode_rows=1)) > 0.0
+    assert answer(executor, 1, [17], 6, first_page=1) == before
+    assert answer(executor, 0, [5, 9, 3], 6, first_page=40) == before
+    executor.close()

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,14 @@ import pytest
 from tests.engine.calls import flush, snapshot
 from tests.engine.engines import mock_config
 from tests.engine.test_driver import LOOPS, FailingExecutor, ScriptedPort, submit, watched_mock
-from tokenyard.base import Cancel, ConfigError, SetPolicy, Submit
+from tokenyard.base import Cancel, ConfigError, SetPolicy, StepWork, Submit
 from tokenyard.engine.processes.driver import Driver
 from tokenyard.engine.processes.messages import Heartbeat
 from tokenyard.engine.watch.liveness import LoopState
-from tokenyard.engine.watch.recording import TapeFile, build_core, open_tape
+from tokenyard.engine.watch.recording import TapeFile, build_core, measure_prior, open_tape
 from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.engine.watch.watchdog import Watchdog
+from tokenyard.executor.mock import load_executor as load_mock
 from tokenyard.scheduler import Scheduler
 from tokenyard.tape.codec import Tape
 from tokenyard.tape.replay import replay
@@ -138,3 +140,16 @@ def test_what_is_quick_or_idle_goes_on(watched):
         dog.check(beat(doing, seconds))
     Watchdog(0.0, None, None, None).check(beat("step", 1e6))
     assert done == []
+
+
+def test_steps_are_measured_only_where_something_asks_for_their_time():
+    config, executor = mock_config(), watched_mock()
+    config.executor = "torch"
+    for policy, measured in (("fcfs", False), ("slo", True)):
+        config.scheduler = replace(config.scheduler, schedule_policy=policy)
+        prior = measure_prior(config, load_mock(step_ms=3.0, max_total_tokens=4096))
+        assert (prior is not None) == measured
+        if prior is not None:
+            assert prior.step(StepWork(tokens=1, rows=1, decode_rows=1)) == pytest.approx(0.003, rel=0.2)
+    config.executor = "mock"
+    assert measure_prior(config, executor) is None

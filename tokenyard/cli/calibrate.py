@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.base import ConfigError, ExecutorInfo
-from tokenyard.cli.calibration import Measured, Rig, measure_all, points
 from tokenyard.cli.flags import resolve
 from tokenyard.cli.simulation import check_output, progress_bar
 from tokenyard.config import Settings
 from tokenyard.cost import LinearTerms, Profile, fit_terms, relative_errors, save_profile
+from tokenyard.cost.calibration import Measured, Rig, measure_all, points
 from tokenyard.cost.fit import FEWEST_SAMPLES
 from tokenyard.cost.profiles import LINKS_CPU, LINKS_GPU, POOR_ERROR
 from tokenyard.engine.processes.logs import set_up_logging

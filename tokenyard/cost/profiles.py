@@ -2,13 +2,16 @@
 
 Where the numbers come from:
 
-* `h100/llama-3-8b` is the profile of the project's reference simulation, term by term. * The lines in N of the other
-A100 and H100 profiles are fits to the operator tables that Vidur publishes (microsoft/vidur, data/profiling); their
-floors are the measured times at N = 1. * Attention is scaled from `h100/llama-3-8b` by KV bytes per token over memory
-speed (decode) and by layers x heads over compute (prefill). * H200 is not measured. It is the H100 profile with floor
-and decode reads scaled by 0.70 (memory 4.8 against 3.35 TB/s, the same compute) and a larger KV pool. * All-reduce
-terms of tensor-parallel profiles are estimates: two per layer at 10 us each, and the activations at 450 GB/s on NVLink
-of H100, 300 GB/s on A100. * `cpu` profiles are estimates for two server cores; run `tokenyard calibrate` for your own.
+- `h100/llama-3-8b` is the profile of the project's reference simulation, term by term.
+- The lines in N of the other A100 and H100 profiles are fits to the operator tables that Vidur publishes
+  (microsoft/vidur, data/profiling); their floors are the measured times at N = 1.
+- Attention is scaled from `h100/llama-3-8b` by KV bytes per token over memory speed (decode) and by layers x heads over
+  compute (prefill).
+- H200 is not measured. It is the H100 profile with floor and decode reads scaled by 0.70 (memory 4.8 against 3.35 TB/s,
+  the same compute) and a larger KV pool.
+- All-reduce terms of tensor-parallel profiles are estimates: two per layer at 10 us each, and the activations at 450
+  GB/s on NVLink of H100, 300 GB/s on A100.
+- `cpu` profiles are estimates for two server cores; run `tokenyard calibrate` for your own.
 """
 
 import json

@@ -49,6 +49,11 @@ class Policy:
         self.victim_rule: VictimRule = create_victim_rule(settings, self.urgency)
         self.views: Views | None = None
 
+    @property
+    def uses_cost(self) -> bool:
+        """Whether the policy, or its budget of a step, asks how long steps take."""
+        return bool(self.needs_cost or self.budget_rule.needs_cost)
+
     def describe(self) -> str:
         """The name to show, with the wrappers around it and, after a failure, its reason."""
         return self.name

@@ -432,7 +432,7 @@ class SchedulerState:
         if policy.needs_tree and not self.memory.tree.enabled:
             self.policy_note = f"{policy.name} needs the prefix cache, which is disabled: using fcfs"
             policy = create_policy("fcfs", replace(settings, policy_options={}))
-        if self.cost is None and (policy.needs_cost or policy.budget_rule.needs_cost):
+        if self.cost is None and policy.uses_cost:
             self.cost = OnlineCost(first_belief(self.info))
         self.policy: Policy = policy
         self.observer.follows(policy, settings.uses_priorities, self.known_rows(self.table.numbers()), now)

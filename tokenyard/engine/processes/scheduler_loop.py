@@ -18,7 +18,7 @@ from tokenyard.engine.watch.kv_events import open_kv_events
 from tokenyard.engine.watch.liveness import LoopState
 from tokenyard.engine.watch.lookahead_client import LookaheadClient
 from tokenyard.engine.watch.priority_updates import create_priority_updates
-from tokenyard.engine.watch.recording import build_core, open_tape
+from tokenyard.engine.watch.recording import build_core, load_prior, measure_prior, open_tape
 from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.engine.watch.transfers import open_transfers
 
@@ -87,7 +87,8 @@ class SchedulerLoop:
             executor = load_executor(config)
             resources.callback(executor.close)
             self.info = executor.info
-            self.core = build_core(config, executor.info, tape)
+            prior = load_prior(config.cost_profile) or measure_prior(config, executor)
+            self.core = build_core(config, executor.info, tape, prior)
             lookahead = LookaheadClient(self.core, config.scheduler_settings(executor.info))
             resources.callback(lookahead.close)
             grammars = GrammarCompiler(executor, deliver, lambda: tokenizer_text(config))

@@ -4,12 +4,17 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from pathlib import Path
 
-from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.base import ConfigError, Executor, ExecutorInfo, StepWork
 from tokenyard.base.version import __version__
 from tokenyard.cost import LinearCost, find_profile
+from tokenyard.cost.calibration import quick_belief
+from tokenyard.cost.linear import MS_PER_S
 from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.policy.registry import create_policy
+from tokenyard.scheduler.state import first_belief
 from tokenyard.tape.codec import Origin
 from tokenyard.tape.recorder import Core, Recorder
 
@@ -17,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 BUFFER_BYTES = 1 << 16
+PROMPT_TOKENS = 512
 OLD_SUFFIX = ".old"
 
 
@@ -76,15 +82,35 @@ def open_tape(config: EngineConfig, rank: int = 0) -> TapeFile | None:
     return TapeFile(Path(f"{config.record}.rank{rank}" if rank else config.record)) if config.record else None
 
 
-def build_core(config: EngineConfig, info: ExecutorInfo, tape: TapeFile | None) -> Core:
-    """The scheduler for a loaded model, recorded if there is a `tape`. Raises ConfigError for an unknown policy or
-    cost profile.
+def build_core(
+    config: EngineConfig, info: ExecutorInfo, tape: TapeFile | None, prior: LinearCost | None = None
+) -> Core:
+    """The scheduler for a loaded model, recorded if there is a `tape`. prior: what it believes of step times at first.
+
+    Raises ConfigError for an unknown policy.
     """
-    origin = Origin(config.scheduler_settings(info), info, load_prior(config.cost_profile))
+    origin = Origin(config.scheduler_settings(info), info, prior)
     if tape is None:
         return origin.scheduler()
     key = None if config.record_plain else secrets.token_bytes(KEY_BYTES)
     return Recorder(origin, tape, key, __version__)
+
+
+def measure_prior(config: EngineConfig, executor: Executor) -> LinearCost | None:
+    """What a loaded model's steps take, measured where something asks for it and no profile says it; else None."""
+    settings = config.scheduler_settings(executor.info)
+    asked = create_policy(settings.schedule_policy, settings).uses_cost or config.transfer.role != "null"
+    if config.executor == "mock" or not asked:
+        return None
+    begin_s = time.monotonic()
+    belief = quick_belief(executor, first_belief(executor.info), time.monotonic)
+    decode_s, prompt = belief.step(StepWork(tokens=1, rows=1, decode_rows=1)), StepWork()
+    prompt.add_chunk(0, PROMPT_TOKENS)
+    logger.info(
+        "measured steps for %.1f s: a token takes about %.1f ms, a prompt of %d tokens %.0f ms",
+        *(time.monotonic() - begin_s, MS_PER_S * decode_s, PROMPT_TOKENS, MS_PER_S * belief.step(prompt)),
+    )
+    return belief
 
 
 def load_prior(profile: str) -> LinearCost | None:

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.base import Executor, ExecutorInfo, Int32Array, RowStart, SamplingParams, StepPlan, StepWork, step_work
+from tokenyard.cost.linear import LinearCost
+from tokenyard.cost.online import OnlineCost
 
 CHUNK_TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PREFIX_TOKENS = (0, 512, 2048, 8192)
@@ -23,6 +25,10 @@ POINT_S = 1.0
 
 Measured = tuple[StepWork, float]
 """A step's work and the seconds it took."""
+
+QUICK_S = 0.5
+QUICK_ROUNDS = 4
+"""A belief is linear only near the truth: whether a step is on the floor or on the line is asked anew each round."""
 
 PREFIX_WEIGHT = 1 / 512
 CONTEXT_WEIGHT = 1 / 64
@@ -50,6 +56,31 @@ def points(info: ExecutorInfo) -> list[Point]:
     both = [Point(rows, context, chunk) for rows in MIXED_ROWS for context in (128, 512) for chunk in MIXED_CHUNKS]
     found = [point for point in (*chunks, *decodes, *both) if _fits(point, info)]
     return sorted(_thinned(found), key=lambda point: point.size)
+
+
+QUICK_POINTS = (
+    *(Point(rows=1, context=context) for context in (16, 512)),
+    *(Point(rows=8, context=context) for context in (16, 512)),
+    *(Point(chunk=chunk) for chunk in (16, 64, 128, 256, 512)),
+    *(Point(chunk=chunk, prefix=512) for chunk in (16, 128)),
+)
+"""What says most of a device in little time."""
+
+
+def quick_belief(executor: Executor, prior: LinearCost, now: Callable[[], float]) -> LinearCost:
+    """What a loaded executor's steps take, by a few of them: `prior` where they say nothing.
+
+    It starts no further step `QUICK_S` seconds after the first, by the clock `now`. The executor is left as if rows had
+    been served that ended.
+    """
+    wanted = sorted((point for point in QUICK_POINTS if _fits(point, executor.info)), key=lambda point: point.size)
+    measured = list(measure_all(Rig(executor), wanted, now, QUICK_S))
+    belief = OnlineCost(prior, forgetting=1.0)
+    for _ in range(QUICK_ROUNDS):
+        for work, seconds in measured:
+            belief.learn(work, seconds)
+        belief.refit()
+    return LinearCost(belief.terms, prior.links)
 
 
 def _fits(point: Point, info: ExecutorInfo) -> bool:
