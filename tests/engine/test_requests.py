@@ -27,8 +27,8 @@ def tokenizer():
 
 def make(spec, tokenizer=None, info=INFO):
     maker = RequestMaker(info, tokenizer)
-    ids = asyncio.run(maker.prompt_ids(spec))
-    return maker.make(spec, ids, number=1, rid="r", arrival_ns=5)
+    ids = asyncio.run(maker.token_ids(spec))
+    return maker.make(spec, *ids, number=1, rid="r", arrival_ns=5)
 
 
 def of_ids(count, **sampling):
@@ -65,8 +65,8 @@ def test_the_tokenizers_end_mark_ends_answers_too(tokenizer):
     def stops(eos_token, info=INFO, **sampling):
         maker = RequestMaker(info, tokenizer, eos_token)
         spec = of_ids(3, **sampling)
-        ids = asyncio.run(maker.prompt_ids(spec))
-        return maker.make(spec, ids, number=1, rid="r", arrival_ns=5).sampling.stop_token_ids
+        ids = asyncio.run(maker.token_ids(spec))
+        return maker.make(spec, *ids, number=1, rid="r", arrival_ns=5).sampling.stop_token_ids
 
     assert stops(mark) == [7]
     assert stops(mark, stop_token_ids=[3]) == [3, 7]

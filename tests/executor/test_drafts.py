@@ -97,16 +97,48 @@ def test_a_chunk_that_is_not_the_last_yields_nothing():
     assert tokens.tolist() == [5, 6]
 
 
-def test_rows_with_a_grammar_or_log_probabilities_have_no_drafts():
+def free(pool_row, proposed, most):
+    return proposed, False
+
+
+def test_rows_with_log_probabilities_have_no_drafts():
     known = ints(1, 2, 3, 1, 2)
-    starts = [RowStart(row, SamplingParams(), known, 5, grammar="x" * (row == 2)) for row in range(3)]
+    starts = [RowStart(row, SamplingParams(), known, 5) for row in range(2)]
     starts[1].logprobs = LogprobOptions()
     drafter = NgramDrafter(4)
-    plan = plan_of([5, 5, 5], [1, 1, 1], 0, 0, starts)
+    plan = plan_of([5, 5], [1, 1], 0, 0, starts)
     drafter.take(plan)
-    drafted, chances = drafter.draft(plan, ints(3, 3, 3), ints(1, 1, 1))
-    assert drafted.tolist() == [4, 0, 0]
-    assert chances.tolist() == [500, 0, 0]
+    drafted, chances = drafter.draft(plan, ints(3, 3), ints(1, 1), free)
+    assert drafted.tolist() == [4, 0]
+    assert chances.tolist() == [500, 0]
+
+
+def test_an_answer_that_begins_as_predicted_goes_on_as_predicted():
+    drafter = NgramDrafter(3)
+    known, predicted = ints(1, 2, 3, 4, 5, 6), ints(20, 21, 22, 23, 24)
+    starts = [RowStart(row, SamplingParams(), known, 6, prediction=predicted) for row in range(3)]
+    drafter.take(plan_of([6, 6, 6], [1, 1, 1], 0, 0, starts))
+    step = plan_of([1, 1, 1], [1, 1, 1], 3, 0)
+    drafter.draft(step, ints(20, 30, 30), ints(1, 1, 1), free)
+    drafted, _ = drafter.draft(step, ints(21, 22, 31), ints(1, 1, 1), free)
+    assert drafted.tolist() == [3, 0, 0]
+    assert drafter.fill_in(plan_of([4], [4], 0, 1))[1:].tolist() == [22, 23, 24]
+    # One that departed from it finds its way back.
+    assert drafter.draft(step, ints(99, 23, 31), ints(1, 1, 1), free)[0].tolist() == [0, 3, 0]
+
+
+def test_forced_drafts_have_a_record_of_their_own():
+    def forced(pool_row, proposed, most):
+        return ints(7, 8)[:most], True
+
+    drafter = NgramDrafter(4)
+    plan = plan_of([5], [1], 0, 0, [RowStart(0, SamplingParams(), ints(1, 2, 3, 1, 2), 5)])
+    drafter.take(plan)
+    for _ in range(30):
+        drafted, chances = drafter.draft(plan, ints(7, 8), ints(2), forced)
+    assert drafted.tolist() == [2]
+    assert chances[0] > 950
+    assert drafter.draft(plan, ints(7, 8), ints(2), free)[1].tolist() == [500]
 
 
 def test_a_result_of_an_earlier_owner_is_not_taken_for_the_rows_own():
@@ -114,4 +146,4 @@ def test_a_result_of_an_earlier_owner_is_not_taken_for_the_rows_own():
     plan = plan_of([5], [1], 0, 0, [RowStart(0, SamplingParams(), ints(1, 2, 3, 1, 2), 5)])
     drafter.take(plan)
     plan.epochs += 1
-    assert drafter.draft(plan, ints(3), ints(1))[0].tolist() == [0]
+    assert drafter.draft(plan, ints(3), ints(1), free)[0].tolist() == [0]

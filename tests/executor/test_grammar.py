@@ -191,7 +191,7 @@ def test_a_mask_wins_over_a_bias_that_leaves_nothing():
     values[0, 2] = 0.0
     logits = torch.zeros(2, 4)
     logits[1, 2] = float("-inf")
-    RowMasks(torch.tensor([1]), values).apply(logits)
+    RowMasks(np.array([1]), values).apply(logits)
     assert logits[1].argmax() == 2
     assert (logits[0] == 0).all()
 
@@ -264,3 +264,66 @@ def test_a_complete_grammar_ends_its_row_without_another_step(store):
     after, failures = rows.consume(plan(3, 7), np.array([token], np.int32))
     assert failures == {}
     assert after.tolist() == [True]
+
+
+def ids_of(text: str) -> list[int]:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(TOKENIZER).encode(text, add_special_tokens=False).ids
+
+
+def verify(row: int, epoch: int, drafts: list[int]) -> StepPlan:
+    """A step that verifies drafts, whose ids stand in the plan already."""
+    step = plan(row, epoch)
+    step.samples = step.counts = np.array([1 + len(drafts)], np.int32)
+    step.tokens = np.array([-1, *drafts], np.int32)
+    step.verify_rows = 1
+    return step
+
+
+def test_a_row_that_verifies_drafts_has_the_masks_of_single_steps(store):
+    grammar = 'start: %json {"type": "object"}'
+    tokens = answer(begun(store, grammar), 3, most=8)
+    expected = mask_walk(begun(store, grammar), tokens)
+    rows = begun(store, grammar)
+    for _ in range(2):
+        masks = rows.masks(verify(3, 7, tokens[:-1]))
+        assert masks.places.tolist() == list(range(8))
+        assert not len(masks.withdrawn)
+        found = [set(torch.nonzero(values == 0).flatten().tolist()) for values in masks.values]
+        assert found == expected
+    # What was only looked at is not taken in.
+    assert allowed(rows) == expected[0]
+
+
+WRONG, ENDED = 'start: "yes" "yes" "yes"', 'start: "yes" | "yes yes"'
+
+
+@pytest.mark.parametrize(("grammar", "drafts"), [(WRONG, ["yes", "no", "yes"]), (ENDED, ["yes", "", "yes"])])
+def test_a_draft_behind_which_nothing_is_known_is_withdrawn(store, grammar, drafts):
+    words = [[EOS] if not word else ids_of(word) for word in drafts]
+    masks = begun(store, grammar).masks(verify(3, 7, [id for word in words for id in word]))
+    known = len(words[0]) + 1
+    assert masks.places.tolist() == list(range(known))
+    # Input 0 is the row's last token, so a draft's own place among the inputs is that of the sample behind it.
+    assert masks.withdrawn.tolist() == [known]
+    among = masks.among(np.array([0, 1, known + 1]))
+    assert among.places.tolist() == [0, 1]
+    assert torch.equal(among.values, masks.values[:2])
+
+
+def test_drafts_are_what_the_grammar_forces_or_what_it_allows_of_others(store):
+    rows = begun(store, 'start: "Once upon a time " /[a-z]+/')
+    forced, told = rows.drafts(3, np.zeros(0, np.int32), 20)
+    assert told
+    assert len(forced) > 2
+    assert forced.tolist() == ids_of("Once upon a time")[: len(forced)]
+    assert rows.drafts(3, np.zeros(0, np.int32), 2)[0].tolist() == forced[:2].tolist()
+    proposed = np.array([*ids_of("Once upon a time he"), EOS, 5], np.int32)
+    longer, told = rows.drafts(3, proposed, 20)
+    assert told
+    assert longer.tolist() == proposed[:-1].tolist()
+    free = np.array([9, 9], np.int32)
+    assert rows.drafts(4, free, 20)[0] is free
+    rows.consume(plan(3, 7), proposed[:-1], np.array([len(proposed) - 1], np.int32))
+    assert not len(rows.drafts(3, free, 20)[0]), "nothing follows the end"

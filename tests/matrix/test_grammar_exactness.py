@@ -13,11 +13,13 @@ from tokenyard.base import OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.load import load_executor
 from tokenyard.scheduler.lifecycle import Gate
+from tokenyard.scheduler.snapshot import Counters
 
 GRAMMARS = (
     'start: %json {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}',
     "start: /[a-z ]{12,30}/",
     'start: "yes" | "no way"',
+    'start: "[" item (", " item){9}  "]"\nitem: "{\\"kind\\": \\"fox\\", \\"name\\": \\"" /[a-z]{1,3}/ "\\"}"',
     "",
 )
 TEXTS = ("Alice was beginning to get very tired of sitting", "Once upon a time", "The Queen said", "x")
@@ -43,14 +45,29 @@ class DelayedYard(Yard):
 
 def sampling(place: int) -> SamplingParams:
     temperature = 0.0 if place % 2 else 1.0
-    return SamplingParams(max_new_tokens=TOKENS, temperature=temperature, seed=place, n=1 + (place % 5 == 0))
+    penalty = 0.02 * (place in (6, 9))
+    return SamplingParams(
+        max_new_tokens=TOKENS,
+        temperature=temperature,
+        seed=place,
+        n=1 + (place % 5 == 0),
+        frequency_penalty=penalty,
+        presence_penalty=penalty,
+    )
 
 
-def answers(*, tokens: int, chunk: int, depth: int, no_cache: bool, together: bool) -> tuple[list[list[int]], int]:
-    """The tokens of every answer, and how often rows were retracted."""
+def answers(
+    *, tokens: int, chunk: int, depth: int, no_cache: bool, together: bool, drafts: int = 0
+) -> tuple[list[list[int]], Counters]:
+    """The tokens of every answer, and what the scheduler counted."""
     torch.set_num_threads(1)
     executor = load_executor(
-        str(DEMO_MODEL), device="cpu", dtype="float32", max_total_tokens=tokens, max_pool_rows=REQUESTS * 2 + depth
+        str(DEMO_MODEL),
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=tokens,
+        max_pool_rows=REQUESTS * 2 + depth,
+        draft_tokens=drafts,
     )
     settings = SchedulerSettings(
         max_running_requests=REQUESTS * 2,
@@ -76,7 +93,7 @@ def answers(*, tokens: int, chunk: int, depth: int, no_cache: bool, together: bo
             yard.run(depth)
     yard.run(depth)
     assert yard.scheduler.idle() is None
-    return [yard.tokens[number] for number in numbers], yard.scheduler.snapshot(0).counters.retracted
+    return [yard.tokens[number] for number in numbers], yard.scheduler.snapshot(0).counters
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +112,19 @@ def test_alone_every_answer_keeps_to_its_grammar(alone):
     ("chunk", "depth", "no_cache", "tokens"), list(itertools.product((4, -1), (1, 2), (False, True), (4096, 110)))
 )
 def test_no_schedule_changes_an_answer(alone, chunk, depth, no_cache, tokens):
-    found, retracted = answers(tokens=tokens, chunk=chunk, depth=depth, no_cache=no_cache, together=True)
+    found, counters = answers(tokens=tokens, chunk=chunk, depth=depth, no_cache=no_cache, together=True)
     assert found == alone
     if tokens < 200:
-        assert retracted > 0
+        assert counters.retracted > 0
+
+
+@pytest.mark.parametrize(("depth", "tokens"), list(itertools.product((1, 2), (4096, 110))))
+def test_no_drafts_change_an_answer(alone, depth, tokens):
+    found, counters = answers(tokens=tokens, chunk=-1, depth=depth, no_cache=False, together=True, drafts=5)
+    assert found == alone
+    assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
+    if tokens < 200:
+        assert counters.retracted > 0
 
 
 def test_a_request_waits_until_its_grammar_is_there():

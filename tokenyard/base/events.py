@@ -206,7 +206,8 @@ class Finish:
     `matched` is the token id or string that stopped it. `cause` and `message` say why it was aborted, in one word and
     in one sentence; the server maps causes to HTTP statuses. Times are in nanoseconds on the monotonic clock, 0 where a
     stage was never reached. `slo_targets` are the targets that it was served by. `vector` is that of the prompt
-    (raw float32), where the request asked for it.
+    (raw float32), where the request asked for it. `draft_tokens` counts the drafts that were verified for it
+    (speculative decoding), `accepted_draft_tokens` those of them that were right.
     """
 
     number: int
@@ -225,6 +226,8 @@ class Finish:
     timings: RequestTimings = field(default_factory=RequestTimings)
     slo_targets: SloTargets = field(default_factory=SloTargets)
     vector: bytes = b""
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     @property
     def complete(self) -> bool:

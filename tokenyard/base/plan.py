@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenyard.base.request import BoolArray, Int32Array, Int64Array, LogprobOptions, Pooling, SamplingParams
+from tokenyard.base.request import (
+    NO_TOKENS,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    LogprobOptions,
+    Pooling,
+    SamplingParams,
+)
 
 LAST_SAMPLED = -1
 """In `StepPlan.tokens`: the token this pool row sampled last, which may be only on the device yet."""
@@ -22,7 +30,8 @@ class RowStart:
 
     `known_ids` is int32[prompt + output so far]; the executor needs it for penalties and min_new_tokens. grammar: the
     grammar that the answer must follow, which `Executor.compile_grammar` has compiled; "" for none. pooling: how the
-    vector of the prompt is made, which the step that completes the prompt gives; "" for none.
+    vector of the prompt is made, which the step that completes the prompt gives; "" for none. prediction: int32[n],
+    what the client expects of the answer, for drafts.
     """
 
     pool_row: int
@@ -32,6 +41,7 @@ class RowStart:
     logprobs: LogprobOptions | None = None
     grammar: str = ""
     pooling: Pooling = ""
+    prediction: Int32Array = field(default_factory=lambda: NO_TOKENS)
 
 
 @dataclass(slots=True)

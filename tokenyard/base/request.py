@@ -141,7 +141,8 @@ class Request:
     (Gate.KV) until a `Reach` or `OpenGate` arrives for its KV. With `handover` it ends with its first token, and its
     pages are held for a reader outside until `HoldEnded`. `grammar` is the grammar that the answer must follow, as Lark
     text; "" for none. `kv` is the other half of a request that comes in two. With `pooling` the vector of the prompt is
-    the answer, and `max_new_tokens` is 0.
+    the answer, and `max_new_tokens` is 0. `prediction` (int32[n]) is what the client expects of the answer, from which
+    drafts may come; it changes no answer.
     """
 
     number: int
@@ -165,6 +166,7 @@ class Request:
     handover: bool = False
     kv: KvRoute | None = None
     pooling: Pooling = ""
+    prediction: Int32Array = field(default_factory=lambda: NO_TOKENS)
 
     @property
     def known_ids(self) -> Int32Array:

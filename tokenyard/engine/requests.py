@@ -94,6 +94,22 @@ class RequestMaker:
         self._check_length(len(ids))
         return ids
 
+    async def token_ids(self, spec: GenerateSpec) -> tuple[Int32Array, Int32Array]:
+        """The token ids of the prompt and of what the client expects of the answer, int32[n] each.
+
+        Raises InvalidRequestError for no prompt, ids out of range, or more text than fits.
+        """
+        return await self.prompt_ids(spec), await self._prediction_ids(spec) if spec.prediction else NO_TOKENS
+
+    async def _prediction_ids(self, spec: GenerateSpec) -> Int32Array:
+        try:
+            ids = await self.prompts.ids(spec.prediction, False)
+        except ContextLengthError as error:
+            message = f"the prediction is longer than any answer, which has less than {self.longest} tokens"
+            raise ContextLengthError(message, param="prediction") from error
+        # A tokenizer may have special tokens that the model does not know.
+        return ids[ids < self._vocab_size][: self.longest]
+
     def _check_length(self, tokens: int) -> None:
         if not tokens:
             raise InvalidRequestError("the prompt is empty", param="prompt")
@@ -104,8 +120,13 @@ class RequestMaker:
                 param="prompt",
             )
 
-    def make(self, spec: GenerateSpec, ids: Int32Array, *, number: int, rid: str, arrival_ns: int) -> Request:
-        """Return the request for these prompt ids. Raises InvalidRequestError or ContextLengthError."""
+    def make(
+        self, spec: GenerateSpec, ids: Int32Array, predicted: Int32Array, *, number: int, rid: str, arrival_ns: int
+    ) -> Request:
+        """Return the request for these ids of a prompt and of what is predicted.
+
+        Raises InvalidRequestError or ContextLengthError.
+        """
         sampling = self._sampling(spec, len(ids))
         check_priority(spec.priority)
         text = spec.text_options
@@ -131,6 +152,7 @@ class RequestMaker:
             kv=spec.kv,
             output_ids=self._begun(spec),
             pooling=spec.pooling,
+            prediction=predicted,
         )
 
     def _check_ids(self, given: Int32Array | list[int] | None) -> Int32Array:

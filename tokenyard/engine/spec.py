@@ -17,8 +17,9 @@ class GenerateSpec:
     marks (such as BOS) around it. `grammar` is Lark text that the answer must keep to, "" for nothing. `output_ids` are
     the first tokens of an answer that was begun elsewhere: it goes on from there, counts them and gives only what is
     new; such a request has one answer. With `pooling` nothing is generated (`sampling.max_new_tokens` is 0), and the
-    finish carries the vector of the prompt. `rank` is the data-parallel rank that shall serve it, None for any. `kv`
-    is where its other half is, if it comes in two.
+    finish carries the vector of the prompt. `prediction` is text that the answer may resemble, from which drafts come
+    where the engine speculates. `rank` is the data-parallel rank that shall serve it, None for any. `kv` is where its
+    other half is, if it comes in two.
     """
 
     text: str | None = None
@@ -43,6 +44,7 @@ class GenerateSpec:
     pooling: Pooling = ""
     rank: int | None = None
     kv: KvRoute | None = None
+    prediction: str = ""
 
 
 @dataclass(slots=True)

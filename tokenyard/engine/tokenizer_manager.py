@@ -170,9 +170,9 @@ class TokenizerManager:
         self.ranks.check_rank(spec.rank)
         arrival_ns = time.monotonic_ns()
         rid = spec.rid or uuid.uuid4().hex
-        prompt_ids = await self._requests.prompt_ids(spec)
+        token_ids = await self._requests.token_ids(spec)
         self._check_alive()
-        request = self._requests.make(spec, prompt_ids, number=self._next_number, rid=rid, arrival_ns=arrival_ns)
+        request = self._requests.make(spec, *token_ids, number=self._next_number, rid=rid, arrival_ns=arrival_ns)
         self._next_number += request.sampling.n
         client, place = self.ranks.choose(request, spec.rank)
         stream = Stream(request, client, place)

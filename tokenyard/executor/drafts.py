@@ -2,9 +2,11 @@
 
 A draft is accepted if the row samples the same token at its position, with the noise of that position, so drafts never
 change an answer. The drafter here is prompt lookup (Saxena 2023; NGRAM in SGLang, ngram in vLLM): what followed the
-last occurrence of the row's latest tokens is likely to follow again.
+last occurrence of the row's latest tokens is likely to follow again. What a client predicts (OpenAI's `prediction`) is
+looked up as well, and where a grammar leaves no choice its tokens are the drafts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +24,9 @@ MOST_CHANCE = 990
 """In thousandths: no draft is taken for certain."""
 
 NO_DRAFTS = np.zeros(0, np.int32)
+
+KeepTo = Callable[[int, Int32Array, int], tuple[Int32Array, bool]]
+"""Cuts the drafts of a pool row to its grammar: `GrammarRows.drafts`."""
 
 
 class Lookup:
@@ -88,16 +93,24 @@ class AcceptanceRecord:
 
 @dataclass(slots=True)
 class _Row:
-    """A row that drafts. `epoch` is the request's, which a result must have to be of this row's answer."""
+    """A row that drafts. `epoch` is the request's, which a result must have to be of this row's answer. `forced`: the
+    row's grammar forces the first of its drafts; such drafts have a record of their own.
+    """
 
     epoch: int
     lookup: Lookup
     drafts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
+    forced_record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
+    forced: bool = False
+
+    def judge(self) -> AcceptanceRecord:
+        """The record of drafts such as it has."""
+        return self.forced_record if self.forced else self.record
 
 
 class NgramDrafter:
-    """Drafts up to `most` tokens for each row, by prompt lookup. Rows with log-probabilities or a grammar have none."""
+    """Drafts up to `most` tokens for each row, by prompt lookup. Rows with log-probabilities have none."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -107,9 +120,9 @@ class NgramDrafter:
         """Take over the rows that start with a plan."""
         for start in plan.row_starts:
             self._rows.pop(start.pool_row, None)
-            if _drafts_suit(start):
+            if start.logprobs is None:
                 place = int(np.flatnonzero(plan.pool_rows == start.pool_row)[0])
-                self._rows[start.pool_row] = _Row(int(plan.epochs[place]), Lookup(start.known_ids))
+                self._rows[start.pool_row] = _Row(int(plan.epochs[place]), Lookup(_corpus(start)))
 
     def fill_in(self, plan: StepPlan) -> Int32Array:
         """The plan's input tokens, int32[sum(counts)], with the ids of its drafts."""
@@ -121,8 +134,11 @@ class NgramDrafter:
             tokens[ends[place] - count : ends[place]] = drafts[:count]
         return tokens
 
-    def draft(self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Take in a step's tokens (int32[sum(accepted)], row after row) and draft for the next.
+    def draft(
+        self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo
+    ) -> tuple[Int32Array, Int32Array]:
+        """Take in a step's tokens (int32[sum(accepted)], row after row) and draft for the next; `keep_to` cuts drafts
+        to grammars, which have taken in these tokens.
 
         Returns how many drafts each row of the plan has, and their chances in thousandths: int32[n] twice.
         """
@@ -134,10 +150,10 @@ class NgramDrafter:
             if row is None or row.epoch != epoch or not count:
                 continue
             run = tokens[end - count : end]
-            row.record.observe(row.drafts, run)
+            row.judge().observe(row.drafts, run)
             row.lookup.append(run)
-            row.drafts = row.lookup.propose(self._most)
-            drafted[place], chances[place] = len(row.drafts), row.record.chance
+            row.drafts, row.forced = keep_to(pool_row, row.lookup.propose(self._most), self._most)
+            drafted[place], chances[place] = len(row.drafts), row.judge().chance
         return drafted, chances
 
 
@@ -174,5 +190,11 @@ def confirmed_runs(plan: StepPlan, inputs: Int32Array, sampled: Int32Array) -> t
     return sampled[kept].astype(np.int32), accepted.astype(np.int32)
 
 
-def _drafts_suit(start: RowStart) -> bool:
-    return not start.grammar and start.logprobs is None
+def _corpus(start: RowStart) -> Int32Array:
+    """What is looked up: the tokens known so far, and before them what is predicted, behind the prompt's end, so that
+    an answer that begins as predicted finds the prediction with its first token.
+    """
+    if not len(start.prediction):
+        return start.known_ids
+    prompt = start.known_ids[: start.prompt_tokens]
+    return np.concatenate((prompt[-LONGEST_MATCH:], start.prediction, start.known_ids))

@@ -9,14 +9,14 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenyard.base import BoolArray, Int32Array, InvalidRequestError, StepPlan
+from tokenyard.base import BoolArray, Int32Array, Int64Array, InvalidRequestError, StepPlan
 from tokenyard.executor.forward_batch import send
 from tokenyard.executor.grammar_refusal import explain_refusal
 
@@ -54,25 +54,42 @@ class Matcher:
 
 @dataclass(slots=True)
 class RowMasks:
-    """What some sampled positions allow. places: int64[k]. values: float32[k, vocabulary], 0 for allowed tokens, -inf
-    for all others; both on the device.
+    """What some sampled positions allow. places: int64[k], on the host. values: float32[k, vocabulary] on the device, 0
+    for allowed tokens and -inf for all others. withdrawn: int64[m], inputs of the plan that are drafts behind which
+    nothing is known; what is sampled there must not count.
     """
 
-    places: torch.Tensor
+    places: Int64Array
     values: torch.Tensor
+    withdrawn: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def among(self, chosen: torch.Tensor) -> "RowMasks":
-        """The masks of some sampled positions, int64[n] in rising order, which hold all that are masked."""
-        return RowMasks(torch.searchsorted(chosen, self.places), self.values)
+    def among(self, chosen: Int64Array) -> "RowMasks":
+        """The masks of those of some sampled positions, int64[n] in rising order, that have one."""
+        held = np.flatnonzero(np.isin(self.places, chosen))
+        places = np.searchsorted(chosen, self.places[held])
+        return RowMasks(places, self.values[send(held, self.values.device)])
 
     def apply(self, logits: torch.Tensor) -> None:
         """Mask logits in place. A row that nothing would be left of follows its mask alone: a grammar wins over a bias
         and over the least number of tokens.
         """
-        masked = logits[self.places] + self.values
+        places = send(self.places, logits.device)
+        masked = logits[places] + self.values
         empty = masked.amax(dim=-1) == float("-inf")
         masked[empty] = self.values[empty]
-        logits[self.places] = masked
+        logits[places] = masked
+
+
+@dataclass(slots=True)
+class _Run:
+    """A row that verifies drafts: the place of the first of them among the plan's inputs, and of its first sample among
+    all that are sampled.
+    """
+
+    matcher: Matcher
+    drafts: list[int]
+    first_draft: int
+    place: int
 
 
 class GrammarStore:
@@ -187,22 +204,87 @@ class GrammarRows:
                 self._matchers[start.pool_row] = Matcher(epoch, plan.step, state, start.grammar, used, known)
 
     def masks(self, plan: StepPlan) -> RowMasks | None:
-        """What the rows of a plan may say next, None where none has a grammar."""
+        """What the rows of a plan may say next, None where none has a grammar. Where a row verifies drafts (whose ids
+        stand in the plan by now), each of its samples has the mask of the drafts before it.
+        """
         if not self._matchers:
             return None
-        # A row with a grammar verifies no drafts: its one sample is its last.
-        ends = np.cumsum(plan.samples)[plan.sampled] - 1
+        verify = slice(plan.decode_rows, plan.chunks_from)
+        once = plan.sampled.copy()
+        once[verify] = False
+        ends = np.cumsum(plan.samples)[once] - 1
         found = [
             (place, matcher)
-            for place, row in zip(ends.tolist(), plan.pool_rows[plan.sampled].tolist(), strict=True)
+            for place, row in zip(ends.tolist(), plan.pool_rows[once].tolist(), strict=True)
             if (matcher := self._matchers.get(row)) is not None
         ]
-        if not found:
+        runs = self._runs(plan) if plan.verify_rows else []
+        if not (found or runs):
             return None
-        words = np.zeros((len(found), -(-self._vocab_size // 32)), dtype=np.uint32)
-        self._fill(words, [matcher for _, matcher in found])
-        places = np.array([place for place, _ in found], dtype=np.int64)
-        return RowMasks(send(places, self._device), self._values(words))
+        rows = len(found) + sum(len(run.drafts) + 1 for run in runs)
+        words = np.zeros((rows, -(-self._vocab_size // 32)), dtype=np.uint32)
+        self._fill(words[: len(found)], [matcher for _, matcher in found])
+        places, withdrawn, kept = [place for place, _ in found], [], len(found)
+        for run in runs:
+            known = self._fill_run(words[kept : kept + len(run.drafts) + 1], run)
+            places += range(run.place, run.place + known)
+            withdrawn += [run.first_draft + known - 1] if known <= len(run.drafts) else []
+            kept += known
+        masks = self._values(words[:kept])
+        return RowMasks(np.array(places, np.int64), masks, np.array(withdrawn, np.int64))
+
+    def _runs(self, plan: StepPlan) -> list[_Run]:
+        """The rows of a plan that have a grammar and verify drafts."""
+        inputs, samples = np.cumsum(plan.counts), np.cumsum(plan.samples)
+        found = []
+        for place in range(plan.decode_rows, plan.chunks_from):
+            matcher = self._matchers.get(int(plan.pool_rows[place]))
+            if matcher is not None:
+                count, end = int(plan.counts[place]), int(inputs[place])
+                drafts = plan.tokens[end - count + 1 : end].tolist()
+                found.append(_Run(matcher, drafts, end - count + 1, int(samples[place]) - count))
+        return found
+
+    def _fill_run(self, words: npt.NDArray[np.uint32], run: _Run) -> int:
+        """Write what a row may say behind none, one, ... all of its drafts: uint32[drafts + 1, words].
+
+        Returns for how many of these places that is known, at least one: a draft that the grammar does not allow, one
+        that ends it and a limit of the library end the run.
+        """
+        matcher, size, known, taken = run.matcher, words.shape[1] * 4, 0, 0
+        for place in range(len(words)):
+            matcher.state.unsafe_compute_mask_ptr(words[place].ctypes.data, size)
+            if matcher.state.is_error():
+                break
+            known += 1
+            if place == len(run.drafts) or not matcher.state.try_consume_tokens([run.drafts[place]]):
+                break
+            taken += 1
+            if matcher.state.is_stopped():
+                break
+        if matcher.state.is_error() or (taken and not matcher.state.rollback(taken)):
+            # A limit that was met on the way of drafts must not be the answer's fault.
+            self._renew(matcher)
+        if not known:
+            matcher.state.unsafe_compute_mask_ptr(words[0].ctypes.data, size)
+        return max(known, 1)
+
+    def drafts(self, pool_row: int, proposed: Int32Array, most: int) -> tuple[Int32Array, bool]:
+        """Drafts for a row, int32[n], of those that are `proposed` what its grammar allows, or up to `most` tokens that
+        it forces if these are more; and whether it forces any. A row without a grammar has what is proposed.
+        """
+        matcher = self._matchers.get(pool_row)
+        if matcher is None:
+            return proposed, False
+        if matcher.state.is_error() or matcher.state.is_stopped():
+            return proposed[:0], False
+        forced = matcher.state.compute_ff_tokens()[:most]
+        allowed = matcher.state.validate_tokens(proposed.tolist()) if len(proposed) else 0
+        if matcher.state.is_error():
+            self._renew(matcher)
+            return proposed[:0], False
+        drafts = proposed[:allowed] if allowed >= len(forced) else np.array(forced, np.int32)
+        return drafts, bool(forced)
 
     def _fill(self, words: npt.NDArray[np.uint32], matchers: list[Matcher]) -> None:
         """Write what each matcher allows as bits, uint32[matchers, words]; many of them in several threads."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from tokenyard.base import ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
+from tokenyard.base import DRAFT, ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
 from tokenyard.executor.drafts import NgramDrafter, confirmed_runs, drafts_to_confirm
 from tokenyard.executor.forward_batch import PageTable, build_batch, samples_of, upload
 from tokenyard.executor.future_map import FutureMap
@@ -133,7 +133,7 @@ class ModelExecutor:
         tokens = torch.empty(0, dtype=torch.int64, device=self._device)
         if logits is not None:
             kept = keep_output(plan, self._sampler.rows, logits)
-            tokens = self._choose(plan, logits)
+            tokens = self._choose(ticket, logits)
             if kept is not None:
                 ticket.pieces.append(output_piece(kept, tokens))
         ticket.logits = None
@@ -146,16 +146,21 @@ class ModelExecutor:
         if ticket.tokens is None:
             raise TokenyardError(f"step {plan.step} is collected before it was sampled")
         seconds = ticket.clock.wait()
-        sampled = ticket.tokens.numpy()
-        # A row that verifies drafts has no grammar, so that its last sample may stand for all.
-        tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
-        tokens[plan.sampled] = sampled[np.cumsum(samples_of(plan))[plan.sampled] - 1]
-        ended, failures = self._grammar_rows.consume(plan, tokens)
+        sampled = ticket.tokens.numpy().astype(np.int32, copy=False)
+        accepted: Int32Array | None = None
+        if self._drafter is None:
+            tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
+            tokens[plan.sampled] = sampled
+        else:
+            tokens, accepted = confirmed_runs(plan, plan.tokens, sampled)
+        ended, failures = self._grammar_rows.consume(plan, tokens, accepted)
         vectors = {place: vector.numpy().tobytes() for place, vector in ticket.vectors}
         pieces = join_pieces(ticket.pieces)
-        result = StepResult(plan.step, tokens, seconds, pieces, failures, ended=ended, vectors=vectors)
-        if self._drafter is not None:
-            self._confirm(self._drafter, plan, sampled.astype(np.int32), result)
+        result = StepResult(plan.step, tokens, seconds, pieces, failures, accepted, ended=ended, vectors=vectors)
+        if self._drafter is not None and accepted is not None:
+            self._confirm(plan, tokens, accepted)
+            drafts = self._drafter.draft(plan, tokens, accepted, self._grammar_rows.drafts)
+            result.drafted, result.chances = drafts
         return result
 
     def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
@@ -185,11 +190,16 @@ class ModelExecutor:
         ticket.pieces = prompt_pieces(plan, self._sampler.rows, self.model.logits)
         ticket.vectors = self._pooled.vectors(plan, self.model.hidden)
 
-    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
+    def _choose(self, ticket: Ticket, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token for each row of logits: int64[m]. A row's last one is what its next step may read."""
+        plan = ticket.plan
+        masks, positions = self._grammar_rows.masks(plan), plan.sampled_positions
+        if masks is not None and len(masks.withdrawn):
+            inputs = plan.tokens.copy()
+            inputs[masks.withdrawn] = DRAFT
+            plan = ticket.plan = replace(plan, tokens=inputs)
         samples = samples_of(plan)
         pool_rows = np.repeat(plan.pool_rows, samples)
-        masks, positions = self._grammar_rows.masks(plan), plan.sampled_positions
         if plan.verify_rows:
             drafts = drafts_to_confirm(plan, plan.tokens)
             tokens = self._sampler.sample_runs(logits, pool_rows, positions, drafts, masks)
@@ -204,15 +214,12 @@ class ModelExecutor:
         return tokens
 
     @torch.inference_mode()
-    def _confirm(self, drafter: NgramDrafter, plan: StepPlan, sampled: Int32Array, result: StepResult) -> None:
-        """Write to the result what the samples (int32[m]) leave of the drafts, and the drafts of the next step."""
-        result.tokens, result.accepted = confirmed_runs(plan, plan.tokens, sampled)
-        result.drafted, result.chances = drafter.draft(plan, result.tokens, result.accepted)
+    def _confirm(self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array) -> None:
+        """Keep what a row's next step reads: its last sample is not its last token if a draft before it was refused."""
         if plan.verify_rows:
-            # A row's last sample is not its last token if a draft before it was refused.
             rows = slice(plan.decode_rows, plan.chunks_from)
-            last = np.cumsum(result.accepted)[rows] - 1
-            columns = upload((plan.pool_rows[rows], result.tokens[last]), self._device)
+            last = np.cumsum(accepted)[rows] - 1
+            columns = upload((plan.pool_rows[rows], tokens[last]), self._device)
             self._future.store(columns[0], columns[1])
 
     def _send(self, ticket: Ticket, tokens: torch.Tensor) -> None:

@@ -279,6 +279,7 @@ class PrefillAdder:
             request.logprobs,
             request.grammar,
             request.pooling,
+            request.prediction,
         )
 
     def _preempt(self, row: int, hit: int, missing_tokens: int) -> bool:

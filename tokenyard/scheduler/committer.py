@@ -77,16 +77,24 @@ class Committer:
         chunk_rows = rows[chunks][alive[chunks]]
         table.computed[chunk_rows] += plan.counts[chunks][alive[chunks]]
         ended = self._commit_chunks(chunk_rows, now)
+        self._count_drafts(plan, rows, alive, accepted)
         firsts = np.cumsum(accepted) - accepted
         decodes = np.arange(len(rows)) < plan.chunks_from
         for place in range(int(accepted.max(initial=0))):
             live = (accepted > place) & (table.epoch[rows] == epochs)
             table.computed[rows[live & decodes]] += 1
             ended |= self._append_tokens(rows[live], tokens[firsts[live] + place], now)
-        self._state.observer.verified(plan.counts[verify], accepted[verify])
         verified = rows[verify][table.epoch[rows[verify]] == epochs[verify]]
         table.planned[verified] = table.computed[verified]
         return ended
+
+    def _count_drafts(self, plan: StepPlan, rows: Int32Array, alive: BoolArray, accepted: Int32Array) -> None:
+        """Count the drafts that a step verified, in all and of each row that is there still."""
+        verify, table = slice(plan.decode_rows, plan.chunks_from), self._state.table
+        self._state.observer.verified(plan.counts[verify], accepted[verify])
+        own, live = rows[verify], alive[verify]
+        table.verified_drafts[own[live]] += plan.counts[verify][live] - 1
+        table.accepted_drafts[own[live]] += accepted[verify][live] - 1
 
     def _end_grammars(self, plan: StepPlan, rows: Int32Array, complete: BoolArray, now: int) -> bool:
         """End the rows whose grammar is complete; returns whether there was any."""

@@ -286,6 +286,8 @@ class SchedulerState:
             timings=timings,
             slo_targets=slo_targets(table, row, self.settings, self.cost),
             vector=table.request_state(row).vector,
+            draft_tokens=int(table.verified_drafts[row]),
+            accepted_draft_tokens=int(table.accepted_drafts[row]),
         )
         self.outbox.finished.append(finish)
         self.observer.ended(row, finish)

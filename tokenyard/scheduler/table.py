@@ -47,6 +47,8 @@ INT32_COLUMNS = (
     "prefix_group",
     "branch",
     "constrained",
+    "verified_drafts",
+    "accepted_drafts",
 )
 INT64_COLUMNS = (
     "seq",
@@ -94,7 +96,7 @@ class RequestTable:
     refused. drafts: drafts that the executor has ready for the row's next step. draft_chance: in thousandths, of its
     next draft if those before it are right. last_step: the latest plan that contains the row. gates, state: lifecycle.
     reach: leading tokens whose KV can be loaded from elsewhere. constrained: 1 for rows whose answer must keep to a
-    grammar; `grammars` counts them.
+    grammar; `grammars` counts them. verified_drafts, accepted_drafts: of the answer so far.
     """
 
     def __init__(self, capacity: int = 256, tenants: Iterable[str] = ()) -> None:
@@ -138,6 +140,8 @@ class RequestTable:
     prefix_group: Int32Array
     branch: Int32Array
     constrained: Int32Array
+    verified_drafts: Int32Array
+    accepted_drafts: Int32Array
     seq: np.ndarray[Any, np.dtype[np.int64]]
     number: np.ndarray[Any, np.dtype[np.int64]]
     arrival_ns: np.ndarray[Any, np.dtype[np.int64]]
@@ -194,6 +198,8 @@ class RequestTable:
             self.gates,
             self.retractions,
             self.boost,
+            self.verified_drafts,
+            self.accepted_drafts,
         ):
             column[row] = 0
         self.admitted_ns[row] = self.first_token_ns[row] = 0

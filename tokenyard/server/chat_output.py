@@ -65,6 +65,14 @@ def chat_reason(reason: str, message: ParsedMessage, *, named: bool) -> str:
 
 
 def reasoning_usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What usage says of reasoning."""
-    tokens = sum(answer.reader.reasoning_tokens for answer in answers if answer.reader is not None)
-    return {"completion_tokens_details": {"reasoning_tokens": tokens}}
+    """What usage says of reasoning, among the details of completion tokens."""
+    return {"reasoning_tokens": sum(answer.reader.reasoning_tokens for answer in answers if answer.reader is not None)}
+
+
+def prediction_usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What usage says of drafts where the client sent a prediction: how many were right, and how many were computed
+    for nothing.
+    """
+    ends = [answer.finish for answer in answers if answer.finish is not None]
+    verified, accepted = sum(end.draft_tokens for end in ends), sum(end.accepted_draft_tokens for end in ends)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": verified - accepted}

@@ -10,7 +10,7 @@ import orjson
 from tokenyard.base import InvalidRequestError, LogprobOptions
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.answers import Answer, Call, collect, run, stage_times, usage_of, usage_so_far
-from tokenyard.server.chat_output import chat_deltas, chat_message, chat_reason, reasoning_usage
+from tokenyard.server.chat_output import chat_deltas, chat_message, chat_reason, prediction_usage, reasoning_usage
 from tokenyard.server.convert import (
     check_max_tokens,
     new_spec,
@@ -22,7 +22,13 @@ from tokenyard.server.grammars import grammar_text
 from tokenyard.server.kv_routes import set_routes
 from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
 from tokenyard.server.parse.reading import Reading
-from tokenyard.server.prompts import CompletionPrompt, chat_prompt, check_chat_body, completion_prompts
+from tokenyard.server.prompts import (
+    CompletionPrompt,
+    chat_prompt,
+    check_chat_body,
+    completion_prompts,
+    predicted_text,
+)
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, OpenAIFields, parse_body
 from tokenyard.server.state import answer_id
 from tokenyard.server.stream import DONE, ChunkWriter, closing_event
@@ -160,6 +166,8 @@ def _spec(
     )
     spec.logprobs = logprobs
     spec.output_ids = body.output_ids
+    predicted = predicted_text(body.prediction)
+    spec.prediction = predicted if call.state.options.speculative_algorithm != "none" else ""
     spec.seed = body.seed
     spec.clamp_max_new_tokens = max_tokens is None
     return spec
@@ -223,12 +231,18 @@ def _whole(call: Call, job: Job, answers: list[Answer]) -> dict[str, Any]:
         for answer in answers:
             _without_output(answer)
     choices = [_choice(call, job, index, answer) for index, answer in enumerate(answers)]
-    content = {**job.head, "choices": choices, "usage": usage_of(answers, job.n)}
-    if job.reading is not None:
-        content["usage"] |= reasoning_usage(answers)
+    content = {**job.head, "choices": choices, "usage": _usage(job, answers)}
     if job.body.return_x_sched and answers[0].finish is not None:
         content["x_sched"] = stage_times(answers[0].finish, job.specs[0])
     return content
+
+
+def _usage(job: Job, answers: list[Answer]) -> dict[str, Any]:
+    """The usage object, with details of the answers where there is something to tell."""
+    details = reasoning_usage(answers) if job.reading is not None else {}
+    if job.body.prediction is not None:
+        details |= prediction_usage(answers)
+    return usage_of(answers, job.n) | ({"completion_tokens_details": details} if details else {})
 
 
 def _without_output(answer: Answer) -> None:
@@ -378,7 +392,7 @@ def _closing(job: Job, answers: list[Answer]) -> bytes:
             _without_output(answer)
     extra: dict[str, Any] = {}
     if job.want_usage:
-        extra["usage"] = usage_of(answers, job.n) | (reasoning_usage(answers) if job.reading is not None else {})
+        extra["usage"] = _usage(job, answers)
     if job.body.return_x_sched and answers[0].finish is not None:
         extra["x_sched"] = stage_times(answers[0].finish, job.specs[0])
     return (closing_event(job.head, extra) if extra else b"") + DONE

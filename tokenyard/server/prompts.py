@@ -69,6 +69,20 @@ def _check_part(part: Any, where: str) -> None:
         raise InvalidRequestError(f"{where}.content: only text parts are supported, not {kind!r}", param="messages")
 
 
+def predicted_text(prediction: dict[str, Any] | None) -> str:
+    """The text of OpenAI's `prediction`, "" for none. Raises InvalidRequestError for one that is not text."""
+    if prediction is None:
+        return ""
+    content = prediction.get("content")
+    parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if prediction.get("type") != "content" or not all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    ):
+        message = 'prediction must be {"type": "content", "content": TEXT}, with a string or a list of text parts'
+        raise InvalidRequestError(message, param="prediction")
+    return "".join(part["text"] for part in parts)
+
+
 async def chat_prompt(manager: Generator, body: ChatRequest, style: OutputStyle) -> str:
     """The prompt text of a chat request, through the model's template."""
     continues = bool(body.continue_final_message)

@@ -138,7 +138,6 @@ class IdleFields:
 
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     verbosity: str | None = None
@@ -169,6 +168,7 @@ class OpenAIFields(SamplingFields, UrgencyFields, TransferFields, RefusedFields,
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     output_ids: list[int] | None = None
+    prediction: dict[str, Any] | None = None
 
 
 @dataclass(kw_only=True)

@@ -36,6 +36,7 @@ class ServerOptions:
     tool_call_parser: str = ""
     stream_interval: int = 1
     disaggregation_mode: str = "null"
+    speculative_algorithm: str = "none"
     metrics_compat: list[str] = field(default_factory=list)
     health_timeout_s: float = 20.0
     log_requests: bool = False

@@ -25,6 +25,7 @@ from tokenyard.base import (
     TenantUse,
     TextOptions,
 )
+from tokenyard.base.request import NO_TOKENS
 from tokenyard.base.settings import ANY_TENANT
 from tokenyard.policy.levels import LEVEL_OF_CLASS
 
@@ -95,6 +96,7 @@ class Anonymizer:
             grammar=self.name(request.grammar),
             routing_key=self.name(request.routing_key or "") or None,
             kv=None,
+            prediction=NO_TOKENS,
         )
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:

@@ -81,14 +81,14 @@ class Sampler:
         now = np.flatnonzero(~waits)
         index = upload((now,), self._device)[0]
         tokens = torch.full((len(pool_rows),), -1, dtype=torch.int64, device=self._device)
-        tokens[index] = self.sample(logits[index], pool_rows[now], positions[now], masks and masks.among(index))
+        tokens[index] = self.sample(logits[index], pool_rows[now], positions[now], masks and masks.among(now))
         while True:
             right = tokens.cpu().numpy() == drafts
             now = np.flatnonzero(waits & np.append(False, right[:-1]))
             if not len(now):
                 return tokens
             index = upload((now,), self._device)[0]
-            tokens[index] = self.sample(logits[index], pool_rows[now], positions[now])
+            tokens[index] = self.sample(logits[index], pool_rows[now], positions[now], masks and masks.among(now))
             waits[now] = False
 
     def _edit(self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array, places: Int64Array) -> None:
