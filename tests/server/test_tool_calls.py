@@ -87,6 +87,21 @@ def test_usage_counts_the_tokens_of_reasoning(start):
     assert asked(start, ANSWER).json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
+def test_a_prediction_reaches_the_engine_only_where_it_drafts_and_usage_tells_what_became_of_it(start):
+    predicted = {"type": "content", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": " world"}]}
+    for algorithm, text in (("none", ""), ("NGRAM", "hello world")):
+        server = start(speculative_algorithm=algorithm)
+        body = {"messages": [{"role": "user", "content": "hello world"}], "max_tokens": 3, "prediction": predicted}
+        usage = server.client.post("/v1/chat/completions", json=body).json()["usage"]
+        told = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+        assert usage["completion_tokens_details"] == told
+        assert server.manager.specs[-1].prediction == text
+        for wrong in ({}, {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}):
+            answer = server.client.post("/v1/chat/completions", json={**body, "prediction": wrong})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "prediction"
+
+
 def test_only_calls_leave_content_null(start):
     message = asked(start, '<tool_call>{"name": "now"}</tool_call>').json()["choices"][0]["message"]
     assert message["content"] is None
