@@ -28,11 +28,11 @@ def test_an_answer_is_the_same_with_a_prediction_and_takes_fewer_steps():
         text = {"type": "content", "content": plain[0] if predicted else "something else, of which nothing is right"}
         return plain, await ask(api, prediction=text), await ask(api, response_format=ANIMAL, prediction=text)
 
-    with LLM(DEMO_MODEL, device="cpu", speculative_algorithm="NGRAM") as llm:
+    with LLM(DEMO_MODEL, device="cpu", dtype="float32", speculative_algorithm="NGRAM") as llm:
         api = LocalApi(llm)
         plain, right, formed = asyncio.run(asks(api, True))
         _, wrong, _ = asyncio.run(asks(api, False))
-    with LLM(DEMO_MODEL, device="cpu") as llm:
+    with LLM(DEMO_MODEL, device="cpu", dtype="float32") as llm:
         unsped, idle, other_formed = asyncio.run(asks(LocalApi(llm), True))
     assert plain[0] == right[0] == wrong[0] == unsped[0]
     assert right[1]["accepted_prediction_tokens"] > 30 > wrong[1]["accepted_prediction_tokens"]

@@ -73,6 +73,14 @@ def test_schemas_too_large_to_enforce_are_refused_by_their_size(schema, words):
         wanted(body(json_schema=schema))
 
 
+@pytest.mark.parametrize(("structures", "triggers"), [(1025, 1), (1, 65)])
+def test_tags_beyond_counting_are_refused(structures, triggers):
+    tag = {"begin": "<f>", "schema": {}, "end": "</f>"}
+    many = {"structures": [tag] * structures, "triggers": ["<f"] * triggers}
+    with pytest.raises(InvalidRequestError, match="at most"):
+        wanted(body(structural_tag=many))
+
+
 def test_many_properties_that_are_required_are_no_harm():
     names = [f"p{i}" for i in range(5000)]
     assert wanted(body(json_schema={"properties": {name: {} for name in names}, "required": names}))

@@ -12,6 +12,7 @@ from tokenyard.server.answers import Answer, Call, collect, run
 from tokenyard.server.convert import check_max_tokens, new_spec, refuse_unsupported, sampling_of, text_options_of
 from tokenyard.server.grammars import grammar_text
 from tokenyard.server.kv_routes import set_routes
+from tokenyard.server.large_bodies import beside_the_loop
 from tokenyard.server.logprobs import native_logprobs
 from tokenyard.server.prompts import split_prompts
 from tokenyard.server.protocol import NativeRequest, NativeSampling, parse_body
@@ -65,10 +66,11 @@ async def _job(call: Call, body: NativeRequest) -> NativeJob:
         # The first token has no log-probability, so its id must be known here.
         prompts = [await call.manager.tokenize(p, True) if isinstance(p, str) else p for p in prompts]
     rids = _rids(call, body, len(prompts))
-    specs = [
-        _spec(call, body, prompt, sampling or NativeSampling(), rid, start)
-        for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True)
-    ]
+    each = list(zip(prompts, samplings, rids, strict=True))
+    specs = await beside_the_loop(
+        call.body,
+        lambda: [_spec(call, body, prompt, wish or NativeSampling(), rid, start) for prompt, wish, rid in each],
+    )
     await set_routes(call, body, specs)
     n = specs[0].sampling.n
     if any(spec.sampling.n != n for spec in specs):

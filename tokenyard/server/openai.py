@@ -20,6 +20,7 @@ from tokenyard.server.convert import (
 )
 from tokenyard.server.grammars import grammar_text
 from tokenyard.server.kv_routes import set_routes
+from tokenyard.server.large_bodies import beside_the_loop
 from tokenyard.server.logprobs import chat_logprobs, completion_logprobs
 from tokenyard.server.parse.reading import Reading
 from tokenyard.server.prompts import (
@@ -88,7 +89,7 @@ async def chat_job(call: Call, body: ChatRequest) -> Job:
     spec.text, spec.add_special_tokens = text, False
     job = _job(call, body, [spec], [])
     job.head |= await set_routes(call, body, [spec])
-    spec.grammar = chat_grammar(body, use, call.state.style, text)
+    spec.grammar = await beside_the_loop(call.body, lambda: chat_grammar(body, use, call.state.style, text))
     job.named = use.named
     job.reading = call.state.style.reading(
         text,
@@ -114,7 +115,7 @@ async def completion_job(call: Call, body: CompletionRequest) -> Job:
     # The engine always samples a token; an echo alone asks for one and leaves it out.
     most = 1 if body.max_tokens == 0 else body.max_tokens
     prompts = await completion_prompts(call, body)
-    grammar = grammar_text(body, call.state.style)
+    grammar = await beside_the_loop(call.body, lambda: grammar_text(body, call.state.style))
     specs = []
     for prompt in prompts:
         spec = _spec(call, body, most, default=COMPLETION_MAX_TOKENS, logprobs=logprobs)

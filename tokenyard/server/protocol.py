@@ -4,10 +4,8 @@ Every field may be null, which means "not given". Unknown fields are ignored (an
 mode. Errors are always InvalidRequestError with the field at fault.
 """
 
-import asyncio
 import logging
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -16,10 +14,13 @@ import msgspec
 import orjson
 
 from tokenyard.base import InvalidRequestError
+from tokenyard.server.large_bodies import beside_the_loop, check_parts
 
 log = logging.getLogger(__name__)
 
-INLINE_BYTES = 256_000
+MOST_SEEN, MOST_TOLD = 1000, 20
+"""Names of unknown fields that are remembered, and that one request may write to the log."""
+
 MOST_ENTRIES = {
     "stop": 128,
     "stop_token_ids": 1024,
@@ -29,8 +30,6 @@ MOST_ENTRIES = {
     "label_token_ids": 1024,
 }
 """Longer ones are refused before each entry is looked at, which would hold up everything else."""
-
-_large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
 
 Priority = int | str | None
 T = TypeVar("T")
@@ -282,6 +281,7 @@ class SchedulerRequest:
 
 def parse(body: bytes, kind: type[T], *, strict: bool = False) -> T:
     """`body` (JSON) as a `kind`. Raises InvalidRequestError saying what is wrong and in which field."""
+    check_parts(body)
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -309,11 +309,8 @@ def _check_entries(content: dict[str, Any]) -> None:
 
 
 async def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> T:
-    """`parse`, in a thread where the body is large: one at a time, so that the event loop has its turn in between."""
-    if len(body) <= INLINE_BYTES:
-        return parse(body, kind, strict=strict)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_large_bodies, lambda: parse(body, kind, strict=strict))
+    """`parse`, beside the event loop where the body is large."""
+    return await beside_the_loop(body, lambda: parse(body, kind, strict=strict))
 
 
 _seen_unknown: set[str] = set()
@@ -329,9 +326,10 @@ def _look_for_unknown(content: dict[str, Any], kind: type[Any], strict: bool) ->
         hint = f"; near names: {', '.join(near)}" if near else "; /docs has all fields"
         raise InvalidRequestError(f"unknown field {name[:64]!r}{hint}", param=name[:64])
     new = sorted(unknown - _seen_unknown)
-    if new and len(_seen_unknown) < 1000:
-        _seen_unknown.update(new)
-        log.warning("ignored unknown request fields: %s", ", ".join(word[:64] for word in new))
+    if new and len(_seen_unknown) < MOST_SEEN:
+        _seen_unknown.update(new[:MOST_SEEN])
+        more = f" and {len(new) - MOST_TOLD} more" if len(new) > MOST_TOLD else ""
+        log.warning("ignored unknown request fields: %s%s", ", ".join(word[:64] for word in new[:MOST_TOLD]), more)
 
 
 def _readable(error: msgspec.ValidationError) -> InvalidRequestError:

@@ -1,0 +1,63 @@
+"""Keeps large bodies from holding up the event loop: a thread reads them, and those of too many parts are refused.
+
+A thread alone does not help: a parser holds Python's lock until the whole body is read. What that takes follows from
+the number of values much more than from the bytes, so that long texts pass and millions of small values do not.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from tokenyard.base import InvalidRequestError
+
+INLINE_BYTES = 256_000
+MOST_VALUES, MOST_CONTAINERS, MOST_STRINGS = 1_500_000, 150_000, 250_000
+"""Each of these is read in about a tenth of a second. A prompt may be given as a list of token ids."""
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_threads = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
+
+T = TypeVar("T")
+
+
+async def beside_the_loop(body: bytes, work: Callable[[], T]) -> T:
+    """Do work on what came of a body, in a thread where the body is large: one at a time, so that the event loop has
+    its turn in between.
+    """
+    if len(body) <= INLINE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
+def check_parts(body: bytes) -> None:
+    """Raise InvalidRequestError for JSON of more values, lists and objects, or strings than are read."""
+    if len(body) <= INLINE_BYTES or _fits(_commas(body), _openings(body), body.count(b'"') // 2):
+        return
+    # Texts may be full of these characters: count again without them, until it is too much.
+    values = containers = strings = at = 0
+    for found in _STRING.finditer(body):
+        values += _commas(body, at, found.start())
+        containers += _openings(body, at, found.start())
+        strings, at = strings + 1, found.end()
+        if not _fits(values, containers, strings):
+            break
+    values, containers = values + _commas(body, at), containers + _openings(body, at)
+    if not _fits(values, containers, strings):
+        raise InvalidRequestError(
+            f"the body has too many parts: at most {MOST_VALUES} values, {MOST_CONTAINERS} lists and objects, and"
+            f" {MOST_STRINGS} strings are taken; send several requests"
+        )
+
+
+def _fits(values: int, containers: int, strings: int) -> bool:
+    return values <= MOST_VALUES and containers <= MOST_CONTAINERS and strings <= MOST_STRINGS
+
+
+def _commas(body: bytes, begin: int = 0, end: int | None = None) -> int:
+    return body.count(b",", begin, end)
+
+
+def _openings(body: bytes, begin: int = 0, end: int | None = None) -> int:
+    return body.count(b"{", begin, end) + body.count(b"[", begin, end)
