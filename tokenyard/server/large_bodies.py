@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from tokenyard.base import InvalidRequestError
+from tokenyard.base import ContextLengthError
 
 INLINE_BYTES = 256_000
 MOST_VALUES, MOST_CONTAINERS, MOST_STRINGS = 1_500_000, 150_000, 250_000
@@ -32,7 +32,7 @@ async def beside_the_loop(body: bytes, work: Callable[[], T]) -> T:
 
 
 def check_parts(body: bytes) -> None:
-    """Raise InvalidRequestError for JSON of more values, lists and objects, or strings than are read."""
+    """Raise ContextLengthError for JSON of more values, lists and objects, or strings than are read."""
     if len(body) <= INLINE_BYTES or _fits(_commas(body), _openings(body), body.count(b'"') // 2):
         return
     # Texts may be full of these characters: count again without them, until it is too much.
@@ -45,7 +45,7 @@ def check_parts(body: bytes) -> None:
             break
     values, containers = values + _commas(body, at), containers + _openings(body, at)
     if not _fits(values, containers, strings):
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"the body has too many parts: at most {MOST_VALUES} values, {MOST_CONTAINERS} lists and objects, and"
             f" {MOST_STRINGS} strings are taken; send several requests"
         )
