@@ -1,13 +1,15 @@
-"""What applications notice: `python -m benchmarks.applications [fork | schemas | hostile]`.
+"""What applications notice: `python -m benchmarks.applications [fork | schemas | first | hostile]`.
 
 fork: how many tokens of prompts a fork of 8 computes in the frontend language, beside eight programs without one.
 schemas: the time from a schema that is new to the first mask, for the tools of BFCL; with `--peer PYTHON` also by
-xgrammar, in an environment of its own. hostile: the pace of 16 plain streams alone, and beside costly grammars.
+xgrammar, in an environment of its own. first: the time to the first token over HTTP, with no schema, one that is new
+and one that is known. hostile: the pace of 16 plain streams alone, and beside costly grammars.
 """
 
 import argparse
 import asyncio
 import gzip
+import http.client
 import json
 import subprocess
 import time
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from benchmarks.mock_server import AnyServer
 from tokenyard import LLM, lang
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.grammar import GrammarStore
@@ -109,9 +112,41 @@ def schemas(most: int, peer: str, folder: Path) -> None:
         command = [peer, "-c", PEER, str(path)]
         ran = subprocess.run(command, input=json.dumps(found), capture_output=True, text=True, check=True)
         times["xgrammar"] = json.loads(ran.stdout)
+    show(times, "to the first mask")
+
+
+def first_token_s(address: tuple[str, int], schema: Any) -> float:
+    """Seconds from sending a request to the first bytes of its stream's body, on a connection of its own."""
+    body = {"prompt": "Once", "max_tokens": 2, "stream": True, "temperature": 0}
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    connection.connect()
+    begun = time.perf_counter()
+    connection.request("POST", "/v1/completions", json.dumps(body | ({"json_schema": schema} if schema else {})))
+    answer = connection.getresponse()
+    answer.read(1)
+    took = time.perf_counter() - begun
+    assert answer.status == 200, answer.read()
+    connection.close()
+    return took
+
+
+def first(most: int) -> None:
+    """Print milliseconds to the first token, for requests that come one at a time."""
+    found = tools(most)
+    times: dict[str, list[float]] = {"no schema": [], "new schema": [], "known schema": []}
+    with AnyServer("--device", "cpu") as address:
+        first_token_s(address, {"type": "object", "title": "warm"})
+        for schema in found:
+            for name, wish in (("no schema", None), ("new schema", schema), ("known schema", schema)):
+                times[name].append(first_token_s(address, wish))
+    show(times, "to the first token over HTTP")
+
+
+def show(times: dict[str, list[float]], what: str) -> None:
+    """Print a line for each list of seconds."""
     for name, each in times.items():
         p50, p90, worst = np.array([np.median(each), np.percentile(each, 90), max(each)]) * 1e3
-        print(f"{name:11} {len(each)} schemas: p50 {p50:.2f}, p90 {p90:.2f}, max {worst:.2f} ms to the first mask")
+        print(f"{name:12} {len(each)} schemas: p50 {p50:.2f}, p90 {p90:.2f}, max {worst:.2f} ms {what}")
 
 
 async def pace(api: LocalApi, tokens: int, costly: list[dict[str, Any]]) -> list[float]:
@@ -159,18 +194,20 @@ def hostile(tokens: int) -> None:
 def main() -> None:
     """Run what is named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", help="fork, schemas, hostile; all if none is named")
+    parser.add_argument("what", nargs="*", help="fork, schemas, first, hostile; all if none is named")
     parser.add_argument("--words", type=int, default=200, help="length of the fork's parent")
     parser.add_argument("--schemas", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=200, help="of each plain stream")
     parser.add_argument("--tokenizer", type=Path, default=DEMO_MODEL, help="a folder with tokenizer.json, for schemas")
     parser.add_argument("--peer", default="", metavar="PYTHON", help="a Python with xgrammar and tokenizers")
     options = parser.parse_args()
-    chosen = options.what or ["fork", "schemas", "hostile"]
+    chosen = options.what or ["fork", "schemas", "first", "hostile"]
     if "fork" in chosen:
         fork(options.words)
     if "schemas" in chosen:
         schemas(options.schemas, options.peer, options.tokenizer)
+    if "first" in chosen:
+        first(options.schemas)
     if "hostile" in chosen:
         hostile(options.tokens)
 

@@ -42,6 +42,24 @@ def schema(target: Target) -> None:
     answer = client_of(target).chat(model=target.model, messages=ASK, format=SCHEMA, options={"num_predict": 400})
     animal = json.loads(answer.message.content)
     expect(isinstance(animal["legs"], int), f"the answer is {animal}")
+    lines = client_of(target).chat(target.model, ASK, format=SCHEMA, stream=True, options={"num_predict": 400})
+    pieces = [line.message.content for line in lines]
+    expect(len(pieces) > 2 and isinstance(json.loads("".join(pieces))["legs"], int), f"streamed {pieces}")
+
+
+def tools(target: Target) -> None:
+    # This API has no way to force a call, which a tiny model would never make.
+    answer = client_of(target).chat(target.model, ASK, tools=[named], options={"num_predict": 8})
+    expect(answer.message.content or answer.message.tool_calls, f"{answer}")
+
+
+def named(name: str) -> str:
+    """Look at an animal.
+
+    Args:
+        name: its name
+    """
+    return name
 
 
 def models(target: Target) -> None:
@@ -73,4 +91,4 @@ def refusals(target: Target) -> None:
 
 
 if __name__ == "__main__":
-    try_client("ollama", [chat, streamed_chat, generate, schema, models, vectors, refusals])
+    try_client("ollama", [chat, streamed_chat, generate, schema, tools, models, vectors, refusals])

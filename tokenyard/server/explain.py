@@ -1,4 +1,4 @@
-"""`GET /v1/requests/{id}/explain`: where a request's time went, behind whom it waited and by which rule."""
+"""`GET /v1/requests/{id}/explain`: where a request's time went, behind which requests it waited, and by which rule."""
 
 import time
 from collections.abc import Callable

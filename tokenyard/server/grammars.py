@@ -81,7 +81,7 @@ def schema_rule(schema: Any, *, lenient: bool, param: str, space: str = SPACE_IN
         options["lenient"] = True
     given = schema.get("x-guidance")
     merged = {**schema, "x-guidance": options | (dict(given) if isinstance(given, Mapping) else {})}
-    # Who compiles it tells by the comment which schema was refused.
+    # By this comment the compiler names the schema that it refuses.
     return f"%json {_json(merged)} // {' '.join(param.split())}"
 
 

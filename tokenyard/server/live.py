@@ -1,6 +1,6 @@
-"""`GET /v1/live`: what happens now, as one stream of events four times a second for everybody who watches.
+"""`GET /v1/live`: what happens now, as one stream of events four times a second, the same for each client.
 
-The scheduler is asked once for all who watch, and not at all while nobody does. An event is one JSON object; lists of
+The scheduler is asked once for all clients, and not at all while there is none. An event is one JSON object; lists of
 single requests and of bins are arrays, in the order of `ROW` and `BIN`.
 """
 
@@ -25,7 +25,7 @@ PREFIXES_EVERY = 8
 """Hot prefixes come with every so manieth event, as finding them costs most."""
 
 REPEATED_BINS = 8
-"""Each event repeats the latest bins, so that one who misses a few events misses no bin."""
+"""Each event repeats the latest bins, so that a client that misses a few events misses no bin."""
 
 ROW = ("state", "level", "tenant", "age_ms", "prompt", "hit", "computed", "known", "limit", "paused")
 """What follows the id of a request in an event's `rows`."""
@@ -55,7 +55,7 @@ class LiveFeed:
         self._next: asyncio.Future[bytes] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one who watches, as an ASGI endpoint."""
+        """Answer a client that watches, as an ASGI endpoint."""
         reply = Reply(send)
         if scope["method"] == "HEAD":
             await reply.event(b"")
@@ -71,7 +71,7 @@ class LiveFeed:
 
     async def follow(self) -> AsyncGenerator[bytes, None]:
         """Events from now on, the first with the whole last minute, until the server has drained or the engine died.
-        One who reads slowly misses events.
+        A client that reads slowly misses events.
         """
         yield _event(await self._look(prefixes=True, bins=KEPT_BINS) | {"server": self._about()})
         self._followers += 1

@@ -80,7 +80,7 @@ class SamplingFields:
 
 @dataclass(kw_only=True)
 class UrgencyFields:
-    """Who asks, how urgent it is, what may be shared with whom, and which data-parallel rank shall serve it."""
+    """The client, how urgent its request is, what it may share with others, and its data-parallel rank."""
 
     rid: str | list[str] | None = None
     priority: Priority = None
