@@ -66,7 +66,7 @@ def floors(shape: dict, rows: int, logits: int, keys: int, options: argparse.Nam
 
 def batch_of(executor, rows: int, start: int, count: int, rng: np.random.Generator) -> ForwardBatch:
     """Rows of `count` tokens after `start` others, on random slots."""
-    pages = executor._pages
+    pages = executor.pages
     slots = rng.permutation(executor.info.num_pages)[: rows * (start + count)].reshape(rows, -1) + 1
     pages.tensor[:rows, : start + count] = torch.from_numpy(slots).to(torch.int32)
     pool_rows = torch.arange(rows).repeat_interleave(count)

@@ -113,6 +113,14 @@ class Settings(SharedSettings):
         Allowed(1, MOST_RANKS),
         aliases=("--data-parallel-size",),
     )
+    tp_size: int = setting(
+        1,
+        "device",
+        "processes among which every layer of the model is divided, each on a device of its own; on a CPU that tests "
+        "exactness and is slower",
+        Allowed(1, MOST_RANKS),
+        aliases=("--tensor-parallel-size",),
+    )
     load_balance_method: str = setting(
         LOAD_BALANCE_METHODS[0],
         "device",
@@ -329,6 +337,14 @@ class Settings(SharedSettings):
                 and (self.max_queued_requests < 0 or self.max_queued_requests >= self.dp_size),
                 "--max-running-requests and --max-queued-requests are for all ranks together; each rank needs one, so "
                 f"they must be at least {self.dp_size} (--dp-size)",
+            ),
+            (
+                self.tp_size == 1 or self.executor == "torch",
+                f"--tp-size divides a model, and --executor {self.executor} has none; leave one of them out",
+            ),
+            (
+                self.tp_size == 1 or mode == "null",
+                "--tp-size divides the KV among processes, so it cannot be moved yet; leave --disaggregation-mode out",
             ),
             (self.mock_step_ms is None or self.executor == "mock", "--mock-step-ms needs --executor mock"),
             (

@@ -97,7 +97,7 @@ class CheckedModel:
 def load_checked(model_path, **options):
     """An executor whose attention and whose steps are checked by the two backends above."""
     executor = load_executor(model_path, model_impl="torch", **options)
-    model, pages = executor.model, executor._pages
+    model, pages = executor.model, executor.pages
     model.attention = CheckedAttention(model.attention, executor.kv_pool, pages, model.attention_spec)
     executor.model = CheckedModel(model, executor.kv_pool, pages)
     return executor

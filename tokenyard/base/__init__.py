@@ -3,6 +3,7 @@
 from tokenyard.base.errors import (
     ConfigError,
     ContextLengthError,
+    DeviceLostError,
     EngineDeadError,
     InvalidRequestError,
     OverloadedError,
@@ -34,7 +35,7 @@ from tokenyard.base.events import (
     Update,
 )
 from tokenyard.base.plan import DRAFT, LAST_SAMPLED, RowLogprobs, RowStart, StepPlan, StepResult, StepWork, step_work
-from tokenyard.base.protocols import CostModel, Executor, ExecutorInfo, KvPieces, PrefixListener
+from tokenyard.base.protocols import CostModel, DividedExecutor, Executor, ExecutorInfo, KvPieces, PrefixListener
 from tokenyard.base.request import (
     NO_TOKENS,
     BoolArray,
@@ -65,6 +66,8 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "CostModel",
+    "DeviceLostError",
+    "DividedExecutor",
     "EngineDeadError",
     "Event",
     "Executor",

@@ -42,6 +42,12 @@ class OverloadedError(TokenyardError):
     code = "overloaded"
 
 
+class DeviceLostError(TokenyardError):
+    """Part of the device has gone: nothing more can be computed by this process."""
+
+    code = "device_lost"
+
+
 class EngineDeadError(TokenyardError):
     """A process of the engine has ended; open requests fail with this."""
 

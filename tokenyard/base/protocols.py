@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tokenyard.base.plan import StepPlan, StepResult, StepWork
 from tokenyard.base.request import Int32Array, Int64Array
@@ -66,6 +66,17 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release the device."""
+
+
+@runtime_checkable
+class DividedExecutor(Executor, Protocol):
+    """An executor whose model is divided among several processes. Raises DeviceLostError when one of them has gone."""
+
+    def on_lost(self, tell: Callable[[str], None]) -> None:
+        """Call `tell`, from another thread, with the reason when a process has gone; it may end this one."""
+
+    def describe_ranks(self) -> list[dict[str, Any]]:
+        """What people should know of each process: tp_rank, pid, step (the latest), silent_s (since a sign of life)."""
 
 
 class CostModel(Protocol):

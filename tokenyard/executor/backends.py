@@ -17,6 +17,7 @@ from tokenyard.executor.native.attention import NativeAttention
 from tokenyard.executor.native.engine import NativeEngine, choose_threads, why_not
 from tokenyard.executor.native.library import NoLibraryError, load_library
 from tokenyard.executor.native.model import NativeDecoder, NativeModel
+from tokenyard.executor.parallel.group import Group
 from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -129,11 +130,14 @@ def load_layers(
     device: torch.device,
     dtype: torch.dtype,
     context_length: int,
+    group: Group | None = None,
 ) -> Decoder | NativeDecoder:
-    """Take a model's weights, as the choice wants them. Raises ConfigError if one is missing or misshapen."""
+    """Take a model's weights, as the choice wants them; `group`: see Decoder. Raises ConfigError if one is missing or
+    misshapen.
+    """
     if choice.engine is not None and choice.native_model:
         return NativeDecoder(choice.engine, config, weights, dtype, context_length, int8=choice.int8)
-    return Decoder(config, weights, device, context_length)
+    return Decoder(config, weights, device, context_length, group)
 
 
 def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvPool, pages: PageTable) -> ModelBackend:

@@ -1,5 +1,6 @@
 """From the name of a model to an executor that runs it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,8 +18,9 @@ from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.reading import read_model_config
 from tokenyard.executor.models.stored import checkpoint_weights
 from tokenyard.executor.native.model import NativeDecoder
+from tokenyard.executor.parallel.shards import Shard, layers_only
 from tokenyard.executor.runner import ModelExecutor
-from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, read_json
+from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, Weights, read_json
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -51,6 +53,8 @@ def load_executor(
     draft_tokens: int = 0,
     rank: int = 0,
     ranks: int = 1,
+    shard: Shard | None = None,
+    make: Callable[..., ModelExecutor] = ModelExecutor,
 ) -> ModelExecutor:
     """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
 
@@ -60,9 +64,10 @@ def load_executor(
     and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend,
     quantization: see choose_backends. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none.
     rank, ranks: data-parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names
-    none, and memory is shared by the ranks on one device. Raises ConfigError, in one line, for whatever does not fit.
+    none, and memory is shared by the ranks on one device. shard: which part of the model is loaded, None for all;
+    `make` puts the executor together (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not fit.
     """
-    target, sharing = _device_of_rank(device, rank, ranks)
+    target, sharing = _device_of_rank(device, rank, ranks, shard)
     if target.type == "cuda":
         _prepare_cuda(target)
     if threads:
@@ -70,11 +75,13 @@ def load_executor(
     if min(page_size, max_pool_rows) < 1:
         raise ConfigError(f"page_size {page_size} and max_pool_rows {max_pool_rows} must be at least 1")
     folder = find_model(model_path)
-    config = read_folder_config(folder)
+    config = whole = read_folder_config(folder)
+    if shard is not None:
+        config, model_impl = shard.config(whole), layers_only(model_impl)
     kind = choose_dtype(dtype, target, config)
     length = _context_length(context_length, config)
     choice = choose_backends(model_impl, attention_backend, quantization, config, kind, target, threads)
-    layers = _load_layers(choice, config, folder, load_format, target, kind, length, seed)
+    layers = _load_layers(choice, whole, folder, load_format, target, kind, length, seed, shard)
     num_pages = choose_num_pages(
         config,
         page_size=page_size,
@@ -94,13 +101,15 @@ def load_executor(
         page_size=page_size,
         num_pages=num_pages,
         max_pool_rows=max_pool_rows,
-        kv_bytes_per_token=kv_bytes_per_token(config, kind),
+        kv_bytes_per_token=kv_bytes_per_token(whole, kind),
         kernels=choice.kernels,
     )
+    if shard is not None:
+        info = shard.agree(info)
     pool = _make_pool(config, info, target, kind)
     pages = PageTable(max_pool_rows, length, page_size, target)
     drafter = NgramDrafter(draft_tokens) if draft_tokens else None
-    return ModelExecutor(make_model(choice, layers, pool, pages), pool, pages, info, target, drafter)
+    return make(make_model(choice, layers, pool, pages), pool, pages, info, target, drafter)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
@@ -127,9 +136,13 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _device_of_rank(name: str, rank: int, ranks: int) -> tuple[torch.device, int]:
-    """The device of a rank, and how many ranks share its memory. Ranks take CUDA devices in turn if none is named."""
+def _device_of_rank(name: str, rank: int, ranks: int, shard: Shard | None) -> tuple[torch.device, int]:
+    """The device of a rank, and how many ranks share its memory. Ranks take CUDA devices in turn if none is named, and
+    so do the ranks of one model.
+    """
     target = choose_device(name)
+    if shard is not None and target.type == "cuda":
+        rank, ranks = rank * shard.size + shard.rank, ranks * shard.size
     if target.type != "cuda" or name not in ("auto", "cuda"):
         return target, ranks
     devices = torch.cuda.device_count()
@@ -184,21 +197,33 @@ def _load_layers(
     dtype: torch.dtype,
     context_length: int,
     seed: int,
+    shard: Shard | None,
 ) -> Decoder | NativeDecoder:
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError(f"load_format {load_format!r} is unknown; use auto, safetensors or dummy")
     try:
-        if load_format == "dummy":
-            return load_layers(choice, config, DummyWeights(device, dtype, seed), device, dtype, context_length)
-        if (folder / LINK).exists():
-            gguf = GgufWeights(folder / LINK, device, dtype, config.num_heads, config.num_kv_heads)
-            return load_layers(choice, config, gguf, device, dtype, context_length)
-        files = SafetensorsWeights(folder, device, dtype)
-        layers = load_layers(choice, config, checkpoint_weights(config, files), device, dtype, context_length)
+        weights, files = _open_weights(config, folder, load_format, device, dtype, seed)
+        if shard is not None:
+            weights = shard.weights(weights, config)
+            config = shard.config(config)
+        layers = load_layers(choice, config, weights, device, dtype, context_length, shard.group if shard else None)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
-    files.warn_unused()
+    if files is not None:
+        files.warn_unused()
     return layers
+
+
+def _open_weights(
+    config: ModelConfig, folder: Path, load_format: str, device: torch.device, dtype: torch.dtype, seed: int
+) -> tuple[Weights, SafetensorsWeights | None]:
+    """The tensors of a model, and the files that they come from if those are safetensors."""
+    if load_format == "dummy":
+        return DummyWeights(device, dtype, seed), None
+    if (folder / LINK).exists():
+        return GgufWeights(folder / LINK, device, dtype, config.num_heads, config.num_kv_heads), None
+    files = SafetensorsWeights(folder, device, dtype)
+    return checkpoint_weights(config, files), files
 
 
 def _make_pool(config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype) -> KvPool:

@@ -9,7 +9,7 @@ import torch
 
 from tokenyard.base import DRAFT, ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
 from tokenyard.executor.drafts import NgramDrafter, confirmed_runs, drafts_to_confirm
-from tokenyard.executor.forward_batch import PageTable, build_batch, samples_of, upload
+from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, samples_of, upload
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.grammar import GrammarRows, GrammarStore
 from tokenyard.executor.kv_pool import KvPool
@@ -97,7 +97,7 @@ class ModelExecutor:
         self.model = model
         self._device = device
         self._drafter = drafter
-        self._pages = pages
+        self.pages = pages
         self._future = FutureMap(info.max_pool_rows, device)
         self._grammars = GrammarStore(info.vocab_size, info.eos_token_ids)
         self._grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
@@ -116,9 +116,7 @@ class ModelExecutor:
             self._drafter.take(plan)
             if plan.verify_rows:
                 plan = ticket.plan = replace(plan, tokens=self._drafter.fill_in(plan))
-        self._pages.write(plan)
-        if len(plan.pool_rows):
-            self._forward(ticket)
+        self._run(ticket)
         ticket.clock.stop()
         if not plan.delay_sampling:
             self.sample(ticket)
@@ -173,22 +171,29 @@ class ModelExecutor:
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
-        for name in ("kv_pool", "model", "_pages", "_future", "_sampler"):
+        for name in ("kv_pool", "model", "pages", "_future", "_sampler"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _forward(self, ticket: Ticket) -> None:
-        """Run the model; logits are computed for the sampled positions only."""
+    def _run(self, ticket: Ticket) -> None:
+        """Write a plan's pages and run the model; logits are computed for the sampled positions only."""
         plan = ticket.plan
-        batch = build_batch(plan, self._pages)
-        batch.token_ids = self._future.resolve(batch.token_ids, batch.pool_rows)
+        self.pages.write(plan)
+        if not len(plan.pool_rows):
+            return
+        batch = build_batch(plan, self.pages)
+        batch.token_ids = self._inputs(plan, batch)
         logits = self.model.step(batch)
         if len(logits):
             # What is sampled later must outlast the steps in between.
             ticket.logits = logits.clone() if plan.delay_sampling else logits
         ticket.pieces = prompt_pieces(plan, self._sampler.rows, self.model.logits)
         ticket.vectors = self._pooled.vectors(plan, self.model.hidden)
+
+    def _inputs(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
+        """The input tokens of a plan's batch, int64[tokens], those that only the device knows among them."""
+        return self._future.resolve(batch.token_ids, batch.pool_rows)
 
     def _choose(self, ticket: Ticket, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token for each row of logits: int64[m]. A row's last one is what its next step may read."""

@@ -60,16 +60,17 @@ class SafetensorsWeights:
                 self._file_of[name], self._stored[name] = path, stored
         self._unused = set(self._file_of)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the tensor `name`; see Weights."""
+    def get(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> torch.Tensor:
+        """Return the tensor `name`; see Weights. cut: axis, first and end of the part to read; None for all."""
         path = self._file_of.get(name)
         if path is None:
             raise ConfigError(
                 f"the checkpoint has no tensor {name!r}; config.json and the weights do not belong together"
             )
-        tensor = self._read(name)
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"{path}: tensor {name!r} has shape {tuple(tensor.shape)}, but config.json means {shape}")
+        found = tuple(self._files[path].get_slice(self._stored[name]).get_shape())
+        if found != shape:
+            raise ConfigError(f"{path}: tensor {name!r} has shape {found}, but config.json means {shape}")
+        tensor = self._read(name, cut)
         if not tensor.is_floating_point():
             raise ConfigError(f"{path}: tensor {name!r} is {tensor.dtype}, but config.json names no quantization")
         return self.convert(tensor)
@@ -82,11 +83,16 @@ class SafetensorsWeights:
         """Return a tensor on the model's device and in its dtype."""
         return tensor.to(device=self._device, dtype=self._dtype)
 
-    def _read(self, name: str) -> torch.Tensor:
-        path = self._file_of[name]
+    def _read(self, name: str, cut: tuple[int, int, int] | None = None) -> torch.Tensor:
+        path, stored = self._file_of[name], self._stored[name]
         self._unused.discard(name)
         try:
-            tensor: torch.Tensor = self._files[path].get_tensor(self._stored[name])
+            tensor: torch.Tensor
+            if cut is None:
+                tensor = self._files[path].get_tensor(stored)
+            else:
+                axis, first, end = cut
+                tensor = self._files[path].get_slice(stored)[(*[slice(None)] * axis, slice(first, end))]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: tensor {name!r} cannot be read: {error}") from error
         return tensor

@@ -42,6 +42,7 @@ class EngineConfig:
 
     ranks: schedulers with a model of their own side by side, among which requests are shared out; load_balance_method:
     how (`router.balance`). Limits are those of all ranks together, see `for_rank`.
+    tp_size: processes among which the model of each rank is divided.
     executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
@@ -58,6 +59,7 @@ class EngineConfig:
     model_path: str
     ranks: int = 1
     load_balance_method: str = "predicted_ttft"
+    tp_size: int = 1
     executor: str = "torch"
     executor_options: dict[str, Any] = field(default_factory=dict)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)

@@ -14,6 +14,8 @@ from tokenyard.base import (
     AbortCause,
     Cancel,
     ConfigError,
+    DeviceLostError,
+    DividedExecutor,
     Event,
     Executor,
     Finish,
@@ -367,6 +369,8 @@ class Driver:
         counters["priority_function"] = self._priority_updates.describe() if self._priority_updates is not None else ""
         if self._transfers is not None:
             counters["transfer"] = {f"rank {self._rank}": self._transfers.describe()}
+        if isinstance(self._executor, DividedExecutor):
+            counters["tp_ranks"] = {f"rank {self._rank}": self._executor.describe_ranks()}
         counters["adaptive"] = self._lookahead.describe(now) if self._lookahead is not None else {}
         return counters
 
@@ -433,7 +437,7 @@ class Driver:
         logger.error("step %d failed: %s: %s", plan.step, type(error).__name__, error, exc_info=error)
         self._failures += 1
         message = f"the model step failed: {error}"
-        if self._failures > MOST_FAILURES or "CUDA error" in str(error):
+        if self._failures > MOST_FAILURES or "CUDA error" in str(error) or isinstance(error, DeviceLostError):
             raise DeviceBrokenError(message) from error
         now, paused = time.monotonic_ns(), self._snapshot().paused
         numbers = [self._scheduler.number_in(plan, place) for place in range(len(plan.pool_rows))]

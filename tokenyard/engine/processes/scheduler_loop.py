@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import cast
 
-from tokenyard.base import ConfigError, Executor, InvalidRequestError
+from tokenyard.base import ConfigError, DividedExecutor, Executor, InvalidRequestError
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.driver import Driver, Port
 from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
@@ -27,19 +27,25 @@ logger = logging.getLogger(__name__)
 EXECUTORS = {"torch": "tokenyard.executor.load", "mock": "tokenyard.executor.mock"}
 """Module of each executor; it has a function `load_executor(model_path, **options)`."""
 
+DIVIDED = "tokenyard.executor.parallel.leader"
+"""The same for a model over several ranks; the function takes `tp_size` as well."""
+
 
 def load_executor(config: EngineConfig) -> Executor:
     """Load the model. Raises ConfigError for an unknown executor or option, and what its loader raises."""
     module = EXECUTORS.get(config.executor)
     if module is None:
         raise ConfigError(f"no executor {config.executor!r}; there are: {', '.join(EXECUTORS)}")
+    options = config.executor_options
+    if config.tp_size > 1:
+        module, options = DIVIDED, options | {"tp_size": config.tp_size}
     try:
         loader = importlib.import_module(module).load_executor
     except ModuleNotFoundError as error:
         raise ConfigError(f"the executor {config.executor!r} needs the package {error.name}; install it") from error
     logger.info("loading %s", config.model_path)
     begin_s = time.monotonic()
-    executor = cast(Executor, loader(config.model_path, **config.executor_options))
+    executor = cast(Executor, loader(config.model_path, **options))
     info = executor.info
     logger.info(
         "loaded in %.1f s: %s, %s, room for %d KV tokens",
@@ -87,6 +93,7 @@ class SchedulerLoop:
             executor = load_executor(config)
             resources.callback(executor.close)
             self.info = executor.info
+            self.divided = executor if isinstance(executor, DividedExecutor) else None
             prior = load_prior(config.cost_profile) or measure_prior(config, executor)
             self.core = build_core(config, executor.info, tape, prior)
             lookahead = LookaheadClient(self.core, config.scheduler_settings(executor.info))

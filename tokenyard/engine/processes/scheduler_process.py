@@ -97,6 +97,8 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     # Sockets belong to one thread, so the heartbeat has its own.
     beats = push_socket(context, out_address)
     watchdog = Watchdog(config.watchdog_timeout_s, loop.core, report, loop.flush_tape)
+    if loop.divided is not None:
+        loop.divided.on_lost(watchdog.device_lost)
 
     def send_beat(beat: Heartbeat) -> None:
         beats.send(FROM_SCHEDULER.encode(beat, task.source))

@@ -42,6 +42,14 @@ class Watchdog:
         if timeout_ns and beat.doing != "idle" and beat.doing_ns > timeout_ns:
             self._end(beat)
 
+    def device_lost(self, reason: str) -> None:
+        """End the process because part of its device has gone; from any thread."""
+        saving = threading.Thread(target=self._save, daemon=True)
+        saving.start()
+        saving.join(SAVE_TIMEOUT_S)
+        self._report(ChildReport(failure=reason))
+        os._exit(1)
+
     def _end(self, beat: Heartbeat) -> None:
         where = "the device's work on a step" if beat.doing == "step" else "the event loop's own work"
         culprit = beat.doing if beat.doing in USER_CODE else ""

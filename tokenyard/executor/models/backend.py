@@ -36,9 +36,13 @@ class TorchModel:
 
     def step(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute a batch; see ModelBackend."""
+        self.layers(batch)
+        return self._decoder.logits(self._hidden[batch.logit_tokens])
+
+    def layers(self, batch: ForwardBatch) -> None:
+        """Compute a batch without its logits: all that a rank of several does that does not sample."""
         self.attention.prepare(batch)
         self._hidden = self._decoder.forward(batch, self.attention)
-        return self._decoder.logits(self._hidden[batch.logit_tokens])
 
     def logits(self, first: int, last: int) -> torch.Tensor:
         """Return logits of tokens of the last step; see ModelBackend."""

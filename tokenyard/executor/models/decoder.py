@@ -10,7 +10,9 @@ from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.mlp import Experts, GatedMlp, gating
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.rotary import Rotary, rotate
+from tokenyard.executor.layers.summed import Summed
 from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.parallel.group import Group
 from tokenyard.executor.weights import Weights
 
 
@@ -18,10 +20,18 @@ class Decoder:
     """A decoder-only transformer that runs batches of tokens of many rows at once.
 
     Weights are taken by their Hugging Face names as the model is built; q, k and v are fused into one product, and so
-    are gate and up. Raises ConfigError if a weight is missing or misshapen.
+    are gate and up. Raises ConfigError if a weight is missing or misshapen. With a `group` it is one rank's part of a
+    model (see `parallel.shards`): config and weights are those of the part.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device, context_length: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        device: torch.device,
+        context_length: int,
+        group: Group | None = None,
+    ) -> None:
         self.config = config
         embedding_shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", embedding_shape)
@@ -30,7 +40,7 @@ class Decoder:
         self._rotary = {
             rope: Rotary(rope, config.head_dim, context_length, device) for rope in dict.fromkeys(config.ropes)
         }
-        self._layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
+        self._layers = [_Layer(config, weights, index, group) for index in range(config.num_layers)]
         self._norm = _norm(config, weights, "model.norm")
         self.attention_spec = AttentionSpec(
             config.windows, config.score_scale, config.attention_softcap, _sinks(config, weights)
@@ -60,7 +70,7 @@ class Decoder:
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, index: int, group: Group | None) -> None:
         prefix = f"model.layers.{index}"
         self._index = index
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
@@ -81,8 +91,10 @@ class _Layer:
             hidden,
             config.qkv_bias,
         )
-        self._output = _fused(weights, {f"{prefix}.self_attn.o_proj": hidden}, q_size, config.output_bias)
-        self._mlp = _mlp(config, weights, index)
+        output = _fused(weights, {f"{prefix}.self_attn.o_proj": hidden}, q_size, config.output_bias)
+        mlp = _mlp(config, weights, index)
+        self._output = output if group is None else Summed(output, group)
+        self._mlp = mlp if group is None else Summed(mlp, group)
 
     def __call__(
         self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend

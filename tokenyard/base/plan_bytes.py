@@ -1,0 +1,51 @@
+"""A step plan as bytes: what the other ranks of a model compute a step from.
+
+A header, then the plan's int32 columns one after the other, in the byte order of the machine: ranks share a machine.
+Row starts are left out: they say how a row is sampled, and only the rank that schedules samples.
+"""
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base.plan import StepPlan
+
+_HEAD = struct.Struct("=8q")
+"""step, rows, tokens, page writes, decode_rows, verify_rows, num_steps and delay_sampling."""
+
+_ROW_COLUMNS = ("pool_rows", "epochs", "starts", "counts", "samples")
+_PAGE_COLUMNS = ("page_rows", "page_columns", "page_ids")
+_COLUMNS = (*_ROW_COLUMNS, "tokens", *_PAGE_COLUMNS)
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """Return a plan as bytes; its row starts are not among them."""
+    head = _HEAD.pack(
+        *(plan.step, len(plan.pool_rows), len(plan.tokens), len(plan.page_ids)),
+        *(plan.decode_rows, plan.verify_rows, plan.num_steps, plan.delay_sampling),
+    )
+    return head + b"".join([getattr(plan, name).tobytes() for name in _COLUMNS])
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    """Return the plan in bytes of `encode_plan`; its columns are read-only views. Raises ValueError for other bytes."""
+    if len(data) < _HEAD.size:
+        raise ValueError(f"a plan of {len(data)} bytes is cut off")
+    step, rows, tokens, pages, decode_rows, verify_rows, num_steps, delayed = _HEAD.unpack_from(data)
+    sizes = (rows,) * len(_ROW_COLUMNS) + (tokens,) + (pages,) * len(_PAGE_COLUMNS)
+    if min(rows, tokens, pages) < 0 or len(data) != _HEAD.size + 4 * sum(sizes):
+        raise ValueError(f"a plan of {len(data)} bytes does not hold what its header says")
+    numbers, begin = np.frombuffer(data, np.int32, offset=_HEAD.size), 0
+    columns: dict[str, Any] = {}
+    for name, size in zip(_COLUMNS, sizes, strict=True):
+        columns[name] = numbers[begin : begin + size]
+        begin += size
+    return StepPlan(
+        step=step,
+        **columns,
+        decode_rows=decode_rows,
+        verify_rows=verify_rows,
+        delay_sampling=bool(delayed),
+        num_steps=num_steps,
+    )

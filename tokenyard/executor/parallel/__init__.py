@@ -1,0 +1,1 @@
+"""One model over several ranks, each a process: tensor parallelism."""

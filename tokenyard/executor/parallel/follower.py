@@ -1,0 +1,126 @@
+"""A rank of a model other than rank 0: it computes the plans that rank 0 sends, and nothing else.
+
+It runs as `python -m tokenyard.executor.parallel.follower CONTROL BELL MEMORY`, three descriptors. It has no scheduler,
+no sampler of its own and no clock but for its sign of life.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import setproctitle
+import torch
+
+from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.base.plan_bytes import decode_plan
+from tokenyard.executor.forward_batch import build_batch
+from tokenyard.executor.load import load_executor
+from tokenyard.executor.models.backend import TorchModel
+from tokenyard.executor.parallel.group import TorchGroup
+from tokenyard.executor.parallel.handshake import Agreed, Report, Setup, Wire
+from tokenyard.executor.parallel.life import BEAT_EVERY_S, stands_still
+from tokenyard.executor.parallel.ring import RingReader, SharedMemory
+from tokenyard.executor.parallel.shards import Shard
+from tokenyard.executor.runner import ModelExecutor
+
+PR_SET_PDEATHSIG = 1
+CPU_NICE = 5
+"""As much as rank 0 gives way to the rest of a server whose model runs on the CPU."""
+
+
+class Follower:
+    """One rank, from its start to its end."""
+
+    def __init__(self, wire: Wire, bell: int, memory: int) -> None:
+        self._wire = wire
+        self._setup = setup = wire.receive(Setup)
+        self._memory = SharedMemory(memory, setup.size)
+        self._ring = RingReader(self._memory, setup.rank, bell)
+        self._group = TorchGroup(lambda error: error)
+        setproctitle.setproctitle(f"tokenyard: tp rank {setup.rank} of rank {setup.options.get('rank', 0)}")
+
+    def run(self) -> None:
+        """Load this rank's part of the model and compute what comes, until rank 0 closes the ring."""
+        die_with_parent(self._setup.parent_pid)
+        executor = self._load()
+        self._wire.send(Report(info=executor.info))
+        threading.Thread(target=self._live, name="signs of life", daemon=True).start()
+        setup = self._setup
+        self._group.connect(Path(setup.meeting), setup.rank, setup.size, torch.device(executor.info.device))
+        model = executor.model
+        assert isinstance(model, TorchModel)
+        with torch.inference_mode():
+            while (frame := self._ring.receive()) is not None:
+                self._compute(executor, model, frame)
+
+    def _load(self) -> ModelExecutor:
+        setup = self._setup
+        if setup.options.get("device") in ("cpu", "auto") and not torch.cuda.is_available():
+            os.nice(CPU_NICE)
+        shard = Shard(setup.rank, setup.size, self._group, self._agree)
+        return load_executor(setup.model_path, **setup.options, shard=shard)
+
+    def _agree(self, info: ExecutorInfo) -> ExecutorInfo:
+        """Tell rank 0 what was loaded and take the number of pages from it."""
+        self._wire.send(Report(info=info))
+        return replace(info, num_pages=self._wire.receive(Agreed).num_pages)
+
+    def _compute(self, executor: ModelExecutor, model: TorchModel, frame: bytes) -> None:
+        plan = decode_plan(frame)
+        self._memory.steps[self._setup.rank] = plan.step
+        executor.pages.write(plan)
+        if not len(plan.pool_rows):
+            return
+        batch = build_batch(plan, executor.pages)
+        if plan.tokens.min() < 0:
+            batch.token_ids = self._group.from_first(batch.token_ids)
+        model.layers(batch)
+
+    def _live(self) -> None:
+        """Give signs of life, and end rank 0 if it stands still: all ranks end together."""
+        parent = self._setup.parent_pid
+        while True:
+            self._memory.alive_ns[self._setup.rank] = time.monotonic_ns()
+            if stands_still(parent, int(self._memory.alive_ns[0])):
+                os.kill(parent, signal.SIGKILL)
+                os._exit(1)
+            time.sleep(BEAT_EVERY_S)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel end this process when its parent ends; does nothing but on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def main() -> NoReturn:
+    """Run one rank; exits with 1, and the reason on the socket, when it fails."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Ending is rank 0's business.
+        signal.signal(number, signal.SIG_IGN)
+    # Rank 0 says what there is to say, in the format that is asked for.
+    logging.disable(logging.CRITICAL)
+    control, bell, memory = map(int, sys.argv[1:])
+    wire = Wire(socket.socket(fileno=control))
+    try:
+        Follower(wire, bell, memory).run()
+    except Exception as error:
+        wrong = isinstance(error, ConfigError)
+        text = str(error) if wrong else f"{type(error).__name__}: {error}"
+        wire.send(Report(failure=text, wrong_settings=wrong))
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""How the ranks of a model exchange tensors."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+
+
+class Group(Protocol):
+    """The ranks of a model, as one of them sees the others."""
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' tensors of this shape, the same bits at every rank; `part` may be changed."""
+
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's tensor; the others give one of the same shape and dtype, which may be changed."""
+
+
+class TorchGroup:
+    """Ranks that are processes, by torch.distributed: gloo between CPUs, NCCL between CUDA devices.
+
+    `failed` turns an error of the connection into the one that is raised.
+    """
+
+    def __init__(self, failed: Callable[[Exception], Exception]) -> None:
+        self._failed = failed
+        self._group: Any = None
+
+    def connect(self, meeting: Path, rank: int, size: int, device: torch.device) -> None:
+        """Meet the other ranks by way of a file in a folder that only this user may enter, and wait for all of them."""
+        store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            nccl = dist.ProcessGroupNCCL.Options()
+            self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)
+        else:
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=LOOPBACK)]
+            self._group = gloo(store, rank, size, options)
+        # The connections are made by the first exchange.
+        self.sum(torch.zeros(1, device=device))
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks; see Group."""
+        try:
+            self._group.allreduce([part]).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return part
+
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's tensor; see Group."""
+        try:
+            self._group.broadcast(tensor, 0).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return tensor
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._group = None
