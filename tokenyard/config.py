@@ -119,7 +119,7 @@ class Settings(SharedSettings):
         "processes among which every layer of the model is divided, each on a device of its own; on a CPU that tests "
         "exactness and is slower",
         Allowed(1, MOST_RANKS),
-        aliases=("--tensor-parallel-size",),
+        aliases=("--tensor-parallel-size", "--tp"),
     )
     load_balance_method: str = setting(
         LOAD_BALANCE_METHODS[0],

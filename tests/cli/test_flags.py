@@ -180,7 +180,7 @@ def test_flags_and_their_aliases(argv, name, value):
         (["--max-runing-requests", "1"], "did you mean --max-running-requests"),
         (["--schedule-conservativeness", "nan"], "not a number"),
         (["--api-key", ""], "--api-key is empty"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size; one device runs the whole model"),
+        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size; a model is divided by --tp-size alone"),
         (["--enable-metrics"], "leave it out: metrics are always there"),
     ],
 )

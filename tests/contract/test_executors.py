@@ -43,14 +43,40 @@ def make_checked(page_size):
     )
 
 
-@pytest.fixture(params=[1, 4], ids=["page1", "page4"])
-def page_size(request):
-    return request.param
+def make_virtual(page_size):
+    """A model over two ranks that are threads."""
+    pytest.importorskip("torch", reason="the package torch is not installed")
+    from tests.executor.virtual import load_virtual
+
+    return load_virtual(
+        str(DEMO_MODEL), 2, device="cpu", dtype="float32", page_size=page_size, max_total_tokens=256, max_pool_rows=4
+    )
 
 
-@pytest.fixture(params=[make_mock, make_torch, make_checked], ids=["mock", "torch", "checked"])
-def executor(request, page_size):
-    executor = request.param(page_size)
+MAKERS = {"mock": make_mock, "torch": make_torch, "checked": make_checked, "virtual": make_virtual}
+CASES = [f"{name}-page{size}" for name in MAKERS for size in (1, 4)]
+
+
+@pytest.fixture(params=[*CASES, "divided"])
+def executor(request):
+    if request.param == "divided":
+        yield request.getfixturevalue("divided")
+        return
+    name, _, page_size = request.param.partition("-page")
+    executor = MAKERS[name](int(page_size))
+    yield executor
+    executor.close()
+
+
+@pytest.fixture(scope="module")
+def divided():
+    """Two processes, which take seconds to start, so that all tests share them."""
+    pytest.importorskip("torch", reason="the package torch is not installed")
+    from tokenyard.executor.parallel.leader import load_executor
+
+    executor = load_executor(
+        str(DEMO_MODEL), tp_size=2, device="cpu", dtype="float32", page_size=4, max_total_tokens=256, max_pool_rows=4
+    )
     yield executor
     executor.close()
 

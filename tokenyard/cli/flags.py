@@ -29,8 +29,9 @@ from tokenyard.policy.registry import POLICIES
 ENV_PREFIX = "TOKENYARD_"
 ROUTER_PREFIX = "TOKENYARD_ROUTE_"
 FOREIGN_FLAGS = {
-    "one device runs the whole model": "tp-size tp pp-size ep-size enable-dp-attention tensor-parallel-size "
-    "pipeline-parallel-size enable-expert-parallel nnodes node-rank dist-init-addr use-ray",
+    "a model is divided by --tp-size alone": "pp-size pipeline-parallel-size ep-size enable-expert-parallel "
+    "enable-dp-attention",
+    "all ranks of a model are on one machine": "nnodes node-rank dist-init-addr use-ray",
     "KV is stored in --dtype": "kv-cache-dtype",
     "models run with this package's own code only": "trust-remote-code sampling-backend",
     "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",

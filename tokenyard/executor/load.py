@@ -65,7 +65,8 @@ def load_executor(
     quantization: see choose_backends. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none.
     rank, ranks: data-parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names
     none, and memory is shared by the ranks on one device. shard: which part of the model is loaded, None for all;
-    `make` puts the executor together (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not fit.
+    `make` puts the executor together (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not
+    fit.
     """
     target, sharing = _device_of_rank(device, rank, ranks, shard)
     if target.type == "cuda":

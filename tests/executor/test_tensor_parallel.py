@@ -1,0 +1,158 @@
+"""A model divided among ranks: threads of one process are the judge of processes, transformers that of both."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.executor.driver import Driver
+from tests.executor.test_grammar import TOKENIZER
+from tests.executor.tiny_models import greedy, logits, prompt_of
+from tests.executor.virtual import load_virtual
+from tests.matrix.test_grammar_exactness import DelayedYard
+from tokenyard.base import ConfigError, LogprobOptions, OpenGate, SamplingParams, SchedulerSettings
+from tokenyard.config import DEMO_MODEL
+from tokenyard.executor.load import load_executor
+from tokenyard.executor.parallel.leader import load_executor as load_divided
+from tokenyard.scheduler.lifecycle import Gate
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1}
+ALL = LogprobOptions(output=True, top=3, prompt_from=0)
+TOKENS = 8
+
+
+def driver_over(load, path, size, **options):
+    torch.set_num_threads(1)
+    sizes = {"max_total_tokens": 512, "max_pool_rows": 8, "page_size": 4}
+    keyword = {"tp_size": size} if load is load_divided else {"size": size}
+    return Driver(load(path, **keyword, **OPTIONS, **{**sizes, **options}))
+
+
+@pytest.mark.parametrize("attention_backend", ["gather", "auto"])
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        ("llama", 2),
+        ("llama", 4),
+        ("llama-biases", 2),
+        ("qwen2-window", 2),
+        ("qwen3-layers", 4),
+        ("qwen3-moe", 2),
+        ("qwen3-moe-mixed", 4),
+    ],
+)
+def test_ranks_together_are_the_model(folder, case, size, attention_backend):
+    driver = driver_over(load_virtual, folder(case), size, attention_backend=attention_backend)
+    prompts = [prompt_of(length, seed=length) for length in (5, 23, 40)]
+    sequences = [driver.start(prompt, logprobs=ALL) for prompt in prompts]
+    for sequence in sequences[:2]:
+        driver.prefill(sequence, chunk=7)
+    driver.step((sequences[0], 1), (sequences[2], 16), (sequences[1], 1))
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert driver.generate(sequence, TOKENS) == greedy(case, prompt, TOKENS)
+        found = {entry.position + i: value for entry in sequence.logprobs for i, value in enumerate(entry.logprobs)}
+        known = sequence.known[: len(prompt) + TOKENS]
+        expected = logits(case, known).log_softmax(-1)
+        for position in range(1, len(known)):
+            assert found[position] == pytest.approx(float(expected[position - 1, known[position]]), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "message"),
+    [
+        ("llama-odd", 2, "--tp-size 2 does not divide the model's num_attention_heads of 3"),
+        ("llama", 3, "--tp-size 3 does not divide the model's num_attention_heads of 4"),
+        ("qwen3-moe", 16, "--tp-size 16 does not divide the model's num_attention_heads of 4"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(folder, case, size, message):
+    with pytest.raises(ConfigError, match=message):
+        load_virtual(folder(case), size, **OPTIONS)
+
+
+def test_native_kernels_for_whole_steps_are_refused(folder):
+    with pytest.raises(ConfigError, match="--model-impl native computes whole steps"):
+        load_virtual(folder("llama"), 2, **OPTIONS, model_impl="native")
+
+
+def test_random_weights_are_those_of_the_whole_model(folder):
+    options = {**OPTIONS, "load_format": "dummy", "seed": 3, "max_total_tokens": 256, "max_pool_rows": 4}
+    prompt = prompt_of(20, seed=1)
+    whole = Driver(load_executor(folder("llama"), model_impl="torch", **options))
+    ranks = Driver(load_virtual(folder("llama"), 2, **options))
+    assert ranks.generate(ranks.start(prompt), TOKENS) == whole.generate(whole.start(prompt), TOKENS)
+
+
+SAMPLED = [
+    SamplingParams(temperature=0.0, max_new_tokens=40),
+    SamplingParams(temperature=1.0, seed=5, top_p=0.9, max_new_tokens=40),
+    SamplingParams(temperature=0.9, seed=6, top_k=20, frequency_penalty=0.7, repetition_penalty=1.2, max_new_tokens=40),
+]
+GRAMMAR = "start: /[a-z ]{12,30}/"
+
+
+def life_of_a_server(executor):
+    """Run requests through a scheduler with chunks, prefix hits, retractions, steps in flight, grammars and penalties.
+
+    Returns the tokens of all answers, and what happened on the way.
+    """
+    settings = SchedulerSettings(
+        max_running_requests=8,
+        context_length=executor.info.context_length,
+        page_size=executor.info.page_size,
+        chunked_prefill_size=16,
+        max_in_flight=2,
+        schedule_conservativeness=0.01,
+        clip_max_new_tokens=1,
+    )
+    yard = DelayedYard(settings, executor.info, executor=executor)
+    executor.compile_grammar(GRAMMAR, lambda: TOKENIZER)
+    shared, numbers = prompt_of(30, seed=9), []
+    for place in range(9):
+        sampling = SAMPLED[place % len(SAMPLED)]
+        grammar = GRAMMAR if place in (3, 4) else ""
+        prompt = shared + prompt_of(3 + 5 * place, seed=place)
+        number = yard.submit(prompt, sampling=sampling, grammar=grammar)
+        if grammar:
+            yard.apply(OpenGate(number, Gate.GRAMMAR))
+        numbers.append(number)
+        if place % 3 == 0:
+            for _ in range(3):
+                yard.advance(2)
+    yard.run(2)
+    assert yard.scheduler.idle() is None
+    return [yard.tokens[number] for number in numbers], yard.scheduler.snapshot(0).counters
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """The demo model over two processes."""
+    torch.set_num_threads(1)
+    executor = load_divided(str(DEMO_MODEL), tp_size=2, **OPTIONS, max_total_tokens=400, max_pool_rows=10, page_size=4)
+    yield executor
+    executor.close()
+
+
+def test_processes_compute_what_threads_compute_bit_for_bit(processes):
+    threads = load_virtual(str(DEMO_MODEL), 2, **OPTIONS, max_total_tokens=400, max_pool_rows=10, page_size=4)
+    logits_of = {}
+    for name, executor in (("processes", processes), ("threads", threads)):
+        seen = logits_of[name] = []
+        sample = executor._sampler.sample
+
+        def spy(values, *rest, seen=seen, sample=sample):
+            seen.append(values.clone())
+            return sample(values, *rest)
+
+        executor._sampler.sample = spy
+    tokens, counters = life_of_a_server(processes)
+    assert counters.retracted > 0
+    assert counters.hit_tokens > 100
+    assert life_of_a_server(threads)[0] == tokens
+    assert len(logits_of["processes"]) == len(logits_of["threads"]) > 20
+    for ours, judged in zip(logits_of["processes"], logits_of["threads"], strict=True):
+        assert torch.equal(ours, judged)
+    driver = Driver(processes)
+    ends = [step["step"] for step in processes.describe_ranks()]
+    assert ends[0] == ends[1]
+    assert driver.info.num_pages == 100
+    assert np.isfinite([step["silent_s"] for step in processes.describe_ranks()]).all()
