@@ -1,7 +1,7 @@
 """What it takes to tell the other ranks of a model what to compute: plans as bytes through the ring in shared memory.
 
-`python -m benchmarks.plan_bytes [--rows 256] [--plans 2000] [--ranks 2]`. Other processes take the plans as a
-tensor-parallel rank does; plans come `--pause-ms` apart, so that each finds its readers asleep, as after a step. The way
+`python -m benchmarks.plan_bytes [--rows 256] [--plans 2000] [--ranks 2]`. Other processes take the plans as the ranks
+of a model do; plans come `--pause-ms` apart, so that each finds its readers asleep, as after a step. The way
 of a plan is the time from before it is encoded to after it is decoded at the last rank. Decodes of all rows, each
 fifth with a new page, and once a chunk of 8,192 tokens.
 """
@@ -95,8 +95,8 @@ def measure(plan: StepPlan, plans: int, ranks: int, pause_s: float) -> None:
     data = encode_plan(plan)
     print(
         f"{len(plan.pool_rows)} rows, {len(plan.tokens)} tokens, {len(data)} bytes: encode "
-        f"{seconds_of(lambda: encode_plan(plan)) * 1e6:.1f} us, decode {seconds_of(lambda: decode_plan(data)) * 1e6:.1f}"
-        f" us; encoded and sent in {np.median(np.array(sent) - start) / 1000:.1f} us; at the last of {ranks - 1} ranks"
+        f"{seconds_of(lambda: encode_plan(plan)) * 1e6:.1f} us, "
+        f"decode {seconds_of(lambda: decode_plan(data)) * 1e6:.1f} us; encoded and sent in {np.median(np.array(sent) - start) / 1000:.1f} us; at the last of {ranks - 1} ranks"
         f" after {np.median(way):.1f} us (p50), {np.percentile(way, 90):.1f} (p90), {way.min():.1f} (least)"
     )
 
