@@ -93,12 +93,12 @@ def measure(plan: StepPlan, plans: int, ranks: int, pause_s: float) -> None:
     start = np.array(begun)
     way = (np.max(arrived, axis=0) - start) / 1000
     data = encode_plan(plan)
-    print(
-        f"{len(plan.pool_rows)} rows, {len(plan.tokens)} tokens, {len(data)} bytes: encode "
-        f"{seconds_of(lambda: encode_plan(plan)) * 1e6:.1f} us, "
-        f"decode {seconds_of(lambda: decode_plan(data)) * 1e6:.1f} us; encoded and sent in {np.median(np.array(sent) - start) / 1000:.1f} us; at the last of {ranks - 1} ranks"
-        f" after {np.median(way):.1f} us (p50), {np.percentile(way, 90):.1f} (p90), {way.min():.1f} (least)"
-    )
+    encode_us, decode_us = (seconds_of(call) * 1e6 for call in (lambda: encode_plan(plan), lambda: decode_plan(data)))
+    print(f"{len(plan.pool_rows)} rows, {len(plan.tokens)} tokens, {len(data)} bytes:")
+    print(f"  encode {encode_us:.1f} us, decode {decode_us:.1f} us")
+    print(f"  encoded and sent in {np.median(np.array(sent) - start) / 1000:.1f} us")
+    spread = f"{np.median(way):.1f} us (p50), {np.percentile(way, 90):.1f} (p90), {way.min():.1f} (least)"
+    print(f"  at the last of {ranks - 1} other ranks after {spread}")
 
 
 def main() -> None:

@@ -214,6 +214,8 @@ def test_broken_yaml_is_told_in_one_line(tmp_path, content):
     ("argv", "words"),
     [
         (["--mock-step-ms", "1"], "needs --executor mock"),
+        (["--tp-size", "2", "--executor", "mock"], "--tp-size divides a model, and --executor mock has none"),
+        (["--tp-size", "2", "--disaggregation-mode", "prefill"], "so it cannot be moved yet"),
         (["--chunked-prefill-size", "100", "--page-size", "16"], "multiple of --page-size"),
         (["--skip-tokenizer-init", "--chat-template", "x"], "contradict"),
         (["--port", "70000"], "--port"),

@@ -1,0 +1,80 @@
+"""A server whose model is divided among processes, on the demo model in float32."""
+
+import json
+import os
+import signal
+import urllib.request
+
+import pytest
+
+from tests.e2e.servers import Server, alive
+from tokenyard.config import DEMO_MODEL
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there"),
+]
+FLAGS = ("--dtype", "float32", "--threads", "2")
+BODY = {"prompt": "Alice was beginning", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+def post(server, **fields):
+    request = urllib.request.Request(server.url + "/completions", json.dumps(BODY | fields).encode())
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def answer(server, **fields):
+    with post(server, **fields) as reply:
+        return json.load(reply)["choices"][0]["text"]
+
+
+def tp_ranks(server):
+    """The processes of the divided model, by data-parallel and tensor-parallel rank."""
+    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/server_info", timeout=60) as reply:
+        info = json.load(reply)
+    groups = [group for state in info["internal_states"] for group in state["tp_ranks"].values()]
+    return info["tp_size"], [[rank["pid"] for rank in group] for group in groups]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [0, 1], ids=["rank0", "rank1"])
+def test_a_stream_outlives_the_ranks_of_its_model(number, victim):
+    server = Server(*FLAGS, "--tp-size", "2")
+    try:
+        size, groups = tp_ranks(server)
+        assert size == len(groups[0]) == 2
+        expected = answer(server)
+        text, hurt = "", False
+        with post(server, stream=True) as reply:
+            for line in reply:
+                if not line.startswith(b"data: {"):
+                    continue
+                text += json.loads(line[6:])["choices"][0]["text"]
+                if len(text) > 20 and not hurt:
+                    hurt = True
+                    os.kill(groups[0][victim], number)
+        assert text == expected
+        assert not any(alive(pid) for pid in groups[0])
+        assert tp_ranks(server)[1][0] != groups[0]
+    finally:
+        assert server.close() == 0
+    if victim:
+        why = "was killed by signal 9" if number == signal.SIGKILL else "stands still"
+        assert f"tensor-parallel rank 1 {why}, so all 2 ranks of the model end" in server.log
+
+
+def test_groups_of_ranks_side_by_side():
+    server = Server(*FLAGS, "--tp-size", "2", "--dp-size", "2")
+    try:
+        groups = tp_ranks(server)[1]
+        assert [len(group) for group in groups] == [2, 2]
+        assert answer(server, data_parallel_rank=0) == answer(server, data_parallel_rank=1)
+    finally:
+        assert server.close() == 0
+    assert not any(alive(pid) for group in groups for pid in group)
+
+
+def test_a_model_that_cannot_be_divided_is_one_line():
+    server = Server(*FLAGS, "--tp-size", "3", ready=False)
+    assert server.wait() == 2
+    assert server.log.count("--tp-size 3 does not divide the model's num_attention_heads of 8") == 1
