@@ -19,7 +19,7 @@ BODY = {"prompt": "Alice was beginning", "max_tokens": 200, "temperature": 0, "i
 
 
 def post(server, **fields):
-    request = urllib.request.Request(server.url + "/completions", json.dumps(BODY | fields).encode())
+    request = urllib.request.Request(server.url + "/v1/completions", json.dumps(BODY | fields).encode())
     return urllib.request.urlopen(request, timeout=120)
 
 
@@ -30,7 +30,7 @@ def answer(server, **fields):
 
 def tp_ranks(server):
     """The processes of the divided model, by data-parallel and tensor-parallel rank."""
-    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/server_info", timeout=60) as reply:
+    with urllib.request.urlopen(server.url + "/server_info", timeout=60) as reply:
         info = json.load(reply)
     groups = [group for state in info["internal_states"] for group in state["tp_ranks"].values()]
     return info["tp_size"], [[rank["pid"] for rank in group] for group in groups]
@@ -55,7 +55,9 @@ def test_a_stream_outlives_the_ranks_of_its_model(number, victim):
                     os.kill(groups[0][victim], number)
         assert text == expected
         assert not any(alive(pid) for pid in groups[0])
-        assert tp_ranks(server)[1][0] != groups[0]
+        assert not {*tp_ranks(server)[1][0]} & {*groups[0]}
+        with urllib.request.urlopen(server.url + "/metrics", timeout=60) as reply:
+            assert b'tokenyard_tp_rank_step{dp_rank="0",model="tokenyard-demo",tp_rank="1"}' in reply.read()
     finally:
         assert server.close() == 0
     if victim:

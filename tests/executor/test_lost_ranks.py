@@ -79,6 +79,35 @@ def refused_by_followers(**options):
         ranks.close()
 
 
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return round(self.now_s * 1e9)
+
+
+def looks(watch, clock, seconds):
+    """Look ten times a second."""
+    for _ in range(round(seconds * 10)):
+        clock.now_s += 0.1
+        watch.look()
+
+
+def test_who_slept_itself_gives_the_others_time():
+    clock = Clock()
+    watch, own = life.Watch(clock), os.getpid()
+    alive_ns = watch.look()
+    looks(watch, clock, 9.0)
+    assert not watch.stands_still(own, alive_ns)
+    assert not watch.stands_still(own, 0)
+    clock.now_s += 60.0
+    looks(watch, clock, 9.0)
+    assert not watch.stands_still(own, alive_ns)
+    looks(watch, clock, 2.0)
+    assert watch.stands_still(own, alive_ns)
+
+
 def test_a_rank_with_other_settings_is_refused():
     with pytest.raises(ConfigError, match=r"^tensor-parallel rank 1 has model .*demo_model', but rank 0 has 'm'"):
         refused_by_followers()

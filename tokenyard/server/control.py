@@ -199,6 +199,7 @@ async def metrics(state: State) -> Response:
         snapshot = await state.control.snapshot(SCRAPE_TIMEOUT_S)
         state.metrics.set_load(load_of(snapshot) | rates_of(snapshot), totals_of(snapshot))
         state.metrics.adaptive = snapshot.get("adaptive", {})
+        state.metrics.tp_ranks = snapshot.get("tp_ranks", {})
         ages = state.control.rank_ages_s()
         if len(ages) > 1:
             ranks = await state.control.rank_snapshots(SCRAPE_TIMEOUT_S)

@@ -52,6 +52,10 @@ _RANK_GAUGES = {
         for name in ("running_requests", "queued_requests", "used_tokens", "total_tokens", "cache_hit_rate")
     },
 }
+_TP_RANK_GAUGES = {
+    "step": ("step", "the latest step that a process of a divided model has begun"),
+    "silent_s": ("silent_seconds", "time since such a process gave a sign of life"),
+}
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("finished requests", ("finished_reason",)),
     "prompt_tokens": ("prompt tokens of finished requests", ()),
@@ -178,6 +182,7 @@ class Metrics:
     counters: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     adaptive: Mapping[str, Any] = field(default_factory=dict)
+    tp_ranks: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     processes: ProcessUsage = field(default_factory=ProcessUsage)
     ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """The gauges of each data-parallel rank, where there are several; `gauges` are those of all together."""
@@ -334,6 +339,7 @@ class _Families(Collector):
         yield from self._named(own, "model")
         yield from self._by_class()
         yield from self._by_rank()
+        yield from self._by_tp_rank()
         yield from lookahead_families(self._metrics.model, self._metrics.adaptive)
         yield from self._metrics.processes.families()
         for engine in self._metrics.compat:
@@ -397,6 +403,17 @@ class _Families(Collector):
             for rank, gauges in self._metrics.ranks.items():
                 if key in gauges:
                     family.add_metric([self._metrics.model, str(rank)], gauges[key])
+            if family.samples:
+                yield family
+
+    def _by_tp_rank(self) -> Iterable[Metric]:
+        """Gauges of the processes among which each rank's model is divided; none where it is not."""
+        for key, (name, text) in _TP_RANK_GAUGES.items():
+            family = GaugeMetricFamily(f"tokenyard_tp_rank_{name}", text, labels=["model", "dp_rank", "tp_rank"])
+            for group, ranks in self._metrics.tp_ranks.items():
+                for rank in ranks:
+                    labels = [self._metrics.model, group.removeprefix("rank "), str(rank["tp_rank"])]
+                    family.add_metric(labels, rank[key])
             if family.samples:
                 yield family
 

@@ -26,7 +26,7 @@ from tokenyard.executor.load import load_executor
 from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.parallel.group import TorchGroup
 from tokenyard.executor.parallel.handshake import Agreed, Report, Setup, Wire
-from tokenyard.executor.parallel.life import BEAT_EVERY_S, stands_still
+from tokenyard.executor.parallel.life import BEAT_EVERY_S, Watch
 from tokenyard.executor.parallel.ring import RingReader, SharedMemory
 from tokenyard.executor.parallel.shards import Shard
 from tokenyard.executor.runner import ModelExecutor
@@ -86,10 +86,10 @@ class Follower:
 
     def _live(self) -> None:
         """Give signs of life, and end rank 0 if it stands still: all ranks end together."""
-        parent = self._setup.parent_pid
+        parent, watch = self._setup.parent_pid, Watch()
         while True:
-            self._memory.alive_ns[self._setup.rank] = time.monotonic_ns()
-            if stands_still(parent, int(self._memory.alive_ns[0])):
+            self._memory.alive_ns[self._setup.rank] = watch.look()
+            if watch.stands_still(parent, int(self._memory.alive_ns[0])):
                 os.kill(parent, signal.SIGKILL)
                 os._exit(1)
             time.sleep(BEAT_EVERY_S)

@@ -1,6 +1,7 @@
 """How the ranks of a model exchange tensors."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+MEETING_TIMEOUT = timedelta(seconds=60)
+"""For ranks that have all loaded: one that does not come now has ended."""
 
 
 class Group(Protocol):
@@ -33,6 +36,7 @@ class TorchGroup:
     def connect(self, meeting: Path, rank: int, size: int, device: torch.device) -> None:
         """Meet the other ranks by way of a file in a folder that only this user may enter, and wait for all of them."""
         store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        store.set_timeout(MEETING_TIMEOUT)
         if device.type == "cuda":
             nccl = dist.ProcessGroupNCCL.Options()
             self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)

@@ -28,7 +28,7 @@ from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.load import load_executor as load_part
 from tokenyard.executor.parallel.group import TorchGroup
 from tokenyard.executor.parallel.handshake import Agreed, Report, Setup, Wire, check_report
-from tokenyard.executor.parallel.life import BEAT_EVERY_S, stands_still
+from tokenyard.executor.parallel.life import BEAT_EVERY_S, Watch
 from tokenyard.executor.parallel.ring import RingWriter, SharedMemory
 from tokenyard.executor.parallel.shards import Shard
 from tokenyard.executor.runner import ModelExecutor, Ticket
@@ -107,9 +107,10 @@ class Ranks:
             report = self._hear(member)
             if report.failure:
                 raise EngineDeadError(f"tensor-parallel rank {member.rank}: {report.failure}")
-        self._beat()
         self._watcher.start()
         self.group.connect(self._meeting, 0, self.size, device)
+        # Nobody needs the meeting place any more, and this process may be killed.
+        self._folder.cleanup()
 
     def send(self, plan: StepPlan) -> None:
         """Have the other ranks compute a plan. Raises DeviceLostError."""
@@ -175,18 +176,16 @@ class Ranks:
         self._lost.wait(REASON_TIMEOUT_S)
         return self.give_up(f"the tensor-parallel ranks lost each other: {error}")
 
-    def _beat(self) -> None:
-        self._memory.alive_ns[0] = time.monotonic_ns()
-
     def _watch(self) -> None:
         """Look after the others, and give signs of life to them."""
+        watch = Watch()
         while not self._closing.wait(BEAT_EVERY_S):
-            self._beat()
+            self._memory.alive_ns[0] = watch.look()
             for member in self._members:
                 name = f"tensor-parallel rank {member.rank}"
                 if member.process.poll() is not None:
                     self.give_up(f"{name} {member.how_it_ended()}")
-                elif stands_still(member.process.pid, int(self._memory.alive_ns[member.rank])):
+                elif watch.stands_still(member.process.pid, int(self._memory.alive_ns[member.rank])):
                     self.give_up(f"{name} stands still")
                 if self._reason:
                     logger.critical("%s, so all %d ranks of the model end", self._reason, self.size)

@@ -1,11 +1,15 @@
 """When a process of the same machine counts as standing still."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from tokenyard.base import NS_PER_S
 
 BEAT_EVERY_S = 0.1
 STOPPED_AFTER_S = 1.0
 SILENT_AFTER_S = 10.0
+OVERSLEPT_S = 0.5
 """Without a sign of life for the former time, a process that the kernel says is stopped is given up, any other one for
 the latter: a busy machine, a debugger or a long call may keep a healthy one silent for a while.
 """
@@ -13,12 +17,31 @@ the latter: a busy machine, a debugger or a long call may keep a healthy one sil
 STOPPED_STATES = ("T", "t")
 
 
-def stands_still(pid: int, alive_ns: int) -> bool:
-    """Whether a process has been silent for too long; alive_ns: its latest sign of life, 0 for none yet."""
-    silent_s = (time.monotonic_ns() - alive_ns) / 1e9
-    if not alive_ns or silent_s < STOPPED_AFTER_S:
-        return False
-    return silent_s > SILENT_AFTER_S or state_of(pid) in STOPPED_STATES
+class Watch:
+    """Judges other processes, one look every BEAT_EVERY_S.
+
+    One that has slept through its own looks (a whole container was frozen, or the machine is very busy) knows nothing
+    of the time in between, and gives the others time from then on.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock = clock
+        self._awake_ns = self._looked_ns = clock()
+
+    def look(self) -> int:
+        """Begin a look at the others; returns the time in ns, this process's own sign of life."""
+        now = self._clock()
+        if now - self._looked_ns > OVERSLEPT_S * NS_PER_S:
+            self._awake_ns = now
+        self._looked_ns = now
+        return now
+
+    def stands_still(self, pid: int, alive_ns: int) -> bool:
+        """Whether a process has been silent for too long; alive_ns: its latest sign of life, 0 for none yet."""
+        silent_s = (self._looked_ns - max(alive_ns, self._awake_ns)) / NS_PER_S
+        if not alive_ns or silent_s < STOPPED_AFTER_S:
+            return False
+        return silent_s > SILENT_AFTER_S or state_of(pid) in STOPPED_STATES
 
 
 def state_of(pid: int) -> str:
