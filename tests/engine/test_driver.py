@@ -8,7 +8,17 @@ import pytest
 
 from tests.engine.calls import flush, replies, snapshot
 from tests.engine.engines import watched_mock
-from tokenyard.base import Cancel, Pause, Request, Resume, SamplingParams, SchedulerSettings, SetPolicy, Submit
+from tokenyard.base import (
+    Cancel,
+    DeviceLostError,
+    Pause,
+    Request,
+    Resume,
+    SamplingParams,
+    SchedulerSettings,
+    SetPolicy,
+    Submit,
+)
 from tokenyard.engine.processes.driver import FIRST_RETRY_NS, LONGEST_RETRY_NS, DeviceBrokenError, Driver
 from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.processes.messages import Reply
@@ -169,8 +179,14 @@ def test_a_device_that_keeps_failing_ends_the_loop(loop, depth):
     assert port.finished().keys() == {1}, "the second one is left to the process that comes in place of this one"
 
 
-def test_a_lost_device_ends_the_loop_at_once():
-    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        DeviceLostError("a rank did an illegal memory access"),
+    ],
+)
+def test_a_lost_device_ends_the_loop_at_once(error):
     executor = FailingExecutor(watched_mock(step_ms=0.0, max_total_tokens=128), collects=[1], error=error)
     port = ScriptedPort([submit(1)])
     with pytest.raises(DeviceBrokenError, match="illegal memory access"):

@@ -1,8 +1,11 @@
 """A model divided among ranks: threads of one process are the judge of processes, transformers that of both."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.executor.driver import Driver
 from tests.executor.test_grammar import TOKENIZER
@@ -11,6 +14,7 @@ from tests.executor.virtual import load_virtual
 from tests.matrix.test_grammar_exactness import DelayedYard
 from tokenyard.base import ConfigError, LogprobOptions, OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
+from tokenyard.executor import weights
 from tokenyard.executor.load import load_executor
 from tokenyard.executor.parallel.leader import load_executor as load_divided
 from tokenyard.scheduler.lifecycle import Gate
@@ -69,6 +73,29 @@ def test_a_model_that_cannot_be_divided_is_refused(folder, case, size, message):
         load_virtual(folder(case), size, **OPTIONS)
 
 
+class OpenFile:
+    """A safetensors file that notes which tensors are read whole."""
+
+    whole: ClassVar[list[str]] = []
+
+    def __init__(self, *given, **options):
+        self._file = safe_open(*given, **options)
+        self.keys, self.get_slice = self._file.keys, self._file.get_slice
+
+    def get_tensor(self, name):
+        self.whole.append(name)
+        return self._file.get_tensor(name)
+
+
+def test_a_rank_reads_only_its_slices(folder, monkeypatch):
+    monkeypatch.setattr(weights, "safe_open", OpenFile)
+    monkeypatch.setattr(OpenFile, "whole", [])
+    load_virtual(folder("llama"), 2, **OPTIONS)
+    assert {name.split(".")[-2] for name in OpenFile.whole} == {
+        *("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
+    }
+
+
 def test_native_kernels_for_whole_steps_are_refused(folder):
     with pytest.raises(ConfigError, match="--model-impl native computes whole steps"):
         load_virtual(folder("llama"), 2, **OPTIONS, model_impl="native")
@@ -91,7 +118,7 @@ GRAMMAR = "start: /[a-z ]{12,30}/"
 
 
 def life_of_a_server(executor):
-    """Run requests through a scheduler with chunks, prefix hits, retractions, steps in flight, grammars and penalties.
+    """Serve requests: chunks, prefix hits, retractions, two steps in flight, grammars, penalties, drafts.
 
     Returns the tokens of all answers, and what happened on the way.
     """
@@ -123,17 +150,20 @@ def life_of_a_server(executor):
     return [yard.tokens[number] for number in numbers], yard.scheduler.snapshot(0).counters
 
 
+SERVED = {"max_total_tokens": 400, "max_pool_rows": 10, "page_size": 4, "draft_tokens": 4}
+
+
 @pytest.fixture(scope="module")
 def processes():
     """The demo model over two processes."""
     torch.set_num_threads(1)
-    executor = load_divided(str(DEMO_MODEL), tp_size=2, **OPTIONS, max_total_tokens=400, max_pool_rows=10, page_size=4)
+    executor = load_divided(str(DEMO_MODEL), tp_size=2, **OPTIONS, **SERVED)
     yield executor
     executor.close()
 
 
 def test_processes_compute_what_threads_compute_bit_for_bit(processes):
-    threads = load_virtual(str(DEMO_MODEL), 2, **OPTIONS, max_total_tokens=400, max_pool_rows=10, page_size=4)
+    threads = load_virtual(str(DEMO_MODEL), 2, **OPTIONS, **SERVED)
     logits_of = {}
     for name, executor in (("processes", processes), ("threads", threads)):
         seen = logits_of[name] = []
@@ -147,6 +177,7 @@ def test_processes_compute_what_threads_compute_bit_for_bit(processes):
     tokens, counters = life_of_a_server(processes)
     assert counters.retracted > 0
     assert counters.hit_tokens > 100
+    assert counters.accepted_draft_tokens > 0
     assert life_of_a_server(threads)[0] == tokens
     assert len(logits_of["processes"]) == len(logits_of["threads"]) > 20
     for ours, judged in zip(logits_of["processes"], logits_of["threads"], strict=True):

@@ -31,7 +31,6 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int, ranks: int) -> None:
-        self._fd = fd
         self._table_bytes = mmap.ALLOCATIONGRANULARITY
         self._map = mmap.mmap(fd, self._table_bytes + RING_BYTES)
         table = np.frombuffer(self._map, np.int64, 3 * ranks).reshape(3, ranks)
