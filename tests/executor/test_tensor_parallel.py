@@ -31,17 +31,19 @@ def driver_over(load, path, size, **options):
     return Driver(load(path, **keyword, **OPTIONS, **{**sizes, **options}))
 
 
-@pytest.mark.parametrize("attention_backend", ["gather", "auto"])
 @pytest.mark.parametrize(
-    ("case", "size"),
+    ("case", "size", "attention_backend"),
     [
-        ("llama", 2),
-        ("llama", 4),
-        ("llama-biases", 2),
-        ("qwen2-window", 2),
-        ("qwen3-layers", 4),
-        ("qwen3-moe", 2),
-        ("qwen3-moe-mixed", 4),
+        ("llama", 2, "auto"),
+        ("llama", 4, "gather"),
+        ("llama-biases", 2, "auto"),
+        ("qwen2-window", 2, "auto"),
+        ("qwen3-layers", 4, "gather"),
+        ("qwen3-moe", 2, "auto"),
+        ("qwen3-moe-mixed", 4, "auto"),
+        ("phi3", 2, "auto"),
+        ("gemma2", 2, "auto"),
+        ("gpt-oss", 2, "auto"),
     ],
 )
 def test_ranks_together_are_the_model(folder, case, size, attention_backend):

@@ -15,7 +15,8 @@ from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.parallel.group import Group
 from tokenyard.executor.weights import SafetensorsWeights, Weights
 
-BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+SINKS = "sinks"
+BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", SINKS)
 BY_INPUTS = ("o_proj", "down_proj")
 
 
@@ -76,6 +77,7 @@ class _ShardWeights:
         self._source, self._shard = source, shard
         q_size, kv_size = whole.num_heads * whole.head_dim, whole.num_kv_heads * whole.head_dim
         self._sizes = {"q_proj": q_size, "o_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self._sizes[SINKS] = whole.num_heads
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return this rank's part, of `shape`, of the tensor `name`; see Weights."""
@@ -83,8 +85,8 @@ class _ShardWeights:
         if kind == "bias" and product in BY_INPUTS and self._shard.rank:
             # A sum has its bias once: rank 0 adds it.
             return torch.zeros_like(self._source.get(name, shape))
-        if kind == "sinks":
-            product = "q_proj"
+        if kind == SINKS:
+            product = SINKS
         axis = 0 if product in BY_OUTPUTS else 1
         if product not in BY_OUTPUTS + BY_INPUTS or len(shape) <= axis:
             return self._source.get(name, shape)
