@@ -14,6 +14,7 @@ from tests.sim.small import setup
 from tokenyard.router.choice import POLICIES
 from tokenyard.router.exchange import Exchange
 from tokenyard.router.front import Incoming
+from tokenyard.router.load import preempts_by
 from tokenyard.router.proxy import Router
 from tokenyard.router.settings import RouterSettings
 from tokenyard.sim.engine import simulate
@@ -23,16 +24,18 @@ from tokenyard.sim.synthetic import synthetic
 
 ARRIVES, BEGINS, ENDS = range(3)
 REPLICAS, ROOM = 4, 5
-CASES = [(policy, "shared-prefix", 0) for policy in POLICIES] + [
-    ("predicted_ttft", "classes", ROOM),
-    ("least_load", "tenants", ROOM),
+PREEMPTS_BY = {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": 1}
+CASES = [(policy, "shared-prefix", 0, {}) for policy in POLICIES] + [
+    ("predicted_ttft", "classes", ROOM, {}),
+    ("predicted_ttft", "classes", ROOM, PREEMPTS_BY),
+    ("least_load", "tenants", ROOM, {}),
 ]
 
 
 class Driven:
     """A router in virtual time, without connections."""
 
-    def __init__(self, policy, room, salts, monkeypatch):
+    def __init__(self, policy, room, settings, salts, monkeypatch):
         self.now_s = 0.0
         self.router = Router(RouterSettings(policy=policy, max_worker_requests=room or 256, queue_timeout_secs=1e6))
         self.router.now = lambda: self.now_s
@@ -42,6 +45,7 @@ class Driven:
         for number, salt in enumerate(salts):
             worker = self.router.add_worker(f"http://127.0.0.1:{9000 + number}", "test")
             worker.targets[0].state.salt = salt
+            worker.preempts_by = preempts_by(settings)
             self.router.workers.set_healthy(worker, True)
 
     def _sent(self, exchange, target):
@@ -70,25 +74,25 @@ class Driven:
         exchange._close()
 
 
-@pytest.mark.parametrize(("policy", "kind", "room"), CASES)
-def test_the_router_chooses_what_the_simulator_chose(policy, kind, room, monkeypatch):
+@pytest.mark.parametrize(("policy", "kind", "room", "settings"), CASES)
+def test_the_router_chooses_what_the_simulator_chose(policy, kind, room, settings, monkeypatch):
     traffic = synthetic(kind, 120, 40.0, seed=3)
     fleet = Fleet(max_worker_requests=room, queue_timeout_s=1e6)
-    chosen = setup(settings={"disable_radix_cache": False}, replicas=REPLICAS, router=policy, fleet=fleet)
+    chosen = setup(settings={"disable_radix_cache": False, **settings}, replicas=REPLICAS, router=policy, fleet=fleet)
     targets = []
     make = SimRouter.__init__
     monkeypatch.setattr(SimRouter, "__init__", lambda self, *a: (make(self, *a), targets.extend(self.targets))[0])
     told = simulate(traffic, chosen)
-    found = asyncio.run(replayed(told, policy, room, [target.salt for target in targets], monkeypatch))
+    found = asyncio.run(replayed(told, policy, room, settings, [target.salt for target in targets], monkeypatch))
     served = range(len(traffic))
     assert [found[number] for number in served] == [(int(told.place[n]), int(told.sent_ns[n])) for n in served]
     assert len({place for place, _ in found.values()}) == REPLICAS
     assert not room or (told.sent_ns > told.arrival_ns).any()
 
 
-async def replayed(told, policy, room, salts, monkeypatch):
+async def replayed(told, policy, room, settings, salts, monkeypatch):
     """Where and when the router sends each request, if all else happens as `told`."""
-    driven, traffic = Driven(policy, room, salts, monkeypatch), told.workload
+    driven, traffic = Driven(policy, room, settings, salts, monkeypatch), told.workload
     places = told.place.tolist()
     events = [(at_ns, ARRIVES, 0, number) for number, at_ns in enumerate(told.arrival_ns.tolist())]
     for what, times_ns in ((BEGINS, told.first_token_ns), (ENDS, told.finished_ns)):
@@ -98,6 +102,7 @@ async def replayed(told, policy, room, salts, monkeypatch):
         driven.now_s = at_ns / 1e9
         if what == ARRIVES:
             driven.arrives(traffic.request(number))
+            await asyncio.sleep(0)
         elif what == BEGINS:
             driven.begins(number)
         else:

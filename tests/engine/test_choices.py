@@ -61,7 +61,7 @@ def chosen_by_ranks(method):
 
 
 def chosen_by_simulator(method):
-    tape, router = [], SimRouter(method, Places(1, RANKS, True, 10**6, POOL), Fleet(), 0)
+    tape, router = [], SimRouter(method, Places(1, RANKS, True, 10**6, [POOL]), Fleet(), 0)
     router._policy = Taped(router._policy, tape)
     for target, named in zip(router.targets, named_states(), strict=True):
         router.index.forget(target.name)

@@ -5,8 +5,10 @@ begins, and given back exactly once.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 PRIOR_BASE_S = 0.01
 PRIOR_TOKEN_S = 1.0 / 8000.0
@@ -173,3 +175,26 @@ class Sent:
         self._state.prefill_tokens -= self.uncached
         if self._state.requests == 0:
             self._state.prefill_tokens = 0.0
+
+
+def finds_room(state: TargetState, levels: Mapping[int, int], margin: int | None, priority: int) -> bool:
+    """Whether a request of `priority` finds a place: a free one, or one that the engine takes from a lesser one.
+
+    levels: the target's open requests by priority. margin: see `preempts_by`.
+    """
+    if not 0 < state.room <= state.requests:
+        return True
+    if margin is None:
+        return False
+    return sum([count for level, count in levels.items() if priority - level < margin]) < state.room
+
+
+def preempts_by(info: Mapping[str, Any]) -> int | None:
+    """By how much the priority of a request must be higher for an engine to give it the place of one that runs; None if
+    it never does. Engines of SGLang and ours tell it by the names of their settings.
+    """
+    if info.get("enable_priority_scheduling") is not True or info.get("disable_priority_preemption") is True:
+        return None
+    margin = info.get("priority_scheduling_preemption_threshold")
+    high_first = info.get("schedule_low_priority_values_first") is not True
+    return max(margin, 1) if type(margin) is int and high_first else None

@@ -10,7 +10,7 @@ from typing import Any
 from tokenyard.base import ConfigError
 from tokenyard.router.continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS
 from tokenyard.router.index import PrefixIndex
-from tokenyard.router.load import Speed, TargetState
+from tokenyard.router.load import Speed, TargetState, finds_room, preempts_by
 from tokenyard.router.settings import RouterSettings
 from tokenyard.router.upstream import Pool, WorkerUrl
 
@@ -70,12 +70,7 @@ class Target:
 
     def has_room(self, priority: int) -> bool:
         """Whether a request of `priority` finds a place: a free one, or one that the engine takes from a lesser one."""
-        state, margin = self.state, self.worker.preempts_by
-        if not 0 < state.room <= state.requests:
-            return True
-        if margin is None:
-            return False
-        return sum([count for level, count in self.levels.items() if priority - level < margin]) < state.room
+        return finds_room(self.state, self.levels, self.worker.preempts_by, priority)
 
 
 @dataclass(slots=True, eq=False)
@@ -230,7 +225,7 @@ class Workers:
             self.set_ranks(worker, ranks)
         worker.closed = info.get("status") in CLOSED
         self._set_role(worker, info)
-        worker.preempts_by = _preemption(info)
+        worker.preempts_by = preempts_by(info)
         pool = info.get("max_total_num_tokens")
         if type(pool) is int and pool > 0:
             for target in worker.targets:
@@ -325,15 +320,6 @@ class Workers:
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError(f"--ca-cert-path {self._settings.ca_cert_path} cannot be read: {error}") from None
         return self._context
-
-
-def _preemption(info: dict[str, Any]) -> int | None:
-    """See `Worker.preempts_by`; engines of SGLang and ours tell it by the names of their settings."""
-    if info.get("enable_priority_scheduling") is not True or info.get("disable_priority_preemption") is True:
-        return None
-    margin = info.get("priority_scheduling_preemption_threshold")
-    high_first = info.get("schedule_low_priority_values_first") is not True
-    return max(margin, 1) if type(margin) is int and high_first else None
 
 
 def _of_rank(targets: list[Target], rank: int) -> list[Target]:

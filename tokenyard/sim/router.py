@@ -5,19 +5,19 @@ Each class follows the part of `router/` that it stands for, so that the same re
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tokenyard.base import NS_PER_S, Finish, Request
+from tokenyard.base import NS_PER_S, Finish, Request, SchedulerSettings
 from tokenyard.base.blocks import BLOCK_TOKENS
 from tokenyard.router.balance import Balancer, Place
 from tokenyard.router.choice import KEY_BYTES, Features, PolicyOptions, beginning_key, make_policy, mix
 from tokenyard.router.index import KvBlocks, PrefixIndex, Prompt, token_prompt
-from tokenyard.router.load import Sent, Speed, TargetState
+from tokenyard.router.load import Sent, Speed, TargetState, finds_room, preempts_by
 from tokenyard.router.queue import Waiting, WaitingQueue
 from tokenyard.sim.fleet import Fleet
 from tokenyard.sim.replica import NEVER_NS
@@ -50,20 +50,26 @@ class Call:
         """Tokens of its prompt."""
         return len(self.request.prompt_ids)
 
+    @property
+    def priority(self) -> int:
+        """Its priority, 0 where it names none."""
+        return self.request.priority or 0
+
 
 @dataclass(frozen=True, slots=True)
 class Places:
     """The schedulers of a fleet: `ranks` of each of `replicas`, and what a router sees of them.
 
     A target is a replica, or with `dp_aware` one of its ranks. room: most requests at a time of a replica.
-    pool_tokens: the KV pool of one scheduler.
+    pools: the KV pool, in tokens, of a scheduler of each replica. settings: those of an engine.
     """
 
     replicas: int
     ranks: int
     dp_aware: bool
     room: int
-    pool_tokens: int
+    pools: Sequence[int]
+    settings: SchedulerSettings = field(default_factory=SchedulerSettings)
 
     @property
     def per_target(self) -> int:
@@ -74,6 +80,10 @@ class Places:
         """The names of all targets, as the proxy names them."""
         ranks = [""] if self.per_target == self.ranks else [f"@{rank}" for rank in range(self.ranks)]
         return [f"r{replica}{rank}" for replica in range(self.replicas) for rank in ranks]
+
+    def replica_of(self, target: int) -> int:
+        """The replica that a target is, or is a rank of."""
+        return target * self.per_target // self.ranks
 
     def schedulers_of(self, replica: int) -> range:
         """The schedulers of a replica."""
@@ -93,26 +103,34 @@ class SimRouter:
         self.index = PrefixIndex(INDEX_BYTES)
         self._fleet = fleet
         self._blocks = [KvBlocks() for _ in range(places.replicas * places.ranks)]
-        pool_tokens = fleet.believed_pool_tokens or places.pool_tokens * places.per_target
-        for target in self.targets:
-            self.index.limit(target.name, max(pool_tokens // BLOCK_TOKENS, 1))
+        self._levels: list[Counter[int]] = [Counter() for _ in names]
+        self._preempts_by = preempts_by(asdict(places.settings))
+        for number, target in enumerate(self.targets):
+            target.kv_tokens = places.pools[places.replica_of(number)] * places.per_target
+            held = fleet.believed_pool_tokens or target.kv_tokens
+            self.index.limit(target.name, max(held // BLOCK_TOKENS, 1))
 
     @property
     def needs_prefix(self) -> bool:
         """Whether its policy asks what targets hold."""
         return self._policy.needs_prefix
 
-    def has_room(self, _: Call | None = None) -> bool:
+    def has_room(self, call: Call) -> bool:
         """Whether any target would take a request now."""
-        return any(not state.full for number, state in enumerate(self.targets) if number not in self.closed)
+        return any(number not in self.closed and self._fits(call, number) for number in range(len(self.targets)))
+
+    def _fits(self, call: Call, number: int) -> bool:
+        """Whether target `number` has a place for a request."""
+        state = self.targets[number]
+        return not state.full or finds_room(state, self._levels[number], self._preempts_by, call.priority)
 
     def enqueue(self, call: Call, now_s: float) -> Call | None:
         """Let a request wait for room; returns the one that is refused because the queue is full."""
         request, queue, fleet = call.request, self.queue, self._fleet
-        priority, refused = request.priority or 0, None
+        refused = None
         if len(queue) >= fleet.queue_size:
             lowest = queue.lowest(now_s)
-            if lowest is None or lowest.priority >= priority:
+            if lowest is None or lowest.priority >= call.priority:
                 return call
             queue.remove(lowest)
             refused = lowest.item
@@ -121,7 +139,7 @@ class SimRouter:
             call,
             now_s,
             tokens=call.tokens,
-            priority=priority,
+            priority=call.priority,
             tenant=request.tenant,
             deadline_s=deadline_s,
             leaves_s=min(deadline_s, now_s + fleet.queue_timeout_s),
@@ -132,7 +150,7 @@ class SimRouter:
         """Choose the target of a request and count the request there."""
         call.waiting = None
         eligible = [number for number in range(len(self.targets)) if number not in self.closed]
-        fresh = [number for number in eligible if not self.targets[number].full] or eligible
+        fresh = [number for number in eligible if self._fits(call, number)] or eligible
         if call.tried:
             untried = [number for number in fresh if number not in call.tried]
             if not untried:
@@ -149,6 +167,16 @@ class SimRouter:
         call.target = fresh[place]
         call.tried.add(call.target)
         call.sent = Sent(target, call.tokens, matched[place] if matched else 0, now_s)
+        self._levels[call.target][call.priority] += 1
+
+    def ended(self, call: Call) -> None:
+        """A request is at its target no longer."""
+        assert call.sent is not None
+        call.sent.end()
+        levels = self._levels[call.target]
+        levels[call.priority] -= 1
+        if not levels[call.priority]:
+            del levels[call.priority]
 
     def _matched(self, prompt: Prompt, targets: Sequence[TargetState]) -> list[int]:
         """How many tokens of a prompt each target should hold; nothing where the policy does not ask."""
@@ -199,15 +227,15 @@ class Routing:
         self._places, self._fleet, self._seed = places, fleet, seed
         self._send, self._refuse = send, refuse
         self._routers = [SimRouter(policy, places, fleet, seed + number) for number in range(fleet.routers)]
-        self._balancers = [self._balancer() for _ in range(places.replicas)]
+        self._balancers = [self._balancer(pool_tokens) for pool_tokens in places.pools]
         self._open: dict[int, Call] = {}
         self._late: deque[tuple[int, int, list[Any]]] = deque()
         self._loss = np.random.default_rng([seed, LOSS_STREAM])
 
-    def _balancer(self) -> Balancer | None:
+    def _balancer(self, pool_tokens: int) -> Balancer | None:
         if self._places.per_target == 1:
             return None
-        return Balancer(self._fleet.load_balance_method, self._places.ranks, self._places.pool_tokens)
+        return Balancer(self._fleet.load_balance_method, self._places.ranks, pool_tokens, self._places.settings)
 
     def arrive(self, request: Request, now: int) -> None:
         """A request comes to one of the routers: it is sent, or waits, or is refused."""
@@ -219,12 +247,15 @@ class Routing:
 
     def _start(self, call: Call, now: int) -> None:
         router = call.router
-        if not router.queue and router.has_room():
+        fits = router.has_room(call)
+        if fits and not router.queue:
             self._dispatch(call, now)
             return
         refused = router.enqueue(call, now / NS_PER_S)
         if refused is not None:
             self._refuse(refused.request.number, now)
+        if fits:
+            self.serve(now)
 
     def serve(self, now: int) -> None:
         """Give room that has appeared to the most urgent requests that wait."""
@@ -274,7 +305,7 @@ class Routing:
         call = self._open.pop(finish.number)
         assert call.sent is not None
         call.sent.hit(finish.cached_tokens)
-        call.sent.end()
+        call.router.ended(call)
         if call.place is not None:
             call.place.hit(finish.cached_tokens)
             call.place.end()
@@ -310,9 +341,8 @@ class Routing:
         self._late = deque(entry for entry in self._late if entry[1] not in schedulers)
         lost = [call for call in self._open.values() if call.scheduler in schedulers]
         for call in lost:
-            assert call.sent is not None
             del self._open[call.request.number]
-            call.sent.end()
+            call.router.ended(call)
             if call.place is not None:
                 call.place.end()
         balancer = self._balancers[replica]

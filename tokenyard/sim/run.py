@@ -100,9 +100,11 @@ class Run:
         self._sweep_ns = NEVER_NS
 
     def _make_routing(self) -> Routing:
-        setup, info = self._setup, executor_info(self._setup)
-        room, pool_tokens = setup.settings.max_running_requests, info.num_pages * info.page_size
-        places = Places(setup.replicas, setup.dp_size, setup.fleet.dp_aware, room, pool_tokens)
+        setup = self._setup
+        devices = [executor_info(setup, replica) for replica in range(setup.replicas)]
+        pools = [info.num_pages * info.page_size for info in devices]
+        room = setup.settings.max_running_requests
+        places = Places(setup.replicas, setup.dp_size, setup.fleet.dp_aware, room, pools, setup.settings)
         return Routing(setup.router, places, setup.fleet, setup.seed, self._send, self._refuse)
 
     def _unit(self, number: int, observer: StepObserver | None, tape: Sink | None) -> Unit:
