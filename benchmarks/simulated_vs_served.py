@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.mock_server import AnyServer
 from benchmarks.vs_transformers import SHAPE
 from tokenyard.base import Event, Flush, StepPlan, StepResult, TokenBatch
-from tokenyard.bench.backends import Answer, NativeBackend, RequestOptions
+from tokenyard.bench.backends import Measurement, NativeBackend, RequestOptions
 from tokenyard.bench.datasets import Prompt
 from tokenyard.bench.load import Target, run_load
 from tokenyard.bench.metrics import tpot_s
@@ -93,7 +93,7 @@ class Run:
 
     number: int
     workload: Workload
-    answers: list[Answer]
+    answers: list[Measurement]
 
 
 @dataclass
@@ -189,7 +189,7 @@ class Client:
     def __init__(self, target: Target, backend: NativeBackend, model: Model) -> None:
         self._target, self._backend, self._model = target, backend, model
 
-    async def play(self, workload: Workload) -> list[Answer]:
+    async def play(self, workload: Workload) -> list[Measurement]:
         """All answers to a workload. Ends the benchmark if one is an error."""
         await self._target.flush_cache()
         prompts, times = prompts_of(workload, self._model), workload.arrival_s.tolist()
@@ -210,7 +210,7 @@ class Client:
         return runs
 
 
-def end_s(answers: list[Answer]) -> float:
+def end_s(answers: list[Measurement]) -> float:
     """Seconds from the first request to the last answer's end."""
     return max(answer.sent_s + answer.latency_s for answer in answers)
 

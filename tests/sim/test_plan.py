@@ -42,6 +42,20 @@ def test_the_smallest_number_is_found_from_anywhere(answer, start, most):
     assert all(1 <= count <= most for count in tried)
 
 
+@given(
+    answer=st.integers(1, 60),
+    start=st.integers(1, 60),
+    data=st.tuples(st.integers(0, 59), st.none() | st.integers(0, 9)),
+)
+def test_what_is_known_is_not_tried_again(answer, start, data):
+    too_few = min(data[0], answer - 1)
+    enough = None if data[1] is None else answer + data[1]
+    tried = []
+    assert smallest(lambda count: tried.append(count) or count >= answer, start, 80, too_few, enough) == answer
+    assert len(tried) == len(set(tried))
+    assert all(too_few < count < (enough or 81) for count in tried)
+
+
 def test_arrivals_drawn_anew_keep_requests_and_rates():
     traffic = synthetic("bursts", 2000, 10.0, seed=1)
     other = reseeded(traffic, 3)

@@ -63,11 +63,14 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Found:
-    """A kind of fleet with the number of replicas that meets the target on average over the seeds."""
+    """A kind of fleet with the number of replicas that meets the target on average over the seeds. too_few: replicas
+    that do not meet it with the arrivals as they are.
+    """
 
     option: Option
     replicas: int
     attainment: Interval
+    too_few: int = 0
 
     @property
     def devices(self) -> int:
@@ -209,7 +212,7 @@ class Planner:
             values = self._run(f"seeds: {option.name}", trials)
             share = Interval((*([] if first is None else [first]), *values), len(self._workload))
             if share.mean >= self._target:
-                return Found(option, replicas + more, share)
+                return Found(option, replicas + more, share, replicas - 1)
             first = None
         self.left_out.append(LeftOut(option, 1.0, None, share.mean))
         return None
@@ -217,26 +220,26 @@ class Planner:
     def _what_if(self, found: Found) -> WhatIf:
         option, replicas = found.option, found.replicas
         busier = replace(self._whole, rate=MORE_TRAFFIC)
-        sizes = self._do(
-            "what if",
-            [
-                Sizing(option, self._whole, 1.0 - (1.0 - self._target) / 10.0, replicas + 1),
-                Sizing(option, busier, self._target, ceil(MORE_TRAFFIC * replicas)),
-            ],
-        )
         trials = [Trial(option, replicas, busier)]
         trials += [Trial(option, replicas - 1, self._whole)] if replicas > 1 else []
         shares = self._run("what if", trials)
+        nine = Sizing(option, self._whole, 1.0 - (1.0 - self._target) / 10.0, replicas + 1, too_few=found.too_few)
+        more = Sizing(option, busier, self._target, ceil(MORE_TRAFFIC * replicas), too_few=found.too_few)
+        seen = ((nine, found.attainment.values[0]), (more, shares[0]))
+        sizes = self._do("what if", [_knowing(sizing, replicas, share) for sizing, share in seen])
         return WhatIf(sizes[0].replicas, shares[0], sizes[1].replicas, shares[1] if replicas > 1 else 0.0)
 
     def _bounds(self, found: Sequence[Found]) -> Bounds:
         known = [one.option.setup.profile.error for one in found]
         errors = [ASSUMED_ERROR if error is None else error for error in known]
-        sizings = [
-            Sizing(one.option, self._whole, self._target, max(round(one.replicas * factor), 1), factor)
-            for one, error in zip(found, errors, strict=True)
-            for factor in (max(1.0 - error, 0.05), 1.0 + error)
-        ]
+        sizings = []
+        for one, error in zip(found, errors, strict=True):
+            begin, whole = Sizing(one.option, self._whole, self._target), one.replicas
+            fast, slow = max(1.0 - error, 0.05), 1.0 + error
+            sizings += [
+                replace(begin, start=round(whole * fast), slower=fast, enough=whole),
+                replace(begin, start=round(whole * slow), slower=slow, too_few=one.too_few),
+            ]
         sizes = self._do("if the cost model is off", sizings)
         faster, slower = sizes[::2], sizes[1::2]
         return Bounds(
@@ -256,6 +259,13 @@ class Planner:
     def _run(self, what: str, trials: Sequence[Trial]) -> list[float]:
         self._trials += len(trials)
         return self._attain(what, trials)
+
+
+def _knowing(sizing: Sizing, replicas: int, share: float) -> Sizing:
+    """The same search where `share` of the requests is known to be in time with `replicas`."""
+    if share >= sizing.target:
+        return replace(sizing, enough=replicas)
+    return replace(sizing, too_few=replicas)
 
 
 def _cheapest(sizes: Sequence[Sized]) -> int | None:

@@ -81,7 +81,7 @@ class Trial:
 @dataclass(frozen=True)
 class Sizing:
     """A search for the fewest replicas of an option that serve `target` of the requests in time, from `start` on (0: by
-    a guess).
+    a guess). What is known from other trials is not simulated again: too_few replicas (0: none) do not, and enough do.
     """
 
     option: Option
@@ -89,12 +89,14 @@ class Sizing:
     target: float
     start: int = 0
     slower: float = 1.0
+    too_few: int = 0
+    enough: int | None = None
 
 
 @dataclass(frozen=True)
 class Sized:
-    """What came of it: None if `option.most` replicas are not enough. attainment: of that number, or a bound on what as
-    many as may be had attain. trials: simulations that it took.
+    """What came of it: None if `option.most` replicas are not enough. attainment: at least that of this number, or a
+    bound on what as many as may be had attain. trials: simulations that it took.
     """
 
     sizing: Sizing
@@ -145,36 +147,32 @@ def sized(workload: Workload, sizing: Sizing) -> Sized:
         return found[replicas] >= sizing.target
 
     start = sizing.start or guess(workload, sizing)
-    replicas = smallest(meets, min(start, sizing.option.most), sizing.option.most)
-    return Sized(sizing, replicas, found[replicas or sizing.option.most], len(found))
+    replicas = smallest(meets, start, sizing.option.most, sizing.too_few, sizing.enough)
+    unseen = 0.0 if replicas is None else sizing.target
+    return Sized(sizing, replicas, found.get(replicas or sizing.option.most, unseen), len(found))
 
 
-def smallest(meets: Callable[[int], bool], start: int, most: int) -> int | None:
+def smallest(
+    meets: Callable[[int], bool], start: int, most: int, too_few: int = 0, enough: int | None = None
+) -> int | None:
     """The least number from 1 to `most` for which `meets` holds, None for none; `meets` must hold from some number on.
 
-    It is bracketed by steps from `start` that double, then bisected.
+    It is bracketed by steps from `start` that double, then bisected. `meets` is known to fail for `too_few` (0: for
+    nothing) and to hold for `enough`.
     """
-    step = max(start // 8, 1)
-    if meets(start):
-        low, high = 0, start
-        while high > 1:
-            lower = max(high - step, 1)
-            if not meets(lower):
-                low = lower
-                break
-            high, step = lower, 2 * step
-    else:
-        low, high = start, start
-        while low < most:
-            high = min(low + step, most)
-            if meets(high):
-                break
-            low, step = high, 2 * step
-        else:
+    low, high, step, tried_low = too_few, enough, max(start // 8, 1), too_few > 0
+    probe = start
+    while high is None or high - low > 1:
+        if low >= most:
             return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if meets(middle) else (middle, high)
+        probe = min(max(probe, low + 1), most if high is None else high - 1)
+        if meets(probe):
+            high, probe = probe, probe - step
+        else:
+            low, probe, tried_low = probe, probe + step, True
+        if high is not None and tried_low:
+            probe = (low + high) // 2
+        step *= 2
     return high
 
 

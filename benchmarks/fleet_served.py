@@ -1,0 +1,125 @@
+"""Does the simulated fleet foretell real engines behind our router? The same requests at the same times, both ways.
+
+    python -m benchmarks.fleet_served [--engines 2,4] [--step-ms 100] [--requests 120]
+
+Starts engines on the mock executor, whose steps all take `--step-ms`, and `tokenyard route` before them, and sends
+requests that share prefixes, so many that they queue. The simulator gets the engines' own settings and a cost model of
+steps of that length; it knows nothing else of the run. Prints both for each number of engines: the share of requests
+within the targets, times to the first token, and requests a second. Exits with 1 if any of them is off by more than
+3 %; of attainment that is 3 points.
+"""
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.mock_server import AnyServer
+from benchmarks.router_cpu import free_ports
+from benchmarks.router_served import healthy, wait_until
+from benchmarks.simulated_vs_served import MODELS, burst, end_s, prompts_of
+from tokenyard.bench.backends import NativeBackend, RequestOptions
+from tokenyard.bench.load import Target, run_load
+from tokenyard.bench.metrics import tpot_s
+from tokenyard.cost import LinearTerms, Profile
+from tokenyard.sim.engine import Setup, simulate
+from tokenyard.tape.codec import Tape
+
+MODEL = MODELS["demo"]
+PLACES, CONTEXT, POOL_TOKENS = 8, 2048, 1 << 17
+TARGET_STEPS, WORST = 20.0, 0.03
+"""A first token should come within so many steps."""
+
+
+def flags(step_ms):
+    """The engines' settings. Steps do not overlap, as the simulator's do not by default."""
+    mock = ["--executor", "mock", "--mock-step-ms", str(step_ms), "--disable-overlap-schedule"]
+    sizes = {"--context-length": CONTEXT, "--max-total-tokens": POOL_TOKENS, "--max-running-requests": PLACES}
+    return [*mock, *(str(word) for pair in sizes.items() for word in pair)]
+
+
+async def send(url, workload):
+    """All answers. Ends the benchmark if one is an error."""
+    async with Target(url, {}) as target:
+        name = (await target.get("/v1/models"))["data"][0]["id"]
+        backend = NativeBackend(RequestOptions(model=name, ignore_eos=True, extra={}))
+        prompts, times = prompts_of(workload, MODEL), workload.arrival_s.tolist()
+        answers = (await run_load(target, backend, prompts, times, max_concurrency=None)).answers
+    failed = [answer.error for answer in answers if answer.error]
+    if failed:
+        sys.exit(f"{len(failed)} requests failed: {failed[0]}")
+    return answers
+
+
+def served(workload, engines, step_ms):
+    """Answers of real engines behind a router, and the settings that an engine had."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        paths = [Path(folder, f"tape{number}") for number in range(engines)]
+        places = [stack.enter_context(AnyServer(*flags(step_ms), "--record", str(path))) for path in paths]
+        port = free_ports(1)[0]
+        workers = [f"http://{host}:{its}" for host, its in places]
+        call = [sys.executable, "-m", "tokenyard", "route", "--port", str(port), "--worker-urls", *workers]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+        router = subprocess.Popen([*call, "--log-level", "error"], env=environment)
+        try:
+            wait_until(lambda: healthy(f"http://127.0.0.1:{port}"), "the router")
+            answers = asyncio.run(send(f"http://127.0.0.1:{port}", workload))
+        finally:
+            router.terminate()
+            router.wait()
+        stack.close()
+        return answers, Tape(paths[0].read_bytes(), paths[0].name).header.origin
+
+
+def figures(ttft, tpot, seconds, step_ms):
+    """What is compared: times in ms, and requests a second."""
+    met = ttft <= TARGET_STEPS * step_ms / 1e3
+    return {
+        "attainment": float(met.mean()),
+        "ttft mean": 1e3 * float(ttft.mean()),
+        "ttft p90": 1e3 * float(np.quantile(ttft, 0.9)),
+        "tpot mean": 1e3 * float(tpot.mean()),
+        "requests/s": len(ttft) / seconds,
+    }
+
+
+def compare(engines, step_ms, requests):
+    """Print both; returns the worst error."""
+    seconds_of_work = requests * 35 * step_ms / 1e3 / (PLACES * engines)
+    workload = burst(MODEL, requests, 7).scaled(0.3 * MODEL.burst_s / seconds_of_work)
+    answers, origin = served(workload, engines, step_ms)
+    ttft = np.array([answer.ttft_s for answer in answers])
+    tpot = np.array([tpot_s(answer) or 0.0 for answer in answers])
+    real = figures(ttft, tpot, end_s(answers), step_ms)
+    terms = LinearTerms(step_ms, 0.0, 0.0, 0.0, 0.0, 0.0)
+    profile = Profile("mock", "fixed", terms, POOL_TOKENS, 1, CONTEXT, "steps of one length")
+    outcome = simulate(workload, Setup(profile, origin.settings, engines, router="predicted_ttft", oracle=True))
+    told = figures(outcome.ttft_s, outcome.tpot_s, outcome.finished_ns.max() / 1e9, step_ms)
+    worst = 0.0
+    for name, value in real.items():
+        error = told[name] - value if name == "attainment" else told[name] / value - 1.0
+        worst = max(worst, abs(error))
+        print(f"{engines} engines, {name:>11}: served {value:8.3f}, simulated {told[name]:8.3f}  {100 * error:+.1f} %")
+    sys.stdout.flush()
+    return worst
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", default="2,4")
+    parser.add_argument("--step-ms", type=float, default=100.0)
+    parser.add_argument("--requests", type=int, default=120, help="for two engines")
+    options = parser.parse_args()
+    sizes = [int(word) for word in options.engines.split(",")]
+    errors = [compare(size, options.step_ms, options.requests * size // 2) for size in sizes]
+    return int(max(errors) > WORST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
