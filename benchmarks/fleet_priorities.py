@@ -26,17 +26,21 @@ from tokenyard.sim.workload import uniform_columns
 REPLICAS, CONTEXT, TOP_RATE, LOAD, TOP = 8, 40_000, 12.0, 10, 20
 
 
-def traffic(seconds, load, seed):
-    """The top class (priority 20) and `load - 1` times as many requests of the lower one (priority 0)."""
+def of_class(count, rate, seed):
+    """Arrivals, lengths of prompts and lengths of answers of one class."""
     rng = np.random.default_rng(seed)
-    top = poisson(int(TOP_RATE * seconds), TOP_RATE, rng)
-    low = poisson(int((load - 1) * TOP_RATE * seconds), (load - 1) * TOP_RATE, rng) if load > 1 else np.zeros(0)
-    count = len(top) + len(low)
-    prompts, outputs = lengths(1000, count, rng, 8000), lengths(200, count, rng, 1000)
-    times, urgent = np.concatenate((top, low)), np.arange(count) < len(top)
+    times = poisson(count, rate, rng) if count else np.zeros(0)
+    return times, lengths(1000, count, rng, 8000), lengths(200, count, rng, 1000)
+
+
+def traffic(seconds, load, seed):
+    """The top class, the same requests whatever the load, and `load - 1` times as many of the lower one, priority 0."""
+    rates = (TOP_RATE, (load - 1) * TOP_RATE)
+    classes = [of_class(int(rate * seconds), rate, [seed, place]) for place, rate in enumerate(rates)]
+    times, prompts, outputs = (np.concatenate(column) for column in zip(*classes, strict=True))
     order = np.argsort(times, kind="stable")
     made = uniform_columns("two classes", times[order], prompts[order], outputs[order], UniqueContent())
-    return replace(made, priority=TOP * urgent[order].astype(np.int32))
+    return replace(made, priority=TOP * (order < len(classes[0][0])).astype(np.int32))
 
 
 def run(load, options, seed):

@@ -3,8 +3,9 @@
     python -m benchmarks.fleet_served [--engines 2,4] [--step-ms 100] [--requests 120]
 
 Starts engines on the mock executor, whose steps all take `--step-ms`, and `tokenyard route` before them, and sends
-requests that share prefixes, so many that they queue. The simulator gets the engines' own settings and a cost model of
-steps of that length; it knows nothing else of the run. Prints both for each number of engines: the share of requests
+requests that share prefixes, so many that they queue. The simulator gets the engines' own settings, a cost model of
+steps of that length, and the CPU time between two steps as the tape of one engine has it (`--host-us` of `tokenyard
+simulate`); it knows nothing else of the run. Prints both for each number of engines: the share of requests
 within the targets, times to the first token, and requests a second. Exits with 1 if any of them is off by more than
 3 %; of attainment that is 3 points.
 """
@@ -29,12 +30,17 @@ from tokenyard.bench.load import Target, run_load
 from tokenyard.bench.metrics import tpot_s
 from tokenyard.cost import LinearTerms, Profile
 from tokenyard.sim.engine import Setup, simulate
+from tokenyard.sim.taped import History
 from tokenyard.tape.codec import Tape
+from tokenyard.tape.replay import Replay
 
 MODEL = MODELS["demo"]
 PLACES, CONTEXT, POOL_TOKENS = 8, 2048, 1 << 17
 TARGET_STEPS, WORST = 20.0, 0.03
 """A first token should come within so many steps."""
+
+ROW_STEPS, SPREAD = 35, 1.25
+"""About how many steps a request runs, and over how much longer than that work takes the requests come."""
 
 
 def flags(step_ms):
@@ -58,7 +64,7 @@ async def send(url, workload):
 
 
 def served(workload, engines, step_ms):
-    """Answers of real engines behind a router, and the settings that an engine had."""
+    """Answers of real engines behind a router, and the tape of one."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         paths = [Path(folder, f"tape{number}") for number in range(engines)]
         places = [stack.enter_context(AnyServer(*flags(step_ms), "--record", str(path))) for path in paths]
@@ -74,7 +80,7 @@ def served(workload, engines, step_ms):
             router.terminate()
             router.wait()
         stack.close()
-        return answers, Tape(paths[0].read_bytes(), paths[0].name).header.origin
+        return answers, Tape(paths[0].read_bytes(), paths[0].name)
 
 
 def figures(ttft, tpot, seconds, step_ms):
@@ -91,15 +97,21 @@ def figures(ttft, tpot, seconds, step_ms):
 
 def compare(engines, step_ms, requests):
     """Print both; returns the worst error."""
-    seconds_of_work = requests * 35 * step_ms / 1e3 / (PLACES * engines)
-    workload = burst(MODEL, requests, 7).scaled(0.3 * MODEL.burst_s / seconds_of_work)
-    answers, origin = served(workload, engines, step_ms)
+    seconds_of_work = requests * ROW_STEPS * step_ms / 1e3 / (PLACES * engines)
+    workload = burst(MODEL, requests, 7)
+    workload = workload.scaled(float(workload.arrival_s[-1]) / (SPREAD * seconds_of_work))
+    answers, tape = served(workload, engines, step_ms)
+    history = History(tape.header.origin)
+    Replay(tape, history, own_policies=False).run()
     ttft = np.array([answer.ttft_s for answer in answers])
     tpot = np.array([tpot_s(answer) or 0.0 for answer in answers])
     real = figures(ttft, tpot, end_s(answers), step_ms)
     terms = LinearTerms(step_ms, 0.0, 0.0, 0.0, 0.0, 0.0)
     profile = Profile("mock", "fixed", terms, POOL_TOKENS, 1, CONTEXT, "steps of one length")
-    outcome = simulate(workload, Setup(profile, origin.settings, engines, router="predicted_ttft", oracle=True))
+    settings, host_s = tape.header.origin.settings, history.host_s
+    print(f"{engines} engines: {1e6 * host_s:.0f} us of CPU time between two steps")
+    setup = Setup(profile, settings, engines, router="predicted_ttft", host_s=host_s, oracle=True)
+    outcome = simulate(workload, setup)
     told = figures(outcome.ttft_s, outcome.tpot_s, outcome.finished_ns.max() / 1e9, step_ms)
     worst = 0.0
     for name, value in real.items():

@@ -169,6 +169,7 @@ def test_a_fleet_is_read_from_a_file(tmp_path):
         ("events: [{at_s: .nan, kill: 0}]", "at_s is nan"),
         ("events: [{at_s: 1, kill: zero}]", "a worker is a number"),
         ("events: [{at_s: 1, kill: 0, for_s: 0}]", "length above 0"),
+        ("events: [{at_s: 1, slow: 0, factor: 0}]", "the factor of an event"),
         ("events: {at_s: 1}", "a list of mappings"),
         ("workers: {1: a100}", "a worker is {device"),
         ("workers: {1: {device: abacus}}", "no cost profile"),

@@ -94,6 +94,8 @@ class Fleet:
         for event in self.events:
             if not (event.at_s >= 0.0 and event.for_s > 0.0):
                 raise ConfigError("an event of a fleet needs a time that is not negative and a length above 0")
+        if not all(fault.factor > 0.0 for fault in self.faults):
+            raise ConfigError("the factor of an event is how many times as long everything takes; it must be above 0")
 
     @property
     def events(self) -> tuple[Fault | Drain, ...]:
@@ -104,7 +106,9 @@ class Fleet:
         """Raise ConfigError for an event or a device of a replica that is not there."""
         named = [*(event.replica for event in self.events), *self.profiles]
         if any(not 0 <= replica < replicas for replica in named):
-            raise ConfigError(f"a fault names a replica that is not there; there are {replicas}, numbered from 0")
+            raise ConfigError(
+                f"an event or a device names a replica that is not there; there are {replicas}, numbered from 0"
+            )
 
 
 def read_fleet(path: Path, model: str) -> Fleet:
