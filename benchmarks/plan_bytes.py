@@ -81,7 +81,9 @@ def measure(plan: StepPlan, plans: int, ranks: int, pause_s: float) -> None:
         time.sleep(0.01)
     begun, sent = [], []
     for _ in range(plans):
-        time.sleep(pause_s)
+        # Awake, as the scheduler that has just made the plan.
+        while time.monotonic_ns() < (sent[-1] if sent else 0) + pause_s * 1e9:
+            pass
         begun.append(time.monotonic_ns())
         ring.send(encode_plan(plan))
         sent.append(time.monotonic_ns())

@@ -12,8 +12,16 @@ from tests.executor.driver import Driver
 from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
-from tokenyard.executor.load import _prepare_cuda, choose_device, choose_dtype, load_executor, read_folder_config
+from tokenyard.executor.load import (
+    _device_of_rank,
+    _prepare_cuda,
+    choose_device,
+    choose_dtype,
+    load_executor,
+    read_folder_config,
+)
 from tokenyard.executor.models.reading import read_model_config
+from tokenyard.executor.parallel.shards import Shard
 
 
 @pytest.fixture
@@ -238,6 +246,16 @@ def test_a_device_has_one_name(monkeypatch):
     ]
     with pytest.raises(ConfigError, match="sees 2 CUDA devices"):
         choose_device("cuda:2")
+
+
+def test_ranks_of_a_divided_model_have_a_gpu_each(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    shards = [Shard(rank, 2, None, None) for rank in range(2)]
+    places = [_device_of_rank("auto", rank, 2, shard) for rank in range(2) for shard in shards]
+    assert places == [(torch.device("cuda", place), 1) for place in range(4)]
+    with pytest.raises(ConfigError, match="--tp-size and --dp-size ask for 6 CUDA devices, but torch sees 4"):
+        _device_of_rank("auto", 0, 3, shards[0])
 
 
 def test_a_gpu_computes_exactly_and_needs_no_graph_per_length(monkeypatch):

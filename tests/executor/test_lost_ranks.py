@@ -108,6 +108,7 @@ def test_who_slept_itself_gives_the_others_time():
     assert watch.stands_still(own, alive_ns)
 
 
+@pytest.mark.slow
 def test_a_rank_with_other_settings_is_refused():
     with pytest.raises(ConfigError, match=r"^tensor-parallel rank 1 has model .*demo_model', but rank 0 has 'm'"):
         refused_by_followers()

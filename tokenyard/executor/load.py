@@ -144,6 +144,10 @@ def _device_of_rank(name: str, rank: int, ranks: int, shard: Shard | None) -> tu
     target = choose_device(name)
     if shard is not None and target.type == "cuda":
         rank, ranks = rank * shard.size + shard.rank, ranks * shard.size
+        if ranks > torch.cuda.device_count():
+            raise ConfigError(
+                f"--tp-size and --dp-size ask for {ranks} CUDA devices, but torch sees {torch.cuda.device_count()}"
+            )
     if target.type != "cuda" or name not in ("auto", "cuda"):
         return target, ranks
     devices = torch.cuda.device_count()
