@@ -33,10 +33,10 @@ class AnyServer:
     def cpu_s(self, name):
         """CPU seconds so far of the process called `name`: api, scheduler, detokenizer."""
         if name == "api":
-            return _cpu_s(self._process.pid)
+            return cpu_s_of(self._process.pid)
         for pid in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
             if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return _cpu_s(pid)
+                return cpu_s_of(pid)
         raise LookupError(f"the server has no {name} process")
 
     def __enter__(self):
@@ -56,7 +56,7 @@ class AnyServer:
         self._process.wait()
 
 
-def _cpu_s(pid):
+def cpu_s_of(pid):
     user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tokenyard.server.live import PERIOD_S, ROW
+from tokenyard.server.live import PERIOD_S, ROW, tiers_of
 from tokenyard.ui.files import SERVER_PAGE
 
 
@@ -78,3 +78,10 @@ def test_the_stream_tells_of_loading_and_ends_with_the_server(start, drained):
         assert [one["phase"] for one in events(server, 9)] == ["drained", "drained"]
     else:
         assert events(server, 1)[0]["phase"] == "loading"
+
+
+def test_stores_below_the_device_are_added_up_by_kind():
+    rank = {"backend": "disk", "blocks": 3, "block_tokens": 64, "stored_bytes": 4096, "loading": 1}
+    found = tiers_of({"rank 0": rank, "rank 1": rank | {"blocks": 1, "loading": 0}})
+    assert found == {"disk": {"tokens": 256, "bytes": 8192, "loading": 1}}
+    assert tiers_of({}) == {}

@@ -13,6 +13,7 @@ from tokenyard.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROMPT = re.compile(r"^\s*(\$ )?(\.venv/bin/)?(?=tokenyard )")
 BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.S | re.M)
 
 
@@ -20,20 +21,28 @@ def commands(page):
     """The command lines of a page that call the package, with continued lines joined."""
     for block in BLOCK.findall(page.read_text(encoding="utf-8")):
         for line in block.replace("\\\n", " ").splitlines():
-            if line.lstrip().startswith("tokenyard "):
-                yield line.strip()
+            called = PROMPT.sub("", line)
+            if called.startswith("tokenyard "):
+                yield called.strip()
+
+
+def words_of(line):
+    """The words after `tokenyard` of a command line, up to a pipe, without where its output goes."""
+    words = shlex.split(line, comments=True)[1:]
+    words = words[: words.index("|")] if "|" in words else words
+    kept = [place for place, word in enumerate(words) if not word.startswith((">", "2>")) and word != "&"]
+    return [words[place] for place in kept if not (place and words[place - 1] in (">", "2>"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_flags_of_every_command_exist(page):
     wrong = []
     for line in commands(page):
-        words = [word for word in shlex.split(line, comments=True)[1:] if not word.startswith(("2>", ">"))]
-        words = words[: words.index("|")] if "|" in words else words
+        words = words_of(line)
         if "--help" in words or "..." in words:
             continue
         try:
-            build_parser(words[0]).parse_strictly([word for word in words if word not in ("server.log", "&")])
+            build_parser(words[0]).parse_strictly(words)
         except (ConfigError, SystemExit) as error:
             wrong.append(f"{line}: {error}")
     assert not wrong

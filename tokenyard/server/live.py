@@ -174,7 +174,19 @@ def _scheduler_part(counters: Mapping[str, Any]) -> dict[str, Any]:
         "counts": {name: counters.get(name, 0) for name in COUNTS},
         "totals": {name: totals.get(name, 0) for name in TOTALS},
         **{name: counters.get(name) for name in POLICY},
+        "tiers": tiers_of(counters.get("tiers", {})),
     }
+
+
+def tiers_of(described: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """KV below the device by store (disk, host and the like), of all ranks: tokens, bytes, and loads under way."""
+    found: dict[str, dict[str, int]] = {}
+    for rank in described.values():
+        tier = found.setdefault(str(rank["backend"]), {"tokens": 0, "bytes": 0, "loading": 0})
+        tier["tokens"] += rank["blocks"] * rank["block_tokens"]
+        tier["bytes"] += rank["stored_bytes"]
+        tier["loading"] += rank["loading"]
+    return found
 
 
 def _merged_bins(bins: Iterable[Mapping[str, Any]]) -> list[list[float]]:

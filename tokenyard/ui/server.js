@@ -227,7 +227,8 @@
     const error = tick.step_time_error;
     const budget = tick.budget_tokens > 0 ? `at most ${number(tick.budget_tokens)} prompt tokens a step` : "";
     $("budget").textContent = [budget, error === null || error === undefined ? "" : `cost model off by ${percent(error)}`].filter(Boolean).join(" · ");
-    $("kv-note").textContent = `${number(tick.kv.total)} tokens, ${number(tick.kv.free)} free`;
+    const tiers = Object.entries(tick.tiers).map(([name, tier]) => `${name}: ${number(tier.tokens)} tokens, ${number(tier.bytes / 1e6)} MB${tier.loading ? `, ${tier.loading} loading` : ""}`);
+    $("kv-note").textContent = [`${number(tick.kv.total)} tokens, ${number(tick.kv.free)} free`, ...tiers].join(" · ");
   }
   /* A moment that was missed looks like the one before it. */
   function bridged(values) {

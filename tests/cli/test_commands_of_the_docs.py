@@ -1,0 +1,93 @@
+"""The commands on the pages are run as they stand there, in a folder that has the files they name.
+
+Those that are not run are named with the reason.
+"""
+
+import gzip
+import re
+import signal
+
+import httpx2
+import pytest
+
+from tests.e2e.servers import Server
+from tests.style.test_commands import PAGES, ROOT, commands, words_of
+from tokenyard.cli.main import main
+from tokenyard.config import DEMO_MODEL
+from tokenyard.cost import get_profile
+from tokenyard.cost.profiles import save_profile
+
+pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
+NOT_RUN = {
+    "serve": "runs until it is stopped: tests/e2e",
+    "route": "runs until it is stopped: tests/router, tests/e2e/test_fleet.py",
+    "top": "runs until it is stopped: tests/server/test_top.py",
+    "calibrate": "takes a minute and a model of one's own: tests/cli/test_calibrate.py",
+}
+SLOW = {"plan", "goodput"}
+"""What takes seconds even on little."""
+
+
+def cases():
+    """(command line, words) of every page, each once."""
+    seen = {}
+    for page in PAGES:
+        for line in commands(page):
+            words = words_of(line)
+            if words[0] not in NOT_RUN and "..." not in words and "--help" not in words:
+                seen.setdefault(tuple(words), line)
+    return [pytest.param(words, id=" ".join(words), marks=[pytest.mark.slow] * (words[0] in SLOW)) for words in seen]
+
+
+def block(page, beginning):
+    """The block of a page that begins so."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return next(found for found in re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M) if found.startswith(beginning))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Traces, a tape and a log of a short run of the server, and the files that the pages show."""
+    path = tmp_path_factory.mktemp("docs")
+    (path / "fleet.yaml").write_text(block("simulator.md", "routers:"))
+    (path / "devices.yaml").write_text(block("simulator.md", "devices:"))
+    (path / "my_policies.py").write_text(block("your_own_policy.md", '"""my_policies.py"""'))
+    asked = [line for line in block("applications.md", "$ cat asked.jsonl").splitlines() if line.startswith("{")]
+    (path / "asked.jsonl").write_text("\n".join(asked))
+    lines = [f"2023-11-16 18:15:{n % 60:02}.000,{50 + 7 * n},{5 + n % 9}\n" for n in range(40)]
+    with gzip.open(path / "azure.csv.gz", "wt") as file:
+        file.write("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(lines))
+    save_profile(get_profile("cpu", "smollm2-135m"), path / "mine.json")
+    tape = str(path / "hour.tape")
+    server = Server("--executor", "mock", "--record", tape, "--log-requests", "--log-format", "json")
+    for number in range(8):
+        body = {"prompt": f"Once upon a time {number}", "max_tokens": 5}
+        assert httpx2.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+    (path / "server.log").write_text(server.log)
+    (path / "traffic.tape").write_bytes((path / "hour.tape").read_bytes())
+    assert main(["replay", tape, "--to-trace", str(path / "hour.jsonl"), "--quiet"]) == 0
+    return path
+
+
+@pytest.mark.parametrize("words", cases())
+def test_a_command_of_the_docs_does_what_it_says(words, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{folder}")
+    assert main(list(words)) == 0, capsys.readouterr()
+    assert capsys.readouterr().out.strip() or "--quiet" in words
+    for flag in ("--report", "--json", "--to-trace", "--output"):
+        if flag in words:
+            assert (folder / words[words.index(flag) + 1]).stat().st_size > 0
+
+
+def test_what_is_not_run_is_on_a_page():
+    first = {words_of(line)[0] for page in PAGES for line in commands(page)}
+    assert set(NOT_RUN) <= first, "a reason for no command"
+
+
+def test_words_of_a_command():
+    assert words_of("tokenyard top &    # beside it") == ["top"]
+    assert words_of("tokenyard serve --log-format json 2> server.log") == ["serve", "--log-format", "json"]
