@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
     assert server.wait() == 0
     (path / "server.log").write_text(server.log)
     (path / "traffic.tape").write_bytes((path / "hour.tape").read_bytes())
-    assert main(["replay", tape, "--to-trace", str(path / "hour.jsonl"), "--quiet"]) == 0
+    assert main(["replay", tape, "--to-trace", str(path / "hour.jsonl")]) == 0
     return path
 
 

@@ -258,11 +258,14 @@ def test_an_endless_template_is_ended():
     assert asyncio.run(twice()) == "[user]Hi>"
 
 
-def test_where_templates_are_found(tmp_path):
+def test_where_templates_are_found(tmp_path, caplog):
     assert not load_chat_template(tmp_path)
+    assert "has no chat template" in caplog.text
+    caplog.clear()
     config = {"bos_token": {"content": "<b>"}, "chat_template": [{"name": "default", "template": "{{ bos_token }}1"}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert load_chat_template(tmp_path).render(MESSAGES) == "<b>1"
+    assert not caplog.text
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}2")
     assert load_chat_template(tmp_path).render(MESSAGES) == "<b>2"
     (tmp_path / "additional_chat_templates").mkdir()

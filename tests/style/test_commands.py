@@ -14,13 +14,14 @@ from tokenyard.cli.main import build_parser
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROMPT = re.compile(r"^\s*(\$ )?(\.venv/bin/)?(?=tokenyard )")
-BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.S | re.M)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
+SHELL = ("", "sh", "bash", "console")
 
 
 def commands(page):
     """The command lines of a page that call the package, with continued lines joined."""
-    for block in BLOCK.findall(page.read_text(encoding="utf-8")):
-        for line in block.replace("\\\n", " ").splitlines():
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines() if language in SHELL else ():
             called = PROMPT.sub("", line)
             if called.startswith("tokenyard "):
                 yield called.strip()

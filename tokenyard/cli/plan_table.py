@@ -8,12 +8,13 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from tokenyard.cli.terminal import command_line
 from tokenyard.cost import Profile
 from tokenyard.sim.charts import Chart
 from tokenyard.sim.page import Report, Row, Section, write_page
 from tokenyard.sim.page import Table as PageTable
 from tokenyard.sim.plan import MORE_TRAFFIC, Found, Interval, LeftOut, Plan
-from tokenyard.sim.report import rate_of, slo_text
+from tokenyard.sim.report import facts_of, rate_of, trust
 from tokenyard.sim.workload import Workload
 
 
@@ -167,7 +168,11 @@ def write_plan(path: Path, plan: Plan, workload: Workload, target: float) -> Non
             PageTable(title, ["as it is: SLO met, 95 % interval", "needed"], [Row(row[0], row[1:]) for row in what])
         )
     first = plan.finalists[0].option.setup
-    facts = {"trace": workload.name, "requests a second": f"{rate_of(workload):.4g}", "SLO": slo_text(first.slo)}
+    errors = {found.option.setup.profile.name: found.option.setup.profile.error for found in plan.finalists}
+    facts = facts_of(workload, first, command_line()) | {
+        "device": ", ".join(errors),
+        "cost model": "; ".join(f"{name}: error {trust(error)}" for name, error in errors.items()),
+    }
     section = Section("Plan", plan_charts(plan), tables, list(plan_notes(plan)))
     write_page(path, Report(_title(workload, target), facts, [section], names))
 

@@ -158,8 +158,10 @@
     $("rows-empty").hidden = all > 0;
     $("rows-note").textContent = all > rows.length ? `the first ${rows.length} of ${number(all)}` : all ? "click one to see where its time goes" : "";
   }
+  /* Ids of one client often begin alike. */
+  const shortened = (id) => (id.length > 20 ? `${id.slice(0, 7)}…${id.slice(-11)}` : id);
   function makeRow(id) {
-    const parts = { kind: el("i", { class: "kind" }), id: el("span", { class: "id", text: id }), state: el("span", { class: "state" }), hit: el("i", {}), done: el("i", {}), prompt: el("i", { class: "prompt" }), age: el("span", { class: "age" }) };
+    const parts = { kind: el("i", { class: "kind" }), id: el("span", { class: "id", text: shortened(id) }), state: el("span", { class: "state" }), hit: el("i", {}), done: el("i", {}), prompt: el("i", { class: "prompt" }), age: el("span", { class: "age" }) };
     parts.done.style.background = "var(--s1)"; parts.hit.style.background = "var(--s2)";
     parts.root = el("button", { type: "button", class: "row", onclick: () => YardRequest.open(id) }, parts.kind, parts.id, parts.state, el("span", { class: "track" }, parts.done, parts.hit, parts.prompt), parts.age);
     rowNodes.set(id, parts);
