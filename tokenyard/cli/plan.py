@@ -140,14 +140,10 @@ def make_options(args: argparse.Namespace, workload: Workload) -> list[Option]:
     for device, ranks, router, policy in product(
         read_devices(args.devices, args.profile_model), sizes, routers, policies
     ):
-        given = {**vars(args), **usual, "device": device.profile.device, "profile": None}
+        given = {**vars(args), **usual, "profile": device.profile}
         setup = named_setup(argparse.Namespace(**given, dp_size=ranks, router=router), workload, policy)
         running = ranks * setup.settings.max_running_requests
-        setup = replace(
-            setup,
-            profile=device.profile,
-            settings=replace(setup.settings, max_running_requests=running),
-        )
+        setup = replace(setup, settings=replace(setup.settings, max_running_requests=running))
         most = min(args.most, device.most // (ranks * device.profile.tp))
         if most:
             options.append(Option(setup, policy, device.price, most))

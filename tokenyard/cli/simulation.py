@@ -248,7 +248,7 @@ def load_tokenizer(path: Path) -> Tokenize:
 
 def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | None) -> Setup:
     """What is simulated, from the arguments; `preset_name` None takes the server's own settings."""
-    profile = load_profile(args.profile) if args.profile is not None else get_profile(args.device, args.profile_model)
+    profile = _profile_of(args)
     given = _given_flags(args)
     pool_tokens = given.pop("max_total_tokens", None)
     longest = max(workload.max_output_tokens, int(workload.max_new_tokens.max()))
@@ -270,6 +270,13 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
         learn=args.learn_cost,
         fleet=read_fleet(args.fleet, args.profile_model) if args.fleet is not None else Fleet(),
     )
+
+
+def _profile_of(args: argparse.Namespace) -> Profile:
+    """`--profile`, a file or one that was read already, or else the built-in profile of the device."""
+    if isinstance(args.profile, Profile):
+        return args.profile
+    return load_profile(args.profile) if args.profile is not None else get_profile(args.device, args.profile_model)
 
 
 def check_named(args: argparse.Namespace) -> None:
