@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks.goodput import AZURE, PROFILE, load, settings_of
 from benchmarks.simulator_speed import AZURE as AZURE_FILE
-from tokenyard.cli.plan import Pool, add_plan_arguments, make_options
+from tokenyard.cli.plan import add_plan_arguments, make_options, planner_on
 from tokenyard.cli.plan_table import plan_charts, plan_document
+from tokenyard.cli.pool import Pool
 from tokenyard.cli.simulation import load_workload, progress_bar
 from tokenyard.sim.charts import Chart, picture
 from tokenyard.sim.engine import Setup, simulate
 from tokenyard.sim.metrics import summary
-from tokenyard.sim.plan import Planner
 
 NAMES = ("sglang-default", "vllm-default", "slo, wait 58 s", "slo, reject")
 SCALES = (2.0, 2.4, 2.8, 3.0, 3.2, 3.6, 4.0)
@@ -71,8 +71,7 @@ def plan_picture(jobs: int, limit: int | None) -> list[Chart]:
     args = parser.parse_args([*words, *(["--limit", str(limit)] if limit else [])])
     workload = load_workload(args)
     with progress_bar(False) as bar, Pool(workload, jobs, bar) as pool:
-        planner = Planner(workload, args.target, args.seeds, pool.size, pool.attain)
-        plan = planner.plan(make_options(args, workload))
+        plan = planner_on(pool, workload, args).plan(make_options(args, workload))
     assert plan is not None
     print(json.dumps(plan_document(plan, workload, args.target), indent=2))
     return plan_charts(plan)

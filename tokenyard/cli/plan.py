@@ -84,13 +84,7 @@ def run_plan(args: argparse.Namespace) -> int:
     workload = load_workload(args)
     options = make_options(args, workload)
     with progress_bar(args.quiet) as bar, Pool(workload, args.jobs, bar, args.ray) as pool:
-        planner = Planner(
-            workload,
-            args.target,
-            args.seeds,
-            lambda what, sizings: pool.each(what, sized, sizings),
-            lambda what, trials: pool.each(what, attained, trials),
-        )
+        planner = planner_on(pool, workload, args)
         plan = planner.plan(options)
     if plan is None:
         print(f"no fleet of up to {args.most} replicas serves {100 * args.target:g} % of {workload.name} in time")
@@ -103,6 +97,17 @@ def run_plan(args: argparse.Namespace) -> int:
     if not args.quiet:
         _print(plan, workload, args.target)
     return 0
+
+
+def planner_on(pool: Pool, workload: Workload, args: argparse.Namespace) -> Planner:
+    """A planner whose sizings and trials are done by `pool`."""
+    return Planner(
+        workload,
+        args.target,
+        args.seeds,
+        lambda what, sizings: pool.each(what, sized, sizings),
+        lambda what, trials: pool.each(what, attained, trials),
+    )
 
 
 def _print(plan: Plan, workload: Workload, target: float) -> None:

@@ -80,8 +80,8 @@ async def _serve(settings: Settings) -> int:
     listener = listen_at_path(settings.uds) if settings.uds else listen(settings.host, settings.port)
     if not settings.uds:
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
-    config = engine_config(settings)
-    with _tracing(settings, state):
+    with _removed(settings.uds), _tracing(settings, state):
+        config = engine_config(settings)
         loading = asyncio.create_task(_run_engine(settings, config, state, server))
         try:
             await server.serve(sockets=[listener])
@@ -89,13 +89,21 @@ async def _serve(settings: Settings) -> int:
             loading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await loading
-    if settings.uds:
-        Path(settings.uds).unlink(missing_ok=True)
     if server.reason and settings.log_format == "json":
         log.critical("%s", server.reason)
     elif server.reason:
         print(f"tokenyard: {server.reason}", file=sys.stderr)
     return server.exit_status
+
+
+@contextlib.contextmanager
+def _removed(socket_path: str) -> Iterator[None]:
+    """Leave no file of a Unix socket behind, however it ends."""
+    try:
+        yield
+    finally:
+        if socket_path:
+            Path(socket_path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
