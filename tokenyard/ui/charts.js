@@ -129,7 +129,7 @@ const Yard = (() => {
       ...splits(log, isX), ...(isX && xTicks ? { splits: () => xTicks } : {}),
     });
     const options = {
-      width: 300, height: spec.height || 170, legend: { show: false }, padding: [8, 10, 0, 0],
+      width: 300, height: spec.height || 170, legend: { show: false }, padding: [8, 18, 0, 0],
       cursor: {
         y: false, points: { size: 7 }, drag: { x: !!spec.zoom, y: false, setScale: !!spec.zoom },
         sync: spec.sync ? { key: spec.sync, setSeries: false } : undefined,
