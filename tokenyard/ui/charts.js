@@ -175,11 +175,11 @@ const Yard = (() => {
     return null;
   }
   const fromZero = (self, low, high) => [Math.min(0, low === null ? 0 : low), high === null || high <= 0 ? 1 : high * 1.08];
-  /* On a log axis: 1, 2 and 5 of each power of ten where there is room, else powers alone, else every other one. */
+  /* On a log axis: all digits, a few of them, or 1, 2 and 5 of each power of ten where there is room, else powers alone, else every other one. */
   function logTicks(self, low, high, isX) {
     if (!(low > 0 && high > low)) return [];
     const room = (isX ? self.bbox.width : self.bbox.height) / devicePixelRatio / Math.log10(high / low) / (isX ? 46 : 20);
-    const digits = room > 12 ? [1, 2, 3, 4, 5, 6, 7, 8, 9] : room >= 3.4 ? [1, 2, 5] : [1];
+    const digits = room > 22 ? [1, 2, 3, 4, 5, 6, 7, 8, 9] : room > 7 ? [1, 2, 3, 5, 7] : room >= 3.4 ? [1, 2, 5] : [1];
     const apart = Math.max(1, Math.ceil(1 / room)), found = [];
     for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
       if (power % apart) continue;
