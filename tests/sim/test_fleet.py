@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tests.sim.small import setup
-from tokenyard.base import ConfigError
+from tokenyard.base import NS_PER_S, ConfigError
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.fleet import Drain, Fault, Fleet, read_fleet
+from tokenyard.sim.fleet_charts import POINTS, _over_time
 from tokenyard.sim.metrics import fleet_summary
 from tokenyard.sim.synthetic import synthetic
 from tokenyard.sim.workers import router_queue, worker_figures
@@ -186,3 +187,11 @@ def test_the_numbers_of_a_fleet_name_its_workers():
     assert [row["name"] for row in numbers["workers"]] == ["r0", "r1"]
     assert sum(row["requests"] for row in numbers["workers"]) == 40
     assert "workers" not in fleet_summary(simulate(synthetic("plain", 10, 20.0), setup()))
+
+
+def test_a_queue_over_time_is_its_largest_in_each_part():
+    begin, end = np.array([0, 0, 4 * NS_PER_S], np.int64), np.array([2, 1, 5], np.int64) * NS_PER_S
+    at_s, counts = _over_time(begin, end, np.ones(3, bool), 6.0)
+    assert len(at_s) == len(counts) == POINTS
+    told = {second: counts[int(second / 6.0 * POINTS)] for second in (0.5, 1.5, 3.0, 4.5, 5.5)}
+    assert told == {0.5: 2.0, 1.5: 1.0, 3.0: 0.0, 4.5: 1.0, 5.5: 0.0}

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from tokenyard.base import BoolArray, Float64Array, Int64Array
 from tokenyard.sim.charts import Chart
 from tokenyard.sim.outcome import Outcome
 from tokenyard.sim.page import Section
 from tokenyard.sim.workers import load_curve, worker_figures, worker_names
 
+POINTS = 300
 MOST_QUEUES = 8
 """Queues drawn for a setting, the longest ones; more lines cannot be told apart."""
 
@@ -39,11 +41,24 @@ def _queues(name: str, outcome: Outcome) -> Chart:
     chart.empty = "no request waited"
     waits_ns = outcome.admitted_ns - outcome.sent_ns
     totals = [int(waits_ns[(outcome.place == one) & outcome.served].sum()) for one in range(len(outcome.schedulers))]
+    names, seconds = worker_names(outcome), outcome.sim_seconds
     shown = sorted(np.argsort(totals)[::-1][:MOST_QUEUES].tolist())
-    for number in shown:
+    for number in shown if any(totals) else ():
         here = (outcome.place == number) & outcome.served & (waits_ns > 0)
-        chart.line(*load_curve(outcome.sent_ns, outcome.admitted_ns, here), worker_names(outcome)[number])
+        chart.line(*_over_time(outcome.sent_ns, outcome.admitted_ns, here, seconds), names[number])
     held = (outcome.place >= 0) & (outcome.sent_ns > outcome.arrival_ns)
     if held.any():
-        chart.line(*load_curve(outcome.arrival_ns, outcome.sent_ns, held), "at the routers")
+        chart.line(*_over_time(outcome.arrival_ns, outcome.sent_ns, held, seconds), "at the routers")
     return chart
+
+
+def _over_time(
+    begin_ns: Int64Array, end_ns: Int64Array, which: BoolArray, seconds: float
+) -> tuple[Float64Array, Float64Array]:
+    """The largest count of `load_curve` in each of `POINTS` equal parts of the run, so that all curves share them."""
+    at_s, counts = load_curve(begin_ns, end_ns, which)
+    edges = np.linspace(0.0, max(seconds, 1e-9), POINTS + 1)
+    place = np.searchsorted(at_s, edges[:-1], side="right")
+    most = np.concatenate(([0.0], counts))[place]
+    np.maximum.at(most, np.minimum(np.searchsorted(edges, at_s, side="right") - 1, POINTS - 1), counts)
+    return edges[:-1], most

@@ -35,6 +35,11 @@
     return [range[0] / 1.15, Math.max(range[1] * 1.15, range[0] * 1.4)];
   }
 
+  /* The places whose names have room below a chart. */
+  function withRoom(names) {
+    const apart = Math.ceil((names.join("").length * 6 + names.length * 6) / 260);
+    return names.map((_, place) => place).filter((place) => place % apart === 0);
+  }
   function draw(spec, host) {
     const found = spec.group ? charts.filter((one) => one.group === spec.group) : [spec];
     const shown = spec.series.filter((one) => one.x.length);
@@ -47,7 +52,7 @@
     const y = spec.y.log ? logRange(found, (one) => one.y) : yRange(found);
     chart(host, {
       height: 250, zoom: true, toggle: true, gridX: true, sync: spec.group || undefined,
-      x: { log: spec.x.log, label: spec.x.label, range: undefined, whole, ticks: names.length ? names.map((_, place) => place) : undefined, format: names.length ? (value) => names[value] ?? "" : (value) => number(value, 4) },
+      x: { log: spec.x.log, label: spec.x.label, range: undefined, whole, ticks: names.length ? withRoom(names) : undefined, format: names.length ? (value) => names[value] ?? "" : (value) => number(value, 4) },
       y: { log: spec.y.log, label: spec.y.label, range: y ? () => y : undefined, format: (value) => number(value, 4) },
       series: spec.series.map((one) => ({ label: one.label, color: one.color, kind: one.x.length === 1 && one.kind === "line" ? "points" : KINDS[one.kind], spanGaps: one.kind !== "dots" })),
     }).set(data);
