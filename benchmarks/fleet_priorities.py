@@ -35,12 +35,12 @@ def of_class(count, rate, seed):
 
 def traffic(seconds, load, seed):
     """The top class, the same requests whatever the load, and `load - 1` times as many of the lower one, priority 0."""
-    rates = (TOP_RATE, (load - 1) * TOP_RATE)
+    rates = ((load - 1) * TOP_RATE, TOP_RATE)
     classes = [of_class(int(rate * seconds), rate, [seed, place]) for place, rate in enumerate(rates)]
     times, prompts, outputs = (np.concatenate(column) for column in zip(*classes, strict=True))
     order = np.argsort(times, kind="stable")
     made = uniform_columns("two classes", times[order], prompts[order], outputs[order], UniqueContent())
-    return replace(made, priority=TOP * (order < len(classes[0][0])).astype(np.int32))
+    return replace(made, priority=TOP * (order >= len(classes[0][0])).astype(np.int32))
 
 
 def run(load, options, seed):
