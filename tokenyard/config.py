@@ -33,6 +33,7 @@ GROUPS = {
     "device": "where the model runs and how much memory it takes",
     "scheduler": "what runs when, and how much in one step",
     "urgency": "which requests come first",
+    "tiers": "KV below the device: kept on disk",
     "transfer": "KV between engines: prefill and decode apart",
     "server": "how clients reach it",
     "logging": "what is logged and recorded",
@@ -186,6 +187,33 @@ class Settings(SharedSettings):
         negated=("--async-scheduling", "--enable-overlap-schedule"),
     )
 
+    hicache_storage_backend: str = setting(
+        "none", "tiers", "where KV is kept below the device (--enable-hierarchical-cache)", choices=("none", "disk")
+    )
+    hicache_storage_dir: str = setting(
+        "", "tiers", "folder for KV on disk, used by one engine at a time; it may outlive the engine"
+    )
+    hicache_storage_gb: float = setting(10.0, "tiers", "most gigabytes of KV on disk, for each rank", POSITIVE)
+    hicache_storage_min_free_gb: float = setting(
+        1.0, "tiers", "gigabytes that are left free on that disk", ANY_COUNT, file_only=True
+    )
+    hicache_storage_write_mb_s: float = setting(
+        256.0, "tiers", "most megabytes per second that are written there; 0 for no limit", ANY_COUNT, file_only=True
+    )
+    hicache_storage_prefetch_policy: str = setting(
+        "timeout",
+        "tiers",
+        "how long a request waits for its KV on disk: best_effort not at all, wait_complete for all of it, timeout as "
+        "long as hicache-prefetch-timeout-s and hicache-prefetch-timeout-per-1k-tokens-s say",
+        choices=("best_effort", "wait_complete", "timeout"),
+    )
+    hicache_prefetch_timeout_s: float = setting(
+        1.0, "tiers", "longest wait for KV on disk, in seconds", POSITIVE, file_only=True
+    )
+    hicache_prefetch_timeout_per_1k_tokens_s: float = setting(
+        0.25, "tiers", "what 1,000 tokens add to it", ANY_COUNT, file_only=True
+    )
+
     disaggregation_mode: str = setting(
         "null",
         "transfer",
@@ -324,6 +352,7 @@ class Settings(SharedSettings):
                 mode == "null" or not self.disable_radix_cache,
                 "--disaggregation-mode keeps KV in the prefix cache, which --disable-radix-cache switches off",
             ),
+            *self._tier_rules(),
             (
                 total is None or self.page_size <= total,
                 f"--max-total-tokens is {total}; it must hold a page of {self.page_size} tokens (--page-size)",
@@ -390,6 +419,28 @@ class Settings(SharedSettings):
                 or self.schedule_policy in ("slo", "adaptive")
                 or own_policy,
                 f"--slo-reject and --slo-max-wait-s are for --schedule-policy slo, not {self.schedule_policy}",
+            ),
+        )
+
+    def _tier_rules(self) -> tuple[tuple[bool, str], ...]:
+        """What must hold for KV below the device."""
+        enabled, disk = self.enable_hierarchical_cache, self.hicache_storage_backend == "disk"
+        return (
+            (
+                enabled or not (disk or self.hicache_storage_dir),
+                "--hicache-storage-backend and --hicache-storage-dir need --enable-hierarchical-cache",
+            ),
+            (
+                disk or not enabled,
+                "--enable-hierarchical-cache needs --hicache-storage-backend disk; no tier in host memory is built",
+            ),
+            (
+                bool(self.hicache_storage_dir) or not enabled,
+                "--enable-hierarchical-cache needs --hicache-storage-dir, a folder for KV on disk",
+            ),
+            (
+                not (enabled and self.disable_radix_cache),
+                "--enable-hierarchical-cache lies below the prefix cache, which --disable-radix-cache switches off",
             ),
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 from tokenyard.base import ConfigError
 from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
-from tokenyard.engine.processes.config import EngineConfig, TransferConfig
+from tokenyard.engine.processes.config import EngineConfig, TierConfig, TransferConfig
 from tokenyard.engine.watch.recording import load_prior
 from tokenyard.executor.hub import find_model
 from tokenyard.policy.priority_function import load_priority_function
@@ -61,6 +61,16 @@ def engine_config(settings: Settings) -> EngineConfig:
             secret=settings.disaggregation_secret,
             lease_s=settings.disaggregation_lease_s,
             beat_s=settings.disaggregation_beat_s,
+        ),
+        "tiers": TierConfig(
+            backend=settings.hicache_storage_backend if settings.enable_hierarchical_cache else "none",
+            folder=settings.hicache_storage_dir,
+            most_gb=settings.hicache_storage_gb,
+            min_free_gb=settings.hicache_storage_min_free_gb,
+            write_mb_s=settings.hicache_storage_write_mb_s,
+            prefetch_policy=settings.hicache_storage_prefetch_policy,
+            timeout_s=settings.hicache_prefetch_timeout_s,
+            timeout_per_1k_tokens_s=settings.hicache_prefetch_timeout_per_1k_tokens_s,
         ),
     }
     return EngineConfig(**{name: getattr(settings, name) for name in alike} | derived)

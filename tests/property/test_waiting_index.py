@@ -89,7 +89,7 @@ class WaitingIndexMachine(RuleBasedStateMachine):
     def switch(self, off):
         if off:
             self.index.deactivate()
-            assert all(node.tag is None for node in self.memory.tree._nodes())
+            assert all(node.tag is None for node in self.memory.tree.nodes())
         else:
             self.activate()
 
@@ -114,7 +114,7 @@ class WaitingIndexMachine(RuleBasedStateMachine):
         if getattr(self, "index", None) and self.index.active:
             assert self.index.forest.weight == len(self.waiting)
             assert sorted(check_branch(self.index.forest)) == sorted(self.waiting)
-            tagged = [node for node in self.memory.tree._nodes() if node.tag is not None]
+            tagged = [node for node in self.memory.tree.nodes() if node.tag is not None]
             assert all(node.tag.weight for node in tagged)
 
     @invariant()

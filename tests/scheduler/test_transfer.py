@@ -153,11 +153,12 @@ def test_pages_that_are_being_written_are_nobody_elses(leave):
     other = yard.submit(prompt(30, seed=2), max_new=4)
     yard.run()
     assert not set(load.pages.tolist()) & {page for plan in yard.plans for page in plan.page_ids.tolist()}
-    assert other in yard.finished
+    assert other not in yard.finished, "it waits for the pages"
     yard.apply(Arrived(number, 0))
     assert not memory.holds
     yard.apply(Resume([number]))
     yard.run()
+    assert yard.finished[other].reason == "length"
     yard.check()
     assert yard.scheduler.idle() is None
 

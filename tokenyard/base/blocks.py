@@ -48,3 +48,8 @@ def chain(parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
         parent = blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
     return digests
+
+
+def tokens_per_block(page_size: int) -> int:
+    """Tokens of a block where pages hold `page_size` tokens: `BLOCK_TOKENS`, or what whole pages make of it."""
+    return -(-BLOCK_TOKENS // page_size) * page_size

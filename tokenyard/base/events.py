@@ -110,7 +110,7 @@ class Arrived:
 
 @dataclass(slots=True)
 class HoldEnded:
-    """The reader outside has finished with the pages that a request with `handover` left."""
+    """The reader outside has finished with the pages that a request with `handover` left, or those of a `Store`."""
 
     number: int
 
@@ -182,6 +182,22 @@ class Handover:
     tokens: int
     pages: Int32Array
     token: int
+
+
+@dataclass(slots=True)
+class Store:
+    """The KV of a prompt's first tokens may go to the store below: that of `tokens` (int32[n], from the root of
+    `namespace` on) is in `pages` (int32[n / page_size]), held until `HoldEnded(number)`. Numbers are below 0.
+    """
+
+    number: int
+    namespace: str
+    tokens: Int32Array
+    pages: Int32Array
+
+
+Move = Load | Handover | Store
+"""What the scheduler wants done with the KV of some pages."""
 
 
 @dataclass(slots=True)

@@ -159,6 +159,15 @@ class SharedSettings:
     radix_eviction_policy: str = setting(
         "lru", "scheduler", "what a full prefix cache drops first: lru, lfu, fifo, mru, filo, slru or priority"
     )
+    enable_hierarchical_cache: bool = setting(
+        False, "tiers", "keep KV below the device as well, in the store of --hicache-storage-backend"
+    )
+    hicache_write_policy: str = setting(
+        "write_through",
+        "tiers",
+        "when KV is stored: at once, at its first hit (write_through_selective), or before it is evicted (write_back)",
+        choices=("write_through", "write_through_selective", "write_back"),
+    )
     enable_kv_events: bool = setting(
         False, "scheduler", "publish what enters and leaves the prefix cache, for routers that keep an index of it"
     )

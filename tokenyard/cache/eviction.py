@@ -1,8 +1,8 @@
 """Which leaf of the prefix tree is evicted first."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
 
 from tokenyard.base import ConfigError
 from tokenyard.cache.node import Node
@@ -123,6 +123,10 @@ class EvictionQueue:
     def first(self) -> Node:
         """The leaf to evict next. Raises IndexError if there is none."""
         return self._leaves[0][0]
+
+    def in_order(self) -> Iterator[Node]:
+        """All leaves, the one to evict next first; the queue must not change meanwhile."""
+        return chain.from_iterable(self._leaves)
 
     def check(self) -> None:
         """Raise AssertionError if a leaf is out of place or a bucket out of size. Walks all leaves; for tests."""

@@ -210,13 +210,13 @@ class RadixCache:
 
     def snapshot_events(self) -> list[KvEvent]:
         """Events that tell of the whole tree as it is; an empty list unless KV events are enabled."""
-        return [] if self._events is None else self._events.snapshot(self._nodes())
+        return [] if self._events is None else self._events.snapshot(self.nodes())
 
     def check(self) -> None:
         """Raise AssertionError if the tree contradicts itself. Walks the whole tree; for tests."""
         evictable = protected = leaves = 0
         seen: list[Int32Array] = [NO_PAGES]
-        for node in self._nodes():
+        for node in self.nodes():
             self._check_node(node)
             seen.append(node.pages)
             evictable += 0 if node.locked else len(node.pages)
@@ -246,7 +246,17 @@ class RadixCache:
         """The root of each name space, in the order in which they came; to look at, not to change."""
         return iter(self._roots.values())
 
-    def _nodes(self) -> Iterator[Node]:
+    def next_to_go(self, num_pages: int) -> list[Node]:
+        """The leaves that `evict(num_pages)` would begin with, first one first; nothing is changed."""
+        leaves = []
+        for leaf in self._queue.in_order():
+            if num_pages <= 0:
+                break
+            leaves.append(leaf)
+            num_pages -= len(leaf.pages)
+        return leaves
+
+    def nodes(self) -> Iterator[Node]:
         """Every node, parents first; not recursive, because chains get deeper than Python's recursion limit."""
         stack = list(self._roots.values())
         while stack:

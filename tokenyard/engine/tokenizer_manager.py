@@ -276,6 +276,10 @@ class TokenizerManager:
             self.ranks.balancer.flushed()
         return flushed
 
+    async def clear_store(self) -> int:
+        """Forget all KV below the device, and return how many blocks that was."""
+        return sum(await self.ranks.call("clear_store", int))
+
     async def snapshot(self, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> dict[str, Any]:
         """Return the schedulers' counters; those of the last heartbeats if one is in a step for longer than that."""
         return await self.ranks.snapshot(timeout_s)

@@ -174,6 +174,8 @@ class PrefillAdder:
         """Take a pool row with the locked prefix of `hit` tokens; no tokens are planned yet."""
         table, request_state = self._table, self._table.request_state(row)
         table.pool_row[row], _ = self._memory.seat(request_state.known_ids, node, hit)
+        if self._state.stores is not None:
+            self._state.stores.hit(node)
         request_state.node, request_state.fresh = node, True
         table.cached[row] = table.computed[row] = table.planned[row] = table.held[row] = hit
 

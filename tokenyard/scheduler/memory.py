@@ -229,6 +229,11 @@ class KvMemory:
         self._holds[number] = Hold(partial, node)
         return pages
 
+    def hold_tree(self, number: int, node: Any) -> None:
+        """Keep the tree's pages up to `node` from being evicted, while a reader outside is at them."""
+        self.tree.lock(node)
+        self._holds[number] = Hold(NO_PAGES, node)
+
     def end_hold(self, number: int) -> None:
         """The reader or writer of `number` has ended; unknown numbers are ignored."""
         hold = self._holds.pop(number, None)

@@ -48,7 +48,8 @@ class Observer:
 
     def prefills(self, row: int, now: int) -> None:
         """`row` computes its prompt, or recomputes after a retraction."""
-        stage: Stage = "recompute" if self._table.first_token_ns[row] else "prefill"
+        again = self._table.first_token_ns[row] and self._table.retractions[row]
+        stage: Stage = "recompute" if again else "prefill"
         self._table.request_state(row).clock.enter(stage, now)
 
     def decodes(self, row: int, now: int) -> None:

@@ -8,10 +8,9 @@ import numpy as np
 from tokenyard.base import (
     BoolArray,
     Finish,
-    Handover,
     Int32Array,
     Int64Array,
-    Load,
+    Move,
     RowLogprobs,
     Started,
     TokenBatch,
@@ -27,7 +26,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._clear()
-        self._transfers: list[Load | Handover] = []
+        self._transfers: list[Move] = []
 
     def _clear(self) -> None:
         self._numbers: list[Int64Array] = []
@@ -49,12 +48,12 @@ class Outbox:
             if alive[entry.index]:
                 self.logprobs.extend(_per_token(int(numbers[entry.index]), entry))
 
-    def transfer(self, wanted: Load | Handover) -> None:
-        """KV to load into pages, or to hand over from them."""
+    def transfer(self, wanted: Move) -> None:
+        """KV to load into pages, to hand over from them, or to store."""
         self._transfers.append(wanted)
 
-    def drain_transfers(self) -> list[Load | Handover]:
-        """KV to load or to hand over since the last call."""
+    def drain_transfers(self) -> list[Move]:
+        """What is to be done with KV since the last call."""
         transfers, self._transfers = self._transfers, []
         return transfers
 

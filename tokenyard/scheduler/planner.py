@@ -196,7 +196,8 @@ class Planner:
             return True
         if len(state.prefilling):
             refused = int(state.prefilling.rows[0])
-        if refused is None or len(state.running) or len(state.loading):
+        if refused is None or len(state.running) or len(state.loading) or state.memory.holds:
+            # What runs, loads or is read from outside gives its pages back some time.
             return False
         message = "the request needs more KV than the pool has"
         state.end(refused, "abort", now, message=message, cause="no_memory")

@@ -25,10 +25,9 @@ from tokenyard.base import (
     ExecutorInfo,
     Explanation,
     Flush,
-    Handover,
     HoldEnded,
     Int32Array,
-    Load,
+    Move,
     OpenGate,
     Pause,
     Reach,
@@ -58,6 +57,7 @@ from tokenyard.scheduler.plan_builder import PlanBuilder
 from tokenyard.scheduler.planner import Planner
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.scheduler.state import SchedulerState
+from tokenyard.scheduler.store_queue import StoreQueue
 
 
 @dataclass(slots=True)
@@ -218,8 +218,10 @@ class Scheduler:
             self.state.arrived(row, event.tokens, now)
 
     def hold_ended(self, event: HoldEnded, now: int) -> None:
-        """The reader of a handed-over request has ended."""
+        """The reader of a handed-over request, or of what was offered to the store below, has ended."""
         self.state.memory.end_hold(event.number)
+        if self.state.stores is not None:
+            self.state.stores.ended(event.number)
 
     def take_tenant_use(self, event: TenantUse, now: int) -> None:
         """Other ranks have worked for tenants, whose rates and service are those of the whole engine."""
@@ -252,6 +254,8 @@ class Scheduler:
     def plan(self, now: int) -> StepPlan | None:
         """The next step, or None if there is nothing to do before the next event or commit."""
         self.state.expire(now)
+        if self.state.stores is not None:
+            self._offer_stores(self.state.stores)
         if self._paused or len(self._in_flight) >= self.state.settings.max_in_flight:
             return None
         builder = self._planner.plan(now, len(self._in_flight))
@@ -291,6 +295,16 @@ class Scheduler:
                     return int(self.state.table.number[row])
         return None
 
+    def _offer_stores(self, stores: StoreQueue) -> None:
+        for offer in stores.offer():
+            self.state.outbox.transfer(offer)
+
+    def store_everything(self, now: int) -> None:
+        """Offer all that the prefix cache holds to the store below, as far as there is room, as the engine ends."""
+        if self.state.stores is not None:
+            self.state.stores.everything()
+            self._offer_stores(self.state.stores)
+
     def _launch(self, builder: PlanBuilder) -> StepPlan:
         state, counters = self.state, self.state.observer.counters
         plan, rows = builder.finish(counters.steps), builder.rows()
@@ -315,8 +329,8 @@ class Scheduler:
             self._kv_events = self.state.memory.tree.drain_events()
         return self.state.outbox.drain()
 
-    def drain_transfers(self) -> list[Load | Handover]:
-        """KV to load into pages, or to hand over from them, since the last call."""
+    def drain_transfers(self) -> list[Move]:
+        """KV to load into pages, to hand over from them or to store, since the last call."""
         return self.state.outbox.drain_transfers()
 
     def drain_tenant_use(self) -> TenantUse | None:
@@ -426,7 +440,7 @@ class Scheduler:
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""
         size, tree = self.state.memory.page_size, self.state.memory.tree
-        total = self.state.memory.num_pages * size
+        total, stores = self.state.memory.num_pages * size, self.state.stores
         cached = tree.evictable_pages * size
         queued_tokens, queued_s = self.state.queued_work()
         return Snapshot(
@@ -439,6 +453,8 @@ class Scheduler:
             used_tokens=total - cached - self.state.memory.allocator.available * size,
             cached_tokens=cached,
             held_tokens=self.state.memory.held_pages * size,
+            unstored_tokens=0 if stores is None else stores.dropped_tokens,
+            waiting_stores=0 if stores is None else stores.waiting,
             total_tokens=total,
             evicted_tokens=self.state.memory.evicted_tokens,
             queued_tokens=queued_tokens,

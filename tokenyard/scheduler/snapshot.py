@@ -34,6 +34,7 @@ class Snapshot:
     """The state at one moment. used_tokens: KV held by rows and locked prefixes; cached_tokens: evictable KV.
     held_tokens: KV held for a reader or writer outside. queued_tokens: of prompts, still to be computed, as if nothing
     of those that wait were cached; queued_s: seconds that this takes by the cost model.
+    unstored_tokens: KV evicted before it went to the store below; waiting_stores: prefixes that wait for that.
 
     step_time_error: running mean of |predicted - measured| / measured, None if no cost model learns. measures: figures
     of the policy and of the limits of tenants, by metric name (`Policy.measures`). overtaking: the policy's stated
@@ -64,3 +65,5 @@ class Snapshot:
     paused: bool
     counters: Counters
     policy_failure: str = ""
+    unstored_tokens: int = 0
+    waiting_stores: int = 0

@@ -33,6 +33,7 @@ from tokenyard.scheduler.observer import Observer
 from tokenyard.scheduler.outbox import Outbox
 from tokenyard.scheduler.row_list import RowList
 from tokenyard.scheduler.stop_tokens import StopTokens
+from tokenyard.scheduler.store_queue import StoreQueue
 from tokenyard.scheduler.table import RequestTable
 from tokenyard.scheduler.timeouts import Timeouts
 from tokenyard.scheduler.waiting_index import WaitingIndex
@@ -451,6 +452,8 @@ class SchedulerState:
     def reset_memory(self) -> None:
         """Start over with every page free and an empty tree. Legal only while no request holds pages."""
         self.memory = KvMemory(self.settings, self.info.num_pages, self.info.max_pool_rows)
+        tiers = self.settings.enable_hierarchical_cache and self.memory.tree.enabled
+        self.stores: StoreQueue | None = StoreQueue(self.settings, self.memory) if tiers else None
         if self.settings.enable_kv_events:
             # Clearing the new tree emits an event, after which subscribers drop what they know of the old one.
             self.memory.tree.clear()

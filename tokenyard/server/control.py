@@ -107,6 +107,12 @@ async def transfer(state: State) -> dict[str, Any]:
     return {"ranks": (await state.control.snapshot(TRANSFER_TIMEOUT_S)).get("transfer", {})}
 
 
+@router.get("/v1/cache")
+async def cache(state: State) -> dict[str, Any]:
+    """What each rank has stored and loaded below the device; empty where there is no such store."""
+    return {"ranks": (await state.control.snapshot(TRANSFER_TIMEOUT_S)).get("tiers", {})}
+
+
 @router.get("/health_generate")
 async def health_generate(state: State) -> Response:
     """200 once a token was generated through the whole engine."""
@@ -318,6 +324,12 @@ async def flush_cache(state: State) -> dict[str, Any]:
     if not await state.control.flush_cache():
         raise InvalidRequestError("the cache is not flushed: requests are waiting or running", code="busy")
     return {"success": True}
+
+
+@router.post("/clear_hicache_storage_backend")
+async def clear_store(state: State) -> dict[str, Any]:
+    """Forget all KV below the device (--enable-hierarchical-cache)."""
+    return {"success": True, "blocks": await state.control.clear_store()}
 
 
 @router.post("/abort_request")

@@ -88,6 +88,9 @@ class Control(Protocol):
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False if requests are there."""
 
+    async def clear_store(self) -> int:
+        """Forget all KV below the device; returns how many blocks that was."""
+
     async def snapshot(self, timeout_s: float = 2.0) -> Mapping[str, Any]:
         """Counters of the scheduler, not quite new ones if it does not answer in time."""
 

@@ -14,6 +14,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/metrics/load
 ADMIN_PATHS = frozenset(
     {
         "/flush_cache",
+        "/clear_hicache_storage_backend",
         "/reset_prefix_cache",
         "/start_profile",
         "/stop_profile",

@@ -156,6 +156,8 @@ def _seating(settings: SchedulerSettings) -> SchedulerSettings:
         chunked_prefill_size=-1,
         max_prefill_tokens=UNLIMITED,
         prefill_max_requests=-1,
+        # No store answers here.
+        enable_hierarchical_cache=False,
         max_queued_requests=-1,
         prefill_decode_interval=0,
         enable_mixed_chunk=False,

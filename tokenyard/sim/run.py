@@ -115,7 +115,10 @@ class Run:
         executor = SimExecutor(info, truth, self._workload.output_tokens, cached)
         routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None and cached
         settings = setup.settings_of(rank)
-        settings = replace(settings, enable_kv_events=True) if by_events else settings
+        # No store below the device is simulated.
+        settings = replace(
+            settings, enable_kv_events=by_events or settings.enable_kv_events, enable_hierarchical_cache=False
+        )
         origin = Origin(settings, info, setup.belief(engine), setup.learn)
         replica = Replica(
             origin.scheduler() if tape is None else Recorder(origin, tape, None, __version__),

@@ -7,8 +7,7 @@ from tokenyard.base import (
     Event,
     Explanation,
     Flush,
-    Handover,
-    Load,
+    Move,
     Request,
     StepPlan,
     StepResult,
@@ -113,8 +112,8 @@ class Recorder:
         """All output since the last call."""
         return self.scheduler.drain()
 
-    def drain_transfers(self) -> list[Load | Handover]:
-        """KV to load or to hand over since the last call."""
+    def drain_transfers(self) -> list[Move]:
+        """KV to load, to hand over or to store since the last call."""
         return self.scheduler.drain_transfers()
 
     def cached_tokens(self, request: Request) -> int:
@@ -128,6 +127,10 @@ class Recorder:
     def awaits_admission(self, number: int) -> bool:
         """Whether a request waits, or its KV is being loaded."""
         return self.scheduler.awaits_admission(number)
+
+    def store_everything(self, now: int) -> None:
+        """Offer the whole prefix cache to the store below; nothing is recorded, as the engine ends."""
+        self.scheduler.store_everything(now)
 
     def drain_tenant_use(self) -> TenantUse | None:
         """What other ranks must know of this one's work for tenants since the last call."""

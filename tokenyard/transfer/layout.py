@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenyard.base import ConfigError, Int32Array, Int64Array, KvPieces
 
@@ -84,3 +86,66 @@ def advance(stretches: Int64Array, done: int) -> Int64Array:
         inside = done - int(ends[first] - stretches[first, 1])
         left[0] += (inside, -inside)
     return left
+
+
+class _Place:
+    """A place in memory, as numpy takes it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], kind: str, strides: tuple[int, ...] | None) -> None:
+        writable = strides is not None
+        self.__array_interface__ = {
+            "data": (address, not writable),
+            "shape": shape,
+            "typestr": kind,
+            "strides": strides,
+            "version": 3,
+        }
+
+
+def memory(address: int, length: int, kind: str) -> npt.NDArray[Any]:
+    """This process's memory as an array of `length` numbers of a kind, to read."""
+    return np.asarray(_Place(address, (length,), kind, None))
+
+
+class PoolView:
+    """All pages of a KV pool in this process's memory, to gather blocks from and to scatter them into.
+
+    A block is the KV of consecutive tokens, piece after piece (layer and keys or values), each with all its tokens in
+    order; so its bytes do not depend on the page size. Raises ConfigError where pieces are not evenly spaced.
+    """
+
+    def __init__(self, pages: PageMap, num_pages: int) -> None:
+        steps = np.diff(pages.origins)
+        even = bool((steps == steps[0]).all()) if len(steps) else True
+        if not even or (pages.strides != pages.nbytes).any():
+            raise ConfigError("a hierarchical cache needs a KV pool whose pieces are evenly spaced in memory")
+        self.page_bytes = pages.page_bytes
+        self._pieces = len(pages.origins)
+        if self._pieces:
+            step = int(steps[0]) if len(steps) else pages.nbytes
+            shape, strides = (self._pieces, num_pages + 1), (step, pages.nbytes)
+            self._kind = f"|V{pages.nbytes}"
+            self._pool: npt.NDArray[Any] = np.asarray(_Place(int(pages.origins[0]), shape, self._kind, strides))
+
+    def gather(self, pages: Int32Array, block: npt.NDArray[np.uint8]) -> None:
+        """Copy `pages` (int32[n]) into `block` (uint8[n * page_bytes])."""
+        if self._pieces:
+            # Mode clip writes straight to `out`; no page is out of bounds.
+            np.take(self._pool, pages, axis=1, out=self._shaped(block, len(pages)), mode="clip")
+
+    def scatter(self, block: npt.NDArray[np.uint8], pages_in_block: int, first: int, pages: Int32Array) -> None:
+        """Copy pages `first`, `first + 1`, ... of a block of `pages_in_block` into `pages` (int32[n])."""
+        if not self._pieces or not len(pages):
+            return
+        source = self._shaped(block, pages_in_block)
+        starts = runs(pages)
+        if 4 * len(starts) > len(pages):
+            self._pool[:, pages] = source[:, first : first + len(pages)]
+            return
+        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(pages)], strict=True):
+            page = int(pages[start])
+            self._pool[:, page : page + end - start] = source[:, first + start : first + end]
+
+    def _shaped(self, block: npt.NDArray[np.uint8], pages: int) -> npt.NDArray[Any]:
+        size = self.page_bytes * pages
+        return block[:size].view(self._kind).reshape(self._pieces, pages)

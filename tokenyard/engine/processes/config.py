@@ -37,6 +37,26 @@ class TransferConfig:
 
 
 @dataclass(slots=True)
+class TierConfig:
+    """KV below the device.
+
+    backend: "disk" or "none". folder: where its slabs are; rank r > 0 has a folder `rank-r` in it. most_gb: most bytes
+    of them, min_free_gb: what the disk is left, in 10^9 bytes each. write_mb_s: 10^6 bytes per second that are written
+    at most, 0 for any. prefetch_policy: how long a request waits for KV from there ("best_effort": not at all,
+    "wait_complete", "timeout": timeout_s and timeout_per_1k_tokens_s).
+    """
+
+    backend: str = "none"
+    folder: str = ""
+    most_gb: float = 10.0
+    min_free_gb: float = 1.0
+    write_mb_s: float = 0.0
+    prefetch_policy: str = "timeout"
+    timeout_s: float = 1.0
+    timeout_per_1k_tokens_s: float = 0.25
+
+
+@dataclass(slots=True)
 class EngineConfig:
     """Settings of one engine.
 
@@ -52,7 +72,7 @@ class EngineConfig:
     kv_events_topic in front; kv_events_replay_endpoint: where they can be asked for again, "" for nowhere.
     record: file for a tape (tape/codec.py), "" for none; record_plain: with ids and names as they are.
     priority_function: "module:name" of a function that adds levels of urgency, "" for none.
-    transfer: KV between engines, for prefill and decode apart.
+    transfer: KV between engines, for prefill and decode apart. tiers: KV below the device.
     watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
     """
 
@@ -75,6 +95,7 @@ class EngineConfig:
     record_plain: bool = False
     priority_function: str = ""
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
     watchdog_timeout_s: float = 300.0
     decode_log_interval: int = 40
     log_level: str = "info"

@@ -33,13 +33,13 @@ from tokenyard.engine.watch.grammars import GrammarCompiler
 from tokenyard.engine.watch.guards import STALL_NS, StallGuard
 from tokenyard.engine.watch.incidents import Incidents
 from tokenyard.engine.watch.kv_events import KvEventPublisher
+from tokenyard.engine.watch.kv_moves import KvMoves
 from tokenyard.engine.watch.liveness import PRIORITY_FUNCTION, LoopState
 from tokenyard.engine.watch.lookahead_client import LookaheadClient
 from tokenyard.engine.watch.priority_updates import PriorityUpdates
 from tokenyard.engine.watch.profile import StepProfile
 from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.engine.watch.step_watch import StepWatch
-from tokenyard.engine.watch.transfers import KvTransfers
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.tape.recorder import Core
 
@@ -102,7 +102,7 @@ class Driver:
         rank: int = 0,
         shares_tenants: bool = False,
         grammars: GrammarCompiler | None = None,
-        transfers: KvTransfers | None = None,
+        kv: KvMoves | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -117,7 +117,7 @@ class Driver:
         self._lookahead = lookahead
         self._kv_events = kv_events
         self._grammars = grammars
-        self._transfers = transfers
+        self._kv = kv if kv is not None else KvMoves(scheduler, None, None)
         self._guard = StallGuard(state.enter)
         self._incidents = Incidents()
         self._policy_failure = ""
@@ -132,7 +132,8 @@ class Driver:
             "snapshot": self._counters,
             "explain": self._explain,
             "set_policy": self._choose_policy,
-            "flush": scheduler.flush,
+            "flush": self._kv.flush,
+            "clear_store": self._kv.clear_store,
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
             "watch": self._watch,
@@ -159,13 +160,13 @@ class Driver:
 
     def plan(self) -> StepPlan | None:
         """Return the next step, if there is anything to do."""
+        self._kv.poll(time.monotonic_ns())
         with self._guard.watch():
             plan = self._scheduler.plan(time.monotonic_ns())
         if self._guard.stalled:
             self._replace_policy()
-        if self._transfers is not None:
-            # Loads begin while the step runs.
-            self._transfers.move(self._scheduler.drain_transfers())
+        # Loads begin while the step runs.
+        self._kv.move()
         if plan is not None:
             self._retry_ns = FIRST_RETRY_NS
         return plan
@@ -248,9 +249,8 @@ class Driver:
         if self._refused:
             batch.finished += self._refused
             self._refused = []
-        if self._transfers is not None:
-            self._transfers.on_output(batch)
-            self._transfers.move(self._scheduler.drain_transfers())
+        self._kv.on_output(batch)
+        self._kv.move()
         if self._priority_updates is not None:
             self._priority_updates.on_output(batch)
         if self._lookahead is not None:
@@ -287,16 +287,12 @@ class Driver:
     def _note_standstill(self) -> None:
         """Log that there is work and none of it can be done, unless that is what was asked for."""
         state = self._snapshot()
-        if not state.paused and not state.loading and not self._gated():
+        if not state.paused and not state.loading and not self._kv.busy:
             logger.warning(
                 "no step can be planned although %d requests wait; unless they are paused or wait for a grammar, this "
                 "is a defect of the policy %s; trying again every %g s",
                 *(state.waiting, state.policy, LONGEST_RETRY_NS / NS_PER_S),
             )
-
-    def _gated(self) -> bool:
-        """Whether prompts are being computed by other engines."""
-        return self._transfers is not None and self._transfers.busy
 
     def _check_idle(self) -> None:
         """Let the scheduler check its books when nothing is left to do."""
@@ -367,8 +363,7 @@ class Driver:
         given_up = counters["policy_failure"] and f"using fcfs: {counters['policy_failure']}"
         counters["policy_note"] = self._policy_note or counters["policy_note"] or given_up
         counters["priority_function"] = self._priority_updates.describe() if self._priority_updates is not None else ""
-        if self._transfers is not None:
-            counters["transfer"] = {f"rank {self._rank}": self._transfers.describe()}
+        counters |= self._kv.describe()
         if isinstance(self._executor, DividedExecutor):
             counters["tp_ranks"] = {f"rank {self._rank}": self._executor.describe_ranks()}
         counters["adaptive"] = self._lookahead.describe(now) if self._lookahead is not None else {}
@@ -409,8 +404,8 @@ class Driver:
 
     def _apply(self, event: Event, now: int) -> None:
         """Hand an event on; one that the scheduler refuses costs its own request only."""
-        if self._transfers is not None and isinstance(event, Submit):
-            event.request = self._transfers.submitted(event.request)
+        if isinstance(event, Submit):
+            event.request = self._kv.submitted(event.request)
         if self._priority_updates is not None and isinstance(event, Submit):
             self._priority_updates.submitted(event.request)
         if self._lookahead is not None and isinstance(event, Submit):

@@ -15,11 +15,13 @@ from tokenyard.engine.processes.messages import UNASKED, Call, ToScheduler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 from tokenyard.engine.watch.grammars import GrammarCompiler
 from tokenyard.engine.watch.kv_events import open_kv_events
+from tokenyard.engine.watch.kv_moves import KvMoves
 from tokenyard.engine.watch.liveness import LoopState
 from tokenyard.engine.watch.lookahead_client import LookaheadClient
 from tokenyard.engine.watch.priority_updates import create_priority_updates
 from tokenyard.engine.watch.recording import build_core, load_prior, measure_prior, open_tape
 from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.engine.watch.tiers import open_tiers
 from tokenyard.engine.watch.transfers import open_transfers
 
 logger = logging.getLogger(__name__)
@@ -104,6 +106,9 @@ class SchedulerLoop:
             if transfers is not None:
                 # Closed before the executor, whose pages it reads and writes.
                 resources.callback(transfers.close)
+            tiers = open_tiers(config, self.core, executor, deliver, rank)
+            if tiers is not None:
+                resources.callback(tiers.close)
             self._driver = Driver(
                 self.core,
                 executor,
@@ -117,7 +122,7 @@ class SchedulerLoop:
                 rank=rank,
                 shares_tenants=config.ranks > 1,
                 grammars=grammars,
-                transfers=transfers,
+                kv=KvMoves(self.core, transfers, tiers, rank),
             )
             self._event_loop = event_loop_overlap if config.overlaps(executor.info) else event_loop_normal
             self._resources = resources.pop_all()

@@ -24,6 +24,7 @@ from tokenyard.base import (
     Handover,
     InvalidRequestError,
     Load,
+    Move,
     Request,
     SamplingParams,
     StepWork,
@@ -145,12 +146,12 @@ class KvTransfers:
         self._ask(request, peer, self._prefill_s(tokens, cached) + peer.load_s)
         return replace(request, awaits_kv=True)
 
-    def move(self, wanted: list[Load | Handover]) -> None:
+    def move(self, wanted: list[Move]) -> None:
         """Take on what the scheduler wants loaded or handed over."""
         for one in wanted:
             if isinstance(one, Load):
                 self._load(one)
-            else:
+            elif isinstance(one, Handover):
                 self._hand_over(one)
 
     def on_output(self, batch: TokenBatch) -> None:
@@ -331,15 +332,21 @@ def open_transfers(
     return KvTransfers(transfer, identify(config, executor), core, executor.info, deliver, rank)
 
 
+def weights_digest(config: EngineConfig, info: ExecutorInfo) -> str:
+    """A digest of what computes the KV of this engine."""
+    options = config.executor_options
+    facts = (config.executor, str(info.vocab_size), *(str(options.get(name, "")) for name in MODEL_OPTIONS))
+    return model_digest(config.model_path, *facts)
+
+
 def identify(config: EngineConfig, executor: Executor) -> Identity:
     """This engine as the others see it. Raises ConfigError for an executor whose KV cannot be moved."""
-    pages, info, options = map_pages(executor.pieces), executor.info, config.executor_options
-    facts = (config.executor, str(info.vocab_size), *(str(options.get(name, "")) for name in MODEL_OPTIONS))
+    pages, info = map_pages(executor.pieces), executor.info
     hello = Hello(
         version=VERSION,
         boot_id=secrets.token_hex(8),
         nonce=b"",
-        model=model_digest(config.model_path, *facts),
+        model=weights_digest(config, info),
         dtype=info.dtype,
         page_size=info.page_size,
         pieces=len(pages.origins),

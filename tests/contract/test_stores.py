@@ -1,0 +1,100 @@
+"""What every store of KV blocks keeps to, in memory and on disk."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from tokenyard.base.blocks import block_digests
+from tokenyard.transfer.slab import SLOT_HEAD_BYTES, SlabStore
+from tokenyard.transfer.store import BlockFormat, MemoryStore, block_buffer, padded
+
+FORM = BlockFormat("model", "float32", 64, 4, 4000)
+BLOCKS = 5
+DIGESTS = block_digests(np.arange(64 * 12, dtype=np.int32))
+
+
+def content(place: int) -> np.ndarray:
+    block = block_buffer(FORM.block_bytes)
+    block[: FORM.block_bytes] = np.random.default_rng(place).integers(0, 256, FORM.block_bytes)
+    return block
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request, tmp_path):
+    slot = SLOT_HEAD_BYTES + padded(FORM.block_bytes)
+    made = MemoryStore(BLOCKS) if request.param == "memory" else SlabStore(str(tmp_path), FORM, slot * BLOCKS)
+    yield made
+    made.close()
+
+
+def holds(store, place: int) -> bool:
+    block = block_buffer(FORM.block_bytes)
+    there = store.get(DIGESTS[place], block)
+    return there and bool((block == content(place)).all())
+
+
+def test_what_is_put_can_be_got(store):
+    assert not holds(store, 0)
+    assert not store.prefetch(DIGESTS[0])
+    assert store.put(DIGESTS[0], content(0))
+    assert not store.put(DIGESTS[0], content(0)), "it is there"
+    assert store.prefetch(DIGESTS[0])
+    assert holds(store, 0)
+    assert store.blocks == 1
+    assert store.stored_bytes >= FORM.block_bytes
+
+
+def test_a_prompt_reaches_as_far_as_there_is_no_gap(store):
+    for place in (0, 1, 3):
+        store.put(DIGESTS[place], content(place))
+    assert store.reach(DIGESTS) == 2
+    assert store.reach(DIGESTS[3:]) == 1
+    assert store.reach([]) == 0
+
+
+def test_what_was_not_used_for_longest_makes_way_and_ends_of_prompts_before_their_beginnings(store):
+    for place in range(BLOCKS):
+        store.put(DIGESTS[place], content(place))
+    store.touch(DIGESTS[:BLOCKS])
+    store.put(DIGESTS[7], content(7))
+    assert store.reach(DIGESTS) == BLOCKS - 1
+    assert holds(store, 7)
+    store.touch(DIGESTS[: BLOCKS - 1])
+    store.put(DIGESTS[8], content(8))
+    assert not holds(store, 7)
+    assert store.blocks == BLOCKS
+    assert store.counters.evicted == 2
+    assert all(holds(store, place) for place in (*range(BLOCKS - 1), 8))
+
+
+def test_a_store_that_was_cleared_is_empty_and_of_use(store):
+    store.put(DIGESTS[0], content(0))
+    store.clear()
+    assert (store.blocks, store.reach(DIGESTS)) == (0, 0)
+    store.put(DIGESTS[1], content(1))
+    assert holds(store, 1)
+
+
+def test_no_reader_ever_gets_another_block(store):
+    """While one thread writes more than there is room for, what others read is right or not there."""
+    wrong, done = [], threading.Event()
+
+    def read(seed: int) -> None:
+        rng, block = np.random.default_rng(seed), block_buffer(FORM.block_bytes)
+        while not done.is_set():
+            place = int(rng.integers(len(DIGESTS)))
+            if store.get(DIGESTS[place], block) and not (block == expected[place]).all():
+                wrong.append(place)
+
+    expected = [content(place) for place in range(len(DIGESTS))]
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
+    for reader in readers:
+        reader.start()
+    for turn in range(200):
+        store.put(DIGESTS[turn % len(DIGESTS)], expected[turn % len(DIGESTS)])
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+    assert store.counters.damaged == 0, "a block that made way is not damaged"

@@ -1,0 +1,81 @@
+"""KV on disk, as a user meets it: a server that is started again knows what it had computed."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from tests.e2e.servers import ROOT, Server
+from tokenyard.config import DEMO_MODEL
+
+pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="the demo model is not there")
+
+PROMPT = "Once upon a time there was a girl named Lily who lived in a small house near the forest. " * 12
+FLAGS = ("--dtype", "float32", "--enable-hierarchical-cache", "--hicache-storage-backend", "disk")
+
+
+def call(server: Server, path: str, body: dict | None = None) -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def ask(server: Server, prompt: str = PROMPT) -> tuple[str, int]:
+    """The answer, and how many tokens of the prompt were there."""
+    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    answer = call(server, "/v1/completions", body)
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def told(server: Server) -> dict:
+    return call(server, "/v1/cache")["ranks"]["rank 0"]
+
+
+def wait_until(condition, most_s: float = 30.0) -> None:
+    end = time.monotonic() + most_s
+    while not condition():
+        assert time.monotonic() < end, "it does not come about"
+        time.sleep(0.05)
+
+
+def test_a_server_that_is_started_again_finds_its_kv(tmp_path):
+    flags = (*FLAGS, "--hicache-storage-dir", str(tmp_path))
+    server = Server(*flags)
+    answer, cached = ask(server)
+    assert cached == 0
+    assert server.close() == 0, "what was not stored yet is stored at the end"
+
+    server = Server(*flags)
+    again, cached = ask(server)
+    assert (again, cached) == (answer, 192)
+    assert told(server)["loaded_tokens"] == 192
+    # A file is an answer of more than one block; the new ones are stored by a thread.
+    more, _ = ask(server, PROMPT + answer)
+    wait_until(lambda: told(server)["blocks"] >= 5 and not told(server)["storing"])
+    server.signal(signal.SIGKILL)
+    server.wait()
+
+    server = Server(*flags)
+    try:
+        last, cached = ask(server, PROMPT + answer)
+        assert last == more
+        assert cached >= 256
+        assert call(server, "/clear_hicache_storage_backend", {})["blocks"] >= 5
+        assert call(server, "/flush_cache", {})
+        assert ask(server) == (answer, 0)
+    finally:
+        server.close()
+
+
+def test_what_cannot_be_used_is_one_line(tmp_path):
+    (tmp_path / "slab-0000.kv").write_bytes(b"not a slab" * 1000)
+    command = [sys.executable, "-m", "tokenyard", "serve", "--port", "0", *FLAGS, "--hicache-storage-dir", str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 2
+    assert "slab-0000.kv is no slab of KV" in ran.stderr
+    assert "Traceback" not in ran.stderr

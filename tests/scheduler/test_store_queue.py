@@ -1,0 +1,220 @@
+"""What the core offers to a store below the device, and when; the mock's KV marks move with the pages."""
+
+import numpy as np
+import pytest
+
+from tests.scheduler.harness import Yard, make_info
+from tokenyard.base import Arrived, HoldEnded, Load, Reach, Request, SamplingParams, SchedulerSettings, Store
+from tokenyard.base.blocks import BLOCK_TOKENS, block_digests, root_digest
+from tokenyard.transfer.layout import PoolView, map_pages
+from tokenyard.transfer.store import MemoryStore, block_buffer
+
+PAGE = 16
+CONTEXT = 512
+PER_BLOCK = BLOCK_TOKENS // PAGE
+
+
+def make_yard(pages: int = 128, **changes) -> Yard:
+    settings = SchedulerSettings(
+        **{
+            "page_size": PAGE,
+            "context_length": CONTEXT,
+            "max_running_requests": 6,
+            "enable_hierarchical_cache": True,
+            "chunked_prefill_size": 128,
+        }
+        | changes
+    )
+    return Yard(settings, make_info(pages, settings.page_size, 7, CONTEXT), answer_tokens=(8, 20))
+
+
+def prompt(tokens: int = 200, seed: int = 1) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 90, tokens).tolist()
+
+
+def namespace(cache_salt: str = "", **fields) -> str:
+    """That of requests with these fields."""
+    return Request(1, "", np.empty(0, np.int32), SamplingParams(), cache_salt=cache_salt).namespace
+
+
+class Below:
+    """A store below a yard, which does at once, or when it is told to, what the core wants."""
+
+    def __init__(self, yard: Yard, store: MemoryStore | None = None) -> None:
+        self.yard = yard
+        self.store = MemoryStore(10_000) if store is None else store
+        self.pool = PoolView(map_pages(yard.executor.pieces), yard.scheduler.state.memory.num_pages)
+        self.block = block_buffer(PER_BLOCK * self.pool.page_bytes)
+        self.offers: list[Store] = []
+        self.loads: list[Load] = []
+        self.digests: dict[int, list[bytes]] = {}
+
+    def submit(self, tokens: list[int], **fields) -> int:
+        """Submit a prompt as an engine does that looks into its store."""
+        digests = block_digests(np.array(tokens, np.int32), root_digest(namespace(**fields)))
+        reach = self.store.reach(digests) * BLOCK_TOKENS
+        number = self.yard.submit(tokens, awaits_kv=reach > 0, **fields)
+        self.digests[number] = digests
+        if reach:
+            self.yard.apply(Reach(number, reach))
+        return number
+
+    def collect(self) -> None:
+        for wanted in self.yard.scheduler.drain_transfers():
+            (self.offers if isinstance(wanted, Store) else self.loads).append(wanted)
+
+    def keep(self, offer: Store, *, fails: bool = False) -> None:
+        """Store an offer, and let go of its pages."""
+        digests = block_digests(offer.tokens, root_digest(offer.namespace))
+        for place, digest in enumerate(digests if not fails else []):
+            if not self.store.reach([digest]):
+                self.pool.gather(offer.pages[place * PER_BLOCK :][:PER_BLOCK], self.block)
+                self.store.put(digest, self.block)
+        self.yard.apply(HoldEnded(offer.number))
+
+    def bring(self, load: Load, most: int = CONTEXT) -> None:
+        """Load at most so many tokens, and say so."""
+        at = load.start
+        for index in range(min(len(load.pages), most // PAGE)):
+            place, page = divmod(at // PAGE, PER_BLOCK)
+            if not self.store.get(self.digests[load.number][place], self.block):
+                break
+            self.pool.scatter(self.block, PER_BLOCK, page, load.pages[index : index + 1])
+            at += PAGE
+        self.yard.apply(Arrived(load.number, at))
+
+    def serve(self, number: int) -> list[int]:
+        """Run until a request has ended and all that was offered is stored."""
+        while number not in self.yard.finished or self.offers or self.yard.scheduler.state.stores.waiting:
+            self.yard.advance()
+            self.collect()
+            while self.offers:
+                self.keep(self.offers.pop(0))
+            while self.loads:
+                self.bring(self.loads.pop(0))
+            self.yard.check()
+        return self.yard.tokens[number]
+
+
+def test_what_was_stored_serves_a_scheduler_that_starts_anew():
+    tokens = prompt()
+    first = Below(make_yard())
+    answer = first.serve(first.submit(tokens, max_new=12))
+    stored = (len(tokens) + len(answer) - 1) // BLOCK_TOKENS
+    assert first.store.blocks == stored
+
+    second = Below(make_yard(), first.store)
+    number = second.submit(tokens, max_new=12)
+    assert second.serve(number) == answer
+    counters = second.yard.scheduler.snapshot(1).counters
+    assert counters.prefill_tokens == len(tokens) - len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert second.yard.finished[number].cached_tokens == 192
+    for below in (first, second):
+        assert not below.yard.scheduler.state.memory.holds
+        assert below.yard.scheduler.idle() is None
+        assert below.yard.scheduler.flush(below.yard.now)
+
+
+def test_names_of_blocks_depend_on_the_name_space():
+    tokens = prompt()
+    below = Below(make_yard())
+    below.serve(below.submit(tokens, cache_salt="one"))
+    assert below.store.reach(block_digests(np.array(tokens, np.int32))) == 0
+    other = Below(make_yard(), below.store)
+    assert not other.yard.scheduler.state.table.reach[other.yard.scheduler.state.table.row_of(other.submit(tokens))]
+    salted = other.submit(tokens, cache_salt="one")
+    other.serve(salted)
+    assert other.yard.finished[salted].cached_tokens == 192
+
+
+def offered_tokens(yard: Yard) -> list[int]:
+    return [len(one.tokens) for one in yard.scheduler.drain_transfers() if isinstance(one, Store)]
+
+
+def test_selective_stores_what_is_hit_and_nothing_else():
+    yard = make_yard(hicache_write_policy="write_through_selective")
+    tokens = prompt()
+    yard.submit(tokens)
+    yard.run()
+    assert offered_tokens(yard) == []
+    yard.submit(tokens[:150] + prompt(30, seed=2))
+    yard.run()
+    assert offered_tokens(yard) == [128], "what both have in common, up to the end of a block"
+
+
+def test_write_back_stores_what_goes_next():
+    below = Below(make_yard(pages=32, hicache_write_policy="write_back"))
+    first = below.submit(prompt(150, seed=1))
+    below.serve(first)
+    assert below.store.blocks == 0, "there is room"
+    for seed in range(2, 6):
+        below.serve(below.submit(prompt(150, seed=seed)))
+    assert below.store.blocks >= 4
+    again = below.submit(prompt(150, seed=1))
+    below.serve(again)
+    assert below.yard.finished[again].cached_tokens >= 64
+    assert below.yard.tokens[again] == below.yard.tokens[first]
+
+
+def test_no_more_is_locked_than_a_part_of_the_pool():
+    yard = make_yard(pages=64)
+    for seed in range(4):
+        yard.submit(prompt(100, seed=seed))
+    yard.run()
+    state = yard.scheduler.state
+    assert (state.stores.offered, state.stores.waiting) == (1, 3), "an eighth of the pool, and at least one"
+    (offer,) = yard.scheduler.drain_transfers()
+    yard.apply(HoldEnded(offer.number))
+    yard.launch()
+    assert (state.stores.offered, state.stores.waiting) == (1, 2)
+    assert not yard.scheduler.flush(yard.now), "pages are being read"
+
+
+def test_what_is_evicted_before_its_turn_is_counted():
+    yard = make_yard(pages=40)
+    for seed in range(8):
+        yard.submit(prompt(100, seed=seed))
+    yard.run()
+    snapshot = yard.scheduler.snapshot(yard.now)
+    assert snapshot.unstored_tokens > 0
+    yard.check()
+
+
+def test_a_request_that_needs_what_is_being_stored_waits_for_it():
+    yard = make_yard(pages=20)
+    yard.submit(prompt(200))
+    yard.run()
+    (offer, *_) = yard.scheduler.drain_transfers()
+    large = yard.submit(prompt(250, seed=2))
+    yard.run()
+    assert large not in yard.finished
+    while yard.scheduler.state.memory.holds:
+        yard.apply(HoldEnded(offer.number))
+        yard.run()
+        offer = next((one for one in yard.scheduler.drain_transfers()), offer)
+    yard.run()
+    assert yard.finished[large].reason == "length"
+
+
+def test_all_is_offered_as_the_engine_ends():
+    yard = make_yard(hicache_write_policy="write_back")
+    for seed in range(3):
+        yard.submit(prompt(100, seed=seed))
+    yard.run()
+    assert offered_tokens(yard) == []
+    yard.scheduler.store_everything(yard.now)
+    assert offered_tokens(yard)
+
+
+@pytest.mark.parametrize("page", [1, 48, 128])
+def test_any_page_size(page):
+    yard = make_yard(pages=4096 // page, page_size=page, chunked_prefill_size=-1)
+    yard.submit(prompt(300))
+    yard.run()
+    assert offered_tokens(yard)[-1] >= 300 // page * page
+
+
+def test_off_it_costs_nothing():
+    yard = make_yard(enable_hierarchical_cache=False)
+    assert yard.scheduler.state.stores is None
+    assert yard.scheduler.state.memory.tree.listeners == []

@@ -1,0 +1,481 @@
+"""KV below the device, as a scheduler process does it: what is stored, what is loaded, and for whom.
+
+It stands between the event loop and a `BlockStore`. One thread writes what the scheduler offers (`Store`), others read
+what it wants back (`Load`). The loop never waits for them: a store holds pages until the thread has copied them, a
+request whose KV is below waits at its gate and then as LOADING, both for a limited time. What does not arrive is
+computed.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenyard.base import (
+    NS_PER_S,
+    Arrived,
+    Event,
+    Executor,
+    ExecutorInfo,
+    HoldEnded,
+    Load,
+    Move,
+    OpenGate,
+    Reach,
+    Request,
+    StepWork,
+    Store,
+    TokenBatch,
+    TokenyardError,
+)
+from tokenyard.base.blocks import block_digests, root_digest, tokens_per_block
+from tokenyard.engine.processes.config import EngineConfig, TierConfig
+from tokenyard.engine.watch.transfers import weights_digest
+from tokenyard.scheduler.lifecycle import Gate
+from tokenyard.scheduler.state import first_belief
+from tokenyard.tape.recorder import Core
+from tokenyard.transfer.layout import PoolView, map_pages
+from tokenyard.transfer.slab import SlabStore
+from tokenyard.transfer.store import Block, BlockFormat, BlockStore, block_buffer
+
+logger = logging.getLogger(__name__)
+
+READERS = 2
+LONGEST_WAIT_S = 60.0
+"""Policy wait_complete waits no longer either."""
+STUCK_NS = 5 * NS_PER_S
+"""A block whose writing takes longer makes the pages of all stores free again."""
+FLUSH_S = 3.5
+"""Less than a scheduler process is given to end."""
+FIRST_PAUSE_NS, LONGEST_PAUSE_NS = NS_PER_S, 30 * NS_PER_S
+"""How long nothing is written after a write has failed: the first time, and at most."""
+SPEED_WEIGHT = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class Storing:
+    """An offer that is being stored; `alive` while its pages may be read."""
+
+    offer: Store
+    alive: bool = True
+    busy_since_ns: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A request whose KV is below: blocks `first` .. `first + found` of `digests`, of use up to token `tokens`.
+
+    ready: blocks that are fast to read by now. told: whether its `Reach` went out. load: set once it has pages, which
+    may be written while `alive`; `arrived` tokens are there.
+    """
+
+    number: int
+    answers: int
+    digests: list[bytes]
+    first: int
+    found: int
+    tokens: int
+    until_ns: int
+    ready: int = 0
+    told: bool = False
+    load: Load | None = None
+    alive: bool = False
+    arrived: int = 0
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What went down and up since the start."""
+
+    written_bytes: int = 0
+    loaded_bytes: int = 0
+    loaded_tokens: int = 0
+    dropped_blocks: int = 0
+    failed_writes: int = 0
+    failed_loads: int = 0
+    late_loads: int = 0
+    hit_requests: int = 0
+    recomputed_requests: int = 0
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast may be written, and when again after a failure."""
+
+    bytes_per_s: float
+    next_ns: int = 0
+    paused_until_ns: int = 0
+    pause_ns: int = field(default=FIRST_PAUSE_NS)
+
+    def failed(self, now: int) -> None:
+        """A write has failed: pause, longer each time."""
+        self.paused_until_ns = now + self.pause_ns
+        self.pause_ns = min(2 * self.pause_ns, LONGEST_PAUSE_NS)
+
+
+class KvTiers:
+    """The store below one scheduler. `deliver` takes events to it, from any thread."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        store: BlockStore,
+        pool: PoolView,
+        core: Core,
+        info: ExecutorInfo,
+        deliver: Callable[[Event], None],
+    ) -> None:
+        self.counters = TierCounters()
+        self._config = config
+        self._store = store
+        self._pool = pool
+        self._core = core
+        self._info = info
+        self._deliver = deliver
+        self._cost = core.cost or first_belief(info)
+        self._block = tokens_per_block(info.page_size)
+        self._per_block = self._block // info.page_size
+        self._block_bytes = self._per_block * pool.page_bytes
+        self._read_s_per_block = self._cost.copy(self._block_bytes, "disk")
+        self._pace = Pace(config.write_mb_s * 1e6)
+        self._lock = threading.Lock()
+        """Of all that follows, and of the pages: who holds it and sees `alive` may touch them."""
+        self._storing: dict[int, Storing] = {}
+        self._wanted: dict[int, Wanted] = {}
+        self._closing = threading.Event()
+        self._to_store: queue.SimpleQueue[Storing | None] = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[Callable[[Block], None] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._write_all, name="kv-store", daemon=True)]
+        self._threads += [threading.Thread(target=self._read_all, name="kv-load", daemon=True) for _ in range(READERS)]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- what the event loop says ----------------------------------------------------------------------------------
+
+    def submitted(self, request: Request) -> Request:
+        """Look whether KV of a request is below; returns the request as the scheduler shall see it."""
+        options = request.logprobs
+        if options is not None and options.prompt_from >= 0:
+            return request
+        known, size = request.known_ids, self._block
+        cached = self._core.cached_tokens(request)
+        if len(known) - 1 - cached < size:
+            return request
+        digests = block_digests(known, root_digest(request.namespace), size)
+        first = cached // size
+        found = self._store.reach(digests[first:])
+        tokens = min((first + found) * size, len(known) - 1)
+        if tokens - cached < size:
+            return request
+        if not self._worth_loading(cached, tokens):
+            self.counters.recomputed_requests += 1
+            return request
+        self._store.touch(digests[: first + found])
+        until = time.monotonic_ns() + self._patience_ns(tokens - cached)
+        wanted = Wanted(request.number, request.sampling.n, digests, first, found, tokens, until)
+        with self._lock:
+            self._wanted[request.number] = wanted
+            self.counters.hit_requests += 1
+        self._to_read.put(lambda block: self._prefetch(wanted))
+        return replace(request, awaits_kv=self._config.prefetch_policy != "best_effort")
+
+    def take(self, wanted: list[Move]) -> list[Move]:
+        """Take on what concerns the store; returns the rest."""
+        rest: list[Move] = []
+        for one in wanted:
+            if isinstance(one, Store):
+                self._store_later(one)
+            elif isinstance(one, Load) and (job := self._wanted.get(one.number)) is not None:
+                self._load(job, one)
+            else:
+                rest.append(one)
+        return rest
+
+    def poll(self, now: int) -> list[Event]:
+        """What has taken too long by `now` (ns): such requests go on without, and such pages are free again."""
+        if not (self._wanted or self._storing):
+            return []
+        events: list[Event] = []
+        with self._lock:
+            for job in list(self._wanted.values()):
+                if now < job.until_ns:
+                    continue
+                if job.load is not None:
+                    self.counters.late_loads += 1
+                    events += self._arrive(job)
+                else:
+                    events += self._tell(job)
+            if any(one.busy_since_ns and now - one.busy_since_ns > STUCK_NS for one in self._storing.values()):
+                events += self._let_go()
+        return events
+
+    def on_output(self, batch: TokenBatch) -> None:
+        """Forget requests that have ended."""
+        if not self._wanted:
+            return
+        for finish in batch.finished:
+            job = self._wanted.get(finish.number)
+            if job is None:
+                continue
+            with self._lock:
+                for event in self._arrive(job) if job.load is not None else ():
+                    self._deliver(event)
+                self._wanted.pop(finish.number, None)
+
+    def let_go(self) -> list[Event]:
+        """Give up all that is being stored, so that its pages are free."""
+        with self._lock:
+            return self._let_go()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait for KV from below."""
+        return bool(self._wanted)
+
+    def clear(self) -> int:
+        """Forget all that is stored; returns how many blocks that was."""
+        blocks = self._store.blocks
+        self._store.clear()
+        return blocks
+
+    def describe(self) -> dict[str, Any]:
+        """What people should know."""
+        speed = self._block_bytes / self._read_s_per_block if self._read_s_per_block else 0.0
+        counters = {name: getattr(self.counters, name) for name in TierCounters.__slots__}
+        return {
+            "backend": self._config.backend,
+            "block_tokens": self._block,
+            "blocks": self._store.blocks,
+            "stored_bytes": self._store.stored_bytes,
+            "storing": len(self._storing),
+            "loading": len(self._wanted),
+            "read_bytes_per_s": round(speed),
+            **counters,
+            **self._store.counters.public(),
+        }
+
+    def close(self) -> None:
+        """Store what waits for it, for a limited time, and end the threads."""
+        try:
+            self._flush()
+        except Exception:
+            logger.exception("KV could not be stored at the end")
+        self._closing.set()
+        with self._lock:
+            self._let_go()
+            for job in self._wanted.values():
+                job.alive = False
+        self._to_store.put(None)
+        for _ in range(READERS):
+            self._to_read.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._store.close()
+
+    def _flush(self) -> None:
+        """Store what the prefix cache holds and the store lacks, without regard to the pace."""
+        ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        with self._lock:
+            self._deliver = ended.put
+            self._pace.bytes_per_s = 0.0
+        until = time.monotonic() + FLUSH_S
+        while True:
+            self._core.store_everything(time.monotonic_ns())
+            self.take(self._core.drain_transfers())
+            left_s = until - time.monotonic()
+            if not self._storing or left_s <= 0:
+                return
+            try:
+                self._core.apply(ended.get(timeout=left_s), time.monotonic_ns())
+            except queue.Empty:
+                logger.warning("not all KV could be stored in %g s", FLUSH_S)
+
+    # ---- storing ---------------------------------------------------------------------------------------------------
+
+    def _store_later(self, offer: Store) -> None:
+        storing = Storing(offer)
+        with self._lock:
+            self._storing[offer.number] = storing
+        self._to_store.put(storing)
+
+    def _let_go(self) -> list[Event]:
+        gone = [storing.offer.number for storing in self._storing.values()]
+        for storing in self._storing.values():
+            storing.alive = False
+        self._storing.clear()
+        return [HoldEnded(number) for number in gone]
+
+    def _write_all(self) -> None:
+        block = block_buffer(self._block_bytes)
+        while (storing := self._to_store.get()) is not None:
+            try:
+                self._write(storing, block)
+            except Exception:
+                logger.exception("KV could not be stored")
+            with self._lock:
+                if storing.alive:
+                    storing.alive = False
+                    del self._storing[storing.offer.number]
+                    self._deliver(HoldEnded(storing.offer.number))
+
+    def _write(self, storing: Storing, block: Block) -> None:
+        """Store those blocks of an offer that the store lacks, first ones first."""
+        offer, size = storing.offer, self._per_block
+        digests = block_digests(offer.tokens, root_digest(offer.namespace), self._block)
+        for place, digest in enumerate(digests):
+            if self._store.reach([digest]):
+                continue
+            if time.monotonic_ns() < self._pace.paused_until_ns or not self._write_block(
+                storing, digest, place * size, block
+            ):
+                self.counters.dropped_blocks += len(digests) - place
+                break
+        self._store.touch(digests)
+
+    def _write_block(self, storing: Storing, digest: bytes, first: int, block: Block) -> bool:
+        """Store one block; False if that cannot be now."""
+        self._keep_pace()
+        with self._lock:
+            if not storing.alive:
+                return False
+            self._pool.gather(storing.offer.pages[first : first + self._per_block], block)
+            storing.busy_since_ns = time.monotonic_ns()
+        try:
+            self._store.put(digest, block)
+        except (OSError, TokenyardError) as error:
+            self.counters.failed_writes += 1
+            if self._pace.pause_ns == FIRST_PAUSE_NS:
+                logger.warning("KV is not stored for now: %s", error)
+            self._pace.failed(time.monotonic_ns())
+            return False
+        finally:
+            storing.busy_since_ns = 0
+        self._pace.pause_ns = FIRST_PAUSE_NS
+        self.counters.written_bytes += self._block_bytes
+        return True
+
+    def _keep_pace(self) -> None:
+        """Wait until the next block may be written."""
+        pace = self._pace
+        if not pace.bytes_per_s:
+            return
+        now = time.monotonic_ns()
+        if (wait_ns := pace.next_ns - now) > 0:
+            self._closing.wait(wait_ns / NS_PER_S)
+        pace.next_ns = max(now, pace.next_ns) + round(self._block_bytes / pace.bytes_per_s * NS_PER_S)
+
+    # ---- loading ---------------------------------------------------------------------------------------------------
+
+    def _worth_loading(self, cached: int, tokens: int) -> bool:
+        """Whether reading the KV of tokens `cached` .. `tokens` is believed to be faster than computing it."""
+        work = StepWork()
+        work.add_chunk(cached, tokens - cached)
+        blocks = -(-(tokens - cached) // self._block)
+        return blocks * self._read_s_per_block < self._cost.step(work)
+
+    def _patience_ns(self, tokens: int) -> int:
+        """How long KV of so many tokens is waited for: once until it is ready, and once until it is in its pages."""
+        config = self._config
+        patience_s = config.timeout_s + config.timeout_per_1k_tokens_s * tokens / 1000
+        if config.prefetch_policy == "wait_complete":
+            patience_s = max(patience_s, LONGEST_WAIT_S)
+        return round(patience_s * NS_PER_S)
+
+    def _read_all(self) -> None:
+        block = block_buffer(self._block_bytes)
+        while (work := self._to_read.get()) is not None:
+            try:
+                work(block)
+            except Exception:
+                logger.exception("KV could not be read")
+
+    def _prefetch(self, job: Wanted) -> None:
+        """Have the blocks of a request ready, then say how far its KV reaches."""
+        try:
+            for digest in job.digests[job.first : job.first + job.found]:
+                if job.told or not self._store.prefetch(digest):
+                    break
+                job.ready += 1
+        except OSError as error:
+            logger.warning("stored KV could not be read: %s", error)
+        with self._lock:
+            for event in self._tell(job):
+                self._deliver(event)
+
+    def _tell(self, job: Wanted) -> list[Event]:
+        """Open the gate of a request, once, for as many blocks as are ready."""
+        if job.told or self._wanted.get(job.number) is not job:
+            return []
+        job.told, job.until_ns = True, 2**63 - 1
+        tokens = min((job.first + job.ready) * self._block, job.tokens) if job.ready else 0
+        if not tokens:
+            del self._wanted[job.number]
+        others = range(job.number + 1, job.number + job.answers)
+        return [Reach(job.number, tokens), *(OpenGate(number, Gate.KV) for number in others)]
+
+    def _load(self, job: Wanted, load: Load) -> None:
+        now = time.monotonic_ns()
+        with self._lock:
+            job.load, job.alive, job.arrived = load, True, load.start
+            job.until_ns = now + self._patience_ns(len(load.pages) * self._info.page_size)
+        self._to_read.put(lambda block: self._read(job, load, block))
+
+    def _read(self, job: Wanted, load: Load, block: Block) -> None:
+        """Fill the pages of a load, block by block."""
+        size, page = self._block, self._info.page_size
+        start, end = load.start, load.start + len(load.pages) * page
+        try:
+            for place in range(start // size, -(-end // size)):
+                began = time.monotonic()
+                if not self._store.get(job.digests[place], block):
+                    self.counters.failed_loads += 1
+                    break
+                begin, stop = max(start, place * size), min(end, (place + 1) * size)
+                pages = load.pages[(begin - start) // page : -(-(stop - start) // page)]
+                with self._lock:
+                    if not job.alive:
+                        return
+                    self._pool.scatter(block, self._per_block, (begin - place * size) // page, pages)
+                    job.arrived = begin + len(pages) * page
+                    self.counters.loaded_bytes += len(pages) * self._pool.page_bytes
+                    self.counters.loaded_tokens += len(pages) * page
+                    self._read_s_per_block += SPEED_WEIGHT * (time.monotonic() - began - self._read_s_per_block)
+        except OSError as error:
+            self.counters.failed_loads += 1
+            logger.warning("stored KV could not be read: %s", error)
+        with self._lock:
+            for event in self._arrive(job):
+                self._deliver(event)
+
+    def _arrive(self, job: Wanted) -> list[Event]:
+        """End a load, once."""
+        if not job.alive:
+            return []
+        job.alive = False
+        self._wanted.pop(job.number, None)
+        return [Arrived(job.number, job.arrived)]
+
+
+def open_tiers(
+    config: EngineConfig, core: Core, executor: Executor, deliver: Callable[[Event], None], rank: int = 0
+) -> KvTiers | None:
+    """The store below that the settings ask for, if they do. Raises ConfigError for a folder that cannot be used and
+    an executor whose KV cannot be moved.
+    """
+    tiers, info = config.tiers, executor.info
+    if tiers.backend == "none":
+        return None
+    pages = map_pages(executor.pieces)
+    pool = PoolView(pages, info.num_pages)
+    tokens = tokens_per_block(info.page_size)
+    size = tokens // info.page_size * pool.page_bytes
+    form = BlockFormat(weights_digest(config, info), info.dtype, tokens, len(pages.origins), size)
+    folder = tiers.folder if not rank else f"{tiers.folder}/rank-{rank}"
+    gb = 10**9
+    store = SlabStore(folder, form, round(tiers.most_gb * gb), round(tiers.min_free_gb * gb))
+    logger.info("KV store %s: %d blocks of %d tokens found", folder, store.blocks, tokens)
+    return KvTiers(tiers, store, pool, core, info, deliver)

@@ -1,0 +1,131 @@
+"""Which prefixes of the tree go to the store below, and when: the core's half of a hierarchical cache.
+
+A node of the tree is offered once, as a `Store` of everything from the root to its end, so that what a store holds has
+no gap; the store takes what it lacks. The pages are locked until `HoldEnded`. As many tokens as `_MOST_SHARE` of the
+pool are offered at a time; the rest waits in the tree, and what is evicted meanwhile is not stored.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import SchedulerSettings, Store
+from tokenyard.base.blocks import tokens_per_block
+from tokenyard.cache.node import TOKEN_DTYPE
+from tokenyard.scheduler.memory import KvMemory
+
+_MOST_SHARE = 8
+"""The part of the pool, as a divisor, that may be locked for stores at a time."""
+_LOW_SHARE = 4
+"""Under write_back what is next to be evicted is stored while less than this part of the pool is free."""
+
+
+class StoreQueue:
+    """Nodes that wait to be stored, and those whose pages are locked for it. A `PrefixListener` of the tree.
+
+    By policy a node is offered when it enters the tree (write_through), at its first hit
+    (write_through_selective), or when free memory runs low and it is next to be evicted (write_back).
+    """
+
+    def __init__(self, settings: SchedulerSettings, memory: KvMemory) -> None:
+        self.dropped_tokens = 0
+        self._memory = memory
+        self._policy = settings.hicache_write_policy
+        self._block = tokens_per_block(settings.page_size)
+        # Ordered sets: what is iterated must not depend on addresses.
+        self._waiting: dict[Any, None] = {}
+        self._offered: set[Any] = set()
+        self._locked: dict[int, int] = {}
+        self._locked_tokens = 0
+        self._last_number = 0
+        memory.tree.listeners.append(self)
+
+    @property
+    def waiting(self) -> int:
+        """Nodes that wait to be offered."""
+        return len(self._waiting)
+
+    @property
+    def offered(self) -> int:
+        """Offers whose pages are locked now."""
+        return len(self._locked)
+
+    # ---- what the tree tells ---------------------------------------------------------------------------------------
+
+    def inserted(self, parent: Any, node: Any) -> None:
+        """A new node: it waits, if the policy stores everything."""
+        if self._policy == "write_through":
+            self._want(node)
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """Both halves of a node that was offered were offered; of one that waits, the lower one brings the upper."""
+        if lower in self._offered:
+            self._offered.add(upper)
+
+    def evicted(self, node: Any) -> None:
+        """A node that still waits is lost to the store."""
+        self._offered.discard(node)
+        if node in self._waiting:
+            del self._waiting[node]
+            self.dropped_tokens += len(node.pages) * self._memory.page_size
+            # A part of it may have been cut off and stay.
+            self._want(node.parent)
+
+    def hit(self, node: Any) -> None:
+        """A request was admitted with the prefix that ends with `node`."""
+        if self._policy == "write_through_selective":
+            self._want(node)
+
+    # ---- offers ----------------------------------------------------------------------------------------------------
+
+    def offer(self) -> list[Store]:
+        """The next prefixes to store, as far as there is room; their pages are locked from now on."""
+        if self._policy == "write_back":
+            self._look_ahead()
+        offers = []
+        most = self._memory.num_pages * self._memory.page_size // _MOST_SHARE
+        while self._waiting:
+            node = next(iter(self._waiting))
+            if self._locked and self._locked_tokens + node.depth_tokens > most:
+                break
+            offers.append(self._lock(node))
+        return offers
+
+    def everything(self) -> None:
+        """Let every node that was never offered wait, as the engine ends."""
+        for node in self._memory.tree.nodes():
+            self._want(node)
+
+    def ended(self, number: int) -> None:
+        """The store has let go of an offer's pages."""
+        self._locked_tokens -= self._locked.pop(number, 0)
+
+    def _want(self, node: Any) -> None:
+        """Let the last node up to `node` wait in which a block ends, unless it was offered."""
+        while node.parent is not None and node.depth_tokens // self._block == node.parent.depth_tokens // self._block:
+            node = node.parent
+        if node.parent is not None and node not in self._offered:
+            self._waiting[node] = None
+
+    def _look_ahead(self) -> None:
+        """Let those leaves wait that go next, while little memory is free."""
+        missing = self._memory.num_pages // _LOW_SHARE - self._memory.allocator.available
+        if missing > 0:
+            for leaf in self._memory.tree.next_to_go(missing):
+                self._want(leaf)
+
+    def _lock(self, node: Any) -> Store:
+        self._last_number -= 1
+        number, runs = self._last_number, []
+        step = node
+        while step.parent is not None:
+            runs.append(step.key)
+            self._offered.add(step)
+            self._waiting.pop(step, None)
+            step = step.parent
+        runs.reverse()
+        self._memory.hold_tree(number, node)
+        self._locked[number] = node.depth_tokens
+        self._locked_tokens += node.depth_tokens
+        tokens = np.frombuffer(b"".join(runs), TOKEN_DTYPE)
+        return Store(number, step.namespace, tokens, self._memory.tree.pages(node))
