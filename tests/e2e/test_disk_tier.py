@@ -54,18 +54,17 @@ def test_a_server_that_is_started_again_finds_its_kv(tmp_path):
     again, cached = ask(server)
     assert (again, cached) == (answer, 192)
     assert told(server)["loaded_tokens"] == 192
-    # A file is an answer of more than one block; the new ones are stored by a thread.
-    more, _ = ask(server, PROMPT + answer)
-    wait_until(lambda: told(server)["blocks"] >= 5 and not told(server)["storing"])
+    more, _ = ask(server, 2 * PROMPT)
+    wait_until(lambda: told(server)["blocks"] >= 8)
     server.signal(signal.SIGKILL)
     server.wait()
 
     server = Server(*flags)
     try:
-        last, cached = ask(server, PROMPT + answer)
+        last, cached = ask(server, 2 * PROMPT)
         assert last == more
-        assert cached >= 256
-        assert call(server, "/clear_hicache_storage_backend", {})["blocks"] >= 5
+        assert cached >= 448
+        assert call(server, "/clear_hicache_storage_backend", {})["blocks"] >= 8
         assert call(server, "/flush_cache", {})
         assert ask(server) == (answer, 0)
     finally:
@@ -74,7 +73,17 @@ def test_a_server_that_is_started_again_finds_its_kv(tmp_path):
 
 def test_what_cannot_be_used_is_one_line(tmp_path):
     (tmp_path / "slab-0000.kv").write_bytes(b"not a slab" * 1000)
-    command = [sys.executable, "-m", "tokenyard", "serve", "--port", "0", *FLAGS, "--hicache-storage-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tokenyard",
+        "serve",
+        "--port",
+        "0",
+        *FLAGS,
+        "--hicache-storage-dir",
+        str(tmp_path),
+    ]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 2
     assert "slab-0000.kv is no slab of KV" in ran.stderr
