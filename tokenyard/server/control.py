@@ -206,6 +206,7 @@ async def metrics(state: State) -> Response:
         state.metrics.set_load(load_of(snapshot) | rates_of(snapshot), totals_of(snapshot))
         state.metrics.adaptive = snapshot.get("adaptive", {})
         state.metrics.tp_ranks = snapshot.get("tp_ranks", {})
+        state.metrics.kv = snapshot
         ages = state.control.rank_ages_s()
         if len(ages) > 1:
             ranks = await state.control.rank_snapshots(SCRAPE_TIMEOUT_S)

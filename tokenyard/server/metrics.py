@@ -18,6 +18,7 @@ from tokenyard.base import NS_PER_S, Finish, FinishReason
 from tokenyard.engine.requests import LEVEL_NAMES, level_name
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.watch.slo_targets import ON_PURPOSE, met_slo, stage_at_deadline, targets_met
+from tokenyard.server.kv_metrics import kv_families
 from tokenyard.server.lookahead_metrics import lookahead_families
 from tokenyard.server.process_metrics import ProcessUsage
 
@@ -183,6 +184,7 @@ class Metrics:
     gauges: dict[str, float] = field(default_factory=dict)
     adaptive: Mapping[str, Any] = field(default_factory=dict)
     tp_ranks: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    kv: Mapping[str, Any] = field(default_factory=dict)
     processes: ProcessUsage = field(default_factory=ProcessUsage)
     ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """The gauges of each data-parallel rank, where there are several; `gauges` are those of all together."""
@@ -341,6 +343,7 @@ class _Families(Collector):
         yield from self._by_rank()
         yield from self._by_tp_rank()
         yield from lookahead_families(self._metrics.model, self._metrics.adaptive)
+        yield from kv_families(self._metrics.model, self._metrics.kv)
         yield from self._metrics.processes.families()
         for engine in self._metrics.compat:
             yield from self._named(COMPAT[engine], "model_name")

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenyard.base import (
@@ -108,12 +108,12 @@ class Pace:
     bytes_per_s: float
     next_ns: int = 0
     paused_until_ns: int = 0
-    pause_ns: int = field(default=FIRST_PAUSE_NS)
+    pause_ns: int = 0
 
     def failed(self, now: int) -> None:
         """A write has failed: pause, longer each time."""
+        self.pause_ns = min(2 * self.pause_ns or FIRST_PAUSE_NS, LONGEST_PAUSE_NS)
         self.paused_until_ns = now + self.pause_ns
-        self.pause_ns = min(2 * self.pause_ns, LONGEST_PAUSE_NS)
 
 
 class KvTiers:
@@ -145,7 +145,7 @@ class KvTiers:
         """Of all that follows, and of the pages: who holds it and sees `alive` may touch them."""
         self._storing: dict[int, Storing] = {}
         self._wanted: dict[int, Wanted] = {}
-        self._closing = threading.Event()
+        self._hurry = threading.Event()
         self._to_store: queue.SimpleQueue[Storing | None] = queue.SimpleQueue()
         self._to_read: queue.SimpleQueue[Callable[[Block], None] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._write_all, name="kv-store", daemon=True)]
@@ -263,7 +263,7 @@ class KvTiers:
             self._flush()
         except Exception:
             logger.exception("KV could not be stored at the end")
-        self._closing.set()
+        self._hurry.set()
         with self._lock:
             self._let_go()
             for job in self._wanted.values():
@@ -282,6 +282,7 @@ class KvTiers:
         with self._lock:
             self._deliver = ended.put
             self._pace.bytes_per_s = 0.0
+            self._hurry.set()
         until = time.monotonic() + FLUSH_S
         while True:
             self._core.store_everything(time.monotonic_ns())
@@ -348,13 +349,13 @@ class KvTiers:
             self._store.put(digest, block)
         except (OSError, TokenyardError) as error:
             self.counters.failed_writes += 1
-            if self._pace.pause_ns == FIRST_PAUSE_NS:
+            if not self._pace.pause_ns:
                 logger.warning("KV is not stored for now: %s", error)
             self._pace.failed(time.monotonic_ns())
             return False
         finally:
             storing.busy_since_ns = 0
-        self._pace.pause_ns = FIRST_PAUSE_NS
+        self._pace.pause_ns = 0
         self.counters.written_bytes += self._block_bytes
         return True
 
@@ -365,7 +366,7 @@ class KvTiers:
             return
         now = time.monotonic_ns()
         if (wait_ns := pace.next_ns - now) > 0:
-            self._closing.wait(wait_ns / NS_PER_S)
+            self._hurry.wait(wait_ns / NS_PER_S)
         pace.next_ns = max(now, pace.next_ns) + round(self._block_bytes / pace.bytes_per_s * NS_PER_S)
 
     # ---- loading ---------------------------------------------------------------------------------------------------
