@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tests.scheduler.test_store_queue import PER_BLOCK, make_yard, prompt
-from tokenyard.base import Cancel, Finish, Request, SamplingParams, Submit, TokenBatch
+from tokenyard.base import Cancel, Finish, Pause, Request, Resume, SamplingParams, Submit, TokenBatch
 from tokenyard.base.blocks import block_digests
 from tokenyard.engine.processes.config import TierConfig
+from tokenyard.engine.watch import tier_jobs
 from tokenyard.engine.watch import tiers as module
 from tokenyard.engine.watch.kv_moves import KvMoves
 from tokenyard.engine.watch.tiers import KvTiers
@@ -199,6 +200,29 @@ def test_a_read_that_fails_is_computed(store, answer, where):
     engine.close()
 
 
+def test_a_request_that_was_paused_comes_back_with_its_kv(monkeypatch):
+    monkeypatch.setattr(module, "LOOK_EVERY_NS", 0)
+    alone = make_yard(enable_hierarchical_cache=False)
+    expected = alone.submit(TOKENS, max_new=60)
+    alone.run()
+    engine = Engine(MemoryStore(1000), {"pages": 32})
+    core = engine.yard.scheduler
+    number = engine.submit(max_new=60)
+    engine.until(lambda: len(engine.yard.tokens.get(number, [])) >= 3)
+    engine.yard.apply(Pause(numbers=[number]))
+    (row,) = core.state.waiting.rows.tolist()
+    engine.until(lambda: not (core.state.memory.holds or core.state.stores.waiting))
+    for seed in range(5, 9):
+        engine.serve(prompt(300, seed=seed))
+    assert core.state.memory.tree.peek(core.state.table.request_state(row).known_ids.tobytes()) == 0
+    before = engine.tiers.counters.loaded_tokens
+    engine.yard.apply(Resume(numbers=[number]))
+    engine.until(lambda: number in engine.yard.finished)
+    assert engine.yard.tokens[number] == alone.tokens[expected]
+    assert engine.tiers.counters.loaded_tokens - before == 192
+    engine.close()
+
+
 def test_a_block_that_is_gone_ends_the_load_there(store, answer):
     digests = block_digests(np.array(TOKENS, np.int32))
     engine = Engine(store)
@@ -212,8 +236,8 @@ def test_a_block_that_is_gone_ends_the_load_there(store, answer):
 
 
 def test_writes_that_fail_are_counted_and_tried_again_later(answer, caplog, monkeypatch):
-    monkeypatch.setattr(module, "FIRST_PAUSE_NS", 10**12)
-    monkeypatch.setattr(module, "LONGEST_PAUSE_NS", 10**12)
+    monkeypatch.setattr(tier_jobs, "FIRST_PAUSE_NS", 10**12)
+    monkeypatch.setattr(tier_jobs, "LONGEST_PAUSE_NS", 10**12)
     store = Trouble()
     store.before["put"] = broken
     engine = Engine(store)

@@ -68,6 +68,16 @@ class InFlightPlan:
     rows: Int32Array
 
 
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """A request that lost its place and waits: all its tokens that are known, int32[n], and how many are cached."""
+
+    number: int
+    namespace: str
+    known_ids: Int32Array
+    cached: int
+
+
 class Scheduler:
     """Requests in, plans out. See the module's docstring for the order of effects."""
 
@@ -390,6 +400,17 @@ class Scheduler:
         """Tokens of a request's prompt that the prefix cache holds now."""
         tokens: int = self.state.memory.tree.peek(request.known_ids.tobytes(), request.namespace)
         return tokens
+
+    def requeued(self, most: int) -> list[Requeued]:
+        """The first `most` waiting requests that had a place before and of which no KV is known to be elsewhere."""
+        table, rows = self.state.table, self.state.waiting.rows
+        again = (table.retractions[rows] > 0) & (table.reach[rows] == 0) & (table.gates[rows] == 0)
+        found = []
+        for row in rows[again][:most].tolist():
+            known, namespace = table.request_state(row).known_ids, table.request(row).namespace
+            cached = self.state.memory.tree.peek(known.tobytes(), namespace)
+            found.append(Requeued(int(table.number[row]), namespace, known, cached))
+        return found
 
     def backlog_tokens(self) -> int:
         """Tokens of prompts that have still to be computed, without what the cache holds of those that wait."""

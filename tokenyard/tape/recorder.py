@@ -18,7 +18,7 @@ from tokenyard.cache.kv_events import KvRecord
 from tokenyard.policy.priority_function import RequestView
 from tokenyard.scheduler.live_view import LiveView
 from tokenyard.scheduler.lookahead_state import LookaheadState
-from tokenyard.scheduler.scheduler import Scheduler
+from tokenyard.scheduler.scheduler import Requeued, Scheduler
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.tape.anonymizer import Anonymizer
 from tokenyard.tape.codec import Header, Idled, Origin, Planned, Raised, TapeEncoder
@@ -119,6 +119,10 @@ class Recorder:
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request's prompt that the prefix cache holds now."""
         return self.scheduler.cached_tokens(request)
+
+    def requeued(self, most: int) -> list[Requeued]:
+        """The first waiting requests that had a place before."""
+        return self.scheduler.requeued(most)
 
     def backlog_tokens(self) -> int:
         """Tokens of prompts that have still to be computed."""

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tokenyard.base import (
@@ -21,6 +21,7 @@ from tokenyard.base import (
     Executor,
     ExecutorInfo,
     HoldEnded,
+    Int32Array,
     Load,
     Move,
     OpenGate,
@@ -33,6 +34,7 @@ from tokenyard.base import (
 )
 from tokenyard.base.blocks import block_digests, root_digest, tokens_per_block
 from tokenyard.engine.processes.config import EngineConfig, TierConfig
+from tokenyard.engine.watch.tier_jobs import NEVER_NS, Pace, Storing, TierCounters, Wanted
 from tokenyard.engine.watch.transfers import weights_digest
 from tokenyard.scheduler.lifecycle import Gate
 from tokenyard.scheduler.state import first_belief
@@ -50,70 +52,8 @@ STUCK_NS = 5 * NS_PER_S
 """A block whose writing takes longer makes the pages of all stores free again."""
 FLUSH_S = 3.5
 """Less than a scheduler process is given to end."""
-FIRST_PAUSE_NS, LONGEST_PAUSE_NS = NS_PER_S, 30 * NS_PER_S
-"""How long nothing is written after a write has failed: the first time, and at most."""
 SPEED_WEIGHT = 0.2
-
-
-@dataclass(slots=True, eq=False)
-class Storing:
-    """An offer that is being stored; `alive` while its pages may be read."""
-
-    offer: Store
-    alive: bool = True
-    busy_since_ns: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Wanted:
-    """A request whose KV is below: blocks `first` .. `first + found` of `digests`, of use up to token `tokens`.
-
-    ready: blocks that are fast to read by now. told: whether its `Reach` went out. load: set once it has pages, which
-    may be written while `alive`; `arrived` tokens are there.
-    """
-
-    number: int
-    answers: int
-    digests: list[bytes]
-    first: int
-    found: int
-    tokens: int
-    until_ns: int
-    ready: int = 0
-    told: bool = False
-    load: Load | None = None
-    alive: bool = False
-    arrived: int = 0
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """What went down and up since the start."""
-
-    written_bytes: int = 0
-    loaded_bytes: int = 0
-    loaded_tokens: int = 0
-    dropped_blocks: int = 0
-    failed_writes: int = 0
-    failed_loads: int = 0
-    late_loads: int = 0
-    hit_requests: int = 0
-    recomputed_requests: int = 0
-
-
-@dataclass(slots=True)
-class Pace:
-    """How fast may be written, and when again after a failure."""
-
-    bytes_per_s: float
-    next_ns: int = 0
-    paused_until_ns: int = 0
-    pause_ns: int = 0
-
-    def failed(self, now: int) -> None:
-        """A write has failed: pause, longer each time."""
-        self.pause_ns = min(2 * self.pause_ns or FIRST_PAUSE_NS, LONGEST_PAUSE_NS)
-        self.paused_until_ns = now + self.pause_ns
+LOOK_EVERY_NS, MOST_LOOKS = NS_PER_S // 10, 8
 
 
 class KvTiers:
@@ -148,6 +88,7 @@ class KvTiers:
         self._hurry = threading.Event()
         self._to_store: queue.SimpleQueue[Storing | None] = queue.SimpleQueue()
         self._to_read: queue.SimpleQueue[Callable[[Block], None] | None] = queue.SimpleQueue()
+        self._look_at_ns = 0
         self._threads = [threading.Thread(target=self._write_all, name="kv-store", daemon=True)]
         self._threads += [threading.Thread(target=self._read_all, name="kv-load", daemon=True) for _ in range(READERS)]
         for thread in self._threads:
@@ -160,25 +101,16 @@ class KvTiers:
         options = request.logprobs
         if options is not None and options.prompt_from >= 0:
             return request
-        known, size = request.known_ids, self._block
         cached = self._core.cached_tokens(request)
-        if len(known) - 1 - cached < size:
+        wanted = self._find(request.number, request.namespace, request.known_ids, cached)
+        if wanted is None:
             return request
-        digests = block_digests(known, root_digest(request.namespace), size)
-        first = cached // size
-        found = self._store.reach(digests[first:])
-        tokens = min((first + found) * size, len(known) - 1)
-        if tokens - cached < size:
-            return request
-        if not self._worth_loading(cached, tokens):
+        if not self._worth_loading(cached, wanted.tokens):
             self.counters.recomputed_requests += 1
             return request
-        self._store.touch(digests[: first + found])
-        until = time.monotonic_ns() + self._patience_ns(tokens - cached)
-        wanted = Wanted(request.number, request.sampling.n, digests, first, found, tokens, until)
-        with self._lock:
-            self._wanted[request.number] = wanted
-            self.counters.hit_requests += 1
+        wanted.answers = request.sampling.n
+        wanted.until_ns = time.monotonic_ns() + self._patience_ns(wanted.tokens - cached)
+        self._take_on(wanted)
         self._to_read.put(lambda block: self._prefetch(wanted))
         return replace(request, awaits_kv=self._config.prefetch_policy != "best_effort")
 
@@ -196,9 +128,12 @@ class KvTiers:
 
     def poll(self, now: int) -> list[Event]:
         """What has taken too long by `now` (ns): such requests go on without, and such pages are free again."""
-        if not (self._wanted or self._storing):
-            return []
         events: list[Event] = []
+        if now >= self._look_at_ns and self._store.blocks:
+            self._look_at_ns = now + LOOK_EVERY_NS
+            events += self._look_again()
+        if not (self._wanted or self._storing):
+            return events
         with self._lock:
             for job in list(self._wanted.values()):
                 if now < job.until_ns:
@@ -371,6 +306,40 @@ class KvTiers:
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 
+    def _find(self, number: int, namespace: str, known: Int32Array, cached: int) -> Wanted | None:
+        """What is below of a request's `known` tokens beyond the first `cached`, None for less than a block."""
+        size = self._block
+        if len(known) - 1 - cached < size:
+            return None
+        digests, first = block_digests(known, root_digest(namespace), size), cached // size
+        found = self._store.reach(digests[first:])
+        tokens = min((first + found) * size, len(known) - 1)
+        if tokens - cached < size:
+            return None
+        return Wanted(number, 1, digests, first, found, tokens)
+
+    def _take_on(self, wanted: Wanted) -> None:
+        self._store.touch(wanted.digests[: wanted.first + wanted.found])
+        self.counters.hit_requests += 1
+        with self._lock:
+            self._wanted[wanted.number] = wanted
+
+    def _look_again(self) -> list[Event]:
+        """Requests that lost their place, and whose KV has left the prefix cache since, come back with what is below.
+
+        They wait in the queue anyway, so that no gate is closed for them.
+        """
+        events: list[Event] = []
+        for one in self._core.requeued(MOST_LOOKS):
+            if one.number in self._wanted:
+                continue
+            wanted = self._find(one.number, one.namespace, one.known_ids, one.cached)
+            if wanted is not None and self._worth_loading(one.cached, wanted.tokens):
+                wanted.told = True
+                self._take_on(wanted)
+                events.append(Reach(one.number, wanted.tokens))
+        return events
+
     def _worth_loading(self, cached: int, tokens: int) -> bool:
         """Whether reading the KV of tokens `cached` .. `tokens` is believed to be faster than computing it."""
         work = StepWork()
@@ -411,7 +380,7 @@ class KvTiers:
         """Open the gate of a request, once, for as many blocks as are ready."""
         if job.told or self._wanted.get(job.number) is not job:
             return []
-        job.told, job.until_ns = True, 2**63 - 1
+        job.told, job.until_ns = True, NEVER_NS
         tokens = min((job.first + job.ready) * self._block, job.tokens) if job.ready else 0
         if not tokens:
             del self._wanted[job.number]
