@@ -15,7 +15,6 @@ class Storing:
 
     offer: Store
     alive: bool = True
-    busy_since_ns: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -89,6 +89,7 @@ class KvTiers:
         self._to_store: queue.SimpleQueue[Storing | None] = queue.SimpleQueue()
         self._to_read: queue.SimpleQueue[Callable[[Block], None] | None] = queue.SimpleQueue()
         self._look_at_ns = 0
+        self._writing_since_ns = 0
         self._threads = [threading.Thread(target=self._write_all, name="kv-store", daemon=True)]
         self._threads += [threading.Thread(target=self._read_all, name="kv-load", daemon=True) for _ in range(READERS)]
         for thread in self._threads:
@@ -143,7 +144,7 @@ class KvTiers:
                     events += self._arrive(job)
                 else:
                     events += self._tell(job)
-            if any(one.busy_since_ns and now - one.busy_since_ns > STUCK_NS for one in self._storing.values()):
+            if self._writing_since_ns and now - self._writing_since_ns > STUCK_NS:
                 events += self._let_go()
         return events
 
@@ -279,7 +280,7 @@ class KvTiers:
             if not storing.alive:
                 return False
             self._pool.gather(storing.offer.pages[first : first + self._per_block], block)
-            storing.busy_since_ns = time.monotonic_ns()
+            self._writing_since_ns = time.monotonic_ns()
         try:
             self._store.put(digest, block)
         except (OSError, TokenyardError) as error:
@@ -289,7 +290,7 @@ class KvTiers:
             self._pace.failed(time.monotonic_ns())
             return False
         finally:
-            storing.busy_since_ns = 0
+            self._writing_since_ns = 0
         self._pace.pause_ns = 0
         self.counters.written_bytes += self._block_bytes
         return True
