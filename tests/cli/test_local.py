@@ -56,13 +56,25 @@ def test_each_answer_of_a_batch_file_has_the_id_of_its_request(tmp_path):
         ([line("a", "/v1/completions", prompt="x"), line("a", "/v1/completions", prompt="y")], "two lines"),
         ([line("a", "/v1/completions", prompt="x", stream=True)], "line 1: .*stream"),
         ([line(3, "/v1/completions", prompt="x")], "line 1: custom_id"),
+        ([line("a", "/pause_generation", mode="abort")], "line 1: /pause_generation steers"),
+        ([line("a", "http://x/v1/requests/a/pause")], "line 1: /v1/requests/a/pause steers"),
     ],
 )
-def test_a_wrong_batch_file_is_refused_with_its_line(tmp_path, capsys, lines, says):
-    asked = tmp_path / "in.jsonl"
+def test_a_wrong_batch_file_is_refused_with_its_line_and_costs_no_earlier_answers(tmp_path, capsys, lines, says):
+    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked.write_text("\n".join(lines))
-    assert main(["generate", "--input", str(asked), *MOCK]) == 2
+    answered.write_text("of an earlier run")
+    assert main(["generate", "--input", str(asked), "--output", str(answered), *MOCK]) == 2
     assert re.search(says, capsys.readouterr().err)
+    assert answered.read_text() == "of an earlier run"
+
+
+def test_the_output_never_overwrites_the_input(tmp_path, capsys):
+    asked = tmp_path / "in.jsonl"
+    asked.write_text(line("a", "/v1/completions", prompt="x"))
+    assert main(["generate", "--input", str(asked), "--output", str(tmp_path / "." / "in.jsonl"), *MOCK]) == 2
+    assert "overwrite the input" in capsys.readouterr().err
+    assert asked.read_text()
 
 
 def test_answers_to_several_prompts_are_told_apart_on_the_terminal(tmp_path, capsys):

@@ -142,6 +142,19 @@ def test_a_kept_response_can_be_got_and_deleted(start):
     assert lost.json()["error"]["param"] == "previous_response_id"
 
 
+def test_a_chain_of_responses_cannot_grow_beyond_any_prompt(start):
+    # Reasoning may be long and never reach a prompt; each response keeps all that came before it.
+    server = serve(start)
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x" * 600_000}]}
+    asked = [{"role": "user", "content": "hello"}, thought]
+    first = post(server, input=asked, max_output_tokens=2)
+    assert first.status_code == 200
+    second = post(server, input=asked, max_output_tokens=2, previous_response_id=first.json()["id"])
+    assert second.status_code == 400
+    assert second.json()["error"]["param"] == "previous_response_id"
+    assert post(server, max_output_tokens=2, previous_response_id=first.json()["id"]).status_code == 200
+
+
 def test_a_response_is_not_kept_against_the_clients_wish(start):
     server = serve(start)
     made = post(server, store=False, max_output_tokens=2).json()

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from tokenyard.base import ConfigError
 from tokenyard.local import LocalApi
 from tokenyard.offline import LLM
+from tokenyard.server.middleware import ADMIN_PATHS, ADMIN_PREFIX
 
 AT_ONCE = 1024
 """Requests that are open side by side; the scheduler decides how many of them run."""
@@ -30,16 +31,29 @@ def check_batch_line(content: BatchLine, where: str) -> BatchLine:
         raise ConfigError(f"{where}: method must be POST and url a path such as /v1/chat/completions")
     if not isinstance(content["body"], dict) or content["body"].get("stream"):
         raise ConfigError(f"{where}: body must be an object, without stream")
+    path = _path(content["url"])
+    if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX):
+        # One that pauses the engine would let the whole file wait for ever.
+        raise ConfigError(f"{where}: {path} steers a server; a batch asks for answers only")
     return content
 
 
-def answer_batch(llm: LLM, lines: Sequence[BatchLine], output: TextIO) -> int:
-    """Answer all lines, each written as it is done; returns how many failed. Raises ConfigError for one id twice."""
+def check_ids(lines: Sequence[BatchLine]) -> None:
+    """Raise ConfigError for an id that stands on two lines."""
     seen: set[str] = set()
     for line in lines:
         if line["custom_id"] in seen:
             raise ConfigError(f"the custom_id {line['custom_id']!r} stands on two lines")
         seen.add(line["custom_id"])
+
+
+def _path(url: str) -> str:
+    """The path of a URL, which may be a path alone."""
+    return "/" + url.split("://", 1)[1].partition("/")[2] if "://" in url else url
+
+
+def answer_batch(llm: LLM, lines: Sequence[BatchLine], output: TextIO) -> int:
+    """Answer all lines, each written as it is done; returns how many failed."""
     failed = asyncio.run(_answer_all(LocalApi(llm), lines, output))
     print(f"{len(lines) - failed} requests answered, {failed} failed", file=sys.stderr)
     return failed
@@ -50,8 +64,7 @@ async def _answer_all(api: LocalApi, lines: Sequence[BatchLine], output: TextIO)
 
     async def one(line: BatchLine) -> bool:
         async with places:
-            path = "/" + line["url"].split("://", 1)[-1].split("/", 1)[-1] if "://" in line["url"] else line["url"]
-            status, body = await api.whole("POST", path, line["body"])
+            status, body = await api.whole("POST", _path(line["url"]), line["body"])
         response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": json.loads(body)}
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line["custom_id"], "response": response}
         output.write(json.dumps({**record, "error": None}, ensure_ascii=False) + "\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tokenyard.base import ConfigError, SamplingParams
-from tokenyard.cli.batch import BatchLine, answer_batch, check_batch_line, is_batch_line
+from tokenyard.cli.batch import BatchLine, answer_batch, check_batch_line, check_ids, is_batch_line
 from tokenyard.cli.flags import resolve
 from tokenyard.cli.progress import follow
 from tokenyard.engine.processes.logs import set_up_logging
@@ -23,6 +23,8 @@ def generate(namespace: argparse.Namespace) -> int:
     settings = resolve(vars(namespace)).settings
     set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
     batch, inputs = _sorted(list(read_inputs(namespace.prompt, namespace.input)))
+    if namespace.input and namespace.output and Path(namespace.output).resolve() == Path(namespace.input).resolve():
+        raise ConfigError(f"--output {namespace.output} would overwrite the input; name another file")
     sampling = _sampling(namespace)
     SamplingParams(**sampling).validate()
     with ExitStack() as stack:
@@ -38,10 +40,13 @@ def generate(namespace: argparse.Namespace) -> int:
 
 
 def _sorted(inputs: list[str | Conversation | BatchLine]) -> tuple[list[BatchLine] | None, list[str | Conversation]]:
-    """(the lines of a batch file, None for another; the prompts of another). Raises ConfigError for both in one."""
+    """(the lines of a batch file, None for another; the prompts of another). Raises ConfigError for both in one, and
+    for two lines with one id.
+    """
     batch = [item for item in inputs if isinstance(item, dict)]
     if batch and len(batch) < len(inputs):
         raise ConfigError("a file holds either prompts or batch lines (custom_id, method, url, body), not both")
+    check_ids(batch)
     return batch or None, [item for item in inputs if not isinstance(item, dict)]
 
 

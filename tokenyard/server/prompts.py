@@ -31,12 +31,17 @@ class CompletionPrompt:
 
 def check_chat_body(call: Call) -> None:
     """Raise ContextLengthError for the body of a conversation that is far larger than any prompt, before it is read."""
+    check_length(call, len(call.body), "messages")
+
+
+def check_length(call: Call, size: int, param: str) -> None:
+    """Raise ContextLengthError for a conversation of `size` bytes, as JSON, if that is far more than any prompt."""
     most = max(LEAST_CHAT_BODY_BYTES, CHAT_BODY_BYTES * call.manager.most_prompt_bytes)
-    if len(call.body) > most:
+    if size > most:
         raise ContextLengthError(
-            f"the body has {len(call.body)} bytes; with prompts of at most {call.manager.most_prompt_bytes} bytes, at"
-            f" most {most} are taken",
-            param="messages",
+            f"the body has {size} bytes; with prompts of at most {call.manager.most_prompt_bytes} bytes, at most"
+            f" {most} are taken",
+            param=param,
         )
 
 

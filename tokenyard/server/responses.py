@@ -14,7 +14,7 @@ from tokenyard.server.converted import reasoning_tokens, run_events
 from tokenyard.server.dialects import named_event
 from tokenyard.server.openai import chat_job
 from tokenyard.server.parse.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
-from tokenyard.server.prompts import check_chat_body
+from tokenyard.server.prompts import check_chat_body, check_length
 from tokenyard.server.protocol import ChatRequest, parse_body
 
 Item = dict[str, Any]
@@ -82,11 +82,15 @@ async def responses(call: Call) -> None:
 
 
 def _items(call: Call, body: ResponsesRequest) -> list[Item]:
-    """All that the response answers: what the one before answered and said, and the input."""
+    """All that the response answers: what the one before answered and said, and the input.
+
+    Raises HttpError for a response that is not there, and ContextLengthError for more than any prompt holds.
+    """
     own = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not body.previous_response_id:
         return own
     before = call.state.responses.get(body.previous_response_id, call.tenant)
+    check_length(call, before.size + len(call.body), "previous_response_id")
     items: list[Item] = orjson.loads(before.items) + orjson.loads(before.response)["output"] + own
     return items
 
