@@ -87,6 +87,8 @@ def forced_tool(target: Target) -> None:
 def typed_answer(target: Target) -> None:
     asked = options(target, "openai") | {"response_format": Animal, "max_tokens": 300}
     Animal.model_validate_json(litellm.completion(**asked).choices[0].message.content)
+    chunks = litellm.completion(**asked, stream=True)
+    Animal.model_validate_json("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
 
 
 def other_apis(target: Target) -> None:

@@ -16,7 +16,9 @@ INLINE_BYTES = 256_000
 MOST_VALUES, MOST_CONTAINERS, MOST_STRINGS = 1_500_000, 150_000, 250_000
 """Each of these is read in about a tenth of a second. A prompt may be given as a list of token ids."""
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_PART = re.compile(rb'(?:[^"\\]++|\\.){0,20000}+', re.DOTALL)
+"""A part of a string that is short enough to be matched in one go, up to a quotation mark."""
+
 _threads = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
 
 T = TypeVar("T")
@@ -37,18 +39,22 @@ def check_parts(body: bytes) -> None:
         return
     # Texts may be full of these characters: count again without them, until it is too much.
     values = containers = strings = at = 0
-    for found in _STRING.finditer(body):
-        values += _commas(body, at, found.start())
-        containers += _openings(body, at, found.start())
-        strings, at = strings + 1, found.end()
-        if not _fits(values, containers, strings):
-            break
+    while _fits(values, containers, strings) and (begin := body.find(b'"', at)) >= 0:
+        values, containers = values + _commas(body, at, begin), containers + _openings(body, at, begin)
+        strings, at = strings + 1, _end_of_string(body, begin + 1)
     values, containers = values + _commas(body, at), containers + _openings(body, at)
     if not _fits(values, containers, strings):
         raise ContextLengthError(
             f"the body has too many parts: at most {MOST_VALUES} values, {MOST_CONTAINERS} lists and objects, and"
             f" {MOST_STRINGS} strings are taken; send several requests"
         )
+
+
+def _end_of_string(body: bytes, at: int) -> int:
+    """The place behind the string whose text begins at `at`; the body's end if it has no end."""
+    while (match := _PART.match(body, at)) is not None and match.end() > at:
+        at = match.end()
+    return at + 1 if body[at : at + 1] == b'"' else len(body)
 
 
 def _fits(values: int, containers: int, strings: int) -> bool:

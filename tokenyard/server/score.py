@@ -14,6 +14,9 @@ from tokenyard.server.convert import new_spec
 from tokenyard.server.prompts import token_ids
 from tokenyard.server.protocol import UrgencyFields, parse_body
 
+MOST_SCORES = 200_000
+"""More would hold up other requests while they are sent and written."""
+
 
 @dataclass(kw_only=True)
 class ScoreRequest(UrgencyFields):
@@ -37,6 +40,11 @@ async def score(call: Call) -> None:
     most = call.state.options.max_prompts
     if not 1 <= len(items) <= most:
         raise InvalidRequestError(f"items must be a list of 1 to {most} texts", param="items")
+    if len(items) * len(body.label_token_ids) > MOST_SCORES:
+        message = (
+            f"{len(items)} items with {len(body.label_token_ids)} labels each; at most {MOST_SCORES} scores are given"
+        )
+        raise InvalidRequestError(message, param="label_token_ids")
     specs = [await _spec(call, body, item, place) for place, item in enumerate(items)]
     answers = await collect(call, specs, 1)
     scores = [_scores(answer, len(body.label_token_ids), softmax=bool(body.apply_softmax)) for answer in answers]
