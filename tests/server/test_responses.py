@@ -155,6 +155,16 @@ def test_a_chain_of_responses_cannot_grow_beyond_any_prompt(start):
     assert post(server, max_output_tokens=2, previous_response_id=first.json()["id"]).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"text": {"format": 7}}, "text"), ({"input": [{"type": "reasoning", "content": 7}]}, "input")],
+)
+def test_wrong_parts_are_refused(start, fields, param):
+    answer = post(serve(start), **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
 def test_a_response_is_not_kept_against_the_clients_wish(start):
     server = serve(start)
     made = post(server, store=False, max_output_tokens=2).json()

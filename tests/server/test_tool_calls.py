@@ -102,6 +102,30 @@ def test_a_prediction_reaches_the_engine_only_where_it_drafts_and_usage_tells_wh
             assert answer.json()["error"]["param"] == "prediction"
 
 
+@pytest.mark.parametrize("source", [HERMES, "<|tool_call_start|> tools"])
+def test_arguments_that_json_cannot_hold_reach_every_api(start, source):
+    """Numbers beyond 64 bits, and half a character."""
+    large = "1" + "0" * 30
+    answer = '<tool_call>{"name": "now", "arguments": {"n": ' + large + ', "s": "\\ud800"}}</tool_call>'
+    if source != HERMES:
+        answer = f"<|tool_call_start|>[now(n={large}, s='\\ud800')]<|tool_call_end|>"
+    function = FUNCTIONS[1]["function"]
+    tool = {"name": "now", "input_schema": function["parameters"]}
+    for path, tools in (
+        ("/v1/chat/completions", FUNCTIONS),
+        ("/v1/messages", [tool]),
+        ("/v1/responses", [{"type": "function", **function}]),
+        ("/api/chat", FUNCTIONS),
+    ):
+        manager = FakeManager()
+        manager.template_sources = {"default": source}
+        manager.answer = [answer]
+        body = {"model": "fake", "messages": HELLO, "input": "hello", "max_tokens": 9, "tools": tools, "stream": False}
+        found = start(manager).client.post(path, json=body)
+        assert found.status_code == 200, (path, found.text)
+        assert "now" in found.text
+
+
 def test_only_calls_leave_content_null(start):
     message = asked(start, '<tool_call>{"name": "now"}</tool_call>').json()["choices"][0]["message"]
     assert message["content"] is None

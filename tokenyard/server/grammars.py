@@ -68,8 +68,8 @@ def schema_rule(schema: Any, *, lenient: bool, param: str, space: str = SPACE_IN
     """JSON that keeps to a schema. `lenient` ignores keywords that cannot be enforced, else they are refused."""
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
+            schema = orjson.loads(schema)
+        except ValueError as error:
             raise InvalidRequestError(f"{param} is not valid JSON: {error}", param=param) from error
     if isinstance(schema, bool):
         schema = {} if schema else {"type": []}
@@ -237,8 +237,8 @@ def _tagged(value: Any) -> Grammar:
     """Free text in which a trigger begins a tag that must go on as one of the structures says."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = orjson.loads(value)
+        except ValueError as error:
             raise InvalidRequestError(f"structural_tag is not valid JSON: {error}", param="structural_tag") from error
     structures = value.get("structures") if isinstance(value, Mapping) else None
     triggers = value.get("triggers") if isinstance(value, Mapping) else None

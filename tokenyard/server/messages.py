@@ -14,6 +14,7 @@ from tokenyard.server.converted import has_calls, run_events
 from tokenyard.server.dialects import named_event
 from tokenyard.server.openai import chat_job
 from tokenyard.server.parse.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+from tokenyard.server.parse.readable import readable
 from tokenyard.server.prompts import chat_prompt, check_chat_body
 from tokenyard.server.protocol import ChatRequest, parse_body
 
@@ -298,7 +299,7 @@ class MessageWriter:
 def _object(text: str) -> Any:
     """Arguments as an object; what a cut-off answer left of them is none."""
     try:
-        value = json.loads(text)
+        value = readable(text)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -1,7 +1,6 @@
 """Ollama's API: `/api/chat`, `/api/generate`, `/api/tags`, `/api/show`, `/api/ps` and `/api/version`."""
 
 import hashlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from tokenyard.server.converted import run_events
 from tokenyard.server.openai import Job, chat_job, completion_job
 from tokenyard.server.parse.events import Call as ToolCall
 from tokenyard.server.parse.events import Content, Event, Reasoning
+from tokenyard.server.parse.readable import readable
 from tokenyard.server.prompts import check_chat_body
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, parse_body
 from tokenyard.server.state import ServerState
@@ -213,7 +213,7 @@ class OllamaWriter:
 def _arguments(text: str) -> Any:
     """Arguments, which are objects in this API; those of a cut-off call are none."""
     try:
-        value = json.loads(text)
+        value = readable(text)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

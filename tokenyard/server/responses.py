@@ -133,6 +133,8 @@ def _add_item(conversation: list[dict[str, Any]], item: Item, where: str) -> Non
             turn["content"] = (turn["content"] or "") + text
         case "reasoning":
             parts = item.get("content") or item.get("summary") or []
+            if not isinstance(parts, list):
+                raise InvalidRequestError(f"{where}: reasoning must be a list of parts", param="input")
             text = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
             if text:
                 _turn(conversation)["reasoning_content"] = text
@@ -187,8 +189,10 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return choice
 
 
-def _format(form: dict[str, Any] | None) -> dict[str, Any] | None:
-    """text.format in the shape of response_format."""
+def _format(form: Any) -> dict[str, Any] | None:
+    """text.format in the shape of response_format. Raises InvalidRequestError for one that is no object."""
+    if not isinstance(form, dict | None):
+        raise InvalidRequestError("text.format must be an object", param="text")
     if not form or form.get("type") != "json_schema":
         return form
     inner = {name: form[name] for name in ("name", "schema", "strict") if name in form}

@@ -29,7 +29,8 @@ def _call(node: ast.expr) -> tuple[str, str]:
         if keyword.arg is None:
             raise ValueError("an argument without a name")
         arguments[keyword.arg] = _literal(keyword.value)
-    return _name(node.func), json.dumps(arguments, ensure_ascii=False)
+    # A literal may name half a character, which no answer can hold.
+    return _name(node.func), json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
 def _name(node: ast.expr) -> str:
