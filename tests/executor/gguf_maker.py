@@ -7,11 +7,13 @@ import gguf
 import numpy as np
 from safetensors.torch import load_file
 
-from tokenyard.executor.gguf_file.weights import IN_LAYER, WHOLE
+from tokenyard.executor.gguf_file.weights import IN_LAYER, OWN_IN_LAYER, WHOLE
 
 
-def gguf_names(name):
+def gguf_names(name, architecture="llama"):
     """GGUF's name of a Hugging Face tensor, and the expert if it is one's."""
+    if name.endswith(".sinks"):
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight", None
     base, _, kind = name.rpartition(".")
     if base in WHOLE:
         return f"{WHOLE[base]}.{kind}", None
@@ -19,7 +21,53 @@ def gguf_names(name):
     if ".experts." in rest:
         _, _, expert, part = rest.split(".")
         return f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.{kind}", int(expert)
-    return f"blk.{layer}.{IN_LAYER[rest]}.{kind}", None
+    return f"blk.{layer}.{(IN_LAYER | OWN_IN_LAYER.get(architecture, {}))[rest]}.{kind}", None
+
+
+def as_converted(architecture, tensors):
+    """The tensors of a family as llama.cpp's converter hands them on: Gemma's norms plus one, stacks of experts cut."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name and architecture == "gpt-oss":
+            base, part = name.rsplit(".", 1)
+            kind = "bias" if part.endswith("_bias") else "weight"
+            for expert, one in enumerate(tensor):
+                one = one if kind == "bias" else one.T
+                if part.startswith("down"):
+                    found[f"{base}.{expert}.down_proj.{kind}"] = one
+                else:
+                    found[f"{base}.{expert}.gate_proj.{kind}"] = one[::2]
+                    found[f"{base}.{expert}.up_proj.{kind}"] = one[1::2]
+        elif name.endswith("norm.weight") and architecture.startswith("gemma"):
+            found[name] = tensor + 1.0
+        else:
+            found[name.replace(".router.", ".gate.")] = tensor
+    return found
+
+
+def rope_facts(config):
+    """What a file says of rotation, and the tensors that say the rest."""
+    rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
+    if "full_attention" in rope:
+        own = rope["full_attention"]
+        local = {"rope.freq_base_swa": rope["sliding_attention"]["rope_theta"]}
+    else:
+        own, local = rope, {}
+    facts = {"rope.freq_base": own["rope_theta"], **local}
+    kind = own.get("rope_type")
+    if kind in ("linear", "yarn"):
+        facts |= {"rope.scaling.type": kind, "rope.scaling.factor": own["factor"]}
+    if "original_max_position_embeddings" in own:
+        facts["rope.scaling.original_context_length"] = own["original_max_position_embeddings"]
+    if own.get("partial_rotary_factor", 1.0) != 1.0:
+        head = config["hidden_size"] // config["num_attention_heads"]
+        facts["rope.dimension_count"] = int(head * own["partial_rotary_factor"])
+    factors = {
+        f"rope_factors_{length}.weight": np.array(own[f"{length}_factor"], dtype=np.float32)
+        for length in ("short", "long")
+        if kind == "longrope"
+    }
+    return facts, factors
 
 
 def interleaved(tensor, heads):
@@ -32,8 +80,60 @@ def interleaved(tensor, heads):
     return np.stack(rows)
 
 
-def write_gguf(folder, target, kind="F32", architecture="llama", pre="gpt-2", **changes):
-    """Write `folder` as one GGUF file; returns the matrices as they read back, by Hugging Face name."""
+def deinterleaved(tensor, heads):
+    """The rows that `interleaved` was given."""
+    size = len(tensor) // heads
+    order = [head * size + 2 * i + half for head in range(heads) for half in (0, 1) for i in range(size // 2)]
+    return tensor[order]
+
+
+def quantized_rows(values, kind):
+    """Rows as a kind of GGUF stores them. What the package cannot write is drawn: any bits mean some numbers.
+
+    Only the scales, which are float16 or an exponent, must not make infinities or nothing at all.
+    """
+    try:
+        return gguf.quantize(values, kind)
+    except NotImplementedError:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        rows = values.size // values.shape[-1]
+        rng = np.random.default_rng(values.size)
+        blocks = rng.integers(0, 256, (rows * values.shape[-1] // block, size), dtype=np.uint8)
+        small = np.array([0.001], dtype=np.float16).view(np.uint8)
+        for place in SCALES_AT[kind.name]:
+            blocks[:, place : place + 2] = small
+        if kind.name == "IQ1_M":  # the scale's four parts are the upper four bits of four words
+            words = blocks[:, 48:56].view(np.uint16)
+            words &= 0x0FFF
+            for at, part in enumerate(f"{int(small.view(np.uint16)[0]):04x}"[::-1]):
+                words[:, at] |= int(part, 16) << 12
+        return blocks.reshape(*values.shape[:-1], -1)
+
+
+SCALES_AT = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "IQ1_S": (0,),
+    "IQ1_M": (),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+"""Where the float16 scales of a block lie in the kinds that the package reads and does not write."""
+
+
+def write_gguf(folder, target, kind="F32", architecture="llama", pre="gpt-2", spm=None, **changes):
+    """Write `folder` as one GGUF file; returns the matrices as they read back, by Hugging Face name.
+
+    spm: tokens, scores, types and further keys of a SentencePiece tokenizer, to be written in the place of its own.
+    """
     config = json.loads((Path(folder) / "config.json").read_text())
     writer = gguf.GGUFWriter(target, architecture)
     own = {
@@ -46,16 +146,26 @@ def write_gguf(folder, target, kind="F32", architecture="llama", pre="gpt-2", **
         "attention.key_length": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         "expert_count": config.get("num_local_experts"),
         "expert_used_count": config.get("num_experts_per_tok"),
-        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size") or config["intermediate_size"],
+        "attention.sliding_window": config.get("sliding_window"),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
         "vocab_size": config["vocab_size"],
     }
+    facts, factors = rope_facts(config)
+    own |= {"attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]), **facts}
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (own | changes).items():
-        if isinstance(value, int):
-            writer.add_uint32(f"{architecture}.{key}", value)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    writer.add_float32(f"{architecture}.rope.freq_base", config["rope_parameters"]["rope_theta"])
-    add_tokenizer(writer, Path(folder), pre)
-    whole = add_tensors(writer, config, load_file(Path(folder) / "model.safetensors"), kind, architecture)
+        if type(value) in add:
+            add[type(value)](f"{architecture}.{key}", value)
+    if spm is None:
+        add_tokenizer(writer, Path(folder), pre)
+    else:
+        add_spm(writer, *spm)
+    for name, values in factors.items():
+        writer.add_tensor(name, values)
+    tensors = as_converted(architecture, load_file(Path(folder) / "model.safetensors"))
+    whole = add_tensors(writer, config, tensors, kind, architecture)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -67,21 +177,34 @@ def add_tensors(writer, config, tensors, kind, architecture):
     whole, experts = {}, {}
     for name, tensor in tensors.items():
         values = tensor.float().numpy()
-        own, expert = gguf_names(name)
+        own, expert = gguf_names(name, architecture)
         fits = values.ndim == 2 and kind not in ("F32",) and "_inp" not in own
         quantized = gguf.GGMLQuantizationType[kind] if fits else gguf.GGMLQuantizationType.F32
-        whole[name] = gguf.dequantize(gguf.quantize(values, quantized), quantized)
         if architecture == "llama" and (".attn_q." in own or ".attn_k." in own):
             heads = config["num_attention_heads" if ".attn_q." in own else "num_key_value_heads"]
-            values = interleaved(values, heads)
-        if expert is None:
-            writer.add_tensor(own, gguf.quantize(values, quantized), raw_dtype=quantized)
+            stored = quantized_rows(interleaved(values, heads), quantized)
+            whole[name] = deinterleaved(gguf.dequantize(stored, quantized), heads)
         else:
-            experts.setdefault((own, quantized), {})[expert] = gguf.quantize(values, quantized)
+            stored = quantized_rows(values, quantized)
+            whole[name] = gguf.dequantize(stored, quantized)
+        if expert is None:
+            writer.add_tensor(own, stored, raw_dtype=quantized)
+        else:
+            experts.setdefault((own, quantized), {})[expert] = stored
     for (own, quantized), parts in experts.items():
         stacked = np.stack([parts[expert] for expert in sorted(parts)])
         writer.add_tensor(own, stacked, raw_dtype=quantized)
     return whole
+
+
+def add_spm(writer, tokens, scores, kinds, prefix=True, bos=1, eos=2):
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_add_space_prefix(prefix)
+    writer.add_bos_token_id(bos)
+    writer.add_eos_token_id(eos)
 
 
 def add_tokenizer(writer, folder, pre):

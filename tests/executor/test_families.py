@@ -219,5 +219,6 @@ def test_the_start_says_what_native_kernels_do_not_compute(folder):
 def test_configs_of_the_judges_say_what_they_hold(folder):
     config = read_folder_config(Path(folder("gemma2")))
     assert (config.attention_softcap, config.logit_softcap, config.windows) == (5.0, 3.0, (9, 0, 9))
+    assert read_folder_config(Path(folder("gemma3"))).windows == (9, 9, 9, 9, 9, 0, 9)
     assert read_folder_config(Path(folder("gpt-oss"))).windows == (9, 0, 9)
     assert judge("phi3").config.rope_parameters["rope_theta"] == read_folder_config(Path(folder("phi3"))).rope.theta

@@ -133,15 +133,19 @@ FAMILY_CASES = {
     ),
     "gemma2": (
         Gemma2Config,
-        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "initializer_range": 0.1},
+        {
+            **GEMMA,
+            **{"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "initializer_range": 0.1},
+            "query_pre_attn_scalar": 20,
+        },
     ),
     "gemma2-plain": (Gemma2Config, {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3": (
         Gemma3TextConfig,
         {
             **GEMMA,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 20,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -164,11 +168,14 @@ FAMILY_CASES = {
 }
 """Families with parts of their own."""
 
+GGUF_CASES = {"gpt-oss-7": (GptOssConfig, {**FAMILY_CASES["gpt-oss"][1], "swiglu_limit": 7.0})}
+"""What a GGUF file can say; it has no word for the limit."""
+
 
 @functools.cache
 def judge(case):
     """Return a float32 transformers model with random weights; biases and norms are random too."""
-    config_type, fields = (CASES | EXPERT_CASES | FAMILY_CASES)[case]
+    config_type, fields = (CASES | EXPERT_CASES | FAMILY_CASES | GGUF_CASES)[case]
     torch.manual_seed(len(case))
     # Fused attention knows no soft caps.
     config = config_type(**{**SMALL, **fields})

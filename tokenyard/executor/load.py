@@ -16,7 +16,7 @@ from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_to
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.reading import read_model_config
-from tokenyard.executor.models.stored import checkpoint_weights
+from tokenyard.executor.models.stored import checkpoint_weights, cut_out
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.parallel.shards import Shard, layers_only
 from tokenyard.executor.runner import ModelExecutor
@@ -226,7 +226,8 @@ def _open_weights(
     if load_format == "dummy":
         return DummyWeights(device, dtype, seed), None
     if (folder / LINK).exists():
-        return GgufWeights(folder / LINK, device, dtype, config.num_heads, config.num_kv_heads), None
+        gguf = GgufWeights(folder / LINK, device, dtype, config.num_heads, config.num_kv_heads)
+        return cut_out(config, gguf), None
     files = SafetensorsWeights(folder, device, dtype)
     return checkpoint_weights(config, files), files
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError
+from tokenyard.executor.gguf_file.families import own_facts
 from tokenyard.executor.gguf_file.reading import ARCHITECTURES, GgufFile
 from tokenyard.executor.gguf_file.tokenizer import write_tokenizer
 
@@ -56,7 +57,9 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "architectures": [ARCHITECTURES[file.architecture]],
         "vocab_size": len(tokens) or file.own("vocab_size"),
         "hidden_size": _needed(file, "embedding_length"),
-        "intermediate_size": file.own("feed_forward_length") or file.own("expert_feed_forward_length"),
+        "intermediate_size": file.own("expert_feed_forward_length")
+        if file.architecture == "gpt-oss"
+        else file.own("feed_forward_length") or file.own("expert_feed_forward_length"),
         "num_hidden_layers": _needed(file, "block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": file.own("attention.head_count_kv", heads),
@@ -74,16 +77,16 @@ def read_config(file: GgufFile) -> dict[str, Any]:
             if (token := file.value(f"tokenizer.ggml.{name}_token_id")) is not None
         ],
     }
-    if file.own("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-        raise ConfigError(f"{file.path}: only a part of each head is rotated, which is not supported")
+    config["partial_rotary_factor"] = file.own("rope.dimension_count", config["head_dim"]) / config["head_dim"]
     if file.own("expert_count"):
         config |= {
             "num_experts": file.own("expert_count"),
+            "num_local_experts": file.own("expert_count"),
             "num_experts_per_tok": _needed(file, "expert_used_count"),
             "moe_intermediate_size": _needed(file, "expert_feed_forward_length"),
             "norm_topk_prob": True,
         }
-    return config | _rope(file)
+    return config | _rope(file) | own_facts(file, config)
 
 
 def _needed(file: GgufFile, key: str) -> Any:
@@ -98,7 +101,7 @@ def _rope(file: GgufFile) -> dict[str, Any]:
     kind = file.own("rope.scaling.type", "none")
     if "rope_freqs.weight" in file.tensors:
         return {"rope_scaling": _llama3(file)}
-    if kind == "none":
+    if kind in ("none", "longrope"):  # of longrope the file holds the factors
         return {}
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{file.path}: rope scaling {kind!r} is not supported")

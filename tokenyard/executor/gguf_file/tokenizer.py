@@ -1,7 +1,8 @@
 """The tokenizer that a GGUF file holds, as Hugging Face's files. Needs no torch.
 
 Byte-level BPE is rebuilt exactly: tokens, merges, and the way text is split before, which the file names only. Where
-that name is not known here the file is refused, as a wrong split would give wrong tokens without a word.
+that name is not known here the file is refused, as a wrong split would give wrong tokens without a word. For
+SentencePiece's BPE see spm.py.
 """
 
 import json
@@ -12,14 +13,17 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.gguf_file.reading import GgufFile
-
-CONTROL, USER_DEFINED = 3, 4
-"""Kinds of tokens that no text is split through: marks such as an end, and the author's own."""
+from tokenyard.executor.gguf_file.spm import CONTROL, USER_DEFINED, spm_tokenizer
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+)
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
     "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
+    "gpt-4o": rf"{_CASED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
 }
 """Patterns of words, by the name that GGUF has for them."""
@@ -31,11 +35,23 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     if not tokens:
         return
     kind, name = file.value("tokenizer.ggml.model"), file.value("tokenizer.ggml.pre", "default")
-    if kind != "gpt2":
+    if kind not in ("gpt2", "llama"):
         raise ConfigError(
-            f"{file.path}: its tokenizer is of kind {kind!r}, and only byte-level BPE (gpt2) can be rebuilt; take the"
-            " model's Hugging Face folder instead"
+            f"{file.path}: its tokenizer is of kind {kind!r}, and only byte-level BPE (gpt2) and SentencePiece's BPE"
+            " (llama) can be rebuilt; take the model's Hugging Face folder instead"
         )
+    tokenizer = spm_tokenizer(file, tokens) if kind == "llama" else _byte_level(file, tokens, name)
+    config = _config(file, tokens)
+    if file.value("tokenizer.ggml.add_bos_token", kind == "llama" or name == "llama-bpe") and "bos_token" in config:
+        mark = config["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{mark} $A", pair=f"{mark} $A {mark} $B", special_tokens=[(mark, tokens.index(mark))]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+
+
+def _byte_level(file: GgufFile, tokens: list[str], name: str) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges") or []]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name == "llama-bpe"))
@@ -48,14 +64,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         if kind_of_token in (CONTROL, USER_DEFINED):
             token = AddedToken(tokens[number], special=kind_of_token == CONTROL, normalized=False)
             tokenizer.add_tokens([token]) if kind_of_token == USER_DEFINED else tokenizer.add_special_tokens([token])
-    config = _config(file, tokens)
-    if file.value("tokenizer.ggml.add_bos_token", name == "llama-bpe") and "bos_token" in config:
-        mark = config["bos_token"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{mark} $A", pair=f"{mark} $A {mark} $B", special_tokens=[(mark, vocabulary[mark])]
-        )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    return tokenizer
 
 
 def _split(file: GgufFile, name: str) -> pre_tokenizers.PreTokenizer:

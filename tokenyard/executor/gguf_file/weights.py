@@ -23,8 +23,20 @@ IN_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
 }
-"""GGUF's names of tensors, by Hugging Face's."""
+GEMMA_IN_LAYER = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OWN_IN_LAYER = {
+    "gemma2": GEMMA_IN_LAYER,
+    "gemma3": GEMMA_IN_LAYER,
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
+}
+"""GGUF's names of tensors, by Hugging Face's: of all families, and where one has names of its own."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
@@ -39,13 +51,16 @@ class GgufWeights:
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
         self._file = GgufFile(path)
         self._device, self._dtype = device, dtype
+        self._in_layer = IN_LAYER | OWN_IN_LAYER.get(self._file.architecture, {})
+        # Of Gemma, files hold what is multiplied with, and Hugging Face's less one.
+        self._norms_hold_one = self._file.architecture in ("gemma2", "gemma3")
         self._interleaved = {"attn_q": heads, "attn_k": kv_heads} if self._file.architecture == "llama" else {}
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor of a Hugging Face name; see Weights. Raises ConfigError if missing or misshapen."""
         from gguf import dequantize
 
-        own, expert = _names(name)
+        own, expert = self._names(name)
         tensor = self._file.tensors.get(own)
         if tensor is None:
             raise ConfigError(f"{self._file.path} has no tensor {own!r}, which {name!r} should be")
@@ -58,23 +73,26 @@ class GgufWeights:
         found = found.reshape(shape) if found.numel() == torch.Size(shape).numel() else found
         if tuple(found.shape) != shape:
             raise ConfigError(f"{self._file.path}: {own!r} has shape {tuple(found.shape)}; its metadata mean {shape}")
+        if own.endswith("norm.weight") and self._norms_hold_one:
+            found = found - 1.0
         part = own.split(".")[2] if own.startswith("blk.") else ""
         if part in self._interleaved:
             found = _half_split(found, self._interleaved[part])
         return found.to(device=self._device, dtype=self._dtype)
 
-
-def _names(name: str) -> tuple[str, int | None]:
-    """GGUF's name of a tensor, and which expert of it is meant, None for all of it."""
-    match = _LAYER.fullmatch(name)
-    if match is None:
-        base, _, kind = name.rpartition(".")
-        return f"{WHOLE.get(base, base)}.{kind}", None
-    layer, base, kind = match.groups()
-    expert = _EXPERT.fullmatch(base)
-    if expert is not None:
-        return f"blk.{layer}.ffn_{expert[2]}_exps.{kind}", int(expert[1])
-    return f"blk.{layer}.{IN_LAYER.get(base, base)}.{kind}", None
+    def _names(self, name: str) -> tuple[str, int | None]:
+        """GGUF's name of a tensor, and which expert of it is meant, None for all of it."""
+        if name.endswith(".self_attn.sinks"):
+            return f"blk.{name.split('.')[2]}.attn_sinks.weight", None
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            base, _, kind = name.rpartition(".")
+            return f"{WHOLE.get(base, base)}.{kind}", None
+        layer, base, kind = match.groups()
+        expert = _EXPERT.fullmatch(base)
+        if expert is not None:
+            return f"blk.{layer}.ffn_{expert[2]}_exps.{kind}", int(expert[1])
+        return f"blk.{layer}.{self._in_layer.get(base, base)}.{kind}", None
 
 
 def _half_split(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -25,6 +25,11 @@ def checkpoint_weights(config: ModelConfig, files: SafetensorsWeights) -> Weight
             raise ConfigError(f"config.json: quantization {method!r} of gpt-oss is not supported, only mxfp4 or none")
         return ExpertStacks(config, files, packed=bool(quantization))
     whole = QuantizedWeights(files, quantization) if quantization else files
+    return cut_out(config, whole)
+
+
+def cut_out(config: ModelConfig, whole: Weights) -> Weights:
+    """Return the decoder's products of what a family stores as one (Phi-3)."""
     return FusedRows(config, whole) if config.architecture == "Phi3ForCausalLM" else whole
 
 
