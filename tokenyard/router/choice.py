@@ -345,18 +345,16 @@ class PredictedTtft(RoutePolicy):
         matched = request.matched or [0] * len(targets)
         slowness = self._slowness(targets)
         scores = self._scores(request.tokens, matched, targets, slowness)
-        beyond = self._beyond(targets, slowness)
-        least = min([score for score, out in zip(scores, beyond, strict=True) if not out] or scores)
-        window, key = least * (1.0 + self.near) + self.near_s, request.key
-        near, rest = [], []
-        for i, (score, target) in enumerate(zip(scores, targets, strict=True)):
-            if score <= window and not beyond[i]:
-                near.append((target.requests * slowness[i], -mix(key ^ target.salt), i))
-            else:
-                rest.append((beyond[i], score, i))
-        near.sort()
-        rest.sort()
-        order = [i for _, _, i in near] + [i for _, _, i in rest]
+        order, beyond = _by(scores), self._beyond(targets, slowness)
+        if beyond:
+            order.sort(key=beyond.__contains__)
+        near, window = 0, scores[order[0]] * (1.0 + self.near) + self.near_s
+        while near < len(order) and scores[order[near]] <= window and order[near] not in beyond:
+            near += 1
+        if near > 1:
+            key = request.key
+            loads = [(targets[i].requests * slowness[i], -mix(key ^ targets[i].salt), i) for i in order[:near]]
+            order[:near] = [i for _, _, i in sorted(loads)]
         return Ranking(order, scores, self._reason(order[0], matched, beyond))
 
     def _scores(
@@ -384,25 +382,26 @@ class PredictedTtft(RoutePolicy):
             for time, target in zip(times, targets, strict=True)
         ]
 
-    def _beyond(self, targets: Sequence[TargetState], slowness: list[float]) -> list[bool]:
+    def _beyond(self, targets: Sequence[TargetState], slowness: list[float]) -> set[int]:
         """Which targets would have more than their share of the requests in flight with this one."""
-        requests = [target.requests for target in targets]
-        if max(requests) < self.over_requests and max(slowness) == 1.0:
-            return [False] * len(requests)  # with this few, no bound is reached and no target starves
-        fair = (sum(requests) + 1) / sum([1.0 / slow for slow in slowness])
+        requests, even = [target.requests for target in targets], max(slowness) == 1.0
+        least, most, over, more = self.starving, self.starving_requests, self.over, self.over_requests
+        fair = (sum(requests) + 1) / (len(requests) if even else sum([1.0 / slow for slow in slowness]))
+        if even and max(requests) + 1 <= over * fair + more and min(requests) >= least * fair - most:
+            return set()
         shares = [fair / slow for slow in slowness]
-        least, most = self.starving, self.starving_requests
-        starved = [count for count, share in zip(requests, shares, strict=True) if count < least * share - most]
-        over, more = (1.0, 0.0) if starved else (self.over, self.over_requests)
-        return [count + 1 > over * share + more for count, share in zip(requests, shares, strict=True)]
+        if any([count < least * share - most for count, share in zip(requests, shares, strict=True)]):
+            over, more = 1.0, 0.0
+        pairs = enumerate(zip(requests, shares, strict=True))
+        return {i for i, (count, share) in pairs if count + 1 > over * share + more}
 
-    def _reason(self, first: int, matched: Sequence[int], beyond: list[bool]) -> str:
+    def _reason(self, first: int, matched: Sequence[int], beyond: set[int]) -> str:
         most = max(matched)
         if not most:
             return COLD
         if matched[first] == most:
             return CACHED
-        return SPILLED_BY_BOUND if beyond[matched.index(most)] else SPILLED_FOR_LOAD
+        return SPILLED_BY_BOUND if matched.index(most) in beyond else SPILLED_FOR_LOAD
 
 
 class Sticky(RoutePolicy):
