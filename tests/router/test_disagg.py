@@ -131,6 +131,44 @@ def test_another_prefill_worker_takes_over_from_one_that_dies():
     run(main())
 
 
+def test_engines_of_ours_meet_at_the_port_of_the_rank_and_compute_alone_where_prefill_fails():
+    async def main():
+        meeting = Meeting()
+
+        async def decode_half(asked, writer):
+            if "bootstrap_room" in asked.json:
+                return await meeting.decode(asked, writer)
+            return False
+
+        async def busy(asked, writer):
+            writer.write(answer({}, 503))
+
+        ours = {"continues_output_ids": True, "disaggregation_bootstrap_port": 0}
+        prefill = engine(PREFILL, 2, on_request=meeting.prefill())
+        prefill.info |= {**ours, "disaggregation_bootstrap_ports": [7001, 7002]}
+        decode = engine(DECODE, on_request=decode_half)
+        decode.info |= ours
+        async with prefill, decode, routing(prefill, decode) as (_, client):
+            for _ in range(6):
+                assert (await client.complete("x")).status == 200
+            met = {(one.json["data_parallel_rank"], one.json["bootstrap_port"]) for one in prefill.asked}
+            assert met == {(one.json["disagg_prefill_dp_rank"], one.json["bootstrap_port"]) for one in decode.asked}
+            assert met <= {(0, 7001), (1, 7002)}
+            prefill.on_request = busy
+            assert (await client.complete("y")).json == {"worker": "decode"}
+            assert "bootstrap_room" not in decode.asked[-1].json
+            prefill.on_request = meeting.prefill(worker_dies=True)
+            dying = asyncio.create_task(client.complete("z"))
+            while len(decode.asked) < 9:
+                await asyncio.sleep(0.001)
+            meeting.rooms[decode.asked[-1].json["bootstrap_room"]].set()
+            assert (await dying).status == 200, "the decode engine's own business"
+            await prefill.stop()
+            assert [(await client.complete("z", stream=stream)).status for stream in (True, False)] == [200, 200]
+
+    run(main())
+
+
 def test_without_a_prefill_worker_requests_wait():
     async def main():
         meeting = Meeting()

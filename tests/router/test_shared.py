@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import shutil
+import socket
+import subprocess
 
 import msgspec
 import pytest
@@ -88,6 +91,68 @@ def test_what_one_router_sends_the_other_knows():
                 assert (await second.complete("something else", headers)).json["worker"] == home
                 assert held >= 1
         store.stop()
+
+    asyncio.run(main())
+
+
+class RealStore:
+    """A real Valkey or Redis, with a password."""
+
+    def __init__(self):
+        program = shutil.which("valkey-server") or shutil.which("redis-server")
+        if program is None:
+            pytest.skip("neither valkey-server nor redis-server is installed")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._command = [program, "--port", str(self.port), "--requirepass", "word", "--save", "", "--daemonize", "no"]
+
+    def start(self):
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.mark.world
+def test_two_routers_share_a_real_store_and_do_without_it_when_it_dies():
+    async def sent_to(first, numbers):
+        homes = []
+        for i in numbers:
+            prompt = f"{i} " * 800
+            home = (await first.complete(prompt, [f"X-Session-Id: s{i}"])).json["worker"]
+            homes.append((prompt, f"X-Session-Id: s{i}", home))
+        return homes
+
+    async def main():
+        store = RealStore()
+        store.start()
+        url = f"redis://:word@127.0.0.1:{store.port}"
+        async with (
+            FakeWorker("a") as a,
+            FakeWorker("b") as b,
+            routing(a, b, shared_url=url) as (one, first),
+            routing(b, a, shared_url=url) as (two, second),
+            sharing(one),
+            sharing(two),
+        ):
+            try:
+                names = [str(worker.url) for worker in (a, b)]
+                for turn in range(2):
+                    await _until(lambda: one.shared.connected and two.shared.connected)
+                    homes = await sent_to(first, range(10 * turn, 10 * turn + 8))
+                    await _until(lambda: all(two.index.blocks_of(n) >= one.index.blocks_of(n) for n in names))
+                    for prompt, session, home in homes:
+                        assert (await second.complete(prompt)).json["worker"] == home
+                        assert (await second.complete("else", [session])).json["worker"] == home
+                    store.kill()
+                    for prompt, session, home in homes:
+                        assert (await second.complete(prompt, [session])).json["worker"] == home
+                        assert (await first.complete("new " * 900)).status == 200
+                    await _until(lambda: not one.shared.connected and not two.shared.connected)
+                    store.start()
+            finally:
+                store.kill()
 
     asyncio.run(main())
 

@@ -390,7 +390,7 @@ class PredictedTtft(RoutePolicy):
         if even and max(requests) + 1 <= over * fair + more and min(requests) >= least * fair - most:
             return set()
         shares = [fair / slow for slow in slowness]
-        if any([count < least * share - most for count, share in zip(requests, shares, strict=True)]):
+        if any(count < least * share - most for count, share in zip(requests, shares, strict=True)):
             over, more = 1.0, 0.0
         pairs = enumerate(zip(requests, shares, strict=True))
         return {i for i, (count, share) in pairs if count + 1 > over * share + more}

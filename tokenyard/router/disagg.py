@@ -55,7 +55,8 @@ def room_for(prefill: Target, decode: Target) -> int:
 
 def bootstrap_fields(prefill: Target, decode: Target, prompts: int | None) -> dict[str, Any]:
     """Where the two halves of a request meet; lists with an entry for each of `prompts`, plain values for None."""
-    host, port = prefill.worker.url.host, prefill.worker.bootstrap_port
+    worker, rank = prefill.worker, prefill.rank or 0
+    host, port = worker.url.host, next(iter(worker.bootstrap_ports[rank : rank + 1]), 0) or worker.bootstrap_port
     if prompts is None:
         return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room_for(prefill, decode)}
     rooms = [room_for(prefill, decode) for _ in range(prompts)]
@@ -188,6 +189,7 @@ class ApartExchange(Exchange):
         self._partner: Target | None = None
         self._tried_partners: set[Target] = set()
         self._handed: dict[str, Any] = {}
+        self._alone = False
 
     def _partners(self) -> list[Target]:
         """Prefill targets that have room."""
@@ -200,7 +202,7 @@ class ApartExchange(Exchange):
         found = super()._eligible()
         if self._started or self._partners():
             return found
-        return [target for target in found if target.worker.role != DECODE or target.worker.by_params]
+        return [target for target in found if target.worker.role != DECODE or target.worker.computes_alone]
 
     @override
     def _count(self, target: Target) -> Sent:
@@ -208,7 +210,7 @@ class ApartExchange(Exchange):
         assert self._ranking is not None
         router, reason = self._router, self._ranking.reason
         self._partner, self._leg, self._handed = None, None, {}
-        partners = [] if self._started or target.worker.role != DECODE else self._partners()
+        partners = [] if self._started or self._alone or target.worker.role != DECODE else self._partners()
         if not partners:
             return super()._count(target)
         fresh = [one for one in partners if one not in self._tried_partners]
@@ -276,14 +278,25 @@ class ApartExchange(Exchange):
             log.warning("a prompt is computed where it is answered: %s", why)
             self._handed = {}
             super()._go(target)
-            return
+        elif not target.worker.computes_alone:
+            self._begin_anew(why)
+        # An engine of ours has the request already, finds out by itself, and computes the prompt.
+
+    def _begin_anew(self, why: str) -> None:
         self._drop_upstream()
         self._head = None
         self._try_again(why)
 
     def _refused(self, status: int, body: bytes) -> None:
-        """The prefill worker does not want the request: neither would another one, unless it was only too busy."""
-        if status in RETRYABLE:
+        """The prefill worker does not want the request: neither would another one, unless it was only too busy. An
+        engine of ours would wait for it, so it is told to compute the prompt itself.
+        """
+        assert self._partner is not None
+        assert self.target is not None
+        if status in RETRYABLE and self.target.worker.computes_alone and not self._partner.worker.by_params:
+            self._alone = True
+            self._begin_anew("the prefill worker is too busy")
+        elif status in RETRYABLE:
             self.prefill_failed(f"the prefill worker answered {status}")
         elif not self._started:
             self._drop_upstream()

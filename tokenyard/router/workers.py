@@ -80,7 +80,8 @@ class Worker:
     models: what it serves, empty while that is unknown. healthy: None before the first look. continues: how it can go
     on with an answer that another worker has begun (see `continuation`), "" if it cannot. closed: it says that it takes
     no requests now. role: PREFILL, DECODE, or "" for both. bootstrap_port: where an engine of SGLang that prefills is
-    met by those that decode. by_params: it hands over as vLLM does, by `kv_transfer_params`.
+    met by those that decode; bootstrap_ports: the same of each rank of an engine of ours. by_params: it hands over as
+    vLLM does, by `kv_transfer_params`.
     preempts_by: by how much the priority of a request must be higher for the engine to give it the place of one that
     runs; None if it never does.
     """
@@ -101,6 +102,7 @@ class Worker:
     closed: bool = False
     role: str = ""
     bootstrap_port: int = 0
+    bootstrap_ports: tuple[int, ...] = ()
     by_params: bool = False
     preempts_by: int | None = None
     address: tuple[bytes, bytes] = (b"", b"")
@@ -114,6 +116,11 @@ class Worker:
         if self.draining:
             return "draining"
         return "starting" if self.healthy is None else "healthy" if self.healthy else "unhealthy"
+
+    @property
+    def computes_alone(self) -> bool:
+        """Whether, as an engine that decodes, it can compute a prompt itself: vLLM's and ours can, SGLang's cannot."""
+        return self.by_params or self.continues == BY_OUTPUT_IDS
 
     @property
     def open_requests(self) -> int:
@@ -238,8 +245,10 @@ class Workers:
     def _set_role(self, worker: Worker, info: dict[str, Any]) -> None:
         """SGLang's engines say which half of the work they do, and where prefill hands over."""
         role, port = info.get("disaggregation_mode"), info.get("disaggregation_bootstrap_port")
-        if type(port) is int and 0 < port < 65536:
+        if port and _is_port(port):
             worker.bootstrap_port = port
+        ports = info.get("disaggregation_bootstrap_ports")
+        worker.bootstrap_ports = tuple(ports) if isinstance(ports, list) and all(map(_is_port, ports)) else ()
         if role in (PREFILL, DECODE) and not worker.role:
             worker.role = role
             self.changed()
@@ -320,6 +329,10 @@ class Workers:
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError(f"--ca-cert-path {self._settings.ca_cert_path} cannot be read: {error}") from None
         return self._context
+
+
+def _is_port(value: object) -> bool:
+    return type(value) is int and 0 <= value < 65536
 
 
 def _of_rank(targets: list[Target], rank: int) -> list[Target]:

@@ -285,6 +285,9 @@ async def get_load(state: State) -> list[dict[str, Any]]:
 async def server_info(state: State) -> dict[str, Any]:
     """Settings (no keys) and state."""
     age_s = state.control.health() if state.phase != "loading" else math.inf
+    ranks = await state.control.rank_snapshots() if state.phase != "loading" else {}
+    ports = {rank: _bootstrap_port(counters) for rank, counters in ranks.items()}
+    size = state.options.info.get("dp_size", 1)
     return {
         **state.options.info,
         "default_sampling_params": state.options.default_sampling,
@@ -292,10 +295,18 @@ async def server_info(state: State) -> dict[str, Any]:
         "boot_id": state.boot_id,
         "continues_output_ids": True,
         "status": state.phase,
-        "dp_size": state.options.info.get("dp_size", 1),
+        "dp_size": size,
+        "disaggregation_bootstrap_ports": [ports.get(rank, 0) for rank in range(size)] if any(ports.values()) else [],
         "heartbeat_age_s": age_s if math.isfinite(age_s) else None,
-        "internal_states": [*(await state.control.rank_snapshots()).values()] if state.phase != "loading" else [],
+        "internal_states": [*ranks.values()],
     }
+
+
+def _bootstrap_port(counters: Mapping[str, Any]) -> int:
+    """Where other engines ask a rank for KV; 0 if it has none to give."""
+    told: Mapping[str, Any] = next(iter(counters.get("transfer", {}).values()), {})
+    port = str(told.get("address", "")).rpartition(":")[2]
+    return int(port) if port else 0
 
 
 @router.get("/model_info")

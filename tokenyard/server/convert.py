@@ -63,9 +63,10 @@ def new_spec(
 
 def _rank(fields: UrgencyFields, headers: Mapping[str, str]) -> int | None:
     """The data-parallel rank that shall serve the request, None for any; whether there is such a rank is not checked
-    here. Raises InvalidRequestError for a header that is no number.
+    here. Where prefill and decode are apart, `data_parallel_rank` may be the other half's and `routed_dp_rank` is one's
+    own. Raises InvalidRequestError for a header that is no number.
     """
-    for given in (fields.data_parallel_rank, fields.routed_dp_rank):
+    for given in (fields.routed_dp_rank, fields.data_parallel_rank):
         if given is not None:
             return given
     header = headers.get("x-data-parallel-rank")
