@@ -135,8 +135,10 @@ def test_engines_of_ours_meet_at_the_port_of_the_rank_and_compute_alone_where_pr
     async def main():
         meeting = Meeting()
 
+        gone = False
+
         async def decode_half(asked, writer):
-            if "bootstrap_room" in asked.json:
+            if "bootstrap_room" in asked.json and not gone:
                 return await meeting.decode(asked, writer)
             return False
 
@@ -163,6 +165,7 @@ def test_engines_of_ours_meet_at_the_port_of_the_rank_and_compute_alone_where_pr
                 await asyncio.sleep(0.001)
             meeting.rooms[decode.asked[-1].json["bootstrap_room"]].set()
             assert (await dying).status == 200, "the decode engine's own business"
+            gone = True
             await prefill.stop()
             assert [(await client.complete("z", stream=stream)).status for stream in (True, False)] == [200, 200]
 

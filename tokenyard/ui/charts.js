@@ -204,5 +204,17 @@ const Yard = (() => {
     return options;
   }
   const mix = (name) => fade(name, 1);
-  return { initTheme, color, slot, fade, el, key, number, percent, duration, chart, trim, isDark, redraw, remembered };
+  /* Tiles in `host`, {name: title}; returns what sets one: (name, text, unit, note). */
+  function tiles(host, titles) {
+    const made = {};
+    for (const [name, text] of Object.entries(titles)) {
+      made[name] = { value: el("div", { class: "value" }), note: el("div", { class: "note" }) };
+      host.append(el("div", { class: "tile" }, el("div", { class: "name", text }), made[name].value, made[name].note));
+    }
+    return (name, text, unit, note) => {
+      made[name].value.replaceChildren(text, unit ? el("small", { text: ` ${unit}` }) : "");
+      made[name].note.textContent = note || "";
+    };
+  }
+  return { initTheme, color, slot, fade, el, key, number, percent, duration, chart, trim, isDark, redraw, remembered, tiles };
 })();

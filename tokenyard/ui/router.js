@@ -39,18 +39,7 @@
     return below > 0 ? growth((m) => one(m, part), seconds, end).amount / below : null;
   }
 
-  const tiles = {};
-  function makeTiles() {
-    for (const [name, text] of [["workers", "Workers"], ["rate", "Requests"], ["open", "Open"], ["queue", "Waiting here"], ["hits", "Cache hits, 60 s"], ["spills", "Past their cache, 60 s"], ["errors", "Errors, 60 s"]]) {
-      const value = el("div", { class: "value" }), note = el("div", { class: "note" });
-      tiles[name] = { value, note };
-      $("tiles").append(el("div", { class: "tile" }, el("div", { class: "name", text }), value, note));
-    }
-  }
-  function tile(name, text, unit, note) {
-    tiles[name].value.replaceChildren(text, unit ? el("small", { text: ` ${unit}` }) : "");
-    tiles[name].note.textContent = note || "";
-  }
+  const tile = Yard.tiles($("tiles"), { workers: "Workers", rate: "Requests", open: "Open", queue: "Waiting here", hits: "Cache hits, 60 s", spills: "Past their cache, 60 s", errors: "Errors, 60 s" });
   function showTiles(metrics) {
     const states = (metrics.worker_state || []).filter((sample) => sample.value === 1);
     const healthy = states.filter((sample) => sample.labels.state === "healthy").length;
@@ -164,7 +153,7 @@
     }
   }
   Yard.initTheme($("theme"));
-  makeTiles(); makePlots();
+  makePlots();
   $("keys-open").addEventListener("click", () => { $("key").value = secret; $("keys").showModal(); });
   $("keys-close").addEventListener("click", () => $("keys").close());
   $("keys-form").addEventListener("submit", (event) => {

@@ -54,18 +54,7 @@
   }
 
   /* ---- the parts ---- */
-  const tiles = {};
-  function makeTiles() {
-    for (const [name, text] of [["running", "Running"], ["waiting", "Waiting"], ["output", "Output"], ["met", "Targets met, 60 s"], ["goodput", "Goodput, 60 s"], ["kv", "KV in use"], ["hits", "Cache hits, 60 s"]]) {
-      const value = el("div", { class: "value" }), note = el("div", { class: "note" });
-      tiles[name] = { value, note };
-      $("tiles").append(el("div", { class: "tile" }, el("div", { class: "name", text }), value, note));
-    }
-  }
-  function tile(name, text, unit, note) {
-    tiles[name].value.replaceChildren(text, unit ? el("small", { text: ` ${unit}` }) : "");
-    tiles[name].note.textContent = note || "";
-  }
+  const tile = Yard.tiles($("tiles"), { running: "Running", waiting: "Waiting", output: "Output", met: "Targets met, 60 s", goodput: "Goodput, 60 s", kv: "KV in use", hits: "Cache hits, 60 s" });
 
   function showTiles(tick) {
     const { counts, kv } = tick;
@@ -380,7 +369,7 @@
 
   function start() {
     Yard.initTheme($("theme"));
-    makeTiles(); makePlots();
+    makePlots();
     YardRequest.start(ask);
     YardChat.start(apiHeaders, YardRequest.open);
     $("policy-form").addEventListener("submit", setPolicy);
