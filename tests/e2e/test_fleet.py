@@ -215,7 +215,7 @@ SAMPLED = {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.4}
 
 @pytest.mark.parametrize("sampling", [SAMPLED, pytest.param({"temperature": 0}, marks=pytest.mark.slow)])
 def test_an_engine_that_is_killed_while_a_client_streams_is_not_seen(sampling):
-    """In float32, as in bfloat16 a token that was drawn narrowly may change where the answer so far is computed anew."""
+    """In float32: in bfloat16 a token that was drawn narrowly may change where the answer so far is computed anew."""
     servers = [Server("--max-total-tokens", "2000", "--dtype", "float32") for _ in range(2)]
     route = Route(*(server.url for server in servers))
     body = {"prompt": "Once upon a time there was a fox", "max_tokens": 80, "stream": True, "ignore_eos": True}
