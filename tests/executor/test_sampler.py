@@ -1,23 +1,44 @@
 """The sampler against naive versions of what each parameter means."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from tokenyard.base import RowStart, SamplingParams
+from tokenyard.executor.native.drawing import NativeDrawer
+from tokenyard.executor.native.engine import NativeEngine
+from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
 from tokenyard.executor.sampling import draw
 from tokenyard.executor.sampling.noise import signed_seed, uniform
 from tokenyard.executor.sampling.sampler import Sampler
 
 VOCAB = 50
 EOS = (2,)
+DRAWERS = {"torch": lambda vocab: None}
+try:
+    LIBRARY = load_library()
+    for number in LIBRARY.levels():
+        engine = NativeEngine(LIBRARY, 2, number)
+        DRAWERS[LEVELS[number]] = lambda vocab, engine=engine: NativeDrawer(engine, vocab)
+except NoLibraryError as error:
+    DRAWERS["native"] = lambda vocab, error=error: pytest.skip(f"no native library: {error}")
+
+
+@pytest.fixture(autouse=True, params=DRAWERS)
+def drawers(request, monkeypatch):
+    """Every test draws by torch and by the kernels of each instruction set."""
+    monkeypatch.setattr(sys.modules[__name__], "make_drawer", DRAWERS[request.param])
+
+
+make_drawer = DRAWERS["torch"]
 
 
 def make_sampler(*params, known=(5, 6, 7), prompt_tokens=None, vocab=VOCAB):
     """A sampler with one row for each SamplingParams."""
-    sampler = Sampler(len(params) or 1, vocab, EOS, torch.device("cpu"))
+    sampler = Sampler(len(params) or 1, vocab, EOS, torch.device("cpu"), make_drawer(vocab))
     known = np.array(known, dtype=np.int32)
     prompt_tokens = len(known) if prompt_tokens is None else prompt_tokens
     sampler.take([RowStart(row, sampling, known, prompt_tokens) for row, sampling in enumerate(params)])
@@ -236,3 +257,25 @@ def test_rows_of_nan_stay_inside_the_vocabulary():
     tokens = sample(make_sampler(*params), logits)
     assert 0 <= tokens[0] < VOCAB
     assert tokens[1] == sample(make_sampler(*params), random_logits(2))[1]
+
+
+@pytest.mark.parametrize("fields", [*FILTERS, {"temperature": 1e-5}, {"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 4999}])
+@pytest.mark.parametrize("vocab", [5000, 1 << 15])
+def test_all_draw_the_same_tokens(fields, vocab):
+    params = [SamplingParams(seed=seed, **fields) for seed in range(6)]
+    logits = random_logits(6, vocab, seed=9)
+    logits[1, 100:] = -math.inf
+    logits[2] = 0.0
+    logits[3, ::2] = logits[3, 1::2]
+    sampler = make_sampler(*params, vocab=vocab)
+    expected = Sampler(6, vocab, EOS, torch.device("cpu"))
+    expected.take([RowStart(row, one, np.array([5, 6, 7], np.int32), 3) for row, one in enumerate(params)])
+    for position in range(3, 13):
+        assert sample(sampler, logits, positions=[position] * 6) == sample(expected, logits, positions=[position] * 6)
+
+
+def test_a_token_without_a_chance_is_never_drawn():
+    logits = torch.full((1, VOCAB), -math.inf)
+    logits[0, [11, 12]] = torch.tensor([0.0, 1.0])
+    sampler = make_sampler(SamplingParams(seed=3))
+    assert {sample(sampler, logits, positions=[position])[0] for position in range(200)} == {11, 12}

@@ -17,6 +17,7 @@ from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.reading import read_model_config
 from tokenyard.executor.models.stored import checkpoint_weights, cut_out
+from tokenyard.executor.native.drawing import NativeDrawer
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.parallel.shards import Shard, layers_only
 from tokenyard.executor.runner import ModelExecutor
@@ -110,7 +111,8 @@ def load_executor(
     pool = _make_pool(config, info, target, kind)
     pages = PageTable(max_pool_rows, length, page_size, target)
     drafter = NgramDrafter(draft_tokens) if draft_tokens else None
-    return make(make_model(choice, layers, pool, pages), pool, pages, info, target, drafter)
+    drawer = NativeDrawer(choice.engine, config.vocab_size) if choice.engine is not None else None
+    return make(make_model(choice, layers, pool, pages), pool, pages, info, target, drafter, drawer)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:

@@ -15,6 +15,7 @@ from tokenyard.executor.grammar import GrammarRows, GrammarStore
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.backend import ModelBackend
 from tokenyard.executor.pooling import PooledRows
+from tokenyard.executor.sampling.draw import Drawer
 from tokenyard.executor.sampling.logprobs import (
     LogprobPiece,
     join_pieces,
@@ -91,7 +92,9 @@ class ModelExecutor:
         info: ExecutorInfo,
         device: torch.device,
         drafter: NgramDrafter | None = None,
+        drawer: Drawer | None = None,
     ) -> None:
+        """Start with free rows. drafter: None for no drafts. drawer: of sampled tokens, None for torch's own."""
         self.info = info
         self.kv_pool = pool
         self.model = model
@@ -102,7 +105,7 @@ class ModelExecutor:
         self._grammars = GrammarStore(info.vocab_size, info.eos_token_ids)
         self._grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
         self._pooled = PooledRows()
-        self._sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device)
+        self._sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device, drawer)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:

@@ -182,6 +182,9 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_model_logits": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_residual": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_free": (None, [pointer]),
+        "ty_drawer_new": (pointer, [pointer, number, numbers]),
+        "ty_drawer_run": (number, [pointer, pointer, numbers, numbers, *[pointer] * 7]),
+        "ty_drawer_free": (None, [pointer]),
         "ty_product": (number, [pointer, number, number, number, *[pointer] * 3, *[numbers] * 3, number, pointer]),
     }
     for name, (result, arguments) in kinds.items():

@@ -1,9 +1,37 @@
 """Choosing a token from logits: which tokens stay in, and the draw among them."""
 
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 NUCLEUS_FRONT = 1024
 """On a CPU a nucleus is first looked for among this many most likely tokens, because sorting all is slow there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Tokens to draw: each of one row of logits, by columns of length n.
+
+    rows, top_k: int64 on the host; a top_k of the vocabulary's size is "all". uniforms: float64 in [0, 1). temperature,
+    top_p, min_p: float32; a top_p of 1 and a min_p of 0 leave all in.
+    """
+
+    rows: npt.NDArray[np.int64]
+    top_k: npt.NDArray[np.int64]
+    uniforms: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+
+class Drawer(Protocol):
+    """Draws by kernels of a device."""
+
+    def __call__(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """Draw a token for each of `draws`: int64[n]. logits: float32[m, vocabulary], one row after the other."""
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:

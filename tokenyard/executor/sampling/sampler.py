@@ -24,8 +24,15 @@ class Sampler:
     """
 
     def __init__(
-        self, max_pool_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+        self,
+        max_pool_rows: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        drawer: draw.Drawer | None = None,
     ) -> None:
+        """Start with no rows. drawer: None draws by torch."""
+        self._drawer = drawer
         self.rows = SamplingRows(max_pool_rows, vocab_size, eos_token_ids, device)
         self._penalties = Penalties(max_pool_rows, vocab_size, device)
         self._device = device
@@ -112,11 +119,17 @@ class Sampler:
         """Replace the tokens of the rows at `places` by drawn ones."""
         own = pool_rows[places]
         index = upload((places, own, positions[places]), self._device)
+        uniforms = uniform(self.rows.seeds(index[1]), index[2])
+        if self._drawer is not None:
+            columns = (self.rows.temperature(index[1]), self.rows.top_p(index[1]), self.rows.min_p(index[1]))
+            draws = draw.Draws(places, self.rows.top_k[own], uniforms, *columns)
+            tokens[index[0]] = self._drawer(logits.contiguous(), draws)
+            return
         scaled = logits[index[0]] / self.rows.temperature(index[1])[:, None]
         self._drop_by_rank(scaled, own)
         if (self.rows.kinds[own] & MIN_P).any():
             scaled = draw.drop_by_min_p(scaled, self.rows.min_p(index[1]))
-        tokens[index[0]] = draw.draw(scaled, uniform(self.rows.seeds(index[1]), index[2]))
+        tokens[index[0]] = draw.draw(scaled, uniforms)
 
     def _drop_by_rank(self, scaled: torch.Tensor, pool_rows: Int32Array) -> None:
         """Apply top_k and top_p, in place, to the rows that have one; ranking the others would be for nothing."""

@@ -59,6 +59,11 @@ struct AloneAttention {
     ty::Attention attention;
 };
 
+struct AloneDrawer {
+    ty::Pool &pool;
+    ty::Drawer drawer;
+};
+
 ty::Pool &pool_of(void *pool) { return *(ty::Pool *)pool; }
 
 }  // namespace
@@ -139,6 +144,27 @@ int ty_model_residual(void *model, const int64_t *tokens, int64_t count, float *
 }
 
 void ty_model_free(void *model) { delete (ty::Model *)model; }
+
+void *ty_drawer_new(void *pool, int level, int64_t vocabulary) {
+    void *made = nullptr;
+    guarded([&] { made = new AloneDrawer{pool_of(pool), {pool_of(pool), *kernels_of(level), vocabulary}}; });
+    return made;
+}
+
+int ty_drawer_run(void *drawer, const float *logits, int64_t vocabulary, int64_t count, const int64_t *rows,
+                  const int64_t *top_k, const double *uniforms, const float *temperatures, const float *top_p,
+                  const float *min_p, int64_t *tokens) {
+    return guarded([&] {
+        AloneDrawer *alone = (AloneDrawer *)drawer;
+        std::vector<ty::Draw> draws((size_t)count);
+        for (int64_t i = 0; i < count; i++)
+            draws[(size_t)i] = {rows[i], top_k[i], uniforms[i], temperatures[i], top_p[i], min_p[i]};
+        ty::Awake awake(alone->pool);
+        alone->drawer.run({logits, vocabulary, vocabulary}, draws, tokens);
+    });
+}
+
+void ty_drawer_free(void *drawer) { delete (AloneDrawer *)drawer; }
 
 int ty_product(void *pool, int level, int dtype, int int8, const void *x, const void *weights, const float *bias, int64_t rows,
                int64_t inputs, int64_t outputs, int gated, void *y) {

@@ -68,6 +68,14 @@ TY_API int ty_model_logits(void *model, const int64_t *tokens, int64_t count, fl
 TY_API int ty_model_residual(void *model, const int64_t *tokens, int64_t count, float *residual);
 TY_API void ty_model_free(void *model);
 
+// A drawer of tokens from rows of logits with so many numbers each. rows: int64[count], the row of each draw. top_k:
+// int64[count], the vocabulary for all. uniforms: from 0 to below 1.
+TY_API void *ty_drawer_new(void *pool, int level, int64_t vocabulary);
+TY_API int ty_drawer_run(void *drawer, const float *logits, int64_t vocabulary, int64_t count, const int64_t *rows,
+                         const int64_t *top_k, const double *uniforms, const float *temperatures, const float *top_p,
+                         const float *min_p, int64_t *tokens);
+TY_API void ty_drawer_free(void *drawer);
+
 // One product by itself: y = x * weights^T + bias, float32 out; x is active[rows, inputs]. int8: by rounded weights.
 TY_API int ty_product(void *pool, int level, int dtype, int int8, const void *x, const void *weights, const float *bias,
                       int64_t rows, int64_t inputs, int64_t outputs, int gated, void *y);

@@ -120,10 +120,28 @@ struct TypedKernels {
     void (*attend_chunk)(const Attending &job, const Chunk &chunk);
 };
 
+// Tokens to draw from logits: float[rows, stride], of which each row has `vocabulary`.
+struct Drawing {
+    const float *logits;
+    int64_t stride, vocabulary;
+};
+
+// One of them. top_k: the vocabulary for all; top_p: 1 for all; min_p: 0 for all. uniform: from 0 to below 1.
+struct Draw {
+    int64_t row, top_k;
+    double uniform;
+    float temperature, top_p, min_p;
+};
+
+// Floats of working space that a draw needs.
+constexpr int64_t draw_space(int64_t vocabulary) { return 5 * round_up(vocabulary, MAX_WIDTH) + 64; }
+
 struct Kernels {
     const char *name;
     int width;
     TypedKernels bf16_kernels, float_kernels;
+    // The token; the vocabulary's last where a logit is NaN or none is finite.
+    int64_t (*draw)(const Drawing &job, const Draw &one, float *space);
 };
 
 // Null where the library has no such kernels.

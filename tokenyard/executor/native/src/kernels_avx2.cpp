@@ -13,6 +13,7 @@
 
 #include "product.inc"
 #include "bytes.inc"
+#include "draw.inc"
 #include "rows.inc"
 #include "attention.inc"
 #include "dispatch.inc"

@@ -11,6 +11,7 @@
 
 #include "product.inc"
 #include "bytes.inc"
+#include "draw.inc"
 #include "rows.inc"
 #include "attention.inc"
 #include "dispatch.inc"

@@ -77,6 +77,18 @@ void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int6
     });
 }
 
+Drawer::Drawer(Pool &pool, const Kernels &kernels, int64_t vocabulary)
+    : pool_(pool), kernels_(kernels), floats_(round_up(draw_space(vocabulary), LINE_FLOATS)) {
+    space_.get_of<float>(floats_ * pool.threads());
+}
+
+void Drawer::run(const Drawing &job, const std::vector<Draw> &draws, int64_t *tokens) {
+    float *space = (float *)space_.get(0);
+    pool_.run((int64_t)draws.size(), [&](int64_t i, int thread) {
+        tokens[i] = kernels_.draw(job, draws[(size_t)i], space + thread * floats_);
+    });
+}
+
 Attention::Attention(Pool &pool, const TypedKernels &kernels, int heads, int kv_heads, int head_dim)
     : pool_(pool), kernels_(kernels), heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim) {}
 

@@ -45,6 +45,20 @@ void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const flo
               int64_t size, float eps);
 void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int64_t tokens);
 
+// Draws tokens, with working space for each thread.
+class Drawer {
+  public:
+    Drawer(Pool &pool, const Kernels &kernels, int64_t vocabulary);
+
+    void run(const Drawing &job, const std::vector<Draw> &draws, int64_t *tokens);
+
+  private:
+    Pool &pool_;
+    const Kernels &kernels_;
+    const int64_t floats_;
+    Block space_;
+};
+
 // The rows of a step: row r has counts[r] tokens, the first at position starts[r], which is token 0 of the step for
 // row 0, and so on. pool_rows: int64[tokens], the row of the page table that each token belongs to.
 struct Rows {
