@@ -19,7 +19,7 @@ KINDS = {
     "address": (("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ("libasan.so", "libubsan.so")),
     "thread": (("-fsanitize=thread",), ("libtsan.so",)),
 }
-TESTS = ("tests/executor/test_native_kernels.py", "tests/executor/test_native_model.py")
+TESTS = tuple(f"tests/executor/{name}.py" for name in ("test_native_kernels", "test_native_model", "test_sampler"))
 
 
 def main() -> int:

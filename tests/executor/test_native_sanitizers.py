@@ -9,7 +9,7 @@ import pytest
 from tokenyard.executor.native.build import BuildError, find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-BEST = "test_native_kernels and (avx512-bf16 or (avx2 and not avx512) or 32k)"
+BEST = "(test_native_kernels or test_all_draw) and (avx512-bf16 or (avx2 and not avx512) or 32k)"
 """Two kinds of kernels; `python tools/native_sanitizers.py` runs all, and whole steps."""
 
 
