@@ -19,6 +19,7 @@ from tokenyard.router.balance import LOAD_BALANCE_METHODS
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 DEFAULT_CONTEXT_LENGTH = 2048
+DEFAULT_LORA_RANK = 64
 MOST_RANKS = 64
 DISAGGREGATION_MODES = ("null", "prefill", "decode", "both")
 TRANSFER_BACKENDS = ("auto", "tcp", "process_vm")
@@ -87,6 +88,23 @@ class Settings(SharedSettings):
         choices=SAMPLING_DEFAULTS,
     )
     random_seed: int = setting(0, "model", "seed of random weights (load format dummy)", aliases=("--seed",))
+
+    lora_paths: tuple[str, ...] = setting(
+        (), "model", "LoRA adapters to serve, as NAME=FOLDER", aliases=("--lora-modules",)
+    )
+    lora_dirs: tuple[str, ...] = setting(
+        (), "model", "folders from below which clients with the admin key may load further adapters; none if absent"
+    )
+    max_loaded_loras: int | None = setting(
+        None,
+        "model",
+        "most adapters loaded at once; any number if absent",
+        POSITIVE_COUNT,
+        aliases=("--max-cpu-loras",),
+    )
+    max_lora_rank: int | None = setting(
+        None, "model", "largest rank of an adapter; that of --lora-paths if absent, or 64 without any", Allowed(1, 4096)
+    )
 
     executor: str = setting(
         "torch",
@@ -317,7 +335,14 @@ class Settings(SharedSettings):
         """A copy with dependent defaults filled in. Raises ConfigError for values that contradict each other."""
         model = self.model_path or str(DEMO_MODEL)
         name = self.served_model_name or ("tokenyard-demo" if not self.model_path else Path(model).name)
-        chosen = replace(self, model_path=model, tokenizer_path=self.tokenizer_path or model, served_model_name=name)
+        lora = self.enable_lora or bool(self.lora_paths)
+        chosen = replace(
+            self,
+            enable_lora=lora,
+            model_path=model,
+            tokenizer_path=self.tokenizer_path or model,
+            served_model_name=name,
+        )
         chosen.validate()
         return chosen
 
@@ -379,6 +404,19 @@ class Settings(SharedSettings):
             (
                 self.executor != "mock" or self.speculative_algorithm == "none",
                 "--speculative-algorithm needs a model; the mock's tokens follow no pattern",
+            ),
+            (
+                self.tp_size == 1 or not self.enable_lora,
+                "--enable-lora serves models that are not divided; drop --tp-size",
+            ),
+            (
+                not (self.enable_lora and self.quantization != "none"),
+                f"--enable-lora and --quantization {self.quantization} exclude each other: adapters are computed "
+                "layer by layer, in the checkpoint's own weights",
+            ),
+            (
+                self.max_loaded_loras is None or len(self.lora_paths) <= self.max_loaded_loras,
+                f"--lora-paths names {len(self.lora_paths)} adapters; --max-loaded-loras is {self.max_loaded_loras}",
             ),
             (self.record != "" or not self.record_plain, "--record-plain needs --record FILE"),
             (
@@ -484,6 +522,8 @@ class Settings(SharedSettings):
             "model_impl": self.model_impl,
             "attention_backend": self.attention_backend,
             "quantization": self.quantization,
+            "lora_slots": self.max_loras_per_batch if self.enable_lora else 0,
+            "lora_rank": self.max_lora_rank or DEFAULT_LORA_RANK,
             "draft_tokens": 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens,
             "seed": self.random_seed,
         }

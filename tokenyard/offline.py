@@ -188,14 +188,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: base.SamplingParams | Sequence[base.SamplingParams] | None = None,
+        *,
+        lora_path: str | Sequence[str | None] | None = None,
         **sampling: Any,
     ) -> list[Generation]:
         """Answer all prompts, in their order. They run side by side.
 
-        `sampling_params` is one for all or one for each. Raises InvalidRequestError for a prompt that cannot run, and
-        cancels the others.
+        `sampling_params` is one for all or one for each, and so is `lora_path`, the name of an adapter. Raises
+        InvalidRequestError for a prompt that cannot run, and cancels the others.
         """
-        futures = self.submit(prompts, sampling_params, **sampling)
+        futures = self.submit(prompts, sampling_params, lora_path=lora_path, **sampling)
         try:
             return [future.result() for future in futures]
         finally:
@@ -206,26 +208,39 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: base.SamplingParams | Sequence[base.SamplingParams] | None = None,
+        *,
+        lora_path: str | Sequence[str | None] | None = None,
         **sampling: Any,
     ) -> list[Generation]:
         """Answer one conversation or several, as `generate` does."""
-        return self.generate(messages, sampling_params, **sampling)
+        return self.generate(messages, sampling_params, lora_path=lora_path, **sampling)
 
     async def generate_async(
-        self, prompt: Prompt, sampling_params: base.SamplingParams | None = None, **sampling: Any
+        self,
+        prompt: Prompt,
+        sampling_params: base.SamplingParams | None = None,
+        *,
+        lora_path: str | None = None,
+        **sampling: Any,
     ) -> Generation:
         """Answer one prompt from an asyncio program. Cancelling the await cancels the request."""
-        (future,) = self.submit(prompt, sampling_params, **sampling)
+        (future,) = self.submit(prompt, sampling_params, lora_path=lora_path, **sampling)
         return await asyncio.wrap_future(future)
 
     def stream(
-        self, prompt: Prompt, sampling_params: base.SamplingParams | None = None, **sampling: Any
+        self,
+        prompt: Prompt,
+        sampling_params: base.SamplingParams | None = None,
+        *,
+        lora_path: str | None = None,
+        **sampling: Any,
     ) -> Iterator[OutputDelta]:
         """Answer one prompt piece by piece, as tokens come. Closing the iterator before its end cancels the request.
 
         Raises InvalidRequestError for a prompt that cannot run.
         """
         spec = self._spec(prompt, self._params(sampling_params, sampling), stream=True)
+        spec.lora = lora_path or ""
         deltas = self._manager.generate(spec)
         generation = Generation(prompt, [Completion() for _ in range(spec.sampling.n)])
 
@@ -248,6 +263,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: base.SamplingParams | Sequence[base.SamplingParams] | None = None,
+        *,
+        lora_path: str | Sequence[str | None] | None = None,
         **sampling: Any,
     ) -> "list[Future[Generation]]":
         """Start all prompts and return a future for each; cancelling one before its end cancels its request.
@@ -260,7 +277,23 @@ class LLM:
             raise InvalidRequestError(f"{len(params)} sampling params for {len(many)} prompts")
         chosen = [self._params(each, sampling) for each in params]
         specs = [self._spec(prompt, each) for prompt, each in zip(many, chosen, strict=True)]
+        adapters = [lora_path] * len(many) if lora_path is None or isinstance(lora_path, str) else lora_path
+        if len(adapters) != len(many):
+            raise InvalidRequestError(f"{len(adapters)} entries of lora_path for {len(many)} prompts")
+        for spec, adapter in zip(specs, adapters, strict=True):
+            spec.lora = adapter or ""
         return [self.run(self._answer(prompt, spec)) for prompt, spec in zip(many, specs, strict=True)]
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Load a LoRA adapter that requests may name from now on. Raises ConfigError for one that cannot be served."""
+        self.run(self._manager.adapters.load(name, os.fspath(folder))).result()
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no further requests for an adapter, and free it once those that it has have ended.
+
+        Raises InvalidRequestError if there is none of that name.
+        """
+        self.run(self._manager.adapters.unload(name)).result()
 
     def close(self) -> None:
         """Stop, end open requests with EngineDeadError and give back the device. Done at exit if it was not before."""

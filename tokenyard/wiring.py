@@ -2,15 +2,19 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError
 from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
+from tokenyard.engine.adapters import parse_adapters
 from tokenyard.engine.processes.config import EngineConfig, TierConfig, TransferConfig
 from tokenyard.engine.watch.recording import load_prior
 from tokenyard.executor.hub import find_model
+from tokenyard.executor.lora_config import read_lora_config
 from tokenyard.policy.priority_function import load_priority_function
 from tokenyard.policy.registry import create_policy
 
@@ -45,9 +49,11 @@ def engine_config(settings: Settings) -> EngineConfig:
     if settings.priority_function:
         load_priority_function(settings.priority_function)
     alike = {item.name for item in fields(EngineConfig)} & {item.name for item in fields(Settings)}
+    adapters = adapter_folders(settings)
     derived: dict[str, Any] = {
+        "adapters": adapters,
         "ranks": settings.dp_size,
-        "executor_options": settings.executor_options(),
+        "executor_options": executor_options(settings, adapters),
         "scheduler": scheduler,
         "overlap": not settings.disable_overlap_schedule,
         "cost_profile": settings.believed_costs(),
@@ -74,6 +80,26 @@ def engine_config(settings: Settings) -> EngineConfig:
         ),
     }
     return EngineConfig(**{name: getattr(settings, name) for name in alike} | derived)
+
+
+def adapter_folders(settings: Settings) -> dict[str, str]:
+    """The folders of --lora-paths by name. Raises ConfigError for names that clash."""
+    adapters = parse_adapters(settings.lora_paths)
+    for name in ("default", settings.served_model_name):
+        if name in adapters:
+            raise ConfigError(f"--lora-paths: {name!r} is the name of the model itself; choose another one")
+    return {name: str(Path(folder).expanduser()) for name, folder in adapters.items()}
+
+
+def executor_options(settings: Settings, adapters: Mapping[str, str]) -> dict[str, Any]:
+    """Keyword arguments of the executor's `load_executor`; the largest rank of adapters is that of the given ones.
+
+    Raises ConfigError for an adapter whose config cannot be used.
+    """
+    options = settings.executor_options()
+    if settings.executor == "torch" and adapters and settings.max_lora_rank is None:
+        options["lora_rank"] = max(read_lora_config(Path(folder)).most_rank for folder in adapters.values())
+    return options
 
 
 def events_topic(settings: Settings) -> str:

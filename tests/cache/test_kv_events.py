@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 
 from tests.cache.helpers import Pages, ints, key_of
+from tokenyard.base.request import adapter_of
 from tokenyard.cache import BlocksCleared, BlocksRemoved, BlocksStored, RadixCache, block_hashes, root_hash
+from tokenyard.cache.kv_events import kv_record
 
 
 class Consumer:
@@ -99,3 +101,23 @@ def test_a_consumer_that_replays_ends_with_the_blocks_of_the_tree(page_size):
     late.replay(tree.snapshot_events())
     assert late.blocks == held
     assert len(held) == tree.total_pages > 0
+
+
+def test_adapters_have_blocks_of_their_own_under_their_names():
+    tree = RadixCache(page_size=2, enable_kv_events=True)
+    spaces = ("stories#00ff\x00", "stories#00ff\x00salt", "stories#1234\x00", "\x00salt", "")
+    for number, namespace in enumerate(spaces):
+        tree.insert(key_of(1, 2, 3, 4), ints(2 * number + 1, 2 * number + 2), namespace=namespace)
+    events = tree.drain_events()
+    assert len({block for event in events for block in event.hashes}) == 2 * len(spaces)
+    records = [kv_record(event) for event in events]
+    names = [(record["lora_name"], record.get("cache_salt")) for record in records]
+    assert names == [("stories", None), ("stories", "salt"), ("stories", None), (None, "salt"), (None, None)]
+    locked = tree.match(key_of(1, 2), "stories#00ff\x00salt").node
+    tree.lock(locked)
+    taken = tree.evict_namespaces(lambda namespace: adapter_of(namespace) == "stories#00ff")
+    assert sorted(taken.tolist()) == [1, 2, 4]
+    removed = {block for event in tree.drain_events() for block in event.hashes}
+    assert removed == {*events[0].hashes, events[1].hashes[1]}
+    assert tree.peek(key_of(1, 2, 3, 4), "stories#1234\x00") == 4
+    tree.check()

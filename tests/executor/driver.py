@@ -17,6 +17,8 @@ class Sequence:
     prompt_tokens: int
     sampling: SamplingParams
     options: LogprobOptions | None
+    lora: str = ""
+    slot: int = 0
     pages: list[int] = field(default_factory=list)
     written: int = 0
     planned: int = 0
@@ -43,9 +45,14 @@ class Driver:
         random.Random(seed).shuffle(self.rows)
         random.Random(seed + 1).shuffle(self.pages)
 
-    def start(self, prompt, sampling=GREEDY, logprobs=None, *, known=None, shared_with=None, shared_tokens=0):
-        """Take a row; `known` continues an answer, `shared_tokens` (whole pages) come from another row's cache."""
-        sequence = Sequence(self.rows.pop(), list(known or prompt), len(prompt), sampling, logprobs)
+    def start(
+        self, prompt, sampling=GREEDY, logprobs=None, *, known=None, shared_with=None, shared_tokens=0, adapter=("", 0)
+    ):
+        """Take a row; `known` continues an answer, `shared_tokens` (whole pages) come from another row's cache.
+
+        `adapter`: name and slot.
+        """
+        sequence = Sequence(self.rows.pop(), list(known or prompt), len(prompt), sampling, logprobs, *adapter)
         if shared_with is not None:
             sequence.pages = shared_with.pages[: shared_tokens // self.info.page_size]
             sequence.planned = shared_tokens
@@ -105,6 +112,7 @@ class Driver:
             if not sequence.sent:
                 known = np.array(sequence.known, dtype=np.int32)
                 row = RowStart(sequence.row, sequence.sampling, known, sequence.prompt_tokens, sequence.options)
+                row.lora, row.slot = sequence.lora, sequence.slot
                 columns["starts"].append(row)
                 sequence.sent = True
             columns["pages"] += self._grow(sequence, end)

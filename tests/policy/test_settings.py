@@ -72,6 +72,9 @@ ELSEWHERE = {
     "max_in_flight": "the event loop's; tests/property/test_event_loops.py",
     "radix_eviction_policy": "tests/cache/test_eviction.py",
     "dp_size": "an engine's ranks; tests/policy/test_tenants_across_ranks.py",
+    "enable_lora": "tests/scheduler/test_adapters.py",
+    "max_loras_per_batch": "tests/scheduler/test_adapters.py",
+    "lora_drain_wait_threshold": "tests/scheduler/test_adapters.py, tests/property/test_adapters.py",
     "enable_kv_events": "changes no plan; tests/engine/test_kv_events.py",
 }
 """Settings that are tested where they belong."""

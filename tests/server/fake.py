@@ -21,6 +21,7 @@ from tokenyard.base import (
     SloTargets,
     TokenLogprobs,
 )
+from tokenyard.engine.adapters import Adapter
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.engine.streams import Ended, Reader
 from tokenyard.engine.text.prompt_tokenizer import PromptTokenizer
@@ -56,6 +57,22 @@ def word_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+class FakeAdapters:
+    """One adapter, and no way to load others."""
+
+    def __init__(self) -> None:
+        self.loaded = {"tuned": Adapter("tuned", "tuned#0", "/adapters/tuned")}
+
+    async def load(self, name: str, folder: str) -> Adapter:
+        self.loaded[name] = Adapter(name, f"{name}#0", folder)
+        return self.loaded[name]
+
+    async def unload(self, name: str) -> None:
+        if name not in self.loaded:
+            raise InvalidRequestError(f"no adapter {name!r} is loaded", code="model_not_found")
+        del self.loaded[name]
+
+
 class FakeGenerator:
     """Answers with the words of WORDS in turn, one a delta, or with the pieces of `answer`."""
 
@@ -72,6 +89,7 @@ class FakeGenerator:
         self.closed: list[str] = []
         self.calls: list[Any] = []
         self.delay_s = 0.0
+        self.adapters = FakeAdapters()
         self.reject: Finish | None = None
         self.fail_after: int | None = None
         self.failure: Exception = RuntimeError("a fault")

@@ -185,7 +185,6 @@ def test_text_parts_and_template_options_passed(server):
         ({"json_schema": "{"}, "json_schema", "not valid JSON"),
         ({"structured_outputs": {"choice": []}}, "choice", "list of strings"),
         ({"structural_tag": {"structures": []}}, "structural_tag", "needs"),
-        ({"lora_path": "x"}, "lora_path", "not supported"),
         ({"prompt_logprobs": 0}, "prompt_logprobs", "not supported"),
         ({"bad_words": ["x"]}, "bad_words", "not supported"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),

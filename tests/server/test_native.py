@@ -81,7 +81,7 @@ def test_logprobs_of_prompt_and_output(server):
         ({"text": ["x", "y"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["x", "y"], "rid": ["a"]}, "rid"),
         ({"text": ["x", "y"], "rid": ["a", "a"]}, "rid"),
-        ({"text": "x", "lora_path": "y"}, "lora_path"),
+        ({"text": ["x", "y"], "lora_path": ["tuned"]}, "lora_path"),
         ({"text": "x", "bootstrap_host": "y"}, "bootstrap_host"),
         ({"text": "x", "input_embeds": [[0.5]]}, "input_embeds"),
         ({"text": "x", "return_hidden_states": True}, "return_hidden_states"),

@@ -35,7 +35,7 @@ from tokenyard.cost import LinearCost, get_profile
 from tokenyard.executor.mock import MockExecutor
 from tokenyard.policy import POLICIES
 from tokenyard.tape.anonymizer import Anonymizer
-from tokenyard.tape.codec import KINDS, Origin, Planned, Raised, Tape
+from tokenyard.tape.codec import KINDS, VERSION, Origin, Planned, Raised, Tape
 from tokenyard.tape.recorder import Recorder
 from tokenyard.tape.replay import replay
 
@@ -387,7 +387,7 @@ def test_what_is_no_tape_is_refused_in_one_line():
     for wrong, complaint in (
         (b"", "is no tape"),
         (b"PK\x03\x04 something else", "is no tape"),
-        (data.replace(b"tape 5\n", b"tape 9\n", 1), "version 9"),
+        (data.replace(b"tape %d\n" % VERSION, b"tape 99\n", 1), "version 99"),
         (with_header(data, lambda header: header["origin"]["settings"].update(warp=9)), r"origin\.settings\.warp"),
         (header, "cut off within the header"),
         (bytes(damaged), "does not decode"),

@@ -133,6 +133,15 @@ class Flush:
 
 
 @dataclass(slots=True)
+class ForgetAdapter:
+    """The LoRA adapter `adapter` (`Request.lora`) was unloaded, and no request has it any more: its slot and what the
+    prefix cache holds of it are freed.
+    """
+
+    adapter: str
+
+
+@dataclass(slots=True)
 class TenantUse:
     """What schedulers of other data-parallel ranks did for tenants since they last said so.
 
@@ -159,6 +168,7 @@ Event = (
     | Arrived
     | HoldEnded
     | TenantUse
+    | ForgetAdapter
 )
 
 

@@ -31,7 +31,9 @@ class RowStart:
     `known_ids` is int32[prompt + output so far]; the executor needs it for penalties and min_new_tokens. grammar: the
     grammar that the answer must follow, which `Executor.compile_grammar` has compiled; "" for none. pooling: how the
     vector of the prompt is made, which the step that completes the prompt gives; "" for none. prediction: int32[n],
-    what the client expects of the answer, for drafts.
+    what the client expects of the answer, for drafts. lora, slot: the row's
+    adapter (`Request.lora`) and the slot in which it is while the row has its place, from 1 on; "" and 0 for none. The
+    executor brings the adapter there before the step if another one is in it.
     """
 
     pool_row: int
@@ -42,6 +44,8 @@ class RowStart:
     grammar: str = ""
     pooling: Pooling = ""
     prediction: Int32Array = field(default_factory=lambda: NO_TOKENS)
+    lora: str = ""
+    slot: int = 0
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class StepPlan:
     delay_sampling: launch runs the model only and `Executor.sample` follows (a grammar must see the last token).
     num_steps: steps of a multi-step plan, which only decodes; each is one position further, with the token that the one
     before sampled. The page writes are those of all steps, and the result's tokens come step after step.
+    adapter_loads: how many adapters the rows that start bring to slots where they are not yet.
     """
 
     step: int
@@ -76,6 +81,7 @@ class StepPlan:
     verify_rows: int = 0
     delay_sampling: bool = False
     num_steps: int = 1
+    adapter_loads: int = 0
 
     @property
     def sampled(self) -> BoolArray:
@@ -165,7 +171,8 @@ class StepWork:
 
     tokens: all tokens computed. rows: all rows. decode_rows: rows that decode, with drafts to verify or without.
     decode_context: KV tokens read by those rows. verify_tokens: tokens of rows that verify drafts. prefill_tokens:
-    tokens of chunks. chunk_area: sum over chunks of x * (prefix + x / 2).
+    tokens of chunks. chunk_area: sum over chunks of x * (prefix + x / 2). adapter_loads: LoRA adapters that are brought
+    to slots of the device.
     """
 
     tokens: int = 0
@@ -175,6 +182,7 @@ class StepWork:
     prefill_tokens: int = 0
     chunk_area: float = 0.0
     verify_tokens: int = 0
+    adapter_loads: int = 0
 
     def add_chunk(self, prefix: int, tokens: int) -> None:
         """Add a prefill chunk of `tokens` after `prefix` tokens already in the cache."""
@@ -196,6 +204,7 @@ def step_work(plan: StepPlan) -> StepWork:
         decode_rows=chunks,
         decode_context=context + verified,
         verify_tokens=verified,
+        adapter_loads=plan.adapter_loads,
     )
     if chunks < len(plan.pool_rows):
         starts = plan.starts[chunks:].astype(np.float64)

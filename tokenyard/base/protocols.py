@@ -12,7 +12,8 @@ from tokenyard.base.request import Int32Array, Int64Array
 class ExecutorInfo:
     """What the rest of the system needs to know of a loaded model. `num_pages` counts usable pages of `page_size`
     tokens; page 0 is the executor's own padding page and never given out, so ids run from 1 to `num_pages`. `kernels`
-    describes what computes the steps, for logs.
+    describes what computes the steps, for logs. adapter_bytes: what a LoRA adapter takes on the device, 0 where none
+    are served.
     """
 
     model: str
@@ -26,6 +27,7 @@ class ExecutorInfo:
     max_pool_rows: int
     kv_bytes_per_token: int = 0
     kernels: str = ""
+    adapter_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,16 @@ class Executor(Protocol):
 
         `tokenizer` gives the text of tokenizer.json. Raises InvalidRequestError for a grammar that cannot be used.
         """
+
+    def load_adapter(self, adapter: str, folder: str) -> None:
+        """Read a LoRA adapter into memory for rows that start; may take seconds and be called from a thread of its own.
+
+        `adapter` is what requests name (`Request.lora`). Raises ConfigError, in one line, for one that cannot be
+        served.
+        """
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Free the memory of an adapter that no row has any more; unknown ones are ignored."""
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the KV of pages (int32[n]) lies, for transfer and stores. Steps in flight may still write it."""

@@ -115,6 +115,16 @@ class Slo:
     tpot_ns: int | None = None
 
 
+def adapter_of(namespace: str) -> str:
+    """The adapter (`Request.lora`) in a name space of the prefix cache, "" for none."""
+    return namespace.partition("\x00")[0]
+
+
+def adapter_name(adapter: str) -> str:
+    """The name of an adapter, without the digest of its files."""
+    return adapter.partition("#")[0]
+
+
 @dataclass(slots=True)
 class KvRoute:
     """Where the two halves of a request meet, one of which is prefilled and one decoded, by different engines.
@@ -133,16 +143,17 @@ class Request:
     """One generation request as the engine sees it.
 
     `number` is unique in the engine and assigned by the submitter; a request with `sampling.n > 1` owns the numbers
-    `number .. number + n - 1`, one per answer. `prompt_ids` is int32[prompt length]. `cache_salt` and `lora` divide the
-    prefix cache into name spaces. `arrival_ns` is the monotonic time at which the API saw the request; `deadline_ns` is
-    counted from it. `priority` None means "none given", which ranks lowest. `output_ids` is int32[n]: an answer that
-    was begun elsewhere or earlier and continues from there. It counts for limits, penalties, stops, seeds and usage as
-    if it had been generated here, but is not delivered again; such a request has one answer. `awaits_kv` holds it back
-    (Gate.KV) until a `Reach` or `OpenGate` arrives for its KV. With `handover` it ends with its first token, and its
-    pages are held for a reader outside until `HoldEnded`. `grammar` is the grammar that the answer must follow, as Lark
-    text; "" for none. `kv` is the other half of a request that comes in two. With `pooling` the vector of the prompt is
-    the answer, and `max_new_tokens` is 0. `prediction` (int32[n]) is what the client expects of the answer, from which
-    drafts may come; it changes no answer.
+    `number .. number + n - 1`, one per answer. `prompt_ids` is int32[prompt length]. `lora` is its LoRA adapter, as
+    name and digest of its files (`name#digest`), "" for none; it and `cache_salt` divide the prefix cache into name
+    spaces. `arrival_ns` is the monotonic time at which the API saw the request; `deadline_ns` is counted from it.
+    `priority` None means "none given", which ranks lowest. `output_ids` is int32[n]: an answer that was begun elsewhere
+    or earlier and continues from there. It counts for limits, penalties, stops, seeds and usage as if it had been
+    generated here, but is not delivered again; such a request has one answer. `awaits_kv` holds it back (Gate.KV) until
+    a `Reach` or `OpenGate` arrives for its KV, and `awaits_adapter` (Gate.ADAPTER) until its adapter has been read.
+    With `handover` it ends with its first token, and its pages are held for a reader outside until `HoldEnded`.
+    `grammar` is the grammar that the answer must follow, as Lark text; "" for none. `kv` is the other half of a request
+    that comes in two. With `pooling` the vector of the prompt is the answer, and `max_new_tokens` is 0. `prediction`
+    (int32[n]) is what the client expects of the answer, from which drafts may come; it changes no answer.
     """
 
     number: int
@@ -163,6 +174,7 @@ class Request:
     grammar: str = ""
     output_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
     awaits_kv: bool = False
+    awaits_adapter: bool = False
     handover: bool = False
     kv: KvRoute | None = None
     pooling: Pooling = ""

@@ -171,6 +171,21 @@ class SharedSettings:
     enable_kv_events: bool = setting(
         False, "scheduler", "publish what enters and leaves the prefix cache, for routers that keep an index of it"
     )
+    enable_lora: bool = setting(False, "model", "serve LoRA adapters; implied by --lora-paths")
+    max_loras_per_batch: int = setting(
+        8,
+        "model",
+        "most LoRA adapters in one step; further requests wait for a slot",
+        Allowed(1, 1024),
+        aliases=("--max-loras",),
+    )
+    lora_drain_wait_threshold: float = setting(
+        1.0,
+        "model",
+        "seconds that a request may be passed over because its adapter is in no slot; then a slot is emptied for it; "
+        "0 for any time",
+        ANY_COUNT,
+    )
     queue_timeout_s: float = setting(
         -1.0, "scheduler", "longest time in seconds that a request may wait; -1 for no limit", SECONDS_OR_NO_LIMIT
     )

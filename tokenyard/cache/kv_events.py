@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import Int32Array
+from tokenyard.base.request import adapter_name, adapter_of
 from tokenyard.cache.node import TOKEN_BYTES, TOKEN_DTYPE, Node
 
 HASH_BYTES = 8
@@ -59,7 +60,7 @@ def kv_record(event: KvEvent) -> KvRecord:
     """The wire form of an event."""
     match event:
         case BlocksStored():
-            adapter, _, salt = event.namespace.partition("\x00")
+            adapter, salt = adapter_name(adapter_of(event.namespace)), event.namespace.partition("\x00")[2]
             stored = {
                 "type": "BlockStored",
                 "block_hashes": event.hashes,

@@ -1,6 +1,6 @@
 """The disabled prefix cache: it finds nothing and keeps nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tokenyard.base import Int32Array, PrefixListener
 from tokenyard.cache.kv_events import KvEvent
@@ -55,6 +55,10 @@ class NoCache:
         """Do nothing."""
 
     def evict(self, num_pages: int) -> Int32Array:
+        """No pages."""
+        return NO_PAGES.copy()
+
+    def evict_namespaces(self, wanted: Callable[[str], bool]) -> Int32Array:
         """No pages."""
         return NO_PAGES.copy()
 

@@ -5,7 +5,7 @@ Keys are bytes, so one `bytes.startswith` compares a whole run of tokens at memo
 queue, so eviction never walks the whole tree.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -194,6 +194,16 @@ class RadixCache:
             missing -= len(leaf.pages)
         return np.concatenate(taken)
 
+    def evict_namespaces(self, wanted: Callable[[str], bool]) -> Int32Array:
+        """Take the pages of all name spaces that are `wanted` out of the tree, if not locked; returns their ids."""
+        taken = [NO_PAGES]
+        for root in [root for root in self._roots.values() if wanted(root.namespace)]:
+            for node in reversed(list(self.nodes(root))):
+                if node.parent is not None and not node.children and not node.locked:
+                    self._remove_leaf(node)
+                    taken.append(node.pages)
+        return np.concatenate(taken)
+
     def clear(self) -> Int32Array:
         """Empty the tree and return its pages. Raises RuntimeError, before any change, if anything is locked."""
         if any(root.locked for root in self._roots.values()):
@@ -256,9 +266,11 @@ class RadixCache:
             num_pages -= len(leaf.pages)
         return leaves
 
-    def nodes(self) -> Iterator[Node]:
-        """Every node, parents first; not recursive, because chains get deeper than Python's recursion limit."""
-        stack = list(self._roots.values())
+    def nodes(self, *roots: Node) -> Iterator[Node]:
+        """Every node (below `roots` if any are given), parents first; not recursive, because chains get deeper than
+        Python's recursion limit.
+        """
+        stack = list(roots or self._roots.values())
         while stack:
             node = stack.pop()
             yield node

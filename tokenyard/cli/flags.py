@@ -34,7 +34,6 @@ FOREIGN_FLAGS = {
     "all ranks of a model are on one machine": "nnodes node-rank dist-init-addr use-ray",
     "KV is stored in --dtype": "kv-cache-dtype",
     "models run with this package's own code only": "trust-remote-code sampling-backend",
-    "adapters are not served": "enable-lora lora-paths lora-modules max-loras max-loras-per-batch",
     "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",
     "drafts come from prompt lookup alone (--speculative-algorithm NGRAM)": "speculative-config speculative-num-steps",
     "use --disaggregation-mode and --prefill-engines": "kv-transfer-config",

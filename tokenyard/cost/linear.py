@@ -1,10 +1,11 @@
 """The cost model in closed form: a step's time is a floor-or-line in its tokens plus what attention reads.
 
-    time = step + max(floor, dense + token * N) + context * C + area * A + row * R + tp_step + tp_token * N
+    time = step + max(floor, dense + token * N) + context * C + area * A + row * R + adapter * L + tp
 
 with N all tokens of the step, C the KV tokens that decoding rows read, A the sum over prefill chunks of x * (prefix + x
-/ 2), and R the rows. The floor is the time to read the weights once, which every step takes. The family follows
-DistServe (Zhong et al. 2024) and the operator tables of Vidur (Agrawal et al. 2024).
+/ 2), R the rows, and L the LoRA adapters that are brought to slots of the device; tp is tp_step + tp_token * N. The
+floor is the time to read the weights once, which every step takes. The family follows DistServe (Zhong et al. 2024) and
+the operator tables of Vidur (Agrawal et al. 2024).
 """
 
 import math
@@ -27,7 +28,7 @@ class LinearTerms:
 
     step_ms: every step. floor_ms: reading the weights. dense_ms, token_ms: the line in N. context_ms: per KV token
     read by a decode. area_ms: per unit of chunk area. row_ms: per row. tp_step_ms, tp_token_ms: what tensor
-    parallelism adds (all-reduces) per step and per token.
+    parallelism adds (all-reduces) per step and per token. adapter_ms: for each LoRA adapter brought to the device.
     """
 
     step_ms: float
@@ -39,6 +40,7 @@ class LinearTerms:
     row_ms: float = 0.0
     tp_step_ms: float = 0.0
     tp_token_ms: float = 0.0
+    adapter_ms: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a term that is negative or not a finite number, and if a step would take no time."""
@@ -55,7 +57,7 @@ class LinearTerms:
     def from_mapping(cls, values: Mapping[str, object], source: str) -> "LinearTerms":
         """Terms from a parsed file. Raises ConfigError, naming `source`, for missing, unknown or bad terms."""
         known = {term.name for term in fields(cls)}
-        required = known - {"row_ms", "tp_step_ms", "tp_token_ms"}
+        required = known - {"row_ms", "tp_step_ms", "tp_token_ms", "adapter_ms"}
         missing = sorted(required - values.keys())
         unknown = sorted(values.keys() - known)
         if missing or unknown:
@@ -81,6 +83,7 @@ class LinearTerms:
             + self.row_ms * work.rows
             + self.tp_step_ms
             + self.tp_token_ms * tokens
+            + self.adapter_ms * work.adapter_loads
         )
 
     def decodes(self, rows: int, contexts: Int64Array) -> Float64Array:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from tokenyard.base import ConfigError, Event, OverloadedError, TokenyardError
-from tokenyard.engine.processes.messages import Call, Fence, Heartbeat, Reply, ToScheduler, Verb
+from tokenyard.engine.processes.messages import UNASKED, Call, Fence, Heartbeat, Reply, ToScheduler, Verb
 from tokenyard.engine.watch.liveness import heartbeat_age_s
 
 CALL_TIMEOUT_S = 30.0
@@ -57,6 +57,11 @@ class SchedulerClient:
         """Send an event; nothing is sent any more once the scheduler is gone."""
         if self._closed is None:
             self._transmit(event)
+
+    def order(self, verb: Verb, **arguments: Any) -> None:
+        """Have the scheduler do `verb`, and do not wait for a reply."""
+        if self._closed is None:
+            self._transmit(Call(UNASKED, verb, arguments))
 
     async def call(self, verb: Verb, kind: Any, timeout_s: float = CALL_TIMEOUT_S, **arguments: Any) -> Any:
         """Have the scheduler do `verb`; return what it returns, as a `kind`.

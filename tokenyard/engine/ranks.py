@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tokenyard.base import InvalidRequestError, OverloadedError, Pause, Request, Resume, SetPolicy, TokenyardError
@@ -39,6 +39,7 @@ class Ranks:
         self._policy: SetPolicy | None = None
         self._paused = False
         self._lost_ns: int | None = None
+        self.on_join: Callable[[SchedulerClient], None] = lambda client: None
         self.losses = 0
         """How many schedulers have ended, each with its cache."""
 
@@ -71,6 +72,7 @@ class Ranks:
     def join(self, client: SchedulerClient) -> None:
         """A scheduler runs. It gets the events that wait for it, with the requests that they are about."""
         self._clients[client.source] = client
+        self.on_join(client)
         if self._policy is not None:
             client.send(self._policy)
         if self._paused:

@@ -1,6 +1,7 @@
 """Makes the request that the scheduler sees from what a client asks for, and checks it."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -61,7 +62,7 @@ def check_known(ids: np.ndarray, vocab_size: int) -> None:
         raise InvalidRequestError(f"token id {wrong} is not in the vocabulary of {vocab_size} tokens", param="prompt")
 
 
-def further_ends(info: ExecutorInfo, tokenizer: Tokenizer | None, eos_token: str) -> list[int]:
+def further_ends(info: ExecutorInfo, tokenizer: Tokenizer | None, eos_token: str | None) -> list[int]:
     """Ids that end an answer beside those of the model's config: that of the tokenizer's `eos_token` ("" for none),
     as some checkpoints name the mark that ends a turn only there.
     """
@@ -72,7 +73,15 @@ def further_ends(info: ExecutorInfo, tokenizer: Tokenizer | None, eos_token: str
 class RequestMaker:
     """Knows the limits of one engine. `longest` is the most tokens of prompt and answer together."""
 
-    def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer | None, eos_token: str = "") -> None:
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        tokenizer: Tokenizer | None,
+        eos_token: str | None = "",
+        adapter_key: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        """`adapter_key` gives what the engine calls an adapter by its name, and raises InvalidRequestError."""
+        self._adapter_key = adapter_key
         self._vocab_size = info.vocab_size
         self._tokenizer = tokenizer
         self._more_ends = further_ends(info, tokenizer, eos_token)
@@ -146,8 +155,8 @@ class RequestMaker:
             deadline_ns=ns_from_ms(spec.deadline_ms, "deadline_ms"),
             slo=spec.slo,
             cache_salt=spec.cache_salt,
-            lora=spec.lora,
-            routing_key=spec.routing_key,
+            lora=self._adapter_key(spec.lora),
+            routing_key=spec.routing_key or spec.lora or None,
             grammar=spec.grammar,
             kv=spec.kv,
             output_ids=self._begun(spec),

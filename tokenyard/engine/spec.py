@@ -19,7 +19,7 @@ class GenerateSpec:
     new; such a request has one answer. With `pooling` nothing is generated (`sampling.max_new_tokens` is 0), and the
     finish carries the vector of the prompt. `prediction` is text that the answer may resemble, from which drafts come
     where the engine speculates. `rank` is the data-parallel rank that shall serve it, None for any. `kv` is where its
-    other half is, if it comes in two.
+    other half is, if it comes in two. `lora` is the name of its LoRA adapter, "" for none.
     """
 
     text: str | None = None

@@ -28,6 +28,7 @@ from tokenyard.base import (
     TokenBatch,
     Update,
 )
+from tokenyard.engine.adapters import AdapterRegistry
 from tokenyard.engine.client import Link, SchedulerClient
 from tokenyard.engine.continuation import begun_answers, continued, untold
 from tokenyard.engine.processes.messages import Fence, Fenced, Heartbeat, Reply, TextBatch, ToApi
@@ -58,9 +59,8 @@ class TokenizerManager:
     """Sends requests to schedulers and hands out what comes back. One per engine, used from one event loop.
 
     `tokenizer` is None where the engine takes and gives token ids only. `assembler` is given where token ids become
-    text in this process, and not in one of their own. What arrives goes to `receive`. A scheduler that ends leaves its
-    requests to the others, or to the one that is started in its place; see `rank_lost`. `on_death` hears why the engine
-    ended, if it does by itself; all open requests have ended by then.
+    text in this process. What arrives goes to `receive`. A scheduler that ends leaves its requests to others (see
+    `rank_lost`). `on_death` hears why the engine ended, if by itself; all open requests have ended by then.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ class TokenizerManager:
         self.info = info
         self.tokenizer = tokenizer
         self.ranks = Ranks(balancer)
+        self.adapters = AdapterRegistry(self.ranks)
         self._template = template
-        self._requests = RequestMaker(info, tokenizer, template.special_tokens.get("eos_token", ""))
+        self._requests = RequestMaker(info, tokenizer, template.special_tokens.get("eos_token"), self.adapters.key_of)
         self._link = link
         self._assembler = assembler
         self._on_death = on_death

@@ -1,5 +1,7 @@
 """A pretend KV pool that remembers whose history each slot holds, so that a page given to two owners is noticed."""
 
+import zlib
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,11 +24,14 @@ def mix(values: UInt64Array) -> UInt64Array:
     return values ^ (values >> np.uint64(31))
 
 
-def history_marks(tokens: Int32Array, first_position: int = 0, before: int = 0) -> UInt64Array:
+def history_marks(tokens: Int32Array, first_position: int = 0, before: int = 0, adapter: str = "") -> UInt64Array:
     """Return uint64[n]: one mark per token that depends on it, its position and everything before it.
 
-    `before` is the mark of the position before `first_position`, 0 at the very beginning.
+    `before` is the mark of the position before `first_position`; at the very beginning it is 0, or depends on the
+    `adapter`.
     """
+    if adapter:
+        before += zlib.crc32(adapter.encode())
     positions = np.arange(first_position, first_position + len(tokens), dtype=np.uint64)
     return np.uint64(before) + np.cumsum(mix(tokens.astype(np.uint64) + (positions << np.uint64(32))), dtype=np.uint64)
 
@@ -38,7 +43,7 @@ class _Row:
         self.prompt_tokens = start.prompt_tokens
         self.length = len(start.known_ids)
         self.tokens: Int32Array = np.array(start.known_ids, dtype=np.int32)
-        self.marks = history_marks(self.tokens)
+        self.marks = history_marks(self.tokens, adapter=start.lora)
 
     def append(self, token: int) -> None:
         if self.length == len(self.tokens):
@@ -146,3 +151,32 @@ class KvCheck:
                 f"step {step}: row {pool_row} finds another history at position {at} (slot {slots[at]}):"
                 f" {int(wrong.sum())} of {len(slots)} slots are not its own"
             )
+
+
+class AdapterCheck:
+    """Plays the slots of adapters for plans: each row must find its own adapter in its slot at every step."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, str] = {}
+        self._rows: dict[int, RowStart] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over rows that start, and check all. Raises KvMismatchError for a row whose slot has another adapter."""
+        loads = 0
+        for start in plan.row_starts:
+            self._rows.pop(start.pool_row, None)
+            if start.slot:
+                self._rows[start.pool_row] = start
+                loads += self._holders.get(start.slot) != start.lora
+                self._holders[start.slot] = start.lora
+        if loads > plan.adapter_loads:
+            raise KvMismatchError(f"step {plan.step}: {loads} adapters are brought to slots, not {plan.adapter_loads}")
+        if not self._rows:
+            return
+        for pool_row in plan.pool_rows.tolist():
+            owner = self._rows.get(pool_row)
+            if owner is not None and self._holders[owner.slot] != owner.lora:
+                raise KvMismatchError(
+                    f"step {plan.step}: row {pool_row} has adapter {owner.lora!r}, and slot {owner.slot} holds"
+                    f" {self._holders[owner.slot]!r}"
+                )

@@ -1,6 +1,7 @@
 """From the name of a model to an executor that runs it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from tokenyard.executor.gguf_file.folder import LINK
 from tokenyard.executor.gguf_file.weights import GgufWeights
 from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
+from tokenyard.executor.lora import Adapters
+from tokenyard.executor.models.backend import AdaptedModel, ModelBackend
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.reading import read_model_config
@@ -52,6 +55,8 @@ def load_executor(
     attention_backend: str = "auto",
     quantization: str = "none",
     draft_tokens: int = 0,
+    lora_slots: int = 0,
+    lora_rank: int = 16,
     rank: int = 0,
     ranks: int = 1,
     shard: Shard | None = None,
@@ -64,10 +69,10 @@ def load_executor(
     model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
     and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend,
     quantization: see choose_backends. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none.
-    rank, ranks: data-parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names
-    none, and memory is shared by the ranks on one device. shard: which part of the model is loaded, None for all;
-    `make` puts the executor together (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not
-    fit.
+    lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-parallel
+    rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and memory is shared by
+    the ranks on one device. shard: which part of the model is loaded, None for all; `make` puts the executor together
+    (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not fit.
     """
     target, sharing = _device_of_rank(device, rank, ranks, shard)
     if target.type == "cuda":
@@ -83,7 +88,17 @@ def load_executor(
     kind = choose_dtype(dtype, target, config)
     length = _context_length(context_length, config)
     choice = choose_backends(model_impl, attention_backend, quantization, config, kind, target, threads)
-    layers = _load_layers(choice, whole, folder, load_format, target, kind, length, seed, shard)
+
+    def load(chosen: BackendChoice) -> Decoder | NativeDecoder:
+        return _load_layers(chosen, whole, folder, load_format, target, kind, length, seed, shard)
+
+    layers = layered = load(choice)
+    adapters = Adapters(config, lora_slots, lora_rank, max_pool_rows, target, kind) if lora_slots else None
+    if adapters is not None:
+        # Adapters change the products of single layers, which a whole native step does not show.
+        layered = layers if isinstance(layers, Decoder) else load(replace(choice, native_model=False))
+        assert isinstance(layered, Decoder)
+        layered.adapt(adapters.adapt)
     num_pages = choose_num_pages(
         config,
         page_size=page_size,
@@ -105,6 +120,7 @@ def load_executor(
         max_pool_rows=max_pool_rows,
         kv_bytes_per_token=kv_bytes_per_token(whole, kind),
         kernels=choice.kernels,
+        adapter_bytes=adapters.slot_bytes if adapters is not None else 0,
     )
     if shard is not None:
         info = shard.agree(info)
@@ -112,7 +128,11 @@ def load_executor(
     pages = PageTable(max_pool_rows, length, page_size, target)
     drafter = NgramDrafter(draft_tokens) if draft_tokens else None
     drawer = NativeDrawer(choice.engine, config.vocab_size) if choice.engine is not None else None
-    return make(make_model(choice, layers, pool, pages), pool, pages, info, target, drafter, drawer)
+    model: ModelBackend = make_model(choice, layers, pool, pages)
+    if adapters is not None:
+        changed = model if layered is layers else make_model(choice, layered, pool, pages)
+        model = AdaptedModel(model, changed, adapters.batch)
+    return make(model, pool, pages, info, target, drafter, drawer, adapters)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:

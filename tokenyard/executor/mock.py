@@ -30,7 +30,7 @@ from tokenyard.base import (
 )
 from tokenyard.cost import find_profile
 from tokenyard.executor.drafts import MOST_CHANCE, confirmed_runs
-from tokenyard.executor.kv_check import KvCheck, UInt64Array, history_marks, mix
+from tokenyard.executor.kv_check import AdapterCheck, KvCheck, UInt64Array, history_marks, mix
 
 NEVER_EOS = int(np.iinfo(np.int64).max)
 DEFAULT_POOL_TOKENS = 65536
@@ -104,6 +104,7 @@ class MockExecutor:
         self._eos_positions = np.full(info.max_pool_rows, NEVER_EOS, dtype=np.int64)
         self._starts: dict[int, RowStart] = {}
         self._pooled: dict[int, RowStart] = {}
+        self._slots = AdapterCheck()
         self._free_at_ns = 0
         self._drafts = drafts
         self._draft_right = draft_right
@@ -112,6 +113,7 @@ class MockExecutor:
         """Start a step. Raises KvMismatchError if the plan reads KV that is not its rows' own."""
         for start in plan.row_starts:
             self._take_row(start)
+        self._slots.apply(plan)
         if plan.verify_rows:
             plan = replace(plan, tokens=self._with_drafts(plan))
         if self._kv is not None:
@@ -158,6 +160,12 @@ class MockExecutor:
     def compile_grammar(self, text: str, tokenizer: Callable[[], str]) -> None:
         """Take any grammar: made-up tokens keep to none."""
 
+    def load_adapter(self, adapter: str, folder: str) -> None:
+        """Take any adapter: its rows get tokens of their own."""
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Do nothing: there is nothing to free."""
+
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the marks of pages lie; without `check_kv` there are none, and pages have no pieces."""
         if self._kv is None:
@@ -182,7 +190,7 @@ class MockExecutor:
 
     def _take_row(self, start: RowStart) -> None:
         prompt = start.known_ids[: start.prompt_tokens]
-        key = mix(history_marks(prompt)[-1:])
+        key = mix(history_marks(prompt, adapter=start.lora)[-1:])
         if not start.sampling.greedy:
             key = mix(key ^ np.uint64(start.sampling.seed % 2**64))
         self._keys[start.pool_row] = key[0]

@@ -3,16 +3,18 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from tokenyard.base import DRAFT, ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
+from tokenyard.base import DRAFT, ConfigError, ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
 from tokenyard.executor.drafts import NgramDrafter, confirmed_runs, drafts_to_confirm
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, samples_of, upload
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.grammar import GrammarRows, GrammarStore
 from tokenyard.executor.kv_pool import KvPool
+from tokenyard.executor.lora import Adapters
 from tokenyard.executor.models.backend import ModelBackend
 from tokenyard.executor.pooling import PooledRows
 from tokenyard.executor.sampling.draw import Drawer
@@ -93,6 +95,7 @@ class ModelExecutor:
         device: torch.device,
         drafter: NgramDrafter | None = None,
         drawer: Drawer | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Start with free rows. drafter: None for no drafts. drawer: of sampled tokens, None for torch's own."""
         self.info = info
@@ -100,6 +103,7 @@ class ModelExecutor:
         self.model = model
         self._device = device
         self._drafter = drafter
+        self._adapters = adapters
         self.pages = pages
         self._future = FutureMap(info.max_pool_rows, device)
         self._grammars = GrammarStore(info.vocab_size, info.eos_token_ids)
@@ -115,6 +119,8 @@ class ModelExecutor:
         self._sampler.take(plan.row_starts)
         self._grammar_rows.take(plan)
         self._pooled.take(plan.row_starts)
+        if self._adapters is not None:
+            self._adapters.take(plan.row_starts)
         if self._drafter is not None:
             self._drafter.take(plan)
             if plan.verify_rows:
@@ -168,13 +174,24 @@ class ModelExecutor:
         """Make a grammar ready; see Executor."""
         self._grammars.compile(text, tokenizer)
 
+    def load_adapter(self, adapter: str, folder: str) -> None:
+        """Read an adapter into memory; see Executor."""
+        if self._adapters is None:
+            raise ConfigError("adapters are off here; start with --enable-lora")
+        self._adapters.load(adapter, Path(folder))
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Free the memory of an adapter; see Executor."""
+        if self._adapters is not None:
+            self._adapters.drop(adapter)
+
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the KV of pages lies; see Executor."""
         return self.kv_pool.pieces(pages)
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
-        for name in ("kv_pool", "model", "pages", "_future", "_sampler"):
+        for name in ("kv_pool", "model", "pages", "_future", "_sampler", "_adapters"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -187,6 +204,8 @@ class ModelExecutor:
             return
         batch = build_batch(plan, self.pages)
         batch.token_ids = self._inputs(plan, batch)
+        if self._adapters is not None:
+            self._adapters.begin(plan)
         logits = self.model.step(batch)
         if len(logits):
             # What is sampled later must outlast the steps in between.

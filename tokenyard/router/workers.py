@@ -77,13 +77,12 @@ class Target:
 class Worker:
     """An engine behind a URL. source: where that came from. boot_id: changes when it starts anew, "" if it tells none.
 
-    models: what it serves, empty while that is unknown. healthy: None before the first look. continues: how it can go
-    on with an answer that another worker has begun (see `continuation`), "" if it cannot. closed: it says that it takes
-    no requests now. role: PREFILL, DECODE, or "" for both. bootstrap_port: where an engine of SGLang that prefills is
-    met by those that decode; bootstrap_ports: the same of each rank of an engine of ours. by_params: it hands over as
-    vLLM does, by `kv_transfer_params`.
-    preempts_by: by how much the priority of a request must be higher for the engine to give it the place of one that
-    runs; None if it never does.
+    models: what it serves, empty while that is unknown; bases: those that are no adapters. healthy: None before the
+    first look. continues: how it can go on with an answer that another worker has begun (see `continuation`), "" if it
+    cannot. closed: it says that it takes no requests now. role: PREFILL, DECODE, or "" for both. bootstrap_port: where
+    an engine of SGLang that prefills is met by those that decode; bootstrap_ports: the same of each rank of an engine
+    of ours. by_params: it hands over as vLLM does, by `kv_transfer_params`. preempts_by: by how much the priority of a
+    request must be higher for the engine to give it the place of one that runs; None if it never does.
     """
 
     name: str
@@ -94,6 +93,7 @@ class Worker:
     healthy: bool | None = None
     draining: bool = False
     models: frozenset[str] = frozenset()
+    bases: frozenset[str] = frozenset()
     cards: list[dict[str, Any]] = field(default_factory=list)
     boot_id: str = ""
     continues: str = ""
@@ -200,8 +200,12 @@ class Workers:
         self.changed()
 
     def set_models(self, worker: Worker, cards: list[dict[str, Any]]) -> None:
-        """What the worker serves, from its /v1/models. Another model than before has another cache."""
-        models = frozenset(str(card["id"]) for card in cards)
+        """What the worker serves, from its /v1/models: models, and their adapters by both names that they have. Another
+        model than before has another cache.
+        """
+        bases = frozenset(str(card["id"]) for card in cards if not card.get("parent"))
+        names = (f"{card.get('parent')}:{card['id']}" for card in cards if card.get("parent"))
+        models = frozenset(str(card["id"]) for card in cards) | frozenset(names)
         worker.cards = cards
         lengths = [card.get("max_model_len") for card in cards]
         worker.context_length = lengths[0] if lengths and isinstance(lengths[0], int) else None
@@ -210,9 +214,9 @@ class Workers:
             worker.continues = BY_PROMPT_IDS if worker.by_params else ""
         if models == worker.models:
             return
-        if worker.models:
+        if worker.bases and bases != worker.bases:
             self.restarted(worker)
-        worker.models = models
+        worker.models, worker.bases = models, bases
         for target in worker.targets:
             target.state.speed = self._speed_of(worker)
         self.changed()
@@ -320,7 +324,7 @@ class Workers:
 
     def _speed_of(self, worker: Worker) -> Speed:
         """What targets of one model share."""
-        return self._speeds.setdefault(worker.models, Speed())
+        return self._speeds.setdefault(worker.bases, Speed())
 
     def _tls(self) -> ssl.SSLContext:
         if self._context is None:

@@ -70,6 +70,8 @@ class PrefillAdder:
             started = self._table.state[row] == State.PREFILL
             if not started and not (self._limits.may_start(row) and self._may_load(row)):
                 continue
+            if not started and not self._state.adapters.may_start(row):
+                continue
             if started and not self._continue(row):
                 return
             if not started and not self._admit(row):
@@ -177,6 +179,7 @@ class PrefillAdder:
         if self._state.stores is not None:
             self._state.stores.hit(node)
         request_state.node, request_state.fresh = node, True
+        self._state.adapters.join(row)
         table.cached[row] = table.computed[row] = table.planned[row] = table.held[row] = hit
 
     def _start_row(self, row: int) -> None:
@@ -185,6 +188,7 @@ class PrefillAdder:
         held = self._memory.pages_for(int(self._table.held[row]))
         self._builder.write_page_run(pool_row, 0, self._memory.pool.page_table[pool_row, :held].copy())
         self._builder.row_starts.append(self._row_start(row, pool_row))
+        self._builder.adapter_loads += self._state.adapters.bring(row)
         request_state.fresh = False
 
     def _admitted(self, row: int, reserved_tokens: int) -> None:
@@ -282,6 +286,8 @@ class PrefillAdder:
             request.grammar,
             request.pooling,
             request.prediction,
+            request.lora,
+            int(table.slot[row]),
         )
 
     def _preempt(self, row: int, hit: int, missing_tokens: int) -> bool:

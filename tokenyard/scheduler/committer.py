@@ -41,7 +41,8 @@ class Committer:
                 state.table.draft_chance[rows[alive]] = result.chances[alive]
         if ended:
             state.sweep()
-        if state.cost is not None and state.cost.learns:
+        # Copying adapters to the device takes time that is none of the work.
+        if state.cost is not None and state.cost.learns and not plan.adapter_loads:
             state.cost.learn(step_work(plan), result.seconds)
 
     def _commit_tokens(self, plan: StepPlan, rows: Int32Array, alive: BoolArray, tokens: Int32Array, now: int) -> bool:

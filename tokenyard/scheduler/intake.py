@@ -45,6 +45,8 @@ def _close_gates(state: SchedulerState, request: Request, rows: list[int]) -> No
         table.gates[rows[1:]] |= Gate.GROUP
     if request.grammar:
         table.gates[rows] |= Gate.GRAMMAR
+    if request.awaits_adapter:
+        table.gates[rows] |= Gate.ADAPTER
     if request.awaits_kv:
         table.gates[rows] |= Gate.KV
 

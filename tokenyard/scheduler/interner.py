@@ -23,6 +23,14 @@ class Interner:
         self._users[number] += 1
         return number
 
+    def number_of(self, name: Hashable) -> int:
+        """The number of a name that has users; 0 for one without (`first` must be above that)."""
+        return self._numbers.get(name, 0)
+
+    def keep(self, number: int) -> None:
+        """Count one more user of this number."""
+        self._users[number] += 1
+
     def drop(self, number: int) -> None:
         """Count one user of this number less."""
         self._users[number] -= 1

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.base.request import adapter_of
 from tokenyard.cache.allocator import PageAllocator
 from tokenyard.cache.no_cache import NoCache
 from tokenyard.cache.radix import RadixCache
@@ -242,6 +243,12 @@ class KvMemory:
         self.allocator.free(hold.pages)
         if hold.node is not None:
             self.tree.unlock(hold.node)
+
+    def forget_adapter(self, adapter: str) -> None:
+        """Free what the tree holds of prompts with this adapter, but for pages that are locked."""
+        pages = self.tree.evict_namespaces(lambda namespace: adapter_of(namespace) == adapter)
+        self.evicted_tokens += len(pages) * self.page_size
+        self.allocator.free(pages)
 
     def flush(self) -> None:
         """Empty the tree. Legal only while no row and no hold has pages."""

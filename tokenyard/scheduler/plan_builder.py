@@ -32,6 +32,7 @@ class PlanBuilder:
         self._drafts: Int32Array = NO_PAGES
         self.chunks: list[Chunk] = []
         self.row_starts: list[RowStart] = []
+        self.adapter_loads = 0
         self._page_rows: list[Int32Array] = []
         self._page_columns: list[Int32Array] = []
         self._page_ids: list[Int32Array] = []
@@ -97,6 +98,7 @@ class PlanBuilder:
             decode_rows=decoding,
             delay_sampling=self._table.grammars > 0 and bool(self._table.constrained[rows][samples > 0].any()),
             verify_rows=len(self.verify_rows),
+            adapter_loads=self.adapter_loads,
         )
 
     def _chunk_tokens(self, chunk: Chunk) -> Int32Array:

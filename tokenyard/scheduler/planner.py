@@ -75,6 +75,7 @@ class Planner:
         """What the policy sees: the views without waiting rows that a limit of their tenant holds back."""
         views = self._state.views(now)
         self._state.limits.begin_step(views)
+        self._state.adapters.begin_step(views)
         return views
 
     def deduplicated(self, row: int, first_page: int, pages: Int32Array) -> None:

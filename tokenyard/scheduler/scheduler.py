@@ -25,6 +25,7 @@ from tokenyard.base import (
     ExecutorInfo,
     Explanation,
     Flush,
+    ForgetAdapter,
     HoldEnded,
     Int32Array,
     Move,
@@ -102,6 +103,7 @@ class Scheduler:
             Arrived: self.arrived,
             HoldEnded: self.hold_ended,
             TenantUse: self.take_tenant_use,
+            ForgetAdapter: self.forget_adapter,
             Flush: lambda event, now: self.flush(now),
         }
 
@@ -250,6 +252,19 @@ class Scheduler:
             # What the headroom has learnt about answers does not depend on the order of the queue.
             self.state.policy.headroom = headroom
 
+    def forget_adapter(self, event: ForgetAdapter, now: int) -> None:
+        """An adapter was unloaded. Raises ValueError while requests have it."""
+        if self.uses_adapter(event.adapter):
+            raise ValueError(f"the adapter {event.adapter!r} is in use")
+        self.state.adapters.forget(event.adapter)
+        self.state.memory.forget_adapter(event.adapter)
+
+    def uses_adapter(self, adapter: str) -> bool:
+        """Whether any request that waits or runs has this adapter."""
+        table = self.state.table
+        number = table.adapter_number(adapter)
+        return bool(number) and bool(((table.adapter == number) & (table.state != State.FREE)).any())
+
     def flush(self, now: int) -> bool:
         """Empty the prefix cache; False, and nothing done, while any request waits, runs or is in flight, or pages are
         held for a reader or writer outside.
@@ -321,6 +336,7 @@ class Scheduler:
         state.table.last_step[rows] = plan.step
         self._in_flight.append(InFlightPlan(plan, rows))
         counters.steps += 1
+        counters.adapter_loads += plan.adapter_loads
         if builder.chunks:
             counters.prefill_steps += 1
             counters.prefill_tokens += sum(chunk.count for chunk in builder.chunks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Counters:
     """Totals since the start. Tokens: prompt (submitted), hit (found in the tree at first admission), prefill (computed
     in chunks), recomputed (computed again after a retraction), generated (sampled and kept), draft (verified), accepted
-    draft. verify_rows: rows that verified drafts, counted in each step.
+    draft. verify_rows: rows that verified drafts, counted in each step. adapter_loads: LoRA adapters brought to slots.
     """
 
     steps: int = 0
@@ -27,6 +27,7 @@ class Counters:
     verify_rows: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    adapter_loads: int = 0
 
 
 @dataclass(slots=True)

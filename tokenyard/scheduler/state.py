@@ -27,6 +27,7 @@ from tokenyard.cost import LinearCost, OnlineCost, get_profile
 from tokenyard.policy import Policy, Views, create_policy
 from tokenyard.policy.slo_targets import slo_targets
 from tokenyard.policy.tenants import create_limits
+from tokenyard.scheduler.adapters import AdapterSlots
 from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.memory import KvMemory, Release
 from tokenyard.scheduler.observer import Observer
@@ -69,6 +70,7 @@ class SchedulerState:
         self.queue_timeouts = Timeouts(settings.queue_timeout_s)
         self.run_timeouts = Timeouts(settings.run_timeout_s)
         self.limits = create_limits(settings)
+        self.adapters = AdapterSlots(settings, self.table)
         self.prefill_steps_in_row = 0
         self.gave_way = 0
         self._pages_returned = 0
@@ -313,6 +315,7 @@ class SchedulerState:
 
     def _give_up_pages(self, row: int) -> None:
         """Release what `row` holds, once no plan in flight and no load uses it."""
+        self.adapters.leave(row)
         release = self._release(row)
         if self.table.state[row] != State.LOADING:
             self.memory.release(release)
@@ -325,6 +328,7 @@ class SchedulerState:
         table, number = self.table, int(self.table.number[row])
         known, computed = int(table.known[row]), int(table.computed[row])
         token = int(self.memory.pool.token_ids[table.pool_row[row], known - 1])
+        self.adapters.leave(row)
         pages = self.memory.hold_read(number, self._release(row))
         self.outbox.transfer(Handover(number, computed, pages, token))
 
@@ -413,7 +417,7 @@ class SchedulerState:
         total = self.memory.num_pages * self.memory.page_size
         held = np.concatenate((running, prefilling, self.loading.rows))
         measures = self.policy.measures(np.concatenate((waiting, prefilling)))
-        return measures | self.limits.measures(self.table, held, total)
+        return measures | self.limits.measures(self.table, held, total) | self.adapters.measures()
 
     def queued_work(self) -> tuple[int, float]:
         """Tokens of prompts that wait or are computed in chunks and are not computed yet, and the seconds that these

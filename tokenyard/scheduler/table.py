@@ -49,6 +49,8 @@ INT32_COLUMNS = (
     "constrained",
     "verified_drafts",
     "accepted_drafts",
+    "adapter",
+    "slot",
 )
 INT64_COLUMNS = (
     "seq",
@@ -62,6 +64,7 @@ INT64_COLUMNS = (
     "ttft_ns",
     "tpot_ns",
     "last_step",
+    "passed_over_ns",
 )
 
 
@@ -91,12 +94,14 @@ class RequestState:
 class RequestTable:
     """Columns by row. See `policy.Columns` for the meaning of those that policies read; the others are:
 
-    number: the request's number. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row
-    of ReqToTokenPool, -1 while waiting. held: leading tokens that have pages, beyond `planned` where drafts were
-    refused. drafts: drafts that the executor has ready for the row's next step. draft_chance: in thousandths, of its
-    next draft if those before it are right. last_step: the latest plan that contains the row. gates, state: lifecycle.
-    reach: leading tokens whose KV can be loaded from elsewhere. constrained: 1 for rows whose answer must keep to a
-    grammar; `grammars` counts them. verified_drafts, accepted_drafts: of the answer so far.
+    number: the request's number. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row of
+    ReqToTokenPool, -1 while waiting. held: leading tokens that have pages, beyond `planned` where drafts were refused.
+    drafts: drafts that the executor has ready for the row's next step. draft_chance: in thousandths, of its next draft
+    if those before it are right. last_step: the latest plan that contains the row. gates, state: lifecycle. reach:
+    leading tokens whose KV can be loaded from elsewhere. constrained: 1 for rows whose answer must keep to a grammar;
+    `grammars` counts them. verified_drafts, accepted_drafts: of the answer so far. adapter: small integer per LoRA
+    adapter, 0 for none. slot: where that is on the device while the row has its place, 0 for nowhere. passed_over_ns:
+    when it was first passed over for lack of a slot, 0 before.
     """
 
     def __init__(self, capacity: int = 256, tenants: Iterable[str] = ()) -> None:
@@ -107,6 +112,7 @@ class RequestTable:
         self._row_of_number: dict[int, int] = {}
         self._tenants = {name: number for number, name in enumerate(tenants)}
         self._routing_keys = Interner(first=1)
+        self._adapters = Interner(first=1)
         self._next_seq = 0
         self.grammars = 0
         for name in INT32_COLUMNS:
@@ -142,6 +148,8 @@ class RequestTable:
     constrained: Int32Array
     verified_drafts: Int32Array
     accepted_drafts: Int32Array
+    adapter: Int32Array
+    slot: Int32Array
     seq: np.ndarray[Any, np.dtype[np.int64]]
     number: np.ndarray[Any, np.dtype[np.int64]]
     arrival_ns: np.ndarray[Any, np.dtype[np.int64]]
@@ -153,6 +161,7 @@ class RequestTable:
     ttft_ns: np.ndarray[Any, np.dtype[np.int64]]
     tpot_ns: np.ndarray[Any, np.dtype[np.int64]]
     last_step: np.ndarray[Any, np.dtype[np.int64]]
+    passed_over_ns: np.ndarray[Any, np.dtype[np.int64]]
 
     def __len__(self) -> int:
         return len(self._row_of_number)
@@ -182,6 +191,7 @@ class RequestTable:
         self.tenant[row] = self.tenant_number(request.tenant)
         self.service_level[row] = level_of(request.service_class)
         self.routing[row] = self._routing_keys.take(request.routing_key) if request.routing_key else 0
+        self.adapter[row] = self._adapters.take(request.lora) if request.lora else 0
         self.prefix_group[row] = NO_GROUP
         self.state[row] = State.WAITING
         self.pool_row[row] = self.last_step[row] = -1
@@ -200,6 +210,8 @@ class RequestTable:
             self.boost,
             self.verified_drafts,
             self.accepted_drafts,
+            self.slot,
+            self.passed_over_ns,
         ):
             column[row] = 0
         self.admitted_ns[row] = self.first_token_ns[row] = 0
@@ -212,6 +224,8 @@ class RequestTable:
         self._request_states[row] = None
         if self.routing[row]:
             self._routing_keys.drop(int(self.routing[row]))
+        if self.adapter[row]:
+            self._adapters.drop(int(self.adapter[row]))
         self.epoch[row] += 1
         self.state[row] = State.FREE
         self._free.append(row)
@@ -251,6 +265,18 @@ class RequestTable:
     def tenant_names(self) -> list[str]:
         """The names of all tenants so far, by their numbers."""
         return list(self._tenants)
+
+    def adapter_number(self, adapter: str) -> int:
+        """The number of an adapter that a row or a slot has; 0 if none has it."""
+        return self._adapters.number_of(adapter)
+
+    def keep_adapter(self, number: int) -> None:
+        """One more user of an adapter's number, until `drop_adapter`."""
+        self._adapters.keep(number)
+
+    def drop_adapter(self, number: int) -> None:
+        """One user of an adapter's number less."""
+        self._adapters.drop(number)
 
     def numbers(self) -> list[int]:
         """The numbers of all requests, in order of arrival."""

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.base.version import __version__
 from tokenyard.server import (
+    adapters,
     control,
     embeddings,
     messages,
@@ -138,6 +139,7 @@ def create_app(state: ServerState) -> ASGIApp:
     api.include_router(requests.router)
     api.include_router(profile.router)
     api.include_router(scheduling.router)
+    api.include_router(adapters.router)
     api.include_router(ollama.router)
     api.include_router(page.router)
     api.router.routes.append(Route("/v1/live", LiveFeed(state), methods=["GET"]))

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
 from tokenyard.base.version import __version__
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
+from tokenyard.server.engine import Adapter
 from tokenyard.server.errors import check_encoding
 from tokenyard.server.loads import (
     DEFAULT_SECTIONS,
@@ -127,15 +128,26 @@ async def _ignore(delta: OutputDelta) -> None:
 
 @router.get("/v1/models")
 async def models(state: State) -> dict[str, Any]:
-    """The one model that is served."""
-    return {"object": "list", "data": [_model(state)]}
+    """The model that is served, and its adapters."""
+    adapters = [_adapter(state, each) for each in _adapters(state)]
+    return {"object": "list", "data": [_model(state), *adapters]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(state: State, name: str) -> dict[str, Any]:
     """What is known of a model; 404 for another one."""
-    state.check_model(name)
-    return _model(state)
+    adapter = state.check_model(name)
+    return _adapter(state, state.generator.adapters.loaded[adapter]) if adapter else _model(state)
+
+
+def _adapters(state: ServerState) -> list[Adapter]:
+    """The adapters that are loaded."""
+    return [*state.generator.adapters.loaded.values()] if state.phase != "loading" else []
+
+
+def _adapter(state: ServerState, adapter: Adapter) -> dict[str, Any]:
+    """The card of an adapter."""
+    return {**_model(state), "id": adapter.name, "root": adapter.folder, "parent": state.options.model_name}
 
 
 def _model(state: ServerState) -> dict[str, Any]:
@@ -203,7 +215,8 @@ async def metrics(state: State) -> Response:
     """Prometheus text; within a long step its gauges are those of up to a second ago."""
     if state.phase != "loading":
         snapshot = await state.control.snapshot(SCRAPE_TIMEOUT_S)
-        state.metrics.set_load(load_of(snapshot) | rates_of(snapshot), totals_of(snapshot))
+        adapters = {"lora_adapters": float(len(found))} if (found := _adapters(state)) else {}
+        state.metrics.set_load(load_of(snapshot) | rates_of(snapshot) | adapters, totals_of(snapshot))
         state.metrics.adaptive = snapshot.get("adaptive", {})
         state.metrics.tp_ranks = snapshot.get("tp_ranks", {})
         state.metrics.kv = snapshot
@@ -235,6 +248,7 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
         "spec_verify_rows": counters.get("verify_rows", 0),
         "spec_draft_tokens": counters.get("draft_tokens", 0),
         "spec_accepted_tokens": counters.get("accepted_draft_tokens", 0),
+        "lora_loads": counters.get("adapter_loads", 0),
         "evicted_tokens": snapshot.get("evicted_tokens", 0),
         "scheduler_steps": counters.get("steps", 0),
         "aborted_requests": counters.get("aborted", 0),

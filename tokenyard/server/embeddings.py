@@ -66,10 +66,10 @@ class OllamaEmbed(PoolingFields):
 async def embeddings(call: Call) -> None:
     """Answer with a vector for each input."""
     body = await parse_body(call.body, EmbeddingsRequest, strict=call.state.options.strict_api)
-    call.state.check_model(body.model)
+    adapter = call.state.check_model(body.model, body.lora_path)
     if body.encoding_format not in (None, "float", "base64"):
         raise InvalidRequestError("encoding_format must be float or base64", param="encoding_format")
-    vectors, tokens = await _vectors(call, body, split_prompts(call, body.input, "input"))
+    vectors, tokens = await _vectors(call, body, adapter, split_prompts(call, body.input, "input"))
     vectors = _shortened(vectors, body.dimensions)
     if body.encoding_format == "base64":
         shown: list[Any] = [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
@@ -78,7 +78,7 @@ async def embeddings(call: Call) -> None:
     content = {
         "object": "list",
         "data": [{"object": "embedding", "index": place, "embedding": each} for place, each in enumerate(shown)],
-        "model": call.state.options.model_name,
+        "model": body.model if adapter and body.model else call.state.options.model_name,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
     await call.reply.whole(orjson.dumps(content))
@@ -87,13 +87,13 @@ async def embeddings(call: Call) -> None:
 async def rerank(call: Call) -> None:
     """Order documents by how near their vectors are to that of the query (cosine), the nearest first."""
     body = await parse_body(call.body, RerankRequest, strict=call.state.options.strict_api)
-    call.state.check_model(body.model)
+    adapter = call.state.check_model(body.model, body.lora_path)
     texts = [_document(document, place) for place, document in enumerate(body.documents)]
     if not texts:
         raise InvalidRequestError("documents must not be empty", param="documents")
     if body.top_n is not None and body.top_n < 1:
         raise InvalidRequestError("top_n must be at least 1", param="top_n")
-    vectors, tokens = await _vectors(call, body, split_prompts(call, [body.query, *texts], "documents"))
+    vectors, tokens = await _vectors(call, body, adapter, split_prompts(call, [body.query, *texts], "documents"))
     scores = (vectors[1:] @ vectors[0]).tolist()
     order = sorted(range(len(texts)), key=lambda place: (-scores[place], place))[: body.top_n]
     results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in order]
@@ -102,7 +102,7 @@ async def rerank(call: Call) -> None:
             result["document"] = {"text": texts[result["index"]]}
     content = {
         "object": "list",
-        "model": call.state.options.model_name,
+        "model": body.model if adapter and body.model else call.state.options.model_name,
         "results": results,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
@@ -113,8 +113,8 @@ async def ollama_embed(call: Call) -> None:
     """Answer Ollama's request for vectors."""
     began_ns = time.monotonic_ns()
     body = await parse_body(call.body, OllamaEmbed)
-    call.state.check_model((body.model or "").removesuffix(":latest"))
-    vectors, tokens = await _vectors(call, body, split_prompts(call, body.input, "input"))
+    adapter = call.state.check_model((body.model or "").removesuffix(":latest"), body.lora_path)
+    vectors, tokens = await _vectors(call, body, adapter, split_prompts(call, body.input, "input"))
     content = {
         "model": body.model or call.state.options.model_name,
         "embeddings": _shortened(vectors, body.dimensions).tolist(),
@@ -125,9 +125,13 @@ async def ollama_embed(call: Call) -> None:
     await call.reply.whole(orjson.dumps(content))
 
 
-async def _vectors(call: Call, body: PoolingFields, prompts: Sequence[str | Int32Array]) -> tuple[Vectors, int]:
+async def _vectors(
+    call: Call, body: PoolingFields, adapter: str, prompts: Sequence[str | Int32Array]
+) -> tuple[Vectors, int]:
     """(float32[prompts, size] of length 1 each, how many tokens the prompts have)."""
     specs = [_spec(call, body, prompt, place) for place, prompt in enumerate(prompts)]
+    for spec in specs:
+        spec.lora = adapter
     answers = await collect(call, specs, 1)
     vectors = np.stack([_vector(answer) for answer in answers])
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -13,8 +13,38 @@ from tokenyard.engine.spec import GenerateSpec
 from tokenyard.engine.streams import Ended, Reader
 
 
+class Adapter(Protocol):
+    """A LoRA adapter that is loaded."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def folder(self) -> str:
+        """Where it was read."""
+
+
+class Adapters(Protocol):
+    """The LoRA adapters, which `engine.adapters.AdapterRegistry` keeps."""
+
+    @property
+    def loaded(self) -> Mapping[str, Adapter]:
+        """Those that requests may name, by name."""
+
+    async def load(self, name: str, folder: str) -> Adapter:
+        """Load one. Raises ConfigError for one that cannot be served."""
+
+    async def unload(self, name: str) -> None:
+        """Free one when its requests have ended. Raises InvalidRequestError if there is none of that name."""
+
+
 class Generator(Protocol):
     """Answers requests. All methods raise EngineDeadError once the engine has gone."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -61,7 +61,7 @@ async def messages(call: Call) -> None:
     user = (body.metadata or {}).get("user_id")
     chat.user = user[:256] if isinstance(user, str) else None
     job = await chat_job(call, chat)
-    writer = MessageWriter(call.state.options.model_name)
+    writer = MessageWriter(job.head["model"])
     if not body.stream:
         blocks: list[bytes] = []
 

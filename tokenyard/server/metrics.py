@@ -44,6 +44,10 @@ _GAUGES = {
     "relegated_requests": "requests that policy slo has put last and that have no first token yet",
     "service_gap_tokens": "most service, by weight, that two waiting tenants are apart, under vtc and dlpm",
     "borrowed_tokens": "KV tokens that tenants hold beyond their own shares",
+    "lora_adapters": "LoRA adapters that are loaded",
+    "lora_slots": "LoRA adapters that may be in one step",
+    "lora_slots_used": "slots whose adapter running requests have",
+    "lora_slots_claimed": "slots that are emptied for an adapter that waits",
     "step_time_error_ratio": "mean relative error of the cost model that learns step times, judged before it learns",
 }
 _RANK_GAUGES = {
@@ -79,6 +83,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "spec_draft_tokens": ("drafts verified", ()),
     "spec_accepted_tokens": ("drafts accepted", ()),
     "evicted_tokens": ("tokens that left the prefix cache", ()),
+    "lora_loads": ("LoRA adapters brought to a slot of the device", ()),
     "scheduler_steps": ("steps planned", ()),
     "aborted_requests": ("requests that ended before their answer was complete", ()),
 }

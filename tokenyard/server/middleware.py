@@ -23,6 +23,10 @@ ADMIN_PATHS = frozenset(
         "/continue_generation",
         "/get_server_info",
         "/server_info",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/v1/scheduler",
         "/v1/live",
     }

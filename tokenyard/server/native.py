@@ -66,11 +66,14 @@ async def _job(call: Call, body: NativeRequest) -> NativeJob:
         # The first token has no log-probability, so its id must be known here.
         prompts = [await call.manager.tokenize(p, True) if isinstance(p, str) else p for p in prompts]
     rids = _rids(call, body, len(prompts))
+    adapters = [call.state.check_model(None, name) for name in _per_prompt(body.lora_path, len(prompts), "lora_path")]
     each = list(zip(prompts, samplings, rids, strict=True))
     specs = await beside_the_loop(
         call.body,
         lambda: [_spec(call, body, prompt, wish or NativeSampling(), rid, start) for prompt, wish, rid in each],
     )
+    for spec, adapter in zip(specs, adapters, strict=True):
+        spec.lora = adapter
     await set_routes(call, body, specs)
     n = specs[0].sampling.n
     if any(spec.sampling.n != n for spec in specs):

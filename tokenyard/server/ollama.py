@@ -221,7 +221,7 @@ def _arguments(text: str) -> Any:
 
 async def _answer(call: Call, job: Job, body: OllamaFields, began_ns: int, *, chat: bool) -> None:
     """Run a job and write its answer, as lines or as one."""
-    writer = OllamaWriter(call.state.options.model_name, began_ns, chat=chat)
+    writer = OllamaWriter(job.head["model"], began_ns, chat=chat)
     pieces: list[Event] = []
 
     async def take(answer: Answer, events: Sequence[Event]) -> None:

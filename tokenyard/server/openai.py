@@ -178,7 +178,9 @@ def _job(
     call: Call, body: ChatRequest | CompletionRequest, specs: list[GenerateSpec], prompts: list[CompletionPrompt]
 ) -> Job:
     """Put together how the answers to `specs` are written."""
-    call.state.check_model(body.model)
+    adapter = call.state.check_model(body.model, body.lora_path)
+    for spec in specs:
+        spec.lora = adapter
     head = _head(call, body, specs)
     options = body.stream_options
     if options is not None and not body.stream:
@@ -210,11 +212,16 @@ def _head(call: Call, body: ChatRequest | CompletionRequest, specs: list[Generat
         "id": answer_id(rid, chat=chat),
         "object": f"{kind}.chunk" if chat and body.stream else kind,
         "created": int(time.time()),
-        "model": call.state.options.model_name,
+        "model": _answering(call, body, specs[0].lora),
     }
     if body.service_tier is not None:
         head["service_tier"] = body.service_tier
     return head
+
+
+def _answering(call: Call, body: ChatRequest | CompletionRequest, adapter: str) -> str:
+    """The name of the model that answers, as the client called it if it named an adapter."""
+    return (body.model or "") if adapter and body.model not in (None, "", "default") else call.state.options.model_name
 
 
 async def _answer(call: Call, job: Job) -> None:

@@ -92,6 +92,7 @@ class UrgencyFields:
     cache_salt: str | None = None
     extra_key: str | None = None
     routing_key: str | None = None
+    lora_path: str | list[str | None] | None = None
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
 
@@ -110,7 +111,6 @@ class TransferFields:
 class RefusedFields:
     """What clients of SGLang, vLLM and older APIs may ask for and this server cannot do; see `refuse_unsupported`."""
 
-    lora_path: Any = None
     custom_logit_processor: Any = None
     logits_processors: Any = None
     bad_words: Any = None
@@ -254,6 +254,21 @@ class AbortRequest:
 
     rid: str | None = None
     abort_all: bool | None = None
+
+
+@dataclass(kw_only=True)
+class LoadAdapterRequest:
+    """`POST /load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str
+
+
+@dataclass(kw_only=True)
+class UnloadAdapterRequest:
+    """`POST /unload_lora_adapter`."""
+
+    lora_name: str
 
 
 @dataclass(kw_only=True)

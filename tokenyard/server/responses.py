@@ -59,7 +59,7 @@ async def responses(call: Call) -> None:
             raise InvalidRequestError(message, param=name, code="unsupported")
     items = _items(call, body)
     job = await chat_job(call, _chat(body, items))
-    writer = ResponseWriter(body, call.state.options.model_name)
+    writer = ResponseWriter(body, job.head["model"])
     if not body.stream:
 
         async def keep(answer: Answer, events: Sequence[Event]) -> None:

@@ -33,7 +33,7 @@ class ScoreRequest(UrgencyFields):
 async def score(call: Call) -> None:
     """Score each item: the probability of each label token behind query and item."""
     body = await parse_body(call.body, ScoreRequest, strict=call.state.options.strict_api)
-    call.state.check_model(body.model)
+    adapter = call.state.check_model(body.model, body.lora_path)
     if not body.label_token_ids:
         raise InvalidRequestError("label_token_ids must not be empty", param="label_token_ids")
     items = [body.items] if isinstance(body.items, str) else body.items
@@ -46,13 +46,15 @@ async def score(call: Call) -> None:
         )
         raise InvalidRequestError(message, param="label_token_ids")
     specs = [await _spec(call, body, item, place) for place, item in enumerate(items)]
+    for spec in specs:
+        spec.lora = adapter
     answers = await collect(call, specs, 1)
     scores = [_scores(answer, len(body.label_token_ids), softmax=bool(body.apply_softmax)) for answer in answers]
     for answer in answers:
         answer.completion_tokens = 0
     content = {
         "object": "scoring",
-        "model": call.state.options.model_name,
+        "model": body.model if adapter and body.model else call.state.options.model_name,
         "scores": scores,
         "usage": usage_of(answers, 1),
     }

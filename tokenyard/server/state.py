@@ -18,6 +18,9 @@ from tokenyard.server.request_log import RequestLog
 from tokenyard.server.response_store import ResponseStore
 from tokenyard.server.timeline import StreamProfile
 
+MOST_NAMED = 20
+"""So many adapters are named to a client that asks for one that is not there."""
+
 Phase = Literal["loading", "ready", "draining"]
 
 
@@ -32,6 +35,7 @@ class ServerOptions:
     cors_allow_origins: list[str] = field(default_factory=list)
     max_body_bytes: int = 32_000_000
     max_prompts: int = 1024
+    lora_dirs: tuple[str, ...] = ()
     strict_api: bool = False
     tool_call_parser: str = ""
     stream_interval: int = 1
@@ -170,11 +174,33 @@ class ServerState:
         """How many requests are open."""
         return len(self._rids)
 
-    def check_model(self, name: str | None) -> None:
-        """Raise HttpError (404) if `name` is not what is served; no name and "default" are fine."""
-        if name and name not in (self.options.model_name, "default"):
-            message = f"the model {name!r} does not exist; this server has {self.options.model_name!r}"
-            raise HttpError("model_not_found", message, param="model")
+    def check_model(self, name: str | None, lora_path: object = None) -> str:
+        """The name of the adapter that a request means by its `model` (an adapter, or base:adapter) or `lora_path`, ""
+        for none; no model and "default" mean the base model.
+
+        Raises HttpError (404) if `model` is not what is served, InvalidRequestError for two different adapters.
+        """
+        base, adapter = self.options.model_name, ""
+        if name and name not in (base, "default"):
+            adapter = name.removeprefix(f"{base}:").removeprefix("default:")
+            self._check_adapter(adapter, name, "model")
+        if not lora_path:
+            return adapter
+        if not isinstance(lora_path, str):
+            raise InvalidRequestError("lora_path must be the name of an adapter", param="lora_path")
+        if adapter and adapter != lora_path:
+            message = f"model means the adapter {adapter!r} and lora_path another one; give one of the two"
+            raise InvalidRequestError(message, param="lora_path")
+        self._check_adapter(lora_path, lora_path, "lora_path")
+        return lora_path
+
+    def _check_adapter(self, adapter: str, given: str, param: str) -> None:
+        """Raise HttpError (404), which shows what was `given`, if no adapter of this name is loaded."""
+        loaded = self.generator.adapters.loaded
+        if adapter not in loaded:
+            served = ", ".join(map(repr, (self.options.model_name, *sorted(loaded)[:MOST_NAMED])))
+            message = f"the model {given[:256]!r} does not exist; this server has {served}"
+            raise HttpError("model_not_found", message, param=param)
 
 
 def matching(name: str, rids: Collection[str]) -> list[str]:

@@ -128,6 +128,7 @@ class History(Observer):
                 slo_ttft_s=_seconds(slo.ttft_ns),
                 slo_tpot_s=_seconds(slo.tpot_ns),
                 complete=answer.complete,
+                adapter=request.lora,
             )
         return builder.build()
 
@@ -196,12 +197,12 @@ class History(Observer):
         """What a simulation of this workload leaves out, one sentence each."""
         answers = self._in_order()
         gone = sum(one.finish is not None and one.finish.cause in GIVEN_UP for one in answers)
-        apart = sum(bool(one.request.namespace) for one in answers)
+        apart = sum(bool(one.request.cache_salt) for one in answers)
         changes = sum(self._events[name] for name in ("Update", "Pause", "SetPolicy"))
         found = (
             (gone, "answers were given up by their clients: on the tape they count as served if they had begun"),
             (self._never_served, "requests could never be served (invalid, too_long): these are left out"),
-            (apart, "answers had a cache salt or an adapter: these are left out"),
+            (apart, "answers had a cache salt: these are left out"),
             (changes, "changes of urgency or policy, or pauses, happened on the way: these are left out"),
         )
         return [f"{count} {what}" for count, what in found if count]
@@ -249,6 +250,7 @@ def write_trace(workload: Workload, path: Path) -> None:
                 "max_new_tokens": request.sampling.max_new_tokens,
                 "tenant": request.tenant,
                 "class": request.service_class or "",
+                "lora": request.lora,
                 "priority": None if workload.priority[index] == NO_PRIORITY else int(workload.priority[index]),
                 "deadline_s": _seconds(request.deadline_ns),
                 "slo_ttft_s": _seconds(slo.ttft_ns),

@@ -69,7 +69,8 @@ def read_tokenyard(path: Path, options: ReadOptions) -> Workload:
     `prompt_tokens` with `hash_ids` (one id per `block_tokens` tokens, 512 unless said; equal ids from the left mean an
     equal prefix). Optional: `max_new_tokens` (what was asked for; else the trace's largest answer), `tenant`, `class`,
     `priority` (whole number), `deadline_s` (from arrival to the end), `slo_ttft_s`, `slo_tpot_s` (targets of its own),
-    `complete` (false: the request was refused or broken off, and `output_tokens` is what was seen of its answer).
+    `complete` (false: the request was refused or broken off, and `output_tokens` is what was seen of its answer),
+    `lora` (name of its LoRA adapter; see --enable-lora).
     """
     builder = WorkloadBuilder(path.name, options.seed, skip_unknown=options.skip_unknown)
     return fill(
@@ -95,6 +96,7 @@ def _add_own(builder: WorkloadBuilder, where: str, record: dict[str, Any]) -> No
         service_class=_name(record, "class", where),
         priority=whole(record, "priority", where) if "priority" in given else None,
         complete=_complete(record, where),
+        adapter=_name(record, "lora", where),
         **{name: number(record, name, where) for name in _OWN_TARGETS if name in given},
     )
 

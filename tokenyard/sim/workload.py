@@ -53,7 +53,8 @@ class Workload:
     average, for every further one; NaN where those of the run hold. seen_tokens: int32[n], LENGTH_KNOWN, or for an
     answer that did not end by itself the tokens that were seen of it; output_tokens is a draw then (`sim.lengths`).
     remarks: what was left out or guessed when the trace was read, one sentence each. follows: int32[n], the
-    request after whose end a request comes, `arrival_s` later, or -1; None if all come at their own times.
+    request after whose end a request comes, `arrival_s` later, or -1; None if all come at their own times. adapters,
+    adapter (int32[n]): names of LoRA adapters, "" for none, and which each request has; None if none has any.
     """
 
     name: str
@@ -73,6 +74,8 @@ class Workload:
     seen_tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     remarks: tuple[str, ...] = ()
     follows: Int32Array | None = None
+    adapters: tuple[str, ...] = ("",)
+    adapter: Int32Array | None = None
 
     def __post_init__(self) -> None:
         span_s = float(self.arrival_s[-1]) if len(self) else 0.0
@@ -131,7 +134,8 @@ class Workload:
 
     def only(self, chosen: slice | BoolArray) -> "Workload":
         """Those requests. They are numbered anew, so what prompts share stays right only for the first ones."""
-        return replace(self, **{name: getattr(self, name)[chosen] for name in COLUMNS})
+        adapter = None if self.adapter is None else self.adapter[chosen]
+        return replace(self, adapter=adapter, **{name: getattr(self, name)[chosen] for name in COLUMNS})
 
     def request(self, index: int, content: Content | None = None, *, true_length: bool = False) -> Request:
         """Request `index` as the engine sees it; with `true_length` its max_new_tokens is the length of its own answer.
@@ -155,6 +159,7 @@ class Workload:
             tenant=self.tenants[self.tenant[index]],
             deadline_ns=_ns_or_none(self.deadline_s[index]),
             slo=None if slo.ttft_ns is slo.tpot_ns is None else slo,
+            lora="" if self.adapter is None else self.adapters[self.adapter[index]],
         )
 
 
@@ -189,6 +194,8 @@ class WorkloadBuilder:
         self._asked: list[int] = []
         self._tenants: dict[str, int] = {"": 0}
         self._tenant: list[int] = []
+        self._adapters: dict[str, int] = {"": 0}
+        self._adapter: list[int] = []
         self._classes: dict[str, int] = {"": 0}
         self._class: list[int] = []
         self._priority: list[int] = []
@@ -220,6 +227,7 @@ class WorkloadBuilder:
         slo_ttft_s: float | None = None,
         slo_tpot_s: float | None = None,
         complete: bool = True,
+        adapter: str = "",
     ) -> None:
         """Take in one request. `segments` are (stream, tokens) pairs (see `SegmentContent`). `complete` False says that
         the answer did not end by itself, and `output_tokens` is only what was seen of it.
@@ -253,6 +261,7 @@ class WorkloadBuilder:
         self._outputs.append(least)
         self._asked.append(max_new_tokens or 0)
         self._tenant.append(self._tenants.setdefault(tenant, len(self._tenants)))
+        self._adapter.append(self._adapters.setdefault(adapter, len(self._adapters)))
         self._class.append(self._classes.setdefault(service_class, len(self._classes)))
         self._priority.append(NO_PRIORITY if priority is None else priority)
         if ids is not None:
@@ -304,6 +313,8 @@ class WorkloadBuilder:
             slo_tpot_s=np.array(self._tpot)[order],
             seen_tokens=np.array(self._seen, np.int32)[order],
             remarks=tuple(self._all_remarks()),
+            adapters=tuple(self._adapters),
+            adapter=np.array(self._adapter, np.int32)[order] if any(self._adapter) else None,
         )
 
     def _output_tokens(self) -> Int32Array:

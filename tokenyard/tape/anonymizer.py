@@ -15,6 +15,7 @@ from tokenyard.base import (
     Cancel,
     Event,
     ExecutorInfo,
+    ForgetAdapter,
     Int32Array,
     Reach,
     Request,
@@ -73,6 +74,8 @@ class Anonymizer:
                 return replace(event, matched="")
             case Reach():
                 return replace(event, token=self.few_ids([event.token])[0])
+            case ForgetAdapter():
+                return ForgetAdapter(self.name(event.adapter))
             case TenantUse():
                 return replace(event, tenants=[self.tenant(name) for name in event.tenants])
             case _:

@@ -26,6 +26,7 @@ from tokenyard.base import (
     Event,
     ExecutorInfo,
     Flush,
+    ForgetAdapter,
     HoldEnded,
     Int32Array,
     LogprobOptions,
@@ -46,8 +47,8 @@ from tokenyard.cost import LinearCost, OnlineCost
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.tape.anonymizer import Anonymizer
 
-VERSION = 5
-READABLE = (1, 2, 3, 4, 5)
+VERSION = 6
+READABLE = (1, 2, 3, 4, 5, 6)
 MAGIC = re.compile(rb"tokenyard tape (\d{1,9})\n")
 DIGEST_BYTES = 16
 _FRAME = struct.Struct("<IBq")
@@ -121,6 +122,7 @@ KINDS: tuple[type, ...] = (
     Arrived,
     HoldEnded,
     TenantUse,
+    ForgetAdapter,
 )
 """The kind of a record is its place here; new kinds go to the end and raise VERSION."""
 

@@ -128,6 +128,10 @@ class Recorder:
         """Tokens of prompts that have still to be computed."""
         return self.scheduler.backlog_tokens()
 
+    def uses_adapter(self, adapter: str) -> bool:
+        """Whether any request that waits or runs has this adapter."""
+        return self.scheduler.uses_adapter(adapter)
+
     def awaits_admission(self, number: int) -> bool:
         """Whether a request waits, or its KV is being loaded."""
         return self.scheduler.awaits_admission(number)

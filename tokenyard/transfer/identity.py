@@ -3,8 +3,12 @@
 from hashlib import blake2b
 from pathlib import Path
 
+from tokenyard.base import ConfigError
+
 SAMPLE_BYTES = 1 << 20
 DIGEST_BYTES = 16
+ADAPTER_DIGEST_BYTES = 8
+MOST_ADAPTER_BYTES = 8 << 30
 
 
 def model_digest(folder: str, *facts: str) -> str:
@@ -25,4 +29,24 @@ def model_digest(folder: str, *facts: str) -> str:
     config = path / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())
+    return digest.hexdigest()
+
+
+def adapter_digest(folder: str) -> str:
+    """A digest of an adapter's config and of all its weights. Raises ConfigError if one of the two is not there."""
+    digest = blake2b(digest_size=ADAPTER_DIGEST_BYTES)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        path = Path(folder) / name
+        try:
+            size = path.stat().st_size
+            if size > MOST_ADAPTER_BYTES:
+                raise ConfigError(f"{path} has {size / 2**30:.1f} GiB; that is no adapter")
+            digest.update(f"{name}\0{size}\0".encode())
+            with path.open("rb") as content:
+                while block := content.read(SAMPLE_BYTES):
+                    digest.update(block)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error.strerror}); an adapter is a folder as peft saves it, with safetensors"
+            ) from error
     return digest.hexdigest()

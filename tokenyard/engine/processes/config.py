@@ -73,6 +73,7 @@ class EngineConfig:
     record: file for a tape (tape/codec.py), "" for none; record_plain: with ids and names as they are.
     priority_function: "module:name" of a function that adds levels of urgency, "" for none.
     transfer: KV between engines, for prefill and decode apart. tiers: KV below the device.
+    adapters: folders of LoRA adapters that are loaded at the start, by name; max_loaded_loras: most that may be loaded.
     watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
     """
 
@@ -96,6 +97,8 @@ class EngineConfig:
     priority_function: str = ""
     transfer: TransferConfig = field(default_factory=TransferConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
+    adapters: dict[str, str] = field(default_factory=dict)
+    max_loaded_loras: int | None = None
     watchdog_timeout_s: float = 300.0
     decode_log_interval: int = 40
     log_level: str = "info"

@@ -21,6 +21,7 @@ from tokenyard.base import (
     Finish,
     InvalidRequestError,
     Pause,
+    Request,
     Resume,
     SetPolicy,
     StepPlan,
@@ -29,6 +30,8 @@ from tokenyard.base import (
     TokenyardError,
 )
 from tokenyard.engine.processes.messages import Call, FromScheduler, Reply, ToScheduler, Verb
+from tokenyard.engine.watch.adapters import VERBS as ADAPTER_VERBS
+from tokenyard.engine.watch.adapters import AdapterLoader
 from tokenyard.engine.watch.grammars import GrammarCompiler
 from tokenyard.engine.watch.guards import STALL_NS, StallGuard
 from tokenyard.engine.watch.incidents import Incidents
@@ -103,6 +106,7 @@ class Driver:
         shares_tenants: bool = False,
         grammars: GrammarCompiler | None = None,
         kv: KvMoves | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -118,6 +122,7 @@ class Driver:
         self._kv_events = kv_events
         self._grammars = grammars
         self._kv = kv if kv is not None else KvMoves(scheduler, None, None)
+        self._adapters = adapters
         self._guard = StallGuard(state.enter)
         self._incidents = Incidents()
         self._policy_failure = ""
@@ -245,6 +250,8 @@ class Driver:
 
     def send(self) -> None:
         """Tell everything that happened since the last time."""
+        if self._adapters is not None:
+            self._adapters.poll()
         batch = self._scheduler.drain()
         if self._refused:
             batch.finished += self._refused
@@ -301,7 +308,9 @@ class Driver:
 
     def _handle(self, message: ToScheduler) -> None:
         now = time.monotonic_ns()
-        if isinstance(message, Call):
+        if isinstance(message, Call) and message.verb in ADAPTER_VERBS and self._adapters is not None:
+            self._adapters.call(message)
+        elif isinstance(message, Call):
             self._port.send(self._answer(message, now))
         elif isinstance(message, SetPolicy):
             self._set_policy(message, now)
@@ -411,6 +420,8 @@ class Driver:
         if self._lookahead is not None and isinstance(event, Submit):
             self._lookahead.submitted(event.request, now)
         try:
+            if isinstance(event, Submit) and event.request.lora:
+                event.request = self._with_adapter(event.request)
             with self._guard.watch():
                 self._scheduler.apply(event, now)
             if isinstance(event, Submit) and event.request.grammar and self._grammars is not None:
@@ -422,6 +433,14 @@ class Driver:
                 request, cause = event.request, _cause_of(error)
                 numbers = range(request.number, request.number + request.sampling.n)
                 self._refused += [Finish(number, "abort", message=str(error), cause=cause) for number in numbers]
+
+    def _with_adapter(self, request: Request) -> Request:
+        """A request as the scheduler shall see it. Raises InvalidRequestError if its adapter is not loaded here, as
+        where another engine wants a prompt computed.
+        """
+        if self._adapters is None:
+            raise InvalidRequestError("adapters are off here (see --enable-lora)", param="lora_path")
+        return self._adapters.submitted(request)
 
     def _fail(self, error: Exception, plan: StepPlan) -> None:
         """Send all requests back to the queue because a step failed. The second time in a row end those in the step, as

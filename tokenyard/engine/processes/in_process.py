@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from tokenyard.base import NS_PER_S, ConfigError, ExecutorInfo
 from tokenyard.engine.client import Transmit
 from tokenyard.engine.processes.config import EngineConfig
-from tokenyard.engine.processes.launch import load_text_side
+from tokenyard.engine.processes.launch import load_text_side, start_adapters
 from tokenyard.engine.processes.messages import Fence, FromScheduler, ToScheduler
 from tokenyard.engine.processes.scheduler_loop import SchedulerLoop
 from tokenyard.engine.text.text_assembler import TextAssembler
@@ -113,6 +113,7 @@ async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerMana
         manager = TokenizerManager(info, tokenizer, template, port, assembler=TextAssembler(tokenizer))
         managers.append(manager)
         manager.rank_ready(0, 0)
+        await start_adapters(manager, config)
         yield manager
     finally:
         for manager in managers:

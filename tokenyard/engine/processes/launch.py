@@ -56,11 +56,18 @@ async def running_engine(
         supervisor.watch(manager)
         listener = asyncio.create_task(_end_when_silent(manager.ranks, supervisor, config.watchdog_timeout_s))
         try:
+            await start_adapters(manager, config)
             yield manager
         finally:
             listener.cancel()
             await manager.close()
             await supervisor.stop()
+
+
+async def start_adapters(manager: TokenizerManager, config: EngineConfig) -> None:
+    """Load the adapters that the settings name. Raises ConfigError for one that cannot be served."""
+    enabled, most = config.scheduler.enable_lora, config.max_loaded_loras
+    await manager.adapters.start(config.adapters, enabled=enabled, most=most)
 
 
 def _warn_of_unknown_tokens(tokenizer: Tokenizer | None, info: ExecutorInfo) -> None:

@@ -13,7 +13,18 @@ import msgspec
 from tokenyard.base import Event, Finish, Int32Array, Int64Array, TenantUse, TokenBatch, TokenLogprobs
 
 Verb = Literal[
-    "snapshot", "explain", "set_policy", "flush", "start_profile", "stop_profile", "watch", "tell_kv", "clear_store"
+    "snapshot",
+    "explain",
+    "set_policy",
+    "flush",
+    "start_profile",
+    "stop_profile",
+    "watch",
+    "tell_kv",
+    "clear_store",
+    "load_adapter",
+    "drop_adapter",
+    "adapter_read",
 ]
 """What a scheduler process can be asked to do, apart from taking in events; `processes/driver.py` has the functions."""
 

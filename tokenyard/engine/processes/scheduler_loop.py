@@ -13,6 +13,7 @@ from tokenyard.engine.processes.driver import Driver, Port
 from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.processes.messages import UNASKED, Call, ToScheduler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
+from tokenyard.engine.watch.adapters import AdapterLoader
 from tokenyard.engine.watch.grammars import GrammarCompiler
 from tokenyard.engine.watch.kv_events import open_kv_events
 from tokenyard.engine.watch.kv_moves import KvMoves
@@ -109,6 +110,10 @@ class SchedulerLoop:
             tiers = open_tiers(config, self.core, executor, deliver, rank)
             if tiers is not None:
                 resources.callback(tiers.close)
+            adapters = None
+            if config.scheduler.enable_lora:
+                adapters = AdapterLoader(executor, self.core, deliver, port.send)
+                resources.callback(adapters.close)
             self._driver = Driver(
                 self.core,
                 executor,
@@ -123,6 +128,7 @@ class SchedulerLoop:
                 shares_tenants=config.ranks > 1,
                 grammars=grammars,
                 kv=KvMoves(self.core, transfers, tiers, rank),
+                adapters=adapters,
             )
             self._event_loop = event_loop_overlap if config.overlaps(executor.info) else event_loop_normal
             self._resources = resources.pop_all()

@@ -1,7 +1,12 @@
 """Matrix multiplication by a fixed weight."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""[rows, inputs] -> [rows, outputs]: a `Linear`, or one with something around it."""
 
 
 class Linear:

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from tokenyard.executor.layers.linear import Linear
+from tokenyard.executor.layers.linear import Linear, Product
 
 Gating = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From what gate and up gave, which it may change, to what goes down."""
@@ -38,13 +38,13 @@ def gating(activation: str, limit: float) -> Gating:
 class GatedMlp:
     """`down(gated(gate(x), up(x)))` (Shazeer 2020, arXiv 2002.05202); gate and up are one product."""
 
-    def __init__(self, gate_up: Linear, down: Linear, gated: Gating = silu) -> None:
-        self._gate_up, self._down, self._gated = gate_up, down, gated
+    def __init__(self, gate_up: Product, down: Product, gated: Gating = silu) -> None:
+        self.gate_up, self.down, self._gated = gate_up, down, gated
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(self._gated(gate, up))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self._gated(gate, up))
 
 
 class Experts:

@@ -1,12 +1,13 @@
 """The one decoder that all supported architectures are settings of."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec
 from tokenyard.executor.forward_batch import ForwardBatch
-from tokenyard.executor.layers.linear import Linear
+from tokenyard.executor.layers.linear import Linear, Product
 from tokenyard.executor.layers.mlp import Experts, GatedMlp, gating
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.rotary import Rotary, rotate
@@ -58,6 +59,14 @@ class Decoder:
             x = layer(x, cos_sin[rope], batch, attention)
         return x
 
+    def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
+        """Put `change(layer, name, product)` in the place of each layer's products qkv, output, gate_up and down.
+
+        Experts stay as they are.
+        """
+        for layer in self._layers:
+            layer.adapt(change)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn [rows, hidden] out of `forward` into float32[rows, vocabulary]."""
         found = self._head(self.normed(hidden)).float()
@@ -85,7 +94,7 @@ class _Layer:
         self._qk_norm = _qk_norm(config, weights, f"{prefix}.self_attn") if config.qk_norm else None
         hidden = config.hidden_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._qkv = _fused(
+        self._qkv: Product = _fused(
             weights,
             {f"{prefix}.self_attn.{name}_proj": size for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size))},
             hidden,
@@ -93,8 +102,15 @@ class _Layer:
         )
         output = _fused(weights, {f"{prefix}.self_attn.o_proj": hidden}, q_size, config.output_bias)
         mlp = _mlp(config, weights, index)
-        self._output = output if group is None else Summed(output, group)
+        self._output: Product = output if group is None else Summed(output, group)
         self._mlp = mlp if group is None else Summed(mlp, group)
+
+    def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
+        """See `Decoder.adapt`."""
+        self._qkv, self._output = change(self._index, "qkv", self._qkv), change(self._index, "output", self._output)
+        if isinstance(self._mlp, GatedMlp):
+            self._mlp.gate_up = change(self._index, "gate_up", self._mlp.gate_up)
+            self._mlp.down = change(self._index, "down", self._mlp.down)
 
     def __call__(
         self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend

@@ -1,0 +1,142 @@
+"""Adapters of a running engine: names, loading and unloading under traffic, and what is left of those that went."""
+
+import threading
+
+import pytest
+
+from tokenyard import LLM
+from tokenyard.base import ConfigError, InvalidRequestError, SamplingParams
+from tokenyard.engine.adapters import parse_adapters
+from tokenyard.transfer.identity import adapter_digest
+
+
+def make_adapter(folder, content=b"weights"):
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+@pytest.fixture
+def llm(tmp_path):
+    make_adapter(tmp_path / "first")
+    options = {"executor": "mock", "mock_step_ms": 1.0, "max_loras_per_batch": 2, "max_loaded_loras": 3}
+    with LLM(lora_paths=(f"a={tmp_path / 'first'}",), max_running_requests=16, **options) as llm:
+        yield llm
+
+
+def ids(llm, lora_path=None, prompt=(5, 6, 7, 8), tokens=4):
+    (answer,) = llm.generate(list(prompt), lora_path=lora_path, max_new_tokens=tokens, temperature=0.0)
+    return answer.completions[0].token_ids, answer.cached_tokens
+
+
+def test_a_name_means_what_is_loaded_under_it_now(llm, tmp_path):
+    base, first = ids(llm)[0], ids(llm, "a")[0]
+    assert base != first
+    assert ids(llm, "a") == (first, 3)
+    llm.unload_adapter("a")
+    with pytest.raises(InvalidRequestError, match="no adapter 'a'"):
+        ids(llm, "a")
+    # Other weights under the name: another answer, and nothing of the old prefix.
+    llm.load_adapter("a", make_adapter(tmp_path / "first", b"other weights"))
+    second, cached = ids(llm, "a")
+    assert (second != first, cached) == (True, 0)
+    # The same weights again: what was computed with them was freed with them.
+    llm.unload_adapter("a")
+    llm.load_adapter("a", make_adapter(tmp_path / "first"))
+    assert ids(llm, "a") == (first, 0)
+    assert ids(llm) == (base, 3)
+
+
+def test_names_and_numbers_are_limited(llm, tmp_path):
+    good = make_adapter(tmp_path / "good")
+    for name, folder, match in (
+        ("a", good, "loaded already"),
+        ("b:c", good, "cannot be the name"),
+        ("", good, "cannot be the name"),
+        ("b", tmp_path / "absent", "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            llm.load_adapter(name, folder)
+    llm.load_adapter("b", good)
+    llm.load_adapter("c", good)
+    with pytest.raises(ConfigError, match="max-loaded-loras"):
+        llm.load_adapter("d", good)
+    with pytest.raises(InvalidRequestError, match="no adapter 'd'"):
+        llm.unload_adapter("d")
+    llm.unload_adapter("c")
+    llm.load_adapter("d", good)
+
+
+def test_without_the_setting_there_are_no_adapters(tmp_path):
+    with LLM(executor="mock", mock_step_ms=1.0) as llm:
+        with pytest.raises(ConfigError, match="--enable-lora"):
+            llm.load_adapter("a", make_adapter(tmp_path / "a"))
+        with pytest.raises(InvalidRequestError, match="no adapter"):
+            ids(llm, "a")
+
+
+def test_unloading_waits_for_the_requests_that_run_and_refuses_new_ones(llm):
+    prompt, many = [9] * 4, SamplingParams(max_new_tokens=400, temperature=0.0, n=3, ignore_eos=True)
+    running = llm.stream(prompt, many, lora_path="a")
+    next(running)
+    unloading = threading.Thread(target=llm.unload_adapter, args=("a",))
+    unloading.start()
+    while "a" in llm.manager.adapters.loaded:
+        pass
+    with pytest.raises(InvalidRequestError):
+        ids(llm, "a")
+    with pytest.raises(ConfigError, match="being unloaded"):
+        llm.load_adapter("a", "anywhere")
+    assert unloading.is_alive()
+    finished = [delta.finish.reason for delta in running if delta.finish is not None]
+    unloading.join(20)
+    assert (finished, unloading.is_alive()) == (["length"] * 3, False)
+
+
+def test_adapters_come_and_go_under_traffic_and_nothing_is_lost(llm, tmp_path):
+    expected, stop = {None: ids(llm)[0]}, threading.Event()
+    for name in ("b", "c"):
+        llm.load_adapter(name, make_adapter(tmp_path / name, name.encode()))
+        expected[name] = ids(llm, name)[0]
+    expected["a"] = ids(llm, "a")[0]
+    wrong = []
+
+    def ask(name):
+        while not stop.is_set():
+            try:
+                answers = llm.generate([[5, 6, 7, 8]] * 4, lora_path=name, max_new_tokens=4, temperature=0.0)
+            except InvalidRequestError:
+                continue
+            wrong.extend(answer for answer in answers if answer.completions[0].token_ids != expected[name])
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in expected]
+    for thread in threads:
+        thread.start()
+    for _ in range(8):
+        for name in ("b", "c"):
+            llm.unload_adapter(name)
+            llm.load_adapter(name, tmp_path / name)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    # Requests that were cancelled with others' refusals may still be on their way out.
+    while (snapshot := llm.run(llm.manager.snapshot()).result())["running"] + snapshot["waiting"]:
+        pass
+    assert (snapshot["used_tokens"], snapshot["measures"]["lora_slots_used"]) == (0, 0)
+
+
+def test_folders_by_name_from_the_command_line():
+    assert parse_adapters(["a=/x/y", "/z/b/", "c"]) == {"a": "/x/y", "b": "/z/b/", "c": "c"}
+    for words, match in ((["a=/x", "a=/y"], "twice"), (["=/x"], "cannot be the name"), (["/"], "cannot be the name")):
+        with pytest.raises(ConfigError, match=match):
+            parse_adapters(words)
+
+
+def test_a_digest_covers_config_and_weights(tmp_path):
+    first = adapter_digest(str(make_adapter(tmp_path / "a")))
+    assert adapter_digest(str(make_adapter(tmp_path / "b"))) == first
+    assert adapter_digest(str(make_adapter(tmp_path / "b", b"weightz"))) != first
+    (tmp_path / "a" / "adapter_config.json").write_text("{} ")
+    assert adapter_digest(str(tmp_path / "a")) != first
