@@ -21,7 +21,7 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 KERNEL_FLAGS = {
     "kernels_avx2": AVX2,
     "kernels_avx512": AVX512,
-    "kernels_avx512_bf16": (*AVX512, "-mavx512bf16"),
+    "kernels_avx512_bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
 }
 """What kernel files are compiled with beside FLAGS on x86-64. A compiler that does not know them makes an empty file
 of that kind; the library then has one kind of kernels less."""

@@ -18,7 +18,8 @@ bool cpu_has(int level) {
     switch (level) {
     case AVX2: return avx2;
     case AVX512: return avx512;
-    case AVX512_BF16: return avx512 && __builtin_cpu_supports("avx512bf16");
+    case AVX512_BF16:
+        return avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
     default: return level == PLAIN;
     }
 #else
