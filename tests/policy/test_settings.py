@@ -67,6 +67,8 @@ DIFFERENCES = {
     "max_running_requests": ({}, 2),
 }
 ELSEWHERE = {
+    "enable_hierarchical_cache": "tests/scheduler/test_store_queue.py",
+    "hicache_write_policy": "tests/scheduler/test_store_queue.py",
     "page_size": "the executor's; every test of the cache",
     "context_length": "the model's; tests/engine/test_config.py",
     "max_in_flight": "the event loop's; tests/property/test_event_loops.py",
