@@ -51,6 +51,10 @@ class NoCache:
         """No roots."""
         return iter(())
 
+    def nodes(self, *roots: Node) -> Iterator[Node]:
+        """No nodes."""
+        return iter(())
+
     def next_to_go(self, num_pages: int) -> list[Node]:
         """No leaves."""
         return []
