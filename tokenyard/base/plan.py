@@ -31,9 +31,9 @@ class RowStart:
     `known_ids` is int32[prompt + output so far]; the executor needs it for penalties and min_new_tokens. grammar: the
     grammar that the answer must follow, which `Executor.compile_grammar` has compiled; "" for none. pooling: how the
     vector of the prompt is made, which the step that completes the prompt gives; "" for none. prediction: int32[n],
-    what the client expects of the answer, for drafts. lora, slot: the row's
-    adapter (`Request.lora`) and the slot in which it is while the row has its place, from 1 on; "" and 0 for none. The
-    executor brings the adapter there before the step if another one is in it.
+    what the client expects of the answer, for drafts. lora, slot: the row's adapter (`Request.lora`) and the slot in
+    which it is while the row has its place, from 1 on; "" and 0 for none. The executor brings the adapter there before
+    the step if another one is in it.
     """
 
     pool_row: int

@@ -1,7 +1,8 @@
 """The states a request goes through and the gates that hold it back.
 
-WAITING -> (LOADING ->) PREFILL -> RUNNING -> gone ^ | | | +-----------+-----------+----------+ retracted, preempted or
-paused: back in the queue at its old place
+    WAITING -> (LOADING ->) PREFILL -> RUNNING -> gone
+       ^           |           |          |
+       +-----------+-----------+----------+   retracted, preempted or paused: back in the queue at its old place
 
 A LOADING row has a pool row and pages, but no plan contains it: its KV is being loaded from a store or another engine.
 
