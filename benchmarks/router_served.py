@@ -25,6 +25,7 @@ from benchmarks.router_cpu import command, free_ports
 
 START_S = 120
 SYSTEM = "You tell short stories for small children. " * 12
+MODEL = "tokenyard-demo"
 ANSWER_TOKENS = 24
 
 
@@ -55,7 +56,7 @@ def start_engine(port, options):
 
 async def ask(port, messages, seen):
     """One turn: the answer's text, or None for an answer that did not come to its end."""
-    body = {"messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"model": MODEL, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
     data = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
     began, first, text, done, usage = time.monotonic(), None, "", False, {}
     try:
