@@ -56,8 +56,8 @@ def start_engine(port, options):
 
 async def ask(port, messages, seen):
     """One turn: the answer's text, or None for an answer that did not come to its end."""
-    body = {"model": MODEL, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-    data = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
+    body = {"model": MODEL, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+    data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     began, first, text, done, usage = time.monotonic(), None, "", False, {}
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
