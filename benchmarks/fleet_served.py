@@ -3,9 +3,9 @@
     python -m benchmarks.fleet_served [--engines 2,4] [--step-ms 100] [--requests 120]
 
 Starts engines on the mock executor, whose steps all take `--step-ms`, and `tokenyard route` before them, and sends
-requests that share prefixes, so many that they queue. The simulator gets the engines' own settings, a cost model of
-steps of that length, and the CPU time between two steps as the tape of one engine has it (`--host-us` of `tokenyard
-simulate`); it knows nothing else of the run. Prints both for each number of engines: the share of requests
+more requests than they can start at once, with shared prefixes. The simulator gets the engines' own settings, a cost
+model of steps of that length, and the CPU time between two steps as the tape of one engine has it (`--host-us` of
+`tokenyard simulate`); it knows nothing else of the run. Prints both for each number of engines: the share of requests
 within the targets, times to the first token, and requests a second. Exits with 1 if any of them is off by more than
 3 %; of attainment that is 3 points.
 """
@@ -37,7 +37,7 @@ from tokenyard.tape.replay import Replay
 MODEL = MODELS["demo"]
 PLACES, CONTEXT, POOL_TOKENS = 8, 2048, 1 << 17
 TARGET_STEPS, WORST = 20.0, 0.03
-"""A first token should come within so many steps."""
+"""Steps within which a first token should come."""
 
 ROW_STEPS, SPREAD = 35, 1.25
 """About how many steps a request runs, and over how much longer than that work takes the requests come."""

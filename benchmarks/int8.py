@@ -30,7 +30,7 @@ STEPS = (("decode 1", 1, 575, 1), ("decode 8", 8, 575, 1), ("decode 32", 32, 575
 
 
 def load(folder: str, quantization: str, *, tokens: int, rows: int, dummy: bool, dtype: str) -> ModelExecutor:
-    """An executor on the native kernels with a pool of so many tokens."""
+    """An executor on the native kernels; its KV pool holds `tokens` tokens."""
     return load_executor(
         folder,
         device="cpu",

@@ -109,7 +109,7 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="smol")
-    parser.add_argument("--layers", type=int, help="so many layers instead of the model's own")
+    parser.add_argument("--layers", type=int, help="number of layers, instead of the model's own")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=8)

@@ -1,4 +1,4 @@
-"""What do those who watch a server cost it?
+"""What does watching a server cost it?
 
 CPU of the API and the scheduler process with the live page's stream closed and open, on an idle server and on one that
 streams to 32 clients in turns of both (mock executor, steps of 20 ms), and of `tokenyard top` itself in a terminal. The

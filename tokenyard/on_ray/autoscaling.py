@@ -8,7 +8,7 @@ FULL = 0.8
 
 
 class EnoughEngines:
-    """Serve's autoscaling policy: so many engines that each has at most `target_s` of prefill waiting and is not full.
+    """Serve's autoscaling policy: as many engines as leave each at most `target_s` of prefill waiting, and room.
 
     Serve applies its own bounds and delays to the answer.
     """

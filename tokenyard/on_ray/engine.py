@@ -137,7 +137,7 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
     flags: of `tokenyard serve`, as one text or a list. min_engines, max_engines. target_s: seconds of queued work that
     each engine may have before there are more. num_gpus, num_cpus: what Ray sets aside for each engine. drain_s: how
     long open answers may go on when an engine is taken away. upscale_delay_s, downscale_delay_s: how long there must be
-    too few or too many. policy: of the router for those who stay on Serve's path. Raises ConfigError for others.
+    too few or too many. policy: of the router for clients that stay on Serve's path. Raises ConfigError for others.
     """
     given = dict(arguments)
     flags = given.pop("flags", [])

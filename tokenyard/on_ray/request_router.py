@@ -1,4 +1,4 @@
-"""The choice of `tokenyard route` as Serve's request router, for those who stay on Serve's path.
+"""The choice of `tokenyard route` as Serve's request router, for clients that stay on Serve's path.
 
 Each proxy and each handle has its own. It sees of HTTP requests their headers only, and what prompts caches hold is not
 known here, so that only a session or the beginning of a prompt finds its cache again. `tokenyard route` knows more.
