@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenyard.base import InvalidRequestError
-from tokenyard.router.features import parse_body, prompt_text
+from tokenyard.router.features import parse_body
 
 TEXTS = st.text("aé€\0", max_size=6)
 LEAVES = st.sampled_from([None, True, 0, -1, 7, 2**70, 1.5, -1e300, "", "high"]) | TEXTS
@@ -77,8 +77,18 @@ def test_a_conversations_next_turn_begins_with_the_last_one():
 
 
 def test_salts_and_tools_part_prompts():
-    texts = {prompt_text({"prompt": "x" * 300, **more}) for more in ({}, {"cache_salt": "a"}, {"tools": [{"n": "t"}]})}
-    assert len(texts) == 3
+    several = ({}, {"cache_salt": "a"}, {"tools": [{"n": "t"}]}, {"lora_path": "b"})
+    assert len({tuple(parse_body(body(prompt="x" * 300, **more)).prompt.digests) for more in several}) == 4
+
+
+@pytest.mark.parametrize("prompt", ["x" * 300, list(range(200))])
+def test_an_adapters_prefixes_are_apart_however_it_is_named(prompt):
+    named = [{"lora_path": "poet"}, {"model": "poet"}, {"model": "base:poet"}, {"model": "base", "lora_path": "poet"}]
+    read = [parse_body(body(prompt=prompt, **name), adapters={"poet", "base:poet"}).prompt.digests for name in named]
+    assert all(list(digests) == list(read[0]) for digests in read)
+    base = parse_body(body(prompt=prompt, model="base"), adapters={"poet", "base:poet"}).prompt.digests
+    assert list(base) != list(read[0])
+    assert list(base) == list(parse_body(body(prompt=prompt, model="other:name")).prompt.digests)
 
 
 def test_the_key_is_that_of_the_beginning_and_the_same_everywhere():

@@ -3,7 +3,7 @@
 Nothing is checked here that the worker checks: a field of the wrong type counts as absent.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from tokenyard.base import Int32Array, InvalidRequestError
-from tokenyard.base.blocks import ROOT, root_digest
+from tokenyard.base.blocks import root_digest
 from tokenyard.router.choice import KEY_BYTES, beginning_key
 from tokenyard.router.index import Prompt, text_prompt, token_prompt
 
@@ -21,7 +21,7 @@ PREFILL_RANK_FIELDS = ("disagg_prefill_dp_rank", "data_parallel_rank")
 DECODE_RANK_FIELDS = ("data_parallel_rank_decode", "routed_dp_rank")
 PRIORITY_FIELDS = ("priority", "service_tier", "deadline_ms")
 TENANT_FIELDS = ("tenant", "user")
-SALTS = ("cache_salt", "extra_key", "lora_path")
+SALTS = ("cache_salt", "extra_key")
 BEFORE = ("tools", "system", "instructions")
 """What templates put in front of the messages."""
 
@@ -30,7 +30,7 @@ _RARE = frozenset(
     for names in (RANK_FIELDS, PREFILL_RANK_FIELDS, DECODE_RANK_FIELDS, PRIORITY_FIELDS, TENANT_FIELDS)
     for name in names
 )
-_ODD = frozenset((*SALTS, *BEFORE, "messages"))
+_ODD = frozenset((*BEFORE, "messages"))
 PRIORITY_WORDS = {"low": -1, "flex": -1, "normal": 0, "default": 0, "auto": 0, "high": 1, "priority": 1}
 MOST_PRIORITY = 1 << 31
 
@@ -70,8 +70,12 @@ def parse_body(
     tokenize: Tokenize | None = None,
     needs_prefix: bool = True,
     stable: bool = False,
+    adapters: Container[str] = (),
 ) -> Parsed:
-    """Read a request's body. Raises InvalidRequestError unless it is a JSON object."""
+    """Read a request's body. adapters: names of models that are adapters, whose prefixes are apart from their base's.
+
+    Raises InvalidRequestError unless it is a JSON object.
+    """
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -82,15 +86,16 @@ def parse_body(
     parsed = Parsed(fields, model=model if isinstance(model, str) else "", stream=fields.get("stream") is True)
     if not fields.keys().isdisjoint(_RARE):
         _read_rare(parsed, fields)
+    salts = _salts(fields, adapters)
     ids = _given_ids(fields)
     if ids is None and tokenize is not None:
         ids = tokenize(fields)
     if ids is not None:
-        parsed.prompt = token_prompt(ids, _root(fields)) if needs_prefix else Prompt(size=len(ids))
+        parsed.prompt = token_prompt(ids, root_digest(salts)) if needs_prefix else Prompt(size=len(ids))
         parsed.tokens, parsed.counted = max(len(ids), 1), True
         parsed.key = beginning_key(ids[: KEY_BYTES // 4].tobytes())
     else:
-        text = prompt_text(fields)
+        text = _prompt_text(fields, salts)
         parsed.prompt = text_prompt(text, stable=stable) if needs_prefix else Prompt(size=len(text))
         parsed.tokens = max(int(len(text) / bytes_per_token), 1)
         parsed.key = beginning_key(text)
@@ -109,14 +114,14 @@ def _read_rare(parsed: Parsed, fields: Mapping[str, Any]) -> None:
     parsed.decode_rank = _rank(fields, DECODE_RANK_FIELDS)
 
 
-def prompt_text(fields: Mapping[str, Any]) -> bytes:
+def _prompt_text(fields: Mapping[str, Any], salts: str = "") -> bytes:
     """Everything of a body that becomes prompt, in the order in which chat templates put it, so that a conversation's
-    next turn begins with its last one.
+    next turn begins with its last one. It begins with `salts`, which part what engines keep apart.
     """
     plain = fields.get("prompt")
-    if isinstance(plain, str) and fields.keys().isdisjoint(_ODD):
+    if isinstance(plain, str) and not salts and fields.keys().isdisjoint(_ODD):
         return plain.encode("utf-8", "replace")
-    parts: list[str] = [salt for name in SALTS if isinstance(salt := fields.get(name), str)]
+    parts = [salts] if salts else []
     messages = fields.get("messages")
     if messages is None:
         messages = fields.get("prompt", fields.get("text", fields.get("input")))
@@ -151,9 +156,15 @@ def _given_ids(fields: Mapping[str, Any]) -> Int32Array | None:
         return None
 
 
-def _root(fields: Mapping[str, Any]) -> bytes:
+def _salts(fields: Mapping[str, Any], adapters: Container[str]) -> str:
+    """The name space of the prompt, "" for the common one: salts, then the adapter, however the request names it."""
     salts = [salt for name in SALTS if isinstance(salt := fields.get(name), str) and salt]
-    return root_digest("\x00".join(salts)) if salts else ROOT
+    adapter, model = fields.get("lora_path"), fields.get("model")
+    if not adapter and isinstance(model, str) and model in adapters:
+        adapter = model.rpartition(":")[2]
+    if isinstance(adapter, str) and adapter:
+        salts.append(adapter)
+    return "\x00".join(salts)
 
 
 def _positive(value: object) -> float | None:

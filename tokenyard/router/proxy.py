@@ -101,6 +101,7 @@ class Router(Dispatcher):
             tokenize=self._tokenize,
             needs_prefix=self.policy.needs_prefix,
             stable=self.shared is not None,
+            adapters=self.workers.adapters,
         )
         if parsed.rank is None and (rank := request.get(RANK_HEADER)):
             parsed.rank = parsed.prefill_rank = _rank(rank)

@@ -141,6 +141,8 @@ class Workers:
         self._prefilling: list[Target] = []
         self.apart = False
         """Whether there are workers that only decode."""
+        self.adapters: frozenset[str] = frozenset()
+        """Names of models that are adapters at some worker."""
         self._context: ssl.SSLContext | None = None
         self.on_change: Callable[[], None] = lambda: None
 
@@ -285,6 +287,7 @@ class Workers:
         self._routable = [target for worker in routable if worker.role != PREFILL for target in worker.targets]
         self._prefilling = [target for worker in routable if worker.role == PREFILL for target in worker.targets]
         self.apart = any(worker.role == DECODE for worker in workers)
+        self.adapters = frozenset[str]().union(*(worker.models - worker.bases for worker in workers))
         self._by_model.clear()
         self.on_change()
 

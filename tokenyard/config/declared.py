@@ -1,33 +1,18 @@
-"""All settings of a server, in one dataclass.
+"""The declarations of a server's settings, but for those that the scheduler core reads (`tokenyard.base.settings`)."""
 
-Those that the scheduler core reads are declared in `tokenyard.base.settings`, the others here. Flags, environment
-names and config-file keys follow from the declarations (`tokenyard.cli.flags`). Names follow SGLang, with vLLM's as
-aliases.
-"""
+from dataclasses import dataclass
 
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
-
-from tokenyard.base import SchedulerSettings
-from tokenyard.base.declare import check_declared, check_rules, declarations, setting
+from tokenyard.base.declare import setting
 from tokenyard.base.ranges import ABOVE_ZERO, ANY_COUNT, POSITIVE, POSITIVE_COUNT, TARGET_MS, Allowed
 from tokenyard.base.settings import SharedSettings
 from tokenyard.engine.sampling_defaults import SAMPLING_DEFAULTS
 from tokenyard.router.balance import LOAD_BALANCE_METHODS
 
-DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
-DEFAULT_CONTEXT_LENGTH = 2048
-DEFAULT_LORA_RANK = 64
 MOST_RANKS = 64
 DISAGGREGATION_MODES = ("null", "prefill", "decode", "both")
 TRANSFER_BACKENDS = ("auto", "tcp", "process_vm")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 POOL_TOKENS = Allowed(1, 2**31 - 1)
 """Slots of the KV pool are numbered in 32 bits."""
-
-MOCK_PROFILE = "h100/llama-3-8b"
 
 GROUPS = {
     "model": "what is served",
@@ -50,8 +35,8 @@ class ClassTargets:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(SharedSettings):
-    """Everything that can be set. `effective()` fills in what depends on other values and refuses contradictions."""
+class DeclaredSettings(SharedSettings):
+    """Everything that can be set, as it was given."""
 
     model_path: str = setting(
         "", "model", "folder of the model, or its name on the hub; the demo model if absent", aliases=("--model",)
@@ -330,209 +315,3 @@ class Settings(SharedSettings):
         "", "logging", "send a trace of every request to this OpenTelemetry collector, as http://host:4318/v1/traces"
     )
     decode_log_interval: int = setting(40, "logging", "decode steps between two log lines")
-
-    def effective(self) -> "Settings":
-        """A copy with dependent defaults filled in. Raises ConfigError for values that contradict each other."""
-        model = self.model_path or str(DEMO_MODEL)
-        name = self.served_model_name or ("tokenyard-demo" if not self.model_path else Path(model).name)
-        lora = self.enable_lora or bool(self.lora_paths)
-        chosen = replace(
-            self,
-            enable_lora=lora,
-            model_path=model,
-            tokenizer_path=self.tokenizer_path or model,
-            served_model_name=name,
-        )
-        chosen.validate()
-        return chosen
-
-    def validate(self) -> None:
-        """Raise ConfigError, naming the flag and what it must be, for the first value that cannot work."""
-        check_declared(self)
-        check_rules(self._server_rules())
-        for name, targets in self.slo_classes.items():
-            check_declared(targets, f"slo-classes: {name}: ")
-        self.scheduler_settings(context_length=self.context_length or DEFAULT_CONTEXT_LENGTH).validate()
-
-    def _server_rules(self) -> tuple[tuple[bool, str], ...]:
-        """What must hold between several values, or for a text, each with the sentence that says so."""
-        total = self.max_total_tokens
-        keys = self.tenant_keys.values()
-        own_policy = ":" in self.schedule_policy
-        mode = self.disaggregation_mode
-        return (
-            (
-                mode in ("decode", "both") or not self.prefill_engines,
-                f"--prefill-engines is for --disaggregation-mode decode or both, not {mode}",
-            ),
-            (
-                all(_is_url(url) for url in self.prefill_engines),
-                "--prefill-engines takes addresses such as http://127.0.0.1:30001",
-            ),
-            (
-                mode not in ("prefill", "both") or self.host in LOOPBACK or bool(self.disaggregation_secret),
-                f"--host {self.host} opens KV transfer to other machines; add --disaggregation-secret",
-            ),
-            (
-                mode == "null" or not self.disable_radix_cache,
-                "--disaggregation-mode keeps KV in the prefix cache, which --disable-radix-cache switches off",
-            ),
-            *self._tier_rules(),
-            (
-                total is None or self.page_size <= total,
-                f"--max-total-tokens is {total}; it must hold a page of {self.page_size} tokens (--page-size)",
-            ),
-            (
-                total is None or self.page_size * self.dp_size <= total,
-                f"--max-total-tokens is {total}; each of the {self.dp_size} ranks (--dp-size) needs a page of it",
-            ),
-            (
-                self.max_running_requests >= self.dp_size
-                and (self.max_queued_requests < 0 or self.max_queued_requests >= self.dp_size),
-                "--max-running-requests and --max-queued-requests are for all ranks together; each rank needs one, so "
-                f"they must be at least {self.dp_size} (--dp-size)",
-            ),
-            (
-                self.tp_size == 1 or self.executor == "torch",
-                f"--tp-size divides a model, and --executor {self.executor} has none; leave one of them out",
-            ),
-            (
-                self.tp_size == 1 or mode == "null",
-                "--tp-size divides the KV among processes, so it cannot be moved yet; leave --disaggregation-mode out",
-            ),
-            (self.mock_step_ms is None or self.executor == "mock", "--mock-step-ms needs --executor mock"),
-            (
-                self.executor != "mock" or self.speculative_algorithm == "none",
-                "--speculative-algorithm needs a model; the mock's tokens follow no pattern",
-            ),
-            (
-                self.tp_size == 1 or not self.enable_lora,
-                "--enable-lora serves models that are not divided; drop --tp-size",
-            ),
-            (
-                not (self.enable_lora and self.quantization != "none"),
-                f"--enable-lora and --quantization {self.quantization} exclude each other: adapters are computed "
-                "layer by layer, in the checkpoint's own weights",
-            ),
-            (
-                self.max_loaded_loras is None or len(self.lora_paths) <= self.max_loaded_loras,
-                f"--lora-paths names {len(self.lora_paths)} adapters; --max-loaded-loras is {self.max_loaded_loras}",
-            ),
-            (self.record != "" or not self.record_plain, "--record-plain needs --record FILE"),
-            (
-                not self.priority_function or self.uses_priorities,
-                "--priority-function adds to priorities, which do not count here; add --enable-priority-scheduling",
-            ),
-            (
-                all(keys) and len({*keys}) == len(keys),
-                "tenant-keys: every tenant needs a key of its own",
-            ),
-            (
-                not keys or bool(self.api_key or self.admin_api_key),
-                "tenant-keys needs --admin-api-key as well, or every tenant could pause and end what others run",
-            ),
-            (
-                not (self.enable_kv_events and self.disable_radix_cache),
-                "--enable-kv-events publishes events of the prefix cache, which --disable-radix-cache switches off",
-            ),
-            (
-                self.log_requests or not self.log_requests_content,
-                "--log-requests-content adds to the lines of --log-requests; add that too",
-            ),
-            (
-                not self.otlp_traces_endpoint or _is_url(self.otlp_traces_endpoint),
-                f"--otlp-traces-endpoint is {self.otlp_traces_endpoint!r}; it must be like http://host:4318/v1/traces",
-            ),
-            (
-                not (self.skip_tokenizer_init and self.chat_template),
-                "--chat-template and --skip-tokenizer-init contradict each other: without a tokenizer there is no chat",
-            ),
-            (not self.ssl_keyfile or self.ssl_certfile != "", "--ssl-keyfile needs --ssl-certfile"),
-            (
-                self.default_priority_value is None or self.uses_priorities,
-                "--default-priority-value needs --enable-priority-scheduling",
-            ),
-            (
-                not (self.slo_reject or self.slo_max_wait_s > 0.0)
-                or self.schedule_policy in ("slo", "adaptive")
-                or own_policy,
-                f"--slo-reject and --slo-max-wait-s are for --schedule-policy slo, not {self.schedule_policy}",
-            ),
-        )
-
-    def _tier_rules(self) -> tuple[tuple[bool, str], ...]:
-        """What must hold for KV below the device."""
-        enabled, disk = self.enable_hierarchical_cache, self.hicache_storage_backend == "disk"
-        return (
-            (
-                enabled or not (disk or self.hicache_storage_dir),
-                "--hicache-storage-backend and --hicache-storage-dir need --enable-hierarchical-cache",
-            ),
-            (
-                disk or not enabled,
-                "--enable-hierarchical-cache needs --hicache-storage-backend disk; no tier in host memory is built",
-            ),
-            (
-                bool(self.hicache_storage_dir) or not enabled,
-                "--enable-hierarchical-cache needs --hicache-storage-dir, a folder for KV on disk",
-            ),
-            (
-                not (enabled and self.disable_radix_cache),
-                "--enable-hierarchical-cache lies below the prefix cache, which --disable-radix-cache switches off",
-            ),
-        )
-
-    def scheduler_settings(self, *, context_length: int) -> SchedulerSettings:
-        """The scheduler's part of the settings, for a model with this context length."""
-        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(SharedSettings)}
-        if self.priority_function and self.default_priority_value is None:
-            # A request that ranks below all others would stay there whatever the function says.
-            values["default_priority_value"] = 0
-        in_flight = 1 if self.disable_overlap_schedule else 2
-        return SchedulerSettings(**values, context_length=context_length, max_in_flight=in_flight)
-
-    def public(self) -> dict[str, Any]:
-        """All values as plain data, without keys."""
-        secret = {name for name, declared in declarations(self).items() if declared.secret}
-        return {name: value for name, value in asdict(self).items() if name not in secret}
-
-    def believed_costs(self) -> str:
-        """Name of the cost profile that policies believe at first, "" where the device decides."""
-        if self.cost_profile or self.executor != "mock" or self.mock_step_ms is not None:
-            return self.cost_profile
-        return MOCK_PROFILE
-
-    def executor_options(self) -> dict[str, Any]:
-        """Keyword arguments of the executor's `load_executor`, all but the model's path."""
-        common = {
-            "page_size": self.page_size,
-            "max_pool_rows": self.max_running_requests,
-            "max_total_tokens": self.max_total_tokens,
-            "context_length": self.context_length,
-        }
-        if self.executor == "mock":
-            return {**common, "profile": self.believed_costs(), "step_ms": self.mock_step_ms}
-        return {
-            **common,
-            "device": self.device,
-            "dtype": self.dtype,
-            "mem_fraction_static": self.mem_fraction_static,
-            "load_format": self.load_format,
-            "threads": self.threads,
-            "model_impl": self.model_impl,
-            "attention_backend": self.attention_backend,
-            "quantization": self.quantization,
-            "lora_slots": self.max_loras_per_batch if self.enable_lora else 0,
-            "lora_rank": self.max_lora_rank or DEFAULT_LORA_RANK,
-            "draft_tokens": 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens,
-            "seed": self.random_seed,
-        }
-
-
-def _is_url(text: str) -> bool:
-    """Whether a text is an address for HTTP, with a host."""
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # brackets or a port that make no sense
-        return False

@@ -1,0 +1,97 @@
+"""All settings of a server, in one dataclass.
+
+Those that the scheduler core reads are declared in `tokenyard.base.settings`, the others in `config.declared`; what
+must hold between several of them is in `config.rules`. Flags, environment names and config-file keys follow from the
+declarations (`tokenyard.cli.flags`). Names follow SGLang, with vLLM's as aliases.
+"""
+
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tokenyard.base import SchedulerSettings
+from tokenyard.base.declare import check_declared, check_rules, declarations
+from tokenyard.base.settings import SharedSettings
+from tokenyard.config.declared import GROUPS, POOL_TOKENS, ClassTargets, DeclaredSettings
+from tokenyard.config.rules import rules
+
+__all__ = ["DEMO_MODEL", "GROUPS", "POOL_TOKENS", "ClassTargets", "Settings"]
+
+DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
+DEFAULT_CONTEXT_LENGTH = 2048
+DEFAULT_LORA_RANK = 64
+MOCK_PROFILE = "h100/llama-3-8b"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(DeclaredSettings):
+    """Everything that can be set. `effective()` fills in what depends on other values and refuses contradictions."""
+
+    def effective(self) -> "Settings":
+        """A copy with dependent defaults filled in. Raises ConfigError for values that contradict each other."""
+        model = self.model_path or str(DEMO_MODEL)
+        name = self.served_model_name or ("tokenyard-demo" if not self.model_path else Path(model).name)
+        lora = self.enable_lora or bool(self.lora_paths)
+        chosen = replace(
+            self,
+            enable_lora=lora,
+            model_path=model,
+            tokenizer_path=self.tokenizer_path or model,
+            served_model_name=name,
+        )
+        chosen.validate()
+        return chosen
+
+    def validate(self) -> None:
+        """Raise ConfigError, naming the flag and what it must be, for the first value that cannot work."""
+        check_declared(self)
+        check_rules(rules(self))
+        for name, targets in self.slo_classes.items():
+            check_declared(targets, f"slo-classes: {name}: ")
+        self.scheduler_settings(context_length=self.context_length or DEFAULT_CONTEXT_LENGTH).validate()
+
+    def scheduler_settings(self, *, context_length: int) -> SchedulerSettings:
+        """The scheduler's part of the settings, for a model with this context length."""
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(SharedSettings)}
+        if self.priority_function and self.default_priority_value is None:
+            # A request that ranks below all others would stay there whatever the function says.
+            values["default_priority_value"] = 0
+        in_flight = 1 if self.disable_overlap_schedule else 2
+        return SchedulerSettings(**values, context_length=context_length, max_in_flight=in_flight)
+
+    def public(self) -> dict[str, Any]:
+        """All values as plain data, without keys."""
+        secret = {name for name, declared in declarations(self).items() if declared.secret}
+        return {name: value for name, value in asdict(self).items() if name not in secret}
+
+    def believed_costs(self) -> str:
+        """Name of the cost profile that policies believe at first, "" where the device decides."""
+        if self.cost_profile or self.executor != "mock" or self.mock_step_ms is not None:
+            return self.cost_profile
+        return MOCK_PROFILE
+
+    def executor_options(self) -> dict[str, Any]:
+        """Keyword arguments of the executor's `load_executor`, all but the model's path."""
+        common = {
+            "page_size": self.page_size,
+            "max_pool_rows": self.max_running_requests,
+            "max_total_tokens": self.max_total_tokens,
+            "context_length": self.context_length,
+        }
+        if self.executor == "mock":
+            return {**common, "profile": self.believed_costs(), "step_ms": self.mock_step_ms}
+        return {
+            **common,
+            "device": self.device,
+            "dtype": self.dtype,
+            "mem_fraction_static": self.mem_fraction_static,
+            "load_format": self.load_format,
+            "threads": self.threads,
+            "model_impl": self.model_impl,
+            "attention_backend": self.attention_backend,
+            "quantization": self.quantization,
+            "lora_slots": self.max_loras_per_batch if self.enable_lora else 0,
+            "lora_rank": self.max_lora_rank or DEFAULT_LORA_RANK,
+            "draft_tokens": 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens,
+            "seed": self.random_seed,
+        }

@@ -1,0 +1,183 @@
+"""What must hold between several settings of a server, each rule with the sentence that says so."""
+
+from urllib.parse import urlsplit
+
+from tokenyard.config.declared import DeclaredSettings
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+Rules = tuple[tuple[bool, str], ...]
+
+
+def rules(settings: DeclaredSettings) -> Rules:
+    """All rules as (whether it holds, what to do otherwise), in the order in which they are told."""
+    return (
+        *_transfer_rules(settings),
+        *_tier_rules(settings),
+        *_memory_rules(settings),
+        *_model_rules(settings),
+        *_request_rules(settings),
+        *_server_rules(settings),
+    )
+
+
+def _transfer_rules(settings: DeclaredSettings) -> Rules:
+    """What must hold for KV that moves between engines."""
+    mode = settings.disaggregation_mode
+    return (
+        (
+            mode in ("decode", "both") or not settings.prefill_engines,
+            f"--prefill-engines is for --disaggregation-mode decode or both, not {mode}",
+        ),
+        (
+            all(_is_url(url) for url in settings.prefill_engines),
+            "--prefill-engines takes addresses such as http://127.0.0.1:30001",
+        ),
+        (
+            mode not in ("prefill", "both") or settings.host in LOOPBACK or bool(settings.disaggregation_secret),
+            f"--host {settings.host} opens KV transfer to other machines; add --disaggregation-secret",
+        ),
+        (
+            mode == "null" or not settings.disable_radix_cache,
+            "--disaggregation-mode keeps KV in the prefix cache, which --disable-radix-cache switches off",
+        ),
+    )
+
+
+def _tier_rules(settings: DeclaredSettings) -> Rules:
+    """What must hold for KV below the device."""
+    enabled, disk = settings.enable_hierarchical_cache, settings.hicache_storage_backend == "disk"
+    return (
+        (
+            enabled or not (disk or settings.hicache_storage_dir),
+            "--hicache-storage-backend and --hicache-storage-dir need --enable-hierarchical-cache",
+        ),
+        (
+            disk or not enabled,
+            "--enable-hierarchical-cache needs --hicache-storage-backend disk; no tier in host memory is built",
+        ),
+        (
+            bool(settings.hicache_storage_dir) or not enabled,
+            "--enable-hierarchical-cache needs --hicache-storage-dir, a folder for KV on disk",
+        ),
+        (
+            not (enabled and settings.disable_radix_cache),
+            "--enable-hierarchical-cache lies below the prefix cache, which --disable-radix-cache switches off",
+        ),
+    )
+
+
+def _memory_rules(settings: DeclaredSettings) -> Rules:
+    """What the KV pool and the places of requests must hold."""
+    total = settings.max_total_tokens
+    return (
+        (
+            total is None or settings.page_size <= total,
+            f"--max-total-tokens is {total}; it must hold a page of {settings.page_size} tokens (--page-size)",
+        ),
+        (
+            total is None or settings.page_size * settings.dp_size <= total,
+            f"--max-total-tokens is {total}; each of the {settings.dp_size} ranks (--dp-size) needs a page of it",
+        ),
+        (
+            settings.max_running_requests >= settings.dp_size
+            and (settings.max_queued_requests < 0 or settings.max_queued_requests >= settings.dp_size),
+            "--max-running-requests and --max-queued-requests are for all ranks together; each rank needs one, so "
+            f"they must be at least {settings.dp_size} (--dp-size)",
+        ),
+    )
+
+
+def _model_rules(settings: DeclaredSettings) -> Rules:
+    """What the executor can serve, and how the model is divided."""
+    mode, most_adapters = settings.disaggregation_mode, settings.max_loaded_loras
+    return (
+        (
+            settings.tp_size == 1 or settings.executor == "torch",
+            f"--tp-size divides a model, and --executor {settings.executor} has none; leave one of them out",
+        ),
+        (
+            settings.tp_size == 1 or mode == "null",
+            "--tp-size divides the KV among processes, so it cannot be moved yet; leave --disaggregation-mode out",
+        ),
+        (settings.mock_step_ms is None or settings.executor == "mock", "--mock-step-ms needs --executor mock"),
+        (
+            settings.executor != "mock" or settings.speculative_algorithm == "none",
+            "--speculative-algorithm needs a model; the mock's tokens follow no pattern",
+        ),
+        (
+            settings.tp_size == 1 or not settings.enable_lora,
+            "--enable-lora serves models that are not divided; drop --tp-size",
+        ),
+        (
+            not (settings.enable_lora and settings.quantization != "none"),
+            f"--enable-lora and --quantization {settings.quantization} exclude each other: adapters are computed "
+            "layer by layer, in the checkpoint's own weights",
+        ),
+        (
+            most_adapters is None or len(settings.lora_paths) <= most_adapters,
+            f"--lora-paths names {len(settings.lora_paths)} adapters; --max-loaded-loras is {most_adapters}",
+        ),
+    )
+
+
+def _request_rules(settings: DeclaredSettings) -> Rules:
+    """What must hold for tenants, priorities and targets."""
+    keys = settings.tenant_keys.values()
+    own_policy = ":" in settings.schedule_policy
+    return (
+        (
+            not settings.priority_function or settings.uses_priorities,
+            "--priority-function adds to priorities, which do not count here; add --enable-priority-scheduling",
+        ),
+        (
+            all(keys) and len({*keys}) == len(keys),
+            "tenant-keys: every tenant needs a key of its own",
+        ),
+        (
+            not keys or bool(settings.api_key or settings.admin_api_key),
+            "tenant-keys needs --admin-api-key as well, or every tenant could pause and end what others run",
+        ),
+        (
+            settings.default_priority_value is None or settings.uses_priorities,
+            "--default-priority-value needs --enable-priority-scheduling",
+        ),
+        (
+            not (settings.slo_reject or settings.slo_max_wait_s > 0.0)
+            or settings.schedule_policy in ("slo", "adaptive")
+            or own_policy,
+            f"--slo-reject and --slo-max-wait-s are for --schedule-policy slo, not {settings.schedule_policy}",
+        ),
+    )
+
+
+def _server_rules(settings: DeclaredSettings) -> Rules:
+    """What must hold for the server, its cache events, logs and templates."""
+    return (
+        (settings.record != "" or not settings.record_plain, "--record-plain needs --record FILE"),
+        (
+            not (settings.enable_kv_events and settings.disable_radix_cache),
+            "--enable-kv-events publishes events of the prefix cache, which --disable-radix-cache switches off",
+        ),
+        (
+            settings.log_requests or not settings.log_requests_content,
+            "--log-requests-content adds to the lines of --log-requests; add that too",
+        ),
+        (
+            not settings.otlp_traces_endpoint or _is_url(settings.otlp_traces_endpoint),
+            f"--otlp-traces-endpoint is {settings.otlp_traces_endpoint!r}; it must be like http://host:4318/v1/traces",
+        ),
+        (
+            not (settings.skip_tokenizer_init and settings.chat_template),
+            "--chat-template and --skip-tokenizer-init contradict each other: without a tokenizer there is no chat",
+        ),
+        (not settings.ssl_keyfile or settings.ssl_certfile != "", "--ssl-keyfile needs --ssl-certfile"),
+    )
+
+
+def _is_url(text: str) -> bool:
+    """Whether a text is an address for HTTP, with a host."""
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # brackets or a port that make no sense
+        return False
