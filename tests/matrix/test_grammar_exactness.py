@@ -13,7 +13,7 @@ from tokenyard.base import OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.load import load_executor
 from tokenyard.scheduler.lifecycle import Gate
-from tokenyard.scheduler.snapshot import Counters
+from tokenyard.scheduler.counters import Counters
 
 GRAMMARS = (
     'start: %json {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}',

@@ -1,7 +1,8 @@
 """The scheduler core: events in, plans out. No IO, no clock, no torch."""
 
+from tokenyard.scheduler.counters import Counters
 from tokenyard.scheduler.lifecycle import Gate, State
 from tokenyard.scheduler.scheduler import Scheduler
-from tokenyard.scheduler.snapshot import Counters, Snapshot
+from tokenyard.scheduler.snapshot import Snapshot
 
 __all__ = ["Counters", "Gate", "Scheduler", "Snapshot", "State"]

@@ -7,9 +7,9 @@ import numpy as np
 
 from tokenyard.base import Explanation, Finish, Int32Array, RequestTimings, RetractReason, Stage
 from tokenyard.policy import Policy
+from tokenyard.scheduler.counters import Counters
 from tokenyard.scheduler.history import RequestHistory, Start
 from tokenyard.scheduler.priority_inversion import PriorityInversion
-from tokenyard.scheduler.snapshot import Counters
 from tokenyard.scheduler.table import RequestTable
 
 

@@ -11,7 +11,7 @@ the last plan that contains it has committed (memory.Release). Up to `max_in_fli
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ from tokenyard.scheduler.lookahead_state import LookaheadState, take_lookahead_s
 from tokenyard.scheduler.multi_step import extend_plan, possible_steps
 from tokenyard.scheduler.plan_builder import PlanBuilder
 from tokenyard.scheduler.planner import Planner
-from tokenyard.scheduler.snapshot import Snapshot
+from tokenyard.scheduler.snapshot import Snapshot, take_snapshot
 from tokenyard.scheduler.state import SchedulerState
 from tokenyard.scheduler.store_queue import StoreQueue
 
@@ -476,34 +476,4 @@ class Scheduler:
 
     def snapshot(self, now: int) -> Snapshot:
         """Counters and gauges at `now`."""
-        size, tree = self.state.memory.page_size, self.state.memory.tree
-        total, stores = self.state.memory.num_pages * size, self.state.stores
-        cached = tree.evictable_pages * size
-        queued_tokens, queued_s = self.state.queued_work()
-        return Snapshot(
-            now=now,
-            waiting=len(self.state.waiting),
-            loading=len(self.state.loading),
-            prefilling=len(self.state.prefilling),
-            running=len(self.state.running),
-            in_flight=len(self._in_flight),
-            used_tokens=total - cached - self.state.memory.allocator.available * size,
-            cached_tokens=cached,
-            held_tokens=self.state.memory.held_pages * size,
-            unstored_tokens=0 if stores is None else stores.dropped_tokens,
-            waiting_stores=0 if stores is None else stores.waiting,
-            total_tokens=total,
-            evicted_tokens=self.state.memory.evicted_tokens,
-            queued_tokens=queued_tokens,
-            queued_s=queued_s,
-            new_token_ratio=self.state.policy.headroom.ratio,
-            step_time_error=getattr(self.state.cost, "relative_error", None),
-            measures=self.state.measures(),
-            policy=self.state.policy.describe(),
-            policy_options=dict(self.state.policy.chosen),
-            overtaking=self.state.policy.overtaking,
-            policy_note=self.state.policy_note,
-            policy_failure=self.state.policy.given_up(),
-            paused=self._paused,
-            counters=replace(self.state.observer.counters),
-        )
+        return take_snapshot(self.state, now, in_flight=len(self._in_flight), paused=self._paused)

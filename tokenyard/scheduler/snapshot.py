@@ -1,33 +1,9 @@
 """Counters and gauges of the scheduler, for metrics, logs and load reports."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start. Tokens: prompt (submitted), hit (found in the tree at first admission), prefill (computed
-    in chunks), recomputed (computed again after a retraction), generated (sampled and kept), draft (verified), accepted
-    draft. verify_rows: rows that verified drafts, counted in each step. adapter_loads: LoRA adapters brought to slots.
-    """
-
-    steps: int = 0
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    submitted: int = 0
-    rejected: int = 0
-    finished: int = 0
-    aborted: int = 0
-    retracted: int = 0
-    preempted: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    prefill_tokens: int = 0
-    recomputed_tokens: int = 0
-    generated_tokens: int = 0
-    verify_rows: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-    adapter_loads: int = 0
+from tokenyard.scheduler.counters import Counters
+from tokenyard.scheduler.state import SchedulerState
 
 
 @dataclass(slots=True)
@@ -68,3 +44,38 @@ class Snapshot:
     policy_failure: str = ""
     unstored_tokens: int = 0
     waiting_stores: int = 0
+
+
+def take_snapshot(state: SchedulerState, now: int, *, in_flight: int, paused: bool) -> Snapshot:
+    """Counters and gauges at `now` (ns). in_flight: plans that wait for their commit."""
+    size, tree = state.memory.page_size, state.memory.tree
+    total, stores = state.memory.num_pages * size, state.stores
+    cached = tree.evictable_pages * size
+    queued_tokens, queued_s = state.queued_work()
+    return Snapshot(
+        now=now,
+        waiting=len(state.waiting),
+        loading=len(state.loading),
+        prefilling=len(state.prefilling),
+        running=len(state.running),
+        in_flight=in_flight,
+        used_tokens=total - cached - state.memory.allocator.available * size,
+        cached_tokens=cached,
+        held_tokens=state.memory.held_pages * size,
+        unstored_tokens=0 if stores is None else stores.dropped_tokens,
+        waiting_stores=0 if stores is None else stores.waiting,
+        total_tokens=total,
+        evicted_tokens=state.memory.evicted_tokens,
+        queued_tokens=queued_tokens,
+        queued_s=queued_s,
+        new_token_ratio=state.policy.headroom.ratio,
+        step_time_error=getattr(state.cost, "relative_error", None),
+        measures=state.measures(),
+        policy=state.policy.describe(),
+        policy_options=dict(state.policy.chosen),
+        overtaking=state.policy.overtaking,
+        policy_note=state.policy_note,
+        policy_failure=state.policy.given_up(),
+        paused=paused,
+        counters=replace(state.observer.counters),
+    )

@@ -24,7 +24,7 @@ from tokenyard.base import (
     step_work,
 )
 from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
-from tokenyard.scheduler.snapshot import Counters
+from tokenyard.scheduler.counters import Counters
 from tokenyard.scheduler.state import first_belief
 from tokenyard.sim.conversations import Conversations
 from tokenyard.sim.engine import FINISHED, REJECTED, UNFINISHED, Outcome, SchedulerRun, Setup
