@@ -12,8 +12,8 @@ from tests.scheduler.harness import Yard
 from tokenyard.base import OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.load import load_executor
-from tokenyard.scheduler.lifecycle import Gate
 from tokenyard.scheduler.counters import Counters
+from tokenyard.scheduler.lifecycle import Gate
 
 GRAMMARS = (
     'start: %json {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}',
