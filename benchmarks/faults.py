@@ -1,7 +1,7 @@
 """What happens when things break under many streams, on the mock executor. Prints one row for each fault.
 
-The server must recover from all faults but its own end with all its pages, and from a killed or stopped scheduler and a
-killed detokenizer with all its answers. A killed server cannot say a word; its children go.
+The server must recover from all faults but its own end with all its pages, and from a killed or stopped scheduler or
+detokenizer with all its answers. A killed server cannot say a word; its children go.
 Where all clients hang up at once, "last end" is the time until no KV is held for them (target 1 s).
 
 Run: python -m benchmarks.faults
@@ -20,7 +20,7 @@ def main():
     streams = parser.parse_args().streams
     kinds = (
         faults.kill_server,
-        faults.kill_detokenizer,
+        faults.break_detokenizer,
         faults.kill_scheduler,
         faults.hang_up,
         faults.disconnects,
@@ -28,6 +28,7 @@ def main():
         faults.small_pool,
     )
     runs = [partial(kind, streams) for kind in kinds]
+    runs.append(partial(faults.break_detokenizer, streams, 4, signal.SIGSTOP))
     runs.append(partial(faults.break_ranks, streams, 4, (signal.SIGKILL, signal.SIGSTOP)))
     print(f"{'fault':28} {'last end':>9}  {'exit':>4}  {'pages':10}  ends; reason")
     for run in runs:

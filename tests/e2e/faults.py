@@ -189,22 +189,24 @@ def kill_scheduler(streams: int, tokens: int = 100) -> Outcome:
     return _surviving("kill -9 of the scheduler", ("--mock-step-ms", "30", *room), work)
 
 
-def kill_detokenizer(streams: int, ranks: int = 1, tokens: int = 60) -> Outcome:
-    """kill -9 of the detokenizer while all streams run: it and all schedulers start again, and the streams go on."""
+def break_detokenizer(
+    streams: int, ranks: int = 1, number: signal.Signals = signal.SIGKILL, tokens: int = 60
+) -> Outcome:
+    """Kill or stop the detokenizer while all streams run: it and all schedulers start again, and the streams go on."""
 
     async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
         unbroken, tasks = await open_all(server, streams, tokens)
         await asyncio.wait_for(asyncio.gather(*tasks), 120)
         opened, tasks = await open_all(server, streams, tokens)
-        os.kill(server.children()[-1], signal.SIGKILL)
+        os.kill(server.children()[-1], number)
         begin = time.monotonic()
         ends = Counter(await asyncio.wait_for(asyncio.gather(*tasks), 120))
         wrong = sum(stream.text != other.text for stream, other in zip(opened, unbroken, strict=True))
         return ends, time.monotonic() - begin, [f"{wrong} answers differ"] if wrong else []
 
     room = ("--max-running-requests", str(streams * ranks), "--max-total-tokens", str(1024 * streams * ranks))
-    flags = ("--dp-size", str(ranks), "--mock-step-ms", "20", *room)
-    return _surviving("kill -9 of the detokenizer", flags, work)
+    flags = ("--dp-size", str(ranks), "--watchdog-timeout-s", "1", "--mock-step-ms", "20", *room)
+    return _surviving(f"{number.name} of the detokenizer", flags, work)
 
 
 def break_ranks(streams: int, ranks: int, signals: tuple[signal.Signals, ...], tokens: int = 60) -> Outcome:

@@ -36,8 +36,9 @@ def test_the_same_of_four_ranks_under_many_streams_killed_or_standing_still():
 
 
 @pytest.mark.slow
-def test_a_killed_detokenizer_is_started_again_and_no_stream_has_a_gap_or_repeat():
-    all_went_on(faults.kill_detokenizer(STREAMS, 2), STREAMS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_broken_detokenizer_is_started_again_and_no_stream_has_a_gap_or_repeat(number):
+    all_went_on(faults.break_detokenizer(STREAMS, 2, number), STREAMS)
 
 
 def test_a_killed_server_leaves_no_process_behind():

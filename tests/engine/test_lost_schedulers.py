@@ -137,19 +137,40 @@ def test_streams_go_on_without_gap_or_repeat(kind):
     asyncio.run(main())
 
 
-def test_streams_outlive_the_detokenizer_too():
+@pytest.mark.parametrize("stop", ["kill", "suspend"])
+def test_streams_outlive_the_detokenizer_too(stop, monkeypatch):
+    monkeypatch.setattr(launch, "SILENCE_GRACE_S", 0.5)
+
     async def main():
-        async with running_engine(engine(ranks=2)) as manager:
+        config = engine(ranks=2)
+        config.watchdog_timeout_s = 1.0
+        async with running_engine(config) as manager:
             options = [{"tokens": 120}, {"tokens": 60, "n": 2, "temperature": 1.0}, {"tokens": 60, "stream": False}]
             whole = [await read_whole(manager, **one) for one in options]
             broken = [Reading(manager, wanted(manager, **one)) for one in options]
             await begun(*broken[:2])
-            titled(os.getpid(), "tokenyard: detokenizer").kill()
+            getattr(titled(os.getpid(), "tokenyard: detokenizer"), stop)()
             late = Reading(manager, wanted(manager, **options[0]))
             await asyncio.wait_for(asyncio.gather(late.task, *(one.task for one in broken)), 40)
             for one, other in zip([*whole, whole[0]], [*broken, late], strict=True):
                 same(one, other)
             assert manager.open_requests == 0
+
+    asyncio.run(main())
+
+
+def test_a_scheduler_may_end_while_the_detokenizer_stands_still(monkeypatch):
+    monkeypatch.setattr(tokenizer_manager, "FENCE_TIMEOUT_S", 0.5)
+
+    async def main():
+        async with running_engine(engine()) as manager:
+            whole = await read_whole(manager, tokens=120)
+            broken = Reading(manager, spec(tokens=120))
+            await begun(broken)
+            titled(os.getpid(), "tokenyard: detokenizer").suspend()
+            kill_all()
+            await asyncio.wait_for(broken.task, 40)
+            same(whole, broken)
 
     asyncio.run(main())
 

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tokenyard.base import (
+    NS_PER_S,
     AbortCause,
     Cancel,
     EngineDeadError,
@@ -61,6 +62,7 @@ class TokenizerManager:
     `tokenizer` is None where the engine takes and gives token ids only. `assembler` is given where token ids become
     text in this process. What arrives goes to `receive`. A scheduler that ends leaves its requests to others (see
     `rank_lost`). `on_death` hears why the engine ended, if by itself; all open requests have ended by then.
+    `on_text_silent` hears why the detokenizer is to be ended: it does not answer.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class TokenizerManager:
         *,
         assembler: TextAssembler | None = None,
         on_death: Callable[[str], None] = lambda reason: None,
+        on_text_silent: Callable[[str], None] = lambda reason: None,
         balancer: Balancer | None = None,
     ) -> None:
         self.info = info
@@ -83,6 +86,8 @@ class TokenizerManager:
         self._link = link
         self._assembler = assembler
         self._on_death = on_death
+        self._on_text_silent = on_text_silent
+        self._text_beat_ns = 0
         self._streams = StreamTable()
         self._recent = RecentRequests()
         self._next_number = 1
@@ -310,6 +315,10 @@ class TokenizerManager:
         """
         return math.inf if self._death is not None else self.ranks.age_s(time.monotonic_ns())
 
+    def text_age_s(self) -> float:
+        """Return the seconds since the detokenizer was known to be well; infinite while none has said a word."""
+        return (time.monotonic_ns() - self._text_beat_ns) / NS_PER_S if self._text_beat_ns else math.inf
+
     # ---- the life of the engine --------------------------------------------------------------------------------
 
     def rank_ready(self, rank: int, source: int) -> None:
@@ -342,7 +351,7 @@ class TokenizerManager:
             message = f"the scheduler ended {stream.moves} times while this request was there: {reason}"
             ends = [Finish(number, "abort", message=message, cause="failed") for number in stream.open_numbers]
             self._add_news(ends_batch(ends))
-        timer = self._loop.call_later(FENCE_TIMEOUT_S, self.engine_died, "the detokenizer does not answer")
+        timer = self._loop.call_later(FENCE_TIMEOUT_S, self._on_text_silent, "the detokenizer does not answer")
         self._lost[source] = client, timer
         fence = Fence(source, numbers)
         if self.ranks.all_restart:
@@ -357,6 +366,7 @@ class TokenizerManager:
         are started again; requests go on from the tokens that have come here.
         """
         self.ranks.all_restart = True
+        self._text_beat_ns = 0
         self._link.reset_text()
         for source in self._lost:
             self._go_by_streams(source)
@@ -433,6 +443,8 @@ class TokenizerManager:
             case Heartbeat() | Reply():
                 if (client := self.ranks.find(source)) is not None:
                     client.hear(message)
+                elif isinstance(message, Heartbeat) and self._assembler is None and not self.ranks.all_restart:
+                    self._text_beat_ns = message.sent_ns
             case TokenBatch():
                 self._assemble(message, source)
             case TenantUse():

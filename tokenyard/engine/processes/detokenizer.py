@@ -1,11 +1,12 @@
 """The detokenizer process: token ids in, text out (`python -m tokenyard.engine.processes.detokenizer`)."""
 
 import logging
+import time
 from typing import Any
 
 import zmq
 
-from tokenyard.base import StopFound, TokenBatch
+from tokenyard.base import NS_PER_S, StopFound, TokenBatch
 from tokenyard.engine.processes.child import Inbox, ReportReady, run_child
 from tokenyard.engine.processes.config import ChildReport, ChildTask
 from tokenyard.engine.processes.ipc import (
@@ -17,13 +18,14 @@ from tokenyard.engine.processes.ipc import (
     pull_socket,
     push_socket,
 )
-from tokenyard.engine.processes.messages import Fence, ToText
+from tokenyard.engine.processes.messages import Fence, Heartbeat, ToText
 from tokenyard.engine.text.text_assembler import TextAssembler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
+from tokenyard.engine.watch.liveness import BEAT_EVERY_S
 
 logger = logging.getLogger(__name__)
 
-WAIT_MS = 60_000
+WAIT_MS = round(1000 * BEAT_EVERY_S)
 
 
 def run_detokenizer(task: ChildTask, report: ReportReady) -> None:
@@ -32,9 +34,11 @@ def run_detokenizer(task: ChildTask, report: ReportReady) -> None:
     context: zmq.Context[Any] = zmq.Context()
     endpoints = Endpoints(task.socket_directory)
     inbox = Inbox(pull_socket(context, endpoints.detokenizer))
-    desk = Desk(assembler, context, endpoints)
+    desk = Desk(assembler, context, endpoints, task.source)
     report(ChildReport())
+    desk.beat(time.monotonic_ns())
     while (frames := inbox.wait(WAIT_MS)) is not None:
+        desk.beat(time.monotonic_ns())
         for frame in frames:
             try:
                 desk.take(*TO_TEXT.decode(frame))
@@ -44,15 +48,28 @@ def run_detokenizer(task: ChildTask, report: ReportReady) -> None:
 
 
 class Desk:
-    """Takes in messages and sends on what they become: text to the API process, found stops where tokens came from."""
+    """Takes in messages and sends on what they become: text to the API process, found stops where tokens came from.
 
-    def __init__(self, assembler: TextAssembler, context: "zmq.Context[Any]", endpoints: Endpoints) -> None:
+    `source` is the number of this process.
+    """
+
+    def __init__(
+        self, assembler: TextAssembler, context: "zmq.Context[Any]", endpoints: Endpoints, source: int
+    ) -> None:
         self._assembler = assembler
+        self._source = source
+        self._beat_ns = 0
         self._context = context
         self._endpoints = endpoints
         self._to_api = push_socket(context, endpoints.api)
         self._to_scheduler: dict[int, Any] = {}
         self._fenced: set[int] = set()
+
+    def beat(self, now_ns: int) -> None:
+        """Send a sign of life if one is due. The loop that does the work sends it, so that a hang shows."""
+        if now_ns - self._beat_ns >= BEAT_EVERY_S * NS_PER_S:
+            self._beat_ns = now_ns
+            self._to_api.send(TO_API.encode(Heartbeat(now_ns, "idle", 0, 0, {}), self._source))
 
     def take(self, message: ToText, source: int) -> None:
         """Take in a message of scheduler process `source`, or a fence."""

@@ -16,11 +16,11 @@ from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.ipc import SocketDirectory
 from tokenyard.engine.processes.link import SocketLink
 from tokenyard.engine.processes.supervisor import Supervisor
-from tokenyard.engine.ranks import Ranks
 from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template
 from tokenyard.engine.text.text_assembler import TextAssembler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 from tokenyard.engine.tokenizer_manager import TokenizerManager
+from tokenyard.engine.watch.liveness import BEAT_EVERY_S
 from tokenyard.router.balance import Balancer
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,12 @@ LISTEN_EVERY_S = 0.5
 SILENT_TIMES = 3
 SILENCE_GRACE_S = 2.0
 """How much later than the watchdog inside the scheduler's process we act, which knows better what went wrong."""
+
+TEXT_TIMEOUT_S = 10.0
+"""How long the detokenizer may be silent, whose work is short whatever the model is; less with a shorter watchdog."""
+
+TEXT_QUIET_S = 2.5 * BEAT_EVERY_S
+"""While the detokenizer is silent for so long, nothing can be said of schedulers: it is the way of their heartbeats."""
 
 
 @asynccontextmanager
@@ -50,11 +56,15 @@ async def running_engine(
         assembler = TextAssembler(None) if config.skip_tokenizer_init else None
         balancer = Balancer(config.load_balance_method, config.ranks, info.num_pages * info.page_size, config.scheduler)
         manager = TokenizerManager(
-            info, tokenizer, template, link, assembler=assembler, on_death=on_death, balancer=balancer
+            *(info, tokenizer, template, link),
+            assembler=assembler,
+            on_death=on_death,
+            on_text_silent=supervisor.end_silent_text,
+            balancer=balancer,
         )
         link.listen(manager.receive)
         supervisor.watch(manager)
-        listener = asyncio.create_task(_end_when_silent(manager.ranks, supervisor, config.watchdog_timeout_s))
+        listener = asyncio.create_task(_end_when_silent(manager, supervisor, config.watchdog_timeout_s))
         try:
             await start_adapters(manager, config)
             yield manager
@@ -80,18 +90,32 @@ def _warn_of_unknown_tokens(tokenizer: Tokenizer | None, info: ExecutorInfo) -> 
         )
 
 
-async def _end_when_silent(ranks: Ranks, supervisor: Supervisor, timeout_s: float) -> None:
-    """End schedulers whose heartbeats stay away: a process that stands still altogether has no watchdog either."""
+async def _end_when_silent(manager: TokenizerManager, supervisor: Supervisor, timeout_s: float) -> None:
+    """End processes whose heartbeats stay away: one that stands still altogether has no watchdog either.
+
+    Nothing is heard of schedulers while the detokenizer stands still, so that it is looked at first.
+    """
     times_silent: Counter[int] = Counter()
+    times_text_silent = 0
     while timeout_s:
         await asyncio.sleep(LISTEN_EVERY_S)
-        for client in ranks.clients:
+        text_age_s = manager.text_age_s()
+        # More than once, as heartbeats may wait in our own socket if it is this process that stood still.
+        silent = min(timeout_s, TEXT_TIMEOUT_S) + SILENCE_GRACE_S < text_age_s < math.inf
+        times_text_silent = times_text_silent + 1 if silent else 0
+        if times_text_silent == SILENT_TIMES:
+            reason = f"no sign of life from the detokenizer for {text_age_s:.0f} s"
+            logger.critical("%s (see --watchdog-timeout-s); stacks follow", reason)
+            supervisor.end_silent_text(reason)
+        if TEXT_QUIET_S < text_age_s < math.inf:
+            times_silent.clear()
+            continue
+        for client in manager.ranks.clients:
             age_s = client.age_s(time.monotonic_ns())
-            # More than once, as heartbeats may wait in our own socket if it is this process that stood still.
             silent = timeout_s + SILENCE_GRACE_S < age_s < math.inf
             times_silent[client.source] = times_silent[client.source] + 1 if silent else 0
             if times_silent[client.source] == SILENT_TIMES:
-                reason = f"no sign of life from the scheduler or the detokenizer for {age_s:.0f} s"
+                reason = f"no sign of life from the scheduler for {age_s:.0f} s"
                 heard = client.last_heard
                 logger.critical("%s (see --watchdog-timeout-s); last heard: %s; stacks follow", reason, heard)
                 supervisor.end_silent(client.source, reason)

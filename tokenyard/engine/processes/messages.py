@@ -2,8 +2,8 @@
 
 API process -> scheduler: the events of `base`, and calls. Scheduler -> text side: one `TokenBatch` a step, heartbeats
 and replies, and where there are several ranks `TenantUse`, which the API process passes on to the others. API process
--> text side: `Fence`. Text side -> API process: one `TextBatch` a step, `Fenced`, and all else as it is. Text side ->
-scheduler: `StopFound`.
+-> text side: `Fence`. Text side -> API process: one `TextBatch` a step, `Fenced`, its own heartbeats, and all else as it
+is. Text side -> scheduler: `StopFound`.
 """
 
 from typing import Any, Literal
@@ -50,7 +50,8 @@ class Reply(msgspec.Struct):
 
 
 class Heartbeat(msgspec.Struct):
-    """Sign of life of a scheduler process, sent about every half second by a thread of its own.
+    """Sign of life of a scheduler process, sent about every half second by a thread of its own, or of the detokenizer,
+    of which only `sent_ns` says something.
 
     `doing` is "idle" (waiting for messages), "step" (waiting for the device), "policy" or "priority function" (running
     the user's own) or "host" (everything else); `doing_ns` says for how long, so that a loop that hangs on the host

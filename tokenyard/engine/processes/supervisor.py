@@ -26,6 +26,9 @@ LONGEST_REPORT_BYTES = 1 << 20
 RESTART_PAUSES_S = (0.0, 1.0, 5.0, 20.0, 60.0)
 """How long to wait before each try to start a scheduler again; after the last one it is given up."""
 
+TEXT_START_S = 60.0
+"""How long a detokenizer may take to start again. A scheduler may take any time, as models are of any size."""
+
 STABLE_S = 300.0
 """A scheduler that has run for so long has all tries again."""
 
@@ -179,13 +182,19 @@ class Supervisor:
         self._children = {}
 
     def end_silent(self, source: int, reason: str) -> None:
-        """End a scheduler of which nothing is heard; it leaves the stacks of its threads in the log, if it can."""
+        """End a child process of which nothing is heard; it leaves the stacks of its threads in the log, if it can."""
         child = self._children.get(source)
         if child is not None:
             child.silent = reason
             with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(signal.SIGABRT)
                 child.process.send_signal(signal.SIGCONT)
+
+    def end_silent_text(self, reason: str) -> None:
+        """End a detokenizer of which nothing is heard, in the same way."""
+        for child in self._children.values():
+            if child.name == "detokenizer":
+                self.end_silent(child.source, reason)
 
     async def _spawn(self, name: str, rank: int = 0, *, config: EngineConfig | None = None, note: str = "") -> Child:
         """Start a process, which is among the children from then on."""
@@ -278,10 +287,10 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             child = await self._spawn(name, rank, config=config, note=note)
             try:
-                await child.ready()
+                await asyncio.wait_for(child.ready(), TEXT_START_S if name == "detokenizer" else None)
                 return child, ""
-            except TokenyardError as error:
-                reason = error.message
+            except (TokenyardError, TimeoutError) as error:
+                reason = str(error) or f"the {name} did not start within {TEXT_START_S:g} s"
                 child.kill()
                 await child.end()
                 del self._children[child.source]
