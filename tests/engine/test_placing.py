@@ -8,10 +8,12 @@ import pytest
 from tests.engine.engines import watched_mock
 from tokenyard.base import (
     Finish,
+    Pause,
     SamplingParams,
     SchedulerSettings,
     Started,
     Submit,
+    TenantSettings,
     TenantUse,
     TextOptions,
     TokenBatch,
@@ -147,6 +149,32 @@ def test_what_a_tenant_uses_is_told_to_all_other_ranks():
         assert [sent[rank] for rank in range(3)] == [[use], [], [use]]
 
     with_ranks(work, 3)
+
+
+def test_what_waits_for_a_rank_goes_elsewhere_when_that_is_out_for_good():
+    async def work(manager, sent):
+        readings = [asked(manager, tenant="small"), asked(manager, tenant="small", rid="held")]
+        await asyncio.sleep(0.01)
+        (home,) = (rank for rank in sent if submits(sent[rank]))
+        first, held = submits(sent[home])
+        manager.receive(batch(first.number, [8], started=True), home)
+        await asyncio.sleep(0.01)
+        manager.rank_lost(home, "killed", distrust=False)
+        await manager.pause_request("held")
+        await asyncio.sleep(0.01)
+        other = 1 - home
+        assert not submits(sent[other])
+        manager.rank_given_up(home)
+        moved, waiting = submits(sent[other])
+        assert (moved.number, moved.output_ids.tolist(), waiting.number) == (first.number, [8], held.number)
+        assert Pause(numbers=[held.number]) in sent[other]
+        for request in (moved, waiting):
+            manager.receive(batch(request.number, [9], started=True), other)
+            manager.receive(batch(request.number, finish=Finish(request.number, "length")), other)
+        ends = [(await reading)[-1].finish.reason for reading in readings]
+        assert ends == ["length", "length"]
+
+    with_ranks(work, tenants={"small": TenantSettings(max_running=1)})
 
 
 def test_first_token_and_hits_are_those_of_the_rank_that_began():

@@ -13,6 +13,7 @@ from tokenyard.base import (
     InvalidRequestError,
     OverloadedError,
     Pause,
+    RanksLeft,
     Request,
     Resume,
     SamplingParams,
@@ -196,6 +197,20 @@ def test_limits_that_do_not_reach_all_ranks_keep_a_tenant_on_those_that_they_rea
     again, sent = client(waiting.rank, 32)
     ranks.join(again)
     assert sent == [Cancel([4])]
+
+
+def test_a_rank_that_is_out_for_good_leaves_its_part_to_the_others():
+    ranks, clients = joined(2, tenants={"small": TenantSettings(max_running=1)}, max_queued_requests=5)
+    (home,) = ranks.balancer.may_serve(asked(tenant="small"))
+    ranks.leave(clients[home].source, OverloadedError("gone"), 0)
+    absent, _ = ranks.choose(asked(tenant="small"))
+    absent.send(Cancel([4]))
+    assert ranks.give_up(home) == (absent, [Cancel([4])])
+    client_left, place = ranks.choose(asked(tenant="small"))
+    assert (client_left, place.rank) == (clients[1 - home], 1 - home)
+    again, sent = client(1 - home, 31)
+    ranks.join(again)
+    assert sent == [RanksLeft(1, 5)]
 
 
 def test_what_comes_while_no_scheduler_runs_waits_for_the_next_one():

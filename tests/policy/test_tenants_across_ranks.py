@@ -3,7 +3,7 @@
 import pytest
 
 from tests.policy.clocked import MS, S, make_clocked, prompt
-from tokenyard.base import TenantSettings
+from tokenyard.base import RanksLeft, TenantSettings
 from tokenyard.policy.tenants import part, ranks_of_tenant, tenant_part
 
 EVERY_NS = 100 * MS
@@ -108,6 +108,36 @@ def test_the_service_of_a_tenant_at_all_ranks_decides_who_is_next():
     told = gap_after(Ranks(2, **settings), 1)
     assert told <= bound
     assert gap_after(silent(Ranks(2, **settings)), 1) > 2 * told
+
+
+def test_when_ranks_go_others_take_over_what_they_had_of_the_limits():
+    for size in (2, 3, 4, 7):
+        for most in range(1, 30):
+            tenants, left = {"a": TenantSettings(max_running=most, max_queued=2 * most)}, list(range(size))
+            serving, own = ranks_of_tenant(tenants, "a", size), tenant_part(tenants["a"], size)
+            while len(left) > 1:
+                left.remove(left[(most + size) % len(left)])
+                before, had, gone = serving, own, set(serving) - set(left)
+                serving, own = ranks_of_tenant(tenants, "a", size, left), tenant_part(tenants["a"], size, len(left))
+                assert set(before) - gone <= set(serving) <= set(left), "no rank that is left leaves the tenant"
+                assert serving
+                assert own.max_running >= had.max_running
+                assert own.max_queued >= had.max_queued
+                assert most - max(len(left), own.max_running) < len(serving) * own.max_running <= most
+                assert len(serving) * own.max_queued <= 2 * most
+
+
+def test_a_scheduler_starts_more_of_a_tenant_when_its_part_grows():
+    yard = make_clocked(dp_size=2, pages=10**4, rows=8, tenants={"*": TenantSettings(max_running=4, max_queued=6)})
+    for _ in range(5):
+        yard.submit(prompt(10), max_new=10**3, tenant="a")
+    yard.until(S)
+    assert len(yard.scheduler.state.running) == 2
+    assert yard.submit(prompt(10), max_new=1, tenant="a") in yard.finished, "the queue is full"
+    yard.scheduler.apply(RanksLeft(1), yard.now)
+    assert yard.submit(prompt(10), max_new=10**3, tenant="a") not in yard.finished
+    yard.until(yard.now + S)
+    assert len(yard.scheduler.state.running) == 4
 
 
 def test_counts_of_a_tenant_are_parted_and_never_add_up_to_more():

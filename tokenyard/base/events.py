@@ -154,6 +154,16 @@ class TenantUse:
     service: list[float]
 
 
+@dataclass(slots=True)
+class RanksLeft:
+    """Of the engine's data-parallel ranks only `ranks` are left, as the others are out for good: these keep the limits
+    of tenants together from now on. max_queued_requests: this scheduler's part of the engine's, -1 for no limit.
+    """
+
+    ranks: int
+    max_queued_requests: int = -1
+
+
 Event = (
     Submit
     | Cancel
@@ -169,6 +179,7 @@ Event = (
     | HoldEnded
     | TenantUse
     | ForgetAdapter
+    | RanksLeft
 )
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from tokenyard.base import Request
+from tokenyard.base import Cancel, Pause, Request, Resume, Submit, Update
 from tokenyard.base.request import NO_TOKENS
-from tokenyard.engine.processes.messages import Fenced
+from tokenyard.engine.processes.messages import Fenced, ToScheduler
 
 
 def begun_answers(fenced: Fenced) -> dict[int, list[int]]:
@@ -22,6 +22,18 @@ def begun_answers(fenced: Fenced) -> dict[int, list[int]]:
 def untold(source: int) -> Fenced:
     """What stands for the word of a text side that has ended with all it knew."""
     return Fenced(source, np.empty(0, np.int64), NO_TOKENS, NO_TOKENS)
+
+
+def first_number(event: ToScheduler) -> int:
+    """The number of the answer that an event for a scheduler is about, or of the first one; 0 for none."""
+    match event:
+        case Submit():
+            return event.request.number
+        case Update():
+            return event.number
+        case Cancel() | Pause() | Resume():
+            return event.numbers[0] if event.numbers else 0
+    return 0
 
 
 def continued(request: Request, open_answers: Collection[int], begun: Mapping[int, Sequence[int]]) -> list[Request]:

@@ -6,9 +6,19 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from tokenyard.base import InvalidRequestError, OverloadedError, Pause, Request, Resume, SetPolicy, TokenyardError
+from tokenyard.base import (
+    InvalidRequestError,
+    OverloadedError,
+    Pause,
+    RanksLeft,
+    Request,
+    Resume,
+    SetPolicy,
+    TokenyardError,
+)
 from tokenyard.engine.client import CALL_TIMEOUT_S, SchedulerClient
 from tokenyard.engine.processes.messages import ToScheduler, Verb
+from tokenyard.policy.tenants import part
 from tokenyard.router.balance import Balancer, Place
 
 SILENT_S = 5.0
@@ -69,10 +79,28 @@ class Ranks:
             self._absent[rank] = SchedulerClient(backlog.append, rank, ABSENT_SOURCE)
         return self._absent[rank]
 
+    def give_up(self, rank: int) -> tuple[SchedulerClient, list[ToScheduler]]:
+        """A rank is out for good. The others take over its parts of the limits. Returns who stood for it, and the
+        events that wait for it, which are to be sent elsewhere.
+        """
+        self.balancer.give_up(rank)
+        for client in self.clients:
+            self._tell_parts(client)
+        absent = self._absent.pop(rank, None) or SchedulerClient(lambda event: None, rank, ABSENT_SOURCE)
+        return absent, self._backlogs.pop(rank, [])
+
+    def _tell_parts(self, client: SchedulerClient) -> None:
+        """Tell a scheduler its parts of the limits if ranks are out for good."""
+        left = self.balancer.left
+        if len(left) < self.size:
+            most = self.balancer.settings.max_queued_requests
+            client.send(RanksLeft(len(left), part(most, left.index(client.rank), len(left))))
+
     def join(self, client: SchedulerClient) -> None:
         """A scheduler runs. It gets the events that wait for it, with the requests that they are about."""
         self._clients[client.source] = client
         self.on_join(client)
+        self._tell_parts(client)
         if self._policy is not None:
             client.send(self._policy)
         if self._paused:

@@ -31,8 +31,8 @@ from tokenyard.base import (
 )
 from tokenyard.engine.adapters import AdapterRegistry
 from tokenyard.engine.client import Link, SchedulerClient
-from tokenyard.engine.continuation import begun_answers, continued, untold
-from tokenyard.engine.processes.messages import Fence, Fenced, Heartbeat, Reply, TextBatch, ToApi
+from tokenyard.engine.continuation import begun_answers, continued, first_number, untold
+from tokenyard.engine.processes.messages import Call, Fence, Fenced, Heartbeat, Reply, TextBatch, ToApi
 from tokenyard.engine.ranks import Ranks
 from tokenyard.engine.recent import RecentRequests
 from tokenyard.engine.requests import RequestMaker, check_priority, ns_from_ms
@@ -48,6 +48,9 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_TIMEOUT_S = 2.0
 FENCE_TIMEOUT_S = 10.0
 """How long the detokenizer may take to say how far the answers of a scheduler have come that has ended."""
+
+LEFT = Finish(0, "abort", message="the client went away", cause="client_gone")
+"""The end of an answer that nobody reads any more, and that no scheduler has."""
 
 NO_ROOM = ("queue_full", "displaced", "tenant_limit")
 """Why a rank refuses a request that another one may take."""
@@ -361,6 +364,18 @@ class TokenizerManager:
         else:
             self.receive(self._assembler.fence(fence), source)
 
+    def rank_given_up(self, rank: int) -> None:
+        """A rank is out for good. What waits for it goes to others, in the same order."""
+        absent, events = self.ranks.give_up(rank)
+        for event in events:
+            stream = self._streams.of_number(first_number(event))
+            if stream is None or isinstance(event, Call):
+                continue
+            if stream.client is absent:
+                self._place(stream, *self.ranks.choose(stream.request))
+            stream.client.send(event)
+        self._streams.end_left(absent, LEFT)
+
     def text_lost(self) -> None:
         """The detokenizer has ended, and with it the state of all texts and some news of the schedulers. All of them
         are started again; requests go on from the tokens that have come here.
@@ -414,7 +429,7 @@ class TokenizerManager:
         lost, timer = self._lost.pop(fenced.source)
         timer.cancel()
         # The news before the fence are out, so what has not ended by them does not end any more.
-        self._streams.end_left(lost, Finish(0, "abort", message="the client went away", cause="client_gone"))
+        self._streams.end_left(lost, LEFT)
         streams = self._streams.of(lost)
         begun = {number: tokens for stream in streams for number, tokens in stream.come.items()} | begun_answers(fenced)
         for stream in streams:

@@ -24,27 +24,43 @@ def part(total: int, rank: int, ranks: int) -> int:
     return total if total < 0 else total // ranks + (rank < total % ranks)
 
 
-def tenant_part(tenant: TenantSettings, ranks: int) -> TenantSettings:
-    """The settings of a tenant on each of the ranks that serve it (`ranks_of_tenant`)."""
-    running, queued = (-(-most // ranks) if most > 0 else most for most in (tenant.max_running, tenant.max_queued))
+def tenant_part(tenant: TenantSettings, ranks: int, left: int | None = None) -> TenantSettings:
+    """The settings of a tenant on each of the ranks that serve it (`ranks_of_tenant`), where only `left` of the ranks
+    are left (None: all).
+    """
+    running, queued = (_limit_part(most, ranks, left or ranks) for most in (tenant.max_running, tenant.max_queued))
     return replace(tenant, max_running=running, max_queued=queued)
 
 
-def ranks_of_tenant(tenants: Mapping[str, TenantSettings], name: str, ranks: int) -> Sequence[int]:
-    """The ranks that serve a tenant: as many as have a part in its limits without going beyond them.
+def _limit_part(most: int, ranks: int, left: int) -> int:
+    """The part of a tenant's limit. It only grows as ranks go, and the parts never add up to more than the limit."""
+    if most <= 0:
+        return most
+    share = -(-most // ranks)
+    return share if most // share <= left else most // left
+
+
+def ranks_of_tenant(
+    tenants: Mapping[str, TenantSettings], name: str, ranks: int, left: Sequence[int] | None = None
+) -> Sequence[int]:
+    """The ranks that serve a tenant, of those that are `left` (None: all): as many as have a part in its limits without
+    going beyond them.
 
     All ranks have the same part, so that no plan depends on a tenant's name, which tapes do not tell; where there is
     not enough for all, ranks are left out, other ones for each tenant. What the others have together is at most the
-    limit, and less than it by less than one part.
+    limit, and less than it by less than one part. When a rank goes, another one steps in or the parts grow; no other
+    rank leaves the tenant, so that what runs never goes beyond the limit.
     """
+    left = range(ranks) if left is None else left
     tenant = tenants.get(name) or tenants.get(ANY_TENANT)
     if tenant is None or (tenant.max_running < 0 and tenant.max_queued < 0):
-        return range(ranks)
+        return left
     own = tenant_part(tenant, ranks)
     limits = ((tenant.max_running, own.max_running), (tenant.max_queued, own.max_queued))
     count = min(most // share for most, share in limits if most > 0)
     first = crc32(name.encode("utf-8", "surrogatepass"))
-    return [(first + place) % ranks for place in range(count)]
+    ring = [(first + place) % ranks for place in range(ranks)]
+    return [rank for rank in ring if rank in left][:count]
 
 
 class TenantBook:
@@ -54,11 +70,24 @@ class TenantBook:
     """
 
     def __init__(self, tenants: dict[str, TenantSettings], ranks: int = 1) -> None:
-        if ranks > 1:
-            tenants = {name: tenant_part(tenant, ranks) for name, tenant in tenants.items()}
-        self._named = tenants
-        self._default = tenants.get(ANY_TENANT, TenantSettings())
+        self._whole, self._ranks = tenants, ranks
         self._known: list[TenantSettings | None] = []
+        self._part_out(ranks)
+
+    def _part_out(self, left: int) -> None:
+        parts = {name: tenant_part(tenant, self._ranks, left) for name, tenant in self._whole.items()}
+        self._named = parts if self._ranks > 1 else self._whole
+        self._default = self._named.get(ANY_TENANT, TenantSettings())
+
+    def keep_with(self, left: int) -> list[tuple[int, TenantSettings]]:
+        """Only `left` of the ranks are left: the new settings of all tenants that are known, as (number, settings)."""
+        names = {id(part): name for name, part in self._named.items()}
+        found = [(number, names.get(id(part))) for number, part in enumerate(self._known) if part is not None]
+        self._part_out(left)
+        known = [(number, self._default if name is None else self._named[name]) for number, name in found]
+        for number, settings in known:
+            self._known[number] = settings
+        return known
 
     def __len__(self) -> int:
         return len(self._known)
@@ -96,6 +125,9 @@ class Limits:
     """
 
     next_ns: int | None = None
+
+    def keep_with(self, left: int) -> None:
+        """Only `left` data-parallel ranks keep the limits together from now on."""
 
     def queue_is_full(self, columns: Columns, name: str, waiting: Int32Array, rows: list[int]) -> bool:
         """Whether the queue of the tenant called `name` has no room for its new `rows` beside the `waiting` ones."""
@@ -167,6 +199,11 @@ class TenantLimits(Limits):
         self._total_tokens = 0
         self._filled_ns = 0
         self._claim: tuple[int, int] | None = None
+
+    @override
+    def keep_with(self, left: int) -> None:
+        for number, tenant in self._book.keep_with(left):
+            self._note_most_running(number, tenant)
 
     @override
     def queue_is_full(self, columns: Columns, name: str, waiting: Int32Array, rows: list[int]) -> bool:
@@ -360,7 +397,10 @@ class TenantLimits(Limits):
         for number, tenant in new:
             self._rate[number], self._share[number] = tenant.tokens_per_s, tenant.kv_share
             self._burst[number] = self._bucket[number] = tenant.burst_tokens
-            self._most_running[number] = tenant.max_running if tenant.max_running >= 0 else NO_LIMIT
+            self._note_most_running(number, tenant)
+
+    def _note_most_running(self, number: int, tenant: TenantSettings) -> None:
+        self._most_running[number] = tenant.max_running if tenant.max_running >= 0 else NO_LIMIT
 
 
 def _held_tokens(columns: Columns, row: int) -> int:

@@ -69,8 +69,9 @@ class Balancer:
     """Knows what each of `ranks` ranks has, as `router.load` counts it, and what its cache should hold.
 
     Loads and what was learnt of a rank outlive its process; its cache does not (`lost`). `pool_tokens` bound what a
-    rank can hold. Where priorities count, a request sees only the load of requests that it does not overtake: those of
-    its own level and above. Between ranks where these are equal, the fewest requests of any level decide.
+    rank can hold. left: the ranks that are not out for good. Where priorities count, a request sees only the load of
+    requests that it does not overtake: those of its own level and above. Between ranks where these are equal, the
+    fewest requests of any level decide.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Balancer:
     ) -> None:
         """Raises ConfigError for an unknown method."""
         self.ranks = ranks
+        self.left = list(range(ranks))
         self.settings = settings or SchedulerSettings()
         self.policy = make_policy(method)
         self.index = PrefixIndex(INDEX_BYTES)
@@ -112,7 +114,11 @@ class Balancer:
 
     def may_serve(self, request: Request) -> Collection[int]:
         """The ranks that have a part in the limits of the request's tenant."""
-        return ranks_of_tenant(self.settings.tenants, request.tenant, self.ranks)
+        return ranks_of_tenant(self.settings.tenants, request.tenant, self.ranks, self.left)
+
+    def give_up(self, rank: int) -> None:
+        """The rank is out for good; the others take over its part in the limits of tenants."""
+        self.left = [other for other in self.left if other != rank]
 
     def lost(self, rank: int) -> None:
         """The rank's process has ended, and its cache with it."""

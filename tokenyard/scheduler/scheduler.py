@@ -31,6 +31,7 @@ from tokenyard.base import (
     Move,
     OpenGate,
     Pause,
+    RanksLeft,
     Reach,
     Request,
     Resume,
@@ -103,6 +104,7 @@ class Scheduler:
             Arrived: self.arrived,
             HoldEnded: self.hold_ended,
             TenantUse: self.take_tenant_use,
+            RanksLeft: self.take_over_limits,
             ForgetAdapter: self.forget_adapter,
             Flush: lambda event, now: self.flush(now),
         }
@@ -241,6 +243,12 @@ class Scheduler:
             number = self.state.table.tenant_number(name)
             self.state.limits.used_elsewhere(number, name, tokens)
             self.state.policy.served_elsewhere(number, name, service)
+
+    def take_over_limits(self, event: RanksLeft, now: int) -> None:
+        """Ranks are out for good: this one's parts of the engine's limits grow."""
+        settings = replace(self.state.settings, max_queued_requests=event.max_queued_requests)
+        self.state.settings = settings
+        self.state.limits.keep_with(event.ranks)
 
     def set_policy(self, event: SetPolicy, now: int) -> None:
         """Order the queue by another policy. Raises ConfigError for an unknown name, or one that contradicts other

@@ -32,6 +32,7 @@ from tokenyard.base import (
     LogprobOptions,
     OpenGate,
     Pause,
+    RanksLeft,
     Reach,
     Resume,
     SchedulerSettings,
@@ -47,8 +48,8 @@ from tokenyard.cost import LinearCost, OnlineCost
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.tape.anonymizer import Anonymizer
 
-VERSION = 6
-READABLE = (1, 2, 3, 4, 5, 6)
+VERSION = 7
+READABLE = (1, 2, 3, 4, 5, 6, 7)
 MAGIC = re.compile(rb"tokenyard tape (\d{1,9})\n")
 DIGEST_BYTES = 16
 _FRAME = struct.Struct("<IBq")
@@ -123,6 +124,7 @@ KINDS: tuple[type, ...] = (
     HoldEnded,
     TenantUse,
     ForgetAdapter,
+    RanksLeft,
 )
 """The kind of a record is its place here; new kinds go to the end and raise VERSION."""
 

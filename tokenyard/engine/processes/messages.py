@@ -2,7 +2,7 @@
 
 API process -> scheduler: the events of `base`, and calls. Scheduler -> text side: one `TokenBatch` a step, heartbeats
 and replies, and where there are several ranks `TenantUse`, which the API process passes on to the others. API process
--> text side: `Fence`. Text side -> API process: one `TextBatch` a step, `Fenced`, its own heartbeats, and all else as it
+-> text side: `Fence`. Text side -> API process: one `TextBatch` a step, `Fenced`, its own heartbeats and all else as it
 is. Text side -> scheduler: `StopFound`.
 """
 

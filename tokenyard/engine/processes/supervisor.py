@@ -49,6 +49,9 @@ class Listener(Protocol):
         that is to be distrusted.
         """
 
+    def rank_given_up(self, rank: int) -> None:
+        """The rank is out for good, others are left."""
+
     def text_lost(self) -> None:
         """The detokenizer has ended; it is started again, and all schedulers with it."""
 
@@ -305,6 +308,8 @@ class Supervisor:
         else:
             left = self._config.ranks - self._given_up
             logger.critical("%s; rank %d is given up, %d of %d are left", reason, rank, left, self._config.ranks)
+            assert self._listener is not None
+            self._listener.rank_given_up(rank)
 
     def _die(self, reason: str) -> None:
         assert self._listener is not None
