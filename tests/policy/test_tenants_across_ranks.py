@@ -129,15 +129,17 @@ def test_when_ranks_go_others_take_over_what_they_had_of_the_limits():
 
 def test_a_scheduler_starts_more_of_a_tenant_when_its_part_grows():
     yard = make_clocked(dp_size=2, pages=10**4, rows=8, tenants={"*": TenantSettings(max_running=4, max_queued=6)})
-    for _ in range(5):
-        yard.submit(prompt(10), max_new=10**3, tenant="a")
-    yard.until(S)
-    assert len(yard.scheduler.state.running) == 2
-    assert yard.submit(prompt(10), max_new=1, tenant="a") in yard.finished, "the queue is full"
+
+    def state_after(requests):
+        numbers = [yard.submit(prompt(10), max_new=10**4, tenant="a") for _ in range(requests)]
+        yard.until(yard.now + S // 10)
+        refused = sum(number in yard.finished for number in numbers)
+        return len(yard.scheduler.state.running), len(yard.scheduler.state.waiting), refused
+
+    assert state_after(2) == (2, 0, 0)
+    assert state_after(4) == (2, 3, 1), "its part of the queue is 3"
     yard.scheduler.apply(RanksLeft(1), yard.now)
-    assert yard.submit(prompt(10), max_new=10**3, tenant="a") not in yard.finished
-    yard.until(yard.now + S)
-    assert len(yard.scheduler.state.running) == 4
+    assert state_after(4) == (4, 4, 1), "all of the queue, which has 6, and all 4 places"
 
 
 def test_counts_of_a_tenant_are_parted_and_never_add_up_to_more():
