@@ -11,7 +11,7 @@ the last plan that contains it has committed (memory.Release). Up to `max_in_fli
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
