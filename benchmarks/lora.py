@@ -4,8 +4,7 @@ Run from the repository root: `python -m benchmarks.lora [--shape qwen] [--batch
 Random weights and adapters of all seven projections, fixed contexts over random slots, no scheduler and no sampling. Of
 all steps of a kind the fastest is shown, as other work on the machine only ever adds time. The kinds of steps:
 
-base: no row has an adapter, the step as the server runs it (whole native steps where there are native kernels).
-layers: no row has an adapter, computed layer by layer, which is what a step with an adapter begins from.
+base: no row has an adapter.
 one: all rows have the same adapter. many: rows have different ones, as many as there are. half: every second row has
 none, the others have different ones. chunk: one row of 256 prompt tokens with an adapter; its base is `base chunk`.
 """
@@ -71,7 +70,7 @@ def cases(executor: ModelExecutor, rows: int, options: argparse.Namespace) -> di
     """Functions that run a step of each kind and return its seconds."""
     rng, model = np.random.default_rng(rows), executor.model
 
-    def run(slots: list[int], count: int, whole: bool = True) -> Callable[[], float]:
+    def run(slots: list[int], count: int) -> Callable[[], float]:
         batch = batch_of(executor, len(slots), options.context if count == 1 else 0, count, rng)
         plan = plan_of(len(slots), count)
 
@@ -79,7 +78,7 @@ def cases(executor: ModelExecutor, rows: int, options: argparse.Namespace) -> di
             give(executor, slots)
             begin_s = time.perf_counter()
             executor._adapters.begin(plan)
-            (model if whole else model._layered).step(batch)
+            model.step(batch)
             return time.perf_counter() - begin_s
 
         return step
@@ -87,7 +86,6 @@ def cases(executor: ModelExecutor, rows: int, options: argparse.Namespace) -> di
     different = [row % options.adapters + 1 for row in range(rows)]
     kinds = {
         "base": run([0] * rows, 1),
-        "layers": run([0] * rows, 1, whole=False),
         "one": run([1] * rows, 1),
         "many": run(different, 1),
         "half": run([slot if row % 2 == 0 else 0 for row, slot in enumerate(different)], 1),
@@ -116,6 +114,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--model-impl", default="auto")
+    parser.add_argument("--quantization", default="none", choices=["none", "int8"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
@@ -133,6 +132,7 @@ def main() -> None:
             max_pool_rows=max(options.batches),
             max_total_tokens=max(max(options.batches) * (options.context + 2), 2 * CHUNK),
             context_length=max(options.context + 2, CHUNK),
+            quantization=options.quantization,
             lora_slots=options.adapters,
             lora_rank=options.rank,
         )
@@ -143,8 +143,7 @@ def main() -> None:
         best = measure(cases(executor, rows, options), options.rounds)
         for name, seconds in best.items():
             base = best["base chunk" if "chunk" in name else "base"]
-            print(f"batch {rows:3}  {name:10}  {1e3 * seconds:8.2f} ms  {seconds / base:5.2f} x base", end="")
-            print(f"  {seconds / best['layers']:5.2f} x layers" if "chunk" not in name else "")
+            print(f"batch {rows:3}  {name:10}  {1e3 * seconds:8.2f} ms  {seconds / base:5.2f} x base", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from tests.executor.lora_maker import logits_of, merged, modules_of, save_adapter
 from tests.executor.tiny_models import judge, logits, prompt_of
 from tokenyard.base import TokenyardError
+from tokenyard.executor.lora_config import PROJECTIONS
 
 SLOTS = 4
 BACKENDS = ("gather", "attention", "native")
@@ -97,20 +98,8 @@ def test_a_slot_takes_another_adapter_for_the_rows_that_start_then(lora_driver, 
         driver.step((driver.start(prompt, adapter=("unknown", 1)), None))
 
 
-def test_rows_without_adapters_keep_the_native_steps(lora_driver, backend):
-    driver, _ = lora_driver(**backend)
-    model = driver.executor.model
-    row, other = driver.start(prompt_of(5, seed=1)), driver.start(prompt_of(5, seed=1), adapter=("a1", 1))
-    driver.step((row, None))
-    assert model._last is model._plain
-    driver.step((row, 1), (other, None))
-    assert model._last is model._layered
-    driver.step((row, 1))
-    assert model._last is model._plain
-
-
-def test_rows_sample_at_several_positions(lora_driver):
-    driver, models = lora_driver()
+def test_rows_sample_at_several_positions(lora_driver, backend):
+    driver, models = lora_driver(**backend)
     prompt = prompt_of(30, seed=5)
     sequence = driver.start(prompt, adapter=("a2", 3))
     driver.step((sequence, 26))
@@ -120,7 +109,7 @@ def test_rows_sample_at_several_positions(lora_driver):
 
 
 @pytest.mark.parametrize("root", [False, True])
-def test_scales_and_ranks_of_single_modules(make_driver, tmp_path, root):
+def test_scales_and_ranks_of_single_modules(make_driver, tmp_path, backend, root):
     case, ranks = "llama", {"model.layers.1.mlp.down_proj": 7, "model.layers.0.self_attn.q_proj": 2}
     fields = {"use_rslora": root, "alpha_pattern": {"o_proj": 3, "layers.2.mlp.up_proj": 20}}
     folder = save_adapter(tmp_path / "a", case, rank=4, ranks=ranks, lora_alpha=6, **fields)
@@ -132,24 +121,27 @@ def test_scales_and_ranks_of_single_modules(make_driver, tmp_path, root):
     def scale(module, rank):
         return alphas[module] / (math.sqrt(rank) if root else rank)
 
-    driver = make_driver(case, lora_slots=1, lora_rank=7)
+    driver = make_driver(case, lora_slots=1, lora_rank=7, **backend)
     driver.executor.load_adapter("a", folder)
     prompt = prompt_of(33, seed=6)
     found = last_logits(driver, driver.start(prompt, adapter=("a", 1)))
     close(found, logits_of(merged(case, folder, scale), prompt)[-1])
 
 
-def test_an_adapter_of_some_modules_alone_leaves_the_others(make_driver, tmp_path):
-    driver = make_driver("qwen3-moe", lora_slots=2, lora_rank=4)
-    folder = save_adapter(tmp_path / "a", "qwen3-moe", targets=("k_proj", "o_proj"))
-    driver.executor.load_adapter("a", folder)
-    prompt = prompt_of(30, seed=7)
-    found = last_logits(driver, driver.start(prompt, adapter=("a", 2)))
-    close(found, logits_of(merged("qwen3-moe", folder, plain), prompt)[-1])
+@pytest.mark.parametrize(("case", "model_impl"), [("qwen3-moe", "auto"), ("llama", "torch"), ("llama", "auto")])
+def test_an_adapter_of_some_modules_alone_leaves_the_others(make_driver, tmp_path, case, model_impl):
+    driver = make_driver(case, lora_slots=2, lora_rank=4, model_impl=model_impl, attention_backend="auto")
+    # What the slot held before changed all modules.
+    for number, targets in enumerate((PROJECTIONS[:4] if case == "qwen3-moe" else PROJECTIONS, ("k_proj", "o_proj"))):
+        folder = save_adapter(tmp_path / str(number), case, targets=targets, seed=number)
+        driver.executor.load_adapter(f"a{number}", folder)
+        prompt = prompt_of(30, seed=7)
+        found = last_logits(driver, driver.start(prompt, adapter=(f"a{number}", 2)))
+        close(found, logits_of(merged(case, folder, plain), prompt)[-1])
 
 
-def test_an_overflow_of_one_adapter_stays_in_its_own_rows(make_driver, tmp_path):
-    driver = make_driver("llama", lora_slots=2, lora_rank=4)
+def test_an_overflow_of_one_adapter_stays_in_its_own_rows(make_driver, tmp_path, backend):
+    driver = make_driver("llama", lora_slots=2, lora_rank=4, **backend)
     wild = save_adapter(tmp_path / "wild", "llama", lora_alpha=3e38)
     tame = save_adapter(tmp_path / "tame", "llama", seed=1)
     driver.executor.load_adapter("wild", wild)

@@ -109,11 +109,6 @@ def _model_rules(settings: DeclaredSettings) -> Rules:
             "--enable-lora serves models that are not divided; drop --tp-size",
         ),
         (
-            not (settings.enable_lora and settings.quantization != "none"),
-            f"--enable-lora and --quantization {settings.quantization} exclude each other: adapters are computed "
-            "layer by layer, in the checkpoint's own weights",
-        ),
-        (
             most_adapters is None or len(settings.lora_paths) <= most_adapters,
             f"--lora-paths names {len(settings.lora_paths)} adapters; --max-loaded-loras is {most_adapters}",
         ),

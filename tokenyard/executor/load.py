@@ -1,7 +1,6 @@
 """From the name of a model to an executor that runs it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,13 +13,14 @@ from tokenyard.executor.gguf_file.folder import LINK
 from tokenyard.executor.gguf_file.weights import GgufWeights
 from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
-from tokenyard.executor.lora import Adapters
-from tokenyard.executor.models.backend import AdaptedModel, ModelBackend
+from tokenyard.executor.lora import Adapters, AdapterSlots, TorchSlots
+from tokenyard.executor.models.backend import ModelBackend
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.reading import read_model_config
 from tokenyard.executor.models.stored import checkpoint_weights, cut_out
 from tokenyard.executor.native.drawing import NativeDrawer
+from tokenyard.executor.native.lora import NativeSlots
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.parallel.shards import Shard, layers_only
 from tokenyard.executor.runner import ModelExecutor
@@ -89,16 +89,11 @@ def load_executor(
     length = _context_length(context_length, config)
     choice = choose_backends(model_impl, attention_backend, quantization, config, kind, target, threads)
 
-    def load(chosen: BackendChoice) -> Decoder | NativeDecoder:
-        return _load_layers(chosen, whole, folder, load_format, target, kind, length, seed, shard)
-
-    layers = layered = load(choice)
-    adapters = Adapters(config, lora_slots, lora_rank, max_pool_rows, target, kind) if lora_slots else None
-    if adapters is not None:
-        # Adapters change the products of single layers, which a whole native step does not show.
-        layered = layers if isinstance(layers, Decoder) else load(replace(choice, native_model=False))
-        assert isinstance(layered, Decoder)
-        layered.adapt(adapters.adapt)
+    layers = _load_layers(choice, whole, folder, load_format, target, kind, length, seed, shard)
+    adapters = None
+    if lora_slots:
+        slots = _adapter_slots(layers, config, lora_slots, lora_rank, target, kind)
+        adapters = Adapters(config, slots, lora_slots, lora_rank, max_pool_rows)
     num_pages = choose_num_pages(
         config,
         page_size=page_size,
@@ -120,7 +115,7 @@ def load_executor(
         max_pool_rows=max_pool_rows,
         kv_bytes_per_token=kv_bytes_per_token(whole, kind),
         kernels=choice.kernels,
-        adapter_bytes=adapters.slot_bytes if adapters is not None else 0,
+        adapter_bytes=adapters.slots.slot_bytes if adapters is not None else 0,
     )
     if shard is not None:
         info = shard.agree(info)
@@ -129,9 +124,6 @@ def load_executor(
     drafter = NgramDrafter(draft_tokens) if draft_tokens else None
     drawer = NativeDrawer(choice.engine, config.vocab_size) if choice.engine is not None else None
     model: ModelBackend = make_model(choice, layers, pool, pages)
-    if adapters is not None:
-        changed = model if layered is layers else make_model(choice, layered, pool, pages)
-        model = AdaptedModel(model, changed, adapters.batch)
     return make(model, pool, pages, info, target, drafter, drawer, adapters)
 
 
@@ -239,6 +231,19 @@ def _load_layers(
     if files is not None:
         files.warn_unused()
     return layers
+
+
+def _adapter_slots(
+    layers: Decoder | NativeDecoder,
+    config: ModelConfig,
+    slots: int,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> AdapterSlots:
+    if isinstance(layers, NativeDecoder):
+        return NativeSlots(layers, slots, rank)
+    return TorchSlots(layers, config, slots, rank, device, dtype)
 
 
 def _open_weights(

@@ -1,14 +1,16 @@
-"""LoRA adapters of the rows of a step: slots on the device, and their part in each product of the layers.
+"""LoRA adapters of the rows of a step: slots on the device, and their part in each product of torch's layers.
 
-A step that has rows of several adapters computes `x @ A^T` for all slots up to the last one in use as one product, sets
-what belongs to other rows' adapters to zero, and multiplies by all B as one product. On a CPU that is faster than
-a loop over adapters or a gather of matrices by row, unless an adapter has many tokens in the step: then each
-adapter's tokens are a product of their own. It is exact: a row's zeros add nothing.
+Native steps have slots of their own (`native/lora.py`). Between torch's layers, a step with rows of several adapters
+computes `x @ A^T` for all slots up to the last one in use as one product, sets what belongs to other rows' adapters to
+zero, and multiplies by all B as one product. On a CPU that is faster than a loop over adapters or a gather of matrices
+by row, unless an adapter has many tokens in the step: then each adapter's tokens are a product of their own. It is
+exact: a row's zeros add nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from tokenyard.executor.forward_batch import send
 from tokenyard.executor.layers.linear import Product
 from tokenyard.executor.lora_files import AdapterWeights, projection_shapes, read_adapter
 from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.models.decoder import Decoder
 
 FUSED = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -126,24 +129,47 @@ class AdaptedLinear:
                 b[:rank].mul_(pair.scale)
 
 
-class Adapters:
-    """The adapters of one model: those read into memory, and those that are in the slots of the device.
+class AdapterSlots(Protocol):
+    """Where adapters lie while steps use them. slot_bytes: what one takes there. Slots count from 0 here."""
 
-    `load` and `drop` may be called from other threads than steps are.
-    """
+    slot_bytes: int
+
+    def put(self, slot: int, weights: AdapterWeights) -> None:
+        """Copy an adapter into a slot in place of what was there."""
+
+    def begin(self, of_tokens: npt.NDArray[np.int64] | None) -> None:
+        """Take in the slot of each token (from 1, or 0 for none) of the step that follows; None if all have none."""
+
+
+class TorchSlots:
+    """AdapterSlots between the products of torch's layers."""
 
     def __init__(
-        self, config: ModelConfig, slots: int, rank: int, max_pool_rows: int, device: torch.device, dtype: torch.dtype
+        self, decoder: Decoder, config: ModelConfig, slots: int, rank: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.batch = AdapterBatch()
+        """Change the decoder's products. Raises ConfigError without memory."""
+        self._batch = AdapterBatch()
         self._config, self._slots, self._rank = config, slots, rank
         self._device, self._dtype = device, dtype
-        self._host: dict[str, AdapterWeights] = {}
-        self._holders = [""] * slots
-        self._slot_of_row = np.zeros(max_pool_rows, dtype=np.int64)
         self._linears: list[tuple[int, tuple[str, ...], AdaptedLinear]] = []
+        decoder.adapt(self._adapt)
+        self.slot_bytes = sum(
+            matrix[0].numel() * matrix.itemsize for _, _, linear in self._linears for matrix in (linear.a, *linear.b)
+        )
 
-    def adapt(self, layer: int, name: str, product: Product) -> Product:
+    def put(self, slot: int, weights: AdapterWeights) -> None:
+        """Copy an adapter into a slot; see AdapterSlots."""
+        for layer, names, linear in self._linears:
+            linear.put(slot, names, layer, weights)
+
+    def begin(self, of_tokens: npt.NDArray[np.int64] | None) -> None:
+        """Take in the slots of a step's tokens; see AdapterSlots."""
+        if of_tokens is None:
+            self._batch.runs = []
+        else:
+            self._batch.set(of_tokens, self._device)
+
+    def _adapt(self, layer: int, name: str, product: Product) -> Product:
         """A product of a layer (a name in FUSED) with slots for adapters. Raises ConfigError without memory."""
         shapes, names = projection_shapes(self._config, layer), FUSED[name]
         try:
@@ -151,20 +177,32 @@ class Adapters:
             a = torch.zeros(self._slots, len(names), self._rank, shapes[names[0]][0], **options)  # type: ignore[call-overload]
             b = [torch.zeros(self._slots, self._rank, shapes[each][1], **options) for each in names]  # type: ignore[call-overload]
         except RuntimeError as error:
-            raise ConfigError(
-                f"there is no memory for {self._slots} adapters of rank {self._rank}; lower --max-loras-per-batch or"
-                " --max-lora-rank"
-            ) from error
-        adapted = AdaptedLinear(product, self.batch, a, b)
+            raise no_memory(self._slots, self._rank) from error
+        adapted = AdaptedLinear(product, self._batch, a, b)
         self._linears.append((layer, names, adapted))
         return adapted
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the device that one adapter takes."""
-        return sum(
-            matrix[0].numel() * matrix.itemsize for _, _, linear in self._linears for matrix in (linear.a, *linear.b)
-        )
+
+def no_memory(slots: int, rank: int) -> ConfigError:
+    """The error of a device without room for the slots."""
+    return ConfigError(
+        f"there is no memory for {slots} adapters of rank {rank}; lower --max-loras-per-batch or --max-lora-rank"
+    )
+
+
+class Adapters:
+    """The adapters of one model: those read into memory, and those that are in slots.
+
+    `load` and `drop` may be called from other threads than steps are.
+    """
+
+    def __init__(self, config: ModelConfig, slots: AdapterSlots, count: int, rank: int, max_pool_rows: int) -> None:
+        """count: how many slots there are; rank: the largest of an adapter."""
+        self.slots = slots
+        self._config, self._rank = config, rank
+        self._host: dict[str, AdapterWeights] = {}
+        self._holders = [""] * count
+        self._slot_of_row = np.zeros(max_pool_rows, dtype=np.int64)
 
     def load(self, adapter: str, folder: Path) -> None:
         """Read an adapter into memory. Raises ConfigError for one that cannot be served."""
@@ -181,14 +219,10 @@ class Adapters:
             if start.slot and self._holders[start.slot - 1] != start.lora:
                 self._fill(start.slot - 1, start.lora)
 
-    def begin(self, plan: StepPlan) -> bool:
-        """Make ready for the rows of a step; returns whether any of them has an adapter."""
+    def begin(self, plan: StepPlan) -> None:
+        """Make ready for the rows of a step."""
         slots = self._slot_of_row[plan.pool_rows]
-        if not slots.any():
-            self.batch.runs = []
-            return False
-        self.batch.set(np.repeat(slots, plan.counts), self._device)
-        return True
+        self.slots.begin(np.repeat(slots, plan.counts) if slots.any() else None)
 
     def _fill(self, slot: int, adapter: str) -> None:
         weights = self._host.get(adapter)
@@ -196,6 +230,5 @@ class Adapters:
             raise TokenyardError(f"a plan has rows of the adapter {adapter!r}, which was not loaded")
         # Until the copy is whole, the slot is nobody's.
         self._holders[slot] = ""
-        for layer, names, linear in self._linears:
-            linear.put(slot, names, layer, weights)
+        self.slots.put(slot, weights)
         self._holders[slot] = adapter

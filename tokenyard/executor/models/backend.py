@@ -6,7 +6,6 @@ import torch
 
 from tokenyard.executor.attention.backend import AttentionBackend
 from tokenyard.executor.forward_batch import ForwardBatch
-from tokenyard.executor.lora import AdapterBatch
 from tokenyard.executor.models.decoder import Decoder
 
 
@@ -52,26 +51,3 @@ class TorchModel:
     def hidden(self, first: int, last: int) -> torch.Tensor:
         """Return hidden states of tokens of the last step; see ModelBackend."""
         return self._decoder.normed(self._hidden[first:last]).float()
-
-
-class AdaptedModel:
-    """A ModelBackend for a model with adapters: `layered`, whose products know them, computes the steps that have rows
-    with adapters, and `plain` all others. Both use the same pool; they may be one.
-    """
-
-    def __init__(self, plain: ModelBackend, layered: ModelBackend, batch: AdapterBatch) -> None:
-        self._plain, self._layered, self._batch = plain, layered, batch
-        self._last = plain
-
-    def step(self, batch: ForwardBatch) -> torch.Tensor:
-        """Compute a batch; see ModelBackend."""
-        self._last = self._layered if self._batch.runs else self._plain
-        return self._last.step(batch)
-
-    def logits(self, first: int, last: int) -> torch.Tensor:
-        """Return logits of tokens of the last step; see ModelBackend."""
-        return self._last.logits(first, last)
-
-    def hidden(self, first: int, last: int) -> torch.Tensor:
-        """Return hidden states of tokens of the last step; see ModelBackend."""
-        return self._last.hidden(first, last)

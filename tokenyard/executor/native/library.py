@@ -54,6 +54,7 @@ class Step(ctypes.Structure):
         ("logits", Pointer),
         ("kv", Pointer),
         ("plane_bytes", ctypes.c_int64),
+        ("adapters", Pointer),
     )
 
 
@@ -178,6 +179,8 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_model_new": (pointer, [pointer, number, ctypes.POINTER(Config)]),
         "ty_model_linear": (None, [pointer, number, number, pointer, pointer]),
         "ty_model_norm": (None, [pointer, number, number, pointer]),
+        "ty_model_slots": (numbers, [pointer, number, numbers]),
+        "ty_model_adapter": (None, [pointer, number, number, number, numbers, pointer, pointer]),
         "ty_model_step": (number, [pointer, ctypes.POINTER(Step)]),
         "ty_model_logits": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_residual": (number, [pointer, pointer, numbers, pointer]),

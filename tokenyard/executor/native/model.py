@@ -4,6 +4,8 @@ import ctypes
 import logging
 import time
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tokenyard.base import ConfigError
@@ -27,7 +29,8 @@ class NativeDecoder:
     """The weights of a model, laid out once for the library's products.
 
     Weights are taken by their Hugging Face names, one after another, so that a second copy of the model never lies in
-    memory. int8: those of products are rounded to bytes, with a scale for each output; embeddings stay. Raises
+    memory. int8: those of products are rounded to bytes, with a scale for each output; embeddings stay. `adapters` is
+    set before a step: the slot of each token's adapter (see NativeSlots), None where no token has one. Raises
     ConfigError if a weight is missing or misshapen or memory runs out.
     """
 
@@ -41,7 +44,8 @@ class NativeDecoder:
         *,
         int8: bool = False,
     ) -> None:
-        self.engine, self.config = engine, config
+        self.engine, self.config, self.dtype = engine, config, dtype
+        self.adapters: npt.NDArray[np.int32] | None = None
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape).contiguous()
         self._cos_sin = rotary_table(config.rope, config.head_dim, context_length)
@@ -135,6 +139,8 @@ class NativeModel:
             self._logits = torch.empty(wanted, self._vocabulary)
         logits = self._logits[:wanted]
         step = describe_step(batch, self._pool, self._pages, logits)
+        adapters = self._decoder.adapters
+        step.adapters = None if adapters is None else adapters.ctypes.data
         check(self._functions.ty_model_step(self._decoder.model, ctypes.byref(step)))
         return logits
 

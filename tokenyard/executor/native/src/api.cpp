@@ -130,6 +130,16 @@ void ty_model_norm(void *model, int layer, int which, const float *weight) {
     ((ty::Model *)model)->set_norm(layer, which, weight);
 }
 
+int64_t ty_model_slots(void *model, int slots, int64_t rank) {
+    int64_t bytes = -1;
+    guarded([&] { bytes = ((ty::Model *)model)->reserve_slots(slots, rank); });
+    return bytes;
+}
+
+void ty_model_adapter(void *model, int slot, int layer, int which, int64_t rank, const void *a, const void *b) {
+    ((ty::Model *)model)->set_adapter(slot, layer, which, rank, a, b);
+}
+
 int ty_model_step(void *model, const ty_step *step) {
     bool done = true;
     const int failed = guarded([&] { done = ((ty::Model *)model)->step(*step); });

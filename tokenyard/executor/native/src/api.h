@@ -22,7 +22,8 @@ struct ty_config {
 };
 
 // kv: the pool, [layer][keys, values][slot, kv_heads, head_dim], with plane_bytes between two planes. See Rows in ops.h. token_ids, positions, slots, pool_rows: int64[tokens]. starts, counts: int64[rows]. logits:
-// float[logit_count, vocabulary], of the tokens logit_tokens.
+// float[logit_count, vocabulary], of the tokens logit_tokens. adapters: int32[tokens], the slot of each token's adapter
+// from 1, or 0 for none; null where none has one.
 struct ty_step {
     int64_t tokens, rows, logit_count;
     const int64_t *token_ids, *positions, *slots, *pool_rows, *starts, *counts, *logit_tokens;
@@ -32,6 +33,7 @@ struct ty_step {
     float *logits;
     void *kv;
     int64_t plane_bytes;
+    const int32_t *adapters;
 };
 
 // Attention by itself: q and out are active[tokens, heads * head_dim], keys and values of one layer. See Attending in
@@ -62,6 +64,11 @@ TY_API void *ty_model_new(void *pool, int level, const ty_config *config);
 // weights: stored[outputs, inputs], laid out anew. bias: float[outputs] or null.
 TY_API void ty_model_linear(void *model, int layer, int which, const void *weights, const float *bias);
 TY_API void ty_model_norm(void *model, int layer, int which, const float *weight);
+// Room for `slots` adapters of ranks up to `rank`, once for a model; returns the bytes that each takes, -1 where memory ran out.
+TY_API int64_t ty_model_slots(void *model, int slots, int64_t rank);
+// What the adapter in a slot, from 0, adds to a product: (x * a^T) * b^T. a: stored[parts, rank, inputs], where the parts
+// are q, k and v or gate and up or the whole product; b: stored[outputs, rank]. Copied. rank 0: nothing.
+TY_API void ty_model_adapter(void *model, int slot, int layer, int which, int64_t rank, const void *a, const void *b);
 // 2: a token id is none of the vocabulary; nothing was done.
 TY_API int ty_model_step(void *model, const ty_step *step);
 TY_API int ty_model_logits(void *model, const int64_t *tokens, int64_t count, float *logits);

@@ -17,6 +17,41 @@ constexpr float NOTHING = -1e30f;  // a score that no key has
 
 enum Epilogue { STORE, ADD, SILU };
 
+// LoRA. A product may be one of several projections over the same input, its parts; `first` .. first + count - 1 are those
+// that a panel has outputs of, and `before` is the sum of the counts of all panels before it.
+struct PanelParts {
+    int64_t first, count, before;
+};
+
+// What an adapter adds to a product: (x * a^T) * b^T. a: for each part, panels of `width` of its ranks. b: panel after
+// panel of the product, over the ranks of each of the panel's parts. rank: of a part, even; 0 where nothing is added.
+struct Change {
+    int64_t rank;
+    void *a, *b;
+};
+
+// The changes of a product's rows. slots: each row's adapter, from 1, or 0 for none. inner: active[rows, ldi], what
+// the row's own a gave of it, with round_up(rank, width) numbers a part.
+struct Changes {
+    const int32_t *slots;
+    const Change *of_slot;
+    const PanelParts *parts;
+    const void *inner;
+    int64_t ldi;
+};
+
+// The first half of that, for some rows and one panel of a: out, active[rows, ldo], gets `width` numbers a row. rows:
+// which they are, of x and of out.
+struct Shrinking {
+    const void *x;
+    int64_t ldx, inputs;
+    const int32_t *rows;
+    int64_t count;
+    const void *panel;
+    void *out;
+    int64_t ldo;
+};
+
 // y = x * weights^T + bias, of which a task computes some rows and some panels of outputs.
 // A panel holds the weights of `width` outputs; `panels`, an even number, is how many there are. bias: one number per output of the panels, or null.
 // STORE, ADD: y is float[rows, ldy], overwritten or added to. SILU: panels come in turns of gate and up, and y is
@@ -31,6 +66,7 @@ struct Product {
     Epilogue epilogue;
     void *y;
     int64_t ldy;
+    const Changes *changes = nullptr;  // null where no row has an adapter
 };
 
 // What comes after the product of q, k and v, for tokens first .. last - 1: norms of heads (null for none), rotation,
@@ -104,6 +140,11 @@ struct PanelKernels {
 struct TypedKernels {
     bool active_is_bf16;
     PanelKernels as_stored, as_int8;
+    // Lay out stored weights[lanes, inputs], `stride` numbers from one to the next, as lanes lane .. lane + lanes - 1 of
+    // a panel by itself, as_stored.panel_bytes(padded) long; all else in it becomes zeros.
+    void (*pack_lanes)(const void *weights, int64_t stride, int64_t lane, int64_t lanes, int64_t inputs, int64_t padded,
+                       void *panel);
+    void (*shrink)(const Shrinking &job);
     // Rows of active[rows, size] as bytes for products with int8 weights: `stride` bytes a row, a scale each.
     void (*round_rows)(const void *x, int64_t rows, int64_t size, uint8_t *bytes, int64_t stride, float *scales);
     // out[rows, size] (active) = x[rows, size] / rms(x) * weight

@@ -12,6 +12,7 @@
 #define TY_BF16_ACTIVE bf16
 
 #include "product.inc"
+#include "lora.inc"
 #include "bytes.inc"
 #include "draw.inc"
 #include "rows.inc"

@@ -50,7 +50,7 @@ Linear &Model::linear(int layer, int which) {
 
 void Model::set_linear(int layer, int which, const void *weights, const float *bias) {
     Awake awake(pool_);
-    pack(pool_, all_.width, config_.dtype == TY_BF16 ? 2 : 4, linear(layer, which), weights, bias);
+    pack(pool_, all_.width, stored_bytes(), linear(layer, which), weights, bias);
 }
 
 void Model::set_norm(int layer, int which, const float *weight) {
@@ -60,6 +60,31 @@ void Model::set_norm(int layer, int which, const float *weight) {
     }
     const bool of_heads = which == TY_Q_NORM || which == TY_K_NORM;
     layers_[(size_t)layer].norms[which].assign(weight, weight + (of_heads ? config_.head_dim : config_.hidden));
+}
+
+int64_t Model::reserve_slots(int slots, int64_t rank) {
+    const int64_t hidden = config_.hidden, inter = config_.inter;
+    const std::vector<int64_t> parts[4] = {{q_size_, kv_size_, kv_size_}, {hidden}, {inter, inter}, {hidden}};
+    int64_t bytes = 0;
+    for (Layer &layer : layers_) {
+        layer.slots.clear();
+        for (int i = 0; i < 4; i++) {
+            layer.slots.emplace_back(kernels_, all_.width, stored_bytes(), layer.linears[i], parts[i]);
+            bytes += layer.slots.back().slot_bytes(rank);
+        }
+    }
+    char *memory = adapters_.get_of<char>(bytes * slots);
+    for (Layer &layer : layers_)
+        for (AdapterSlots &one : layer.slots) {
+            one.reserve(memory, slots, rank);
+            memory += one.slot_bytes(rank) * slots;
+        }
+    return bytes;
+}
+
+void Model::set_adapter(int slot, int layer, int which, int64_t rank, const void *a, const void *b) {
+    Awake awake(pool_);
+    layers_[(size_t)layer].slots[(size_t)which].put(pool_, slot, rank, a, b);
 }
 
 bool Model::step(const ty_step &step) {
@@ -73,6 +98,7 @@ bool Model::step(const ty_step &step) {
     q_.get((size_t)(tokens * q_size_ * active_bytes_));
     attended_.get((size_t)(tokens * q_size_ * active_bytes_));
     gated_.get((size_t)(tokens * config_.inter * active_bytes_));
+    adapted_.set(step.adapters, tokens);
     Awake awake(pool_);
     timed(EMBED, [&] { kernels_.embed(config_.embedding, step.token_ids, x_, tokens, hidden); });
     timed(PREPARE, [&] {
@@ -88,9 +114,10 @@ bool Model::step(const ty_step &step) {
 }
 
 void Model::multiply(Phase phase, const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy,
-                     int64_t rows) {
+                     int64_t rows, const Changes &changes) {
     Product job = {x, linear.inputs, nullptr, linear.panels, linear.bias.empty() ? nullptr : linear.bias.data(),
-                   linear.inputs, linear.outputs, linear.count(all_.width), epilogue, y, ldy};
+                   linear.inputs, linear.outputs, linear.count(all_.width), epilogue, y, ldy,
+                   changes.slots ? &changes : nullptr};
     if (config_.int8)
         timed(ROUND, [&] {
             bytes_.round(pool_, kernels_, x, rows, linear.inputs);
@@ -101,12 +128,19 @@ void Model::multiply(Phase phase, const Linear &linear, const void *x, Epilogue 
     timed(phase, [&] { run_product(pool_, *linear.kernels, job, rows); });
 }
 
+Changes Model::changes(Layer &layer, int which, const void *x, int64_t rows) {
+    Changes found = {};
+    if (!adapted_.groups().empty())
+        timed(SHRINK, [&] { found = layer.slots[(size_t)which].shrink(pool_, adapted_, x, rows, inner_); });
+    return found;
+}
+
 void Model::normalise(const float *x, const std::vector<float> &weight, void *out, int64_t rows) {
     timed(NORM, [&] { run_norm(pool_, kernels_, x, weight.data(), out, rows, config_.hidden, config_.eps); });
 }
 
 void Model::run_layer(int index, const ty_step &step) {
-    const Layer &layer = layers_[(size_t)index];
+    Layer &layer = layers_[(size_t)index];
     const int64_t tokens = step.tokens, hidden = config_.hidden;
     void *h = normed_.get(0), *q = q_.get(0), *attended = attended_.get(0), *gated = gated_.get(0);
     float *qkv = (float *)qkv_.get(0);
@@ -115,7 +149,8 @@ void Model::run_layer(int index, const ty_step &step) {
         return layer.norms[which].empty() ? nullptr : layer.norms[which].data();
     };
     normalise(x_, layer.norms[TY_ATTENTION_NORM], h, tokens);
-    multiply(QKV, layer.linears[TY_QKV], h, STORE, qkv, q_size_ + 2 * kv_size_, tokens);
+    multiply(QKV, layer.linears[TY_QKV], h, STORE, qkv, q_size_ + 2 * kv_size_, tokens,
+             changes(layer, TY_QKV, h, tokens));
     timed(PLACE, [&] {
         run_place(pool_, kernels_,
                   {qkv, of_heads(TY_Q_NORM), of_heads(TY_K_NORM), config_.eps, config_.cos_sin, step.positions,
@@ -126,10 +161,12 @@ void Model::run_layer(int index, const ty_step &step) {
         attention_.run({q, keys, values, attended, config_.heads, config_.kv_heads, config_.head_dim,
                         windows_[(size_t)index], 1.0f / __builtin_sqrtf((float)config_.head_dim)});
     });
-    multiply(OUTPUT, layer.linears[TY_OUTPUT], attended, ADD, x_, hidden, tokens);
+    multiply(OUTPUT, layer.linears[TY_OUTPUT], attended, ADD, x_, hidden, tokens,
+             changes(layer, TY_OUTPUT, attended, tokens));
     normalise(x_, layer.norms[TY_MLP_NORM], h, tokens);
-    multiply(GATE_UP, layer.linears[TY_GATE_UP], h, SILU, gated, config_.inter, tokens);
-    multiply(DOWN, layer.linears[TY_DOWN], gated, ADD, x_, hidden, tokens);
+    multiply(GATE_UP, layer.linears[TY_GATE_UP], h, SILU, gated, config_.inter, tokens,
+             changes(layer, TY_GATE_UP, h, tokens));
+    multiply(DOWN, layer.linears[TY_DOWN], gated, ADD, x_, hidden, tokens, changes(layer, TY_DOWN, gated, tokens));
 }
 
 void Model::logits_of_last(const int64_t *tokens, int64_t count, float *out) {

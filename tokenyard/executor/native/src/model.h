@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "api.h"
+#include "lora.h"
 #include "ops.h"
 #include "profile.h"
 
@@ -16,6 +17,9 @@ class Model {
 
     void set_linear(int layer, int which, const void *weights, const float *bias);
     void set_norm(int layer, int which, const float *weight);
+    // Room for so many adapters of ranks up to `rank`; called once. Returns the bytes that each takes.
+    int64_t reserve_slots(int slots, int64_t rank);
+    void set_adapter(int slot, int layer, int which, int64_t rank, const void *a, const void *b);
     // False, with nothing done, if a token id is none of the vocabulary.
     bool step(const ty_step &step);
     // Logits of tokens of the last step: float[count, vocabulary].
@@ -27,11 +31,15 @@ class Model {
     struct Layer {
         Linear linears[4];
         std::vector<float> norms[4];
+        std::vector<AdapterSlots> slots;  // of each of `linears`, or none
     };
 
     Linear &linear(int layer, int which);
+    int64_t stored_bytes() const { return config_.dtype == TY_BF16 ? 2 : 4; }
     void multiply(Phase phase, const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy,
-                  int64_t rows);
+                  int64_t rows, const Changes &changes = {});
+    // What adapters add to a product of a layer.
+    Changes changes(Layer &layer, int which, const void *x, int64_t rows);
     void normalise(const float *x, const std::vector<float> &weight, void *out, int64_t rows);
     void logits(const int64_t *tokens, int64_t count, float *out);
     void run_layer(int index, const ty_step &step);
@@ -45,10 +53,11 @@ class Model {
     std::vector<Layer> layers_;
     std::vector<float> norm_;
     Linear head_;
-    Block weights_;
+    Block weights_, adapters_;
     Attention attention_;
     ByteRows bytes_;
-    Block residual_, normed_, qkv_, q_, attended_, gated_, few_, few_normed_;
+    AdaptedRows adapted_;
+    Block residual_, normed_, qkv_, q_, attended_, gated_, few_, few_normed_, inner_;
     float *x_ = nullptr;
 };
 

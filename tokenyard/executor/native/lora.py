@@ -1,0 +1,52 @@
+"""LoRA adapters in native steps: the library keeps them in slots, laid out beside the weights."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenyard.executor.lora import FUSED, no_memory
+from tokenyard.executor.lora_files import AdapterWeights, projection_shapes
+from tokenyard.executor.native.engine import address
+from tokenyard.executor.native.model import NativeDecoder
+
+PRODUCTS = ("qkv", "output", "gate_up", "down")
+"""Names in FUSED of the library's products, in its order."""
+
+
+class NativeSlots:
+    """AdapterSlots of a NativeDecoder."""
+
+    def __init__(self, decoder: NativeDecoder, slots: int, rank: int) -> None:
+        """Make room for `slots` adapters of ranks up to `rank`. Raises ConfigError without memory."""
+        self._decoder, self._functions = decoder, decoder.engine.functions
+        self.slot_bytes = int(self._functions.ty_model_slots(decoder.model, slots, rank))
+        if self.slot_bytes < 0:
+            raise no_memory(slots, rank)
+
+    def put(self, slot: int, weights: AdapterWeights) -> None:
+        """Copy an adapter into a slot; see AdapterSlots."""
+        for layer in range(self._decoder.config.num_layers):
+            for which, product in enumerate(PRODUCTS):
+                self._put(slot, layer, which, FUSED[product], weights)
+
+    def begin(self, of_tokens: npt.NDArray[np.int64] | None) -> None:
+        """Take in the slots of a step's tokens; see AdapterSlots."""
+        self._decoder.adapters = None if of_tokens is None else of_tokens.astype(np.int32)
+
+    def _put(self, slot: int, layer: int, which: int, names: tuple[str, ...], weights: AdapterWeights) -> None:
+        """Copy what an adapter changes of one product, whose projections are `names`."""
+        pairs = {name: pair for name in names if (pair := weights.pairs.get((layer, name))) is not None}
+        rank = max((len(pair.a) for pair in pairs.values()), default=0)
+        if not rank:
+            self._functions.ty_model_adapter(self._decoder.model, slot, layer, which, 0, None, None)
+            return
+        shapes = projection_shapes(self._decoder.config, layer)
+        inputs, outputs = shapes[names[0]][0], [shapes[name][1] for name in names]
+        a = torch.zeros(len(names), rank, inputs, dtype=self._decoder.dtype)
+        b = torch.zeros(sum(outputs), rank, dtype=self._decoder.dtype)
+        for part, (name, own) in enumerate(zip(names, torch.split(b, outputs), strict=True)):
+            pair = pairs.get(name)
+            if pair is not None:
+                a[part, : len(pair.a)] = pair.a
+                own[:, : len(pair.a)] = pair.b.float() * pair.scale
+        self._functions.ty_model_adapter(self._decoder.model, slot, layer, which, rank, address(a), address(b))
