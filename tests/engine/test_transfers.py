@@ -6,8 +6,9 @@ import pytest
 from tests.scheduler.harness import make_info
 from tokenyard.base import InvalidRequestError, SamplingParams
 from tokenyard.engine.watch.dialer import addresses_of
-from tokenyard.engine.watch.transfers import KvTransfers, worth_asking
+from tokenyard.engine.watch.transfers import KvTransfers
 from tokenyard.transfer.protocol import Prefill, Want
+from tokenyard.transfer.protocol.deciding import worth_asking
 from tokenyard.transfer.protocol.messages import pack_ids
 
 

@@ -38,7 +38,7 @@ def fleet_table(name: str, outcome: Outcome) -> Table:
     )
     if len(shown) < len(rows):
         caption += f"; the {len(shown)} busiest of {len(rows)}"
-    router = f"{setup.router}, {setup.fleet.routers} routers" if setup.fleet.routers > 1 else setup.router
+    router = setup.router_policy + (f", {setup.fleet.routers} routers" if setup.fleet.routers > 1 else "")
     table = Table(title=f"{escape(name)}: workers by {router}", caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", justify="left")
     for column in (*COLUMNS, *(column for column, wanted in optional.items() if wanted)):

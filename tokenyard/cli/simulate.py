@@ -10,6 +10,7 @@ from typing import BinaryIO
 from rich.progress import Progress
 
 from tokenyard.base import ConfigError, StepPlan, StepWork
+from tokenyard.cli.apart import print_transfers
 from tokenyard.cli.fleet_table import print_fleets
 from tokenyard.cli.simulation import (
     ORACLE,
@@ -74,6 +75,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     if not args.quiet:
         print_outcomes(table)
         print_fleets(outcomes)
+        print_transfers(outcomes)
     return 0
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
 from tokenyard.base.ranges import Allowed
+from tokenyard.cli.apart import add_apart_arguments, apart_of
 from tokenyard.cli.flags import Flag, all_flags
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
@@ -113,6 +114,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
         help="cost profile written by `tokenyard calibrate`, instead of a built-in one",
     )
     add_fleet_arguments(parser)
+    add_apart_arguments(parser)
     group.add_argument(
         "--host-us", type=float, default=0.0, metavar="US", help="CPU time of one step in microseconds [0]"
     )
@@ -269,6 +271,7 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
         belief_scale=1.0 + args.cost_error,
         learn=args.learn_cost,
         fleet=read_fleet(args.fleet, args.profile_model) if args.fleet is not None else Fleet(),
+        apart=apart_of(args),
     )
 
 

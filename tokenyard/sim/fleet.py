@@ -22,7 +22,7 @@ QUEUE_KEYS = ("max_worker_requests", "queue_size", "queue_timeout_s", "queue_agi
 LOAD_BALANCE_METHODS = ("predicted_ttft", "cache_aware", "shortest_queue", "total_tokens", "round_robin")
 """How an engine with several ranks can choose one: policies of the router."""
 
-EVENT_KINDS = ("kill", "slow", "drain", "join")
+EVENT_KINDS = ("kill", "slow", "drain", "join", "stop")
 LONGEST_S = 1e9
 
 
@@ -54,6 +54,17 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """From `at_s` on the process of `replica` stands still for `for_s`, as after SIGSTOP: it neither plans nor hears,
+    and loses nothing.
+    """
+
+    at_s: float
+    replica: int
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """The routers in front of the replicas, and what happens to both.
 
@@ -70,6 +81,7 @@ class Fleet:
     believed_pool_tokens: int = 0
     faults: tuple[Fault, ...] = ()
     drains: tuple[Drain, ...] = ()
+    stops: tuple[Stop, ...] = ()
     dp_aware: bool = True
     load_balance_method: str = LOAD_BALANCE_METHODS[0]
     max_worker_requests: int = 0
@@ -98,9 +110,9 @@ class Fleet:
             raise ConfigError("the factor of an event is how many times as long everything takes; it must be above 0")
 
     @property
-    def events(self) -> tuple[Fault | Drain, ...]:
+    def events(self) -> tuple[Fault | Drain | Stop, ...]:
         """Everything that happens to replicas."""
-        return self.faults + self.drains
+        return self.faults + self.drains + self.stops
 
     def check(self, replicas: int) -> None:
         """Raise ConfigError for an event or a device of a replica that is not there."""
@@ -146,12 +158,12 @@ class _Reader:
         if "kv_events" in document:
             changes |= {"kv_event_lag_s": kv_events.get("lag_s", 0.0), "kv_event_loss": kv_events.get("loss", 0.0)}
         self._check_kinds(changes)
-        faults, drains = self._events(document.get("events", []))
+        faults, drains, stops = self._events(document.get("events", []))
         profiles = {
             self._whole(worker): self._profile(what) for worker, what in self._mapping(document, "workers").items()
         }
         try:
-            return replace(Fleet(**changes), faults=tuple(faults), drains=tuple(drains), profiles=profiles)
+            return replace(Fleet(**changes), faults=faults, drains=drains, stops=stops, profiles=profiles)
         except ConfigError as error:
             raise self._wrong(error.message) from None
 
@@ -166,8 +178,8 @@ class _Reader:
         for tenant, weight in changes.get("tenant_weights", {}).items():
             self._number(weight, f"the weight of {tenant}")
 
-    def _events(self, rows: Any) -> tuple[list[Fault], list[Drain]]:
-        faults, drains = [], []
+    def _events(self, rows: Any) -> tuple[tuple[Fault, ...], tuple[Drain, ...], tuple[Stop, ...]]:
+        faults, drains, stops = [], [], []
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise self._wrong("events must be a list of mappings such as {at_s: 8, kill: 1, for_s: 5}")
         for row in rows:
@@ -179,12 +191,14 @@ class _Reader:
             worker, for_s = self._whole(row[kind]), self._number(row.get("for_s", LONGEST_S), "for_s")
             if kind == "drain":
                 drains.append(Drain(at_s, worker, for_s))
+            elif kind == "stop":
+                stops.append(Stop(at_s, worker, for_s))
             elif kind == "join":
                 faults.append(Fault(0.0, worker, at_s))
             else:
                 factor = self._number(row.get("factor", 2.0), "factor") if kind == "slow" else math.inf
                 faults.append(Fault(at_s, worker, for_s, factor))
-        return faults, drains
+        return tuple(faults), tuple(drains), tuple(stops)
 
     def _profile(self, what: Any) -> Profile:
         if isinstance(what, dict) and what.keys() == {"device"}:

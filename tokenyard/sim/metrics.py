@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array
+from tokenyard.sim.kv.figures import transfer_figures
 from tokenyard.sim.outcome import REJECTED, UNFINISHED, Outcome
 from tokenyard.sim.workers import router_queue, worker_figures
 
@@ -56,6 +57,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     """The run as one JSON object. Times are in seconds, shares from 0 to 1, lengths in tokens."""
     workload, counters = outcome.workload, outcome.counters
     seconds = max(outcome.sim_seconds, 1e-9)
+    transferred = {} if outcome.transfers is None else {"transfers": transfer_figures(outcome.transfers, seconds)}
     computed = int(outcome.completion_tokens.sum()) + counters["prefill_tokens"]
     return {
         "trace": workload.name,
@@ -67,6 +69,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "policy": outcome.setup.settings.schedule_policy,
         "policy_note": outcome.policy_note,
         "replicas": outcome.setup.replicas,
+        **({} if outcome.setup.apart is None else {"prefill_replicas": outcome.setup.apart.prefill_replicas}),
         "dp_size": outcome.setup.dp_size,
         "requests": len(workload),
         "unknown_lengths": workload.unknown_lengths,
@@ -86,7 +89,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "late_s": quantiles(outcome.late_s),
         "throughput_tokens_per_s": round(float(outcome.completion_tokens.sum()) / seconds, 3),
         "computed_tokens_per_s": round(computed / seconds, 3),
-        "prefix_hit_rate": round(counters["hit_tokens"] / max(counters["prompt_tokens"], 1), 6),
+        "prefix_hit_rate": round(hit_rate(outcome), 6),
         "preemptions": counters["preempted"] + counters["retracted"],
         "recomputed_tokens": counters["recomputed_tokens"],
         "utilisation": round(outcome.busy_seconds / seconds / outcome.setup.schedulers, 6),
@@ -98,7 +101,22 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "sim_seconds": round(outcome.sim_seconds, 6),
         "wall_seconds": round(outcome.wall_seconds, 3),
         "decision_hash": outcome.decision_hash,
+        **transferred,
     }
+
+
+def hit_rate(outcome: Outcome) -> float:
+    """The share of the prompts' tokens that a prefix cache held where they were to be computed. KV that came from a
+    prefill engine is no hit.
+    """
+    transfers, runs = outcome.transfers, outcome.schedulers
+    if transfers is None:
+        return outcome.counters["hit_tokens"] / max(outcome.counters["prompt_tokens"], 1)
+    here = outcome.served & (transfers.prefill < 0)
+    there = [run.counters for run in runs[outcome.setup.replicas :]]
+    hits = int(outcome.cached_tokens[here].sum()) + sum(one["hit_tokens"] for one in there)
+    tokens = int(outcome.workload.prompt_tokens[here].sum()) + sum(one["prompt_tokens"] for one in there)
+    return hits / max(tokens, 1)
 
 
 def fleet_summary(outcome: Outcome) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from tokenyard.policy.adaptive import Switch
 from tokenyard.policy.tenants import part
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE
 from tokenyard.sim.fleet import Fleet
+from tokenyard.sim.kv.figures import Transfers
+from tokenyard.sim.kv.settings import Apart
 from tokenyard.sim.workload import Workload
 
 UNFINISHED, FINISHED, REJECTED = 0, 1, 2
@@ -61,6 +63,7 @@ class Setup:
     `belief_scale` is the factor by which the scheduler's first cost model is too slow, `learn` whether measured steps
     correct it. Each of `replicas` engines has `dp_size` ranks, schedulers with a device of their own, which share the
     engine's `settings` as in a server.
+    apart: further engines that compute prompts for these; their numbers follow those of the replicas.
     `host_s` is CPU time per step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes the
     profile's pool. With `oracle` each request asks for as many tokens as it will get.
     """
@@ -77,6 +80,7 @@ class Setup:
     learn: bool = False
     oracle: bool = False
     fleet: Fleet = field(default_factory=Fleet)
+    apart: Apart | None = None
 
     @property
     def slo(self) -> SloTargets:
@@ -87,12 +91,25 @@ class Setup:
     @property
     def schedulers(self) -> int:
         """How many there are in all."""
-        return self.replicas * self.dp_size
+        return self.engines * self.dp_size
+
+    @property
+    def engines(self) -> int:
+        """All engines, those that only prefill included."""
+        return self.replicas + (0 if self.apart is None else self.apart.prefill_replicas)
+
+    @property
+    def router_policy(self) -> str:
+        """How routers choose: with prefill engines that they name, first the policy for those."""
+        apart = self.apart
+        return (
+            self.router if apart is None or apart.mode == "both" else f"{apart.prefill_policy}, {apart.decode_policy}"
+        )
 
     @property
     def devices(self) -> int:
         """How many devices these take."""
-        return sum(self.dp_size * self.profile_of(replica).tp for replica in range(self.replicas))
+        return sum(self.dp_size * self.profile_of(replica).tp for replica in range(self.engines))
 
     def settings_of(self, rank: int) -> SchedulerSettings:
         """The settings of one rank: its part of the engine's (as in `engine.processes.config`)."""
@@ -109,6 +126,8 @@ class Setup:
     def belief(self, replica: int = 0) -> LinearCost:
         """The first cost model of the schedulers of a replica."""
         truth = self.profile_of(replica).cost()
+        if self.apart is not None:
+            truth.links["network"] = self.apart.link
         return truth if self.belief_scale == 1.0 else LinearCost(truth.terms.scaled(self.belief_scale), truth.links)
 
 
@@ -128,8 +147,8 @@ class Outcome:
     status: int32[n], UNFINISHED, FINISHED or REJECTED. Times in ns from the start of the trace, 0 where a stage was
     never reached; sent_ns is when it left the router, arrivals are those of `workload`. unloaded_s: float64[n], see
     `unloaded_prefill_s`. place: int32[n], the scheduler that served it, -1 for none: rank r of replica e is number
-    e * dp_size + r. schedulers: what each did. policy_note: why another policy than the configured one decided; "" if
-    it did not.
+    e * dp_size + r. schedulers: what each did. transfers: with prefill engines, what was moved. policy_note: why
+    another policy than the configured one decided; "" if it did not.
     """
 
     workload: Workload
@@ -152,6 +171,7 @@ class Outcome:
     wall_seconds: float = 0.0
     decision_hash: str = ""
     predicted_cached_tokens: int = 0
+    transfers: Transfers | None = None
 
     @property
     def replica(self) -> Int32Array:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tokenyard.base import (
     NS_PER_S,
+    Event,
     ExecutorInfo,
     Finish,
     Int32Array,
@@ -184,6 +185,23 @@ class Replica:
             self._awaited.add(request.number)
         self.scheduler.apply(Submit(request), now)
 
+    def take_in(self, event: Event, now: int) -> None:
+        """An event comes from outside at `now`, to which `meet` has brought the replica."""
+        if not self._in_flight:
+            self.now = max(self.now, now)
+            self._wakeup_ns = self.now
+        self.scheduler.apply(event, now)
+        self._drain(now)
+
+    def stand_still(self, until: int) -> None:
+        """The process is stopped, at the time to which `meet` has brought it. The device finishes what it has, and the
+        process takes that in at `until` (ns), when it goes on.
+        """
+        for step in self._in_flight:
+            step.end_ns = max(step.end_ns, until)
+        if self._wakeup_ns < NEVER_NS:
+            self._wakeup_ns = max(self._wakeup_ns, until)
+
     def advance(self, until: int, *, to_arrival: bool = False, defer: bool = False) -> None:
         """Do everything that is due before `until` (ns).
 
@@ -201,7 +219,7 @@ class Replica:
                 self._commit()
             elif not self._plan() and not self._sleep(until):
                 break
-        self._drain()
+        self._drain(self.now)
 
     def turn(self) -> None:
         """Do what is due at `due_ns`, and plan what follows."""
@@ -311,19 +329,20 @@ class Replica:
         self._must_commit = False
         self._undrained += 1
         if self._undrained == COMMITS_PER_DRAIN or self._started is not None:
-            self._drain()
+            self._drain(self.now)
         if self._observer is not None:
             self._observer(step.begin_ns, step.end_ns, step.plan, step.work, self.scheduler)
 
-    def _drain(self) -> None:
+    def _drain(self, now: int) -> None:
+        """Pass on what the scheduler has said by `now` (ns)."""
         self._undrained = 0
         batch = self.scheduler.drain()
         if self._started is not None and self._awaited:
             for number in sorted(self._awaited.intersection(batch.numbers.tolist())):
                 self._awaited.discard(number)
-                self._started(number, self.now)
+                self._started(number, now)
         if self._cache_told is not None:
-            self._cache_told(self.scheduler.kv_records(), self.now)
+            self._cache_told(self.scheduler.kv_records(), now)
         for finish in batch.finished:
             self._awaited.discard(finish.number)
             self._finished(finish)

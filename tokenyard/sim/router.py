@@ -31,7 +31,7 @@ SWEEP_NS = NS_PER_S // 4
 @dataclass(slots=True, eq=False)
 class Call:
     """A request under way at a router. target: where it is, -1 while it waits. sent: how its load is counted there.
-    place: its place among the ranks of an engine that chooses one itself.
+    place: its place among the ranks of an engine that chooses one itself. prefills: the target computes its prompt.
     """
 
     request: Request
@@ -44,6 +44,7 @@ class Call:
     place: Place | None = None
     tried: set[int] = field(default_factory=set)
     waiting: "Waiting[Call] | None" = None
+    prefills: bool = True
 
     @property
     def tokens(self) -> int:
@@ -166,7 +167,7 @@ class SimRouter:
             self.index.insert(target.name, call.prompt.digests)
         call.target = fresh[place]
         call.tried.add(call.target)
-        call.sent = Sent(target, call.tokens, matched[place] if matched else 0, now_s)
+        call.sent = Sent(target, call.tokens, matched[place] if matched else 0, now_s, prefills=call.prefills)
         self._levels[call.target][call.priority] += 1
 
     def ended(self, call: Call) -> None:
@@ -219,8 +220,7 @@ class Routing:
     """
 
     def __init__(self, policy: str, places: Places, fleet: Fleet, seed: int, send: Send, refuse: Refuse) -> None:
-        """Raises ConfigError for an unknown policy, or an event of no replica."""
-        fleet.check(places.replicas)
+        """Raises ConfigError for an unknown policy."""
         self.room = False
         self.predicted_tokens = 0
         self.first_seen: dict[int, int] = {}

@@ -1,13 +1,13 @@
 """One simulation: schedulers, their routers, and everything that happens to them, in the order of virtual time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
 
-from tokenyard.base import NS_PER_S, ConfigError, Finish, Request
+from tokenyard.base import NS_PER_S, ConfigError, Event, Finish, Request
 from tokenyard.base.version import __version__
 from tokenyard.cost import unloaded_prefill_s
 from tokenyard.policy.adaptive import Adaptive
@@ -15,6 +15,8 @@ from tokenyard.router.choice import make_policy
 from tokenyard.sim.adaptive import Adapter
 from tokenyard.sim.content import BlankContent, Content
 from tokenyard.sim.fleet import Fault, Fleet
+from tokenyard.sim.kv.network import Network, Sizes
+from tokenyard.sim.kv.routing import ApartRouting
 from tokenyard.sim.outcome import (
     FINISHED,
     REJECTED,
@@ -52,7 +54,9 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class _Happening:
-    """Something that is on the fleet's schedule: a fault or a drain that begins or ends."""
+    """Something that is on the fleet's schedule: a fault or a drain that begins or ends. factor: how much slower
+    everything is, or how many seconds it stops.
+    """
 
     what: str
     replica: int
@@ -80,22 +84,29 @@ class Run:
             raise ConfigError(f"{what[0]} is {what[1]}; it must be at least 1")
         if setup.settings.max_running_requests < setup.dp_size:
             raise ConfigError("--max-running-requests is for all ranks together; each rank (--dp-size) needs one")
+        if setup.apart is not None and setup.dp_size > 1:
+            raise ConfigError("--dp-size with --prefill-replicas is not simulated; leave one of them out")
         make_policy(setup.router)
+        setup.fleet.check(setup.engines)
         self._workload, self._setup = workload, setup
         self._truth = setup.profile.cost()
         self._unloaded_s: dict[int, float] = {}
         self._outcome = blank_outcome(workload, setup)
         self._routing = self._make_routing() if setup.schedulers > 1 or setup.fleet != Fleet() else None
         blank = setup.settings.disable_radix_cache and self._routing is None
+        self._kv = self._make_network()
         self._content: Content = BlankContent() if blank else workload.content
         self._units = [self._unit(0, observer, tape)] + [self._unit(k, None, None) for k in range(1, setup.schedulers)]
+        self._stopped: dict[int, int] = {}
         self._ended: list[list[Replica]] = [[] for _ in self._units]
         self._described = self._units[0].replica.scheduler.snapshot(0).policy
         self._due: list[tuple[int, int]] = []
         self._order = count()
-        self._schedule: list[tuple[int, int, _Happening]] = []
+        self._schedule: list[tuple[int, int, Callable[[int], None]]] = []
         for at_ns, happening in _happenings(setup.fleet):
-            heappush(self._schedule, (at_ns, next(self._order), happening))
+            self.at(at_ns, partial(self._happen, happening))
+        if self._kv is not None:
+            self._connect(self._kv)
         self._arrivals = Arrivals(workload, window)
         self._sweep_ns = NEVER_NS
 
@@ -105,7 +116,40 @@ class Run:
         pools = [info.num_pages * info.page_size for info in devices]
         room = setup.settings.max_running_requests
         places = Places(setup.replicas, setup.dp_size, setup.fleet.dp_aware, room, pools, setup.settings)
+        apart = setup.apart
+        if apart is not None and apart.mode == "decode":
+            count, last = apart.prefill_replicas, executor_info(setup, setup.replicas)
+            beside = Places(count, 1, True, room, [last.num_pages * last.page_size] * count, setup.settings)
+            return ApartRouting(apart, places, beside, setup.fleet, setup.seed, self._send, self._refuse)
         return Routing(setup.router, places, setup.fleet, setup.seed, self._send, self._refuse)
+
+    def _make_network(self) -> Network | None:
+        setup = self._setup
+        if setup.apart is None:
+            return None
+        info = executor_info(setup)
+        sizes = Sizes(len(self._workload), setup.replicas, info.page_size, info.kv_bytes_per_token)
+        return Network(setup.apart, self, sizes, setup.seed)
+
+    def _connect(self, network: Network) -> None:
+        """Put all engines on the network."""
+        later = {fault.replica for fault in self._setup.fleet.faults if fault.deadly and not fault.at_s}
+        for number, unit in enumerate(self._units):
+            network.add(unit.replica.scheduler, self._setup.belief(number), alive=number not in later)
+        network.start()
+        if isinstance(self._routing, ApartRouting):
+            network.leg_ended, self._routing.drop = self._routing.leg_ended, network.dropped
+
+    def at(self, when_ns: int, call: Callable[[int], None]) -> None:
+        """Have `call(now)` run at `when_ns`."""
+        heappush(self._schedule, (when_ns, next(self._order), call))
+
+    def apply(self, number: int, event: Event, now: int) -> None:
+        """An event enters scheduler `number`."""
+        unit = self._units[number]
+        unit.driver.meet(now)
+        unit.replica.take_in(event, now)
+        self._note_due(number)
 
     def _unit(self, number: int, observer: StepObserver | None, tape: Sink | None) -> Unit:
         setup, (engine, rank) = self._setup, divmod(number, self._setup.dp_size)
@@ -113,6 +157,7 @@ class Run:
         cached = not setup.settings.disable_radix_cache
         truth = setup.profile_of(engine).cost()
         executor = SimExecutor(info, truth, self._workload.output_tokens, cached)
+        answers = engine < setup.replicas
         routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None and cached
         settings = setup.settings_of(rank)
         # No store below the device is simulated.
@@ -127,8 +172,8 @@ class Run:
             setup.settings.max_in_flight,
             setup.host_s,
             observer,
-            None if routing is None else routing.first_token,
-            partial(routing.told, number) if routing is not None and by_events else None,
+            routing.first_token if routing is not None and answers else None,
+            partial(routing.told, number) if routing is not None and by_events and answers else None,
         )
         adaptive = setup.settings.schedule_policy == Adaptive.name
         return Unit(replica, executor, Adapter(settings, replica) if adaptive else None)
@@ -155,6 +200,8 @@ class Run:
                 continue
             driver.turn()
             self._note_due(number)
+            if self._kv is not None:
+                self._kv.turned(number, due_ns)
             if self._routing is not None and self._routing.room:
                 self._serve(due_ns)
             return True
@@ -168,7 +215,9 @@ class Run:
     def _from_outside(self, now: int) -> Iterator[int]:
         """What comes at `now`: the schedule first, then arrivals, then a look at what waits."""
         if self._schedule and self._schedule[0][0] == now:
-            self._happen(heappop(self._schedule)[2], now)
+            heappop(self._schedule)[2](now)
+            if self._routing is not None and self._routing.room:
+                self._serve(now)
         elif self._arrivals.next_ns == now:
             self._arrive(self._arrivals.pop(), now)
             yield self._arrivals.come - 1
@@ -190,8 +239,20 @@ class Run:
         """Give a request to a scheduler. To the engine it comes when the router sends it."""
         self._outcome.place[request.number] = number
         self._outcome.sent_ns[request.number] = now
+        if now < self._stopped.get(number, 0):
+            self.at(self._stopped[number], partial(self._deliver, request, number, self._units[number]))
+        else:
+            self._deliver(request, number, self._units[number], now)
+
+    def _deliver(self, request: Request, number: int, to: Unit, now: int) -> None:
+        """A request comes to a scheduler, unless that is dead by now."""
         unit = self._units[number]
+        if unit is not to:
+            return
         unit.driver.meet(now)
+        if self._kv is not None:
+            partner = self._routing.partner[request.number] if isinstance(self._routing, ApartRouting) else -1
+            request = self._kv.submitted(number, request, partner, now)
         if request.arrival_ns != now:
             request = replace(request, arrival_ns=now)
         unit.replica.submit(request, now)
@@ -221,23 +282,46 @@ class Run:
         """Carry out an entry of the fleet's schedule."""
         routing, engine = self._routing, happening.replica
         assert routing is not None
+        # Routers do not know the prefill engines that the others ask by themselves.
+        routed = engine < self._setup.replicas or isinstance(routing, ApartRouting)
         numbers = range(engine * self._setup.dp_size, (engine + 1) * self._setup.dp_size)
         if happening.what == "slow":
             for number in numbers:
                 self._units[number].driver.meet(now)
                 self._units[number].executor.slow_down(happening.factor)
                 self._note_due(number)
+        elif happening.what == "stop":
+            for number in numbers:
+                self._stop(number, now + to_ns(happening.factor), now)
         elif happening.what == "kill":
             for number in numbers:
                 self._units[number].driver.meet(now)
                 self._ended[number].append(self._units[number].replica)
+                self._stopped.pop(number, None)
                 self._units[number] = self._unit(number, None, None)
-            routing.died(engine, now)
+                if self._kv is not None:
+                    self._kv.killed(number, self._units[number].replica.scheduler, now)
+            if routed:
+                routing.died(engine, now)
         elif happening.what == "close":
-            routing.close(engine)
+            if routed:
+                routing.close(engine)
         else:
-            routing.open(engine)
+            if routed:
+                routing.open(engine)
+            if self._kv is not None:
+                self._kv.opened(engine, now)
         self._serve(now)
+
+    def _stop(self, number: int, until: int, now: int) -> None:
+        """A scheduler stands still until `until`, and what comes meanwhile waits at its door."""
+        unit = self._units[number]
+        unit.driver.meet(now)
+        unit.replica.stand_still(until)
+        self._stopped[number] = until
+        if self._kv is not None:
+            self._kv.stopped(number, until)
+        self._note_due(number)
 
     def _unloaded(self, prompt_tokens: int) -> float:
         """Seconds of the whole prompt's prefill on the idle device."""
@@ -249,6 +333,10 @@ class Run:
     def _note_finish(self, number: int, finish: Finish) -> None:
         """Request `finish.number` has ended at scheduler `number`."""
         outcome, index = self._outcome, finish.number
+        if self._kv is not None:
+            self._kv.finished(number, finish, self._units[number].replica.now)
+            if number >= self._setup.replicas:
+                return
         outcome.status[index] = REJECTED if finish.reason == "abort" else FINISHED
         outcome.admitted_ns[index] = finish.admitted_ns
         outcome.first_token_ns[index] = finish.first_token_ns
@@ -266,6 +354,11 @@ class Run:
         self._arrivals.ended(index, finish.finished_ns)
 
     @property
+    def kv(self) -> Network | None:
+        """The network between prefill and decode engines, if there are any."""
+        return self._kv
+
+    @property
     def so_far(self) -> Outcome:
         """The outcome of the requests that have ended."""
         return self._outcome
@@ -278,6 +371,8 @@ class Run:
         lives = [[*ended, replica] for ended, replica in zip(self._ended, replicas, strict=True)]
         outcome.schedulers = [_run_of(one) for one in lives]
         outcome.sim_seconds = max(replica.now for replica in replicas) / NS_PER_S
+        if self._kv is not None:
+            outcome.transfers = self._kv.close()
         if self._routing is not None:
             outcome.predicted_cached_tokens = self._routing.predicted_tokens
         digests = [replica.decision_hash() for replica in replicas]
@@ -358,6 +453,8 @@ def _happenings(fleet: Fleet) -> Iterator[tuple[int, _Happening]]:
         begin, end = _begin_and_end(fault)
         yield to_ns(fault.at_s), begin
         yield to_ns(fault.at_s + fault.for_s), end
+    for stop in fleet.stops:
+        yield to_ns(stop.at_s), _Happening("stop", stop.replica, stop.for_s)
     for drain in fleet.drains:
         yield to_ns(drain.at_s), _Happening("close", drain.replica)
         if drain.for_s != float("inf"):

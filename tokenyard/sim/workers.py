@@ -11,24 +11,27 @@ CURVE_POINTS = 400
 
 
 def worker_names(outcome: Outcome) -> list[str]:
-    """The schedulers of a fleet: r0, r1, ... or r0@0, r0@1, ... where replicas have several ranks."""
+    """The schedulers of a fleet: r0, r1, ... or r0@0, r0@1, ... where replicas have several ranks, and after them the
+    prefill engines p0, p1, ...
+    """
     setup = outcome.setup
+    prefill = [] if setup.apart is None else [f"p{number}" for number in range(setup.apart.prefill_replicas)]
     ranks = [f"@{rank}" for rank in range(setup.dp_size)] if setup.dp_size > 1 else [""]
-    return [f"r{replica}{rank}" for replica in range(setup.replicas) for rank in ranks]
+    return [f"r{replica}{rank}" for replica in range(setup.replicas) for rank in ranks] + prefill
 
 
 def worker_figures(outcome: Outcome) -> list[dict[str, Any]]:
     """One row of figures per scheduler. Shares are from 0 to 1, times in seconds; None where it served nothing.
 
     waiting and running are requests at it, on average over the run and at most; a request that is retracted counts as
-    running.
+    running. For a prefill engine they are prompts that it was to compute.
     """
     seconds = max(outcome.sim_seconds, 1e-9)
     rows = []
     for number, (name, run) in enumerate(zip(worker_names(outcome), outcome.schedulers, strict=True)):
-        here = outcome.place == number
-        served = here & outcome.served
         replica = number // outcome.setup.dp_size
+        here, sent_ns, admitted_ns, ended_ns = _times_at(outcome, number)
+        served = here & outcome.served & (admitted_ns > 0)
         rows.append(
             {
                 "name": name,
@@ -40,13 +43,21 @@ def worker_figures(outcome: Outcome) -> list[dict[str, Any]]:
                 "ttft_p50_s": _quantile(outcome.ttft_s[served], 0.5),
                 "ttft_p99_s": _quantile(outcome.ttft_s[served], 0.99),
                 "slo_attainment": float(outcome.met[here].mean()) if here.any() else None,
-                "waiting": _load(outcome.sent_ns, outcome.admitted_ns, served, seconds),
-                "running": _load(outcome.admitted_ns, outcome.finished_ns, served, seconds),
+                "waiting": _load(sent_ns, admitted_ns, served, seconds),
+                "running": _load(admitted_ns, ended_ns, served, seconds),
                 "preemptions": run.counters["preempted"] + run.counters["retracted"],
                 "restarts": run.restarts,
             }
         )
     return rows
+
+
+def _times_at(outcome: Outcome, number: int) -> tuple[BoolArray, Int64Array, Int64Array, Int64Array]:
+    """Which requests were at a scheduler, and when they came, got their place and ended there."""
+    transfers = outcome.transfers
+    if transfers is None or number < outcome.setup.replicas * outcome.setup.dp_size:
+        return outcome.place == number, outcome.sent_ns, outcome.admitted_ns, outcome.finished_ns
+    return transfers.prefill == number, transfers.sent_ns, transfers.admitted_ns, transfers.computed_ns
 
 
 def router_queue(outcome: Outcome) -> dict[str, float | int]:

@@ -44,6 +44,7 @@ from tokenyard.transfer.layout import map_pages
 from tokenyard.transfer.node import Node
 from tokenyard.transfer.process_vm import Probe, machine_id
 from tokenyard.transfer.protocol import VERSION, Peer, Prefill, Terms, Want
+from tokenyard.transfer.protocol.deciding import LONGEST_PATIENCE_S, patience_s, worth_asking
 from tokenyard.transfer.protocol.messages import pack_ids, unpack_ids
 
 MODEL_OPTIONS = ("load_format", "seed", "quantization")
@@ -51,11 +52,6 @@ MODEL_OPTIONS = ("load_format", "seed", "quantization")
 
 FIRST_NUMBER = 1 << 40
 """Requests for other engines have numbers from here on; those of clients are counted up from 1."""
-
-LEAST_PATIENCE_S = 5.0
-LONGEST_PATIENCE_S = 60.0
-PATIENCE = 4.0
-"""An offer may take so many times as long as is believed."""
 
 LOAD_EVERY_NS = NS_PER_S // 10
 
@@ -190,7 +186,6 @@ class KvTransfers:
         return self._cost.step(work)
 
     def _ask(self, request: Request, peer: Peer, believed_s: float) -> None:
-        patience_s = min(max(PATIENCE * believed_s, LEAST_PATIENCE_S), LONGEST_PATIENCE_S)
         want = Want(
             key=f"{self._node.identity.hello.boot_id}-{request.number}",
             prompt=pack_ids(request.known_ids),
@@ -201,13 +196,13 @@ class KvTransfers:
             service_class=request.service_class,
             tenant=request.tenant,
         )
-        self._want(want, request, peer.name, patience_s)
+        self._want(want, request, peer.name, patience_s(believed_s))
 
-    def _want(self, want: Want, request: Request, peer: str, patience_s: float) -> None:
+    def _want(self, want: Want, request: Request, peer: str, most_s: float) -> None:
         numbers = range(request.number, request.number + request.sampling.n)
         plain = request.sampling.n == 1 and not request.grammar and request.logprobs is None
         takes_token = plain and not len(request.output_ids)
-        patience_ns, asker = round(patience_s * NS_PER_S), self._node.asker
+        patience_ns, asker = round(most_s * NS_PER_S), self._node.asker
         self._asked.add(request.number)
         self._node.call(lambda now: asker.want(want, numbers, peer, now, patience_ns, takes_token=takes_token))
 
@@ -311,13 +306,6 @@ class KvTransfers:
         batch.numbers, batch.tokens, batch.hits = batch.numbers[keep], batch.tokens[keep], batch.hits[keep]
         batch.started = [started for started in batch.started if started.number < FIRST_NUMBER]
         batch.finished = [finish for finish in batch.finished if finish.number < FIRST_NUMBER]
-
-
-def worth_asking(role: str, uncached: int, least: int, here_s: float, there_s: float) -> bool:
-    """Whether a prompt with `uncached` tokens to compute goes to another engine. In mode both it does if what waits
-    there and the copy take less time than what waits here; the prompt itself takes as long in either place.
-    """
-    return uncached >= least and (role == "decode" or there_s < here_s)
 
 
 def open_transfers(

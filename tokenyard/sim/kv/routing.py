@@ -1,0 +1,93 @@
+"""A router in front of prefill and decode engines: names one of each for a request, as `router.disagg` does."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from typing_extensions import override
+
+from tokenyard.base import NS_PER_S
+from tokenyard.router.index import Prompt, token_prompt
+from tokenyard.sim.fleet import Fleet
+from tokenyard.sim.kv.settings import Apart
+from tokenyard.sim.router import Call, Places, Refuse, Routing, Send, SimRouter
+
+
+class ApartRouting(Routing):
+    """Routers that choose a decode engine by `Apart.decode_policy` and a prefill engine by `Apart.prefill_policy`.
+
+    Both are counted when a request is sent. Where no prefill engine has room, the engine that answers computes the
+    prompt, as ours can. drop: called when the prefill half of a request is of no use any more: (request, ns).
+    """
+
+    def __init__(
+        self, apart: Apart, places: Places, beside: Places, fleet: Fleet, seed: int, send: Send, refuse: Refuse
+    ) -> None:
+        """`beside` are the prefill engines."""
+        super().__init__(apart.decode_policy, places, fleet, seed, send, refuse)
+        self.partner: dict[int, int] = {}
+        self.drop: Callable[[int, int], None] = lambda index, now: None
+        self._beside = [
+            SimRouter(apart.prefill_policy, beside, replace(fleet, max_worker_requests=0), seed + number)
+            for number in range(fleet.routers)
+        ]
+        self._legs: dict[int, Call] = {}
+
+    @override
+    def _dispatch(self, call: Call, now: int) -> None:
+        call.prefills = not self._choose_partner(call, now)
+        super()._dispatch(call, now)
+
+    def _choose_partner(self, call: Call, now: int) -> bool:
+        """Count a request at the prefill engine that shall compute its prompt; False if none has room."""
+        router, request = self._beside[self._routers.index(call.router)], call.request
+        prompt = token_prompt(request.prompt_ids) if router.needs_prefix else Prompt(size=len(request.prompt_ids))
+        leg = Call(request, router, prompt, call.key)
+        if not router.has_room(leg):
+            self.partner[request.number] = -1
+            return False
+        router.dispatch(leg, now / NS_PER_S)
+        self._legs[request.number] = leg
+        self.partner[request.number] = self._places.replicas + leg.target
+        return True
+
+    def leg_ended(self, index: int, now: int, computed: bool) -> None:
+        """A prompt is computed, or else the engine that should compute it is gone."""
+        leg = self._legs.pop(index, None)
+        if leg is not None:
+            assert leg.sent is not None
+            if computed:
+                leg.sent.first_token(now / NS_PER_S)
+            leg.router.ended(leg)
+            self.room = True
+
+    @override
+    def close(self, replica: int) -> None:
+        if replica < self._places.replicas:
+            super().close(replica)
+            return
+        for router in self._beside:
+            router.closed.add(replica - self._places.replicas)
+
+    @override
+    def open(self, replica: int) -> None:
+        if replica < self._places.replicas:
+            super().open(replica)
+            return
+        for router in self._beside:
+            router.closed.discard(replica - self._places.replicas)
+        self.room = True
+
+    @override
+    def died(self, replica: int, now: int) -> None:
+        beside = replica - self._places.replicas
+        if beside >= 0:
+            self.close(replica)
+            for router in self._beside:
+                router.died(beside, [beside])
+            return
+        for number, call in self._open.items():
+            if call.scheduler == replica and number in self._legs:
+                self.drop(number, now)
+                leg = self._legs.pop(number)
+                leg.router.ended(leg)
+        super().died(replica, now)

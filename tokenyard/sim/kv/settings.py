@@ -1,0 +1,54 @@
+"""Prefill and decode apart, as a simulation is told of it."""
+
+import math
+from dataclasses import dataclass, field
+
+from tokenyard.base import ConfigError
+from tokenyard.cost import Link
+from tokenyard.router.choice import DEFAULT_POLICY, KvRoom, make_policy
+from tokenyard.transfer.protocol import Terms
+
+MODES = ("decode", "both")
+LATENCY_S = 50e-6
+BITS = 8e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Engines that compute prompts for the others, and the links between them.
+
+    prefill_replicas: how many there are; their numbers follow those of the engines that answer. mode: "decode": a
+    router names a prefill engine for each request (`prefill_policy`) and one that answers (`decode_policy`); "both":
+    the router chooses only the engine that answers (`Setup.router`), which asks a prefill engine where its cost model
+    says that this is faster. link_gbit: of each engine's link, in each direction; latency_s: of a message, and before
+    the first byte of KV. terms: leases and time-outs. lost, doubled: shares of the messages that never arrive, and
+    that arrive twice.
+    """
+
+    prefill_replicas: int
+    mode: str = MODES[0]
+    link_gbit: float = 100.0
+    latency_s: float = LATENCY_S
+    prefill_policy: str = DEFAULT_POLICY
+    decode_policy: str = KvRoom.name
+    terms: Terms = field(default_factory=Terms)
+    lost: float = 0.0
+    doubled: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what cannot be simulated."""
+        if self.prefill_replicas < 1:
+            raise ConfigError(f"--prefill-replicas is {self.prefill_replicas}; it must be at least 1")
+        if self.mode not in MODES:
+            raise ConfigError(f"--disaggregation-mode is {self.mode!r}; choose one of {', '.join(MODES)}")
+        if not (math.isfinite(self.link_gbit) and self.link_gbit > 0.0):
+            raise ConfigError(f"--link-gbit is {self.link_gbit}; it must be above 0")
+        if not (0.0 <= self.lost <= 1.0 and 0.0 <= self.doubled <= 1.0 and self.latency_s >= 0.0):
+            raise ConfigError("lost and doubled messages are shares from 0 to 1, and a latency is not negative")
+        make_policy(self.prefill_policy)
+        make_policy(self.decode_policy)
+
+    @property
+    def link(self) -> Link:
+        """A link, as the cost models of the engines know it."""
+        return Link(self.link_gbit / BITS, self.latency_s)
