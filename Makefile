@@ -16,7 +16,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS = $(shell $(BIN)/python -c "import os; print(min(4, os.cpu_count() + 1))")
 PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: serve fleet test test-all test-world goodput clients lint package docs clean
+.PHONY: serve fleet test test-all test-world test-triton goodput clients lint package docs clean
 
 serve: .venv/serve  ## serve the embedded demo model on 127.0.0.1:30000
 	$(BIN)/tokenyard serve $(ARGS)
@@ -33,6 +33,11 @@ test-all: .venv/dev  ## run the slow ones too: whole matrices, soaks, long searc
 test-world: .venv/dev clients  ## run what needs other packages and programs; note the date with the result
 	$(PYTEST) -m world $(ARGS) || test $$? -eq 5  # 5: no test is marked so
 	date -u
+
+# Triton takes 1 GB, so it has an environment of its own; without a GPU its kernels run in its interpreter, slowly.
+TRITON ?= triton==3.9.0
+test-triton: .venv-triton/dev  ## hold the kernels for GPUs to float64 in Triton's interpreter, and compile them
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/executor/test_triton_*.py $(ARGS)
 
 goodput: .venv/dev  ## hold goodput on the recorded traces to its goals, in the simulator
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.goodput $(ARGS)
@@ -60,5 +65,11 @@ docs: .venv/dev  ## build the docs site into site/
 	$(PIP_INSTALL) $(TORCH_FLAGS) -e '.[torch,dev]'
 	touch $@
 
+.venv-triton/dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_FLAGS) \
+		-e '.[torch,dev]' $(TRITON)
+	touch $@
+
 clean:  ## remove the environments
-	rm -rf .venv .venv-clients
+	rm -rf .venv .venv-clients .venv-triton

@@ -148,8 +148,9 @@ class DeclaredSettings(SharedSettings):
     attention_backend: str = setting(
         "auto",
         "device",
-        "what attends between torch's layers: gather is plain torch, native the CPU's own kernels",
-        choices=("auto", "gather", "native"),
+        "what attends between torch's layers: gather is plain torch, native the CPU's own kernels, triton those for "
+        "CUDA devices, where auto takes them if the package triton is there",
+        choices=("auto", "gather", "native", "triton"),
     )
     speculative_algorithm: str = setting(
         "none",

@@ -8,6 +8,7 @@ import torch
 from tokenyard.base import ConfigError
 from tokenyard.executor.attention.backend import AttentionBackend
 from tokenyard.executor.attention.gather import GatherAttention
+from tokenyard.executor.attention.triton.available import why_not as triton_why_not
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.backend import ModelBackend, TorchModel
@@ -23,7 +24,7 @@ from tokenyard.executor.weights import Weights
 logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("auto", "torch", "native")
-ATTENTION_BACKENDS = ("auto", "gather", "native")
+ATTENTION_BACKENDS = ("auto", "gather", "native", "triton")
 QUANTIZATIONS = ("none", "int8")
 MOST_INT8_INPUTS = 1 << 16
 """Sums of more products of bytes could leave 32 bits."""
@@ -33,13 +34,15 @@ MOST_INT8_INPUTS = 1 << 16
 class BackendChoice:
     """What computes a model. engine: the native kernels, None where nothing asks for them or they cannot serve.
     native_model: whether they run whole steps, and not only attend between torch's layers. int8: whether they round
-    weights and inputs of products to bytes. kernels: what computes the steps, for people.
+    weights and inputs of products to bytes. kernels: what computes the steps, for people. triton: whether Triton
+    kernels attend between torch's layers.
     """
 
     engine: NativeEngine | None
     native_model: bool
     kernels: str
     int8: bool = False
+    triton: bool = False
 
 
 def choose_backends(
@@ -51,7 +54,7 @@ def choose_backends(
     device: torch.device,
     threads: int,
 ) -> BackendChoice:
-    """Choose by the settings of the same names; auto takes native kernels where they can serve.
+    """Choose by the settings of the same names; auto takes native kernels where they can serve, and Triton's on CUDA.
 
     threads: of the native kernels, 0 to let them choose. Raises ConfigError for an unknown name, and where native
     kernels are asked for by name, or by quantization int8, and cannot serve.
@@ -78,6 +81,10 @@ def _choose(
 ) -> BackendChoice:
     if attention_backend == "gather" and model_impl != "native":
         return BackendChoice(None, False, "torch")
+    if attention_backend == "triton" or (
+        device.type == "cuda" and attention_backend == "auto" and model_impl != "native"
+    ):
+        return _triton(model_impl, attention_backend, config, device)
     engine, reason = _native_engine(config, dtype, device, threads)
     if engine is None:
         if "native" in (model_impl, attention_backend):
@@ -97,6 +104,19 @@ def _choose(
         return BackendChoice(engine, True, kernels)
     layers = f"torch (native kernels compute no {missing} yet)" if missing else "torch"
     return BackendChoice(engine, False, f"{layers}, attention {kernels}")
+
+
+def _triton(model_impl: str, attention_backend: str, config: ModelConfig, device: torch.device) -> BackendChoice:
+    """Triton's kernels between torch's layers where they can serve, else torch alone; by name they must."""
+    reason = triton_why_not(device, config.head_dim)
+    if model_impl == "native":
+        reason = "model_impl native attends by itself; attention_backend triton needs model_impl torch"
+    if not reason:
+        return BackendChoice(None, False, "torch, attention and norms triton", triton=True)
+    if attention_backend == "triton":
+        raise ConfigError(f"attention_backend triton cannot be used: {reason}")
+    logger.warning("no Triton kernels, so torch attends over gathered keys, more slowly: %s", reason)
+    return BackendChoice(None, False, f"torch ({reason})")
 
 
 def parts_not_native(config: ModelConfig) -> str:
@@ -144,7 +164,18 @@ def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvP
     """Put the chosen backend together over a KV pool and its page table."""
     if isinstance(layers, NativeDecoder):
         return NativeModel(layers, pool, pages)
+    if choice.triton:
+        return _with_triton(layers, pool, pages)
     attention: AttentionBackend = GatherAttention(pool, pages, layers.attention_spec)
     if choice.engine is not None:
         attention = NativeAttention(choice.engine, pool, pages, layers.attention_spec, layers.config.num_heads)
+    return TorchModel(layers, attention)
+
+
+def _with_triton(layers: Decoder, pool: KvPool, pages: PageTable) -> TorchModel:
+    # Here, because the package triton is not installed everywhere, and takes a second to import.
+    from tokenyard.executor.attention.triton.backend import TritonAttention, TritonKernels
+
+    attention = TritonAttention(pool, pages, layers.attention_spec, layers.config.num_heads)
+    layers.fuse(TritonKernels(attention, pool))
     return TorchModel(layers, attention)

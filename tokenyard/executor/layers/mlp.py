@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Linear, Product
 
 Gating = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,6 +41,11 @@ class GatedMlp:
 
     def __init__(self, gate_up: Product, down: Product, gated: Gating = silu) -> None:
         self.gate_up, self.down, self._gated = gate_up, down, gated
+
+    def fuse(self, kernels: FusedKernels) -> None:
+        """Gate by these kernels from now on where they know how."""
+        if self._gated is silu:
+            self._gated = kernels.silu_gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""

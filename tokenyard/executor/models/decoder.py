@@ -7,6 +7,7 @@ import torch
 
 from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec
 from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Linear, Product
 from tokenyard.executor.layers.mlp import Experts, GatedMlp, gating
 from tokenyard.executor.layers.norm import RMSNorm
@@ -55,9 +56,18 @@ class Decoder:
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         cos_sin = {rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}
+        found = None
         for layer, rope in zip(self._layers, self.config.ropes, strict=True):
-            x = layer(x, cos_sin[rope], batch, attention)
-        return x
+            x, found = layer(x, found, cos_sin[rope], batch, attention)
+        return x if found is None else x + found
+
+    def fuse(self, kernels: FusedKernels) -> None:
+        """Compute norms, gates, and all from rotation to attention by these kernels, which attend as the attention
+        backend given to `forward` does.
+        """
+        self._norm.fuse(kernels)
+        for layer in self._layers:
+            layer.fuse(kernels)
 
     def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
         """Put `change(layer, name, product)` in the place of each layer's products qkv, output, gate_up and down.
@@ -104,6 +114,17 @@ class _Layer:
         mlp = _mlp(config, weights, index)
         self._output: Product = output if group is None else Summed(output, group)
         self._mlp = mlp if group is None else Summed(mlp, group)
+        self._gated = mlp if isinstance(mlp, GatedMlp) else None
+        self._kernels: FusedKernels | None = None
+
+    def fuse(self, kernels: FusedKernels) -> None:
+        """See `Decoder.fuse`."""
+        self._kernels = kernels
+        for norm in (self._attention_norm, self._mlp_norm, self._after_attention, self._after_mlp):
+            if norm is not None:
+                norm.fuse(kernels)
+        if self._gated is not None:
+            self._gated.fuse(kernels)
 
     def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
         """See `Decoder.adapt`."""
@@ -113,17 +134,34 @@ class _Layer:
             self._mlp.down = change(self._index, "down", self._mlp.down)
 
     def __call__(
-        self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
-    ) -> torch.Tensor:
-        found = self._attend(self._attention_norm(x), cos_sin, batch, attention)
-        x = x + (found if self._after_attention is None else self._after_attention(found))
-        found = self._mlp(self._mlp_norm(x))
-        return x + (found if self._after_mlp is None else self._after_mlp(found))
+        self,
+        x: torch.Tensor,
+        found: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        batch: ForwardBatch,
+        attention: AttentionBackend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: the residual stream, without what the layer before found, so that its sum and its norm can be one kernel.
+        Returns the same of this layer.
+        """
+        if found is None:
+            normed = self._attention_norm(x)
+        else:
+            x, normed = self._attention_norm.plus(x, found)
+        found = self._attend(normed, cos_sin, batch, attention)
+        if self._after_attention is not None:
+            found = self._after_attention(found)
+        x, normed = self._mlp_norm.plus(x, found)
+        found = self._mlp(normed)
+        return x, found if self._after_mlp is None else self._after_mlp(found)
 
     def _attend(
         self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
     ) -> torch.Tensor:
         qkv = self._qkv(x).view(len(x), -1, self._head_dim)
+        if self._kernels is not None:
+            weight, eps = (None, 0.0) if self._qk_norm is None else (self._qk_norm.weight, self._qk_norm.eps)
+            return self._output(self._kernels.attend(self._index, qkv, weight, eps, cos_sin, batch))
         rotated = self._heads + self._kv_heads
         qk = qkv[:, :rotated]
         if self._qk_norm is not None:

@@ -1,0 +1,58 @@
+"""Which backend is chosen where Triton is asked for, and what is said where it cannot serve."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenyard.base import ConfigError
+from tokenyard.executor import backends
+from tokenyard.executor.attention.triton import available
+from tokenyard.executor.load import read_folder_config
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+def choose(folder, model_impl, attention_backend, device):
+    config = read_folder_config(Path(folder("llama")))
+    return backends.choose_backends(model_impl, attention_backend, "none", config, torch.float32, device, 1)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """As if the package were there, and not in its interpreter."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(available.importlib.util, "find_spec", lambda name: object())
+
+
+def test_a_gpu_takes_triton_by_itself(folder, installed):
+    for model_impl in ("auto", "torch"):
+        choice = choose(folder, model_impl, "auto", CUDA)
+        assert (choice.triton, choice.engine) == (True, None)
+    assert not choose(folder, "auto", "gather", CUDA).triton
+
+
+def test_a_cpu_does_not(folder, installed):
+    assert not choose(folder, "torch", "auto", CPU).triton
+    with pytest.raises(ConfigError, match="need a CUDA device, not cpu"):
+        choose(folder, "torch", "triton", CPU)
+
+
+def test_a_gpu_without_the_package_gathers_and_says_why(folder, monkeypatch, caplog):
+    monkeypatch.setattr(available.importlib.util, "find_spec", lambda name: None)
+    choice = choose(folder, "auto", "auto", CUDA)
+    assert not choice.triton
+    assert "triton is not installed" in choice.kernels
+    assert "triton is not installed" in caplog.text
+    with pytest.raises(ConfigError, match="pip install triton"):
+        choose(folder, "auto", "triton", CUDA)
+
+
+def test_a_native_model_attends_by_itself(folder, installed):
+    with pytest.raises(ConfigError, match="needs model_impl torch"):
+        choose(folder, "native", "triton", CUDA)
+
+
+def test_heads_too_large_are_refused(installed):
+    assert not available.why_not(CUDA, 256)
+    assert "at most 256" in available.why_not(CUDA, 264)

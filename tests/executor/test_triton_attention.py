@@ -1,0 +1,120 @@
+"""The Triton attention against float64, over shuffled pages with poison all around."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.executor.tiny_models import DEVICE
+from tests.executor.triton_here import need_triton
+
+need_triton()
+
+from tests.executor.checking import CheckedAttention  # noqa: E402
+from tokenyard.executor.attention.backend import AttentionSpec  # noqa: E402
+from tokenyard.executor.attention.triton.backend import FEW_QUERIES, TritonAttention, cut  # noqa: E402
+from tokenyard.executor.forward_batch import ForwardBatch, PageTable  # noqa: E402
+from tokenyard.executor.kv_pool import KvPool  # noqa: E402
+from tokenyard.executor.models.config import ModelConfig  # noqa: E402
+
+
+class Step:
+    """One layer over random rows: (tokens in the cache, queries) each, decode rows first. What no row owns is NaN."""
+
+    def __init__(self, rows, *, heads=4, kv_heads=2, head_dim=16, page_size=1, seed=0, dtype=torch.float32):
+        draw = np.random.default_rng(seed)
+        longest = max(start + count for start, count in rows)
+        pages_each = -(-longest // page_size)
+        shape = {"num_layers": 1, "num_kv_heads": kv_heads, "head_dim": head_dim}
+        config = type("Shape", (), shape)()
+        device = torch.device(DEVICE)
+        self.pool = KvPool(config, len(rows) * pages_each, page_size, device, dtype)
+        self.pages = PageTable(len(rows) + 2, longest, page_size, device)
+        self.pool.tensor.fill_(float("nan"))
+        places = draw.permutation(len(rows) + 2)[: len(rows)]
+        ids = draw.permutation(len(rows) * pages_each) + 1
+        tokens = sum(count for _, count in rows)
+        torch.manual_seed(seed)
+        for (start, count), row, own in zip(rows, places, ids.reshape(len(rows), -1), strict=True):
+            used = -(-(start + count) // page_size)
+            self.pages.tensor[row, :used] = torch.from_numpy(own[:used]).to(device, torch.int32)
+            slots = self.pages.slots(torch.tensor(int(row)), torch.arange(start)).long()
+            self.pool.tensor[:, :, slots] = torch.randn(1, 2, start, kv_heads, head_dim, device=device).to(dtype)
+        starts, counts = (np.array(column) for column in zip(*rows, strict=True))
+        positions = np.concatenate([np.arange(start, start + count) for start, count in rows])
+        pool_rows = torch.from_numpy(np.repeat(places, counts)).to(device)
+        positions = torch.from_numpy(positions).to(device)
+        self.batch = ForwardBatch(
+            token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+            positions=positions,
+            slots=self.pages.slots(pool_rows, positions).long(),
+            pool_rows=pool_rows,
+            logit_tokens=torch.arange(0, device=device),
+            starts=starts,
+            counts=counts,
+            decode_rows=next((i for i, count in enumerate(counts) if count > 1), len(rows)),
+        )
+        # As a layer has it: queries, keys and values are parts of one product.
+        qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, device=device).to(dtype)
+        self.qkv = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        self.heads = heads
+
+    def check(self, window=0, softcap=0.0, sinks=False, tolerance=2e-6):
+        sink = (torch.randn(self.heads, device=self.batch.positions.device),) if sinks else ()
+        spec = AttentionSpec((window,), self.qkv[0].shape[2] ** -0.5, softcap, sink)
+        backend = TritonAttention(self.pool, self.pages, spec, self.heads)
+        judged = CheckedAttention(backend, self.pool, self.pages, spec, tolerance)
+        judged.prepare(self.batch)
+        return judged.forward(0, *self.qkv, self.batch)
+
+
+KINDS = {
+    "one decode": [(0, 1)],
+    "decodes": [(5, 1), (63, 1), (64, 1), (299, 1), (0, 1)],
+    "long decode": [(1100, 1), (3, 1)],
+    "a prompt": [(0, 70)],
+    "a chunk on a prefix": [(300, 33)],
+    "drafts": [(40, 1), (17, 4), (530, 3)],
+    "all": [(70, 1), (9, 1), (600, 2), (0, 1 + FEW_QUERIES), (31, 50), (0, 5)],
+}
+
+
+@pytest.mark.parametrize("rows", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"window": 24}, {"softcap": 3.0}, {"sinks": True}, {"window": 200, "softcap": 5.0, "sinks": True}],
+    ids=str,
+)
+def test_attention_is_that_of_float64(rows, how):
+    Step(rows).check(**how)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 128, 200, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (14, 2), (8, 1)])
+def test_any_head_size_and_group(head_dim, heads, kv_heads):
+    Step([(33, 1), (20, 3), (5, 20)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_size=16).check()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_any_page_size(page_size):
+    Step(KINDS["all"], page_size=page_size).check(window=40)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    alone, among = Step([(333, 1)]), Step([(333, 1), (5, 1), (700, 1), (0, 40)], seed=1)
+    row, place = int(among.batch.pool_rows[0]), int(alone.batch.pool_rows[0])
+    for position in range(333):
+        slots = [int(step.pages.tensor[r, position]) for step, r in ((among, row), (alone, place))]
+        among.pool.tensor[:, :, slots[0]] = alone.pool.tensor[:, :, slots[1]]
+    for mine, other in zip(among.qkv, alone.qkv, strict=True):
+        mine[:1] = other[:1]
+    assert torch.equal(among.check()[:1], alone.check())
+
+
+def test_blocks_cover_each_query_once():
+    firsts, counts = cut(np.array([3, 40]), np.array([37, 8]), 16)
+    assert firsts.tolist() == [3, 19, 35, 40]
+    assert counts.tolist() == [16, 16, 5, 8]
+
+
+def test_shapes_are_those_that_pools_read():
+    assert {"num_layers", "num_kv_heads", "head_dim"} <= set(ModelConfig.__dataclass_fields__)

@@ -1,0 +1,43 @@
+"""Whole models over the Triton kernels: greedy tokens are those of transformers, for rows of all kinds."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.executor.tiny_models import greedy, logits, prompt_of
+from tests.executor.triton_here import need_triton
+
+need_triton()
+
+TRITON = {"model_impl": "torch", "attention_backend": "triton"}
+
+
+@pytest.mark.parametrize(
+    ("case", "page_size"),
+    [("llama-odd", 1), ("qwen3-layers", 4), ("phi3-partial-window", 16), ("gemma2", 4), ("gpt-oss", 1)],
+)
+def test_greedy_tokens_under_a_schedule_of_all_kinds(make_driver, case, page_size):
+    driver = make_driver(case, page_size=page_size, **TRITON)
+    assert "triton" in driver.info.kernels
+    prompts = [prompt_of(length, seed=length) for length in (3, 40, 33)]
+    *rows, late = [driver.start(prompt) for prompt in prompts]
+    driver.step(*[(row, None) for row in rows])
+    for count in (20, None):
+        driver.step((late, count), *[(row, 1) for row in rows])
+    driver.step(*[(row, 1) for row in (*rows, late)])
+    for prompt, row in zip(prompts, (*rows, late), strict=True):
+        assert len(row.output) >= 2
+        assert row.output == greedy(case, prompt, len(row.output))
+
+
+def test_rows_sample_at_several_positions(make_driver):
+    driver = make_driver("qwen3-layers", page_size=4, **TRITON)
+    prompts = {4: prompt_of(40, seed=3), 1: prompt_of(23, seed=4)}
+    rows = {samples: driver.start(prompt) for samples, prompt in prompts.items()}
+    for samples in (4, 1):
+        driver.step((rows[samples], len(prompts[samples]) - samples))
+    plan = driver._plan([(rows[1], 1), (rows[4], 4)])
+    plan.samples, plan.delay_sampling = np.array([1, 4], dtype=np.int32), True
+    found = driver.executor.launch(plan).logits.cpu()
+    expected = torch.cat([logits("qwen3-layers", prompts[samples])[-samples:] for samples in (1, 4)])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,24 @@
+"""Whether the Triton kernels can serve, found out without importing triton."""
+
+import importlib.util
+import os
+
+import torch
+
+LARGEST_HEAD = 256
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in its interpreter: on any device, slowly, for tests (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on")
+
+
+def why_not(device: torch.device, head_dim: int) -> str:
+    """Return why the kernels cannot serve, "" if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton)"
+    if device.type != "cuda" and not interpreted():
+        return f"Triton kernels need a CUDA device, not {device.type}"
+    if head_dim > LARGEST_HEAD:
+        return f"Triton kernels take heads of at most {LARGEST_HEAD} dimensions, not {head_dim}"
+    return ""
