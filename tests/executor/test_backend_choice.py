@@ -22,7 +22,7 @@ def choose(folder, model_impl, attention_backend, device):
 def installed(monkeypatch):
     """As if the package were there, and not in its interpreter."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(available.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(available, "installed", lambda: True)
 
 
 def test_a_gpu_takes_triton_by_itself(folder, installed):
@@ -39,7 +39,7 @@ def test_a_cpu_does_not(folder, installed):
 
 
 def test_a_gpu_without_the_package_gathers_and_says_why(folder, monkeypatch, caplog):
-    monkeypatch.setattr(available.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(available, "installed", lambda: False)
     choice = choose(folder, "auto", "auto", CUDA)
     assert not choice.triton
     assert "triton is not installed" in choice.kernels

@@ -8,6 +8,11 @@ import torch
 LARGEST_HEAD = 256
 
 
+def installed() -> bool:
+    """Whether the package is there."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def interpreted() -> bool:
     """Whether Triton runs its kernels in its interpreter: on any device, slowly, for tests (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on")
@@ -15,7 +20,7 @@ def interpreted() -> bool:
 
 def why_not(device: torch.device, head_dim: int) -> str:
     """Return why the kernels cannot serve, "" if they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not installed():
         return "the package triton is not installed (pip install triton)"
     if device.type != "cuda" and not interpreted():
         return f"Triton kernels need a CUDA device, not {device.type}"
