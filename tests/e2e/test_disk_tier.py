@@ -1,10 +1,13 @@
 """KV on disk, as a user meets it: a server that is started again knows what it had computed."""
 
+import contextlib
+import http.client
 import json
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import pytest
@@ -67,6 +70,44 @@ def test_a_server_that_is_started_again_finds_its_kv(tmp_path):
         assert call(server, "/clear_hicache_storage_backend", {})["blocks"] >= 8
         assert call(server, "/flush_cache", {})
         assert ask(server) == (answer, 0)
+    finally:
+        server.close()
+
+
+def events(lines) -> list[dict]:
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+
+def test_a_paused_request_outlives_a_server_that_is_killed(tmp_path):
+    flags = (*FLAGS, "--hicache-storage-dir", str(tmp_path))
+    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 400, "seed": 5, "ignore_eos": True}}
+    server = Server(*flags)
+    expected = call(server, "/generate", body)
+    data = json.dumps({**body, "stream": True, "rid": "held"}).encode()
+    answer = urllib.request.urlopen(urllib.request.Request(server.url + "/generate", data), timeout=60)
+    lines = [answer.readline()]
+    assert call(server, "/v1/requests/held/pause", {}) == {"id": "held", "paused": True, "kept": True}
+    server.signal(signal.SIGKILL)
+    server.wait()
+    # What was sent before the end still comes.
+    with contextlib.suppress(http.client.IncompleteRead, ConnectionError):
+        while line := answer.readline():
+            lines.append(line)
+    before = events(lines)[-1]
+    assert 0 < before["meta_info"]["completion_tokens"] < 400
+
+    server = Server(*flags)
+    try:
+        resumed = urllib.request.Request(server.url + "/v1/requests/held/resume", b"")
+        with urllib.request.urlopen(resumed, timeout=60) as answer:
+            after = events(answer)[-1]
+        assert before["text"] + after["text"] == expected["text"]
+        assert before["output_ids"] + after["output_ids"] == expected["output_ids"]
+        assert (after["meta_info"]["id"], after["meta_info"]["completion_tokens"]) == ("held", 400)
+        for rid in ("held", "never"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                call(server, f"/v1/requests/{rid}/resume", {})
+        assert call(server, "/v1/cache")["paused_requests"]["resumed"] == 1
     finally:
         server.close()
 

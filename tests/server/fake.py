@@ -79,6 +79,7 @@ class FakeGenerator:
     context_length = 64
     most_prompt_bytes = 64 * 32
     ranks = 1
+    records = None
 
     def __init__(self) -> None:
         self.tokenizer: Any = word_tokenizer()

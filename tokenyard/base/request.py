@@ -83,7 +83,8 @@ class TextOptions:
     """What the detokenizer needs to turn one request's tokens into text.
 
     min_tokens: stop strings are looked for only in the text of later tokens. keep_ids: special tokens that stay in the
-    text when others are skipped, because they mark tool calls or reasoning.
+    text when others are skipped, because they mark tool calls or reasoning. shown: of an answer that was begun
+    (`Request.output_ids`) the client has so many tokens, and gets the others first; -1 for all of them.
     """
 
     skip_special_tokens: bool = True
@@ -92,6 +93,7 @@ class TextOptions:
     stream_interval: int = 1
     min_tokens: int = 0
     keep_ids: list[int] = field(default_factory=list)
+    shown: int = -1
 
 
 @dataclass(slots=True)

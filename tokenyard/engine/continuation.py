@@ -54,4 +54,5 @@ def _answer(request: Request, index: int, tokens: Sequence[int]) -> Request:
         number=request.number + index,
         sampling=replace(request.sampling, n=1, seed=request.sampling.seed + index),
         output_ids=np.array(tokens, dtype=np.int32) if tokens else request.output_ids,
+        text=replace(request.text, shown=-1) if tokens else request.text,
     )

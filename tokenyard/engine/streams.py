@@ -31,7 +31,8 @@ class Stream:
     request, client, paused: what a scheduler must know to go on with it, the scheduler that has it, and whether it is
     held back. place: how it counts at its rank, None while no scheduler has it. moves: how often its scheduler ended
     under it. tokens: of each answer, all that have come. tried: ranks that had no room for it. first: for each answer
-    that has begun, when its first token came and how many prompt tokens were in the cache then.
+    that has begun, when its first token came and how many prompt tokens were in the cache then. shown: tokens that the
+    client had before, of an answer that was begun earlier.
     """
 
     def __init__(self, request: Request, client: SchedulerClient, place: Place | None = None) -> None:
@@ -42,6 +43,8 @@ class Stream:
         self.tried: set[int] = set()
         self.first: dict[int, tuple[int, int]] = {}
         self.paused = False
+        begun = len(request.output_ids)
+        self.shown = begun if request.text.shown < 0 else min(request.text.shown, begun)
         self.moves = 0
         self.number = request.number
         self.rid = request.rid
@@ -68,8 +71,9 @@ class Stream:
 
     @property
     def come(self) -> dict[int, list[int]]:
-        """The tokens that have come of each answer that has begun, by its number."""
-        return {self.number + index: tokens for index, tokens in enumerate(self.tokens) if tokens}
+        """The tokens that the client has of each answer of which some have come, by its number."""
+        before = self.request.output_ids[: self.shown].tolist()
+        return {self.number + index: before + tokens for index, tokens in enumerate(self.tokens) if tokens}
 
     def put(self, delta: OutputDelta) -> bool:
         """Add a delta; return whether it is the first one that waits, so that the reader should be woken.

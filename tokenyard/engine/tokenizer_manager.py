@@ -27,11 +27,13 @@ from tokenyard.base import (
     Submit,
     TenantUse,
     TokenBatch,
+    TokenyardError,
     Update,
 )
 from tokenyard.engine.adapters import AdapterRegistry
 from tokenyard.engine.client import Link, SchedulerClient
 from tokenyard.engine.continuation import begun_answers, continued, first_number, untold
+from tokenyard.engine.paused import PausedRequests
 from tokenyard.engine.processes.messages import Call, Fence, Fenced, Heartbeat, Reply, TextBatch, ToApi
 from tokenyard.engine.ranks import Ranks
 from tokenyard.engine.recent import RecentRequests
@@ -63,9 +65,10 @@ class TokenizerManager:
     """Sends requests to schedulers and hands out what comes back. One per engine, used from one event loop.
 
     `tokenizer` is None where the engine takes and gives token ids only. `assembler` is given where token ids become
-    text in this process. What arrives goes to `receive`. A scheduler that ends leaves its requests to others (see
-    `rank_lost`). `on_death` hears why the engine ended, if by itself; all open requests have ended by then.
-    `on_text_silent` hears why the detokenizer is to be ended: it does not answer.
+    text in this process, `records` where paused requests outlive the engine. What arrives goes to `receive`. A
+    scheduler that ends leaves its requests to others (see `rank_lost`). `on_death` hears why the engine ended, if by
+    itself; all open requests have ended by then. `on_text_silent` hears why the detokenizer is to be ended: it does
+    not answer.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class TokenizerManager:
         on_death: Callable[[str], None] = lambda reason: None,
         on_text_silent: Callable[[str], None] = lambda reason: None,
         balancer: Balancer | None = None,
+        records: PausedRequests | None = None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
@@ -95,10 +99,13 @@ class TokenizerManager:
         self._recent = RecentRequests()
         self._next_number = 1
         self._death: str | None = None
+        self._draining = False
+        self.records = records
         self._lost: dict[int, tuple[SchedulerClient, asyncio.TimerHandle]] = {}
         self._loop = asyncio.get_running_loop()
         self._news: list[TextBatch] = []
         self._fenced: list[Fenced] = []
+        self._awaiting: list[asyncio.Future[None]] = []
         self._deaf: set[int] = set()
         self._has_news = asyncio.Event()
         self._deliverer = self._loop.create_task(self._deliver())
@@ -196,6 +203,8 @@ class TokenizerManager:
         """Forget a stream; if its request may still run, cancel it."""
         self._streams.remove(stream)
         stream.leave()
+        if self.records is not None and stream.paused and not stream.open_answers and not self._draining:
+            self.records.forget(stream.rid)
         if self._death is not None:
             return
         if ended is not None:
@@ -207,8 +216,11 @@ class TokenizerManager:
 
     async def abort(self, rid: str | None = None, cause: AbortCause = "cancelled") -> None:
         """End the requests with this id, or all for None; each ends with a finish of reason "abort" and this cause."""
+        self._draining = self._draining or cause == "draining"
         for stream in self._streams.with_rid(rid):
             stream.client.send(Cancel(stream.numbers, cause=cause))
+        if rid is not None and self.records is not None:
+            self.records.forget(rid)
 
     async def update(self, rid: str, *, priority: int | None = None, deadline_ms: float | None = None) -> bool:
         """Change how urgent a request is; `deadline_ms` counts from its arrival. False if there is none with this id.
@@ -227,8 +239,29 @@ class TokenizerManager:
         return bool(streams)
 
     async def pause_request(self, rid: str) -> bool:
-        """Let a request give up its place until `resume_request`; False if there is none with this id."""
-        return self._hold(rid, paused=True)
+        """Let a request give up its place until `resume_request`; False if there is none with this id.
+
+        With a store below, it has a record on disk when this returns (see `records`), unless that failed.
+        """
+        found = self._hold(rid, paused=True)
+        if self.records is not None:
+            for stream in self._streams.with_rid(rid):
+                await self._keep(stream, self.records)
+        return found
+
+    async def _keep(self, stream: Stream, records: PausedRequests) -> None:
+        """Write the record of a paused request, once its scheduler and all news say how far its answers are."""
+        try:
+            outputs = await stream.client.call("outputs", dict[int, list[int]], numbers=stream.open_numbers)
+            told = self._loop.create_future()
+            self._awaiting.append(told)
+            self._has_news.set()
+            await told
+        except TokenyardError as error:
+            records.counters.failed += 1
+            logger.warning("the paused request %s has no record: %s", stream.rid, error)
+            return
+        await records.keep(stream, outputs)
 
     async def resume_request(self, rid: str) -> bool:
         """Let a paused request go on; False if there is none with this id."""
@@ -239,6 +272,8 @@ class TokenizerManager:
         for stream in streams:
             stream.paused = paused
             stream.client.send(Pause(numbers=stream.numbers) if paused else Resume(stream.numbers))
+            if not paused and self.records is not None:
+                self.records.forget(rid)
         return bool(streams)
 
     async def explain(self, rid: str) -> list[Explanation]:
@@ -291,7 +326,8 @@ class TokenizerManager:
 
     async def snapshot(self, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> dict[str, Any]:
         """Return the schedulers' counters; those of the last heartbeats if one is in a step for longer than that."""
-        return await self.ranks.snapshot(timeout_s)
+        counters = await self.ranks.snapshot(timeout_s)
+        return counters if self.records is None else counters | {"paused_requests": self.records.describe()}
 
     async def watch(self, *, prefixes: bool, bins: int) -> list[dict[str, Any]]:
         """What a live page shows of each scheduler now (`scheduler.live_view.LiveView` and `watch.step_watch.StepBin`
@@ -414,6 +450,8 @@ class TokenizerManager:
         self._end_all(reason)
         self._deliverer.cancel()
         await asyncio.gather(self._deliverer, return_exceptions=True)
+        for told in self._awaiting:
+            told.cancel()
         for _, timer in self._lost.values():
             timer.cancel()
         self._link.close()
@@ -526,6 +564,7 @@ class TokenizerManager:
             self._has_news.clear()
             batches, self._news = self._news, []
             fenced, self._fenced = self._fenced, []
+            awaiting, self._awaiting = self._awaiting, []
             try:
                 for stream in await self._streams.deliver(batches):
                     stream.client.send(Cancel(stream.numbers, "the client reads too slowly", "slow_reader"))
@@ -533,3 +572,6 @@ class TokenizerManager:
                     self._bring_back(one)
             except Exception:
                 logger.exception("news from the engine could not be handed on")
+            for told in awaiting:
+                if not told.done():
+                    told.set_result(None)

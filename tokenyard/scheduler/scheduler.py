@@ -150,6 +150,9 @@ class Scheduler:
             for row in rows:
                 if self.state.table.state[row] != State.WAITING:
                     self.state.retract(row, "paused", now)
+                    if self.state.stores is not None:
+                        request = self.state.table.request(row)
+                        self.state.stores.keep(self.state.table.request_state(row).known_ids, request.namespace)
                 self.state.table.gates[row] |= Gate.PAUSED
             self._hold_clocks(rows, now)
             return
@@ -434,6 +437,15 @@ class Scheduler:
             known, namespace = table.request_state(row).known_ids, table.request(row).namespace
             cached = self.state.memory.tree.peek(known.tobytes(), namespace)
             found.append(Requeued(int(table.number[row]), namespace, known, cached))
+        return found
+
+    def outputs(self, numbers: list[int]) -> dict[int, list[int]]:
+        """The output tokens so far of those of these requests that wait, as paused ones do, by number."""
+        table, found = self.state.table, {}
+        for row in self.state.known_rows(numbers):
+            if table.state[row] == State.WAITING:
+                known = table.request_state(row).known_ids
+                found[int(table.number[row])] = known[table.prompt_tokens[row] :].tolist()
         return found
 
     def backlog_tokens(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import SchedulerSettings, Store
+from tokenyard.base import Int32Array, SchedulerSettings, Store
 from tokenyard.base.blocks import tokens_per_block
 from tokenyard.cache.node import TOKEN_DTYPE
 from tokenyard.scheduler.memory import KvMemory
@@ -24,7 +24,8 @@ class StoreQueue:
     """Nodes that wait to be stored, and those whose pages are locked for it. A `PrefixListener` of the tree.
 
     By policy a node is offered when it enters the tree (write_through), at its first hit
-    (write_through_selective), or when free memory runs low and it is next to be evicted (write_back).
+    (write_through_selective), or when free memory runs low and it is next to be evicted (write_back); by all of them
+    when its request is paused.
     """
 
     def __init__(self, settings: SchedulerSettings, memory: KvMemory) -> None:
@@ -95,6 +96,10 @@ class StoreQueue:
         """Let every node that was never offered wait, as the engine ends."""
         for node in self._memory.tree.nodes():
             self._want(node)
+
+    def keep(self, tokens: Int32Array, namespace: str) -> None:
+        """Let what the tree holds of a sequence wait, by whatever policy, as it may not be used again for long."""
+        self._want(self._memory.tree.match(tokens.tobytes(), namespace).node)
 
     def ended(self, number: int) -> None:
         """The store has let go of an offer's pages."""

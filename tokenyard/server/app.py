@@ -1,7 +1,5 @@
 """The ASGI application: routes, error handlers and the OpenAPI page."""
 
-import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -32,28 +30,23 @@ from tokenyard.server import (
     scheduling,
     score,
 )
-from tokenyard.server.answers import Call
 from tokenyard.server.dialects import dialect_of
 from tokenyard.server.errors import (
     CLIENT_GONE_STATUS,
     HttpError,
-    check_encoding,
     error_headers,
     internal_error,
     outcome_of,
 )
+from tokenyard.server.generation import GenerationRoute, Handler
 from tokenyard.server.live import LiveFeed
-from tokenyard.server.middleware import TENANT, Authentication
+from tokenyard.server.middleware import Authentication
 from tokenyard.server.offered import nothing_at
 from tokenyard.server.picker import LOAD_PATH, PickerPage
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
 from tokenyard.server.reference import reference_page
 from tokenyard.server.state import ServerState
-from tokenyard.server.stream import ClientGoneError, Receive, Reply, Scope, Send, read_body, while_connected
-
-log = logging.getLogger(__name__)
-
-Handler = Callable[[Call], Awaitable[None]]
+from tokenyard.server.stream import ClientGoneError, Receive, Scope, Send
 
 HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/v1/chat/completions": (openai.chat_completions, ChatRequest),
@@ -70,43 +63,6 @@ HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/api/chat": (ollama.chat, ollama.OllamaChat),
     "/api/generate": (ollama.generate, ollama.OllamaGenerate),
 }
-
-
-class GenerationRoute:
-    """An ASGI endpoint that generates: reads the body, runs the handler, and cancels it when the client hangs up."""
-
-    def __init__(self, state: ServerState, handler: Handler) -> None:
-        self._state = state
-        self._handler = handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        request_id = headers.get("x-request-id")
-        reply = Reply(send, {"x-request-id": request_id} if request_id else None, dialect_of(scope["path"]))
-        try:
-            check_encoding(headers.get("content-encoding", ""))
-            body = await read_body(receive, self._state.options.max_body_bytes)
-            manager = self._state.admit()
-        except ClientGoneError:
-            return
-        except TokenyardError as error:
-            await reply.fail(error)
-            return
-        call = Call(self._state, manager, body, headers, reply, scope.get(TENANT, ""))
-        await while_connected(receive, self._run(call))
-
-    async def _run(self, call: Call) -> None:
-        """Run the handler and answer with an error if it fails."""
-        try:
-            await self._handler(call)
-        except TokenyardError as error:
-            await call.reply.fail(error)
-        except RecursionError:
-            await call.reply.fail(InvalidRequestError("a value in the body is nested too deeply"))
-        except Exception:
-            log.exception("a request failed by a fault of the server")
-            await call.reply.fail(internal_error())
 
 
 class Front:

@@ -25,7 +25,7 @@ from tokenyard.server.loads import (
 )
 from tokenyard.server.prompts import check_messages, decode, token_ids
 from tokenyard.server.protocol import AbortRequest, DetokenizeRequest, PauseRequest, TokenizeRequest, parse, parse_body
-from tokenyard.server.state import ServerState
+from tokenyard.server.state import ServerState, matching
 from tokenyard.server.stream import read_body
 
 router = APIRouter()
@@ -110,8 +110,13 @@ async def transfer(state: State) -> dict[str, Any]:
 
 @router.get("/v1/cache")
 async def cache(state: State) -> dict[str, Any]:
-    """What each rank has stored and loaded below the device; empty where there is no such store."""
-    return {"ranks": (await state.control.snapshot(TRANSFER_TIMEOUT_S)).get("tiers", {})}
+    """What each rank has stored and loaded below the device, and the records of paused requests there.
+
+    Empty where there is no such store.
+    """
+    counters = await state.control.snapshot(TRANSFER_TIMEOUT_S)
+    paused = {name: counters[name] for name in ("paused_requests",) if name in counters}
+    return {"ranks": counters.get("tiers", {}), **paused}
 
 
 @router.get("/health_generate")
@@ -364,7 +369,10 @@ async def abort_request(state: State, body: Body) -> dict[str, Any]:
     fields = parse(body or b"{}", AbortRequest, strict=state.options.strict_api)
     if not fields.abort_all and not fields.rid:
         raise InvalidRequestError("give rid, or abort_all: true", param="rid")
-    rids: list[str | None] = [None] if fields.abort_all else [*state.ids_of(fields.rid or "")]
+    meant = fields.rid or ""
+    records = state.generator.records
+    named = dict.fromkeys((*state.ids_of(meant), *matching(meant, records.rids if records is not None else ())))
+    rids: list[str | None] = [None] if fields.abort_all else [*named]
     for rid in rids:
         await state.control.abort(rid)
     return {"success": True}

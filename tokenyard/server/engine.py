@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from tokenyard.base import AbortCause, Explanation, Int32Array, PauseMode
+from tokenyard.engine.paused import PausedRequests
 from tokenyard.engine.spec import GenerateSpec
 from tokenyard.engine.streams import Ended, Reader
 
@@ -19,6 +20,10 @@ class Adapter(Protocol):
     @property
     def name(self) -> str:
         """Its name."""
+
+    @property
+    def key(self) -> str:
+        """Name and digest of its files."""
 
     @property
     def folder(self) -> str:
@@ -49,6 +54,10 @@ class Generator(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, None where the engine takes and gives token ids only."""
+
+    @property
+    def records(self) -> PausedRequests | None:
+        """The paused requests that outlive the engine; None where none do."""
 
     @property
     def template_sources(self) -> Mapping[str, str]:

@@ -25,6 +25,14 @@ _TIER_TOTALS = {
     "damaged": "blocks in the store whose bytes were not what had been written",
     "evicted": "blocks that made way for others",
 }
+_PAUSED_GAUGES = {"records": "paused requests that have a record on disk"}
+_PAUSED_TOTALS = {
+    "kept": "records written of paused requests",
+    "resumed": "requests resumed from their records",
+    "displaced": "records that made way for others",
+    "unusable": "records that were damaged, of another model or of a newer version",
+    "failed": "paused requests whose record could not be written",
+}
 _TRANSFER_GAUGES = {
     "open": "prompts that other engines compute for this one",
     "computing_for_others": "prompts that this engine computes for others",
@@ -42,6 +50,8 @@ def kv_families(model: str, snapshot: Mapping[str, Any]) -> Iterable[Metric]:
         unstored = CounterMetricFamily(name, text, labels=["model"])
         unstored.add_metric([model], snapshot.get("unstored_tokens", 0))
         yield unstored
+    if (paused := snapshot.get("paused_requests")) is not None:
+        yield from _families("tokenyard_paused_", model, {"rank 0": paused}, _PAUSED_GAUGES, _PAUSED_TOTALS)
     if not transfers:
         return
     yield from _families("tokenyard_kv_transfer_", model, transfers, _TRANSFER_GAUGES, _TRANSFER_TOTALS)

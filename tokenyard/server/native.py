@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from tokenyard.base import NS_PER_S, Finish, Int32Array, InvalidRequestError, LogprobOptions
+from tokenyard.engine.paused import PausedRequests
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
 from tokenyard.server.answers import Answer, Call, collect, run
 from tokenyard.server.convert import check_max_tokens, new_spec, refuse_unsupported, sampling_of, text_options_of
@@ -15,7 +16,7 @@ from tokenyard.server.kv_routes import set_routes
 from tokenyard.server.large_bodies import beside_the_loop
 from tokenyard.server.logprobs import native_logprobs
 from tokenyard.server.prompts import split_prompts
-from tokenyard.server.protocol import NativeRequest, NativeSampling, parse_body
+from tokenyard.server.protocol import NativeRequest, NativeSampling, ResumeRequest, parse, parse_body
 from tokenyard.server.stream import DONE
 
 NATIVE_MAX_NEW_TOKENS = 128
@@ -41,8 +42,40 @@ class NativeJob:
 async def generate(call: Call) -> None:
     """Answer a native request."""
     body = await parse_body(call.body, NativeRequest, strict=call.state.options.strict_api)
-    job = await _job(call, body)
-    if body.stream:
+    await _answer(call, await _job(call, body), stream=bool(body.stream))
+
+
+async def resume(call: Call, records: PausedRequests, rids: Sequence[str]) -> None:
+    """Give the rest of requests that were paused before the engine ended, as a stream or whole, as they were asked for.
+
+    Whatever API they came by, the rest has the shape of `/generate`. It can be had again until it was given in full.
+    """
+    wish = parse(call.body or b"{}", ResumeRequest, strict=call.state.options.strict_api)
+    adapters = {adapter.key for adapter in call.manager.adapters.loaded.values()}
+    specs = [spec for rid in rids for spec in await records.specs(rid, adapters)]
+    if wish.shown_tokens is not None:
+        _set_shown(specs, wish.shown_tokens)
+    stream = specs[0].text_options.stream if wish.stream is None else wish.stream
+    for spec in specs:
+        spec.text_options = replace(spec.text_options, stream=stream)
+    await _answer(call, NativeJob(specs, 1, len(specs) > 1, False, [False] * len(specs), -1), stream=stream)
+    for rid in rids:
+        records.forget(rid, resumed=True)
+
+
+def _set_shown(specs: list[GenerateSpec], tokens: int) -> None:
+    """The client says how many tokens it has. Raises InvalidRequestError if that cannot be."""
+    known = 0 if specs[0].output_ids is None else len(specs[0].output_ids)
+    if len(specs) > 1 or not 0 <= tokens <= known:
+        most = "is for a request with one answer" if len(specs) > 1 else f"must be between 0 and {known}"
+        raise InvalidRequestError(f"shown_tokens {most}", param="shown_tokens")
+    specs[0].text_options = replace(specs[0].text_options, shown=tokens)
+    if specs[0].logprobs is not None and specs[0].output_ids is not None:
+        specs[0].output_ids = specs[0].output_ids[:tokens]
+
+
+async def _answer(call: Call, job: NativeJob, *, stream: bool) -> None:
+    if stream:
         await _stream(call, job)
         return
     answers = await collect(call, job.specs, job.n)

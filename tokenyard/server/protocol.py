@@ -279,6 +279,16 @@ class PauseRequest:
 
 
 @dataclass(kw_only=True)
+class ResumeRequest:
+    """`POST /v1/requests/{id}/resume`, where the request was paused before the engine ended: how many tokens of the
+    answer the client has, if it lost some, and whether the rest shall come as a stream.
+    """
+
+    shown_tokens: int | None = None
+    stream: bool | None = None
+
+
+@dataclass(kw_only=True)
 class UpdateRequest:
     """`PATCH /v1/requests/{id}`."""
 

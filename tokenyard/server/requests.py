@@ -6,15 +6,18 @@ The id is the one that the client gave (`rid`, `request_id`, X-Request-Id) or th
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
 from tokenyard.base import InvalidRequestError
 from tokenyard.server.control import Body, State
 from tokenyard.server.errors import HttpError
 from tokenyard.server.explain import explained
+from tokenyard.server.generation import GenerationRoute
+from tokenyard.server.native import resume
 from tokenyard.server.protocol import UpdateRequest, parse
 from tokenyard.server.scheduling import OWN_POLICY_MARK
 from tokenyard.server.state import ServerState, matching
+from tokenyard.server.stream import Receive, Scope, Send
 
 router = APIRouter(prefix="/v1/requests")
 
@@ -39,16 +42,39 @@ async def update_request(state: State, request_id: str, body: Body) -> dict[str,
 
 @router.post("/{request_id:path}/pause")
 async def pause_request(state: State, request_id: str) -> dict[str, Any]:
-    """Let a request give up its place until it is resumed; what it has computed may stay in the prefix cache."""
+    """Let a request give up its place until it is resumed; what it has computed may stay in the prefix cache.
+
+    With a store below (--enable-hierarchical-cache) it is written down; `kept` says whether that was done.
+    """
     await _reach(state, request_id, state.control.pause_request)
-    return {"id": request_id, "paused": True}
+    told: dict[str, Any] = {"id": request_id, "paused": True}
+    records = state.generator.records
+    return told if records is None else told | {"kept": bool(matching(request_id, records.rids))}
 
 
-@router.post("/{request_id:path}/resume")
-async def resume_request(state: State, request_id: str) -> dict[str, Any]:
-    """Let a paused request go on exactly where it stopped, as soon as its turn comes."""
+@router.post("/{request_id:path}/resume", response_model=None)
+async def resume_request(state: State, request_id: str) -> dict[str, Any] | Response:
+    """Let a paused request go on exactly where it stopped, as soon as its turn comes.
+
+    Of one that was paused before the engine was killed or started again, this gives the rest of the answer.
+    """
+    records = state.generator.records
+    if records is not None and not state.ids_of(request_id) and (rids := matching(request_id, records.rids)):
+        return Resumed(GenerationRoute(state, lambda call: resume(call, records, sorted(rids))))
     await _reach(state, request_id, state.control.resume_request)
     return {"id": request_id, "paused": False}
+
+
+class Resumed(Response):
+    """The rest of requests that have records, generated as the answer is sent."""
+
+    def __init__(self, route: GenerationRoute) -> None:
+        super().__init__()
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request."""
+        await self._route(scope, receive, send)
 
 
 @router.get("/{request_id:path}/explain")

@@ -124,6 +124,10 @@ class Recorder:
         """The first waiting requests that had a place before."""
         return self.scheduler.requeued(most)
 
+    def outputs(self, numbers: list[int]) -> dict[int, list[int]]:
+        """The output tokens so far of requests that wait."""
+        return self.scheduler.outputs(numbers)
+
     def backlog_tokens(self) -> int:
         """Tokens of prompts that have still to be computed."""
         return self.scheduler.backlog_tokens()

@@ -143,6 +143,7 @@ class Driver:
             "stop_profile": self._stop_profile,
             "watch": self._watch,
             "tell_kv": self._tell_kv,
+            "outputs": lambda now, numbers: self._scheduler.outputs(numbers),
         }
         self._look_at_policy()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from tokenyard.base import ExecutorInfo
+from tokenyard.engine.paused import PausedRequests
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.ipc import SocketDirectory
 from tokenyard.engine.processes.link import SocketLink
@@ -21,6 +22,7 @@ from tokenyard.engine.text.text_assembler import TextAssembler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
 from tokenyard.engine.tokenizer_manager import TokenizerManager
 from tokenyard.engine.watch.liveness import BEAT_EVERY_S
+from tokenyard.engine.watch.transfers import weights_digest
 from tokenyard.router.balance import Balancer
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ async def running_engine(
             on_death=on_death,
             on_text_silent=supervisor.end_silent_text,
             balancer=balancer,
+            records=open_records(config, info),
         )
         link.listen(manager.receive)
         supervisor.watch(manager)
@@ -72,6 +75,13 @@ async def running_engine(
             listener.cancel()
             await manager.close()
             await supervisor.stop()
+
+
+def open_records(config: EngineConfig, info: ExecutorInfo) -> PausedRequests | None:
+    """The records of paused requests beside the store below; None if there is no such store."""
+    if config.tiers.backend == "none":
+        return None
+    return PausedRequests(f"{config.tiers.folder}/paused", weights_digest(config, info))
 
 
 async def start_adapters(manager: TokenizerManager, config: EngineConfig) -> None:

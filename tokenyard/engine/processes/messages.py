@@ -25,6 +25,7 @@ Verb = Literal[
     "load_adapter",
     "drop_adapter",
     "adapter_read",
+    "outputs",
 ]
 """What a scheduler process can be asked to do, apart from taking in events; `processes/driver.py` has the functions."""
 

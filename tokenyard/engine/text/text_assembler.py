@@ -18,7 +18,8 @@ class _TextState:
     """One answer between its first token and its end.
 
     `tokens` are all output tokens so far, of which the first `sent` have gone to the API process. Those that the
-    request brought with it count as sent: they are decoded for what follows them, and not shown.
+    request brought with it count as sent, unless its client lacks some (`TextOptions.shown`): they are decoded for what
+    follows them, and not shown.
     """
 
     __slots__ = (
@@ -59,12 +60,14 @@ class _TextState:
         self.pieces: list[str] = []
         self.undecoded: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        for token in started.output_ids.tolist():
+        begun = started.output_ids.tolist()
+        self.sent = len(begun) if options.shown < 0 else min(options.shown, len(begun))
+        for token in begun:
             self.tokens.append(token)
             if self.text is not None and self.stopped_by is None:
                 self._show(self.text.add(token))
-        self.pieces.clear()
-        self.sent = len(self.tokens)
+            if len(self.tokens) == self.sent:
+                self.pieces.clear()
 
     def add(self, token: int, cached_tokens: int) -> bool:
         """Take in one token; return whether it completed a stop string."""
