@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from tokenyard.base import DRAFT, LAST_SAMPLED, LogprobOptions, RowStart, SamplingParams, StepPlan
-from tokenyard.executor.drafts import AcceptanceRecord, Lookup, NgramDrafter, confirmed_runs
+from tokenyard.base import DRAFT, LAST_SAMPLED, AcceptanceRecord, LogprobOptions, RowStart, SamplingParams, StepPlan
+from tokenyard.executor.drafts import Lookup, NgramDrafter, compared, confirmed_runs
 
 
 def ints(*values):
@@ -68,16 +68,16 @@ def test_what_never_occurred_before_has_no_drafts(ids):
 def test_the_record_follows_what_was_sampled_whether_verified_or_not():
     record = AcceptanceRecord()
     for _ in range(50):
-        record.observe(ints(1, 2, 3), ints(1, 2, 3, 9))
+        record.observe(*compared(ints(1, 2, 3), ints(1, 2, 3, 9)))
     assert record.chance > 950
     for _ in range(50):
-        record.observe(ints(1, 2, 3), ints(7))
+        record.observe(*compared(ints(1, 2, 3), ints(7)))
     assert record.chance < 20
     before = record.chance
-    record.observe(ints(), ints(7))
+    record.observe(*compared(ints(), ints(7)))
     assert record.chance == before, "a step without drafts says nothing of them"
     for _ in range(50):
-        record.observe(ints(1, 2, 3), ints(1))
+        record.observe(*compared(ints(1, 2, 3), ints(1)))
     assert record.chance > 950, "a row that went without drafts gets them back"
 
 

@@ -1,5 +1,6 @@
 """The vocabulary that every room speaks. Needs numpy only and imports no other room."""
 
+from tokenyard.base.acceptance import MOST_CHANCE, AcceptanceRecord
 from tokenyard.base.errors import (
     ConfigError,
     ContextLengthError,
@@ -60,10 +61,12 @@ __all__ = [
     "DRAFT",
     "INCOMPLETE",
     "LAST_SAMPLED",
+    "MOST_CHANCE",
     "NO_TOKENS",
     "NS_PER_MS",
     "NS_PER_S",
     "AbortCause",
+    "AcceptanceRecord",
     "Arrived",
     "BoolArray",
     "Cancel",

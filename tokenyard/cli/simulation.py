@@ -23,6 +23,7 @@ from tokenyard.cli.flags import Flag, all_flags
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
 from tokenyard.router.choice import POLICIES
+from tokenyard.sim.drafts import Speculation
 from tokenyard.sim.engine import Setup, SloTargets
 from tokenyard.sim.fleet import Fleet, read_fleet
 from tokenyard.sim.presets import preset, preset_names
@@ -57,6 +58,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What is served, what serves it, and how it is scheduled."""
     add_workload_arguments(parser)
     add_device_arguments(parser)
+    add_draft_arguments(parser)
     add_scheduler_arguments(parser)
 
 
@@ -151,6 +153,39 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="YAML or JSON: several routers, their queue, KV events, other devices, and a schedule of deaths, slow "
         "engines, drains and joins (docs/simulator.md)",
+    )
+
+
+def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Speculative decoding: how many drafts there are, and how many of them are right."""
+    group = parser.add_argument_group("speculation")
+    group.add_argument(
+        "--speculative-num-draft-tokens",
+        dest="draft_tokens",
+        type=int,
+        default=0,
+        metavar="K",
+        help="most drafts of a request that one step verifies; 0 drafts nothing [0]",
+    )
+    group.add_argument(
+        "--draft-acceptance",
+        default="0.7",
+        metavar="A[-B]",
+        help="chance that a draft is right if those before it are; from a range each request draws its own [0.7]",
+    )
+    group.add_argument(
+        "--draft-coverage",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="share of output tokens for which there is a draft; prompt lookup finds few in new text [1]",
+    )
+    group.add_argument(
+        "--draft-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="time of the device for the drafts of a step, as a draft model takes [0]",
     )
 
 
@@ -272,7 +307,21 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
         learn=args.learn_cost,
         fleet=read_fleet(args.fleet, args.profile_model) if args.fleet is not None else Fleet(),
         apart=apart_of(args),
+        speculation=_speculation(args),
     )
+
+
+def _speculation(args: argparse.Namespace) -> Speculation | None:
+    """What is drafted, None for nothing."""
+    if args.draft_tokens == 0:
+        return None
+    low, _, high = args.draft_acceptance.partition("-")
+    try:
+        acceptance = (float(low), float(high or low))
+    except ValueError:
+        message = f"--draft-acceptance is {args.draft_acceptance!r}; give a share such as 0.7, or a range 0.3-0.9"
+        raise ConfigError(message) from None
+    return Speculation(args.draft_tokens, acceptance, args.draft_coverage, draft_s=args.draft_ms / 1e3)
 
 
 def _profile_of(args: argparse.Namespace) -> Profile:
@@ -345,6 +394,11 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("output tokens/s", lambda s: f"{s['throughput_tokens_per_s']:.0f}"),
     ("prefix hit rate", lambda s: _share(s["prefix_hit_rate"])),
     ("preemptions", lambda s: f"{s['preemptions']}"),
+    (
+        "drafts right / verified",
+        lambda s: f"{s['accepted_draft_tokens']} / {s['draft_tokens']}" if "draft_tokens" in s else "-",
+    ),
+    ("tokens per verify", lambda s: f"{s['tokens_per_verify']:.2f}" if s.get("tokens_per_verify") else "-"),
     ("device busy", lambda s: _share(s["utilisation"])),
     ("simulated / wall", lambda s: f"{s['sim_seconds']:.0f} s / {s['wall_seconds']:.1f} s"),
     ("decision hash", lambda s: s["decision_hash"][:12]),

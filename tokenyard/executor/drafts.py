@@ -11,17 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenyard.base import Int32Array, RowStart, StepPlan
+from tokenyard.base import AcceptanceRecord, Int32Array, RowStart, StepPlan
 
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2
 """How many of the latest tokens must occur before; longer matches come first."""
-
-FIRST_CHANCE, FIRST_WEIGHT = 0.5, 2.0
-FADE = 0.9
-"""What a row's record begins with, how many observations that is worth, and what is left of an old one in each step."""
-
-MOST_CHANCE = 990
-"""In thousandths: no draft is taken for certain."""
 
 NO_DRAFTS = np.zeros(0, np.int32)
 
@@ -64,31 +57,6 @@ class Lookup:
             return NO_DRAFTS
         following = ids[ends[-1] + 1 : ends[-1] + 1 + most]
         return np.resize(following, most) if len(following) < most else following.copy()
-
-
-@dataclass(slots=True)
-class AcceptanceRecord:
-    """How often a row's drafts were right, with old observations fading. Drafts count whether they were verified or
-    not: a sampled token says either way whether the draft in its place was right.
-    """
-
-    right: float = FIRST_CHANCE * FIRST_WEIGHT
-    tried: float = FIRST_WEIGHT
-
-    def observe(self, drafts: Int32Array, tokens: Int32Array) -> None:
-        """Take in what a row sampled (int32[n]) where it had drafts (int32[m])."""
-        compared = min(len(drafts), len(tokens))
-        if not compared:
-            return
-        wrong = np.flatnonzero(drafts[:compared] != tokens[:compared])
-        right = int(wrong[0]) if len(wrong) else compared
-        self.right = FADE * self.right + right
-        self.tried = FADE * self.tried + right + bool(len(wrong))
-
-    @property
-    def chance(self) -> int:
-        """The chance of a draft whose predecessors are right, in thousandths."""
-        return min(MOST_CHANCE, round(1000 * self.right / self.tried))
 
 
 @dataclass(slots=True)
@@ -150,11 +118,20 @@ class NgramDrafter:
             if row is None or row.epoch != epoch or not count:
                 continue
             run = tokens[end - count : end]
-            row.judge().observe(row.drafts, run)
+            row.judge().observe(*compared(row.drafts, run))
             row.lookup.append(run)
             row.drafts, row.forced = keep_to(pool_row, row.lookup.propose(self._most), self._most)
             drafted[place], chances[place] = len(row.drafts), row.judge().chance
         return drafted, chances
+
+
+def compared(drafts: Int32Array, tokens: Int32Array) -> tuple[int, bool]:
+    """How many of a row's drafts (int32[m]) were right before the first wrong one, and whether one was wrong, by what
+    it sampled (int32[n]).
+    """
+    count = min(len(drafts), len(tokens))
+    wrong = np.flatnonzero(drafts[:count] != tokens[:count])
+    return (int(wrong[0]), True) if len(wrong) else (count, False)
 
 
 def drafts_to_confirm(plan: StepPlan, inputs: Int32Array) -> Int32Array:

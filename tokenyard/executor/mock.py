@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tokenyard.base import (
     DRAFT,
+    MOST_CHANCE,
     NS_PER_S,
     ConfigError,
     CostModel,
@@ -29,7 +30,7 @@ from tokenyard.base import (
     step_work,
 )
 from tokenyard.cost import find_profile
-from tokenyard.executor.drafts import MOST_CHANCE, confirmed_runs
+from tokenyard.executor.drafts import confirmed_runs
 from tokenyard.executor.kv_check import AdapterCheck, KvCheck, UInt64Array, history_marks, mix
 
 NEVER_EOS = int(np.iinfo(np.int64).max)

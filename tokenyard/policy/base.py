@@ -11,6 +11,7 @@ from typing import ClassVar
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
 from tokenyard.policy.budget import BudgetRule, StepBudget
 from tokenyard.policy.headroom import Headroom, create_headroom
+from tokenyard.policy.speculation import Pace
 from tokenyard.policy.time_budget import create_budget_rule
 from tokenyard.policy.urgency import Urgency
 from tokenyard.policy.victim import VictimRule, create_victim_rule
@@ -97,6 +98,12 @@ class Policy:
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
         """Running rows that rank strictly below the waiting row `asker` and may be preempted for it, worst first."""
         return iter(())
+
+    def pace(self, columns: Columns, rows: Int32Array, now: int) -> Pace | None:
+        """How running `rows` stand against their target time per token, for the choice of drafts; None where targets do
+        not count.
+        """
+        return None
 
     def charge(self, row: int, prefill_tokens: int) -> None:
         """A chunk of `prefill_tokens` was planned for `row`."""

@@ -8,6 +8,7 @@ from typing_extensions import override
 from tokenyard.base import Int32Array, SchedulerSettings
 from tokenyard.policy.base import Policy
 from tokenyard.policy.budget import StepBudget
+from tokenyard.policy.speculation import Pace
 from tokenyard.policy.views import Columns, Views
 
 
@@ -72,6 +73,10 @@ class Wrapper(Policy):
     @override
     def outranked(self, views: Views, asker: int) -> Iterator[int]:
         return self.inner.outranked(views, asker)
+
+    @override
+    def pace(self, columns: Columns, rows: Int32Array, now: int) -> Pace | None:
+        return self.inner.pace(columns, rows, now)
 
     @override
     def charge(self, row: int, prefill_tokens: int) -> None:

@@ -18,6 +18,8 @@ from tokenyard.policy.base import Policy
 from tokenyard.policy.deadline_queue import DeadlineQueue, one_by_one
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.priority import Priority
+from tokenyard.policy.slo_targets import ahead_ns, tpot_ns
+from tokenyard.policy.speculation import Pace
 from tokenyard.policy.time_budget import TimeBudgetRule
 from tokenyard.policy.views import Columns, Views
 
@@ -175,6 +177,11 @@ class ServiceLevel(EarliestDeadline):
         assert self.views is not None
         now, queue = self.views.now, self.queue
         return [row for lane in queue.lanes() for row in lane[queue.last[lane] & (queue.due_ns[lane] <= now)].tolist()]
+
+    @override
+    def pace(self, columns: Columns, rows: Int32Array, now: int) -> Pace | None:
+        ahead, targets = ahead_ns(columns, rows, self.settings, now), tpot_ns(columns, rows, self.settings)
+        return Pace(ahead / NS_PER_S, targets / NS_PER_S)
 
     @override
     def measures(self, rows: Int32Array) -> dict[str, float]:

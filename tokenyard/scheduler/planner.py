@@ -104,7 +104,7 @@ class Planner:
         if not len(rows):
             return
         if self._state.drafting:
-            drafts = self._worthwhile_drafts(builder, rows, starts)
+            drafts = self._worthwhile_drafts(builder, rows, starts, now)
             # One token may be in flight, known to the device alone; of drafts in flight it is open how many count.
             known = table.known[rows]
             ready = (starts < known) | (starts == known) & (drafts == 0)
@@ -128,18 +128,19 @@ class Planner:
         builder.decode(rows, starts)
         self._state.charge_decode(rows)
 
-    def _worthwhile_drafts(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array) -> Int32Array:
+    def _worthwhile_drafts(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array, now: int) -> Int32Array:
         """How many drafts `rows`, which start at `starts` (int32[n]), should verify: int32[n]. Without a belief about
         times, as many as they have.
         """
         table, cost = self._state.table, self._state.cost
         most: Int32Array = np.maximum(np.minimum(table.drafts[rows], table.limit[rows] - starts - 1), 0)
-        if cost is None:
+        if cost is None or not most.any():
             return most
         chunks = StepWork()
         for chunk in builder.chunks:
             chunks.add_chunk(chunk.start, chunk.count)
-        return worthwhile_drafts(cost, chunks, starts + 1, most, table.draft_chance[rows])
+        pace = self._state.policy.pace(table, rows, now)
+        return worthwhile_drafts(cost, chunks, starts + 1, most, table.draft_chance[rows], pace)
 
     def _verify(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array, drafts: Int32Array) -> bool:
         """Let `rows`, which start at `starts`, verify `drafts` drafts each (all int32[n]), of which some are above 0.

@@ -92,6 +92,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "prefix_hit_rate": round(hit_rate(outcome), 6),
         "preemptions": counters["preempted"] + counters["retracted"],
         "recomputed_tokens": counters["recomputed_tokens"],
+        **_drafts(outcome),
         "utilisation": round(outcome.busy_seconds / seconds / outcome.setup.schedulers, 6),
         "policy_changes": [
             {"at_s": round(one.at_ns / NS_PER_S, 6), "candidate": one.candidate, "reason": one.reason}
@@ -117,6 +118,20 @@ def hit_rate(outcome: Outcome) -> float:
     hits = int(outcome.cached_tokens[here].sum()) + sum(one["hit_tokens"] for one in there)
     tokens = int(outcome.workload.prompt_tokens[here].sum()) + sum(one["prompt_tokens"] for one in there)
     return hits / max(tokens, 1)
+
+
+def _drafts(outcome: Outcome) -> dict[str, Any]:
+    """What speculative decoding did, where it is simulated: tokens verified and accepted, and the tokens that a row
+    yields in a step that verifies its drafts, None if there was no such step.
+    """
+    if outcome.setup.speculation is None:
+        return {}
+    rows, accepted = outcome.counters["verify_rows"], outcome.counters["accepted_draft_tokens"]
+    return {
+        "draft_tokens": outcome.counters["draft_tokens"],
+        "accepted_draft_tokens": accepted,
+        "tokens_per_verify": round(1.0 + accepted / rows, 6) if rows else None,
+    }
 
 
 def fleet_summary(outcome: Outcome) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tokenyard.cost import LinearCost, Profile
 from tokenyard.policy.adaptive import Switch
 from tokenyard.policy.tenants import part
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE
+from tokenyard.sim.drafts import Speculation
 from tokenyard.sim.fleet import Fleet
 from tokenyard.sim.kv.figures import Transfers
 from tokenyard.sim.kv.settings import Apart
@@ -65,7 +66,8 @@ class Setup:
     engine's `settings` as in a server.
     apart: further engines that compute prompts for these; their numbers follow those of the replicas.
     `host_s` is CPU time per step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes the
-    profile's pool. With `oracle` each request asks for as many tokens as it will get.
+    profile's pool. With `oracle` each request asks for as many tokens as it will get. No `speculation`,
+    no drafts.
     """
 
     profile: Profile
@@ -81,6 +83,7 @@ class Setup:
     oracle: bool = False
     fleet: Fleet = field(default_factory=Fleet)
     apart: Apart | None = None
+    speculation: Speculation | None = None
 
     @property
     def slo(self) -> SloTargets:

@@ -24,6 +24,7 @@ from tokenyard.base import (
 )
 from tokenyard.cost import LinearCost
 from tokenyard.sim.content import ANSWER_STREAM, EOS_TOKEN, stream_tokens
+from tokenyard.sim.drafts import SimDrafter
 from tokenyard.sim.workload import to_ns
 from tokenyard.tape.recorder import Core
 
@@ -46,12 +47,21 @@ class SimExecutor:
 
     It identifies a request by its sampling seed, which the workload sets to the request's number. With
     `distinct_tokens` answers hold the ids of their own stream, so that a later turn can hit them in the prefix cache.
+    drafter: for speculative decoding, None for none.
     """
 
-    def __init__(self, info: ExecutorInfo, truth: LinearCost, output_tokens: Int32Array, distinct_tokens: bool) -> None:
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        truth: LinearCost,
+        output_tokens: Int32Array,
+        distinct_tokens: bool,
+        drafter: SimDrafter | None = None,
+    ) -> None:
         self._usual = self._truth = truth
         self._output_tokens = output_tokens
         self._distinct = distinct_tokens
+        self._drafter = drafter
         self._last_position = np.full(info.max_pool_rows, -1, np.int64)
         self._prompt_tokens = np.zeros(info.max_pool_rows, np.int64)
         self._number = np.zeros(info.max_pool_rows, np.int64)
@@ -67,11 +77,26 @@ class SimExecutor:
             self._number[start.pool_row] = number
             self._prompt_tokens[start.pool_row] = start.prompt_tokens
             self._last_position[start.pool_row] = start.prompt_tokens + int(self._output_tokens[number]) - 2
+            if self._drafter is not None:
+                self._drafter.start(start.pool_row)
         work = step_work(plan)
+        if self._drafter is not None:
+            return work, self._run_with_drafts(plan, work, self._drafter)
         tokens = self._tokens(plan.pool_rows, plan.starts + plan.counts - 1)
         if plan.decode_rows < len(tokens):
             tokens[~plan.sampled] = -1
         return work, StepResult(plan.step, tokens, self._truth.step(work))
+
+    def _run_with_drafts(self, plan: StepPlan, work: StepWork, drafter: SimDrafter) -> StepResult:
+        """The result of a plan where rows draft: each yields the drafts that are right and the sample after them."""
+        accepted, rows = drafter.accepted(plan), plan.pool_rows
+        # Token number j of a row is sampled after the position of its first sample, plus j.
+        firsts = plan.starts + plan.counts - plan.samples - (np.cumsum(accepted) - accepted)
+        places = np.repeat(np.arange(len(rows)), accepted)
+        tokens = self._tokens(rows[places], (firsts[places] + np.arange(len(places))).astype(np.int32))
+        drafted, chances, draft_s = drafter.draft(plan, accepted, self._number[rows], self._prompt_tokens[rows])
+        seconds = self._truth.step(work) + draft_s
+        return StepResult(plan.step, tokens, seconds, accepted=accepted, drafted=drafted, chances=chances)
 
     def decode_ns(self, plan: StepPlan, work: StepWork) -> Int64Array:
         """How long each step takes if `plan`, which only decodes, is repeated until a row ends: int64[steps]. `work` is

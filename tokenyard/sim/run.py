@@ -7,13 +7,14 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
 
-from tokenyard.base import NS_PER_S, ConfigError, Event, Finish, Request
+from tokenyard.base import NS_PER_S, ConfigError, Event, ExecutorInfo, Finish, Request
 from tokenyard.base.version import __version__
 from tokenyard.cost import unloaded_prefill_s
 from tokenyard.policy.adaptive import Adaptive
 from tokenyard.router.choice import make_policy
 from tokenyard.sim.adaptive import Adapter
 from tokenyard.sim.content import BlankContent, Content
+from tokenyard.sim.drafts import SimDrafter
 from tokenyard.sim.fleet import Fault, Fleet
 from tokenyard.sim.kv.network import Network, Sizes
 from tokenyard.sim.kv.routing import ApartRouting
@@ -156,7 +157,7 @@ class Run:
         info = executor_info(setup, engine)
         cached = not setup.settings.disable_radix_cache
         truth = setup.profile_of(engine).cost()
-        executor = SimExecutor(info, truth, self._workload.output_tokens, cached)
+        executor = SimExecutor(info, truth, self._workload.output_tokens, cached, self._drafter(info))
         answers = engine < setup.replicas
         routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None and cached
         settings = setup.settings_of(rank)
@@ -177,6 +178,12 @@ class Run:
         )
         adaptive = setup.settings.schedule_policy == Adaptive.name
         return Unit(replica, executor, Adapter(settings, replica) if adaptive else None)
+
+    def _drafter(self, info: ExecutorInfo) -> SimDrafter | None:
+        speculation = self._setup.speculation
+        if speculation is None:
+            return None
+        return SimDrafter(speculation, speculation.marks(len(self._workload), self._setup.seed), info.max_pool_rows)
 
     def until_end(self) -> Iterator[int]:
         """Let everything happen. Yields the number of requests that came before each."""
