@@ -18,7 +18,7 @@ from tokenyard.policy.base import Policy
 from tokenyard.policy.deadline_queue import DeadlineQueue, one_by_one
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.priority import Priority
-from tokenyard.policy.slo_targets import ahead_ns, tpot_ns
+from tokenyard.policy.slo_targets import ahead_of_ns, tpot_ns
 from tokenyard.policy.speculation import Pace
 from tokenyard.policy.time_budget import TimeBudgetRule
 from tokenyard.policy.views import Columns, Views
@@ -35,6 +35,11 @@ MOST_BROUGHT_BACK = 16
 
 ROOM_SHARE = 1 / 3
 """Share of the KV pool that stays free when a request put last starts in the first half of its longest wait."""
+
+PACE_SHARE = 0.9
+"""Share of the target time per token at which a row counts as late for drafts, so that an answer's last steps, whose
+drafts may be wrong, do not make it late.
+"""
 
 Work = Callable[[Int32Array], Float64Array]
 """Maps rows (int32[n]) to the time that each one's prefill takes in ns, float64[n]."""
@@ -180,8 +185,8 @@ class ServiceLevel(EarliestDeadline):
 
     @override
     def pace(self, columns: Columns, rows: Int32Array, now: int) -> Pace | None:
-        ahead, targets = ahead_ns(columns, rows, self.settings, now), tpot_ns(columns, rows, self.settings)
-        return Pace(ahead / NS_PER_S, targets / NS_PER_S)
+        targets_ns = (PACE_SHARE * tpot_ns(columns, rows, self.settings)).astype(np.int64)
+        return Pace(ahead_of_ns(columns, rows, targets_ns, now) / NS_PER_S, targets_ns / NS_PER_S)
 
     @override
     def measures(self, rows: Int32Array) -> dict[str, float]:

@@ -37,8 +37,13 @@ def ahead_ns(columns: Columns, rows: Int32Array, settings: SchedulerSettings, no
     The token after `g` tokens is due at first token + g * target; below 0 for rows that are late already. A row whose
     first token is still in flight counts as due now.
     """
+    return ahead_of_ns(columns, rows, tpot_ns(columns, rows, settings), now)
+
+
+def ahead_of_ns(columns: Columns, rows: Int32Array, targets_ns: Int64Array, now: int) -> Int64Array:
+    """`ahead_ns` for other targets per token than the rows' own, int64[n] in ns."""
     first = columns.first_token_ns[rows]
     written = np.maximum(tokens_generated(columns, rows), 0)
-    due = first + written * tpot_ns(columns, rows, settings)
+    due = first + written * targets_ns
     slack: Int64Array = np.where(first > 0, due - now, 0)
     return slack
