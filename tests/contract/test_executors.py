@@ -57,10 +57,10 @@ MAKERS = {"mock": make_mock, "torch": make_torch, "checked": make_checked, "virt
 CASES = [f"{name}-page{size}" for name in MAKERS for size in (1, 4)]
 
 
-@pytest.fixture(params=[*CASES, "divided"])
+@pytest.fixture(params=[*CASES, "divided", "stages"])
 def executor(request):
-    if request.param == "divided":
-        yield request.getfixturevalue("divided")
+    if request.param in ("divided", "stages"):
+        yield request.getfixturevalue(request.param)
         return
     name, _, page_size = request.param.partition("-page")
     executor = MAKERS[name](int(page_size))
@@ -68,17 +68,25 @@ def executor(request):
     executor.close()
 
 
+def two_processes(**size):
+    pytest.importorskip("torch", reason="the package torch is not installed")
+    from tokenyard.executor.parallel.divided import load_executor
+
+    options = {"device": "cpu", "dtype": "float32", "page_size": 4, "max_total_tokens": 256, "max_pool_rows": 4}
+    executor = load_executor(str(DEMO_MODEL), **size, **options)
+    yield executor
+    executor.close()
+
+
 @pytest.fixture(scope="module")
 def divided():
     """Two processes, which take seconds to start, so that all tests share them."""
-    pytest.importorskip("torch", reason="the package torch is not installed")
-    from tokenyard.executor.parallel.leader import load_executor
+    yield from two_processes(tp_size=2)
 
-    executor = load_executor(
-        str(DEMO_MODEL), tp_size=2, device="cpu", dtype="float32", page_size=4, max_total_tokens=256, max_pool_rows=4
-    )
-    yield executor
-    executor.close()
+
+@pytest.fixture(scope="module")
+def stages():
+    yield from two_processes(pp_size=2)
 
 
 def pages_for(executor, tokens, first=1):

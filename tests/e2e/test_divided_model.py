@@ -38,11 +38,12 @@ def tp_ranks(server):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1], ids=["rank0", "rank1"])
-def test_a_stream_outlives_the_ranks_of_its_model(number, victim):
-    server = Server(*FLAGS, "--tp-size", "2")
+@pytest.mark.parametrize("form", ["tp", "pp"])
+def test_a_stream_outlives_the_ranks_of_its_model(form, number, victim):
+    server = Server(*FLAGS, f"--{form}-size", "2")
     try:
-        size, groups = tp_ranks(server)
-        assert size == len(groups[0]) == 2
+        groups = tp_ranks(server)[1]
+        assert len(groups[0]) == 2
         expected = answer(server)
         text, hurt = "", False
         with post(server, stream=True) as reply:
@@ -57,12 +58,14 @@ def test_a_stream_outlives_the_ranks_of_its_model(number, victim):
         assert not any(alive(pid) for pid in groups[0])
         assert not {*tp_ranks(server)[1][0]} & {*groups[0]}
         with urllib.request.urlopen(server.url + "/metrics", timeout=60) as reply:
-            assert b'tokenyard_tp_rank_step{dp_rank="0",model="tokenyard-demo",tp_rank="1"}' in reply.read()
+            rank = f'tokenyard_{form}_rank_step{{dp_rank="0",model="tokenyard-demo",{form}_rank="1"}}'
+            assert rank.encode() in reply.read()
     finally:
         assert server.close() == 0
     if victim:
         why = "was killed by signal 9" if number == signal.SIGKILL else "stands still"
-        assert f"tensor-parallel rank 1 {why}, so all 2 ranks of the model end" in server.log
+        name = "tensor-parallel rank 1" if form == "tp" else "pipeline stage 0"
+        assert f"{name} {why}, so all 2 ranks of the model end" in server.log
 
 
 def test_groups_of_ranks_side_by_side():

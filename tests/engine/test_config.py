@@ -25,8 +25,15 @@ def test_the_model_decides_page_size_context_and_steps_in_flight():
 def test_a_cpu_has_nothing_to_overlap_with():
     config = mock_config()
     info = replace(load_executor(config).info, device="cpu")
-    assert not config.overlaps(info)
+    assert config.plans_in_flight(info) == 1
     assert config.scheduler_settings(info).max_in_flight == 1
+
+
+def test_stages_have_a_plan_each_in_flight_on_a_cpu_too():
+    info = replace(load_executor(mock_config()).info, device="cpu")
+    assert replace(mock_config(), pp_size=2).plans_in_flight(info) == 2
+    assert replace(mock_config(), pp_size=2, pp_async_batch_depth=1).plans_in_flight(info) == 3
+    assert replace(mock_config(), pp_size=2, overlap=False).plans_in_flight(info) == 1
 
 
 def test_tasks_and_reports_travel_as_lines():

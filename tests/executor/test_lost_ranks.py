@@ -13,8 +13,8 @@ from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.parallel import leader, life
+from tokenyard.executor.parallel.divided import load_executor
 from tokenyard.executor.parallel.handshake import Report, check_report
-from tokenyard.executor.parallel.leader import load_executor
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_total_tokens": 256, "max_pool_rows": 4}
 SOON_S = 20.0
@@ -137,8 +137,8 @@ def test_a_rank_that_ends_while_it_starts_is_named(monkeypatch):
 )
 def test_reports_are_compared(report, error):
     with pytest.raises(ConfigError, match=rf"^tensor-parallel rank 2:? {error}"):
-        check_report(2, report, INFO)
+        check_report("tensor-parallel rank 2", report, INFO)
 
 
 def test_ranks_may_have_room_for_different_numbers_of_pages():
-    assert check_report(1, Report(info=replace(INFO, num_pages=30, device="cuda:1")), INFO) == 30
+    assert check_report("rank 1", Report(info=replace(INFO, num_pages=30, device="cuda:1")), INFO) == 30

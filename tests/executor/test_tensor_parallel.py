@@ -16,7 +16,7 @@ from tokenyard.base import ConfigError, LogprobOptions, OpenGate, SamplingParams
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor import weights
 from tokenyard.executor.load import load_executor
-from tokenyard.executor.parallel.leader import load_executor as load_divided
+from tokenyard.executor.parallel.divided import load_executor as load_divided
 from tokenyard.scheduler.lifecycle import Gate
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1}
@@ -119,8 +119,8 @@ SAMPLED = [
 GRAMMAR = "start: /[a-z ]{12,30}/"
 
 
-def life_of_a_server(executor):
-    """Serve requests: chunks, prefix hits, retractions, two steps in flight, grammars, penalties, drafts.
+def life_of_a_server(executor, depth=2):
+    """Serve requests: chunks, prefix hits, retractions, steps in flight, grammars, penalties, drafts.
 
     Returns the tokens of all answers, and what happened on the way.
     """
@@ -129,7 +129,7 @@ def life_of_a_server(executor):
         context_length=executor.info.context_length,
         page_size=executor.info.page_size,
         chunked_prefill_size=16,
-        max_in_flight=2,
+        max_in_flight=depth,
         schedule_conservativeness=0.01,
         clip_max_new_tokens=1,
     )
@@ -146,8 +146,8 @@ def life_of_a_server(executor):
         numbers.append(number)
         if place % 3 == 0:
             for _ in range(3):
-                yard.advance(2)
-    yard.run(2)
+                yard.advance(depth)
+    yard.run(depth)
     assert yard.scheduler.idle() is None
     return [yard.tokens[number] for number in numbers], yard.scheduler.snapshot(0).counters
 
@@ -164,26 +164,32 @@ def processes():
     executor.close()
 
 
+def watch_logits(executor):
+    """The logits of all that the executor samples from now on."""
+    seen, sample = [], executor._sampler.sample
+
+    def spy(values, *rest):
+        seen.append(values.clone())
+        return sample(values, *rest)
+
+    executor._sampler.sample = spy
+    return seen
+
+
+def assert_equal_bits(found, judged):
+    assert len(found) == len(judged) > 20
+    assert all(map(torch.equal, found, judged))
+
+
 def test_processes_compute_what_threads_compute_bit_for_bit(processes):
     threads = load_virtual(str(DEMO_MODEL), 2, **OPTIONS, **SERVED)
-    logits_of = {}
-    for name, executor in (("processes", processes), ("threads", threads)):
-        seen = logits_of[name] = []
-        sample = executor._sampler.sample
-
-        def spy(values, *rest, seen=seen, sample=sample):
-            seen.append(values.clone())
-            return sample(values, *rest)
-
-        executor._sampler.sample = spy
+    found, judged = watch_logits(processes), watch_logits(threads)
     tokens, counters = life_of_a_server(processes)
     assert counters.retracted > 0
     assert counters.hit_tokens > 100
     assert counters.accepted_draft_tokens > 0
     assert life_of_a_server(threads)[0] == tokens
-    assert len(logits_of["processes"]) == len(logits_of["threads"]) > 20
-    for ours, judged in zip(logits_of["processes"], logits_of["threads"], strict=True):
-        assert torch.equal(ours, judged)
+    assert_equal_bits(found, judged)
     driver = Driver(processes)
     ends = [step["step"] for step in processes.describe_ranks()]
     assert ends[0] == ends[1]

@@ -80,7 +80,7 @@ def load_virtual(model_path, size, **options):
     """An executor over `size` ranks that are threads. The ranks share one page table."""
     group = VirtualGroup(size)
     parts = [
-        load_executor(model_path, **options, shard=Shard(rank, size, group.of(rank), lambda info: info))
+        load_executor(model_path, **options, part=Shard(rank, size, group.of(rank), lambda info: info))
         for rank in range(size)
     ]
     first = parts[0]

@@ -125,6 +125,17 @@ class DeclaredSettings(SharedSettings):
         Allowed(1, MOST_RANKS),
         aliases=("--tensor-parallel-size", "--tp"),
     )
+    pp_size: int = setting(
+        1,
+        "device",
+        "stages of the model, each some of its layers in a process and on a device of its own; on a CPU that tests "
+        "exactness and is slower",
+        Allowed(1, MOST_RANKS),
+        aliases=("--pipeline-parallel-size", "--pp"),
+    )
+    pp_async_batch_depth: int = setting(
+        0, "device", "plans in flight beyond one for each stage (--pp-size)", Allowed(0, 6)
+    )
     load_balance_method: str = setting(
         LOAD_BALANCE_METHODS[0],
         "device",

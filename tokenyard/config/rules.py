@@ -11,12 +11,45 @@ Rules = tuple[tuple[bool, str], ...]
 def rules(settings: DeclaredSettings) -> Rules:
     """All rules as (whether it holds, what to do otherwise), in the order in which they are told."""
     return (
+        *_division_rules(settings),
         *_transfer_rules(settings),
         *_tier_rules(settings),
         *_memory_rules(settings),
         *_model_rules(settings),
         *_request_rules(settings),
         *_server_rules(settings),
+    )
+
+
+def _division_rules(settings: DeclaredSettings) -> Rules:
+    """What must hold where a model is divided among processes."""
+    flag = "--tp-size" if settings.tp_size > 1 else "--pp-size"
+    whole = settings.tp_size == settings.pp_size == 1
+    return (
+        (
+            settings.tp_size == 1 or settings.pp_size == 1,
+            "--tp-size and --pp-size divide a model in one way or the other, not both yet; leave one of them out",
+        ),
+        (
+            whole or settings.executor == "torch",
+            f"{flag} divides a model, and --executor {settings.executor} has none; leave one of them out",
+        ),
+        (
+            whole or settings.disaggregation_mode == "null",
+            f"{flag} divides the KV among processes, so it cannot be moved yet; leave --disaggregation-mode out",
+        ),
+        (
+            whole or not settings.enable_hierarchical_cache,
+            f"{flag} divides the KV among processes, so it cannot be stored yet; leave --enable-hierarchical-cache out",
+        ),
+        (
+            whole or not settings.enable_lora,
+            f"--enable-lora serves models that are not divided; drop {flag}",
+        ),
+        (
+            settings.pp_size > 1 or not settings.pp_async_batch_depth,
+            "--pp-async-batch-depth is for --pp-size 2 and more",
+        ),
     )
 
 
@@ -88,25 +121,13 @@ def _memory_rules(settings: DeclaredSettings) -> Rules:
 
 
 def _model_rules(settings: DeclaredSettings) -> Rules:
-    """What the executor can serve, and how the model is divided."""
-    mode, most_adapters = settings.disaggregation_mode, settings.max_loaded_loras
+    """What the executor can serve."""
+    most_adapters = settings.max_loaded_loras
     return (
-        (
-            settings.tp_size == 1 or settings.executor == "torch",
-            f"--tp-size divides a model, and --executor {settings.executor} has none; leave one of them out",
-        ),
-        (
-            settings.tp_size == 1 or mode == "null",
-            "--tp-size divides the KV among processes, so it cannot be moved yet; leave --disaggregation-mode out",
-        ),
         (settings.mock_step_ms is None or settings.executor == "mock", "--mock-step-ms needs --executor mock"),
         (
             settings.executor != "mock" or settings.speculative_algorithm == "none",
             "--speculative-algorithm needs a model; the mock's tokens follow no pattern",
-        ),
-        (
-            settings.tp_size == 1 or not settings.enable_lora,
-            "--enable-lora serves models that are not divided; drop --tp-size",
         ),
         (
             most_adapters is None or len(settings.lora_paths) <= most_adapters,

@@ -17,7 +17,8 @@ class ForwardBatch:
 
     token_ids, positions, slots: int64[T]. pool_rows: int64[T], the row of each token. logit_tokens: int64[m], indices
     in T of the tokens whose logits are wanted, in order of rows and positions. starts, counts: int64[n] on the host.
-    attention: what the attention prepared for the step, by window.
+    attention: what the attention prepared for the step, by window. hidden: [T, hidden], what the stage before this one
+    computed of the tokens; None where a model begins with their ids.
     """
 
     token_ids: torch.Tensor
@@ -29,6 +30,7 @@ class ForwardBatch:
     counts: npt.NDArray[np.int64]
     decode_rows: int
     attention: dict[int, Any] = field(default_factory=dict)
+    hidden: torch.Tensor | None = None
 
 
 class PageTable:

@@ -22,7 +22,7 @@ from tokenyard.executor.models.stored import checkpoint_weights, cut_out
 from tokenyard.executor.native.drawing import NativeDrawer
 from tokenyard.executor.native.lora import NativeSlots
 from tokenyard.executor.native.model import NativeDecoder
-from tokenyard.executor.parallel.shards import Shard, layers_only
+from tokenyard.executor.parallel.part import ModelPart, layers_only
 from tokenyard.executor.runner import ModelExecutor
 from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, Weights, read_json
 
@@ -59,7 +59,7 @@ def load_executor(
     lora_rank: int = 16,
     rank: int = 0,
     ranks: int = 1,
-    shard: Shard | None = None,
+    part: ModelPart | None = None,
     make: Callable[..., ModelExecutor] = ModelExecutor,
 ) -> ModelExecutor:
     """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
@@ -71,10 +71,10 @@ def load_executor(
     quantization: see choose_backends. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none.
     lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-parallel
     rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and memory is shared by
-    the ranks on one device. shard: which part of the model is loaded, None for all; `make` puts the executor together
+    the ranks on one device. part: what of the model is loaded, None for all; `make` puts the executor together
     (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not fit.
     """
-    target, sharing = _device_of_rank(device, rank, ranks, shard)
+    target, sharing = _device_of_rank(device, rank, ranks, part)
     if target.type == "cuda":
         _prepare_cuda(target)
     if threads:
@@ -83,13 +83,13 @@ def load_executor(
         raise ConfigError(f"page_size {page_size} and max_pool_rows {max_pool_rows} must be at least 1")
     folder = find_model(model_path)
     config = whole = read_folder_config(folder)
-    if shard is not None:
-        config, model_impl = shard.config(whole), layers_only(model_impl)
+    if part is not None:
+        config, model_impl = part.config(whole), layers_only(part, model_impl)
     kind = choose_dtype(dtype, target, config)
     length = _context_length(context_length, config)
     choice = choose_backends(model_impl, attention_backend, quantization, config, kind, target, threads)
 
-    layers = _load_layers(choice, whole, folder, load_format, target, kind, length, seed, shard)
+    layers = _load_layers(choice, whole, folder, load_format, target, kind, length, seed, part)
     adapters = None
     if lora_slots:
         slots = _adapter_slots(layers, config, lora_slots, lora_rank, target, kind)
@@ -117,8 +117,8 @@ def load_executor(
         kernels=choice.kernels,
         adapter_bytes=adapters.slots.slot_bytes if adapters is not None else 0,
     )
-    if shard is not None:
-        info = shard.agree(info)
+    if part is not None:
+        info = part.agree(info)
     pool = _make_pool(config, info, target, kind)
     pages = PageTable(max_pool_rows, length, page_size, target)
     drafter = NgramDrafter(draft_tokens) if draft_tokens else None
@@ -151,16 +151,16 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _device_of_rank(name: str, rank: int, ranks: int, shard: Shard | None) -> tuple[torch.device, int]:
+def _device_of_rank(name: str, rank: int, ranks: int, part: ModelPart | None) -> tuple[torch.device, int]:
     """The device of a rank, and how many ranks share its memory. Ranks take CUDA devices in turn if none is named, and
     so do the ranks of one model.
     """
     target = choose_device(name)
-    if shard is not None and target.type == "cuda":
-        rank, ranks = rank * shard.size + shard.rank, ranks * shard.size
+    if part is not None and target.type == "cuda":
+        rank, ranks = rank * part.size + part.rank, ranks * part.size
         if ranks > torch.cuda.device_count():
             raise ConfigError(
-                f"--tp-size and --dp-size ask for {ranks} CUDA devices, but torch sees {torch.cuda.device_count()}"
+                f"{part.flag} and --dp-size ask for {ranks} CUDA devices, but torch sees {torch.cuda.device_count()}"
             )
     if target.type != "cuda" or name not in ("auto", "cuda"):
         return target, ranks
@@ -216,19 +216,20 @@ def _load_layers(
     dtype: torch.dtype,
     context_length: int,
     seed: int,
-    shard: Shard | None,
+    part: ModelPart | None,
 ) -> Decoder | NativeDecoder:
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError(f"load_format {load_format!r} is unknown; use auto, safetensors or dummy")
     try:
         weights, files = _open_weights(config, folder, load_format, device, dtype, seed)
-        if shard is not None:
-            weights = shard.weights(weights, config)
-            config = shard.config(config)
-        layers = load_layers(choice, config, weights, device, dtype, context_length, shard.group if shard else None)
+        if part is not None:
+            weights = part.weights(weights, config)
+            config = part.config(config)
+        group = part.layers_group if part is not None else None
+        layers = load_layers(choice, config, weights, device, dtype, context_length, group)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
-    if files is not None:
+    if files is not None and (part is None or part.takes_all):
         files.warn_unused()
     return layers
 

@@ -417,13 +417,15 @@ class _Families(Collector):
     def _by_tp_rank(self) -> Iterable[Metric]:
         """Gauges of the processes among which each rank's model is divided; none where it is not."""
         for key, (name, text) in _TP_RANK_GAUGES.items():
-            family = GaugeMetricFamily(f"tokenyard_tp_rank_{name}", text, labels=["model", "dp_rank", "tp_rank"])
-            for group, ranks in self._metrics.tp_ranks.items():
-                for rank in ranks:
-                    labels = [self._metrics.model, group.removeprefix("rank "), str(rank["tp_rank"])]
-                    family.add_metric(labels, rank[key])
-            if family.samples:
-                yield family
+            for place in ("tp_rank", "pp_rank"):
+                family = GaugeMetricFamily(f"tokenyard_{place}_{name}", text, labels=["model", "dp_rank", place])
+                for group, ranks in self._metrics.tp_ranks.items():
+                    for rank in ranks:
+                        if place in rank:
+                            labels = [self._metrics.model, group.removeprefix("rank "), str(rank[place])]
+                            family.add_metric(labels, rank[key])
+                if family.samples:
+                    yield family
 
     def _counter(self, key: str, name: str, model_label: str) -> Metric:
         """One counter with a sample for each combination of labels seen."""

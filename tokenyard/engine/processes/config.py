@@ -62,7 +62,8 @@ class EngineConfig:
 
     ranks: schedulers with a model of their own side by side, among which requests are shared out; load_balance_method:
     how (`router.balance`). Limits are those of all ranks together, see `for_rank`.
-    tp_size: processes among which the model of each rank is divided.
+    tp_size, pp_size: processes among which the model of each rank is divided, each layer or in stages of layers;
+    pp_async_batch_depth: plans in flight beyond one for each stage.
     executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
@@ -81,6 +82,8 @@ class EngineConfig:
     ranks: int = 1
     load_balance_method: str = "predicted_ttft"
     tp_size: int = 1
+    pp_size: int = 1
+    pp_async_batch_depth: int = 0
     executor: str = "torch"
     executor_options: dict[str, Any] = field(default_factory=dict)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
@@ -131,9 +134,16 @@ class EngineConfig:
             options |= {"threads": max(1, cores // self.ranks), "rank": rank, "ranks": self.ranks}
         return replace(self, scheduler=scheduler, executor_options=options)
 
-    def overlaps(self, info: ExecutorInfo) -> bool:
-        """Whether to plan a step while the one before runs. On a CPU a launch returns when its step is done: never."""
-        return self.overlap and info.device != "cpu"
+    def plans_in_flight(self, info: ExecutorInfo) -> int:
+        """How many plans may be made before the first is done: with stages one for each, and some more if asked for.
+
+        Else a step is planned while the one before runs, but on a CPU a launch returns when its step is done.
+        """
+        if not self.overlap:
+            return 1
+        if self.pp_size > 1:
+            return self.pp_size + self.pp_async_batch_depth
+        return 1 if info.device == "cpu" else 2
 
     def scheduler_settings(self, info: ExecutorInfo) -> SchedulerSettings:
         """Return the scheduler's settings for a loaded model."""
@@ -141,7 +151,7 @@ class EngineConfig:
             self.scheduler,
             page_size=info.page_size,
             context_length=info.context_length,
-            max_in_flight=2 if self.overlaps(info) else 1,
+            max_in_flight=self.plans_in_flight(info),
         )
 
 

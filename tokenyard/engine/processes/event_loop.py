@@ -1,5 +1,7 @@
 """The two loops of the scheduler process. What the steps do stands in `driver.py`."""
 
+from collections import deque
+
 from tokenyard.engine.processes.driver import Driver, LaunchedStep
 
 
@@ -17,21 +19,26 @@ def event_loop_normal(driver: Driver) -> None:
         idle = plan is None
 
 
-def event_loop_overlap(driver: Driver) -> None:
-    """Plan and launch step N+1 while the device works on step N, then process N (SGLang's overlap schedule).
+def event_loop_overlap(driver: Driver, depth: int = 2) -> None:
+    """Plan and launch steps while the device works on earlier ones, then process the oldest (SGLang's overlap schedule,
+    and its pipeline loop where the device is several stages).
 
-    Needs a scheduler with two plans in flight. Sampling of N+1 may have to wait until N was processed.
+    depth: how many steps may be in flight; needs a scheduler with as many plans. A step whose sampling was delayed is
+    sampled once the step before it was processed.
     """
     idle = False
-    pending: LaunchedStep | None = None
+    in_flight: deque[LaunchedStep] = deque()
     while driver.receive(wait=idle):
         plan = driver.plan()
-        step = driver.launch(plan) if plan is not None else None
+        if plan is not None:
+            in_flight.append(driver.launch(plan))
         driver.while_device_runs()
-        if pending is not None:
-            driver.process(pending)
-        if step is not None:
-            driver.sample(step)
+        full = len(in_flight) == depth
+        idle = not in_flight
+        came_to_front = len(in_flight) == 1 and plan is not None
+        if in_flight and (full or plan is None):
+            driver.process(in_flight.popleft())
+            came_to_front = bool(in_flight)
+        if came_to_front:
+            driver.sample(in_flight[0])
         driver.send()
-        idle = step is None and pending is None
-        pending = step

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 EXECUTORS = {"torch": "tokenyard.executor.load", "mock": "tokenyard.executor.mock"}
 """Module of each executor; it has a function `load_executor(model_path, **options)`."""
 
-DIVIDED = "tokenyard.executor.parallel.leader"
-"""The same for a model over several ranks; the function takes `tp_size` as well."""
+DIVIDED = "tokenyard.executor.parallel.divided"
+"""The same for a model over several ranks; the function takes `tp_size` and `pp_size` as well."""
 
 
 def load_executor(config: EngineConfig) -> Executor:
@@ -40,8 +40,8 @@ def load_executor(config: EngineConfig) -> Executor:
     if module is None:
         raise ConfigError(f"no executor {config.executor!r}; there are: {', '.join(EXECUTORS)}")
     options = config.executor_options
-    if config.tp_size > 1:
-        module, options = DIVIDED, options | {"tp_size": config.tp_size}
+    if max(config.tp_size, config.pp_size) > 1:
+        module, options = DIVIDED, options | {"tp_size": config.tp_size, "pp_size": config.pp_size}
     try:
         loader = importlib.import_module(module).load_executor
     except ModuleNotFoundError as error:
@@ -130,12 +130,15 @@ class SchedulerLoop:
                 kv=KvMoves(self.core, transfers, tiers, rank),
                 adapters=adapters,
             )
-            self._event_loop = event_loop_overlap if config.overlaps(executor.info) else event_loop_normal
+            self._most_in_flight = config.plans_in_flight(executor.info)
             self._resources = resources.pop_all()
 
     def run(self) -> None:
         """Run the event loop until told to stop. Raises DeviceBrokenError, and whatever goes wrong in the scheduler."""
-        self._event_loop(self._driver)
+        if self._most_in_flight == 1:
+            event_loop_normal(self._driver)
+        else:
+            event_loop_overlap(self._driver, self._most_in_flight)
 
     def close(self) -> None:
         """Give back the device, and close what was opened."""

@@ -34,15 +34,20 @@ class TorchModel:
         self._decoder = decoder
         self._hidden = torch.empty(0)
 
+    def hidden_like(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return memory for the hidden states of a batch, [tokens, hidden], as the layers compute them."""
+        return self._decoder.hidden_states(len(batch.token_ids))
+
     def step(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute a batch; see ModelBackend."""
         self.layers(batch)
         return self._decoder.logits(self._hidden[batch.logit_tokens])
 
-    def layers(self, batch: ForwardBatch) -> None:
-        """Compute a batch without its logits: all that a rank of several does that does not sample."""
+    def layers(self, batch: ForwardBatch) -> torch.Tensor:
+        """Compute a batch without its logits, as a rank of several that does not sample: [tokens, hidden]."""
         self.attention.prepare(batch)
         self._hidden = self._decoder.forward(batch, self.attention)
+        return self._hidden
 
     def logits(self, first: int, last: int) -> torch.Tensor:
         """Return logits of tokens of the last step; see ModelBackend."""

@@ -59,8 +59,9 @@ class ModelConfig:
     attention_softcap, logit_softcap: what scores and logits are held below by a tanh, 0 for none. sinks: whether each
     head has a score that joins the softmax and has no value. activation: one of ACTIVATIONS. gate_limit: of
     clamped_swiglu. norm_offset: added to weights of norms. post_norms: whether attention and MLP are followed by norms
-    of their own. experts: None for a model without. eos_token_ids, dtype and quantization are what the checkpoint
-    declares; dtype is "" where it declares none.
+    of their own. experts: None for a model without. takes_tokens, gives_logits: a stage of a pipeline may have neither
+    embedding nor head; then it takes or gives hidden states. eos_token_ids, dtype and quantization are what the
+    checkpoint declares; dtype is "" where it declares none.
     """
 
     architecture: str
@@ -91,6 +92,8 @@ class ModelConfig:
     post_norms: bool = False
     embedding_scale: float = 1.0
     experts: ExpertsConfig | None = None
+    takes_tokens: bool = True
+    gives_logits: bool = True
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""
     quantization: Mapping[str, Any] | None = None

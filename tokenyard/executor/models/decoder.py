@@ -36,25 +36,27 @@ class Decoder:
     ) -> None:
         self.config = config
         embedding_shape = (config.vocab_size, config.hidden_size)
-        self._embedding = weights.get("model.embed_tokens.weight", embedding_shape)
-        # In the dtype of the weights, as transformers has it.
-        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self._embedding.dtype).item()
+        tied = config.tied_embeddings
+        if config.takes_tokens or (config.gives_logits and tied):
+            self._embedding = weights.get("model.embed_tokens.weight", embedding_shape)
+            # In the dtype of the weights, as transformers has it.
+            self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self._embedding.dtype).item()
         self._rotary = {
             rope: Rotary(rope, config.head_dim, context_length, device) for rope in dict.fromkeys(config.ropes)
         }
         self._layers = [_Layer(config, weights, index, group) for index in range(config.num_layers)]
-        self._norm = _norm(config, weights, "model.norm")
+        self._hidden_like = weights.get("model.layers.0.input_layernorm.weight", (config.hidden_size,))
         self.attention_spec = AttentionSpec(
             config.windows, config.score_scale, config.attention_softcap, _sinks(config, weights)
         )
-        tied = config.tied_embeddings
+        if not config.gives_logits:
+            return
+        self._norm = _norm(config, weights, "model.norm")
         self._head = Linear(self._embedding if tied else weights.get("lm_head.weight", embedding_shape))
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Run the layers: [T, hidden]. Keys and values of the batch's tokens are in the pool afterwards."""
-        x = self._embedding[batch.token_ids]
-        if self._embedding_scale != 1.0:
-            x = x * self._embedding_scale
+        x = self._embedded(batch.token_ids) if batch.hidden is None else batch.hidden
         cos_sin = {rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}
         found = None
         for layer, rope in zip(self._layers, self.config.ropes, strict=True):
@@ -68,6 +70,14 @@ class Decoder:
         self._norm.fuse(kernels)
         for layer in self._layers:
             layer.fuse(kernels)
+
+    def hidden_states(self, tokens: int) -> torch.Tensor:
+        """Return memory for what `forward` returns for so many tokens."""
+        return self._hidden_like.new_empty(tokens, self.config.hidden_size)
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        x = self._embedding[token_ids]
+        return x * self._embedding_scale if self._embedding_scale != 1.0 else x
 
     def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
         """Put `change(layer, name, product)` in the place of each layer's products qkv, output, gate_up and down.

@@ -27,8 +27,10 @@ from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.parallel.group import TorchGroup
 from tokenyard.executor.parallel.handshake import Agreed, Report, Setup, Wire
 from tokenyard.executor.parallel.life import BEAT_EVERY_S, Watch
+from tokenyard.executor.parallel.part import ModelPart
 from tokenyard.executor.parallel.ring import RingReader, SharedMemory
 from tokenyard.executor.parallel.shards import Shard
+from tokenyard.executor.parallel.stages import Stage
 from tokenyard.executor.runner import ModelExecutor
 
 PR_SET_PDEATHSIG = 1
@@ -45,7 +47,9 @@ class Follower:
         self._memory = SharedMemory(memory, setup.size)
         self._ring = RingReader(self._memory, setup.rank, bell)
         self._group = TorchGroup(lambda error: error)
-        setproctitle.setproctitle(f"tokenyard: tp rank {setup.rank} of rank {setup.options.get('rank', 0)}")
+        part = Shard if setup.form == "tensor" else Stage
+        self._part: ModelPart = part(setup.rank, setup.size, self._group, self._agree)
+        setproctitle.setproctitle(f"tokenyard: {setup.name} of rank {setup.options.get('rank', 0)}")
 
     def run(self) -> None:
         """Load this rank's part of the model and compute what comes, until rank 0 closes the ring."""
@@ -65,8 +69,7 @@ class Follower:
         setup = self._setup
         if setup.options.get("device") in ("cpu", "auto") and not torch.cuda.is_available():
             os.nice(CPU_NICE)
-        shard = Shard(setup.rank, setup.size, self._group, self._agree)
-        return load_executor(setup.model_path, **setup.options, shard=shard)
+        return load_executor(setup.model_path, **setup.options, part=self._part)
 
     def _agree(self, info: ExecutorInfo) -> ExecutorInfo:
         """Tell rank 0 what was loaded and take the number of pages from it."""
@@ -80,9 +83,7 @@ class Follower:
         if not len(plan.pool_rows):
             return
         batch = build_batch(plan, executor.pages)
-        if plan.tokens.min() < 0:
-            batch.token_ids = self._group.from_first(batch.token_ids)
-        model.layers(batch)
+        self._part.compute(model, batch, open_tokens=bool(plan.tokens.min() < 0))
 
     def _live(self) -> None:
         """Give signs of life, and end rank 0 if it stands still: all ranks end together."""

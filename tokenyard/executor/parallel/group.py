@@ -1,5 +1,6 @@
 """How the ranks of a model exchange tensors."""
 
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+MOST_ON_THE_WAY = 8
+"""Tensors that a rank has sent and that nobody has received yet; more than there are plans in flight."""
+
 MEETING_TIMEOUT = timedelta(seconds=60)
 """For ranks that have all loaded: one that does not come now has ended."""
 
@@ -32,6 +36,7 @@ class TorchGroup:
     def __init__(self, failed: Callable[[Exception], Exception]) -> None:
         self._failed = failed
         self._group: Any = None
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
 
     def connect(self, meeting: Path, rank: int, size: int, device: torch.device) -> None:
         """Meet the other ranks by way of a file in a folder that only this user may enter, and wait for all of them."""
@@ -63,6 +68,26 @@ class TorchGroup:
         except RuntimeError as error:
             raise self._failed(error) from error
         return tensor
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor to a rank, which receives those of this rank in the same order. Returns while it may still be
+        on its way, so it must not be changed; waits while more than MOST_ON_THE_WAY are.
+        """
+        try:
+            self._sent.append((self._group.send([tensor], to, 0), tensor))
+            while len(self._sent) > MOST_ON_THE_WAY:
+                self._sent[0][0].wait()
+                self._sent.popleft()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def receive(self, memory: torch.Tensor, sender: int) -> torch.Tensor:
+        """Receive a tensor of the shape and dtype of `memory`, which holds it afterwards and is returned."""
+        try:
+            self._group.recv([memory], sender, 0).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return memory
 
     def close(self) -> None:
         """Let go of the connections."""

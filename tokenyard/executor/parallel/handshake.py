@@ -8,6 +8,7 @@ import msgspec
 
 from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo
 from tokenyard.base.version import __version__
+from tokenyard.executor.parallel.part import Form, name_of
 
 OWN_FIELDS = ("num_pages", "device")
 """What may differ between ranks: the least number of pages is agreed on, and each has a device of its own."""
@@ -16,7 +17,9 @@ Line = TypeVar("Line")
 
 
 class Setup(msgspec.Struct):
-    """What a rank is told first. options: those of `load_executor`. meeting: a file by which the ranks connect."""
+    """What a rank is told first. form: how the model is divided. options: those of `load_executor`. meeting: a file by
+    which the ranks connect.
+    """
 
     model_path: str
     options: dict[str, Any]
@@ -24,6 +27,12 @@ class Setup(msgspec.Struct):
     size: int
     parent_pid: int
     meeting: str
+    form: Form = "tensor"
+
+    @property
+    def name(self) -> str:
+        """What people call this rank."""
+        return name_of(self.form, self.rank, self.size)
 
 
 class Report(msgspec.Struct):
@@ -79,11 +88,10 @@ class Wire:
         self._end.close()
 
 
-def check_report(rank: int, report: Report, own: ExecutorInfo) -> int:
-    """Return how many pages a rank has room for. Raises ConfigError for wrong settings or such that are not rank 0's,
-    EngineDeadError for another failure.
+def check_report(name: str, report: Report, own: ExecutorInfo) -> int:
+    """Return how many pages the rank of this name has room for. Raises ConfigError for wrong settings or such that are
+    not rank 0's, EngineDeadError for another failure.
     """
-    name = f"tensor-parallel rank {rank}"
     if report.failure:
         raise (ConfigError if report.wrong_settings else EngineDeadError)(f"{name}: {report.failure}")
     if report.version != __version__:

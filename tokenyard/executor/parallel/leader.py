@@ -1,8 +1,8 @@
 """Rank 0 of a model over several ranks: it starts the others, sends them each plan, and samples.
 
-A plan goes to the other ranks as bytes (`base.plan_bytes`) through a ring in shared memory, and all compute the layers
-together. What a token was sampled from never leaves rank 0: tokens that only its device knows reach the others as the
-inputs of the next step, so that ranks cannot disagree about them.
+A plan goes to the other ranks as bytes (`base.plan_bytes`) through a ring in shared memory, and all compute along. What
+a token was sampled from never leaves rank 0: tokens that only its device knows reach the others as the inputs of the
+next step, so that ranks cannot disagree about them.
 """
 
 import logging
@@ -25,12 +25,11 @@ import torch
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo, Int32Array, KvPieces, StepPlan
 from tokenyard.base.plan_bytes import encode_plan
 from tokenyard.executor.forward_batch import ForwardBatch
-from tokenyard.executor.load import load_executor as load_part
 from tokenyard.executor.parallel.group import TorchGroup
 from tokenyard.executor.parallel.handshake import Agreed, Report, Setup, Wire, check_report
 from tokenyard.executor.parallel.life import BEAT_EVERY_S, Watch
+from tokenyard.executor.parallel.part import Form, name_of, stage_of
 from tokenyard.executor.parallel.ring import RingWriter, SharedMemory
-from tokenyard.executor.parallel.shards import Shard
 from tokenyard.executor.runner import ModelExecutor, Ticket
 
 logger = logging.getLogger(__name__)
@@ -45,9 +44,10 @@ END_TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class Member:
-    """One of the other ranks: its process and the socket to it."""
+    """One of the other ranks: its number, what people call it, its process and the socket to it."""
 
     rank: int
+    name: str
     process: subprocess.Popen[bytes]
     wire: Wire
 
@@ -68,9 +68,10 @@ class Ranks:
     DeviceLostError.
     """
 
-    def __init__(self, model_path: str, size: int, options: dict[str, Any]) -> None:
-        """Start the processes. options: those of `load_executor`, JSON values only."""
-        self.size = size
+    def __init__(self, model_path: str, size: int, options: dict[str, Any], form: Form = "tensor") -> None:
+        """Start the processes. options: those of `load_executor`, JSON values only. form: how the model is divided."""
+        self.size, self.form = size, form
+        self.own_name = name_of(form, 0, size)
         self.on_lost: Callable[[str], None] = lambda reason: None
         self.group = TorchGroup(self._connection_failed)
         self._folder = tempfile.TemporaryDirectory(prefix="tokenyard-tp-")
@@ -79,11 +80,11 @@ class Ranks:
         self._reason = ""
         self._lost = threading.Event()
         self._closing = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="tensor-parallel ranks", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="ranks of the model", daemon=True)
         self._members: list[Member] = []
         bells = []
         for rank in range(1, size):
-            setup = Setup(model_path, options, rank, size, os.getpid(), str(self._meeting))
+            setup = Setup(model_path, options, rank, size, os.getpid(), str(self._meeting), form)
             member, bell = _start(setup, memory)
             self._members.append(member)
             bells.append(bell)
@@ -95,7 +96,7 @@ class Ranks:
 
         Raises ConfigError or EngineDeadError for a rank that failed, is late, or has other settings.
         """
-        pages = [check_report(member.rank, self._hear(member), info) for member in self._members]
+        pages = [check_report(member.name, self._hear(member), info) for member in self._members]
         agreed = replace(info, num_pages=min(info.num_pages, *pages))
         for member in self._members:
             member.wire.send(Agreed(agreed.num_pages))
@@ -106,7 +107,7 @@ class Ranks:
         for member in self._members:
             report = self._hear(member)
             if report.failure:
-                raise EngineDeadError(f"tensor-parallel rank {member.rank}: {report.failure}")
+                raise EngineDeadError(f"{member.name}: {report.failure}")
         self._watcher.start()
         self.group.connect(self._meeting, 0, self.size, device)
         # Nobody needs the meeting place any more, and this process may be killed.
@@ -134,8 +135,12 @@ class Ranks:
         """What people should know of each rank, rank 0 first."""
         now = time.monotonic_ns()
         pids = [os.getpid(), *(member.process.pid for member in self._members)]
+        places = [
+            {"tp_rank": rank} if self.form == "tensor" else {"pp_rank": stage_of(rank, self.size)}
+            for rank in range(self.size)
+        ]
         return [
-            {"tp_rank": rank, "pid": pid, "step": int(step), "silent_s": round((now - int(alive)) / 1e9, 1)}
+            {**places[rank], "pid": pid, "step": int(step), "silent_s": round((now - int(alive)) / 1e9, 1)}
             for rank, (pid, step, alive) in enumerate(zip(pids, self._memory.steps, self._memory.alive_ns, strict=True))
         ]
 
@@ -157,7 +162,7 @@ class Ranks:
         self._folder.cleanup()
 
     def _hear(self, member: Member) -> Report:
-        name = f"tensor-parallel rank {member.rank}"
+        name = member.name
         try:
             return member.wire.receive(Report, START_TIMEOUT_S)
         except TimeoutError:
@@ -174,7 +179,7 @@ class Ranks:
     def _connection_failed(self, error: Exception) -> DeviceLostError:
         """The reason why the others cannot be reached, which the watcher finds soon."""
         self._lost.wait(REASON_TIMEOUT_S)
-        return self.give_up(f"the tensor-parallel ranks lost each other: {error}")
+        return self.give_up(f"the ranks of the model lost each other: {error}")
 
     def _watch(self) -> None:
         """Look after the others, and give signs of life to them."""
@@ -182,7 +187,7 @@ class Ranks:
         while not self._closing.wait(BEAT_EVERY_S):
             self._memory.alive_ns[0] = watch.look()
             for member in self._members:
-                name = f"tensor-parallel rank {member.rank}"
+                name = member.name
                 if member.process.poll() is not None:
                     self.give_up(f"{name} {member.how_it_ended()}")
                 elif watch.stands_still(member.process.pid, int(self._memory.alive_ns[member.rank])):
@@ -204,11 +209,11 @@ def _start(setup: Setup, memory: int) -> tuple[Member, int]:
     os.close(hears)
     wire = Wire(ours)
     wire.send(setup)
-    return Member(setup.rank, process, wire), bell
+    return Member(setup.rank, setup.name, process, wire), bell
 
 
-class TensorParallelExecutor(ModelExecutor):
-    """Executor over rank 0's part of a model; the other ranks compute along."""
+class LeadingExecutor(ModelExecutor):
+    """Executor over rank 0's part of a model, with the other ranks."""
 
     def __init__(self, ranks: Ranks, *parts: Any) -> None:
         super().__init__(*parts)
@@ -216,7 +221,7 @@ class TensorParallelExecutor(ModelExecutor):
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Refuse: each rank has a part of the KV only. Raises ConfigError."""
-        raise ConfigError("--tp-size divides the KV among processes, so it cannot be moved or stored yet")
+        raise ConfigError("the model is divided, and so is its KV: it cannot be moved or stored yet")
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
         """Call `tell`, from another thread, when a rank is lost; see ParallelExecutor."""
@@ -231,6 +236,10 @@ class TensorParallelExecutor(ModelExecutor):
         self.ranks.close()
         super().close()
 
+
+class TensorParallelExecutor(LeadingExecutor):
+    """Executor over rank 0's share of each layer; the other ranks compute along."""
+
     def _run(self, ticket: Ticket) -> None:
         """Compute a step together. A rank that fails within it is at another place than the others: all end."""
         self.ranks.send(ticket.plan)
@@ -239,33 +248,8 @@ class TensorParallelExecutor(ModelExecutor):
         except DeviceLostError:
             raise
         except Exception as error:
-            raise self.ranks.give_up(f"tensor-parallel rank 0 failed: {type(error).__name__}: {error}") from error
+            raise self.ranks.give_up(f"{self.ranks.own_name} failed: {type(error).__name__}: {error}") from error
 
     def _inputs(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
         tokens = super()._inputs(plan, batch)
         return self.ranks.group.from_first(tokens) if plan.tokens.min() < 0 else tokens
-
-
-def load_executor(model_path: str, *, tp_size: int, **options: Any) -> TensorParallelExecutor:
-    """Load a model over `tp_size` ranks on this machine, each a process; the other options are those of
-    `load.load_executor`. Raises ConfigError and EngineDeadError, with the rank at fault.
-    """
-    threads = options.get("threads") or torch.get_num_threads()
-    options = options | {"threads": max(1, threads // tp_size)}
-    ranks = Ranks(model_path, tp_size, options)
-    try:
-        shard = Shard(0, tp_size, ranks.group, ranks.agree)
-        executor = load_part(
-            model_path, **options, shard=shard, make=lambda *parts: TensorParallelExecutor(ranks, *parts)
-        )
-        ranks.connect(torch.device(executor.info.device))
-    except BaseException:
-        ranks.close()
-        raise
-    assert isinstance(executor, TensorParallelExecutor)
-    on_cpu = executor.info.device == "cpu"
-    logger.info(
-        "the model is divided among %d ranks and computed layer by layer%s",
-        *(tp_size, "; on a CPU that tests exactness, and is slower than one rank" if on_cpu else ""),
-    )
-    return executor

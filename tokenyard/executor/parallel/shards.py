@@ -5,14 +5,17 @@ the attention and one behind the MLP. Where there are fewer KV heads than ranks,
 Embedding, norms, the head and routers of experts are whole at every rank that needs them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.base import ConfigError
+from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.parallel.group import Group
+from tokenyard.executor.parallel.part import Agree
 from tokenyard.executor.weights import SafetensorsWeights, Weights
 
 SINKS = "sinks"
@@ -22,17 +25,23 @@ BY_INPUTS = ("o_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of the `size` ranks of a model. agree: compares what this rank has loaded with the others
-    and returns it with the number of pages that all have.
-    """
+    """See ModelPart."""
+
+    flag: ClassVar[str] = "--tp-size"
+    takes_all: ClassVar[bool] = True
 
     rank: int
     size: int
     group: Group
-    agree: Callable[[ExecutorInfo], ExecutorInfo]
+    agree: Agree
+
+    @property
+    def layers_group(self) -> Group:
+        """All ranks."""
+        return self.group
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """The part of a model that this rank computes, as a model. Raises ConfigError where it cannot be divided."""
+        """See ModelPart."""
         self._check(whole)
         experts = whole.experts
         if experts is not None:
@@ -59,17 +68,14 @@ class Shard:
             )
 
     def weights(self, source: Weights, whole: ModelConfig) -> Weights:
-        """This rank's part of the tensors of `source`, which are those of the whole model."""
+        """See ModelPart."""
         return _ShardWeights(source, self, whole)
 
-
-def layers_only(model_impl: str) -> str:
-    """What computes a part of a model: torch's layers, as sums over the ranks lie within a step. Raises ConfigError
-    where whole steps by native kernels are asked for by name.
-    """
-    if model_impl == "native":
-        raise ConfigError("--model-impl native computes whole steps and cannot be used with --tp-size; leave it out")
-    return "torch"
+    def compute(self, model: TorchModel, batch: ForwardBatch, *, open_tokens: bool) -> None:
+        """See ModelPart."""
+        if open_tokens:
+            batch.token_ids = self.group.from_first(batch.token_ids)
+        model.layers(batch)
 
 
 class _ShardWeights:

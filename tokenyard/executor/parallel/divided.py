@@ -1,0 +1,51 @@
+"""From the name of a model to an executor that runs it over several ranks."""
+
+import logging
+from typing import Any
+
+import torch
+
+from tokenyard.executor.load import load_executor as load_part
+from tokenyard.executor.parallel.leader import LeadingExecutor, Ranks, TensorParallelExecutor
+from tokenyard.executor.parallel.pipeline import PipelineExecutor
+from tokenyard.executor.parallel.shards import Shard
+from tokenyard.executor.parallel.stages import Stage
+from tokenyard.executor.runner import ModelExecutor
+
+logger = logging.getLogger(__name__)
+
+
+def load_executor(model_path: str, *, tp_size: int = 1, pp_size: int = 1, **options: Any) -> LeadingExecutor:
+    """Load a model over ranks on this machine, each a process: `tp_size` that share every layer, or `pp_size` stages;
+    the other options are those of `load.load_executor`. Raises ConfigError and EngineDeadError, with the rank at fault.
+    """
+    size = max(tp_size, pp_size)
+    threads = options.get("threads") or torch.get_num_threads()
+    options = options | {"threads": max(1, threads // size)}
+    ranks = Ranks(model_path, size, options, "tensor" if tp_size > 1 else "pipeline")
+
+    def tensor_parallel(*parts: Any) -> ModelExecutor:
+        return TensorParallelExecutor(ranks, *parts)
+
+    def pipeline(*parts: Any) -> ModelExecutor:
+        return PipelineExecutor(ranks, stage, *parts)
+
+    try:
+        stage = Stage(0, size, ranks.group, ranks.agree)
+        if ranks.form == "tensor":
+            shard = Shard(0, size, ranks.group, ranks.agree)
+            executor = load_part(model_path, **options, part=shard, make=tensor_parallel)
+        else:
+            executor = load_part(model_path, **options, part=stage, make=pipeline)
+        ranks.connect(torch.device(executor.info.device))
+    except BaseException:
+        ranks.close()
+        raise
+    assert isinstance(executor, LeadingExecutor)
+    way = "layer by layer" if ranks.form == "tensor" else "in stages"
+    on_cpu = executor.info.device == "cpu"
+    logger.info(
+        "the model is divided among %d ranks and computed %s%s",
+        *(size, way, "; on a CPU that tests exactness, and is slower than one rank" if on_cpu else ""),
+    )
+    return executor

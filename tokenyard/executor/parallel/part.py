@@ -1,0 +1,72 @@
+"""What a rank has of a model that is divided, and the ways of dividing one."""
+
+from collections.abc import Callable
+from typing import ClassVar, Literal, Protocol
+
+from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.models.backend import TorchModel
+from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.parallel.group import Group
+from tokenyard.executor.weights import Weights
+
+Form = Literal["tensor", "pipeline"]
+"""How a model is divided: every layer among all ranks, or whole layers in stages."""
+
+Agree = Callable[[ExecutorInfo], ExecutorInfo]
+"""Compares what a rank has loaded with the others; returns it with the number of pages that all have."""
+
+
+class ModelPart(Protocol):
+    """Rank `rank` of the `size` ranks of a model. Rank 0 is the one that schedules and samples.
+
+    flag: what asks for this way of dividing. layers_group: the ranks that add up what each layer computes, None where
+    layers are whole. takes_all: whether there is a tensor of each name at every rank.
+    """
+
+    flag: ClassVar[str]
+    takes_all: ClassVar[bool]
+
+    @property
+    def rank(self) -> int:
+        """Its number, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def agree(self) -> Agree:
+        """See Agree."""
+
+    @property
+    def layers_group(self) -> Group | None:
+        """The ranks that compute each layer together."""
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """The part of a model that this rank computes, as a model. Raises ConfigError where it cannot be divided."""
+
+    def weights(self, source: Weights, whole: ModelConfig) -> Weights:
+        """This rank's part of the tensors of `source`, which are those of the whole model."""
+
+    def compute(self, model: TorchModel, batch: ForwardBatch, *, open_tokens: bool) -> None:
+        """Compute a step at a rank other than 0. open_tokens: whether only rank 0 knows all tokens of the batch."""
+
+
+def stage_of(rank: int, size: int) -> int:
+    """The stage of a pipeline that a rank computes: rank 0, which samples, has the last one."""
+    return rank - 1 if rank else size - 1
+
+
+def name_of(form: Form, rank: int, size: int) -> str:
+    """What people call a rank of a model."""
+    return f"tensor-parallel rank {rank}" if form == "tensor" else f"pipeline stage {stage_of(rank, size)}"
+
+
+def layers_only(part: ModelPart, model_impl: str) -> str:
+    """What computes a part of a model: torch's layers, as ranks meet within a step. Raises ConfigError where whole
+    steps by native kernels are asked for by name.
+    """
+    if model_impl == "native":
+        raise ConfigError(f"--model-impl native computes whole steps and cannot be used with {part.flag}; leave it out")
+    return "torch"

@@ -1,0 +1,57 @@
+"""Rank 0 of a model in stages: the last of them, behind which tokens are sampled."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tokenyard.base import DeviceLostError, StepPlan, StepResult, TokenyardError
+from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.models.backend import TorchModel
+from tokenyard.executor.parallel.leader import LeadingExecutor, Ranks
+from tokenyard.executor.parallel.stages import Stage
+from tokenyard.executor.runner import StepClock, Ticket
+
+
+class PipelineExecutor(LeadingExecutor):
+    """Executor over the last stage of a model.
+
+    A launch only tells the other stages what to compute, so that they work ahead; the last stage computes and samples a
+    step when it is collected. Plans that are launched meanwhile are in flight in the stages before.
+    """
+
+    def __init__(self, ranks: Ranks, stage: Stage, *parts: Any) -> None:
+        super().__init__(ranks, *parts)
+        self._stage = stage
+        self._open_tokens = False
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Start a step in the first stage; see Executor."""
+        self.ranks.send(plan)
+        return Ticket(plan, StepClock(self._device))
+
+    def sample(self, ticket: Ticket) -> None:
+        """Let a step be sampled as soon as it is computed; see Executor."""
+        ticket.plan = replace(ticket.plan, delay_sampling=False)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Compute the last stage of a step, sample it and return the result; see Executor."""
+        plan = ticket.plan
+        if plan.delay_sampling:
+            raise TokenyardError(f"step {plan.step} is collected before it was sampled")
+        self._open_tokens = bool(len(plan.tokens)) and bool(plan.tokens.min() < 0)
+        try:
+            computed = super().launch(replace(plan, delay_sampling=True))
+            super().sample(computed)
+            return super().collect(computed)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            # The stages before are at another step by now.
+            raise self.ranks.give_up(f"{self.ranks.own_name} failed: {type(error).__name__}: {error}") from error
+
+    def _inputs(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
+        batch.token_ids, model = super()._inputs(plan, batch), self.model
+        assert isinstance(model, TorchModel)
+        self._stage.meet(model, batch, open_tokens=self._open_tokens)
+        return batch.token_ids
