@@ -1,5 +1,6 @@
 """Rank 0 of a model in stages: the last of them, behind which tokens are sampled."""
 
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +24,15 @@ class PipelineExecutor(LeadingExecutor):
     def __init__(self, ranks: Ranks, stage: Stage, *parts: Any) -> None:
         super().__init__(ranks, *parts)
         self._stage = stage
+        self._launched: deque[Ticket] = deque()
         self._open_tokens = False
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Start a step in the first stage; see Executor."""
         self.ranks.send(plan)
-        return Ticket(plan, StepClock(self._device))
+        ticket = Ticket(plan, StepClock(self._device))
+        self._launched.append(ticket)
+        return ticket
 
     def sample(self, ticket: Ticket) -> None:
         """Let a step be sampled as soon as it is computed; see Executor."""
@@ -36,19 +40,26 @@ class PipelineExecutor(LeadingExecutor):
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Compute the last stage of a step, sample it and return the result; see Executor."""
-        plan = ticket.plan
-        if plan.delay_sampling:
-            raise TokenyardError(f"step {plan.step} is collected before it was sampled")
-        self._open_tokens = bool(len(plan.tokens)) and bool(plan.tokens.min() < 0)
+        if ticket.plan.delay_sampling:
+            raise TokenyardError(f"step {ticket.plan.step} is collected before it was sampled")
         try:
-            computed = super().launch(replace(plan, delay_sampling=True))
-            super().sample(computed)
-            return super().collect(computed)
+            while (first := self._launched.popleft()) is not ticket:
+                # Nobody wants to know, but the stages before have computed it.
+                self._compute(first)
+            return super().collect(self._compute(ticket))
         except DeviceLostError:
             raise
         except Exception as error:
             # The stages before are at another step by now.
             raise self.ranks.give_up(f"{self.ranks.own_name} failed: {type(error).__name__}: {error}") from error
+
+    def _compute(self, ticket: Ticket) -> Ticket:
+        plan = ticket.plan
+        self._open_tokens = bool(len(plan.tokens)) and bool(plan.tokens.min() < 0)
+        computed = super().launch(replace(plan, delay_sampling=True))
+        if not plan.delay_sampling:
+            super().sample(computed)
+        return computed
 
     def _inputs(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
         batch.token_ids, model = super()._inputs(plan, batch), self.model
