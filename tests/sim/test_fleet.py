@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.sim.small import setup
-from tokenyard.base import NS_PER_S, ConfigError
+from tokenyard.base import NS_PER_S, ConfigError, TenantSettings
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.fleet import Drain, Fault, Fleet, read_fleet
 from tokenyard.sim.fleet_charts import POINTS, _over_time
@@ -195,3 +195,34 @@ def test_a_queue_over_time_is_its_largest_in_each_part():
     assert len(at_s) == len(counts) == POINTS
     told = {second: counts[int(second / 6.0 * POINTS)] for second in (0.5, 1.5, 3.0, 4.5, 5.5)}
     assert told == {0.5: 2.0, 1.5: 1.0, 3.0: 0.0, 4.5: 1.0, 5.5: 0.0}
+
+
+RATE, BURST = 2000.0, 1000
+
+
+@pytest.mark.parametrize("dp_aware", [True, False])
+def test_a_rate_is_that_of_the_engine_and_not_of_each_rank(dp_aware):
+    traffic = synthetic("tenants", 200, 100.0, seed=1)
+    tenants = {"*": TenantSettings(tokens_per_s=RATE, burst_tokens=BURST, max_running=4)}
+    chosen = setup(settings={"tenants": tenants}, dp_size=4, router="predicted_ttft", fleet=Fleet(dp_aware=dp_aware))
+    outcome = simulate(traffic, chosen)
+    assert outcome.served.all()
+    assert (np.bincount(outcome.place, minlength=4) > 10).all()
+    for number in range(len(traffic.tenants)):
+        own = traffic.tenant == number
+        tokens = int((traffic.prompt_tokens + traffic.output_tokens)[own].sum())
+        last_s = outcome.admitted_ns[own].max() / NS_PER_S
+        # What was admitted before the last one is paid for, but for what the requests that may run still owe.
+        owed = 5 * int((traffic.prompt_tokens + traffic.output_tokens)[own].max())
+        assert tokens <= BURST + RATE * last_s + owed
+
+
+def test_a_request_is_refused_only_when_no_rank_has_room():
+    traffic = synthetic("plain", 60, 1000.0, seed=1)
+    settings = {"max_running_requests": 4, "max_queued_requests": 4}
+    fleet = Fleet(max_worker_requests=1000)
+    outcome = simulate(traffic, setup(settings=settings, dp_size=4, router="random", fleet=fleet))
+    assert outcome.counters["submitted"] == 60
+    assert outcome.counters["rejected"] == (~outcome.served).sum()
+    first = np.flatnonzero(~outcome.served)[0]
+    assert first >= 8, "all places and all of the queue are taken first"

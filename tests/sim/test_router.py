@@ -98,7 +98,12 @@ def test_first_tokens_are_seen_when_they_come(monkeypatch):
     """What the router learns from, and what the client sees, is the first token and not the admission."""
     seen = {}
     note = Routing.first_token
-    monkeypatch.setattr(Routing, "first_token", lambda self, n, now: (seen.setdefault(n, now), note(self, n, now))[1])
+
+    def noted(routing, number, cached, now):
+        seen.setdefault(number, now)
+        note(routing, number, cached, now)
+
+    monkeypatch.setattr(Routing, "first_token", noted)
     outcome = simulate(synthetic("plain", 60, 20.0, seed=1), fleet())
     assert [seen[i] for i in range(60)] == outcome.first_token_ns.tolist()
     assert (outcome.first_token_ns > outcome.admitted_ns).all()

@@ -166,11 +166,11 @@ class Replica:
         depth: int = 1,
         host_s: float = 0.0,
         observer: StepObserver | None = None,
-        started: Callable[[int, int], None] | None = None,
+        started: Callable[[int, int, int], None] | None = None,
         cache_told: Callable[[list[Any], int], None] | None = None,
     ) -> None:
-        """`started` is called at each first token: (number of the request, ns); `cache_told` with KV events, if the
-        settings enable them: (wire forms of events, ns).
+        """`started` is called at each first token: (number of the request, cached prompt tokens, ns); `cache_told` with
+        KV events, if the settings enable them: (wire forms of events, ns).
         """
         self.scheduler = scheduler
         self.now = 0
@@ -216,7 +216,7 @@ class Replica:
             self.now = max(self.now, now)
             self._wakeup_ns = self.now
         self.scheduler.apply(event, now)
-        self._drain(now)
+        self.drain(now)
 
     def stand_still(self, until: int) -> None:
         """The process is stopped, at the time to which `meet` has brought it. The device finishes what it has, and the
@@ -244,7 +244,7 @@ class Replica:
                 self._commit()
             elif not self._plan() and not self._sleep(until):
                 break
-        self._drain(self.now)
+        self.drain(self.now)
 
     def turn(self) -> None:
         """Do what is due at `due_ns`, and plan what follows."""
@@ -354,18 +354,19 @@ class Replica:
         self._must_commit = False
         self._undrained += 1
         if self._undrained == COMMITS_PER_DRAIN or self._started is not None:
-            self._drain(self.now)
+            self.drain(self.now)
         if self._observer is not None:
             self._observer(step.begin_ns, step.end_ns, step.plan, step.work, self.scheduler)
 
-    def _drain(self, now: int) -> None:
+    def drain(self, now: int) -> None:
         """Pass on what the scheduler has said by `now` (ns)."""
         self._undrained = 0
         batch = self.scheduler.drain()
         if self._started is not None and self._awaited:
-            for number in sorted(self._awaited.intersection(batch.numbers.tolist())):
+            numbers = batch.numbers.tolist()
+            for number in sorted(self._awaited.intersection(numbers)):
                 self._awaited.discard(number)
-                self._started(number, now)
+                self._started(number, int(batch.hits[numbers.index(number)]), now)
         if self._cache_told is not None:
             self._cache_told(self.scheduler.kv_records(), now)
         for finish in batch.finished:

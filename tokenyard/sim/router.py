@@ -6,7 +6,7 @@ Each class follows the part of `router/` that it stands for, so that the same re
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,12 +14,13 @@ import numpy as np
 
 from tokenyard.base import NS_PER_S, Finish, Request, SchedulerSettings
 from tokenyard.base.blocks import BLOCK_TOKENS
-from tokenyard.router.balance import Balancer, Place
+from tokenyard.router.balance import Place
 from tokenyard.router.choice import KEY_BYTES, Features, PolicyOptions, beginning_key, make_policy, mix
 from tokenyard.router.index import KvBlocks, PrefixIndex, Prompt, token_prompt
 from tokenyard.router.load import Sent, Speed, TargetState, finds_room, preempts_by
 from tokenyard.router.queue import Waiting, WaitingQueue
 from tokenyard.sim.fleet import Fleet
+from tokenyard.sim.ranks import EngineRanks, limits_rank, refused
 from tokenyard.sim.replica import NEVER_NS
 
 INDEX_BYTES = 1 << 30
@@ -31,7 +32,8 @@ SWEEP_NS = NS_PER_S // 4
 @dataclass(slots=True, eq=False)
 class Call:
     """A request under way at a router. target: where it is, -1 while it waits. sent: how its load is counted there.
-    place: its place among the ranks of an engine that chooses one itself. prefills: the target computes its prompt.
+    place: its place among the ranks of an engine that chooses one itself, and tried_ranks those that had no room for it
+    there. prefills: the target computes its prompt.
     """
 
     request: Request
@@ -43,6 +45,7 @@ class Call:
     sent: Sent | None = None
     place: Place | None = None
     tried: set[int] = field(default_factory=set)
+    tried_ranks: set[int] = field(default_factory=set)
     waiting: "Waiting[Call] | None" = None
     prefills: bool = True
 
@@ -76,6 +79,11 @@ class Places:
     def per_target(self) -> int:
         """How many schedulers a target has."""
         return 1 if self.dp_aware else self.ranks
+
+    @property
+    def engines_choose(self) -> bool:
+        """Whether engines have a say in which of their ranks gets a request."""
+        return self.ranks > 1 and (not self.dp_aware or limits_rank(self.settings))
 
     def target_names(self) -> list[str]:
         """The names of all targets, as the proxy names them."""
@@ -227,15 +235,16 @@ class Routing:
         self._places, self._fleet, self._seed = places, fleet, seed
         self._send, self._refuse = send, refuse
         self._routers = [SimRouter(policy, places, fleet, seed + number) for number in range(fleet.routers)]
-        self._balancers = [self._balancer(pool_tokens) for pool_tokens in places.pools]
+        self._engines = [self._engine(pool_tokens) for pool_tokens in places.pools]
+        self._retried: Counter[str] = Counter()
         self._open: dict[int, Call] = {}
         self._late: deque[tuple[int, int, list[Any]]] = deque()
         self._loss = np.random.default_rng([seed, LOSS_STREAM])
 
-    def _balancer(self, pool_tokens: int) -> Balancer | None:
-        if self._places.per_target == 1:
+    def _engine(self, pool_tokens: int) -> EngineRanks | None:
+        if not self._places.engines_choose:
             return None
-        return Balancer(self._fleet.load_balance_method, self._places.ranks, pool_tokens, self._places.settings)
+        return EngineRanks(self._fleet.load_balance_method, self._places.ranks, pool_tokens, self._places.settings)
 
     def arrive(self, request: Request, now: int) -> None:
         """A request comes to one of the routers: it is sent, or waits, or is refused."""
@@ -274,11 +283,37 @@ class Routing:
         self.predicted_tokens += call.sent.predicted
         self._open[call.request.number] = call
         call.scheduler = call.target * self._places.per_target
-        balancer = self._balancers[call.scheduler // self._places.ranks]
-        if balancer is not None:
-            call.place = balancer.choose(call.request, range(self._places.ranks), now / NS_PER_S)
-            call.scheduler += call.place.rank
+        replica, rank = divmod(call.scheduler, self._places.ranks)
+        engine = self._engines[replica]
+        if engine is not None:
+            wanted = rank if self._places.dp_aware else None
+            call.tried_ranks.clear()
+            call.place = engine.choose(call.request, wanted, (), now / NS_PER_S)
+            call.scheduler += call.place.rank - rank
         self._send(call.request, call.scheduler, now)
+
+    def placed_elsewhere(self, finish: Finish, now: int) -> int | None:
+        """The scheduler to which the engine gives a request that one of its ranks has refused; None if it is over."""
+        call = self._open[finish.number]
+        if call.place is None or not refused(finish):
+            return None
+        replica, rank = divmod(call.scheduler, self._places.ranks)
+        engine = self._engines[replica]
+        assert engine is not None
+        call.tried_ranks.add(rank)
+        place = engine.choose(call.request, None, call.tried_ranks, now / NS_PER_S)
+        if place.rank in call.tried_ranks:
+            place.end()
+            return None
+        call.place.end()
+        call.place, call.scheduler = place, replica * self._places.ranks + place.rank
+        self._retried.update(submitted=1, aborted=1, prompt_tokens=call.tokens, rejected=finish.cause != "displaced")
+        return call.scheduler
+
+    @property
+    def retried(self) -> Mapping[str, int]:
+        """What schedulers have counted of requests that another rank got then: of an engine's totals it counts once."""
+        return self._retried
 
     def next_sweep_ns(self, now: int) -> int:
         """When the routers look next for requests that have waited too long; NEVER_NS while nothing waits."""
@@ -291,13 +326,14 @@ class Routing:
                 self._refuse(entry.item.request.number, now)
         self.room = True
 
-    def first_token(self, number: int, now: int) -> None:
-        """The answer to request `number` begins."""
+    def first_token(self, number: int, cached_tokens: int, now: int) -> None:
+        """The answer to request `number` begins; `cached_tokens` of its prompt were in the cache."""
         call = self._open[number]
         assert call.sent is not None
         call.sent.first_token(now / NS_PER_S)
         if call.place is not None:
             call.place.first_token(now / NS_PER_S)
+            call.place.hit(cached_tokens)
         self.first_seen.setdefault(number, now)
 
     def finished(self, finish: Finish) -> None:
@@ -307,7 +343,6 @@ class Routing:
         call.sent.hit(finish.cached_tokens)
         call.router.ended(call)
         if call.place is not None:
-            call.place.hit(finish.cached_tokens)
             call.place.end()
         self.room = True
 
@@ -345,10 +380,9 @@ class Routing:
             call.router.ended(call)
             if call.place is not None:
                 call.place.end()
-        balancer = self._balancers[replica]
-        if balancer is not None:
-            for rank in range(self._places.ranks):
-                balancer.lost(rank)
+        engine = self._engines[replica]
+        if engine is not None:
+            engine.lost()
         for call in lost:
             self.room = True
             self._start(call, now)

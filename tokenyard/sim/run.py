@@ -1,5 +1,6 @@
 """One simulation: schedulers, their routers, and everything that happens to them, in the order of virtual time."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from tokenyard.cost import unloaded_prefill_s
 from tokenyard.policy.adaptive import Adaptive
 from tokenyard.router.choice import make_policy
 from tokenyard.sim.adaptive import Adapter
+from tokenyard.sim.arrivals import ALL, Arrivals
 from tokenyard.sim.content import BlankContent, Content
 from tokenyard.sim.drafts import SimDrafter
 from tokenyard.sim.fleet import Fault, Fleet
@@ -27,6 +29,7 @@ from tokenyard.sim.outcome import (
     blank_outcome,
     executor_info,
 )
+from tokenyard.sim.ranks import TENANT_USE_EVERY_NS, shares_tenants, tell_tenant_use
 from tokenyard.sim.replica import NEVER_NS, Replica, SimExecutor, StepObserver
 from tokenyard.sim.router import Places, Routing
 from tokenyard.sim.workload import Workload, to_ns
@@ -34,7 +37,6 @@ from tokenyard.tape.codec import Origin
 from tokenyard.tape.recorder import Recorder, Sink
 
 HASH_BYTES = 16
-ALL = slice(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +95,7 @@ class Run:
         self._truth = setup.profile.cost()
         self._unloaded_s: dict[int, float] = {}
         self._outcome = blank_outcome(workload, setup)
+        self._engines_choose = False
         self._routing = self._make_routing() if setup.schedulers > 1 or setup.fleet != Fleet() else None
         blank = setup.settings.disable_radix_cache and self._routing is None
         self._kv = self._make_network()
@@ -110,6 +113,9 @@ class Run:
             self._connect(self._kv)
         self._arrivals = Arrivals(workload, window)
         self._sweep_ns = NEVER_NS
+        self._tells_use = setup.dp_size > 1 and shares_tenants(setup.settings)
+        self._telling_use = False
+        self._moves: deque[tuple[int, int]] = deque()
 
     def _make_routing(self) -> Routing:
         setup = self._setup
@@ -117,6 +123,7 @@ class Run:
         pools = [info.num_pages * info.page_size for info in devices]
         room = setup.settings.max_running_requests
         places = Places(setup.replicas, setup.dp_size, setup.fleet.dp_aware, room, pools, setup.settings)
+        self._engines_choose = places.engines_choose
         apart = setup.apart
         if apart is not None and apart.mode == "decode":
             count, last = apart.prefill_replicas, executor_info(setup, setup.replicas)
@@ -207,6 +214,7 @@ class Run:
                 continue
             driver.turn()
             self._note_due(number)
+            self._move(due_ns)
             if self._kv is not None:
                 self._kv.turned(number, due_ns)
             if self._routing is not None and self._routing.room:
@@ -235,17 +243,28 @@ class Run:
     def _arrive(self, index: int, now: int) -> None:
         """Request `index` comes."""
         self._outcome.unloaded_s[index] = self._unloaded(int(self._workload.prompt_tokens[index]))
-        request = self._workload.request(index, self._content, true_length=self._setup.oracle)
+        request = self._request(index)
         if self._routing is None:
             self._send(request, 0, now)
         else:
             self._routing.arrive(request, now)
             self._look_later(now)
 
+    def _request(self, index: int) -> Request:
+        return self._workload.request(index, self._content, true_length=self._setup.oracle)
+
     def _send(self, request: Request, number: int, now: int) -> None:
         """Give a request to a scheduler. To the engine it comes when the router sends it."""
-        self._outcome.place[request.number] = number
         self._outcome.sent_ns[request.number] = now
+        self._forward(request if request.arrival_ns == now else replace(request, arrival_ns=now), number, now)
+        self._move(now)
+        if self._tells_use and not self._telling_use:
+            self._telling_use = True
+            self.at((now // TENANT_USE_EVERY_NS + 1) * TENANT_USE_EVERY_NS, self._tell_tenant_use)
+
+    def _forward(self, request: Request, number: int, now: int) -> None:
+        """A request is on its way to a scheduler."""
+        self._outcome.place[request.number] = number
         if now < self._stopped.get(number, 0):
             self.at(self._stopped[number], partial(self._deliver, request, number, self._units[number]))
         else:
@@ -260,13 +279,35 @@ class Run:
         if self._kv is not None:
             partner = self._routing.partner[request.number] if isinstance(self._routing, ApartRouting) else -1
             request = self._kv.submitted(number, request, partner, now)
-        if request.arrival_ns != now:
-            request = replace(request, arrival_ns=now)
         unit.replica.submit(request, now)
         if unit.adapter is not None:
             unit.adapter.submitted(request, now)
+        if self._engines_choose:
+            unit.replica.drain(now)
         if self._routing is not None or self._workload.follows is not None:
             self._note_due(number)
+
+    def _move(self, now: int) -> None:
+        """Give requests that a rank has refused to other ranks of its engine."""
+        while self._moves:
+            index, number = self._moves.popleft()
+            request = replace(self._request(index), arrival_ns=int(self._outcome.sent_ns[index]))
+            self._forward(request, number, now)
+
+    def _tell_tenant_use(self, now: int) -> None:
+        """The ranks of each engine tell each other what tenants have used, as long as they have work."""
+        size, self._telling_use = self._setup.dp_size, False
+        for first in range(0, self._setup.schedulers, size):
+            ranks = self._units[first : first + size]
+            for unit in ranks:
+                unit.driver.meet(now)
+            cores = [unit.replica.scheduler for unit in ranks]
+            self._telling_use |= tell_tenant_use(cores, now) or any(core.has_work for core in cores)
+            for number in range(first, first + size):
+                self._note_due(number)
+        self._move(now)
+        if self._telling_use:
+            self.at(now + TENANT_USE_EVERY_NS, self._tell_tenant_use)
 
     def _serve(self, now: int) -> None:
         """Let requests that wait at the routers have the room that has appeared."""
@@ -344,6 +385,14 @@ class Run:
             self._kv.finished(number, finish, self._units[number].replica.now)
             if number >= self._setup.replicas:
                 return
+        adapter = self._units[number].adapter
+        if adapter is not None:
+            adapter.finished(finish)
+        if self._engines_choose and self._routing is not None:
+            other = self._routing.placed_elsewhere(finish, finish.finished_ns)
+            if other is not None:
+                self._moves.append((index, other))
+                return
         outcome.status[index] = REJECTED if finish.reason == "abort" else FINISHED
         outcome.admitted_ns[index] = finish.admitted_ns
         outcome.first_token_ns[index] = finish.first_token_ns
@@ -355,9 +404,6 @@ class Run:
             self._routing.finished(finish)
             seen_ns = self._routing.first_seen.pop(index, finish.first_token_ns)
             outcome.first_token_ns[index] = min(seen_ns, finish.first_token_ns)
-        adapter = self._units[number].adapter
-        if adapter is not None:
-            adapter.finished(finish)
         self._arrivals.ended(index, finish.finished_ns)
 
     @property
@@ -387,6 +433,9 @@ class Run:
             digests[0] if len(digests) == 1 else blake2b(b"".join(digests), digest_size=HASH_BYTES).digest()
         ).hex()
         outcome.counters = _sum_of([run.counters for run in outcome.schedulers])
+        if self._routing is not None:
+            for name, times in self._routing.retried.items():
+                outcome.counters[name] -= times
         outcome.switches = [one for unit in self._units if unit.adapter for one in unit.adapter.judge.latest]
         outcome.policy_note = "; ".join(dict.fromkeys(filter(None, map(self._policy_note, self._units))))
         return outcome
@@ -404,54 +453,6 @@ class Run:
         if state.policy_note or unit.adapter is not None or state.policy == self._described:
             return state.policy_note
         return f"ended as {state.policy}"
-
-
-class Arrivals:
-    """Which request comes next: by the workload's times or, where it says so, after the end of another request."""
-
-    def __init__(self, workload: Workload, window: slice = ALL) -> None:
-        self.come = 0
-        self._workload = workload
-        self._at_ns = [to_ns(seconds) for seconds in workload.arrival_s.tolist()]
-        self._after: dict[int, list[int]] = {}
-        self._waiting: list[tuple[int, int]] = []
-        self._next, self._end, _ = window.indices(len(workload))
-        if workload.follows is not None:
-            self._next = self._end
-            for index, before in enumerate(workload.follows.tolist()):
-                if before < 0:
-                    heappush(self._waiting, (self._at_ns[index], index))
-                else:
-                    self._after.setdefault(before, []).append(index)
-
-    @property
-    def next_ns(self) -> int:
-        """When the next request comes; NEVER_NS for none."""
-        if self._next < self._end:
-            return self._at_ns[self._next]
-        return self._waiting[0][0] if self._waiting else NEVER_NS
-
-    def pop(self) -> int:
-        """The number of the next request."""
-        self.come += 1
-        if self._next < self._end:
-            self._next += 1
-            return self._next - 1
-        return heappop(self._waiting)[1]
-
-    def ended(self, number: int, now: int) -> None:
-        """A request has ended: those that follow it come after their pause."""
-        for index in self._after.pop(number, ()):
-            self._at_ns[index] += now
-            heappush(self._waiting, (self._at_ns[index], index))
-
-    def as_they_came(self) -> Workload:
-        """The workload with the times at which requests came."""
-        if self._workload.follows is None:
-            return self._workload
-        times = self._workload.arrival_s.copy()
-        times[:] = [at_ns / NS_PER_S for at_ns in self._at_ns]
-        return replace(self._workload, arrival_s=times, follows=None)
 
 
 def _happenings(fleet: Fleet) -> Iterator[tuple[int, _Happening]]:
