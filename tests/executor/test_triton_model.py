@@ -1,13 +1,18 @@
 """Whole models over the Triton kernels: greedy tokens are those of transformers, for rows of all kinds."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from tests.executor.tiny_models import greedy, logits, prompt_of
+from tests.executor.tiny_models import DEVICE, greedy, logits, prompt_of
 from tests.executor.triton_here import need_triton
 
 need_triton()
+
+from tokenyard.executor.graphs import RecordedModel  # noqa: E402
+from tokenyard.executor.load import read_folder_config  # noqa: E402
 
 TRITON = {"model_impl": "torch", "attention_backend": "triton"}
 
@@ -41,3 +46,18 @@ def test_rows_sample_at_several_positions(make_driver):
     found = driver.executor.launch(plan).logits.cpu()
     expected = torch.cat([logits("qwen3-layers", prompts[samples])[-samples:] for samples in (1, 4)])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_recorded_decodes_ask_the_host_for_nothing(make_driver, folder):
+    # The recorder plays work again whose lengths on the host are those of its recording.
+    driver = make_driver("qwen3-layers", page_size=4, **TRITON)
+    executor, config = driver.executor, read_folder_config(Path(folder("qwen3-layers")))
+    with torch.inference_mode():
+        executor.model = RecordedModel(executor.model, config, 4, torch.device(DEVICE), lambda work: work)
+    prompts = [prompt_of(length, seed=length) for length in (3, 40, 21)]
+    rows = [driver.start(prompt) for prompt in prompts]
+    driver.step(*[(row, None) for row in rows])
+    for count in (3, 2):
+        driver.step(*[(row, 1) for row in rows[:count]])
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert row.output == greedy("qwen3-layers", prompt, len(row.output))

@@ -36,7 +36,7 @@ FOREIGN_FLAGS = {
     "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",
     "drafts come from prompt lookup alone (--speculative-algorithm NGRAM)": "speculative-config speculative-num-steps",
     "use --disaggregation-mode and --prefill-engines": "kv-transfer-config",
-    "there are no CUDA graphs to switch off": "disable-cuda-graph cuda-graph-max-bs enforce-eager compilation-config",
+    "CUDA graphs are set by --disable-cuda-graph and --cuda-graph-max-bs": "cuda-graph-bs compilation-config",
     "leave it out: metrics are always there": "enable-metrics disable-log-stats",
     "leave it out: answers always report cached tokens": "enable-cache-report enable-prompt-tokens-details",
     "leave it out: prefill is always in chunks": "enable-chunked-prefill",

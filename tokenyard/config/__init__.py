@@ -90,6 +90,8 @@ class Settings(DeclaredSettings):
             "model_impl": self.model_impl,
             "attention_backend": self.attention_backend,
             "quantization": self.quantization,
+            "disable_cuda_graph": self.disable_cuda_graph,
+            "cuda_graph_max_bs": self.cuda_graph_max_bs,
             "lora_slots": self.max_loras_per_batch if self.enable_lora else 0,
             "lora_rank": self.max_lora_rank or DEFAULT_LORA_RANK,
             "draft_tokens": 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens,

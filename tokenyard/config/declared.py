@@ -163,6 +163,19 @@ class DeclaredSettings(SharedSettings):
         "CUDA devices, where auto takes them if the package triton is there",
         choices=("auto", "gather", "native", "triton"),
     )
+    disable_cuda_graph: bool = setting(
+        False,
+        "device",
+        "do not record decode steps as CUDA graphs at the start; without them small models decode more slowly",
+        aliases=("--enforce-eager",),
+    )
+    cuda_graph_max_bs: int | None = setting(
+        None,
+        "device",
+        "largest batch whose decode steps are recorded as CUDA graphs; 256 or --max-running-requests if absent",
+        Allowed(1, 4096),
+        aliases=("--max-cudagraph-capture-size",),
+    )
     speculative_algorithm: str = setting(
         "none",
         "device",

@@ -1,5 +1,6 @@
 """From the name of a model to an executor that runs it."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from tokenyard.executor.drafts import NgramDrafter
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.gguf_file.folder import LINK
 from tokenyard.executor.gguf_file.weights import GgufWeights
+from tokenyard.executor.graphs import DEFAULT_LARGEST, record_steps
+from tokenyard.executor.graphs import why_not as why_not_record
 from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
 from tokenyard.executor.lora import Adapters, AdapterSlots, TorchSlots
-from tokenyard.executor.models.backend import ModelBackend
+from tokenyard.executor.models.backend import ModelBackend, TorchModel
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.reading import read_model_config
@@ -25,6 +28,8 @@ from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.parallel.part import ModelPart, layers_only
 from tokenyard.executor.runner import ModelExecutor
 from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, Weights, read_json
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -54,6 +59,8 @@ def load_executor(
     model_impl: str = "auto",
     attention_backend: str = "auto",
     quantization: str = "none",
+    disable_cuda_graph: bool = False,
+    cuda_graph_max_bs: int | None = None,
     draft_tokens: int = 0,
     lora_slots: int = 0,
     lora_rank: int = 16,
@@ -68,11 +75,13 @@ def load_executor(
     max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
     model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
     and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend,
-    quantization: see choose_backends. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none.
-    lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-parallel
-    rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and memory is shared by
-    the ranks on one device. part: what of the model is loaded, None for all; `make` puts the executor together
-    (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not fit.
+    quantization: see choose_backends. disable_cuda_graph, cuda_graph_max_bs: whether decode steps are recorded, and of
+    how many rows at most, None for the executor's choice (see graphs). draft_tokens: most drafts of a row for one step,
+    by prompt lookup; 0 for none. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest
+    rank. rank, ranks: data-parallel rank, of how many on this machine: CUDA devices are taken in turn where `device`
+    names none, and memory is shared by the ranks on one device. part: what of the model is loaded, None for all;
+    `make` puts the executor together (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not
+    fit.
     """
     target, sharing = _device_of_rank(device, rank, ranks, part)
     if target.type == "cuda":
@@ -124,6 +133,14 @@ def load_executor(
     drafter = NgramDrafter(draft_tokens) if draft_tokens else None
     drawer = NativeDrawer(choice.engine, config.vocab_size) if choice.engine is not None else None
     model: ModelBackend = make_model(choice, layers, pool, pages)
+    if isinstance(model, TorchModel) and target.type == "cuda" and not disable_cuda_graph:
+        reason = why_not_record(
+            *(config, target), triton=choice.triton, divided=part is not None, adapters=adapters is not None
+        )
+        if reason:
+            logger.info("no CUDA graphs: %s", reason)
+        else:
+            model = record_steps(model, config, (max_pool_rows, cuda_graph_max_bs or DEFAULT_LARGEST), target)
     return make(model, pool, pages, info, target, drafter, drawer, adapters)
 
 

@@ -26,13 +26,16 @@ class ModelBackend(Protocol):
 
 
 class TorchModel:
-    """A decoder of torch layers, which ask an attention backend of their own choice: any device, any dtype."""
+    """A decoder of torch layers, which ask an attention backend of their own choice: any device, any dtype.
+
+    states: [T, hidden] of the step computed last, before the last norm.
+    """
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend) -> None:
         self.attention_spec = decoder.attention_spec
         self.attention = attention
         self._decoder = decoder
-        self._hidden = torch.empty(0)
+        self.states = torch.empty(0)
 
     def hidden_like(self, batch: ForwardBatch) -> torch.Tensor:
         """Return memory for the hidden states of a batch, [tokens, hidden], as the layers compute them."""
@@ -41,18 +44,18 @@ class TorchModel:
     def step(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute a batch; see ModelBackend."""
         self.layers(batch)
-        return self._decoder.logits(self._hidden[batch.logit_tokens])
+        return self._decoder.logits(self.states[batch.logit_tokens])
 
     def layers(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute a batch without its logits, as a rank of several that does not sample: [tokens, hidden]."""
         self.attention.prepare(batch)
-        self._hidden = self._decoder.forward(batch, self.attention)
-        return self._hidden
+        self.states = self._decoder.forward(batch, self.attention)
+        return self.states
 
     def logits(self, first: int, last: int) -> torch.Tensor:
         """Return logits of tokens of the last step; see ModelBackend."""
-        return self._decoder.logits(self._hidden[first:last])
+        return self._decoder.logits(self.states[first:last])
 
     def hidden(self, first: int, last: int) -> torch.Tensor:
         """Return hidden states of tokens of the last step; see ModelBackend."""
-        return self._decoder.normed(self._hidden[first:last]).float()
+        return self._decoder.normed(self.states[first:last]).float()
