@@ -67,7 +67,8 @@ class Decoder:
         """Compute norms, gates, and all from rotation to attention by these kernels, which attend as the attention
         backend given to `forward` does.
         """
-        self._norm.fuse(kernels)
+        if self.config.gives_logits:
+            self._norm.fuse(kernels)
         for layer in self._layers:
             layer.fuse(kernels)
 
