@@ -90,6 +90,7 @@ class Settings(DeclaredSettings):
             "model_impl": self.model_impl,
             "attention_backend": self.attention_backend,
             "quantization": self.quantization,
+            "deterministic": self.enable_deterministic_inference,
             "disable_cuda_graph": self.disable_cuda_graph,
             "cuda_graph_max_bs": self.cuda_graph_max_bs,
             "lora_slots": self.max_loras_per_batch if self.enable_lora else 0,

@@ -156,6 +156,12 @@ class DeclaredSettings(SharedSettings):
         "a checkpoint that is stored quantized needs no flag",
         choices=("none", "int8"),
     )
+    enable_deterministic_inference: bool = setting(
+        False,
+        "device",
+        "answers are the same bit for bit under every schedule, in bfloat16 too, by the CPU's native kernels; prompts "
+        "take longer",
+    )
     attention_backend: str = setting(
         "auto",
         "device",

@@ -35,7 +35,8 @@ class BackendChoice:
     """What computes a model. engine: the native kernels, None where nothing asks for them or they cannot serve.
     native_model: whether they run whole steps, and not only attend between torch's layers. int8: whether they round
     weights and inputs of products to bytes. kernels: what computes the steps, for people. triton: whether Triton
-    kernels attend between torch's layers.
+    kernels attend between torch's layers. deterministic: whether a token's result must be the same bit for bit under
+    every schedule.
     """
 
     engine: NativeEngine | None
@@ -43,6 +44,7 @@ class BackendChoice:
     kernels: str
     int8: bool = False
     triton: bool = False
+    deterministic: bool = False
 
 
 def choose_backends(
@@ -53,11 +55,13 @@ def choose_backends(
     dtype: torch.dtype,
     device: torch.device,
     threads: int,
+    *,
+    deterministic: bool = False,
 ) -> BackendChoice:
     """Choose by the settings of the same names; auto takes native kernels where they can serve, and Triton's on CUDA.
 
     threads: of the native kernels, 0 to let them choose. Raises ConfigError for an unknown name, and where native
-    kernels are asked for by name, or by quantization int8, and cannot serve.
+    kernels are asked for by name, by quantization int8 or by `deterministic`, and cannot serve.
     """
     for name, value, known in (
         ("model_impl", model_impl, MODEL_IMPLS),
@@ -67,6 +71,11 @@ def choose_backends(
         if value not in known:
             raise ConfigError(f"{name} {value!r} is unknown; use {', '.join(known)}")
     choice = _choose(model_impl, attention_backend, config, dtype, device, threads)
+    if deterministic and not choice.native_model:
+        raise ConfigError(
+            f"deterministic inference needs a native model; this one's steps are computed by {choice.kernels}"
+        )
+    choice = replace(choice, deterministic=deterministic)
     if quantization == "none":
         return choice
     if not choice.native_model:
@@ -163,7 +172,7 @@ def load_layers(
 def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvPool, pages: PageTable) -> ModelBackend:
     """Put the chosen backend together over a KV pool and its page table."""
     if isinstance(layers, NativeDecoder):
-        return NativeModel(layers, pool, pages)
+        return NativeModel(layers, pool, pages, fixed_order=choice.deterministic)
     if choice.triton:
         return _with_triton(layers, pool, pages)
     attention: AttentionBackend = GatherAttention(pool, pages, layers.attention_spec)

@@ -59,6 +59,7 @@ def load_executor(
     model_impl: str = "auto",
     attention_backend: str = "auto",
     quantization: str = "none",
+    deterministic: bool = False,
     disable_cuda_graph: bool = False,
     cuda_graph_max_bs: int | None = None,
     draft_tokens: int = 0,
@@ -75,13 +76,13 @@ def load_executor(
     max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
     model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
     and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend,
-    quantization: see choose_backends. disable_cuda_graph, cuda_graph_max_bs: whether decode steps are recorded, and of
-    how many rows at most, None for the executor's choice (see graphs). draft_tokens: most drafts of a row for one step,
-    by prompt lookup; 0 for none. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest
-    rank. rank, ranks: data-parallel rank, of how many on this machine: CUDA devices are taken in turn where `device`
-    names none, and memory is shared by the ranks on one device. part: what of the model is loaded, None for all;
-    `make` puts the executor together (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not
-    fit.
+    quantization, deterministic: see choose_backends. disable_cuda_graph, cuda_graph_max_bs: whether decode steps are
+    recorded, and of how many rows at most, None for the executor's choice (see graphs). draft_tokens: most drafts of a
+    row for one step, by prompt lookup; 0 for none. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and
+    their largest rank. rank, ranks: data-parallel rank, of how many on this machine: CUDA devices are taken in turn
+    where `device` names none, and memory is shared by the ranks on one device. part: what of the model is loaded, None
+    for all; `make` puts the executor together (see `parallel.leader`). Raises ConfigError, in one line, for whatever
+    does not fit.
     """
     target, sharing = _device_of_rank(device, rank, ranks, part)
     if target.type == "cuda":
@@ -96,7 +97,9 @@ def load_executor(
         config, model_impl = part.config(whole), layers_only(part, model_impl)
     kind = choose_dtype(dtype, target, config)
     length = _context_length(context_length, config)
-    choice = choose_backends(model_impl, attention_backend, quantization, config, kind, target, threads)
+    choice = choose_backends(
+        model_impl, attention_backend, quantization, config, kind, target, threads, deterministic=deterministic
+    )
 
     layers = _load_layers(choice, whole, folder, load_format, target, kind, length, seed, part)
     adapters = None

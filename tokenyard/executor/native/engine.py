@@ -103,8 +103,13 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def describe_step(batch: ForwardBatch, pool: KvPool, pages: PageTable, logits: torch.Tensor | None) -> Step:
-    """Return a batch as the library wants it; it holds addresses only, so the batch must outlive it."""
+def describe_step(
+    batch: ForwardBatch, pool: KvPool, pages: PageTable, logits: torch.Tensor | None, *, fixed_order: bool = False
+) -> Step:
+    """Return a batch as the library wants it; it holds addresses only, so the batch must outlive it.
+
+    fixed_order: a query's attention is summed in the same order, whatever else its row computes.
+    """
     return Step(
         tokens=len(batch.token_ids),
         rows=len(batch.counts),
@@ -119,6 +124,7 @@ def describe_step(batch: ForwardBatch, pool: KvPool, pages: PageTable, logits: t
         page_table=address(pages.tensor),
         page_table_stride=pages.tensor.stride(0),
         page_size=pages.page_size,
+        fixed_order=fixed_order,
         logits=None if logits is None else address(logits),
         kv=address(pool.tensor),
         plane_bytes=pool.tensor.stride(1) * pool.tensor.itemsize,

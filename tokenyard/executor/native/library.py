@@ -50,7 +50,7 @@ class Step(ctypes.Structure):
         ("page_table", Pointer),
         ("page_table_stride", ctypes.c_int64),
         ("page_size", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("fixed_order", ctypes.c_int32),
         ("logits", Pointer),
         ("kv", Pointer),
         ("plane_bytes", ctypes.c_int64),

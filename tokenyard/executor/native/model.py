@@ -125,8 +125,8 @@ class NativeDecoder:
 class NativeModel:
     """A ModelBackend for a CPU: a step is one call of the library, over the pool and the page table as they are."""
 
-    def __init__(self, decoder: NativeDecoder, pool: KvPool, pages: PageTable) -> None:
-        self._decoder, self._pool, self._pages = decoder, pool, pages
+    def __init__(self, decoder: NativeDecoder, pool: KvPool, pages: PageTable, *, fixed_order: bool = False) -> None:
+        self._decoder, self._pool, self._pages, self._fixed_order = decoder, pool, pages, fixed_order
         self._functions = decoder.engine.functions
         self._vocabulary = decoder.config.vocab_size
         self._logits = torch.empty(0, self._vocabulary)
@@ -138,7 +138,7 @@ class NativeModel:
             # Kept from step to step: fresh pages cost more than filling them.
             self._logits = torch.empty(wanted, self._vocabulary)
         logits = self._logits[:wanted]
-        step = describe_step(batch, self._pool, self._pages, logits)
+        step = describe_step(batch, self._pool, self._pages, logits, fixed_order=self._fixed_order)
         adapters = self._decoder.adapters
         step.adapters = None if adapters is None else adapters.ctypes.data
         check(self._functions.ty_model_step(self._decoder.model, ctypes.byref(step)))

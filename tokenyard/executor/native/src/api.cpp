@@ -100,7 +100,7 @@ int ty_attention_prepare(void *attention, const ty_step *step, const int32_t *wi
     return guarded([&] {
         ((AloneAttention *)attention)
             ->attention.prepare({step->rows, step->starts, step->counts, step->pool_rows, step->page_table,
-                                 step->page_table_stride, step->page_size},
+                                 step->page_table_stride, step->page_size, step->fixed_order != 0},
                                 std::vector<int>(windows, windows + count));
     });
 }

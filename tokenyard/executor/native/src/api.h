@@ -21,15 +21,16 @@ struct ty_config {
     const float *cos_sin;
 };
 
-// kv: the pool, [layer][keys, values][slot, kv_heads, head_dim], with plane_bytes between two planes. See Rows in ops.h. token_ids, positions, slots, pool_rows: int64[tokens]. starts, counts: int64[rows]. logits:
-// float[logit_count, vocabulary], of the tokens logit_tokens. adapters: int32[tokens], the slot of each token's adapter
-// from 1, or 0 for none; null where none has one.
+// kv: the pool, [layer][keys, values][slot, kv_heads, head_dim], with plane_bytes between two planes. See Rows in ops.h.
+// token_ids, positions, slots, pool_rows: int64[tokens]. starts, counts: int64[rows]. logits: float[logit_count,
+// vocabulary], of the tokens logit_tokens. adapters: int32[tokens], the slot of each token's adapter from 1, or 0 for
+// none; null where none has one.
 struct ty_step {
     int64_t tokens, rows, logit_count;
     const int64_t *token_ids, *positions, *slots, *pool_rows, *starts, *counts, *logit_tokens;
     const int32_t *page_table;
     int64_t page_table_stride;
-    int32_t page_size, reserved;
+    int32_t page_size, fixed_order;
     float *logits;
     void *kv;
     int64_t plane_bytes;

@@ -103,7 +103,7 @@ bool Model::step(const ty_step &step) {
     timed(EMBED, [&] { kernels_.embed(config_.embedding, step.token_ids, x_, tokens, hidden); });
     timed(PREPARE, [&] {
         attention_.prepare({step.rows, step.starts, step.counts, step.pool_rows, step.page_table,
-                            step.page_table_stride, step.page_size},
+                            step.page_table_stride, step.page_size, step.fixed_order != 0},
                            windows_);
     });
     for (int i = 0; i < config_.layers; i++)

@@ -17,6 +17,15 @@ constexpr int64_t CHUNK_ROWS = 96;     // query heads of a chunk
 constexpr int64_t LINE_FLOATS = 16;
 constexpr int64_t LINE_BYTES = 64;
 
+// Part `i` of a row, of `step` positions.
+Part part_of_row(const Part &first, int64_t i, int64_t step, float *partial) {
+    Part part = first;
+    part.begin = least(first.end, first.begin + i * step);
+    part.end = least(first.end, part.begin + step);
+    part.partial = partial;
+    return part;
+}
+
 }  // namespace
 
 void pack(Pool &pool, int width, int64_t stored_bytes, Linear &linear, const void *weights, const float *bias) {
@@ -117,31 +126,52 @@ void Attention::prepare(const Rows &rows, const std::vector<int> &windows) {
     wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
     if (tasks_.size() != wanted.size())
         tasks_ = std::vector<Tasks>(wanted.size());
+    space_bytes_ = kernels_.chunk_space(head_dim_, (int)most(CHUNK_ROWS, heads_ / kv_heads_));
     for (size_t i = 0; i < wanted.size(); i++) {
         tasks_[i].window = wanted[i];
         plan_parts(tasks_[i], rows, slots);
         plan_chunks(tasks_[i], rows, slots);
     }
-    space_bytes_ = round_up(kernels_.chunk_space(head_dim_, (int)most(CHUNK_ROWS, heads_ / kv_heads_)), 64);
+    space_bytes_ = round_up(space_bytes_, LINE_BYTES);
     spaces_.get((size_t)(space_bytes_ * pool_.threads()));
+}
+
+// Floats between two partials of a row.
+int64_t Attention::stride(const RowTasks &row) const {
+    return round_up(row.first.queries * (int64_t)heads_ * (head_dim_ + 2), LINE_FLOATS);
+}
+
+// Parts of as many keys each; in a fixed order of PART_KEYS each, so that where they begin does not depend on the row's
+// last position.
+void Attention::add_row(Tasks &tasks, const Part &first, bool fixed_order, bool whole) const {
+    const int64_t keys = first.end - first.begin, count = ceil_div(keys, PART_KEYS);
+    const int64_t step = fixed_order ? PART_KEYS : round_up(ceil_div(keys, count), MAX_WIDTH);
+    tasks.rows.push_back({first, count, 1, step, whole});
 }
 
 void Attention::plan_parts(Tasks &tasks, const Rows &rows, const std::vector<const int32_t *> &slots) {
     tasks.rows.clear();
     tasks.parts.clear();
-    std::vector<int64_t> strides;
-    int64_t floats = 0, count = 0, token = 0;
-    for (int64_t r = 0; r < rows.rows; token += rows.counts[r], r++) {
-        if (is_chunk(rows.counts[r]))
+    // Queries with a window begin at keys of their own, so that they share no parts in a fixed order.
+    const int64_t few = tasks.window ? 1 : most(1, PART_QUERIES / (heads_ / kv_heads_));
+    for (int64_t r = 0, token = 0; r < rows.rows; token += rows.counts[r], r++) {
+        const bool chunk = is_chunk(rows.counts[r]);
+        if (chunk && !rows.fixed_order)
             continue;
-        const int64_t start = rows.starts[r], end = start + rows.counts[r];
-        const int64_t begin = tasks.window ? most(0, start - tasks.window + 1) : 0;
-        const int64_t parts = ceil_div(end - begin, PART_KEYS);
-        const Part first = {slots[(size_t)r], token, (int)rows.counts[r], start, begin, end, 0, kv_heads_, nullptr};
-        tasks.rows.push_back({first, parts, 1});
-        strides.push_back(round_up(rows.counts[r] * heads_ * (head_dim_ + 2), LINE_FLOATS));
-        floats += parts * strides.back();
-        count += parts;
+        const int64_t some = rows.fixed_order ? few : rows.counts[r];
+        for (int64_t q = 0; q < rows.counts[r]; q += some) {
+            const int64_t queries = least(some, rows.counts[r] - q), start = rows.starts[r] + q, end = start + queries;
+            const int64_t begin = tasks.window ? most(0, start - tasks.window + 1) : 0;
+            const Part first = {slots[(size_t)r], token + q, (int)queries, start, begin, end, 0, kv_heads_, nullptr};
+            add_row(tasks, first, rows.fixed_order, chunk);
+        }
+    }
+    int64_t floats = 0, count = 0;
+    for (const RowTasks &row : tasks.rows) {
+        floats += row.whole ? 0 : row.count * stride(row);
+        count += row.whole ? 1 : row.count;
+        if (row.whole)
+            space_bytes_ = most(space_bytes_, row.count * stride(row) * (int64_t)sizeof(float));
     }
     if (!count)
         return;
@@ -155,17 +185,14 @@ void Attention::plan_parts(Tasks &tasks, const Rows &rows, const std::vector<con
         RowTasks &row = tasks.rows[r];
         row.splits = splits;
         row.first.partial = partials;
-        const int64_t keys = row.first.end - row.first.begin, step = round_up(ceil_div(keys, row.count), MAX_WIDTH);
-        for (int64_t i = 0; i < row.count; i++, partials += strides[r])
+        for (int64_t i = 0; i < (row.whole ? 1 : row.count); i++)
             for (int64_t s = 0; s < splits; s++) {
-                Part part = row.first;
-                part.begin = least(row.first.end, row.first.begin + i * step);
-                part.end = least(row.first.end, part.begin + step);
+                Part part = part_of_row(row.first, i, row.step, partials + i * stride(row));
                 part.head_begin = (int)(kv_heads_ * s / splits);
                 part.head_end = (int)(kv_heads_ * (s + 1) / splits);
-                part.partial = partials;
                 tasks.parts.push_back({part, (int64_t)r, s});
             }
+        partials += row.whole ? 0 : row.count * stride(row);
         for (int64_t s = 0; s < splits; s++)
             tasks.left[r * (size_t)splits + (size_t)s].store(row.count, std::memory_order_relaxed);
     }
@@ -174,6 +201,8 @@ void Attention::plan_parts(Tasks &tasks, const Rows &rows, const std::vector<con
 void Attention::plan_chunks(Tasks &tasks, const Rows &rows, const std::vector<const int32_t *> &slots) {
     tasks.packs.clear();
     tasks.chunks.clear();
+    if (rows.fixed_order)
+        return;
     const int64_t block_bytes = kernels_.packed_block(head_dim_);
     int64_t blocks = 0, token = 0;
     for (int64_t r = 0; r < rows.rows; r++) {
@@ -207,17 +236,28 @@ void Attention::plan_chunks(Tasks &tasks, const Rows &rows, const std::vector<co
                      [](const Chunk &a, const Chunk &b) { return a.position > b.position; });
 }
 
-void Attention::attend(Tasks &tasks, const Attending &job, int64_t i) {
+void Attention::attend(Tasks &tasks, const Attending &job, int64_t i, int thread) {
     const PartTask &task = tasks.parts[(size_t)i];
     const RowTasks &row = tasks.rows[(size_t)task.row];
+    if (row.whole) {
+        float *space = (float *)((char *)spaces_.get(0) + thread * space_bytes_);
+        Part first = task.part;
+        first.partial = space;
+        for (int64_t c = 0; c < row.count; c++) {
+            Part part = part_of_row(row.first, c, row.step, space + c * stride(row));
+            part.head_begin = task.part.head_begin;
+            part.head_end = task.part.head_end;
+            kernels_.attend_part(job, part);
+        }
+        return kernels_.join_parts(job, first, row.count, stride(row), first.head_begin, first.head_end);
+    }
     kernels_.attend_part(job, task.part);
     std::atomic<int64_t> &left = tasks.left[(size_t)(task.row * row.splits + task.split)];
     if (left.fetch_sub(1, std::memory_order_acq_rel) != 1)
         return;
     // The last part joins them all, and sets the count anew for the next layer.
     left.store(row.count, std::memory_order_relaxed);
-    const int64_t stride = round_up(task.part.queries * (int64_t)heads_ * (head_dim_ + 2), LINE_FLOATS);
-    kernels_.join_parts(job, row.first, row.count, stride, task.part.head_begin, task.part.head_end);
+    kernels_.join_parts(job, row.first, row.count, stride(row), task.part.head_begin, task.part.head_end);
 }
 
 void Attention::run(const Attending &job) {
@@ -227,9 +267,9 @@ void Attention::run(const Attending &job) {
             tasks = &one;
     const int64_t parts = (int64_t)tasks->parts.size(), packs = (int64_t)tasks->packs.size();
     if (parts + packs)
-        pool_.run(parts + packs, [&](int64_t i, int) {
+        pool_.run(parts + packs, [&](int64_t i, int thread) {
             if (i < parts)
-                return attend(*tasks, job, i);
+                return attend(*tasks, job, i, thread);
             const PackTask &task = tasks->packs[(size_t)(i - parts)];
             kernels_.pack_block(job, task.packing, task.kv_head, task.block);
         });

@@ -60,13 +60,15 @@ class Drawer {
 };
 
 // The rows of a step: row r has counts[r] tokens, the first at position starts[r], which is token 0 of the step for
-// row 0, and so on. pool_rows: int64[tokens], the row of the page table that each token belongs to.
+// row 0, and so on. pool_rows: int64[tokens], the row of the page table that each token belongs to. fixed_order: what a
+// query attends to is summed in the same order whatever other queries its row has, as a decode in `fixed_order` does.
 struct Rows {
     int64_t rows;
     const int64_t *starts, *counts, *pool_rows;
     const int32_t *page_table;
     int64_t page_table_stride;
     int32_t page_size;
+    bool fixed_order;
 };
 
 // Attention of a step's rows in a layer after another; a layer's window decides what is prepared for it.
@@ -84,6 +86,8 @@ class Attention {
         Part first;      // its first part
         int64_t count;   // number of parts
         int64_t splits;  // head ranges that each part is cut into
+        int64_t step;    // positions from one part to the next
+        bool whole;      // one task computes all parts of a head range and joins them
     };
     struct PartTask {
         Part part;
@@ -108,7 +112,9 @@ class Attention {
     void plan_parts(Tasks &tasks, const Rows &rows, const std::vector<const int32_t *> &slots);
     void plan_chunks(Tasks &tasks, const Rows &rows, const std::vector<const int32_t *> &slots);
     bool is_chunk(int64_t queries) const;
-    void attend(Tasks &tasks, const Attending &job, int64_t i);
+    void add_row(Tasks &tasks, const Part &first, bool fixed_order, bool whole) const;
+    int64_t stride(const RowTasks &row) const;
+    void attend(Tasks &tasks, const Attending &job, int64_t i, int thread);
 
     Pool &pool_;
     const TypedKernels &kernels_;
