@@ -86,7 +86,7 @@ def pretend_driver(monkeypatch, config, page_size):
     """Make a driver of an executor in bfloat16 on the pretended device; it can launch, but has nothing to collect."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", _pinned)
     monkeypatch.setattr(torch, "tensor", _tensor)
-    monkeypatch.setattr("tokenyard.executor.runner._timing_event", Event)
+    monkeypatch.setattr("tokenyard.executor.streams._timing_event", Event)
     info = ExecutorInfo(
         model="pretended",
         device="cuda:0",

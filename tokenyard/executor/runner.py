@@ -1,6 +1,5 @@
 """Runs plans on a model: the executor that computes."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,38 +25,7 @@ from tokenyard.executor.sampling.logprobs import (
     prompt_pieces,
 )
 from tokenyard.executor.sampling.sampler import Sampler
-
-
-class StepClock:
-    """Measures how long the device works on a step, and tells when what the step sends to the host has arrived."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cpu = device.type == "cpu"
-        self._seconds = 0.0
-        if not self._on_cpu:
-            self._begin, self._end = (_timing_event() for _ in range(2))
-        self._begin_s = 0.0
-
-    def start(self) -> None:
-        """Note the begin of the step's work."""
-        if self._on_cpu:
-            self._begin_s = time.perf_counter()
-        else:
-            self._begin.record()
-
-    def stop(self) -> None:
-        """Note its end; a CPU may start and stop several times, and the times add up."""
-        if self._on_cpu:
-            self._seconds += time.perf_counter() - self._begin_s
-        else:
-            self._end.record()
-
-    def wait(self) -> float:
-        """Wait for the end; returns the seconds the device worked."""
-        if self._on_cpu:
-            return self._seconds
-        self._end.synchronize()
-        return float(self._begin.elapsed_time(self._end)) / 1000.0
+from tokenyard.executor.streams import Copies, StepClock
 
 
 @dataclass(slots=True)
@@ -75,15 +43,11 @@ class Ticket:
     vectors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 class ModelExecutor:
     """Executor over a model, on a CPU or a CUDA device, by the same code; `model` computes its steps.
 
-    On CUDA `launch` only queues work on the current stream and `collect` waits for it, so that several steps can be
-    in flight; on a CPU `launch` does the work.
+    On CUDA `launch` only queues work on the current stream, results leave for the host on a stream of their own, and
+    `collect` waits for them, so that several steps can be in flight; on a CPU `launch` does the work.
     """
 
     def __init__(
@@ -102,6 +66,7 @@ class ModelExecutor:
         self.kv_pool = pool
         self.model = model
         self._device = device
+        self._copies = Copies(device)
         self._drafter = drafter
         self._adapters = adapters
         self.pages = pages
@@ -144,8 +109,10 @@ class ModelExecutor:
             if kept is not None:
                 ticket.pieces.append(output_piece(kept, tokens))
         ticket.logits = None
-        self._send(ticket, tokens)
         ticket.clock.stop()
+        with self._copies.after_step():
+            self._send(ticket, tokens)
+            ticket.clock.sent()
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step and return what it sampled; see Executor. Raises TokenyardError if it was never sampled."""
@@ -251,14 +218,9 @@ class ModelExecutor:
 
     def _send(self, ticket: Ticket, tokens: torch.Tensor) -> None:
         """Start the way of tokens and log-probabilities to the host."""
-        ticket.tokens = _to_host(tokens)
-        ticket.vectors = [(place, _to_host(vector)) for place, vector in ticket.vectors]
+        ticket.tokens = self._copies.to_host(tokens)
+        ticket.vectors = [(place, self._copies.to_host(vector)) for place, vector in ticket.vectors]
         for piece in ticket.pieces:
-            piece.tokens, piece.logprobs, piece.top_tokens, piece.top_logprobs = map(_to_host, piece.tensors())
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+            piece.tokens, piece.logprobs, piece.top_tokens, piece.top_logprobs = map(
+                self._copies.to_host, piece.tensors()
+            )

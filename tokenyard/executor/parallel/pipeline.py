@@ -11,7 +11,8 @@ from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.parallel.leader import LeadingExecutor, Ranks
 from tokenyard.executor.parallel.stages import Stage
-from tokenyard.executor.runner import StepClock, Ticket
+from tokenyard.executor.runner import Ticket
+from tokenyard.executor.streams import StepClock
 
 
 class PipelineExecutor(LeadingExecutor):

@@ -1,0 +1,39 @@
+"""The order in which results leave for the host, on streams that only keep a list."""
+
+from contextlib import contextmanager
+
+import torch
+
+from tokenyard.executor import streams
+
+
+class Stream:
+    def __init__(self, log):
+        self.log = log
+
+    def wait_stream(self, other):
+        self.log.append(("waits for", other))
+
+
+def test_results_leave_behind_the_step_on_a_stream_of_their_own(monkeypatch):
+    log = []
+    own = Stream(log)
+
+    @contextmanager
+    def on(stream):
+        log.append(("on", stream))
+        yield
+        log.append(("off", stream))
+
+    monkeypatch.setattr(streams, "_copy_stream", lambda device: own)
+    monkeypatch.setattr(streams, "_current_stream", lambda: "the step's")
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    with streams.Copies(torch.device("cuda:0")).after_step():
+        log.append("copies")
+    assert log == [("waits for", "the step's"), ("on", own), "copies", ("off", own)]
+
+
+def test_on_a_cpu_nothing_is_copied():
+    copies, tensor = streams.Copies(torch.device("cpu")), torch.zeros(3)
+    with copies.after_step():
+        assert copies.to_host(tensor) is tensor
