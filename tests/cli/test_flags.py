@@ -220,6 +220,7 @@ def test_broken_yaml_is_told_in_one_line(tmp_path, content):
         (["--tp-size", "2", "--enable-hierarchical-cache"], "so it cannot be stored yet"),
         (["--tp-size", "2", "--pp-size", "2"], "in one way or the other, not both yet"),
         (["--pp-async-batch-depth", "1"], "is for --pp-size 2 and more"),
+        (["--enable-dp-attention", "--dp-size", "2"], "the same number .* as --dp-size and --tp-size, not 2 and 1"),
         (["--chunked-prefill-size", "100", "--page-size", "16"], "multiple of --page-size"),
         (["--skip-tokenizer-init", "--chat-template", "x"], "contradict"),
         (["--port", "70000"], "--port"),

@@ -79,6 +79,29 @@ def test_groups_of_ranks_side_by_side():
     assert not any(alive(pid) for group in groups for pid in group)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stream_outlives_the_ranks_that_share_mlps(number):
+    server = Server(*FLAGS, "--enable-dp-attention", "--tp-size", "2", "--dp-size", "2")
+    try:
+        before = [group[0] for group in tp_ranks(server)[1]]
+        expected = answer(server, data_parallel_rank=1)
+        text, hurt = "", False
+        with post(server, stream=True, data_parallel_rank=0) as reply:
+            for line in reply:
+                if not line.startswith(b"data: {"):
+                    continue
+                text += json.loads(line[6:])["choices"][0]["text"]
+                if len(text) > 20 and not hurt:
+                    hurt = True
+                    os.kill(before[1], number)
+        assert text == expected
+        assert not {group[0] for group in tp_ranks(server)[1]} & {*before}
+    finally:
+        assert server.close() == 0
+    why = "has gone" if number == signal.SIGKILL else "stands still"
+    assert f"data-parallel rank 1 {why}, so all 2 ranks of the model end" in server.log
+
+
 def test_a_model_that_cannot_be_divided_is_one_line():
     server = Server(*FLAGS, "--tp-size", "3", ready=False)
     assert server.wait() == 2

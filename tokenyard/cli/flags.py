@@ -29,7 +29,7 @@ from tokenyard.policy.registry import POLICIES
 ENV_PREFIX = "TOKENYARD_"
 ROUTER_PREFIX = "TOKENYARD_ROUTE_"
 FOREIGN_FLAGS = {
-    "a model is divided by --tp-size or --pp-size": "ep-size enable-expert-parallel enable-dp-attention",
+    "a model is divided by --tp-size or --pp-size": "ep-size enable-expert-parallel",
     "all ranks of a model are on one machine": "nnodes node-rank dist-init-addr use-ray",
     "KV is stored in --dtype": "kv-cache-dtype",
     "models run with this package's own code only": "trust-remote-code sampling-backend",

@@ -133,6 +133,12 @@ class DeclaredSettings(SharedSettings):
         Allowed(1, MOST_RANKS),
         aliases=("--pipeline-parallel-size", "--pp"),
     )
+    enable_dp_attention: bool = setting(
+        False,
+        "device",
+        "data-parallel ranks (--dp-size, and --tp-size of the same) share one model's MLPs: each attends for its own "
+        "requests, and all compute every step together",
+    )
     pp_async_batch_depth: int = setting(
         0, "device", "plans in flight beyond one for each stage (--pp-size)", Allowed(0, 6)
     )

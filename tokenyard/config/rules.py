@@ -47,6 +47,11 @@ def _division_rules(settings: DeclaredSettings) -> Rules:
             f"--enable-lora serves models that are not divided; drop {flag}",
         ),
         (
+            not settings.enable_dp_attention or settings.dp_size == settings.tp_size > 1,
+            f"--enable-dp-attention needs the same number from 2 on as --dp-size and --tp-size, not {settings.dp_size} "
+            f"and {settings.tp_size}",
+        ),
+        (
             settings.pp_size > 1 or not settings.pp_async_batch_depth,
             "--pp-async-batch-depth is for --pp-size 2 and more",
         ),

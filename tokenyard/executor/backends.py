@@ -11,6 +11,7 @@ from tokenyard.executor.attention.gather import GatherAttention
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.kv_pool import KvPool
+from tokenyard.executor.layers.summed import Joint
 from tokenyard.executor.models.backend import ModelBackend, TorchModel
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
@@ -18,7 +19,6 @@ from tokenyard.executor.native.attention import NativeAttention
 from tokenyard.executor.native.engine import NativeEngine, choose_threads, why_not
 from tokenyard.executor.native.library import NoLibraryError, load_library
 from tokenyard.executor.native.model import NativeDecoder, NativeModel
-from tokenyard.executor.parallel.group import Group
 from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -159,14 +159,14 @@ def load_layers(
     device: torch.device,
     dtype: torch.dtype,
     context_length: int,
-    group: Group | None = None,
+    joint: Joint | None = None,
 ) -> Decoder | NativeDecoder:
-    """Take a model's weights, as the choice wants them; `group`: see Decoder. Raises ConfigError if one is missing or
+    """Take a model's weights, as the choice wants them; `joint`: see Decoder. Raises ConfigError if one is missing or
     misshapen.
     """
     if choice.engine is not None and choice.native_model:
         return NativeDecoder(choice.engine, config, weights, dtype, context_length, int8=choice.int8)
-    return Decoder(config, weights, device, context_length, group)
+    return Decoder(config, weights, device, context_length, joint)
 
 
 def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvPool, pages: PageTable) -> ModelBackend:

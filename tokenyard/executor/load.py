@@ -177,7 +177,8 @@ def _device_of_rank(name: str, rank: int, ranks: int, part: ModelPart | None) ->
     """
     target = choose_device(name)
     if part is not None and target.type == "cuda":
-        rank, ranks = rank * part.size + part.rank, ranks * part.size
+        if part.within_rank:
+            rank, ranks = rank * part.size + part.rank, ranks * part.size
         if ranks > torch.cuda.device_count():
             raise ConfigError(
                 f"{part.flag} and --dp-size ask for {ranks} CUDA devices, but torch sees {torch.cuda.device_count()}"
@@ -245,8 +246,8 @@ def _load_layers(
         if part is not None:
             weights = part.weights(weights, config)
             config = part.config(config)
-        group = part.layers_group if part is not None else None
-        layers = load_layers(choice, config, weights, device, dtype, context_length, group)
+        joint = part.joint if part is not None else None
+        layers = load_layers(choice, config, weights, device, dtype, context_length, joint)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
     if files is not None and (part is None or part.takes_all):

@@ -64,6 +64,7 @@ class EngineConfig:
     how (`router.balance`). Limits are those of all ranks together, see `for_rank`.
     tp_size, pp_size: processes among which the model of each rank is divided, each layer or in stages of layers;
     pp_async_batch_depth: plans in flight beyond one for each stage.
+    enable_dp_attention: whether the ranks share one model's MLPs and compute every step together.
     executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
     tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
@@ -84,6 +85,7 @@ class EngineConfig:
     tp_size: int = 1
     pp_size: int = 1
     pp_async_batch_depth: int = 0
+    enable_dp_attention: bool = False
     executor: str = "torch"
     executor_options: dict[str, Any] = field(default_factory=dict)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 EXECUTORS = {"torch": "tokenyard.executor.load", "mock": "tokenyard.executor.mock"}
 """Module of each executor; it has a function `load_executor(model_path, **options)`."""
 
+JOINED = "tokenyard.executor.parallel.joined"
+"""The same for data-parallel ranks that share MLPs; the function takes `meeting`, where they meet."""
+
 DIVIDED = "tokenyard.executor.parallel.divided"
 """The same for a model over several ranks; the function takes `tp_size` and `pp_size` as well."""
 
@@ -40,7 +43,9 @@ def load_executor(config: EngineConfig) -> Executor:
     if module is None:
         raise ConfigError(f"no executor {config.executor!r}; there are: {', '.join(EXECUTORS)}")
     options = config.executor_options
-    if max(config.tp_size, config.pp_size) > 1:
+    if config.enable_dp_attention:
+        module = JOINED
+    elif max(config.tp_size, config.pp_size) > 1:
         module, options = DIVIDED, options | {"tp_size": config.tp_size, "pp_size": config.pp_size}
     try:
         loader = importlib.import_module(module).load_executor

@@ -21,6 +21,9 @@ from tokenyard.engine.processes.libraries import child_environment
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+MEETING_NAME = "ranks"
+"""The socket, in the engine's folder, by which ranks find each other that compute together."""
+
 STOP_WORD = b"stop\n"
 LONGEST_REPORT_BYTES = 1 << 20
 RESTART_PAUSES_S = (0.0, 1.0, 5.0, 20.0, 60.0)
@@ -214,6 +217,9 @@ class Supervisor:
         own = config or self._config
         if name == "scheduler":
             own = own.for_rank(rank)
+            if own.enable_dp_attention:
+                meeting = {"meeting": str(self._sockets.path / MEETING_NAME)}
+                own = replace(own, executor_options=own.executor_options | meeting)
         task = ChildTask(own, os.getpid(), str(self._sockets.path), rank, source, note)
         assert process.stdin is not None
         process.stdin.write(encode_line(task))

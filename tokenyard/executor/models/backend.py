@@ -52,6 +52,10 @@ class TorchModel:
         self.states = self._decoder.forward(batch, self.attention)
         return self.states
 
+    def idle(self) -> None:
+        """Compute along in a step of other ranks, with no tokens of this rank's own."""
+        self._decoder.idle()
+
     def logits(self, first: int, last: int) -> torch.Tensor:
         """Return logits of tokens of the last step; see ModelBackend."""
         return self._decoder.logits(self.states[first:last])

@@ -12,9 +12,8 @@ from tokenyard.executor.layers.linear import Linear, Product
 from tokenyard.executor.layers.mlp import Experts, GatedMlp, gating
 from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.rotary import Rotary, rotate
-from tokenyard.executor.layers.summed import Summed
+from tokenyard.executor.layers.summed import Joint
 from tokenyard.executor.models.config import ModelConfig
-from tokenyard.executor.parallel.group import Group
 from tokenyard.executor.weights import Weights
 
 
@@ -22,7 +21,7 @@ class Decoder:
     """A decoder-only transformer that runs batches of tokens of many rows at once.
 
     Weights are taken by their Hugging Face names as the model is built; q, k and v are fused into one product, and so
-    are gate and up. Raises ConfigError if a weight is missing or misshapen. With a `group` it is one rank's part of a
+    are gate and up. Raises ConfigError if a weight is missing or misshapen. With a `joint` it is one rank's part of a
     model (see `parallel.shards`): config and weights are those of the part.
     """
 
@@ -32,7 +31,7 @@ class Decoder:
         weights: Weights,
         device: torch.device,
         context_length: int,
-        group: Group | None = None,
+        joint: Joint | None = None,
     ) -> None:
         self.config = config
         embedding_shape = (config.vocab_size, config.hidden_size)
@@ -44,7 +43,7 @@ class Decoder:
         self._rotary = {
             rope: Rotary(rope, config.head_dim, context_length, device) for rope in dict.fromkeys(config.ropes)
         }
-        self._layers = [_Layer(config, weights, index, group) for index in range(config.num_layers)]
+        self._layers = [_Layer(config, weights, index, joint) for index in range(config.num_layers)]
         self._hidden_like = weights.get("model.layers.0.input_layernorm.weight", (config.hidden_size,))
         self.attention_spec = AttentionSpec(
             config.windows, config.score_scale, config.attention_softcap, _sinks(config, weights)
@@ -71,6 +70,12 @@ class Decoder:
             self._norm.fuse(kernels)
         for layer in self._layers:
             layer.fuse(kernels)
+
+    def idle(self) -> None:
+        """Compute this rank's share of each layer's MLP for the tokens of other ranks, with none of its own."""
+        nothing = self.hidden_states(0)
+        for layer in self._layers:
+            layer.idle(nothing)
 
     def hidden_states(self, tokens: int) -> torch.Tensor:
         """Return memory for what `forward` returns for so many tokens."""
@@ -100,7 +105,7 @@ class Decoder:
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, weights: Weights, index: int, group: Group | None) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, index: int, joint: Joint | None) -> None:
         prefix = f"model.layers.{index}"
         self._index = index
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
@@ -123,8 +128,8 @@ class _Layer:
         )
         output = _fused(weights, {f"{prefix}.self_attn.o_proj": hidden}, q_size, config.output_bias)
         mlp = _mlp(config, weights, index)
-        self._output: Product = output if group is None else Summed(output, group)
-        self._mlp = mlp if group is None else Summed(mlp, group)
+        self._output: Product = output if joint is None else joint.output(output)
+        self._mlp: Product = mlp if joint is None else joint.mlp(mlp)
         self._gated = mlp if isinstance(mlp, GatedMlp) else None
         self._kernels: FusedKernels | None = None
 
@@ -136,6 +141,10 @@ class _Layer:
                 norm.fuse(kernels)
         if self._gated is not None:
             self._gated.fuse(kernels)
+
+    def idle(self, nothing: torch.Tensor) -> None:
+        """See `Decoder.idle`."""
+        self._mlp(nothing)
 
     def adapt(self, change: Callable[[int, str, Product], Product]) -> None:
         """See `Decoder.adapt`."""

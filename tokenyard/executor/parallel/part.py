@@ -5,9 +5,9 @@ from typing import ClassVar, Literal, Protocol
 
 from tokenyard.base import ConfigError, ExecutorInfo
 from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.layers.summed import Joint
 from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.models.config import ModelConfig
-from tokenyard.executor.parallel.group import Group
 from tokenyard.executor.weights import Weights
 
 Form = Literal["tensor", "pipeline"]
@@ -20,12 +20,14 @@ Agree = Callable[[ExecutorInfo], ExecutorInfo]
 class ModelPart(Protocol):
     """Rank `rank` of the `size` ranks of a model. Rank 0 is the one that schedules and samples.
 
-    flag: what asks for this way of dividing. layers_group: the ranks that add up what each layer computes, None where
-    layers are whole. takes_all: whether there is a tensor of each name at every rank.
+    flag: what asks for this way of dividing. takes_all: whether there is a tensor of each name at every rank.
+    within_rank: whether all ranks are one data-parallel rank. joint: how ranks make whole what each computes of a
+    layer, None where layers are whole.
     """
 
     flag: ClassVar[str]
     takes_all: ClassVar[bool]
+    within_rank: ClassVar[bool]
 
     @property
     def rank(self) -> int:
@@ -40,8 +42,8 @@ class ModelPart(Protocol):
         """See Agree."""
 
     @property
-    def layers_group(self) -> Group | None:
-        """The ranks that compute each layer together."""
+    def joint(self) -> Joint | None:
+        """See Joint."""
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The part of a model that this rank computes, as a model. Raises ConfigError where it cannot be divided."""

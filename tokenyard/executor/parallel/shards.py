@@ -12,6 +12,7 @@ import torch
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.layers.summed import GatheredMlps, Joint, Places, SummedLayers
 from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.parallel.group import Group
@@ -21,6 +22,8 @@ from tokenyard.executor.weights import SafetensorsWeights, Weights
 SINKS = "sinks"
 BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", SINKS)
 BY_INPUTS = ("o_proj", "down_proj")
+OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", SINKS)
+WHOLE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Shard:
 
     flag: ClassVar[str] = "--tp-size"
     takes_all: ClassVar[bool] = True
+    within_rank: ClassVar[bool] = True
 
     rank: int
     size: int
@@ -36,32 +40,23 @@ class Shard:
     agree: Agree
 
     @property
-    def layers_group(self) -> Group:
-        """All ranks."""
-        return self.group
+    def joint(self) -> Joint:
+        """Sums behind the attention and behind the MLP."""
+        return SummedLayers(self.group)
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """See ModelPart."""
         self._check(whole)
-        experts = whole.experts
-        if experts is not None:
-            experts = replace(experts, intermediate_size=experts.intermediate_size // self.size)
         return replace(
-            whole,
+            thinner(whole, self.size),
             num_heads=whole.num_heads // self.size,
             num_kv_heads=max(1, whole.num_kv_heads // self.size),
-            intermediate_size=whole.intermediate_size // self.size,
-            experts=experts,
         )
 
     def _check(self, whole: ModelConfig) -> None:
         size, kv = self.size, whole.num_kv_heads
-        inner = {"intermediate_size": whole.intermediate_size}
-        if whole.experts is not None:
-            inner["moe_intermediate_size"] = whole.experts.intermediate_size
-        for name, number in {"num_attention_heads": whole.num_heads, **inner}.items():
-            if number % size:
-                raise ConfigError(f"--tp-size {size} does not divide the model's {name} of {number}")
+        inner = inner_sizes(whole)
+        check_divisible(size, {"num_attention_heads": whole.num_heads, **inner})
         if kv % size and size % kv:
             raise ConfigError(
                 f"--tp-size {size} and the model's num_key_value_heads of {kv}: one must divide the other"
@@ -69,7 +64,7 @@ class Shard:
 
     def weights(self, source: Weights, whole: ModelConfig) -> Weights:
         """See ModelPart."""
-        return _ShardWeights(source, self, whole)
+        return _ShardWeights(source, self.rank, self.size, attention_sizes(whole))
 
     def compute(self, model: TorchModel, batch: ForwardBatch, *, open_tokens: bool) -> None:
         """See ModelPart."""
@@ -78,17 +73,82 @@ class Shard:
         model.layers(batch)
 
 
+@dataclass(frozen=True, slots=True)
+class MlpShard:
+    """See ModelPart. All of the attention, and a share of what follows it: a data-parallel rank that attends for
+    requests of its own. places: where its tokens stand in a step.
+    """
+
+    flag: ClassVar[str] = "--enable-dp-attention"
+    takes_all: ClassVar[bool] = True
+    within_rank: ClassVar[bool] = False
+
+    rank: int
+    size: int
+    group: Group
+    agree: Agree
+    places: Places
+
+    @property
+    def joint(self) -> Joint:
+        """Sums before and behind the MLP."""
+        return GatheredMlps(self.group, self.places)
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """See ModelPart."""
+        check_divisible(self.size, inner_sizes(whole))
+        return thinner(whole, self.size)
+
+    def weights(self, source: Weights, whole: ModelConfig) -> Weights:
+        """See ModelPart."""
+        return _ShardWeights(source, self.rank, self.size, dict.fromkeys(OF_ATTENTION, WHOLE))
+
+    def compute(self, model: TorchModel, batch: ForwardBatch, *, open_tokens: bool) -> None:
+        """See ModelPart; every rank samples, so `open_tokens` does not matter."""
+        model.layers(batch)
+
+
+def inner_sizes(whole: ModelConfig) -> dict[str, int]:
+    """Sizes of the MLPs of a model by their names in config.json."""
+    inner = {"intermediate_size": whole.intermediate_size}
+    if whole.experts is not None:
+        inner["moe_intermediate_size"] = whole.experts.intermediate_size
+    return inner
+
+
+def check_divisible(size: int, numbers: dict[str, int]) -> None:
+    """Raise ConfigError for the first number that `size` ranks cannot share."""
+    for name, number in numbers.items():
+        if number % size:
+            raise ConfigError(f"--tp-size {size} does not divide the model's {name} of {number}")
+
+
+def thinner(whole: ModelConfig, size: int) -> ModelConfig:
+    """A model with MLPs of a share of the size."""
+    experts = whole.experts
+    if experts is not None:
+        experts = replace(experts, intermediate_size=experts.intermediate_size // size)
+    return replace(whole, intermediate_size=whole.intermediate_size // size, experts=experts)
+
+
+def attention_sizes(whole: ModelConfig) -> dict[str, int]:
+    """Sizes of what is divided of an attention: with fewer KV heads than ranks they do not follow from a part's."""
+    q_size, kv_size = whole.num_heads * whole.head_dim, whole.num_kv_heads * whole.head_dim
+    return {"q_proj": q_size, "o_proj": q_size, "k_proj": kv_size, "v_proj": kv_size, SINKS: whole.num_heads}
+
+
 class _ShardWeights:
-    def __init__(self, source: Weights, shard: Shard, whole: ModelConfig) -> None:
-        self._source, self._shard = source, shard
-        q_size, kv_size = whole.num_heads * whole.head_dim, whole.num_kv_heads * whole.head_dim
-        self._sizes = {"q_proj": q_size, "o_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self._sizes[SINKS] = whole.num_heads
+    """sizes: of products that do not follow from a part's, WHOLE for those that are not divided."""
+
+    def __init__(self, source: Weights, rank: int, ranks: int, sizes: dict[str, int]) -> None:
+        self._source, self._rank, self._ranks, self._sizes = source, rank, ranks, sizes
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return this rank's part, of `shape`, of the tensor `name`; see Weights."""
         product, kind = name.split(".")[-2:]
-        if kind == "bias" and product in BY_INPUTS and self._shard.rank:
+        if self._sizes.get(SINKS if kind == SINKS else product) == WHOLE:
+            return self._source.get(name, shape)
+        if kind == "bias" and product in BY_INPUTS and self._rank:
             # A sum has its bias once: rank 0 adds it.
             return torch.zeros_like(self._source.get(name, shape))
         if kind == SINKS:
@@ -97,9 +157,9 @@ class _ShardWeights:
         if product not in BY_OUTPUTS + BY_INPUTS or len(shape) <= axis:
             return self._source.get(name, shape)
         part = shape[axis]
-        size = self._sizes.get(product, part * self._shard.size)
+        size = self._sizes.get(product, part * self._ranks)
         # With fewer KV heads than ranks there are fewer parts than ranks, and neighbours have the same one.
-        first = self._shard.rank * (size // part) // self._shard.size * part
+        first = self._rank * (size // part) // self._ranks * part
         whole = (*shape[:axis], size, *shape[axis + 1 :])
         if isinstance(self._source, SafetensorsWeights):
             return self._source.get(name, whole, (axis, first, first + part))

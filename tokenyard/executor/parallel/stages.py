@@ -27,6 +27,7 @@ class Stage:
 
     flag: ClassVar[str] = "--pp-size"
     takes_all: ClassVar[bool] = False
+    within_rank: ClassVar[bool] = True
 
     rank: int
     size: int
@@ -34,7 +35,7 @@ class Stage:
     agree: Agree
 
     @property
-    def layers_group(self) -> None:
+    def joint(self) -> None:
         """None: layers are whole."""
         return
 
