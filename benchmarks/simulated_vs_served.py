@@ -137,8 +137,14 @@ class Calibrations:
 
     def setup(self, history: History) -> Setup:
         """What to simulate with. The clients ask for as many tokens as they get, hence `oracle`."""
-        settings, learns = self.origin.settings, self.origin.learns
-        return Setup(history.profile()[0], settings, host_s=history.host_s, learn=learns, oracle=True)
+        return Setup(
+            history.profile(),
+            self.origin.settings,
+            host_s=history.host_s,
+            learn=self.origin.learns,
+            oracle=True,
+            speculation=history.speculation,
+        )
 
     def drift(self, run: Run) -> float:
         """How much slower the machine was after a run than before it, as a share."""

@@ -12,6 +12,7 @@ from tokenyard.sim.drafts import NO_DRAFT, RIGHT, WRONG, DrawnMarks, RecordedMar
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.metrics import summary
 from tokenyard.sim.synthetic import synthetic
+from tokenyard.sim.taped import History
 from tokenyard.tape.codec import Tape
 from tokenyard.tape.replay import replay
 
@@ -118,3 +119,23 @@ def test_under_slo_drafts_go_to_the_requests_that_need_them():
 def test_numbers_that_cannot_be_are_refused(wrong):
     with pytest.raises(ConfigError):
         Speculation(**{"tokens": 4, **wrong})
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_what_a_tape_tells_of_drafts_serves_the_same_requests_alike(overlap):
+    """Each request has a rate of its own, so that the mean alone would not do."""
+    requests = workload(*[(0.01 * index, 64, 150) for index in range(20)])
+    chosen = setup(settings={"max_in_flight": overlap}, speculation=Speculation(4, (0.1, 0.95), coverage=0.7))
+    tape = io.BytesIO()
+    was = simulate(requests, chosen, tape=tape)
+    origin = Tape(tape.getvalue(), "sim").header.origin
+    history = History(origin)
+    assert replay(Tape(tape.getvalue(), "sim"), history).difference is None
+    again = simulate(requests, replace(chosen, speculation=history.speculation))
+    assert again.counters["accepted_draft_tokens"] == pytest.approx(was.counters["accepted_draft_tokens"], rel=0.05)
+    assert again.sim_seconds == pytest.approx(was.sim_seconds, rel=0.03)
+    plain = io.BytesIO()
+    simulate(requests, replace(chosen, speculation=None), tape=plain)
+    history = History(origin)
+    replay(Tape(plain.getvalue(), "sim"), history)
+    assert history.speculation is None

@@ -113,7 +113,8 @@ def as_setup(origin: Origin, history: History) -> Setup:
     profile = history.profile()
     if profile.error is not None:
         print(f"the cost model is fitted to the tape; its error is {100 * profile.error:.1f} % of a step on average")
-    return Setup(profile, origin.settings, host_s=history.host_s, learn=origin.learns)
+    drafts = history.speculation
+    return Setup(profile, origin.settings, host_s=history.host_s, learn=origin.learns, speculation=drafts)
 
 
 def changed(setup: Setup, what_if: WhatIf) -> Setup:

@@ -70,6 +70,10 @@ class Settings(DeclaredSettings):
             return self.cost_profile
         return MOCK_PROFILE
 
+    @property
+    def _draft_tokens(self) -> int:
+        return 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens
+
     def executor_options(self) -> dict[str, Any]:
         """Keyword arguments of the executor's `load_executor`, all but the model's path."""
         common = {
@@ -79,7 +83,8 @@ class Settings(DeclaredSettings):
             "context_length": self.context_length,
         }
         if self.executor == "mock":
-            return {**common, "profile": self.believed_costs(), "step_ms": self.mock_step_ms}
+            drafts = {"drafts": self._draft_tokens, "draft_right": self.mock_draft_acceptance or 0.0}
+            return {**common, "profile": self.believed_costs(), "step_ms": self.mock_step_ms, **drafts}
         return {
             **common,
             "device": self.device,
@@ -95,6 +100,6 @@ class Settings(DeclaredSettings):
             "cuda_graph_max_bs": self.cuda_graph_max_bs,
             "lora_slots": self.max_loras_per_batch if self.enable_lora else 0,
             "lora_rank": self.max_lora_rank or DEFAULT_LORA_RANK,
-            "draft_tokens": 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens,
+            "draft_tokens": self._draft_tokens,
             "seed": self.random_seed,
         }

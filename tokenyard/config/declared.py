@@ -208,6 +208,12 @@ class DeclaredSettings(SharedSettings):
     mock_step_ms: float | None = setting(
         None, "device", "time that every step of the mock executor takes, in milliseconds", ANY_COUNT
     )
+    mock_draft_acceptance: float | None = setting(
+        None,
+        "device",
+        "share of the mock executor's drafts that are right, which speculative decoding has to be told there",
+        Allowed(0.0, 1.0),
+    )
 
     kv_events_endpoint: str = setting(
         "tcp://127.0.0.1:5557",

@@ -125,15 +125,28 @@ def _memory_rules(settings: DeclaredSettings) -> Rules:
     )
 
 
+def _draft_rules(settings: DeclaredSettings) -> Rules:
+    """What must hold for speculative decoding."""
+    drafts, mock = settings.speculative_algorithm != "none", settings.executor == "mock"
+    return (
+        (
+            not (drafts and mock) or settings.mock_draft_acceptance is not None,
+            "--speculative-algorithm needs a model, as the mock's tokens follow no pattern; to pretend, say with "
+            "--mock-draft-acceptance which share of its drafts is right",
+        ),
+        (
+            settings.mock_draft_acceptance is None or (drafts and mock),
+            "--mock-draft-acceptance needs --executor mock and --speculative-algorithm",
+        ),
+    )
+
+
 def _model_rules(settings: DeclaredSettings) -> Rules:
     """What the executor can serve."""
     most_adapters = settings.max_loaded_loras
     return (
         (settings.mock_step_ms is None or settings.executor == "mock", "--mock-step-ms needs --executor mock"),
-        (
-            settings.executor != "mock" or settings.speculative_algorithm == "none",
-            "--speculative-algorithm needs a model; the mock's tokens follow no pattern",
-        ),
+        *_draft_rules(settings),
         (
             most_adapters is None or len(settings.lora_paths) <= most_adapters,
             f"--lora-paths names {len(settings.lora_paths)} adapters; --max-loaded-loras is {most_adapters}",

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.base import AcceptanceRecord, ConfigError, Float64Array, Int32Array, Int64Array, StepPlan
+from tokenyard.base import AcceptanceRecord, ConfigError, Float64Array, Int32Array, Int64Array, StepPlan, StepResult
 from tokenyard.sim.content import VOCAB_SIZE, stream_tokens
 
 Int8Array = npt.NDArray[np.int8]
@@ -144,3 +144,54 @@ class SimDrafter:
         self._right[rows] = (marks == RIGHT).cumprod(axis=1).sum(axis=1)
         chances[places] = [record.chance for record in records]
         return drafted, chances, self._draft_s if drafted.any() else 0.0
+
+
+class MarksOnTape:
+    """Takes the marks of answers from the steps on a tape.
+
+    Of a token whose draft was not verified it is not known whether the draft was right: it is drawn by the chance that
+    the executor told then. A request that was retracted counts as two answers.
+    """
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._answers: list[list[int]] = []
+        self._open: dict[int, list[int]] = {}
+        self._ready: dict[int, tuple[int, int]] = {}
+        self._rng = np.random.default_rng(0)
+
+    def committed(self, plan: StepPlan, result: StepResult) -> None:
+        """Take in a step: first what its rows yielded, then the drafts that these have for their next steps."""
+        for start in plan.row_starts:
+            self._open[start.pool_row] = []
+            self._answers.append(self._open[start.pool_row])
+            self._ready[start.pool_row] = (0, 0)
+        if result.drafted is None:
+            return
+        accepted = plan.samples if result.accepted is None else result.accepted
+        chances = np.zeros_like(result.drafted) if result.chances is None else result.chances
+        columns = (plan.pool_rows, plan.counts, accepted, result.drafted, chances)
+        for place, (row, count, tokens, drafted, chance) in enumerate(
+            zip(*map(np.ndarray.tolist, columns), strict=True)
+        ):
+            if row not in self._open:
+                # The tape begins in the middle of its answer.
+                continue
+            if place < plan.chunks_from:
+                self._open[row] += self._marks(count - 1, tokens, *self._ready[row])
+            self._ready[row] = (drafted, chance)
+            self._most = max(self._most, drafted)
+
+    def _marks(self, verified: int, tokens: int, ready: int, chance: int) -> list[int]:
+        """The marks of the `tokens` that a row yielded, which verified some of the drafts that were ready."""
+        found = [RIGHT] * (tokens - 1)
+        if tokens <= verified:
+            return [*found, WRONG]
+        if verified == ready < self._most:
+            return [*found, NO_DRAFT]
+        return [*found, RIGHT if self._rng.random() * 1000 < chance else WRONG]
+
+    def speculation(self) -> Speculation | None:
+        """What the tape tells; None if nothing was drafted."""
+        recorded = tuple(np.array(marks, np.int8) for marks in self._answers if marks)
+        return Speculation(self._most, recorded=recorded) if self._most and recorded else None

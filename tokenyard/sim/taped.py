@@ -27,6 +27,7 @@ from tokenyard.cost import LinearCost, OnlineCost, Profile, unloaded_prefill_s
 from tokenyard.scheduler.counters import Counters
 from tokenyard.scheduler.state import first_belief
 from tokenyard.sim.conversations import Conversations
+from tokenyard.sim.drafts import MarksOnTape, Speculation
 from tokenyard.sim.engine import FINISHED, REJECTED, UNFINISHED, Outcome, SchedulerRun, Setup
 from tokenyard.sim.reading import NEVER_SERVED
 from tokenyard.sim.workload import LENGTH_KNOWN, NO_PRIORITY, Workload, WorkloadBuilder
@@ -69,6 +70,7 @@ class History(Observer):
         self._events: Counter[str] = Counter()
         self._steps: deque[tuple[StepWork, float]] = deque(maxlen=FIT_STEPS)
         self._host_ns: deque[int] = deque(maxlen=FIT_STEPS)
+        self._marks = MarksOnTape()
         self._busy_s = 0.0
         self._end_ns = 0
         self._open = 0
@@ -90,6 +92,7 @@ class History(Observer):
         self._steps.append((step_work(plan), result.seconds))
         if not self._rested:
             self._host_ns.append(now - self._end_ns - round(result.seconds * NS_PER_S))
+        self._marks.committed(plan, result)
         self._busy_s += result.seconds
         self._end_ns, self._rested = now, False
 
@@ -156,6 +159,11 @@ class History(Observer):
             links=prior.links,
             error=fit.relative_error,
         )
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Which drafts were right on the tape, None if nothing was drafted."""
+        return self._marks.speculation()
 
     @property
     def host_s(self) -> float:
