@@ -3,10 +3,10 @@
 Run from the repository root: `python -m benchmarks.speculation_served [--executors mock demo] [--runs 4]`. About
 40 s for each setting with four runs.
 
-Bursts, calibrations and targets are those of `benchmarks.simulated_vs_served`: each measured burst is simulated with the
-step costs, the host time and the marks of drafts (which were right, and of which tokens there were none) that the tape
-has of the bursts before and after it, which are of other requests. The mock executor keeps to the cost profile of an
-H100 and is told how many of its drafts are right; the demo model computes, and drafts come from prompt lookup.
+Bursts, calibrations and targets are those of `benchmarks.simulated_vs_served`: each measured burst is simulated with
+the step costs, the host time and the marks of drafts (which were right, and of which tokens there were none) that the
+tape has of the bursts before and after it, which are of other requests. The mock executor keeps to the cost profile of
+an H100 and is told how many of its drafts are right; the demo model computes, and drafts come from prompt lookup.
 
 Exits with 1 if tokens a second or goodput of a setting are off by more than 10 %.
 """

@@ -1,6 +1,7 @@
 """Prompt lookup, the record of what was right, and which tokens drafts leave of a step's samples."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -147,3 +148,13 @@ def test_a_result_of_an_earlier_owner_is_not_taken_for_the_rows_own():
     drafter.take(plan)
     plan.epochs += 1
     assert drafter.draft(plan, ints(3), ints(1), free)[0].tolist() == [0]
+
+
+def test_a_row_that_is_handed_out_without_work_drafts_nothing():
+    """A calibration before the first request does that."""
+    drafter = NgramDrafter(4)
+    start = RowStart(3, SamplingParams(), ints(5, 6, 7, 5, 6), 5)
+    drafter.take(plan_of([], [], 0, 0, [start]))
+    plan = replace(plan_of([1], [1], 1, 0), pool_rows=ints(3))
+    drafted, _ = drafter.draft(plan, ints(7), ints(1), lambda row, drafts, most: (drafts, False))
+    assert drafted.tolist() == [0]

@@ -88,9 +88,10 @@ class NgramDrafter:
         """Take over the rows that start with a plan."""
         for start in plan.row_starts:
             self._rows.pop(start.pool_row, None)
-            if start.logprobs is None:
-                place = int(np.flatnonzero(plan.pool_rows == start.pool_row)[0])
-                self._rows[start.pool_row] = _Row(int(plan.epochs[place]), Lookup(_corpus(start)))
+            # A step of a calibration hands out rows without work; they draft nothing.
+            place = np.flatnonzero(plan.pool_rows == start.pool_row)
+            if start.logprobs is None and len(place):
+                self._rows[start.pool_row] = _Row(int(plan.epochs[place[0]]), Lookup(_corpus(start)))
 
     def fill_in(self, plan: StepPlan) -> Int32Array:
         """The plan's input tokens, int32[sum(counts)], with the ids of its drafts."""

@@ -75,6 +75,7 @@ class History(Observer):
         self._end_ns = 0
         self._open = 0
         self._rested = True
+        self._rows_before: Int32Array = np.zeros(0, np.int32)
 
     @override
     def applied(self, event: Event, now: int) -> None:
@@ -90,11 +91,18 @@ class History(Observer):
     @override
     def committed(self, plan: StepPlan, result: StepResult, now: int) -> None:
         self._steps.append((step_work(plan), result.seconds))
-        if not self._rested:
+        if not self._rested and self._waited_for_commit(plan):
             self._host_ns.append(now - self._end_ns - round(result.seconds * NS_PER_S))
         self._marks.committed(plan, result)
         self._busy_s += result.seconds
-        self._end_ns, self._rested = now, False
+        self._end_ns, self._rested, self._rows_before = now, False, plan.pool_rows
+
+    def _waited_for_commit(self, plan: StepPlan) -> bool:
+        """Whether a plan was made only after the last step's commit: with overlap, where a row of both verifies drafts."""
+        if self._origin.settings.max_in_flight == 1:
+            return True
+        verified = plan.pool_rows[plan.decode_rows : plan.chunks_from]
+        return bool(np.isin(verified, self._rows_before).any())
 
     @override
     def on_output(self, batch: TokenBatch) -> None:
@@ -167,11 +175,12 @@ class History(Observer):
 
     @property
     def host_s(self) -> float:
-        """Mean time between two steps beyond the device's work: the host's share of a turn where nothing overlaps.
+        """Mean time between two steps beyond the device's work: the host's share of a turn where nothing overlaps; 0 if
+        everything did.
 
         Turns that began without a waiting request are left out, and the longest hundredth of the others (pauses).
         """
-        if not self._host_ns or self._origin.settings.max_in_flight > 1:
+        if not self._host_ns:
             return 0.0
         turns = np.sort(np.array(self._host_ns))
         return max(float(turns[: max(int(LONGEST_HOST_SHARE * len(turns)), 1)].mean()), 0.0) / NS_PER_S
