@@ -98,7 +98,7 @@ class History(Observer):
         self._end_ns, self._rested, self._rows_before = now, False, plan.pool_rows
 
     def _waited_for_commit(self, plan: StepPlan) -> bool:
-        """Whether a plan was made only after the last step's commit: with overlap, where a row of both verifies drafts."""
+        """Whether a plan was made after the last step's commit only: with overlap, where a row of both verifies."""
         if self._origin.settings.max_in_flight == 1:
             return True
         verified = plan.pool_rows[plan.decode_rows : plan.chunks_from]
