@@ -1,14 +1,16 @@
-"""What the executor does on a CUDA device: is it right, how near to the bandwidth floor, does overlap hide the host.
+"""What the executor does on a CUDA device: is it right, how near to the device's limits, does overlap hide the host.
 
-Run from the repository root: `python -m benchmarks.gpu [--steps 30]`. It takes a few minutes and needs no checkpoint;
-weights are random. Each result is one line of JSON, printed as soon as it is there; a part that fails says so in its
-line and the others go on. Ends with 1 if a part failed or the device computes other tokens than the CPU. Without a CUDA
-device it says so and ends well; `--rehearse` then runs all parts on the CPU with tiny shapes, where only failures mean
-something.
+Run from the repository root: `python -m benchmarks.gpu [--steps 30] [--profiles FOLDER]`. It takes some minutes and
+needs no checkpoint; weights are random. Each result is one line of JSON, printed as soon as it is there; a part that
+fails says so in its line and the others go on. Ends with 1 if a part failed or the device computes other tokens than
+the CPU. Without a CUDA device it says so and ends well; `--rehearse` then runs all parts on the CPU with tiny shapes,
+where only failures mean something.
 
 The floor of a decode step is the time to read all weights and the KV of all rows once, at the bandwidth of a large
-copy measured in the same run. The device's idle share is one minus the time it works (profiler) over the wall time of
-a step.
+copy measured in the same run; the floor of a prefill is the time of its products, attention's among them, at the rate
+of a large product. The device's idle share is one minus the time it works (profiler) over the wall time of a step. Each
+figure that has a target stands beside it. The same requests go to transformers' continuous batching too, and a cost
+profile of each shape is written, for `simulate --profile` and `serve --cost-profile`.
 """
 
 import argparse
@@ -18,7 +20,8 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +29,14 @@ import torch
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu_peer import compare
 from benchmarks.step_plans import GREEDY, EqualRows
 from tests.executor.driver import Driver
 from tokenyard.base import SamplingParams
+from tokenyard.cli.calibrate import fit_and_judge, make_profile
+from tokenyard.config import Settings
+from tokenyard.cost.calibration import Rig, measure_all, points
+from tokenyard.cost.profiles import save_profile
 from tokenyard.executor.load import load_executor, read_folder_config
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
@@ -57,10 +65,17 @@ SHAPES = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
+        # Twice its own, so that a context of 8k can grow.
+        "max_position_embeddings": 16384,
         "rope_theta": 500000.0,
     },
 }
+FLOOR_TARGETS = {"Qwen3-0.6B": 0.70, "Llama-3-8B": 0.85}
+"""Shares of the bandwidth floor that a decode step should reach, by shape."""
+PREFILL_TARGET = 0.70
+"""Share of the measured rate of products that a prefill should reach."""
+IDLE_TARGET = 0.02
+"""Share of a step that the device should at most be idle, with two plans in flight."""
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 120,
@@ -91,15 +106,19 @@ class Scale:
     device: torch.device
     shapes: dict[str, dict]
     batches: tuple[int, ...]
-    context_tokens: int
+    contexts: tuple[int, ...]
     chunk_tokens: int
     copy_bytes: int
+    product_size: int
     steps: int
+    peer: tuple[int, int, int]
+    """Requests, prompt tokens and new tokens of the comparison with transformers."""
+    calibration_s: float
+    profiles: Path
 
-    @property
-    def tokens_per_row(self) -> int:
-        """Most tokens that a row of `measure_decode` comes to have."""
-        return self.context_tokens + 4 * self.steps + 8
+    def tokens_per_row(self, context: int) -> int:
+        """Most tokens that a row comes to have that starts with so many."""
+        return context + 4 * self.steps + 8
 
     @property
     def on_gpu(self) -> bool:
@@ -112,15 +131,19 @@ class Scale:
             torch.cuda.synchronize(self.device)
 
 
-def full_scale(steps: int) -> Scale:
+def full_scale(steps: int, profiles: Path) -> Scale:
     """What a run on a GPU measures."""
-    return Scale(torch.device("cuda:0"), SHAPES, (1, 16, 64, 256), 1024, 4096, 4 << 30, steps)
+    device = torch.device("cuda:0")
+    return Scale(
+        *(device, SHAPES, (1, 16, 64, 256), (1024, 8192), 4096, 4 << 30, 8192, steps),
+        *((64, 512, 128), 45.0, profiles),
+    )
 
 
-def rehearsal() -> Scale:
-    """The same parts in a few seconds on a CPU."""
-    shapes = {"tiny": {"architectures": ["LlamaForCausalLM"], **SMALL, **HEADS}}
-    return Scale(torch.device("cpu"), shapes, (1, 4), 64, 128, 1 << 24, 3)
+def rehearsal(profiles: Path) -> Scale:
+    """The same parts in less than a minute on a CPU."""
+    shapes = {"tiny": {"architectures": ["LlamaForCausalLM"], **SMALL, **HEADS, "max_position_embeddings": 2048}}
+    return Scale(*(torch.device("cpu"), shapes, (1, 4), (64, 200), 128, 1 << 24, 256, 3), *((2, 16, 4), 20.0, profiles))
 
 
 class RecordedWeights(DummyWeights):
@@ -190,18 +213,40 @@ def copy_bandwidth(scale: Scale) -> float:
     return 2 * scale.copy_bytes / best_s
 
 
+def product_rate(scale: Scale) -> float:
+    """Floating point operations a second of a large product in bfloat16, best of five."""
+    size = scale.product_size
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=scale.device) for _ in range(2))
+    best_s = float("inf")
+    for _ in range(6):
+        scale.synchronize()
+        begin_s = time.perf_counter()
+        left @ right
+        scale.synchronize()
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return 2.0 * size**3 / best_s
+
+
 def describe(scale: Scale) -> Iterator[dict]:
-    """The device, and how fast it copies."""
+    """The device, how fast it copies and how fast it multiplies."""
     name = torch.cuda.get_device_name(scale.device) if scale.on_gpu else "a CPU, as a rehearsal"
     yield {"device": name, "torch": torch.__version__, "copy_gb_s": copy_bandwidth(scale) / 1e9}
+    yield {"product_tflop_s": product_rate(scale) / 1e12}
 
 
-def weight_bytes_read(config: ModelConfig, bytes_per_value: int) -> int:
-    """Bytes of weights that a decode step reads: all products and the head; of the embedding only some rows."""
+def weights_of_products(config: ModelConfig) -> tuple[int, int]:
+    """How many weights the products of all layers have, and the head."""
     hidden, head_dim = config.hidden_size, config.head_dim
     attention = hidden * head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
     layer = attention + 3 * hidden * config.intermediate_size
-    return (config.num_layers * layer + config.vocab_size * hidden) * bytes_per_value
+    return config.num_layers * layer, config.vocab_size * hidden
+
+
+def prefill_operations(config: ModelConfig, tokens: int) -> float:
+    """Floating point operations of a prompt: a query sees half of the keys on average, and the head sees one token."""
+    layers, head = weights_of_products(config)
+    attention = config.num_layers * config.num_heads * config.head_dim * 4.0 * tokens * (tokens + 1) / 2
+    return 2.0 * (layers * tokens + head) + attention
 
 
 def run(executor: ModelExecutor, plan) -> np.ndarray:
@@ -233,10 +278,12 @@ def device_per_step(executor: ModelExecutor, rows: EqualRows, scale: Scale) -> f
     return total_us / 1e6 / 3
 
 
-def decoding_rows(executor: ModelExecutor, batch: int, scale: Scale, sampling: SamplingParams = GREEDY) -> EqualRows:
-    """Rows with `context_tokens` of context, after a few steps to warm up."""
-    rows = EqualRows(executor.info, batch, scale.tokens_per_row, sampling)
-    run(executor, rows.pretend(scale.context_tokens))
+def decoding_rows(
+    executor: ModelExecutor, batch: int, context: int, scale: Scale, sampling: SamplingParams = GREEDY
+) -> EqualRows:
+    """Rows with so many tokens of context, after a few steps to warm up."""
+    rows = EqualRows(executor.info, batch, scale.tokens_per_row(context), sampling)
+    run(executor, rows.pretend(context))
     wall_per_step(executor, rows, 5, in_flight=1)
     return rows
 
@@ -249,36 +296,86 @@ def load_shape(folder: Path, scale: Scale, max_total_tokens: int | None) -> Mode
         dtype="bfloat16",
         load_format="dummy",
         max_total_tokens=max_total_tokens,
-        max_pool_rows=max(scale.batches),
+        max_pool_rows=2 * max(scale.batches),
     )
 
 
-def measure_shape(folder: Path, scale: Scale) -> Iterator[dict]:
-    """Decode figures of one model shape in bfloat16, by batch; what needs the profiler comes last."""
-    bandwidth = copy_bandwidth(scale)
-    weights = weight_bytes_read(read_folder_config(folder), 2)
-    executor = load_shape(folder, scale, max(scale.batches) * scale.tokens_per_row)
+def measure_shape(name: str, folder: Path, scale: Scale) -> Iterator[dict]:
+    """Decode figures of one model shape in bfloat16, by batch and context; what needs the profiler comes last."""
+    bandwidth, config = copy_bandwidth(scale), read_folder_config(folder)
+    weights = sum(weights_of_products(config)) * 2
+    executor = load_shape(folder, scale, None)
+    yield {"kernels": executor.info.kernels, "steps": type(executor.model).__name__}
     walls = {}
-    for batch in scale.batches:
-        rows = decoding_rows(executor, batch, scale)
-        alone_s, overlapped_s = walls[batch] = [wall_per_step(executor, rows, scale.steps, depth) for depth in (1, 2)]
-        floor_s = (weights + batch * scale.context_tokens * executor.info.kv_bytes_per_token) / bandwidth
+    for context, batch in product(scale.contexts, scale.batches):
+        what = {"batch": batch, "context": context}
+        if batch * scale.tokens_per_row(context) > executor.info.num_pages * executor.info.page_size:
+            yield {**what, "skipped": "so much KV does not fit the device"}
+            continue
+        rows = decoding_rows(executor, batch, context, scale)
+        alone_s, overlapped_s = walls[batch, context] = [
+            wall_per_step(executor, rows, scale.steps, depth) for depth in (1, 2)
+        ]
+        floor_s = (weights + batch * context * executor.info.kv_bytes_per_token) / bandwidth
         yield {
-            "batch": batch,
+            **what,
             "step_ms": alone_s * 1e3,
             "step_overlapped_ms": overlapped_s * 1e3,
             "floor_ms": floor_s * 1e3,
             "floor_share": floor_s / overlapped_s,
+            "floor_share_target": FLOOR_TARGETS.get(name),
             "tokens_per_s": batch / overlapped_s,
         }
-    for batch, (alone_s, overlapped_s) in walls.items():
-        device_s = device_per_step(executor, decoding_rows(executor, batch, scale), scale)
+    yield from measure_prefill(executor, config, scale)
+    for (batch, context), (alone_s, overlapped_s) in walls.items():
+        device_s = device_per_step(executor, decoding_rows(executor, batch, context, scale), scale)
         yield {
             "batch": batch,
+            "context": context,
             "device_ms": device_s * 1e3,
             "idle_share": 1.0 - device_s / alone_s,
             "idle_share_overlapped": 1.0 - device_s / overlapped_s,
+            "idle_share_target": IDLE_TARGET,
         }
+
+
+def measure_prefill(executor: ModelExecutor, config: ModelConfig, scale: Scale) -> Iterator[dict]:
+    """A prompt of one chunk, by the device's own clock, best of four."""
+    rate, draw = product_rate(scale), np.random.default_rng(3)
+    driver, seconds = Driver(executor), float("inf")
+    for _ in range(4):
+        row = driver.start(draw.integers(0, executor.info.vocab_size, scale.chunk_tokens).tolist())
+        seconds = min(seconds, driver.step((row, None)).seconds)
+        driver.retract(row)
+    floor_s = prefill_operations(config, scale.chunk_tokens) / rate
+    yield {
+        "prefill_tokens": scale.chunk_tokens,
+        "prefill_ms": seconds * 1e3,
+        "tokens_per_s": scale.chunk_tokens / seconds,
+        "product_share": floor_s / seconds,
+        "product_share_target": PREFILL_TARGET,
+    }
+
+
+def write_profile(name: str, folder: Path, scale: Scale) -> Iterator[dict]:
+    """Calibrate as `tokenyard calibrate` does and write the profile."""
+    executor = load_shape(folder, scale, None)
+    wanted = points(executor.info)
+    measured = list(measure_all(Rig(executor), wanted, time.monotonic, scale.calibration_s))
+    terms, errors = fit_and_judge(measured)
+    source = f"measured by benchmarks.gpu: {len(measured)} of {len(wanted)} steps"
+    made = make_profile(executor.info, Settings(served_model_name=name), terms, "", source)
+    profile = replace(made, error=round(float(errors.mean()), 6))
+    path = scale.profiles / f"{profile.device}-{profile.model}.json"
+    save_profile(profile, path)
+    yield {"profile": str(path), "steps": len(measured), "mean_error": profile.error}
+
+
+def against_transformers(folder: Path, config: dict, scale: Scale) -> Iterator[dict]:
+    """The same requests through our engine and through transformers' continuous batching."""
+    requests, prompt_tokens, new_tokens = scale.peer
+    what = {"requests": requests, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+    yield {**what, **compare(folder, config, str(scale.device), *scale.peer)}
 
 
 def largest_steps(folder: Path, scale: Scale) -> Iterator[dict]:
@@ -292,7 +389,7 @@ def largest_steps(folder: Path, scale: Scale) -> Iterator[dict]:
     seconds = [driver.step((row, count)).seconds for count in (scale.chunk_tokens, None)]
     yield {"pool_tokens": executor.info.num_pages, "chunk_tokens": scale.chunk_tokens, "chunks_s": seconds}
     for sampling in (GREEDY, NUCLEUS):
-        rows = decoding_rows(executor, max(scale.batches), scale, sampling)
+        rows = decoding_rows(executor, max(scale.batches), min(scale.contexts), scale, sampling)
         step_s = wall_per_step(executor, rows, scale.steps, in_flight=2)
         yield {"batch": max(scale.batches), "top_p": sampling.top_p, "step_overlapped_ms": step_s * 1e3}
     if scale.on_gpu:
@@ -324,8 +421,10 @@ def measure(scale: Scale) -> bool:
         good.append(tell("float32 greedy", check_exactness(scale, Path(scratch))))
         for number, (shape, config) in enumerate(scale.shapes.items()):
             folder = write_model(Path(scratch) / f"shape{number}", config, with_weights=False)
-            good.append(tell(f"decode, {shape}", measure_shape(folder, scale)))
+            good.append(tell(f"steps, {shape}", measure_shape(shape, folder, scale)))
             good.append(tell(f"largest steps, {shape}", largest_steps(folder, scale)))
+            good.append(tell(f"profile, {shape}", write_profile(shape, folder, scale)))
+            good.append(tell(f"beside transformers, {shape}", against_transformers(folder, config, scale)))
     return all(good)
 
 
@@ -333,14 +432,16 @@ def main() -> int:
     """Run all parts on the GPU, or what there is."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=30, help="decode steps per figure")
+    parser.add_argument("--profiles", type=Path, default=Path(), help="folder for cost profiles [here]")
     parser.add_argument("--rehearse", action="store_true", help="run all parts on the CPU with tiny shapes")
     options = parser.parse_args()
     if options.rehearse:
-        return 0 if measure(rehearsal()) else 1
+        with tempfile.TemporaryDirectory() as profiles:
+            return 0 if measure(rehearsal(Path(profiles))) else 1
     if not torch.cuda.is_available():
         print("no CUDA device here, nothing to measure")
         return 0
-    return 0 if measure(full_scale(options.steps)) else 1
+    return 0 if measure(full_scale(options.steps, options.profiles)) else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,18 @@
 """The benchmark for GPUs runs through on a CPU, so that no line of it is broken when a GPU is at hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu
+from tokenyard.cost.profiles import load_profile
+from tokenyard.executor.models.config import ModelConfig
+
+ONE_LAYER = {
+    **{"hidden_size": 8, "head_dim": 8, "num_heads": 1, "num_kv_heads": 1},
+    **{"intermediate_size": 16, "num_layers": 1, "vocab_size": 10},
+}
 
 
 def lines(capsys):
@@ -12,14 +20,27 @@ def lines(capsys):
 
 
 @pytest.mark.slow
-def test_all_parts_run(capsys):
-    assert gpu.measure(gpu.rehearsal())
+def test_all_parts_run(capsys, tmp_path):
+    assert gpu.measure(gpu.rehearsal(tmp_path))
     told = lines(capsys)
     assert not [line for line in told if "error" in line]
     assert sum(line.get("tokens_as_on_cpu", False) for line in told) == 2 * len(gpu.EXACT_CASES)
-    decoded = [line for line in told if line["part"] == "decode, tiny"]
-    assert [line["batch"] for line in decoded if "floor_share" in line] == [1, 4]
-    assert [line["batch"] for line in decoded if "idle_share" in line] == [1, 4]
+    steps = [line for line in told if line["part"] == "steps, tiny"]
+    for figure in ("floor_share", "idle_share"):
+        found = [(line["batch"], line["context"]) for line in steps if figure in line]
+        assert found == [(1, 64), (4, 64), (1, 200), (4, 200)]
+    assert sum("product_share" in line for line in steps) == 1
+    assert all(line["ratio"] > 0 for line in told if line["part"] == "beside transformers, tiny")
+    [profile] = [line["profile"] for line in told if line["part"] == "profile, tiny"]
+    assert load_profile(Path(profile)).model == "tiny"
+
+
+def test_operations_of_a_prompt_are_those_of_its_products():
+    # One layer, one head, by hand: 4 products of 8 x 8 and 3 of 8 x 16 for each of 3 tokens, scores and values of the
+    # 1 + 2 + 3 pairs, and the head for one.
+    config = ModelConfig(**dict.fromkeys(ModelConfig.__dataclass_fields__) | ONE_LAYER)
+    weights = 4 * 64 + 3 * 128
+    assert gpu.prefill_operations(config, 3) == 2 * 3 * weights + 4 * 8 * 6 + 2 * 8 * 10
 
 
 def test_a_part_that_fails_says_so_after_what_it_has(capsys):
