@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from tokenyard.base import ConfigError
+from tokenyard.executor.gguf_file.dequantize import dequantized
 from tokenyard.executor.gguf_file.reading import GgufFile
 
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -58,16 +58,14 @@ class GgufWeights:
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor of a Hugging Face name; see Weights. Raises ConfigError if missing or misshapen."""
-        from gguf import dequantize
-
         own, expert = self._names(name)
         tensor = self._file.tensors.get(own)
         if tensor is None:
             raise ConfigError(f"{self._file.path} has no tensor {own!r}, which {name!r} should be")
         data = tensor.data if expert is None else tensor.data[expert : expert + 1]
         try:
-            # A copy, as numbers that need no dequantizing are still those of the file.
-            found = torch.from_numpy(np.array(dequantize(data, tensor.tensor_type)))
+            # Norms lose the one that files add to them before they are rounded.
+            found = dequantized(data, tensor.tensor_type, torch.float32 if data.ndim == 1 else self._dtype)
         except (NotImplementedError, ValueError, KeyError) as error:
             raise ConfigError(f"{self._file.path}: tensor {own!r} cannot be dequantized: {error}") from error
         found = found.reshape(shape) if found.numel() == torch.Size(shape).numel() else found
