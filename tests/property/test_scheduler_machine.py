@@ -17,11 +17,15 @@ from tokenyard.base import (
     StopFound,
     TenantSettings,
     Update,
+    WindowGroup,
 )
+from tokenyard.cache import windows
+from tokenyard.executor.mock import FixedStepCost, MockExecutor
 from tokenyard.policy import POLICIES
 
 PREFIXES = ([], [5] * 4, [5] * 16, [5, 6, 7, 8] * 5)
 CONTEXT = 48
+MARGIN_TOKENS = windows.MARGIN_TOKENS
 PRIORITIES = {"enable_priority_scheduling": True}
 AROUND = (
     {},
@@ -47,6 +51,11 @@ BESIDE = (
 class SchedulerMachine(RuleBasedStateMachine):
     """The real scheduler and cache, the mock device, and a model that only knows what each token must be."""
 
+    check_kv = False
+
+    def windows(self, data, tokens, page_size):
+        """The layers with a window that have a pool of their own."""
+
     @initialize(
         depth=st.integers(1, 3),
         page_size=st.sampled_from([1, 4]),
@@ -58,8 +67,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         beside=st.sampled_from(BESIDE),
         tokens=st.sampled_from([48, 64, 160]),
         eviction=st.sampled_from(["lru", "lfu", "slru", "priority"]),
+        data=st.data(),
     )
-    def start(self, depth, page_size, chunk, mixed, no_cache, policy, around, beside, tokens, eviction):
+    def start(self, depth, page_size, chunk, mixed, no_cache, policy, around, beside, tokens, eviction, data):
         rows = 4
         self.depth = depth
         if beside.get("enable_dynamic_chunking"):
@@ -82,8 +92,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             **around,
             **beside,
         )
-        info = make_info(tokens // page_size, page_size, rows + depth, CONTEXT)
-        self.yard = Yard(self.settings, info, answer_tokens=(3, 20))
+        info = make_info(tokens // page_size, page_size, rows + depth, CONTEXT, self.windows(data, tokens, page_size))
+        executor = MockExecutor(info, FixedStepCost(0.001), sleep=False, answer_tokens=(3, 20), check_kv=self.check_kv)
+        self.yard = Yard(self.settings, info, executor=executor)
         self.requests: dict[int, tuple[tuple[int, ...], int]] = {}
         self.known: dict[tuple[tuple[int, ...], int], int] = {}
         self.cut: dict[int, int] = {}
@@ -221,3 +232,24 @@ SchedulerMachine.TestCase.settings = settings(
     max_examples=examples(150), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+class WindowedMachine(SchedulerMachine):
+    """The same with a group of layers with a window. The device checks that all within a window is there."""
+
+    check_kv = True
+
+    def windows(self, data, tokens, page_size):
+        windows.MARGIN_TOKENS = data.draw(st.sampled_from([0, 2, 9]))
+        window, share = data.draw(st.sampled_from([1, 2, 5, 12])), data.draw(st.sampled_from([0.2, 0.5, 0.8]))
+        return WindowGroup(window, max(windows.least_pages(window, page_size), int(share * tokens) // page_size))
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            windows.MARGIN_TOKENS = MARGIN_TOKENS
+
+
+WindowedMachine.TestCase.settings = SchedulerMachine.TestCase.settings
+TestWindowedMachine = WindowedMachine.TestCase

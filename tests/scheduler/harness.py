@@ -13,6 +13,7 @@ from tokenyard.base import (
     SchedulerSettings,
     StepPlan,
     Submit,
+    WindowGroup,
 )
 from tokenyard.executor.mock import FixedStepCost, MockExecutor
 from tokenyard.scheduler import Scheduler
@@ -20,7 +21,9 @@ from tokenyard.scheduler import Scheduler
 STEP_NS = 1_000_000
 
 
-def make_info(pages: int = 64, page_size: int = 1, rows: int = 8, context: int = 64) -> ExecutorInfo:
+def make_info(
+    pages: int = 64, page_size: int = 1, rows: int = 8, context: int = 64, windows: WindowGroup | None = None
+) -> ExecutorInfo:
     return ExecutorInfo(
         model="mock",
         device="none",
@@ -31,6 +34,7 @@ def make_info(pages: int = 64, page_size: int = 1, rows: int = 8, context: int =
         page_size=page_size,
         num_pages=pages,
         max_pool_rows=rows,
+        windows=windows,
     )
 
 
@@ -117,6 +121,23 @@ class Yard:
         )
         assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"
         assert len(state.waiting) + len(seated) == len(table)
+        if memory.windows is not None:
+            memory.windows.check(self._window_users())
+            assert 0 <= memory._coming_windows <= memory.windows.num_pages
+
+    def _window_users(self) -> np.ndarray:
+        """How many rows use the window page of each page, by what rows and those that have left hold now."""
+        memory, table = self.scheduler.state.memory, self.scheduler.state.table
+        users = np.zeros(memory.num_pages + 1, np.int32)
+        seated = self.scheduler.state.admitted_rows()
+        rows = list(zip(table.pool_row[seated].tolist(), table.held[seated].tolist(), strict=True))
+        rows += [(release.pool_row, release.held) for release in memory._releases]
+        for pool_row, held in rows:
+            first = int(memory.windows.first[pool_row])
+            np.add.at(users, memory.pool.page_table[pool_row, first : memory.pages_for(held)], 1)
+        for _, pages in memory._deferred:
+            users[pages[memory.windows.of[pages] > 0]] += 1
+        return users
 
     def check_hits(self) -> None:
         """The index of waiting rows, while there is one, says what matching would say, and weighs the tree right."""

@@ -40,7 +40,15 @@ from tokenyard.base.events import (
     Update,
 )
 from tokenyard.base.plan import DRAFT, LAST_SAMPLED, RowLogprobs, RowStart, StepPlan, StepResult, StepWork, step_work
-from tokenyard.base.protocols import CostModel, DividedExecutor, Executor, ExecutorInfo, KvPieces, PrefixListener
+from tokenyard.base.protocols import (
+    CostModel,
+    DividedExecutor,
+    Executor,
+    ExecutorInfo,
+    KvPieces,
+    PrefixListener,
+    WindowGroup,
+)
 from tokenyard.base.request import (
     NO_TOKENS,
     BoolArray,
@@ -129,5 +137,6 @@ __all__ = [
     "TokenLogprobs",
     "TokenyardError",
     "Update",
+    "WindowGroup",
     "step_work",
 ]

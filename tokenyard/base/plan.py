@@ -63,7 +63,9 @@ class StepPlan:
     delay_sampling: launch runs the model only and `Executor.sample` follows (a grammar must see the last token).
     num_steps: steps of a multi-step plan, which only decodes; each is one position further, with the token that the one
     before sampled. The page writes are those of all steps, and the result's tokens come step after step.
-    adapter_loads: how many adapters the rows that start bring to slots where they are not yet.
+    adapter_loads: how many adapters the rows that start bring to slots where they are not yet. window_ids: int32[m],
+    what the same writes put into the page table of the layers with a window (`ExecutorInfo.windows`), 0 for nothing;
+    int32[0] without such a group.
     """
 
     step: int
@@ -82,6 +84,7 @@ class StepPlan:
     delay_sampling: bool = False
     num_steps: int = 1
     adapter_loads: int = 0
+    window_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
 
     @property
     def sampled(self) -> BoolArray:

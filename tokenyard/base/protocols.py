@@ -9,11 +9,21 @@ from tokenyard.base.request import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
+class WindowGroup:
+    """Layers with a sliding window that keep KV in a pool of their own. window: tokens that a token sees there, its own
+    included. num_pages: usable pages of that pool, ids from 1 on; page 0 is padding.
+    """
+
+    window: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorInfo:
     """What the rest of the system needs to know of a loaded model. `num_pages` counts usable pages of `page_size`
     tokens; page 0 is the executor's own padding page and never given out, so ids run from 1 to `num_pages`. `kernels`
     describes what computes the steps, for logs. adapter_bytes: what a LoRA adapter takes on the device, 0 where none
-    are served.
+    are served. windows: the layers that keep KV only for what their window reaches; None where all layers keep all.
     """
 
     model: str
@@ -28,6 +38,7 @@ class ExecutorInfo:
     kv_bytes_per_token: int = 0
     kernels: str = ""
     adapter_bytes: int = 0
+    windows: WindowGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,25 +55,57 @@ class _Row:
         self.length += 1
 
 
+class _Group:
+    """The pool of one group of layers: which page holds what of a row, and the mark in each slot.
+
+    window: how many tokens back a token sees, 0 for all.
+    """
+
+    def __init__(self, info: ExecutorInfo, num_pages: int, window: int) -> None:
+        self._num_pages, self._page_size, self._window = num_pages, info.page_size, window
+        pages_per_row = -(-info.context_length // info.page_size)
+        self._page_table = np.zeros((info.max_pool_rows, pages_per_row), dtype=np.int32)
+        self.slots = np.zeros((num_pages + 1) * info.page_size, dtype=np.uint64)
+
+    def write_pages(self, plan: StepPlan, ids: Int32Array) -> None:
+        # A page that has left the window is 0.
+        if len(ids) and (ids.min() < (0 if self._window else 1) or ids.max() > self._num_pages):
+            raise KvMismatchError(f"step {plan.step}: page ids must lie in 1..{self._num_pages}")
+        self._page_table[plan.page_rows, plan.page_columns] = ids
+
+    def seen_from(self, start: int) -> int:
+        """The first position that a token at `start` sees."""
+        return max(start - self._window + 1, 0) if self._window else 0
+
+    def slots_of(self, step: int, pool_row: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """The slots of a row's positions from `begin` to `end`."""
+        size, positions = self._page_size, np.arange(begin, end)
+        columns = positions // size
+        if end > self._page_table.shape[1] * size or not self._page_table[pool_row, columns].all():
+            raise KvMismatchError(f"step {step}: row {pool_row} has no page for some of its {end} tokens")
+        return self._page_table[pool_row, columns].astype(np.int64) * size + positions % size
+
+
 class KvCheck:
     """Plays the KV pool for plans, whose drafts have their ids: `apply` before a step, `sampled` after it.
 
     Each slot keeps the mark of the history that was written to it last. After a step's writes, all slots of a row up
-    to its last computed position must hold the marks of that row's own history.
+    to its last computed position that its first token sees must hold the marks of that row's own history.
     """
 
     def __init__(self, info: ExecutorInfo) -> None:
         self._info = info
-        pages_per_row = -(-info.context_length // info.page_size)
-        self._page_table = np.zeros((info.max_pool_rows, pages_per_row), dtype=np.int32)
-        self._slots = np.zeros((info.num_pages + 1) * info.page_size, dtype=np.uint64)
+        self._groups = [_Group(info, info.num_pages, 0)]
+        if info.windows is not None:
+            self._groups.append(_Group(info, info.windows.num_pages, info.windows.window))
         self._rows: dict[int, _Row] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Take over new rows and pages, write the step's tokens and verify every row. Raises KvMismatchError."""
         for start in plan.row_starts:
             self._rows[start.pool_row] = _Row(start)
-        self._write_pages(plan)
+        for group, ids in zip(self._groups, (plan.page_ids, plan.window_ids), strict=False):
+            group.write_pages(plan, ids)
         offset = 0
         slots_of_rows = []
         columns = zip(plan.pool_rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
@@ -82,14 +114,18 @@ class KvCheck:
             offset += count
             verifies = plan.decode_rows <= i < plan.chunks_from
             self._check_tokens(plan.step, pool_row, start, tokens[:1] if verifies else tokens)
-            slots, marks = self._slots_of(plan.step, pool_row, start + count), self._rows[pool_row].marks
-            if verifies:
-                self._slots[slots[start + 1 :]] = history_marks(tokens[1:], start + 1, int(marks[start]))
-                slots = slots[: start + 1]
-            self._slots[slots[start:]] = marks[start : len(slots)]
-            slots_of_rows.append((pool_row, slots))
-        for pool_row, slots in slots_of_rows:
-            self._verify(plan.step, pool_row, slots)
+            marks = self._rows[pool_row].marks
+            for group in self._groups:
+                begin = group.seen_from(start)
+                slots = group.slots_of(plan.step, pool_row, begin, start + count)
+                own = start - begin
+                if verifies:
+                    group.slots[slots[own + 1 :]] = history_marks(tokens[1:], start + 1, int(marks[start]))
+                    slots = slots[: own + 1]
+                group.slots[slots[own:]] = marks[start : begin + len(slots)]
+                slots_of_rows.append((group, pool_row, begin, slots))
+        for group, pool_row, begin, slots in slots_of_rows:
+            self._verify(plan.step, group, pool_row, begin, slots)
 
     def sampled(self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array) -> None:
         """Note the tokens that a step yields: `accepted[i]` of `tokens` for each row, row after row."""
@@ -107,14 +143,9 @@ class KvCheck:
 
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the marks of pages lie: one piece a page."""
-        page_bytes = self._info.page_size * self._slots.itemsize
-        return KvPieces(self._slots.ctypes.data + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, "cpu")
-
-    def _write_pages(self, plan: StepPlan) -> None:
-        ids = plan.page_ids
-        if len(ids) and (ids.min() < 1 or ids.max() > self._info.num_pages):
-            raise KvMismatchError(f"step {plan.step}: page ids must lie in 1..{self._info.num_pages}")
-        self._page_table[plan.page_rows, plan.page_columns] = ids
+        slots = self._groups[0].slots
+        page_bytes = self._info.page_size * slots.itemsize
+        return KvPieces(slots.ctypes.data + pages.astype(np.int64)[:, None] * page_bytes, page_bytes, "cpu")
 
     def _check_tokens(self, step: int, pool_row: int, start: int, tokens: Int32Array) -> None:
         row = self._rows.get(pool_row)
@@ -136,19 +167,12 @@ class KvCheck:
         if (tokens == LAST_SAMPLED).any() and (len(tokens) != 1 or start != row.length - 1):
             raise KvMismatchError(f"step {step}: row {pool_row} asks for its last sampled token at position {start}")
 
-    def _slots_of(self, step: int, pool_row: int, length: int) -> npt.NDArray[np.int64]:
-        size = self._info.page_size
-        pages = self._page_table[pool_row, : -(-length // size)].astype(np.int64)
-        if len(pages) * size < length or not pages.all():
-            raise KvMismatchError(f"step {step}: row {pool_row} has no page for some of its {length} tokens")
-        return (pages[:, None] * size + np.arange(size)).reshape(-1)[:length]
-
-    def _verify(self, step: int, pool_row: int, slots: npt.NDArray[np.int64]) -> None:
-        wrong = self._slots[slots] != self._rows[pool_row].marks[: len(slots)]
+    def _verify(self, step: int, group: _Group, pool_row: int, begin: int, slots: npt.NDArray[np.int64]) -> None:
+        wrong = group.slots[slots] != self._rows[pool_row].marks[begin : begin + len(slots)]
         if wrong.any():
             at = int(np.argmax(wrong))
             raise KvMismatchError(
-                f"step {step}: row {pool_row} finds another history at position {at} (slot {slots[at]}):"
+                f"step {step}: row {pool_row} finds another history at position {begin + at} (slot {slots[at]}):"
                 f" {int(wrong.sum())} of {len(slots)} slots are not its own"
             )
 

@@ -11,11 +11,14 @@ import numpy as np
 
 from tokenyard.base import Load, RowStart
 from tokenyard.base.blocks import BLOCK_TOKENS, block_digests, link, root_digest
+from tokenyard.cache.radix import Match
 from tokenyard.policy import Views
 from tokenyard.policy.budget import StepBudget
 from tokenyard.scheduler.lifecycle import State
+from tokenyard.scheduler.memory import UNLIMITED
 from tokenyard.scheduler.plan_builder import Chunk, PlanBuilder
 from tokenyard.scheduler.state import SchedulerState
+from tokenyard.scheduler.window_room import WindowRoom
 
 
 class PrefillAdder:
@@ -42,6 +45,8 @@ class PrefillAdder:
         self._reserved_newcomers = 0
         self._reserved_prompts = self._unplanned(views)
         self._continued: set[int] = set()
+        windows = state.memory.windows
+        self._windows = None if windows is None else WindowRoom(state, windows)
         self.refused: int | None = None
 
     def _unplanned(self, views: Views) -> int:
@@ -88,7 +93,7 @@ class PrefillAdder:
         table = self._table
         start = int(table.planned[row])
         rest = int(table.target[row]) - start
-        count = self._budget.chunk(start, rest)
+        count = min(self._budget.chunk(start, rest), self._memory.most_chunk)
         if count <= 0 or not self._plan_chunk(row, start, count):
             return False
         self._reserved_prompts -= count
@@ -99,21 +104,17 @@ class PrefillAdder:
         """Match, lock, check and take; on any failure unlock and return False."""
         if self._free_rows <= 0 and not self._preemptable(row):
             return False
-        node, hit = self._match(row)
-        take = self._load if self._table.reach[row] > hit else self._seat
-        if self._fits(row, hit) and take(row, node, hit):
+        match = self._match(row)
+        take = self._load if self._table.reach[row] > match.tokens else self._seat
+        if self._fits(row, match.tokens) and take(row, match.node, match.tokens):
             return True
-        self._memory.tree.unlock(node)
+        self._memory.unlock(match)
         return False
 
-    def _match(self, row: int) -> tuple[Any, int]:
+    def _match(self, row: int) -> Match:
         """The longest usable prefix in the tree, locked."""
         request_state, usable = self._table.request_state(row), self._table.usable_tokens(row)
-        match = self._memory.tree.match(
-            request_state.known_ids.tobytes(), request_state.request.namespace, max_tokens=usable
-        )
-        self._memory.tree.lock(match.node)
-        return match.node, match.tokens
+        return self._memory.match(request_state.known_ids.tobytes(), request_state.request.namespace, usable)
 
     def _fits(self, row: int, hit: int) -> bool:
         """Whether there is a free row, and prompt and predicted answer fit beside all reservations; if not, preempt.
@@ -126,15 +127,18 @@ class PrefillAdder:
         if alone:
             return True
         extend = self._memory.pages_for(int(self._table.target[row]) - hit) * self._memory.page_size
-        need = extend + self._policy.headroom.newcomer_tokens(self._table, row) + self._return_tokens(row)
+        growth, returned = self._policy.headroom.newcomer_tokens(self._table, row), self._return_tokens(row)
         reserved = self._reserved_running + self._reserved_newcomers + self._reserved_prompts
-        missing = need - (self._memory.free_tokens - reserved)
-        if missing <= 0 and self._free_rows > 0:
+        missing, missing_windows = extend + growth + returned - (self._memory.free_tokens - reserved), 0
+        if self._windows is not None:
+            chunk_rows = [chunk.row for chunk in self._builder.chunks]
+            missing_windows = returned + self._windows.missing(hit, extend + growth, views, chunk_rows, reserved)
+        if max(missing, missing_windows) <= 0 and self._free_rows > 0:
             return True
         # A row that gave its pages to others does not take them back from those by preemption.
-        if self._state.pages_returned_since(row) and self._preempt(row, hit, missing):
+        if self._state.pages_returned_since(row) and self._preempt(row, hit, missing, missing_windows):
             return True
-        if missing > 0:
+        if max(missing, missing_windows) > 0:
             self.refused = row
         return False
 
@@ -152,7 +156,7 @@ class PrefillAdder:
         prompts; 0 if it has to wait.
         """
         rest = int(self._table.target[row]) - start
-        count = self._budget.chunk(start, rest)
+        count = min(self._budget.chunk(start, rest), self._memory.most_chunk)
         return 0 if count < rest and prefilling >= self._budget.max_prefilling else count
 
     def _seat(self, row: int, node: Any, hit: int) -> bool:
@@ -206,9 +210,9 @@ class PrefillAdder:
 
     def _hit(self, row: int) -> int:
         """Tokens of a waiting row that the tree holds now."""
-        node, hit = self._match(row)
-        self._memory.tree.unlock(node)
-        return hit
+        match = self._match(row)
+        self._memory.unlock(match)
+        return match.tokens
 
     def _run(self, row: int, start: int) -> bytes:
         """The name of the first block of the row's tokens that is not wholly before `start`; it may be the beginning of
@@ -242,7 +246,7 @@ class PrefillAdder:
 
     def _can_take(self, start: int, count: int) -> bool:
         pages = self._memory.pages_for(start + count) - self._memory.pages_for(start)
-        return bool(pages <= self._memory.allocator.available + self._memory.tree.evictable_pages)
+        return bool(pages <= self._memory.available_pages)
 
     def _plan_chunk(self, row: int, start: int, count: int) -> bool:
         """Take the chunk's pages and add it to the builder; False if there are not enough pages now."""
@@ -290,14 +294,14 @@ class PrefillAdder:
             int(table.slot[row]),
         )
 
-    def _preempt(self, row: int, hit: int, missing_tokens: int) -> bool:
+    def _preempt(self, row: int, hit: int, missing_tokens: int, missing_windows: int) -> bool:
         """Preempt rows that rank strictly below `row`: all that are needed, or none.
 
         None is preempted if the budget allows no chunk of `row` after its first `hit` tokens in this step. Pages of
         rows in flight come back when their plans commit; until then the newcomer waits at the front.
         """
         victims = self._preemptable(row)
-        victims = victims[: self._victims_needed(victims, missing_tokens)]
+        victims = victims[: self._victims_needed(victims, missing_tokens, missing_windows)]
         if not victims:
             return False
         left = self._without(victims)
@@ -322,13 +326,14 @@ class PrefillAdder:
         taken.update(victims)
         return victims + [victim for victim in self._limits.borrowers(self._views, row) if victim not in taken]
 
-    def _victims_needed(self, victims: list[int], missing_tokens: int) -> int:
-        """How many of `victims`, from the first on, to preempt to free `missing_tokens`; 0 if all of them are too few.
+    def _victims_needed(self, victims: list[int], missing_tokens: int, missing_windows: int) -> int:
+        """How many of `victims`, from the first on, to preempt to free `missing_tokens`, and `missing_windows` in the
+        layers with a window; 0 if all of them are too few.
 
         Locks in the tree are lifted for a moment, which shows how many pages rows with a common prefix hold together.
         """
         table, memory, needed = self._table, self._memory, 0
-        if missing_tokens <= 0:
+        if max(missing_tokens, missing_windows) <= 0:
             return min(len(victims), 1)
         reserved, private = self._growth(self._views) + self._unplanned(self._views), 0
         most = int(table.held[victims].sum()) + memory.page_size * len(victims) + reserved
@@ -342,12 +347,15 @@ class PrefillAdder:
             gained = memory.page_size * (memory.tree.evictable_pages - evictable + private)
             left = self._without(victims[: len(lifted)])
             gained += reserved - self._growth(left) - self._unplanned(left)
-            if gained >= missing_tokens:
+            if gained >= missing_tokens and self._windows_gained(victims[: len(lifted)]) >= missing_windows:
                 needed = len(lifted)
                 break
         for node in lifted:
             memory.tree.lock(node)
         return needed
+
+    def _windows_gained(self, victims: list[int]) -> int:
+        return UNLIMITED if self._windows is None else self._windows.gained(victims)
 
     def _without(self, victims: list[int]) -> Views:
         views, gone = self._views, np.array(victims, np.int32)

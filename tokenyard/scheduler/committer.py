@@ -33,6 +33,9 @@ class Committer:
             ended = self._commit_runs(plan, rows, alive, result.tokens, result.accepted, now)
         if result.ended is not None:
             ended |= self._end_grammars(plan, rows, result.ended, now)
+        if state.memory.windows is not None:
+            alive = rows[state.table.epoch[rows] == plan.epochs]
+            state.memory.advance(state.table.pool_row[alive], state.table.cached[alive], state.table.computed[alive])
         if result.drafted is not None:
             state.drafting = True
             alive = state.table.epoch[rows] == plan.epochs
@@ -111,6 +114,7 @@ class Committer:
             self._publish(row)
             if table.computed[row] < table.target[row]:
                 continue
+            state.memory.prompt_ends(int(table.pool_row[row]), int(table.computed[row]))
             state.open_group(row)
             if table.request(row).sampling.max_new_tokens == 0:
                 state.end(row, "length", now)

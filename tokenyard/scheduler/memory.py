@@ -5,6 +5,9 @@ and holds (for a reader or writer outside the plans, until it has ended; never f
 A row's first `cached` tokens lie on pages of the tree which the row has locked; the rest of its pages are private.
 Plans in flight may still read pages that their row has lost, so nothing goes back before the last plan that contains
 the row has committed (`Release`, `free_after`).
+
+Where layers with a window have a pool of their own, each page has a window page beside it or has lost it
+(`cache.windows`). Whoever owns the page owns both.
 """
 
 from collections import deque
@@ -13,14 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base import Int32Array, SchedulerSettings
+from tokenyard.base import Int32Array, SchedulerSettings, WindowGroup
 from tokenyard.base.request import adapter_of
 from tokenyard.cache.allocator import PageAllocator
 from tokenyard.cache.no_cache import NoCache
-from tokenyard.cache.radix import RadixCache
+from tokenyard.cache.radix import Match, RadixCache
 from tokenyard.cache.req_to_token import ReqToTokenPool
+from tokenyard.cache.windows import WindowedAllocator, WindowPages
 
 NO_PAGES = np.empty(0, np.int32)
+UNLIMITED = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -28,7 +33,8 @@ class Release:
     """Pages and pool row of a request that ended or was retracted, given back once plan `last_step` has committed.
 
     `computed` tokens have their KV; those beyond `cached` go into the tree, to whole pages. `held` tokens have
-    pages. `unlocks`: pages of the tree that only this row keeps from being evicted.
+    pages. `unlocks`: pages of the tree that only this row keeps from being evicted. `window_pages`: window pages that
+    will be free or evictable again.
     """
 
     last_step: int
@@ -39,6 +45,7 @@ class Release:
     held: int
     priority: int
     unlocks: int = 0
+    window_pages: int = 0
 
 
 @dataclass(slots=True)
@@ -50,12 +57,18 @@ class Hold:
 
 
 class KvMemory:
-    """Allocator, tree and ReqToTokenPool together."""
+    """Allocator, tree and ReqToTokenPool together, and the window pages where a `group` of layers has them."""
 
-    def __init__(self, settings: SchedulerSettings, num_pages: int, pool_rows: int) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, num_pages: int, pool_rows: int, group: WindowGroup | None = None
+    ) -> None:
         self.page_size = settings.page_size
         self.num_pages = num_pages
+        self.windows: WindowPages | None = None
         self.allocator = PageAllocator(num_pages)
+        if group is not None:
+            self.windows = WindowPages(group.window, settings.page_size, num_pages, group.num_pages, pool_rows)
+            self.allocator = WindowedAllocator(num_pages, self.windows)
         self.tree: Any = (
             NoCache(settings.page_size)
             if settings.disable_radix_cache
@@ -66,6 +79,7 @@ class KvMemory:
         self._releases: deque[Release] = deque()
         self._releasing_pages = 0
         self._unlocking_pages = 0
+        self._coming_windows = 0
         self._deferred: deque[tuple[int, Int32Array]] = deque()
         self._committed = -1
         self._holds: dict[int, Hold] = {}
@@ -76,6 +90,24 @@ class KvMemory:
         coming = self._releasing_pages + self._unlocking_pages
         pages: int = self.allocator.available + self.tree.evictable_pages + coming
         return self.page_size * pages
+
+    @property
+    def free_window_tokens(self) -> int:
+        """The same for the layers with a window; without such a group, as many as for all."""
+        if self.windows is None:
+            return self.free_tokens
+        return self.page_size * (self.windows.obtainable + self._coming_windows)
+
+    @property
+    def available_pages(self) -> int:
+        """How many pages `take_pages` gives now at most."""
+        pages: int = self.allocator.available + self.tree.evictable_pages
+        return pages if self.windows is None else min(pages, self.windows.obtainable)
+
+    @property
+    def most_chunk(self) -> int:
+        """Most tokens of a prompt to compute at a time."""
+        return UNLIMITED if self.windows is None else self.windows.most_chunk
 
     @property
     def releasing_pages(self) -> int:
@@ -98,6 +130,8 @@ class KvMemory:
 
     def take_pages(self, count: int) -> Int32Array | None:
         """`count` free pages, evicting only the shortfall; None, and nothing changed, if there are not enough now."""
+        if self.windows is not None and count > self.windows.obtainable:
+            return None
         shortfall = count - self.allocator.available
         if shortfall > 0:
             if shortfall > self.tree.evictable_pages:
@@ -117,6 +151,26 @@ class KvMemory:
         taken = [self.take_pages(count) for count in counts]
         return np.concatenate([pages for pages in taken if pages is not None])
 
+    def match(self, ids: bytes, namespace: str, max_tokens: int) -> Match:
+        """The longest prefix of `ids` in the tree that a row may begin behind, locked (`unlock` undoes it).
+
+        Layers with a window must have KV of all that the row's first token sees.
+        """
+        match: Match = self.tree.match(ids, namespace, max_tokens=max_tokens)
+        if self.windows is not None:
+            usable = self.windows.usable_pages(self.tree.pages(match.node)) * self.page_size
+            if usable < match.tokens:
+                match = self.tree.match(ids, namespace, max_tokens=usable)
+            self.windows.use(self.windows.tail(self.tree.pages(match.node)))
+        self.tree.lock(match.node)
+        return match
+
+    def unlock(self, match: Match) -> None:
+        """Undo `match`, after which no row began."""
+        if self.windows is not None:
+            self.windows.let_go(self.windows.tail(self.tree.pages(match.node)))
+        self.tree.unlock(match.node)
+
     def seat(self, known_ids: Int32Array, node: Any, cached: int) -> tuple[int, Int32Array]:
         """Take a pool row, write the tokens and the pages of the locked prefix into it; return (pool row, pages)."""
         self.tree.record_hit(node)
@@ -124,7 +178,25 @@ class KvMemory:
         self.pool.token_ids[pool_row, : len(known_ids)] = known_ids
         pages: Int32Array = self.tree.pages(node) if cached else NO_PAGES
         self.pool.page_table[pool_row, : len(pages)] = pages
+        if self.windows is not None:
+            self.windows.seat(pool_row, pages)
         return pool_row, pages
+
+    def advance(self, pool_rows: Int32Array, cached: Int32Array, computed: Int32Array) -> None:
+        """Rows have `computed` tokens with KV (all int32[n]): what lies behind their windows may go."""
+        if self.windows is not None and len(pool_rows):
+            self.windows.advance(self.pool.page_table, pool_rows, cached, computed)
+
+    def prompt_ends(self, pool_row: int, computed: int) -> None:
+        """A row has computed its prompt of `computed` tokens: other requests may begin there."""
+        if self.windows is not None and self.tree.enabled:
+            last = computed // self.page_size
+            first = max(last * self.page_size - self.windows.kept_tokens, 0) // self.page_size
+            self.windows.keep_end(self.pool.page_table[pool_row, first:last])
+
+    def window_ids(self, pages: Int32Array) -> Int32Array:
+        """The window page of each of `pages`, int32[n], 0 for none; int32[0] where no layers have such pages."""
+        return NO_PAGES if self.windows is None else self.windows.of[pages]
 
     def adopt(self, ids: Int32Array) -> None:
         """Put the whole pages of `ids` into the tree, as if a request had computed them; do nothing without room."""
@@ -132,7 +204,10 @@ class KvMemory:
         pages = self.take_pages(count)
         if pages is not None:
             inserted = self.tree.insert(ids[: count * self.page_size].tobytes(), pages)
-            self.allocator.free(pages[: inserted.present_tokens // self.page_size])
+            present = inserted.present_tokens // self.page_size
+            self.allocator.free(pages[:present])
+            if self.windows is not None:
+                self.windows.let_go(pages[present:])
 
     def publish(
         self, pool_row: int, node: Any, cached: int, computed: int, priority: int, last_step: int
@@ -154,9 +229,12 @@ class KvMemory:
         self.tree.unlock(node)
         if not present:
             return inserted.node, end, NO_PAGES
-        self.free_after(last_step, table[first : first + present].copy())
+        own = table[first : first + present].copy()
         deduplicated: Int32Array = self.tree.pages(inserted.node)[first : first + present]
         table[first : first + present] = deduplicated
+        if self.windows is not None:
+            self.windows.replace(pool_row, first, own, deduplicated)
+        self.free_after(last_step, own)
         return inserted.node, end, deduplicated
 
     def release(self, release: Release) -> None:
@@ -168,6 +246,10 @@ class KvMemory:
         self._releases.append(release)
         self._releasing_pages += self._private_pages(release)
         self._unlocking_pages += release.unlocks
+        if self.windows is not None:
+            pages = self.pool.page_table[release.pool_row, : self.pages_for(release.held)]
+            release.window_pages = self.windows.coming(release.pool_row, pages, release.cached // self.page_size)
+            self._coming_windows += release.window_pages
 
     def free_after(self, last_step: int, pages: Int32Array) -> None:
         """Free `pages` once plan `last_step` has committed."""
@@ -176,6 +258,7 @@ class KvMemory:
             return
         self._deferred.append((last_step, pages))
         self._releasing_pages += len(pages)
+        self._coming_windows += int(np.count_nonzero(self.window_ids(pages)))
 
     def committed(self, step: int) -> None:
         """Plan `step` has committed: give back the pages that waited for it."""
@@ -185,6 +268,7 @@ class KvMemory:
             if release.last_step <= step:
                 self._releasing_pages -= self._private_pages(release)
                 self._unlocking_pages -= release.unlocks
+                self._coming_windows -= release.window_pages
                 self._give_back(release)
             else:
                 self._releases.append(release)
@@ -192,6 +276,7 @@ class KvMemory:
             last_step, pages = self._deferred.popleft()
             if last_step <= step:
                 self._releasing_pages -= len(pages)
+                self._coming_windows -= int(np.count_nonzero(self.window_ids(pages)))
                 self.allocator.free(pages)
             else:
                 self._deferred.append((last_step, pages))
@@ -264,6 +349,8 @@ class KvMemory:
             found.append(f"{held} of {self.num_pages} pages accounted for")
         if self.tree.protected_pages and not self._holds:
             found.append(f"{self.tree.protected_pages} pages still locked")
+        if self.windows is not None and self.windows.obtainable != self.windows.num_pages and not self._holds:
+            found.append(f"{self.windows.obtainable} of {self.windows.num_pages} window pages accounted for")
         if self.pool.available_rows != self.pool.rows:
             found.append(f"{self.pool.available_rows} of {self.pool.rows} pool rows free")
         return "; ".join(found) or None
@@ -292,8 +379,15 @@ class KvMemory:
             key = self._key(release.pool_row, release.cached, end * size)
             inserted = self.tree.extend(release.node, key, table[first:end].copy(), release.priority)
             duplicates = first + inserted.present_tokens // size
-            self.allocator.free(np.concatenate((table[first:duplicates], table[end:held])))
+            own = table[first:duplicates].copy()
+            if self.windows is not None:
+                pages = self.tree.pages(inserted.node)
+                self.windows.replace(release.pool_row, first, own, pages[first:duplicates])
+                self.windows.leave(release.pool_row, pages)
+            self.allocator.free(np.concatenate((own, table[end:held])))
         else:
+            if self.windows is not None:
+                self.windows.leave(release.pool_row, table[:first])
             self.allocator.free(table[first:held].copy())
         self.tree.unlock(release.node)
         self.pool.free_row(release.pool_row)

@@ -64,6 +64,8 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
     return (
         state.settings.max_in_flight == 1
         and not state.drafting
+        # What falls behind a window is free after each single step.
+        and state.memory.windows is None
         and plan.decode_rows == len(plan.pool_rows)
         and not len(state.waiting)
         and not len(state.prefilling)

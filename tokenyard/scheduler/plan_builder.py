@@ -83,6 +83,7 @@ class PlanBuilder:
             counts = np.concatenate((counts, np.array([chunk.count for chunk in self.chunks], np.int32)))
             samples = np.concatenate((samples, np.array([chunk.sampled for chunk in self.chunks], np.int32)))
             tokens = np.concatenate((tokens, *map(self._chunk_tokens, self.chunks)))
+        page_ids = _joined(self._page_ids)
         return StepPlan(
             step=step,
             pool_rows=self._table.pool_row[rows],
@@ -93,12 +94,13 @@ class PlanBuilder:
             tokens=tokens,
             page_rows=_joined(self._page_rows),
             page_columns=_joined(self._page_columns),
-            page_ids=_joined(self._page_ids),
+            page_ids=page_ids,
             row_starts=self.row_starts,
             decode_rows=decoding,
             delay_sampling=self._table.grammars > 0 and bool(self._table.constrained[rows][samples > 0].any()),
             verify_rows=len(self.verify_rows),
             adapter_loads=self.adapter_loads,
+            window_ids=self._memory.window_ids(page_ids),
         )
 
     def _chunk_tokens(self, chunk: Chunk) -> Int32Array:

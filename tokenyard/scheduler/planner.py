@@ -178,13 +178,14 @@ class Planner:
         views.running = rows
         before = len(rows)
         for victim in state.limits.borrowers_first(views, list(state.policy.victims(views))):
-            if memory.page_size * self._state.pages_to_decode(rows) <= memory.free_tokens:
+            growth = memory.page_size * self._state.pages_to_decode(rows)
+            if growth <= min(memory.free_tokens, memory.free_window_tokens):
                 break
             state.retract(victim, "out of pages", now)
             rows = rows[rows != victim]
         if len(rows) < before:
             state.policy.headroom.retracted(state.table, rows)
-        fits = self._state.pages_to_decode(rows) <= memory.allocator.available + memory.tree.evictable_pages
+        fits = self._state.pages_to_decode(rows) <= memory.available_pages
         return rows if fits else NO_ROWS
 
     def _break_deadlock(self, refused: int | None, now: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from tokenyard.base import (
     AbortCause,
     BoolArray,
+    ConfigError,
     CostModel,
     ExecutorInfo,
     Finish,
@@ -55,6 +56,10 @@ class SchedulerState:
     def __init__(self, settings: SchedulerSettings, info: ExecutorInfo, cost: CostModel | None) -> None:
         """Raises ConfigError for settings that contradict each other or an unknown policy."""
         settings.validate()
+        if info.windows is not None and settings.enable_hierarchical_cache:
+            raise ConfigError(
+                "KV of layers with a window cannot be stored below; --swa-full-tokens-ratio 0 keeps it for all tokens"
+            )
         self.settings = settings
         self.info = info
         self.cost = cost
@@ -455,7 +460,7 @@ class SchedulerState:
 
     def reset_memory(self) -> None:
         """Start over with every page free and an empty tree. Legal only while no request holds pages."""
-        self.memory = KvMemory(self.settings, self.info.num_pages, self.info.max_pool_rows)
+        self.memory = KvMemory(self.settings, self.info.num_pages, self.info.max_pool_rows, self.info.windows)
         tiers = self.settings.enable_hierarchical_cache and self.memory.tree.enabled
         self.stores: StoreQueue | None = StoreQueue(self.settings, self.memory) if tiers else None
         if self.settings.enable_kv_events:

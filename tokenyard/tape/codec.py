@@ -212,6 +212,8 @@ def summarise(plan: StepPlan | None, anonymizer: Anonymizer) -> Planned:
     if plan.verify_rows:
         digest.update(np.int64(plan.verify_rows).tobytes())
         digest.update(np.ascontiguousarray(plan.samples).data)
+    if len(plan.window_ids):
+        digest.update(np.ascontiguousarray(plan.window_ids).data)
     for start in plan.row_starts:
         logprobs = _shown_logprobs(start.logprobs)
         facts = (start.pool_row, start.prompt_tokens, anonymizer.sampling(start.sampling), logprobs)

@@ -1,0 +1,243 @@
+"""KV of layers with a sliding window: pages of their own, for the tokens that a window still reaches.
+
+Layers that see all tokens and layers with a window are two groups with a pool each. The tree, the rows and the free
+pages know the pages of the first group alone; this is a column beside them that says which page of the second group
+holds the same tokens, if any. So whoever owns a page owns its window page too, and whatever moves pages moves both.
+
+A window page is *used* by the rows that may still read it, and by the row that it is private to. A private page that
+falls behind its row's window is free at once; one that the tree has stays until its place is needed, and then goes in
+the order of `_rank`: first what was never at the end of a prompt or an answer, then the ends, least recently used
+first. An end that is hit again needs the last `window` tokens before it, so these are what is worth keeping: with eager
+freeing, or one order for all, long prompts push out the ends of other sessions (vllm issue 48435).
+"""
+
+import numpy as np
+
+from tokenyard.base import BoolArray, Int32Array, Int64Array
+from tokenyard.cache.allocator import OutOfPages, PageAllocator
+
+MARGIN_TOKENS = 32
+"""Tokens behind a row's window whose pages it keeps: a stop string is found a few tokens late, and the next turn may
+differ in an answer's last tokens. Both cut the end back, and the window before that shorter end must be there too."""
+
+_ENDS = np.int64(1) << 62
+_BATCH_SHARE = 32
+"""Evicting looks at all pages, so it makes room for at least this part of the pool, as a divisor, at a time."""
+
+
+def kept_tokens(window: int, page_size: int) -> int:
+    """Most tokens before its next one whose window pages a row keeps."""
+    return window - 1 + MARGIN_TOKENS + page_size - 1
+
+
+def least_pages(window: int, page_size: int) -> int:
+    """The fewest window pages with which any prompt can be computed, a page at a time."""
+    return kept_tokens(window, page_size) // page_size + 4
+
+
+class WindowPages:
+    """Which pages have KV in the layers with a window, and where. One group of such layers, with one `window` (tokens
+    that a token sees, its own included).
+
+    of: int32[num_pages + 1], the window page of each page, 0 for none. users: int32[num_pages + 1], how many rows use
+    it. first: int32[rows], the first column of each row of the page table whose window page the row uses; it uses all
+    after that.
+    """
+
+    def __init__(self, window: int, page_size: int, num_pages: int, window_pages: int, rows: int) -> None:
+        self.window = window
+        self.page_size = page_size
+        self.num_pages = window_pages
+        self.allocator = PageAllocator(window_pages)
+        self.of: Int32Array = np.zeros(num_pages + 1, np.int32)
+        self.users: Int32Array = np.zeros(num_pages + 1, np.int32)
+        self.first: Int32Array = np.zeros(rows, np.int32)
+        self.evictable = 0
+        # No two pages have the same rank, so that the order of eviction is no matter of chance.
+        self._rank: Int64Array = np.zeros(num_pages + 1, np.int64)
+        self._tick = 0
+
+    @property
+    def obtainable(self) -> int:
+        """Pages that are free or can be evicted."""
+        return self.allocator.available + self.evictable
+
+    @property
+    def kept_tokens(self) -> int:
+        """Most tokens before its next one whose window pages a row keeps."""
+        return kept_tokens(self.window, self.page_size)
+
+    @property
+    def most_chunk(self) -> int:
+        """Most tokens of a prompt to compute at a time, in whole pages: two such chunks fit beside a window."""
+        pages = (self.num_pages - self.kept_tokens // self.page_size - 2) // 2
+        return max(pages, 1) * self.page_size
+
+    # ---- prefixes --------------------------------------------------------------------------------------------------
+
+    def usable_pages(self, pages: Int32Array) -> int:
+        """How many of a prefix's `pages` (int32[n]) are a hit: most that have window pages for all that the token after
+        them sees.
+        """
+        ends = np.arange(len(pages) + 1)
+        # Of the pages before each end, the last one without a window page.
+        absent = np.maximum.accumulate(np.concatenate(([-1], np.where(self.of[pages] == 0, ends[:-1], -1))))
+        return int(ends[absent < self._seen_from(ends * self.page_size)][-1])
+
+    def tail(self, pages: Int32Array) -> Int32Array:
+        """Those of a prefix's `pages` that the token after them sees."""
+        return pages[self._seen_from(len(pages) * self.page_size) :]
+
+    def seen_from(self, tokens: int) -> int:
+        """The first page that the token after `tokens` tokens, which fill pages, sees."""
+        return int(self._seen_from(tokens))
+
+    def use(self, pages: Int32Array) -> None:
+        """One more row uses the window pages of `pages` (int32[n], no page twice), which are there."""
+        self.evictable -= int(np.count_nonzero(self.users[pages] == 0))
+        self.users[pages] += 1
+
+    def let_go(self, pages: Int32Array) -> None:
+        """One row less uses the window pages of `pages` (int32[n], one more time each for each time that it is there).
+        Those of the tree without users can be evicted.
+        """
+        np.subtract.at(self.users, pages, 1)
+        idle = np.unique(pages[self.users[pages] == 0])
+        self.evictable += int(np.count_nonzero(self.of[idle]))
+
+    def keep_end(self, pages: Int32Array) -> None:
+        """Prompts or answers end with `pages` (int32[n]): they stay longer than pages in the middle."""
+        self._rank[pages] = _ENDS + self._ticks(len(pages))
+
+    # ---- pages that come and go ------------------------------------------------------------------------------------
+
+    def attach(self, pages: Int32Array) -> None:
+        """Take a window page for each of `pages` (int32[n]), which a row has just taken. Raises OutOfPages, and takes
+        nothing, if fewer are free and can be evicted.
+        """
+        missing = len(pages) - self.allocator.available
+        if missing > self.evictable:
+            raise OutOfPages(f"{len(pages)} window pages asked for, {self.obtainable} of {self.num_pages} are there")
+        if missing > 0:
+            self._evict(missing)
+        self.of[pages] = self.allocator.alloc(len(pages))
+        self.users[pages] = 1
+        self._rank[pages] = self._ticks(len(pages))
+
+    def drop(self, pages: Int32Array) -> None:
+        """`pages` (int32[n]) are free again: so are their window pages."""
+        present = pages[self.of[pages] > 0]
+        self.evictable -= int(np.count_nonzero(self.users[present] == 0))
+        self._free(present)
+        self.users[pages] = 0
+
+    def replace(self, pool_row: int, column: int, own: Int32Array, found: Int32Array) -> None:
+        """From `column` on a row has `found` pages of the tree in place of its `own` (both int32[n]). It uses those
+        now, and window pages that only its own pages have become theirs.
+        """
+        behind = max(int(self.first[pool_row]) - column, 0)
+        own, found = own[behind:], found[behind:]
+        absent = self.of[found] == 0
+        bare, giving = found[absent], own[absent]
+        self.of[bare], self._rank[bare] = self.of[giving], self._rank[giving]
+        self.users[bare] = self.users[giving]
+        self.of[giving] = self.users[giving] = 0
+        self.use(found[~absent])
+
+    def advance(
+        self, page_table: Int32Array, pool_rows: Int32Array, cached_tokens: Int32Array, computed: Int32Array
+    ) -> None:
+        """Rows have `computed` tokens, `cached_tokens` of them in the tree (all int32[n]): they let go of what lies
+        behind their windows. Private pages give their window pages back.
+        """
+        first = self.first[pool_rows]
+        ends = np.maximum(np.maximum(computed - self.kept_tokens, 0) // self.page_size, first).astype(np.int32)
+        counts = ends - first
+        total = int(counts.sum())
+        if not total:
+            return
+        self.first[pool_rows] = ends
+        columns = np.arange(total) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        pages = page_table[np.repeat(pool_rows, counts), columns]
+        private: BoolArray = columns >= np.repeat(cached_tokens // self.page_size, counts)
+        self.let_go(pages[~private])
+        gone = pages[private]
+        self.users[gone] = 0
+        self._free(gone)
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
+
+    def seat(self, pool_row: int, pages: Int32Array) -> None:
+        """A row begins behind a prefix of `pages` (int32[n]), whose tail it uses already. The hit shows that this end
+        is worth keeping.
+        """
+        self.first[pool_row] = self._seen_from(len(pages) * self.page_size)
+        self.keep_end(self.tail(pages))
+
+    def leave(self, pool_row: int, pages: Int32Array) -> None:
+        """A row ends whose first `pages` (int32[n]) are in the tree: it lets go of them, and their end is kept."""
+        used = pages[int(self.first[pool_row]) :]
+        self.keep_end(used)
+        self.let_go(used)
+
+    def coming(self, pool_row: int, pages: Int32Array, private_from: int) -> int:
+        """Window pages that will be free or evictable once a row with `pages` (int32[n]) has left; those from the index
+        `private_from` on are private.
+        """
+        shared = pages[int(self.first[pool_row]) : private_from]
+        alone = (self.of[shared] > 0) & (self.users[shared] == 1)
+        return int(np.count_nonzero(alone)) + int(np.count_nonzero(self.of[pages[private_from:]]))
+
+    def check(self, users: Int32Array) -> None:
+        """Raise AssertionError if the books are wrong; `users` (int32[num_pages + 1]): how many rows should use each
+        page. Costs time in all pages; for tests.
+        """
+        present = self.of > 0
+        assert (self.users == users).all(), f"users are miscounted at pages {np.flatnonzero(self.users != users)}"
+        assert present[self.users > 0].all(), "a row uses a window page that is not there"
+        idle = int(np.count_nonzero(present & (self.users == 0)))
+        assert idle == self.evictable, f"{idle} window pages can be evicted, {self.evictable} are counted"
+        self.allocator.check()
+        assert len(np.unique(self.of[present])) == np.count_nonzero(present), "a window page has two owners"
+        assert self.allocator.available + np.count_nonzero(present) == self.num_pages, "window pages are lost"
+
+    def _seen_from(self, tokens: int | Int64Array) -> Int64Array:
+        found: Int64Array = np.maximum(np.asarray(tokens) - (self.window - 1), 0) // self.page_size
+        return found
+
+    def _ticks(self, count: int) -> Int64Array:
+        self._tick += count
+        return np.arange(self._tick - count, self._tick, dtype=np.int64)
+
+    def _free(self, pages: Int32Array) -> None:
+        self.allocator.free(self.of[pages])
+        self.of[pages] = 0
+
+    def _evict(self, least: int) -> None:
+        """Free the window pages of at least `least` pages that the tree keeps; the pages themselves stay."""
+        idle = np.flatnonzero((self.of > 0) & (self.users == 0)).astype(np.int32)
+        count = min(max(least, self.num_pages // _BATCH_SHARE), len(idle))
+        order = np.argsort(self._rank[idle])[:count]
+        self.evictable -= count
+        self._free(idle[order])
+
+
+class WindowedAllocator(PageAllocator):
+    """A PageAllocator whose pages come and go with a window page each."""
+
+    def __init__(self, num_pages: int, windows: WindowPages) -> None:
+        super().__init__(num_pages)
+        self._windows = windows
+
+    def alloc(self, n: int) -> Int32Array:
+        """Take `n` pages; see PageAllocator. Raises OutOfPages too if there are not as many window pages."""
+        if n > self._windows.obtainable:
+            raise OutOfPages(f"{n} window pages asked for, {self._windows.obtainable} are there")
+        pages = super().alloc(n)
+        self._windows.attach(pages)
+        return pages
+
+    def free(self, pages: Int32Array) -> None:
+        """Give pages and their window pages back; see PageAllocator."""
+        super().free(pages)
+        self._windows.drop(pages)

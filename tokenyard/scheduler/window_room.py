@@ -1,0 +1,39 @@
+"""Room for newcomers in the layers with a window: what a row takes there is bounded, however long it gets."""
+
+import numpy as np
+
+from tokenyard.cache.windows import WindowPages
+from tokenyard.policy import Views
+from tokenyard.scheduler.state import SchedulerState
+
+
+class WindowRoom:
+    """How many window tokens a newcomer lacks beside what is reserved, and what victims would give."""
+
+    def __init__(self, state: SchedulerState, windows: WindowPages) -> None:
+        self._table, self._memory, self._windows = state.table, state.memory, windows
+        chunk = state.settings.chunked_prefill_size
+        chunk = min(chunk, windows.most_chunk) if chunk > 0 else windows.most_chunk
+        self._most = windows.kept_tokens + chunk + 2 * windows.page_size
+
+    def missing(self, hit: int, further: int, views: Views, chunk_rows: list[int], reserved: int) -> int:
+        """Tokens of windows that a row lacks which begins behind `hit` tokens and grows by `further`.
+
+        reserved: tokens that the admitted rows, those of `chunk_rows` among them, are expected to grow by.
+        """
+        seen = hit - self._windows.seen_from(hit) * self._windows.page_size
+        rows = np.unique(np.concatenate((views.running, views.prefilling, np.array(chunk_rows, np.int32))))
+        growing = int(np.maximum(self._most - self._table.held[rows], 0).sum())
+        need = min(seen + further, self._most) - seen
+        return need - (self._memory.free_window_tokens - min(reserved, growing))
+
+    def gained(self, victims: list[int]) -> int:
+        """Tokens of windows that become free or evictable if all `victims` leave, which no two of them count twice."""
+        table, windows, pages, shared = self._table, self._windows, 0, [np.empty(0, np.int32)]
+        for row in victims:
+            pool_row, cached = int(table.pool_row[row]), int(table.cached[row]) // windows.page_size
+            held = self._memory.pool.page_table[pool_row, : self._memory.pages_for(int(table.held[row]))]
+            pages += int(np.count_nonzero(windows.of[held[cached:]]))
+            shared.append(held[int(windows.first[pool_row]) : cached])
+        ids, counts = np.unique(np.concatenate(shared), return_counts=True)
+        return windows.page_size * (pages + int(np.count_nonzero(windows.users[ids] == counts)))
