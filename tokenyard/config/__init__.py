@@ -74,6 +74,12 @@ class Settings(DeclaredSettings):
     def _draft_tokens(self) -> int:
         return 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens
 
+    @property
+    def _window_ratio(self) -> float:
+        """Part of the KV tokens that layers with a window keep, 0 for all. KV that is moved must be whole."""
+        moved = self.disaggregation_mode != "null" or self.enable_hierarchical_cache
+        return 0.0 if moved else self.swa_full_tokens_ratio
+
     def executor_options(self) -> dict[str, Any]:
         """Keyword arguments of the executor's `load_executor`, all but the model's path."""
         common = {
@@ -90,6 +96,7 @@ class Settings(DeclaredSettings):
             "device": self.device,
             "dtype": self.dtype,
             "mem_fraction_static": self.mem_fraction_static,
+            "swa_full_tokens_ratio": self._window_ratio,
             "load_format": self.load_format,
             "threads": self.threads,
             "model_impl": self.model_impl,

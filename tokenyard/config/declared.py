@@ -108,6 +108,13 @@ class DeclaredSettings(SharedSettings):
     max_total_tokens: int | None = setting(
         None, "device", "tokens that the KV pool holds; by the memory if absent", POOL_TOKENS
     )
+    swa_full_tokens_ratio: float = setting(
+        0.8,
+        "device",
+        "KV tokens in layers with a sliding window, as a part of those in the others; with 0 they keep all tokens, as "
+        "they do where KV is moved, divided, or computed by kernels that know one pool",
+        Allowed(0, 1),
+    )
     threads: int = setting(0, "device", "CPU threads of the executor; 0 lets the library choose", Allowed(0, 4096))
     dp_size: int = setting(
         1,

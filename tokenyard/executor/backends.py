@@ -2,12 +2,14 @@
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.attention.backend import AttentionBackend
+from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec
 from tokenyard.executor.attention.gather import GatherAttention
+from tokenyard.executor.attention.grouped import GroupedAttention
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.kv_pool import KvPool
@@ -152,6 +154,11 @@ def _native_engine(
         return None, str(error)
 
 
+def parts_windows(choice: BackendChoice) -> bool:
+    """Whether the chosen kernels find the KV of layers with a window in a pool of its own."""
+    return not choice.native_model and not choice.triton
+
+
 def load_layers(
     choice: BackendChoice,
     config: ModelConfig,
@@ -175,10 +182,14 @@ def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvP
         return NativeModel(layers, pool, pages, fixed_order=choice.deterministic)
     if choice.triton:
         return _with_triton(layers, pool, pages)
-    attention: AttentionBackend = GatherAttention(pool, pages, layers.attention_spec)
-    if choice.engine is not None:
-        attention = NativeAttention(choice.engine, pool, pages, layers.attention_spec, layers.config.num_heads)
-    return TorchModel(layers, attention)
+
+    def attend(pool: KvPool, pages: PageTable, spec: AttentionSpec) -> AttentionBackend:
+        if choice.engine is None:
+            return GatherAttention(pool, pages, spec)
+        return NativeAttention(choice.engine, pool, pages, spec, layers.config.num_heads)
+
+    make = attend if pool.windows is None else partial(GroupedAttention, attend)
+    return TorchModel(layers, make(pool, pages, layers.attention_spec))
 
 
 def _with_triton(layers: Decoder, pool: KvPool, pages: PageTable) -> TorchModel:

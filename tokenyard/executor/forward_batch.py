@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenyard.base import StepPlan
+from tokenyard.base import Int32Array, StepPlan
 
 
 @dataclass(slots=True)
@@ -34,10 +34,16 @@ class ForwardBatch:
 
 
 class PageTable:
-    """int32[pool row, column] on the device: which page holds the row's tokens column * page_size and on."""
+    """int32[pool row, column] on the device: which page holds the row's tokens column * page_size and on.
 
-    def __init__(self, max_pool_rows: int, context_length: int, page_size: int, device: torch.device) -> None:
+    windows: the same for the layers with a window, where those have pages of their own.
+    """
+
+    def __init__(
+        self, max_pool_rows: int, context_length: int, page_size: int, device: torch.device, *, windows: bool = False
+    ) -> None:
         self.page_size = page_size
+        self.windows = PageTable(max_pool_rows, context_length, page_size, device) if windows else None
         self.tensor = torch.zeros(max_pool_rows, -(-context_length // page_size), dtype=torch.int32, device=device)
         # The same memory; numpy costs a small step on a CPU much less than torch.
         self._host = self.tensor.numpy() if device.type == "cpu" else None
@@ -46,10 +52,15 @@ class PageTable:
         """Apply the page writes of a plan."""
         if not len(plan.page_ids):
             return
+        self._write(plan, plan.page_ids)
+        if self.windows is not None:
+            self.windows._write(plan, plan.window_ids)
+
+    def _write(self, plan: StepPlan, page_ids: Int32Array) -> None:
         if self._host is not None:
-            self._host[plan.page_rows, plan.page_columns] = plan.page_ids
+            self._host[plan.page_rows, plan.page_columns] = page_ids
         else:
-            columns = upload((plan.page_rows, plan.page_columns, plan.page_ids), self.tensor.device)
+            columns = upload((plan.page_rows, plan.page_columns, page_ids), self.tensor.device)
             self.tensor[columns[0], columns[1]] = columns[2].to(torch.int32)
 
     def slots(self, pool_rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

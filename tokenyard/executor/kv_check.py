@@ -83,7 +83,8 @@ class _Group:
         columns = positions // size
         if end > self._page_table.shape[1] * size or not self._page_table[pool_row, columns].all():
             raise KvMismatchError(f"step {step}: row {pool_row} has no page for some of its {end} tokens")
-        return self._page_table[pool_row, columns].astype(np.int64) * size + positions % size
+        slots: npt.NDArray[np.int64] = self._page_table[pool_row, columns].astype(np.int64) * size + positions % size
+        return slots
 
 
 class KvCheck:

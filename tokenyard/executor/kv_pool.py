@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import torch
 
-from tokenyard.base import ConfigError, Int32Array, KvPieces
+from tokenyard.base import ConfigError, Int32Array, KvPieces, WindowGroup
 from tokenyard.executor.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -16,21 +16,39 @@ HUGE_PAGE_BYTES = 2 << 20
 MADV_HUGEPAGE = 14
 CPU_DEFAULT_TOKENS = 32768
 CPU_DEFAULT_BYTES = 1 << 30
+LEAST_WINDOW_TOKENS, LEAST_WINDOW_PAGES = 128, 8
+"""What a pool of windows has at least beside two windows, so that a prompt can be computed in chunks."""
 
 
 class KvPool:
     """Keys and values of all tokens in the cache: [layer, 2, slot, kv head, head_dim].
 
     slot = page * page_size + offset. Page 0 is padding: padded positions read and write it, requests never own it.
+    windows: the pool of the layers with a window where these have one of their own. Layers count within their pool.
     """
 
     def __init__(
-        self, config: ModelConfig, num_pages: int, page_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        windows: WindowGroup | None = None,
+        layers: int | None = None,
     ) -> None:
+        """layers: how many the pool is for; all if None, less those with a window where `windows` says how many pages
+        these have.
+        """
         self.num_pages = num_pages
         self.page_size = page_size
+        self.windows: KvPool | None = None
+        if windows is not None:
+            local = window_layers(config)
+            self.windows = KvPool(config, windows.num_pages, page_size, device, dtype, layers=local)
+            layers = config.num_layers - local
         slots = (num_pages + 1) * page_size
-        shape = (config.num_layers, 2, slots, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers if layers is None else layers, 2, slots, config.num_kv_heads, config.head_dim)
         self.tensor = torch.empty(shape, device=device, dtype=dtype)
         if device.type == "cpu":
             advise_huge_pages(self.tensor)
@@ -43,7 +61,12 @@ class KvPool:
         return self._layers[index]
 
     def pieces(self, pages: Int32Array) -> KvPieces:
-        """Say where the KV of pages lies: a piece per layer for keys and one for values, in that order."""
+        """Say where the KV of pages lies: a piece per layer for keys and one for values, in that order.
+
+        Raises ConfigError where layers with a window have a pool of their own, which has not all of a page's tokens.
+        """
+        if self.windows is not None:
+            raise ConfigError("KV of layers with a window cannot be moved; set --swa-full-tokens-ratio 0")
         page_bytes = self.page_size * self.tensor.stride(2) * self.tensor.itemsize
         planes = np.arange(2 * len(self.tensor)) * (self.tensor.stride(1) * self.tensor.itemsize)
         begin = self.tensor.data_ptr() + planes
@@ -69,6 +92,26 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.kv_values_per_token * dtype.itemsize
 
 
+def window_layers(config: ModelConfig) -> int:
+    """How many layers have a window."""
+    return sum(window > 0 for window in config.windows)
+
+
+def choose_window_group(config: ModelConfig, num_pages: int, page_size: int, ratio: float) -> WindowGroup | None:
+    """Return the group of the layers with a window beside a pool of `num_pages`, None where all layers keep all tokens.
+
+    ratio: of its pages to those of the others (SGLang's swa_full_tokens_ratio), 0 for no group. A model with windows of
+    several sizes has one group, as if all were the largest. There is none either in a pool that hardly holds two
+    windows.
+    """
+    window = max(config.windows)
+    if not ratio or not window:
+        return None
+    least = -(-(2 * window + LEAST_WINDOW_TOKENS) // page_size) + LEAST_WINDOW_PAGES
+    pages = max(int(ratio * num_pages), least)
+    return WindowGroup(window, pages) if pages < num_pages else None
+
+
 def choose_num_pages(
     config: ModelConfig,
     *,
@@ -78,16 +121,21 @@ def choose_num_pages(
     max_total_tokens: int | None,
     mem_fraction_static: float,
     sharing: int = 1,
+    window_ratio: float = 0.0,
 ) -> int:
     """Return how many usable pages the pool gets.
 
     `max_total_tokens` decides where given. Else a CUDA device gives what is free now, with the weights loaded, less
     the share `1 - mem_fraction_static` of all its memory, which is left to activations (SGLang's rule); a CPU gives a
-    modest fixed amount. Of either, `sharing` processes on the same device get equal parts.
+    modest fixed amount. Of either, `sharing` processes on the same device get equal parts. window_ratio: the layers
+    with a window keep only this part of the tokens, 0 for all.
 
     Raises ConfigError if not even one page fits.
     """
     per_token = kv_bytes_per_token(config, dtype)
+    if window_ratio and any(config.windows):
+        local = per_token * window_layers(config) // config.num_layers
+        per_token = max(per_token - local + int(local * window_ratio), 1)
     if max_total_tokens is None:
         max_total_tokens = _default_tokens(per_token, device, mem_fraction_static, sharing)
     num_pages = max_total_tokens // page_size

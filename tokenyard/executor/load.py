@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo
-from tokenyard.executor.backends import BackendChoice, choose_backends, load_layers, make_model
+from tokenyard.executor.backends import BackendChoice, choose_backends, load_layers, make_model, parts_windows
 from tokenyard.executor.drafts import NgramDrafter
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.gguf_file.folder import LINK
@@ -15,7 +15,7 @@ from tokenyard.executor.gguf_file.weights import GgufWeights
 from tokenyard.executor.graphs import DEFAULT_LARGEST, record_steps
 from tokenyard.executor.graphs import why_not as why_not_record
 from tokenyard.executor.hub import find_model
-from tokenyard.executor.kv_pool import KvPool, choose_num_pages, kv_bytes_per_token
+from tokenyard.executor.kv_pool import KvPool, choose_num_pages, choose_window_group, kv_bytes_per_token
 from tokenyard.executor.lora import Adapters, AdapterSlots, TorchSlots
 from tokenyard.executor.models.backend import ModelBackend, TorchModel
 from tokenyard.executor.models.config import ModelConfig
@@ -62,6 +62,7 @@ def load_executor(
     deterministic: bool = False,
     disable_cuda_graph: bool = False,
     cuda_graph_max_bs: int | None = None,
+    swa_full_tokens_ratio: float = 0.0,
     draft_tokens: int = 0,
     lora_slots: int = 0,
     lora_rank: int = 16,
@@ -77,12 +78,13 @@ def load_executor(
     model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
     and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend,
     quantization, deterministic: see choose_backends. disable_cuda_graph, cuda_graph_max_bs: whether decode steps are
-    recorded, and of how many rows at most, None for the executor's choice (see graphs). draft_tokens: most drafts of a
-    row for one step, by prompt lookup; 0 for none. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and
-    their largest rank. rank, ranks: data-parallel rank, of how many on this machine: CUDA devices are taken in turn
-    where `device` names none, and memory is shared by the ranks on one device. part: what of the model is loaded, None
-    for all; `make` puts the executor together (see `parallel.leader`). Raises ConfigError, in one line, for whatever
-    does not fit.
+    recorded, and of how many rows at most, None for the executor's choice (see graphs). swa_full_tokens_ratio: see
+    choose_window_group; models that are divided, or computed by other kernels than torch's, keep all tokens in all
+    layers. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none. lora_slots, lora_rank: most
+    LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-parallel rank, of how many on this
+    machine: CUDA devices are taken in turn where `device` names none, and memory is shared by the ranks on one device.
+    part: what of the model is loaded, None for all; `make` puts the executor together (see `parallel.leader`). Raises
+    ConfigError, in one line, for whatever does not fit.
     """
     target, sharing = _device_of_rank(device, rank, ranks, part)
     if target.type == "cuda":
@@ -106,6 +108,8 @@ def load_executor(
     if lora_slots:
         slots = _adapter_slots(layers, config, lora_slots, lora_rank, target, kind)
         adapters = Adapters(config, slots, lora_slots, lora_rank, max_pool_rows)
+    parted = part is None and parts_windows(choice) and 0 < max(config.windows) < length
+    ratio = swa_full_tokens_ratio if parted else 0.0
     num_pages = choose_num_pages(
         config,
         page_size=page_size,
@@ -114,6 +118,7 @@ def load_executor(
         max_total_tokens=max_total_tokens,
         mem_fraction_static=mem_fraction_static,
         sharing=sharing,
+        window_ratio=ratio,
     )
     info = ExecutorInfo(
         model=model_path,
@@ -128,11 +133,12 @@ def load_executor(
         kv_bytes_per_token=kv_bytes_per_token(whole, kind),
         kernels=choice.kernels,
         adapter_bytes=adapters.slots.slot_bytes if adapters is not None else 0,
+        windows=choose_window_group(config, num_pages, page_size, ratio),
     )
     if part is not None:
         info = part.agree(info)
     pool = _make_pool(config, info, target, kind)
-    pages = PageTable(max_pool_rows, length, page_size, target)
+    pages = PageTable(max_pool_rows, length, page_size, target, windows=info.windows is not None)
     drafter = NgramDrafter(draft_tokens) if draft_tokens else None
     drawer = NativeDrawer(choice.engine, config.vocab_size) if choice.engine is not None else None
     model: ModelBackend = make_model(choice, layers, pool, pages)
@@ -283,7 +289,7 @@ def _open_weights(
 
 def _make_pool(config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype) -> KvPool:
     try:
-        return KvPool(config, info.num_pages, info.page_size, device, dtype)
+        return KvPool(config, info.num_pages, info.page_size, device, dtype, info.windows)
     except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no error of their own for it
         tokens = info.num_pages * info.page_size
         raise ConfigError(
