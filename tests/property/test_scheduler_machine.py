@@ -251,5 +251,5 @@ class WindowedMachine(SchedulerMachine):
             windows.MARGIN_TOKENS = MARGIN_TOKENS
 
 
-WindowedMachine.TestCase.settings = SchedulerMachine.TestCase.settings
+WindowedMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(60))
 TestWindowedMachine = WindowedMachine.TestCase
