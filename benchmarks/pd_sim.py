@@ -1,0 +1,184 @@
+"""Does it pay to let some engines only prefill? x prefill and y decode engines against x + y that do both.
+
+    python -m benchmarks.pd_sim [--engines 4] [--jobs N] [--found FILE.json] [--chart OUT.svg]
+
+All in virtual time, with the scheduler, router and transfer protocol of the server. Both sides have the same number of
+devices, the same settings (policy slo, prefix cache on) and the same traffic. Goodput is the largest rate of requests
+at which 90 % of the first few hundred requests of a trace meet their targets, found by bisection over the speed of the
+trace. Every split of the engines is tried at 100 Gbit/s, the best one at the other speeds as well (so the rates of both
+sides are matched as far as whole engines can), and with engines that decide for each request (mode both). Figures do
+not depend on the load of the machine. `--found` keeps what was found, so that a search that was broken off goes on.
+"""
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from benchmarks.simulator_speed import AZURE
+from tokenyard.config import Settings
+from tokenyard.cost import get_profile
+from tokenyard.sim.charts import Chart, picture
+from tokenyard.sim.engine import Setup
+from tokenyard.sim.kv.settings import Apart
+from tokenyard.sim.reading import ReadOptions
+from tokenyard.sim.traces import read_trace
+from tokenyard.sim.trial import Option, Traffic, Trial, attained
+
+MOONCAKE = AZURE.parents[1] / "mooncake/conversation_trace.jsonl.gz"
+TARGET, PRECISION, STRIDE, LEAST_RATE = 0.9, 0.03, 1.4, 0.05
+LINKS, USUAL_LINK = (10.0, 100.0, 400.0), 100.0
+REQUESTS = {"mooncake": 300, "azure": 1200}
+FIRST_RATE = {"mooncake": 0.8, "azure": 12.0}
+"""Requests a second and engine at which the search begins."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is served, on which device, and within which time per token."""
+
+    trace: str
+    file: str
+    device: str
+    tpot_ms: float
+    engines: int
+
+    @property
+    def name(self):
+        return f"{self.trace}, {self.device}, {self.tpot_ms:g} ms a token"
+
+
+@cache
+def workload_of(trace, file):
+    """The first requests of a trace, at a rate of one a second."""
+    found = read_trace(Path(file), trace, ReadOptions(limit=REQUESTS[trace]))
+    return found.scaled(float(found.arrival_s[-1]) / len(found))
+
+
+def setup_of(case, apart):
+    """One side of a comparison."""
+    workload = workload_of(case.trace, case.file)
+    context = workload.max_prompt_tokens + workload.max_output_tokens + 1
+    profile = get_profile(case.device, "llama-3-8b")
+    settings = replace(
+        Settings(page_size=profile.page_size).scheduler_settings(context_length=context),
+        schedule_policy="slo",
+        slo_tpot_ms=case.tpot_ms,
+    )
+    return Setup(profile, settings, router="predicted_ttft", apart=apart)
+
+
+def goodput(case, apart):
+    """The largest rate, in requests a second, at which `TARGET` of the requests meet their targets."""
+    replicas = case.engines - (0 if apart is None else apart.prefill_replicas)
+    option, workload = Option(setup_of(case, apart), "slo", None, replicas), workload_of(case.trace, case.file)
+
+    def meets(rate):
+        return attained(workload, Trial(option, replicas, Traffic(0, len(workload), rate=rate)), TARGET) >= TARGET
+
+    rate = FIRST_RATE[case.trace] * case.engines
+    low, high = 0.0, float("inf")
+    while high > low * (1.0 + PRECISION) and rate > LEAST_RATE:
+        low, high = (rate, high) if meets(rate) else (low, rate)
+        rate = low * STRIDE if high == float("inf") else high / STRIDE if not low else (low * high) ** 0.5
+    return low
+
+
+def apart_of(kind):
+    """(prefill engines, link, mode) as a setting; None for engines that do both."""
+    return None if kind is None else Apart(kind[0], mode=kind[2], link_gbit=kind[1])
+
+
+def task(arguments):
+    case, kind = arguments
+    return case, kind, goodput(case, apart_of(kind))
+
+
+def run(cases, jobs, out):
+    """All goodputs: {case: {kind: requests a second}}; those in `out` are not searched again, new ones are added."""
+    done = json.loads(out.read_text()) if out is not None and out.exists() else {}
+
+    def search(wanted):
+        missing = [(case, kind) for case, kind in wanted if str(kind) not in done.get(case.name, {})]
+        with ProcessPoolExecutor(jobs) as pool:
+            for case, kind, rate in pool.map(task, missing):
+                done.setdefault(case.name, {})[str(kind)] = rate
+                print(f"{case.name}: {kind}: {rate:.2f} requests/s", file=sys.stderr, flush=True)
+                if out is not None:
+                    out.write_text(json.dumps(done, indent=1) + "\n")
+
+    splits = [(count, USUAL_LINK, "decode") for count in range(1, cases[0].engines)]
+    search([(case, kind) for case in cases for kind in (None, *splits)])
+    best = {case: max(splits, key=lambda kind: done[case.name][str(kind)]) for case in cases}
+    more = [(case, (best[case][0], link, "decode")) for case in cases for link in LINKS if link != USUAL_LINK]
+    search([*more, *((case, (best[case][0], USUAL_LINK, "both")) for case in cases)])
+    return done, best
+
+
+def table(cases, done, best):
+    """The table, in Markdown."""
+    print("| trace | device | TPOT target ms | do both, req/s | best split | ", end="")
+    print(" | ".join(f"{link:g} Gbit/s" for link in LINKS), "| both modes, 100 | other splits, 100 |")
+    print("|" + " --- |" * 3 + " ---: |" * (len(LINKS) + 4))
+    for case in cases:
+        rates, split = done[case.name], best[case]
+        alone = rates["None"]
+        shown = [gain(rates[str((split[0], link, "decode"))], alone) for link in LINKS]
+        both = gain(rates[str((split[0], USUAL_LINK, "both"))], alone)
+        others = [
+            f"{count}P{case.engines - count}D {gain(rates[str((count, USUAL_LINK, 'decode'))], alone)}"
+            for count in range(1, case.engines)
+            if count != split[0]
+        ]
+        name = f"{split[0]}P{case.engines - split[0]}D"
+        cells = [case.trace, case.device, f"{case.tpot_ms:g}", f"{alone:.2f}", name, *shown, both, ", ".join(others)]
+        print("| " + " | ".join(cells) + " |")
+
+
+def gain(rate, alone):
+    """A goodput beside that of engines that do both."""
+    return f"{rate:.2f} ({100 * (rate / alone - 1):+.0f} %)" if alone else f"{rate:.2f}"
+
+
+def chart_of(cases, done, best):
+    """Goodput of the best split over that of engines that do both, against the speed of the links."""
+    chart = Chart("Prefill and decode apart: goodput over the same number of engines that do both", "Gbit/s of each "
+        "engine's link", "gain (%)", x_log=True)  # fmt: skip
+    for case in cases:
+        rates = done[case.name]
+        gains = [100.0 * (rates[str((best[case][0], link, "decode"))] / rates["None"] - 1.0) for link in LINKS]
+        chart.line(LINKS, gains, case.name)
+    chart.line([LINKS[0], LINKS[-1]], [0.0, 0.0], "engines that do both", dashed=True)
+    return chart
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mooncake", default=str(MOONCAKE))
+    parser.add_argument("--azure", default=str(AZURE))
+    parser.add_argument("--traces", default="mooncake,azure")
+    parser.add_argument("--devices", default="h100,h200")
+    parser.add_argument("--tpot-ms", default="50,15")
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--found", type=Path)
+    parser.add_argument("--chart", type=Path)
+    args = parser.parse_args()
+    cases = [
+        Case(trace, getattr(args, trace), device, float(tpot_ms), args.engines)
+        for trace in args.traces.split(",")
+        for device in args.devices.split(",")
+        for tpot_ms in args.tpot_ms.split(",")
+    ]
+    done, best = run(cases, args.jobs, args.found)
+    table(cases, done, best)
+    if args.chart is not None:
+        args.chart.write_text(picture([chart_of(cases, done, best)]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
