@@ -25,15 +25,18 @@ from tokenyard.cost import get_profile
 from tokenyard.sim.charts import Chart, picture
 from tokenyard.sim.engine import Setup
 from tokenyard.sim.kv.settings import Apart
+from tokenyard.sim.outcome import FINISHED, REJECTED
 from tokenyard.sim.reading import ReadOptions
+from tokenyard.sim.run import Run
 from tokenyard.sim.traces import read_trace
-from tokenyard.sim.trial import Option, Traffic, Trial, attained
+from tokenyard.sim.trial import Option, Traffic
 
 MOONCAKE = AZURE.parents[1] / "mooncake/conversation_trace.jsonl.gz"
-TARGET, PRECISION, STRIDE, LEAST_RATE = 0.9, 0.03, 1.4, 0.05
+LOOK = 16
+TARGET, PRECISION, STRIDE, LEAST_RATE = 0.9, 0.04, 1.25, 0.05
 LINKS, USUAL_LINK = (10.0, 100.0, 400.0), 100.0
-REQUESTS = {"mooncake": 300, "azure": 1200}
-FIRST_RATE = {"mooncake": 0.8, "azure": 12.0}
+REQUESTS = {"mooncake": 300, "azure": 2000}
+FIRST_RATE = {"mooncake": 1.5, "azure": 24.0}
 """Requests a second and engine at which the search begins."""
 
 
@@ -72,20 +75,30 @@ def setup_of(case, apart):
     return Setup(profile, settings, router="predicted_ttft", apart=apart)
 
 
-def goodput(case, apart):
-    """The largest rate, in requests a second, at which `TARGET` of the requests meet their targets."""
+def goodput(case, apart, rate):
+    """The largest rate, in requests a second, at which `TARGET` of the requests meet their targets, from `rate` on."""
     replicas = case.engines - (0 if apart is None else apart.prefill_replicas)
     option, workload = Option(setup_of(case, apart), "slo", None, replicas), workload_of(case.trace, case.file)
 
     def meets(rate):
-        return attained(workload, Trial(option, replicas, Traffic(0, len(workload), rate=rate)), TARGET) >= TARGET
+        run = Run(Traffic(0, len(workload), rate=rate).of(workload), option.fleet(replicas))
+        allowed = (1.0 - TARGET) * len(workload)
+        for come in run.until_end():
+            if come % LOOK == 0 and misses(run) > allowed:
+                return False
+        return misses(run) <= allowed
 
-    rate = FIRST_RATE[case.trace] * case.engines
     low, high = 0.0, float("inf")
     while high > low * (1.0 + PRECISION) and rate > LEAST_RATE:
         low, high = (rate, high) if meets(rate) else (low, rate)
         rate = low * STRIDE if high == float("inf") else high / STRIDE if not low else (low * high) ** 0.5
     return low
+
+
+def misses(run):
+    """Requests that have ended without meeting their targets."""
+    outcome = run.so_far
+    return int(((outcome.status == REJECTED) | ((outcome.status == FINISHED) & ~outcome.met)).sum())
 
 
 def apart_of(kind):
@@ -94,8 +107,8 @@ def apart_of(kind):
 
 
 def task(arguments):
-    case, kind = arguments
-    return case, kind, goodput(case, apart_of(kind))
+    case, kind, rate = arguments
+    return case, kind, goodput(case, apart_of(kind), rate)
 
 
 def run(cases, jobs, out):
@@ -103,7 +116,11 @@ def run(cases, jobs, out):
     done = json.loads(out.read_text()) if out is not None and out.exists() else {}
 
     def search(wanted):
-        missing = [(case, kind) for case, kind in wanted if str(kind) not in done.get(case.name, {})]
+        missing = [
+            (case, kind, done.get(case.name, {}).get("None") or FIRST_RATE[case.trace] * case.engines)
+            for case, kind in wanted
+            if str(kind) not in done.get(case.name, {})
+        ]
         with ProcessPoolExecutor(jobs) as pool:
             for case, kind, rate in pool.map(task, missing):
                 done.setdefault(case.name, {})[str(kind)] = rate
@@ -112,7 +129,8 @@ def run(cases, jobs, out):
                     out.write_text(json.dumps(done, indent=1) + "\n")
 
     splits = [(count, USUAL_LINK, "decode") for count in range(1, cases[0].engines)]
-    search([(case, kind) for case in cases for kind in (None, *splits)])
+    search([(case, None) for case in cases])
+    search([(case, kind) for case in cases for kind in splits])
     best = {case: max(splits, key=lambda kind: done[case.name][str(kind)]) for case in cases}
     more = [(case, (best[case][0], link, "decode")) for case in cases for link in LINKS if link != USUAL_LINK]
     search([*more, *((case, (best[case][0], USUAL_LINK, "both")) for case in cases)])

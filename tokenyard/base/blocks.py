@@ -5,8 +5,10 @@ name everywhere. Equal digests mean equal tokens from the root on, in one name s
 caching by hashed blocks (Kwon et al. 2023), here with 16 bytes of BLAKE2b (RFC 7693).
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +50,13 @@ def chain(parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
         parent = blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
     return digests
+
+
+def touch_all(order: OrderedDict[bytes, Any], digests: list[bytes]) -> None:
+    """Move `digests` to the young end, so that of a chain of blocks the last one is evicted first."""
+    for digest in reversed(digests):
+        if digest in order:
+            order.move_to_end(digest)
 
 
 def tokens_per_block(page_size: int) -> int:

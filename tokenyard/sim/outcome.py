@@ -21,7 +21,8 @@ from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE
 from tokenyard.sim.drafts import Speculation
 from tokenyard.sim.fleet import Fleet
 from tokenyard.sim.kv.figures import Transfers
-from tokenyard.sim.kv.settings import Apart
+from tokenyard.sim.kv.settings import Apart, Tiers
+from tokenyard.sim.kv.tiers import TierCounters
 from tokenyard.sim.workload import Workload
 
 UNFINISHED, FINISHED, REJECTED = 0, 1, 2
@@ -65,6 +66,7 @@ class Setup:
     correct it. Each of `replicas` engines has `dp_size` ranks, schedulers with a device of their own, which share the
     engine's `settings` as in a server.
     apart: further engines that compute prompts for these; their numbers follow those of the replicas.
+    tiers: below each scheduler's device.
     `host_s` is CPU time per step; overlap is `settings.max_in_flight` 2. `kv_pool_tokens` None takes the
     profile's pool. With `oracle` each request asks for as many tokens as it will get. No `speculation`,
     no drafts.
@@ -84,6 +86,7 @@ class Setup:
     fleet: Fleet = field(default_factory=Fleet)
     apart: Apart | None = None
     speculation: Speculation | None = None
+    tiers: Tiers | None = None
 
     @property
     def slo(self) -> SloTargets:
@@ -150,8 +153,8 @@ class Outcome:
     status: int32[n], UNFINISHED, FINISHED or REJECTED. Times in ns from the start of the trace, 0 where a stage was
     never reached; sent_ns is when it left the router, arrivals are those of `workload`. unloaded_s: float64[n], see
     `unloaded_prefill_s`. place: int32[n], the scheduler that served it, -1 for none: rank r of replica e is number
-    e * dp_size + r. schedulers: what each did. transfers: with prefill engines, what was moved. policy_note: why
-    another policy than the configured one decided; "" if it did not.
+    e * dp_size + r. schedulers: what each did. transfers: with prefill engines, what was moved. tiers: what went down
+    and up. policy_note: why another policy than the configured one decided; "" if it did not.
     """
 
     workload: Workload
@@ -175,6 +178,7 @@ class Outcome:
     decision_hash: str = ""
     predicted_cached_tokens: int = 0
     transfers: Transfers | None = None
+    tiers: TierCounters | None = None
 
     @property
     def replica(self) -> Int32Array:

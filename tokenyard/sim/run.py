@@ -8,7 +8,7 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
 
-from tokenyard.base import NS_PER_S, ConfigError, Event, ExecutorInfo, Finish, Request
+from tokenyard.base import NS_PER_S, ConfigError, Event, ExecutorInfo, Finish, Request, Submit
 from tokenyard.base.version import __version__
 from tokenyard.cost import unloaded_prefill_s
 from tokenyard.policy.adaptive import Adaptive
@@ -20,6 +20,7 @@ from tokenyard.sim.drafts import SimDrafter
 from tokenyard.sim.fleet import Fault, Fleet
 from tokenyard.sim.kv.network import Network, Sizes
 from tokenyard.sim.kv.routing import ApartRouting
+from tokenyard.sim.kv.tiers import SimTiers, TierCounters
 from tokenyard.sim.outcome import (
     FINISHED,
     REJECTED,
@@ -111,6 +112,8 @@ class Run:
             self.at(at_ns, partial(self._happen, happening))
         if self._kv is not None:
             self._connect(self._kv)
+        below = range(setup.schedulers if setup.tiers is not None and not setup.settings.disable_radix_cache else 0)
+        self._tiers = [self._make_tiers(number) for number in below]
         self._arrivals = Arrivals(workload, window)
         self._sweep_ns = NEVER_NS
         self._tells_use = setup.dp_size > 1 and shares_tenants(setup.settings)
@@ -130,6 +133,23 @@ class Run:
             beside = Places(count, 1, True, room, [last.num_pages * last.page_size] * count, setup.settings)
             return ApartRouting(apart, places, beside, setup.fleet, setup.seed, self._send, self._refuse)
         return Routing(setup.router, places, setup.fleet, setup.seed, self._send, self._refuse)
+
+    def _make_tiers(self, number: int, before: SimTiers | None = None) -> SimTiers:
+        """The tiers below a scheduler. What an earlier life of it left on disk is there."""
+        setup, engine = self._setup, number // self._setup.dp_size
+        assert setup.tiers is not None
+        core, info = self._units[number].replica.scheduler, executor_info(setup, engine)
+        disk = None if before is None else before.disk
+        return SimTiers(setup.tiers, core, info, setup.belief(engine), partial(self.apply, number), self.at, disk)
+
+    def _move_kv(self, number: int, now: int) -> None:
+        """Have moved what a scheduler wants loaded, stored or handed over."""
+        moves = self._units[number].replica.scheduler.drain_transfers()
+        if self._tiers:
+            moves = self._tiers[number].take(moves, now)
+        if self._kv is not None:
+            self._kv.turned(number, moves, now)
+        self._note_due(number)
 
     def _make_network(self) -> Network | None:
         setup = self._setup
@@ -153,9 +173,14 @@ class Run:
         heappush(self._schedule, (when_ns, next(self._order), call))
 
     def apply(self, number: int, event: Event, now: int) -> None:
-        """An event enters scheduler `number`."""
-        unit = self._units[number]
+        """An event enters scheduler `number`, or waits at its door while that stands still."""
+        unit, until = self._units[number], self._stopped.get(number, 0)
+        if now < until:
+            self.at(until, lambda at: self.apply(number, event, at) if self._units[number] is unit else None)
+            return
         unit.driver.meet(now)
+        if self._tiers and isinstance(event, Submit):
+            event = Submit(self._tiers[number].submitted(event.request, now))
         unit.replica.take_in(event, now)
         self._note_due(number)
 
@@ -168,9 +193,10 @@ class Run:
         answers = engine < setup.replicas
         routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None and cached
         settings = setup.settings_of(rank)
-        # No store below the device is simulated.
         settings = replace(
-            settings, enable_kv_events=by_events or settings.enable_kv_events, enable_hierarchical_cache=False
+            settings,
+            enable_kv_events=by_events or settings.enable_kv_events,
+            enable_hierarchical_cache=setup.tiers is not None and cached,
         )
         origin = Origin(settings, info, setup.belief(engine), setup.learn)
         replica = Replica(
@@ -192,9 +218,14 @@ class Run:
             return None
         return SimDrafter(speculation, speculation.marks(len(self._workload), self._setup.seed), info.max_pool_rows)
 
+    @property
+    def _by_turns(self) -> bool:
+        """Whether schedulers have to have their turns in the order of time, as they meet; one alone need not."""
+        return self._routing is not None or self._workload.follows is not None or bool(self._tiers)
+
     def until_end(self) -> Iterator[int]:
         """Let everything happen. Yields the number of requests that came before each."""
-        alone = self._units[0] if self._routing is None and self._workload.follows is None else None
+        alone = None if self._by_turns else self._units[0]
         while True:
             at_ns = min(self._arrivals.next_ns, self._schedule[0][0] if self._schedule else NEVER_NS, self._sweep_ns)
             if alone is not None:
@@ -215,8 +246,8 @@ class Run:
             driver.turn()
             self._note_due(number)
             self._move(due_ns)
-            if self._kv is not None:
-                self._kv.turned(number, due_ns)
+            if self._kv is not None or self._tiers:
+                self._move_kv(number, due_ns)
             if self._routing is not None and self._routing.room:
                 self._serve(due_ns)
             return True
@@ -279,12 +310,14 @@ class Run:
         if self._kv is not None:
             partner = self._routing.partner[request.number] if isinstance(self._routing, ApartRouting) else -1
             request = self._kv.submitted(number, request, partner, now)
+        if self._tiers:
+            request = self._tiers[number].submitted(request, now)
         unit.replica.submit(request, now)
         if unit.adapter is not None:
             unit.adapter.submitted(request, now)
         if self._engines_choose:
             unit.replica.drain(now)
-        if self._routing is not None or self._workload.follows is not None:
+        if self._by_turns:
             self._note_due(number)
 
     def _move(self, now: int) -> None:
@@ -347,6 +380,9 @@ class Run:
                 self._ended[number].append(self._units[number].replica)
                 self._stopped.pop(number, None)
                 self._units[number] = self._unit(number, None, None)
+                if self._tiers:
+                    self._tiers[number].alive = False
+                    self._tiers[number] = self._make_tiers(number, self._tiers[number])
                 if self._kv is not None:
                     self._kv.killed(number, self._units[number].replica.scheduler, now)
             if routed:
@@ -381,6 +417,8 @@ class Run:
     def _note_finish(self, number: int, finish: Finish) -> None:
         """Request `finish.number` has ended at scheduler `number`."""
         outcome, index = self._outcome, finish.number
+        if self._tiers:
+            self._tiers[number].ended(finish.number)
         if self._kv is not None:
             self._kv.finished(number, finish, self._units[number].replica.now)
             if number >= self._setup.replicas:
@@ -424,6 +462,10 @@ class Run:
         lives = [[*ended, replica] for ended, replica in zip(self._ended, replicas, strict=True)]
         outcome.schedulers = [_run_of(one) for one in lives]
         outcome.sim_seconds = max(replica.now for replica in replicas) / NS_PER_S
+        if self._tiers:
+            outcome.tiers = TierCounters()
+            for unit, tiers in zip(self._units, self._tiers, strict=True):
+                outcome.tiers.add(tiers.close(unit.replica.scheduler.snapshot(unit.replica.now).unstored_tokens))
         if self._kv is not None:
             outcome.transfers = self._kv.close()
         if self._routing is not None:

@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 
 from tokenyard.base import ConfigError
-from tokenyard.base.blocks import DIGEST_BYTES
+from tokenyard.base.blocks import DIGEST_BYTES, touch_all
 from tokenyard.transfer.checksum import Checksum
-from tokenyard.transfer.store import PADDED, Block, BlockFormat, StoreCounters, StoreFullError, padded, touch_all
+from tokenyard.transfer.store import PADDED, Block, BlockFormat, StoreCounters, StoreFullError, padded
 
 MAGIC, SLOT_MAGIC = b"TYKVSLAB", b"SLOT"
 VERSION = 1

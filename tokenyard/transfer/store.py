@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.base import TokenyardError
+from tokenyard.base.blocks import touch_all
 
 Block = npt.NDArray[np.uint8]
 """The KV of a block, uint8[block_bytes], laid out as `layout.PoolView` says, and zeros up to `padded` bytes."""
@@ -165,10 +166,3 @@ class MemoryStore:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def touch_all(order: OrderedDict[bytes, Any], digests: list[bytes]) -> None:
-    """Move `digests` to the young end, so that of a chain of blocks the last one is evicted first."""
-    for digest in reversed(digests):
-        if digest in order:
-            order.move_to_end(digest)

@@ -40,14 +40,13 @@ from tokenyard.scheduler.lifecycle import Gate
 from tokenyard.scheduler.state import first_belief
 from tokenyard.tape.recorder import Core
 from tokenyard.transfer.layout import PoolView, map_pages
+from tokenyard.transfer.protocol.deciding import load_patience_s
 from tokenyard.transfer.slab import SlabStore
 from tokenyard.transfer.store import Block, BlockFormat, BlockStore, block_buffer
 
 logger = logging.getLogger(__name__)
 
 READERS = 2
-LONGEST_WAIT_S = 60.0
-"""Policy wait_complete waits no longer either."""
 STUCK_NS = 5 * NS_PER_S
 """A block whose writing takes longer makes the pages of all stores free again."""
 FLUSH_S = 3.5
@@ -354,10 +353,8 @@ class KvTiers:
     def _patience_ns(self, tokens: int) -> int:
         """How long KV of so many tokens is waited for: once until it is ready, and once until it is in its pages."""
         config = self._config
-        patience_s = config.timeout_s + config.timeout_per_1k_tokens_s * tokens / 1000
-        if config.prefetch_policy == "wait_complete":
-            patience_s = max(patience_s, LONGEST_WAIT_S)
-        return round(patience_s * NS_PER_S)
+        per_1k_s = config.timeout_per_1k_tokens_s
+        return round(load_patience_s(config.prefetch_policy, config.timeout_s, per_1k_s, tokens) * NS_PER_S)
 
     def _read_all(self) -> None:
         block = block_buffer(self._block_bytes)

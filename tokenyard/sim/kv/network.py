@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tokenyard.base import NS_PER_S, Arrived, Cancel, CostModel, Event, Finish, Request, SamplingParams, Submit
+from tokenyard.base import NS_PER_S, Arrived, Cancel, CostModel, Event, Finish, Move, Request, SamplingParams, Submit
 from tokenyard.sim.content import EOS_TOKEN
 from tokenyard.sim.kv.figures import Transfers
 from tokenyard.sim.kv.links import Wire, carry
@@ -239,10 +239,10 @@ class Network:
 
     # ---- what schedulers say ---------------------------------------------------------------------------------------
 
-    def turned(self, number: int, now: int) -> None:
-        """A scheduler has had its turn."""
+    def turned(self, number: int, moves: list[Move], now: int) -> None:
+        """A scheduler has had its turn, and wants `moves`."""
         node = self._nodes[number]
-        for load in node.moves(now):
+        for load in node.take(moves, now):
             self._apply(node, Arrived(load.number, load.start), now)
         self._act(node, now)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tokenyard.base import CostModel, Finish, Handover, Load, Request, StepWork
+from tokenyard.base import CostModel, Finish, Handover, Load, Move, Request, StepWork
 from tokenyard.base.blocks import BLOCK_TOKENS
 from tokenyard.sim.kv.links import Wire
 from tokenyard.tape.recorder import Core
@@ -79,10 +79,10 @@ class Node:
         """Uncached tokens below which nobody is asked."""
         return max(BLOCK_TOKENS, self.page_size)
 
-    def moves(self, now: int) -> list[Load]:
+    def take(self, moves: list[Move], now: int) -> list[Load]:
         """Take on what the scheduler wants moved; returns loads whose offer has gone."""
         gone: list[Load] = []
-        for move in self.core.drain_transfers():
+        for move in moves:
             if isinstance(move, Handover):
                 self.server.handed_over(move, now)
             elif isinstance(move, Load) and not self.asker.loads(move, now):

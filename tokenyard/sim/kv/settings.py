@@ -1,4 +1,4 @@
-"""Prefill and decode apart, as a simulation is told of it."""
+"""Prefill and decode apart, and tiers below the device, as a simulation is told of them."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,6 +8,8 @@ from tokenyard.cost import Link
 from tokenyard.router.choice import DEFAULT_POLICY, KvRoom, make_policy
 from tokenyard.transfer.protocol import Terms
 
+PREFETCH_POLICIES = ("timeout", "wait_complete", "best_effort")
+GB, MB = 10**9, 10**6
 MODES = ("decode", "both")
 LATENCY_S = 50e-6
 BITS = 8e-9
@@ -52,3 +54,31 @@ class Apart:
     def link(self) -> Link:
         """A link, as the cost models of the engines know it."""
         return Link(self.link_gbit / BITS, self.latency_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Stores of KV below each scheduler's device, as `--enable-hierarchical-cache` makes them.
+
+    host_gb, disk_gb: sizes in 10^9 bytes, 0 for no such tier. What the device stores goes to the highest one first.
+    read_gb_s: of the disk, 0 for the profile's link. write_mb_s: 10^6 bytes a second that are written there at most, 0
+    for as many as are read. prefetch_policy and timeouts: how long a request waits (`engine.watch.tiers`).
+    """
+
+    host_gb: float = 0.0
+    disk_gb: float = 10.0
+    read_gb_s: float = 0.0
+    write_mb_s: float = 256.0
+    prefetch_policy: str = PREFETCH_POLICIES[0]
+    timeout_s: float = 1.0
+    timeout_per_1k_tokens_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what cannot be simulated."""
+        sizes = (self.host_gb, self.disk_gb, self.read_gb_s, self.write_mb_s)
+        if not all(math.isfinite(size) and size >= 0.0 for size in sizes):
+            raise ConfigError("sizes and speeds of --hicache tiers must not be negative")
+        if not self.host_gb + self.disk_gb > 0.0:
+            raise ConfigError("give --hicache-size or --hicache-storage-gb, the gigabytes of a tier below the device")
+        if self.prefetch_policy not in PREFETCH_POLICIES:
+            raise ConfigError(f"the prefetch policy {self.prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}")

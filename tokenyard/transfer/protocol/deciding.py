@@ -1,9 +1,13 @@
-"""Which prompts go to another engine, and how long an offer may take: the same for engines and for the simulator."""
+"""Which prompts go to another engine, and how long KV is waited for: the same for engines and for the simulator."""
 
 LEAST_PATIENCE_S = 5.0
 LONGEST_PATIENCE_S = 60.0
 PATIENCE = 4.0
 """An offer may take so many times as long as is believed."""
+
+
+LONGEST_LOAD_S = 60.0
+"""Prefetch policy wait_complete waits no longer either."""
 
 
 def worth_asking(role: str, uncached: int, least: int, here_s: float, there_s: float) -> bool:
@@ -16,3 +20,9 @@ def worth_asking(role: str, uncached: int, least: int, here_s: float, there_s: f
 def patience_s(believed_s: float) -> float:
     """How many seconds an offer is waited for that is believed to take `believed_s`."""
     return min(max(PATIENCE * believed_s, LEAST_PATIENCE_S), LONGEST_PATIENCE_S)
+
+
+def load_patience_s(policy: str, timeout_s: float, timeout_per_1k_tokens_s: float, tokens: int) -> float:
+    """How many seconds KV of `tokens` is waited for that comes from a tier below, by prefetch policy."""
+    most_s = timeout_s + timeout_per_1k_tokens_s * tokens / 1000
+    return max(most_s, LONGEST_LOAD_S) if policy == "wait_complete" else most_s

@@ -1,0 +1,291 @@
+"""Tiers of KV below one simulated scheduler: what is stored, what is loaded, and when.
+
+It does what `engine.watch.tiers` does with threads and a disk: the scheduler offers what may be stored (`Store`), hears
+what can be loaded (`Reach`), says where to (`Load`) and hears when it is there (`Arrived`). Blocks are names only.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
+
+from tokenyard.base import (
+    NS_PER_S,
+    Arrived,
+    Event,
+    ExecutorInfo,
+    HoldEnded,
+    Int32Array,
+    Load,
+    Move,
+    Reach,
+    Request,
+    StepWork,
+    Store,
+)
+from tokenyard.base.blocks import block_digests, root_digest, tokens_per_block
+from tokenyard.cost import LinearCost
+from tokenyard.sim.kv.settings import GB, MB, Tiers
+from tokenyard.sim.kv.stores import NEVER_NS, At, Blocks, Channel, Job, block_ns
+from tokenyard.tape.recorder import Core
+from tokenyard.transfer.protocol.deciding import load_patience_s
+
+LOOK_EVERY_NS, MOST_LOOKS = NS_PER_S // 10, 8
+
+
+class Apply(Protocol):
+    """Lets an event enter the scheduler."""
+
+    def __call__(self, event: Event, now: int) -> None:
+        """At `now` (ns)."""
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What went down and up. Tokens; `hit` and `recomputed` are requests, `evicted` and `dropped` blocks."""
+
+    stored: int = 0
+    loaded: int = 0
+    loaded_from_disk: int = 0
+    hit: int = 0
+    recomputed: int = 0
+    late: int = 0
+    evicted: int = 0
+    blocks: int = 0
+    unstored: int = 0
+
+    def add(self, other: "TierCounters") -> None:
+        """Add the counts of another scheduler."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A request whose KV is below: blocks `first` .. `first + found`, of use up to `tokens`; `ready` of them can be
+    loaded fast. told: whether its `Reach` went out.
+    """
+
+    number: int
+    digests: list[bytes]
+    first: int
+    found: int
+    tokens: int
+    ready: int = 0
+    told: bool = False
+    load: Load | None = None
+    job: Job | None = field(default=None)
+
+
+class SimTiers:
+    """The tiers below one scheduler."""
+
+    def __init__(
+        self, tiers: Tiers, core: Core, info: ExecutorInfo, cost: LinearCost, apply: Apply, at: At, disk: Blocks | None
+    ) -> None:
+        """cost: what the scheduler believes. disk: blocks that are there already, from an earlier life."""
+        self.counters = TierCounters()
+        self.alive = True
+        self._tiers, self._core, self._cost, self._apply, self._at = tiers, core, cost, apply, at
+        self._page = info.page_size
+        self._block = tokens_per_block(info.page_size)
+        block_bytes = self._block * info.kv_bytes_per_token
+        self.disk = disk if disk is not None else Blocks(int(tiers.disk_gb * GB) // block_bytes)
+        self._host = Blocks(int(tiers.host_gb * GB) // block_bytes)
+        read_bytes_s = tiers.read_gb_s * GB or cost.links["disk"].bytes_per_s
+        self._disk_read_ns = block_ns(block_bytes, read_bytes_s)
+        self._disk_write_ns = block_ns(block_bytes, min(tiers.write_mb_s * MB or read_bytes_s, read_bytes_s))
+        self._host_ns = block_ns(block_bytes, cost.links["host"].bytes_per_s)
+        self._reads, self._writes, self._copies = Channel(at), Channel(at), Channel(at)
+        self._wanted: dict[int, Wanted] = {}
+        self._look_at_ns = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait for KV from below."""
+        return bool(self._wanted)
+
+    # ---- what the simulation says ----------------------------------------------------------------------------------
+
+    def submitted(self, request: Request, now: int) -> Request:
+        """Look whether KV of a request is below; returns the request as the scheduler shall see it."""
+        if request.lora or request.awaits_kv:
+            return request
+        cached = self._core.cached_tokens(request)
+        wanted = self._find(request.number, request.namespace, request.known_ids, cached)
+        if wanted is None:
+            return request
+        if not self._worth_loading(wanted, cached) and not self._cut_to_host(wanted, cached):
+            self.counters.recomputed += 1
+            return request
+        self._take_on(wanted)
+        slow = self._slow(wanted)
+        until_ns = now + self._patience_ns(wanted.tokens - cached)
+        wanted.job = Job(
+            len(slow) * self._disk_read_ns,
+            until_ns,
+            lambda part, at: self._prefetched(wanted, slow[: int(part * len(slow))], slow, at),
+        )
+        self._reads.add(wanted.job, now)
+        return replace(request, awaits_kv=self._tiers.prefetch_policy != "best_effort")
+
+    def take(self, moves: list[Move], now: int) -> list[Move]:
+        """Take on what concerns the tiers of what the scheduler wants moved; returns the rest."""
+        rest: list[Move] = []
+        for move in moves:
+            if isinstance(move, Store):
+                self._store(move, now)
+            elif isinstance(move, Load) and (wanted := self._wanted.get(move.number)) is not None:
+                self._load(wanted, move, now)
+            else:
+                rest.append(move)
+        if now >= self._look_at_ns and (len(self.disk) or len(self._host)):
+            self._look_at_ns = now + LOOK_EVERY_NS
+            self._look_again(now)
+        return rest
+
+    def ended(self, number: int) -> None:
+        """A request has ended."""
+        wanted = self._wanted.pop(number, None)
+        if wanted is not None and wanted.job is not None:
+            wanted.job.dropped = wanted.load is None
+
+    def close(self, unstored: int) -> TierCounters:
+        """What it did; `unstored` tokens were evicted before they were stored."""
+        counters = self.counters
+        counters.evicted = self.disk.evicted + self._host.evicted
+        counters.blocks = len(self.disk) + len(self._host)
+        counters.unstored = unstored
+        return counters
+
+    # ---- storing ---------------------------------------------------------------------------------------------------
+
+    def _store(self, offer: Store, now: int) -> None:
+        digests = block_digests(offer.tokens, root_digest(offer.namespace), self._block)
+        if self._tiers.host_gb:
+            missing = [digest for digest in digests if digest not in self._host]
+            took_ns = len(missing) * self._host_ns
+            self._copies.add(Job(took_ns, NEVER_NS, lambda part, at: self._on_host(offer, digests, at)), now)
+        else:
+            self._write(offer, digests, now)
+
+    def _on_host(self, offer: Store, digests: list[bytes], now: int) -> None:
+        for digest in digests:
+            self._host.put(digest)
+        self._host.touch(digests)
+        self._let_go(offer, now)
+        if self._tiers.disk_gb and self.alive:
+            self._write(None, digests, now)
+        else:
+            self.counters.stored += len(digests) * self._block
+
+    def _write(self, offer: Store | None, digests: list[bytes], now: int) -> None:
+        missing = [digest for digest in digests if digest not in self.disk]
+        took_ns = len(missing) * self._disk_write_ns
+        self._writes.add(Job(took_ns, NEVER_NS, lambda part, at: self._written(offer, digests, missing, at)), now)
+
+    def _written(self, offer: Store | None, digests: list[bytes], missing: list[bytes], now: int) -> None:
+        for digest in digests:
+            self.disk.put(digest)
+        self.disk.touch(digests)
+        self.counters.stored += len(missing) * self._block
+        if offer is not None:
+            self._let_go(offer, now)
+
+    def _let_go(self, offer: Store, now: int) -> None:
+        if self.alive:
+            self._apply(HoldEnded(offer.number), now)
+
+    # ---- loading ---------------------------------------------------------------------------------------------------
+
+    def _is_slow(self, wanted: Wanted, place: int) -> bool:
+        """Whether a block has to be read from the disk."""
+        return wanted.digests[place] not in self._host
+
+    def _slow(self, wanted: Wanted) -> list[int]:
+        """The blocks that have to be read from the disk."""
+        return [place for place in range(wanted.first, wanted.first + wanted.found) if self._is_slow(wanted, place)]
+
+    def _find(self, number: int, namespace: str, known: Int32Array, cached: int) -> Wanted | None:
+        """What is below of a request's `known` tokens beyond the first `cached`, None for less than a block."""
+        size = self._block
+        if len(known) - 1 - cached < size:
+            return None
+        digests, first = block_digests(known, root_digest(namespace), size), cached // size
+        found = 0
+        for digest in digests[first:]:
+            if digest not in self._host and digest not in self.disk:
+                break
+            found += 1
+        tokens = min((first + found) * size, len(known) - 1)
+        return None if tokens - cached < size else Wanted(number, digests, first, found, tokens)
+
+    def _worth_loading(self, wanted: Wanted, cached: int) -> bool:
+        """Whether reading is believed to be faster than computing."""
+        work = StepWork()
+        work.add_chunk(cached, wanted.tokens - cached)
+        took_ns = len(self._slow(wanted)) * self._disk_read_ns + wanted.found * self._host_ns
+        return took_ns < self._cost.step(work) * NS_PER_S
+
+    def _cut_to_host(self, wanted: Wanted, cached: int) -> bool:
+        """Leave out what would come from the disk; whether the rest is worth loading."""
+        slow = self._slow(wanted)
+        wanted.found = (slow[0] if slow else wanted.first + wanted.found) - wanted.first
+        wanted.tokens = min((wanted.first + wanted.found) * self._block, wanted.tokens)
+        return wanted.tokens - cached >= self._block and self._worth_loading(wanted, cached)
+
+    def _take_on(self, wanted: Wanted) -> None:
+        used = wanted.digests[: wanted.first + wanted.found]
+        self._host.touch(used)
+        self.disk.touch(used)
+        self.counters.hit += 1
+        self._wanted[wanted.number] = wanted
+
+    def _patience_ns(self, tokens: int) -> int:
+        """How long KV of so many tokens is waited for: once until it is ready, and once until it is in its pages."""
+        tiers = self._tiers
+        per_1k_s = tiers.timeout_per_1k_tokens_s
+        return round(load_patience_s(tiers.prefetch_policy, tiers.timeout_s, per_1k_s, tokens) * NS_PER_S)
+
+    def _prefetched(self, wanted: Wanted, read: list[int], slow: list[int], now: int) -> None:
+        """Blocks `read` of those that had to come from the disk are ready; say how far that reaches."""
+        if not self.alive or self._wanted.get(wanted.number) is not wanted:
+            return
+        reached = slow[len(read)] if len(read) < len(slow) else wanted.first + wanted.found
+        wanted.ready = reached - wanted.first
+        self.counters.loaded_from_disk += len(read) * self._block
+        for place in read:
+            self._host.put(wanted.digests[place])
+        wanted.told, wanted.job = True, None
+        tokens = min(reached * self._block, wanted.tokens) if wanted.ready else 0
+        if not tokens:
+            del self._wanted[wanted.number]
+        self._apply(Reach(wanted.number, tokens), now)
+
+    def _load(self, wanted: Wanted, load: Load, now: int) -> None:
+        wanted.load = load
+        pages = len(load.pages)
+        until_ns = now + self._patience_ns(pages * self._page)
+        begin, end = load.start // self._block, -(-(load.start + pages * self._page) // self._block)
+        slow = [place for place in range(max(begin, wanted.first + wanted.ready), end) if self._is_slow(wanted, place)]
+        took_ns = (end - begin) * self._host_ns + len(slow) * self._disk_read_ns
+        wanted.job = Job(took_ns, until_ns, lambda part, at: self._loaded(wanted, load, int(part * pages), at))
+        self._copies.add(wanted.job, now)
+
+    def _loaded(self, wanted: Wanted, load: Load, pages: int, now: int) -> None:
+        if not self.alive:
+            return
+        if self._wanted.get(wanted.number) is wanted:
+            del self._wanted[wanted.number]
+        self.counters.late += pages < len(load.pages)
+        self.counters.loaded += pages * self._page
+        self._apply(Arrived(load.number, load.start + pages * self._page), now)
+
+    def _look_again(self, now: int) -> None:
+        """Requests that lost their place come back with what is below of the KV that has left the prefix cache."""
+        for one in self._core.requeued(MOST_LOOKS):
+            if one.number in self._wanted:
+                continue
+            wanted = self._find(one.number, one.namespace, one.known_ids, one.cached)
+            if wanted is not None and self._worth_loading(wanted, one.cached):
+                wanted.told = True
+                self._take_on(wanted)
+                self._apply(Reach(one.number, wanted.tokens), now)
