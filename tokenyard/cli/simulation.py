@@ -20,6 +20,7 @@ from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
 from tokenyard.base.ranges import Allowed
 from tokenyard.cli.apart import add_apart_arguments, apart_of
 from tokenyard.cli.flags import Flag, all_flags
+from tokenyard.cli.tiers import add_tier_arguments, tiers_of
 from tokenyard.config import POOL_TOKENS, Settings
 from tokenyard.cost import Profile, get_profile, load_profile
 from tokenyard.router.choice import POLICIES
@@ -117,6 +118,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_fleet_arguments(parser)
     add_apart_arguments(parser)
+    add_tier_arguments(parser)
     group.add_argument(
         "--host-us", type=float, default=0.0, metavar="US", help="CPU time of one step in microseconds [0]"
     )
@@ -308,6 +310,7 @@ def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | 
         fleet=read_fleet(args.fleet, args.profile_model) if args.fleet is not None else Fleet(),
         apart=apart_of(args),
         speculation=_speculation(args),
+        tiers=tiers_of(args, enabled=settings.enable_hierarchical_cache and not settings.disable_radix_cache),
     )
 
 
@@ -393,6 +396,7 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("late p99.9 / max (s)", lambda s: _pair(s["late_s"], "p999", "max")),
     ("output tokens/s", lambda s: f"{s['throughput_tokens_per_s']:.0f}"),
     ("prefix hit rate", lambda s: _share(s["prefix_hit_rate"])),
+    ("  and from tiers below", lambda s: _share(s["tiers"]["hit_rate"]) if "tiers" in s else "-"),
     ("preemptions", lambda s: f"{s['preemptions']}"),
     (
         "drafts right / verified",

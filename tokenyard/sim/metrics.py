@@ -7,6 +7,7 @@ import numpy as np
 
 from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array
 from tokenyard.sim.kv.figures import transfer_figures
+from tokenyard.sim.kv.tiers import TierCounters
 from tokenyard.sim.outcome import REJECTED, UNFINISHED, Outcome
 from tokenyard.sim.workers import router_queue, worker_figures
 
@@ -103,6 +104,23 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "wall_seconds": round(outcome.wall_seconds, 3),
         "decision_hash": outcome.decision_hash,
         **transferred,
+        **({} if outcome.tiers is None else {"tiers": tier_figures(outcome.tiers, counters["prompt_tokens"])}),
+    }
+
+
+def tier_figures(tiers: TierCounters, prompt_tokens: int) -> dict[str, Any]:
+    """What tiers below the device did. hit_rate: the share of the prompts' tokens that was loaded from there."""
+    return {
+        "hit_rate": round(tiers.loaded / max(prompt_tokens, 1), 6),
+        "loaded_tokens": tiers.loaded,
+        "loaded_tokens_from_disk": tiers.loaded_from_disk,
+        "stored_tokens": tiers.stored,
+        "unstored_tokens": tiers.unstored,
+        "hit_requests": tiers.hit,
+        "recomputed_requests": tiers.recomputed,
+        "late_loads": tiers.late,
+        "blocks": tiers.blocks,
+        "evicted_blocks": tiers.evicted,
     }
 
 

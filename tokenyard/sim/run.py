@@ -17,7 +17,8 @@ from tokenyard.sim.adaptive import Adapter
 from tokenyard.sim.arrivals import ALL, Arrivals
 from tokenyard.sim.content import BlankContent, Content
 from tokenyard.sim.drafts import SimDrafter
-from tokenyard.sim.fleet import Fault, Fleet
+from tokenyard.sim.fleet import Fleet
+from tokenyard.sim.happenings import Happening, happenings
 from tokenyard.sim.kv.network import Network, Sizes
 from tokenyard.sim.kv.routing import ApartRouting
 from tokenyard.sim.kv.tiers import SimTiers, TierCounters
@@ -54,17 +55,6 @@ class Unit:
     def driver(self) -> Replica | Adapter:
         """What moves it through time."""
         return self.adapter or self.replica
-
-
-@dataclass(frozen=True, slots=True)
-class _Happening:
-    """Something that is on the fleet's schedule: a fault or a drain that begins or ends. factor: how much slower
-    everything is, or how many seconds it stops.
-    """
-
-    what: str
-    replica: int
-    factor: float = 1.0
 
 
 class Run:
@@ -108,7 +98,7 @@ class Run:
         self._due: list[tuple[int, int]] = []
         self._order = count()
         self._schedule: list[tuple[int, int, Callable[[int], None]]] = []
-        for at_ns, happening in _happenings(setup.fleet):
+        for at_ns, happening in happenings(setup.fleet):
             self.at(at_ns, partial(self._happen, happening))
         if self._kv is not None:
             self._connect(self._kv)
@@ -359,7 +349,7 @@ class Run:
         self._outcome.finished_ns[number] = now
         self._arrivals.ended(number, now)
 
-    def _happen(self, happening: _Happening, now: int) -> None:
+    def _happen(self, happening: Happening, now: int) -> None:
         """Carry out an entry of the fleet's schedule."""
         routing, engine = self._routing, happening.replica
         assert routing is not None
@@ -495,27 +485,6 @@ class Run:
         if state.policy_note or unit.adapter is not None or state.policy == self._described:
             return state.policy_note
         return f"ended as {state.policy}"
-
-
-def _happenings(fleet: Fleet) -> Iterator[tuple[int, _Happening]]:
-    """The fleet's schedule as (time in ns, what happens)."""
-    for fault in fleet.faults:
-        begin, end = _begin_and_end(fault)
-        yield to_ns(fault.at_s), begin
-        yield to_ns(fault.at_s + fault.for_s), end
-    for stop in fleet.stops:
-        yield to_ns(stop.at_s), _Happening("stop", stop.replica, stop.for_s)
-    for drain in fleet.drains:
-        yield to_ns(drain.at_s), _Happening("close", drain.replica)
-        if drain.for_s != float("inf"):
-            yield to_ns(drain.at_s + drain.for_s), _Happening("open", drain.replica)
-
-
-def _begin_and_end(fault: Fault) -> tuple[_Happening, _Happening]:
-    if fault.deadly:
-        # What is dead from the beginning on has nothing to lose.
-        return _Happening("kill" if fault.at_s else "close", fault.replica), _Happening("open", fault.replica)
-    return _Happening("slow", fault.replica, fault.factor), _Happening("slow", fault.replica)
 
 
 def _run_of(lives: list[Replica]) -> SchedulerRun:
