@@ -33,10 +33,10 @@ from tokenyard.sim.trial import Option, Traffic
 
 MOONCAKE = AZURE.parents[1] / "mooncake/conversation_trace.jsonl.gz"
 LOOK = 16
-TARGET, PRECISION, STRIDE, LEAST_RATE = 0.9, 0.04, 1.25, 0.05
+TARGET, PRECISION, STRIDE, LEAST_RATE = 0.9, 0.06, 1.25, 0.05
 LINKS, USUAL_LINK = (10.0, 100.0, 400.0), 100.0
-REQUESTS = {"mooncake": 300, "azure": 2000}
-FIRST_RATE = {"mooncake": 1.5, "azure": 24.0}
+REQUESTS = {"mooncake": 200, "azure": 1000}
+FIRST_RATE = {"mooncake": 1.4, "azure": 30.0}
 """Requests a second and engine at which the search begins."""
 
 
