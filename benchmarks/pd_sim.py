@@ -33,10 +33,10 @@ from tokenyard.sim.trial import Option, Traffic
 
 MOONCAKE = AZURE.parents[1] / "mooncake/conversation_trace.jsonl.gz"
 LOOK = 16
-TARGET, PRECISION, STRIDE, LEAST_RATE = 0.9, 0.06, 1.25, 0.05
+TARGET, PRECISION, STRIDE, LEAST_RATE = 0.9, 0.08, 1.25, 0.05
 LINKS, USUAL_LINK = (10.0, 100.0, 400.0), 100.0
-REQUESTS = {"mooncake": 200, "azure": 1000}
-FIRST_RATE = {"mooncake": 1.4, "azure": 30.0}
+REQUESTS = {"mooncake": 400, "azure": 2500}
+FIRST_RATE = {"mooncake": 1.3, "azure": 36.0}
 """Requests a second and engine at which the search begins."""
 
 

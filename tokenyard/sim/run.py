@@ -43,9 +43,7 @@ HASH_BYTES = 16
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """A scheduler with its device and, under policy `adaptive`, what looks ahead for it. busy_ns, counters and restarts
-    are of its earlier lives.
-    """
+    """A scheduler with its device and, under policy `adaptive`, what looks ahead for it."""
 
     replica: Replica
     executor: SimExecutor
