@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -374,6 +375,26 @@ def test_a_device_that_stays_broken_ends_the_engine_and_clients_hear_why(monkeyp
 
     asyncio.run(main())
     assert reasons == ["the scheduler failed: the device is on fire"]
+
+
+class Heard:
+    def __init__(self):
+        self.told = []
+
+    def rank_given_up(self, rank):
+        self.told.append(f"rank {rank}")
+
+    def engine_died(self, reason):
+        self.told.append(reason)
+
+
+@pytest.mark.parametrize(("together", "told"), [(False, "rank 1"), (True, "it cannot load")])
+def test_ranks_that_compute_together_end_with_the_first_that_is_given_up(together, told):
+    heard = Heard()
+    watched = supervisor.Supervisor(replace(mock_config(), ranks=2, enable_dp_attention=together), None)
+    watched.watch(heard)
+    watched._give_up(1, "it cannot load")
+    assert heard.told == [told]
 
 
 PARENT = """

@@ -309,7 +309,8 @@ class Supervisor:
 
     def _give_up(self, rank: int, reason: str) -> None:
         self._given_up += 1
-        if self._given_up == self._config.ranks:
+        # Ranks that compute together cannot go on without one of them.
+        if self._given_up == self._config.ranks or self._config.enable_dp_attention:
             self._die(reason)
         else:
             left = self._config.ranks - self._given_up
