@@ -29,7 +29,7 @@ class TableAttention:
     def forward(self, layer, q, k, v, batch):
         keys, values = self.pool.layer(layer)
         keys[batch.slots], values[batch.slots] = k, v
-        every = torch.arange(self.pages.tensor.shape[1] * self.pages.page_size)
+        every = torch.arange(self.pages.tensor.shape[1] * self.pages.page_size, device=q.device)
         slots = self.pages.slots(batch.pool_rows[:, None], every).long()
         group = q.shape[1] // keys.shape[1]
         own_k, own_v = (side[slots].repeat_interleave(group, dim=2) for side in (keys, values))

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from tests.executor.pretend_gpu import GPU, Waited, Watch, pretend_driver
+from tests.executor.test_graphs import TableAttention
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import LogprobOptions, SamplingParams
 from tokenyard.executor.forward_batch import send
+from tokenyard.executor.graphs import RecordedModel
 from tokenyard.executor.load import read_folder_config
 
 KINDS = {
@@ -55,6 +57,28 @@ def test_rows_of_all_kinds_sample_together(driver):
         driver.executor.sample(ticket)
     assert ticket.tokens.device.type == "cpu"
     assert ticket.tokens.shape == (len(KINDS),)
+
+
+def test_a_recorded_step_waits_for_nothing(folder, monkeypatch):
+    config = read_folder_config(Path(folder("llama")))
+    driver, played = pretend_driver(monkeypatch, config, 4), []
+    executor = driver.executor
+    executor.model.attention = TableAttention(executor.kv_pool, executor.pages, executor.model.attention_spec)
+
+    def record(work):
+        work()
+        return lambda: played.append(work())
+
+    with torch.inference_mode():
+        executor.model = RecordedModel(executor.model, config, 4, GPU, record)
+    rows = [driver.start(prompt_of(20, seed=5), sampling) for sampling in KINDS.values()][:3]
+    for row in rows:
+        # As if their prompts were computed: all rows decode.
+        row.planned = row.total - 1
+    with Watch():
+        driver.launch(*[(row, 1) for row in rows])
+        driver.launch(*[(row, 1) for row in rows])
+    assert len(played) == 2
 
 
 @CASES
