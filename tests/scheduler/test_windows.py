@@ -19,7 +19,17 @@ def small_margin(monkeypatch):
     monkeypatch.setattr(windows, "MARGIN_TOKENS", 2)
 
 
-def make_yard(window_pages, tokens=400, page_size=1, keep_all=False, depth=1, answer_tokens=None, **fields):
+def make_yard(
+    window_pages,
+    tokens=400,
+    page_size=1,
+    keep_all=False,
+    depth=1,
+    answer_tokens=None,
+    drafts=0,
+    check_kv=True,
+    **fields,
+):
     """A yard whose device notices KV that is not a row's own."""
     group = None if keep_all else WindowGroup(WINDOW, window_pages)
     info = make_info(tokens // page_size, page_size, rows=8, context=240, windows=group)
@@ -30,7 +40,14 @@ def make_yard(window_pages, tokens=400, page_size=1, keep_all=False, depth=1, an
         max_in_flight=depth,
         **{"schedule_conservativeness": 0.1, "chunked_prefill_size": 16} | fields,
     )
-    executor = MockExecutor(info, FixedStepCost(0.001), sleep=False, answer_tokens=answer_tokens, check_kv=True)
+    executor = MockExecutor(
+        *(info, FixedStepCost(0.001)),
+        sleep=False,
+        answer_tokens=answer_tokens,
+        check_kv=check_kv,
+        drafts=drafts,
+        draft_right=0.6,
+    )
     return Yard(settings, info, executor=executor)
 
 
@@ -93,6 +110,16 @@ def test_ends_of_turns_outlive_long_prompts():
     assert yard.scheduler.idle() is None
 
 
+def test_the_end_of_a_prompt_stays_a_hit():
+    """A next turn whose template drops the answer's thoughts parts from the first one where its prompt ends."""
+    yard = make_yard(window_pages=90, tokens=2000)
+    yard.submit(prompt_of(1, 60), max_new=50)
+    yard.run()
+    yard.submit(prompt_of(2, 200), max_new=2)
+    yard.run()
+    assert hit_of(yard, prompt_of(1, 60) + prompt_of(3, 10)) == 60
+
+
 def test_a_stop_string_found_late_leaves_a_hit():
     yard = make_yard(window_pages=100)
     number = yard.submit(prompt_of(1, 20), max_new=60)
@@ -102,6 +129,17 @@ def test_a_stop_string_found_late_leaves_a_hit():
     yard.apply(StopFound(number, 28, "x"))
     yard.run()
     assert hit_of(yard, known + prompt_of(2, 4)) == len(known)
+
+
+def test_a_prefix_that_was_put_into_the_tree_is_a_hit():
+    # There was no KV to begin with, as in a look ahead.
+    yard = make_yard(window_pages=60, check_kv=False)
+    memory = yard.scheduler.state.memory
+    for ids in (prompt_of(1, 30), prompt_of(1, 45)):
+        memory.adopt(np.array(ids, np.int32))
+        yard.check()
+    assert hit_of(yard, [*prompt_of(1, 45), 5, 6]) == 45
+    assert yard.scheduler.idle() is None
 
 
 def test_a_group_of_windows_and_stores_below_exclude_each_other():
@@ -119,6 +157,7 @@ def test_random_traffic_gives_the_tokens_of_a_pool_that_keeps_all(seed):
         "tokens": rng.choice([160, 240, 600]),
         "page_size": page_size,
         "depth": depth,
+        "drafts": rng.choice([0, 0, 4]),
         "answer_tokens": (3, 60),
         "schedule_policy": rng.choice(["fcfs", "lpm", "priority"]),
         "enable_mixed_chunk": rng.random() < 0.5,

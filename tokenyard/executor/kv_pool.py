@@ -109,7 +109,14 @@ def choose_window_group(config: ModelConfig, num_pages: int, page_size: int, rat
         return None
     least = -(-(2 * window + LEAST_WINDOW_TOKENS) // page_size) + LEAST_WINDOW_PAGES
     pages = max(int(ratio * num_pages), least)
-    return WindowGroup(window, pages) if pages < num_pages else None
+    if pages >= num_pages:
+        return None
+    local = window_layers(config)
+    logger.info(
+        "KV pool: %d tokens in %d layers, %d in the %d layers with a window of %d",
+        *(num_pages * page_size, config.num_layers - local, pages * page_size, local, window),
+    )
+    return WindowGroup(window, pages)
 
 
 def choose_num_pages(
