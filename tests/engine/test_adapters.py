@@ -1,12 +1,16 @@
 """Adapters of a running engine: names, loading and unloading under traffic, and what is left of those that went."""
 
+import queue
 import threading
 
+import numpy as np
 import pytest
 
 from tokenyard import LLM
-from tokenyard.base import ConfigError, InvalidRequestError, SamplingParams
+from tokenyard.base import ConfigError, InvalidRequestError, Request, SamplingParams
 from tokenyard.engine.adapters import parse_adapters
+from tokenyard.engine.processes.messages import UNASKED, Call
+from tokenyard.engine.watch.adapters import AdapterLoader
 from tokenyard.transfer.identity import adapter_digest
 
 
@@ -58,14 +62,92 @@ def test_names_and_numbers_are_limited(llm, tmp_path):
     ):
         with pytest.raises(ConfigError, match=match):
             llm.load_adapter(name, folder)
-    llm.load_adapter("b", good)
-    llm.load_adapter("c", good)
-    with pytest.raises(ConfigError, match="max-loaded-loras"):
-        llm.load_adapter("d", good)
     with pytest.raises(InvalidRequestError, match="no adapter 'd'"):
         llm.unload_adapter("d")
-    llm.unload_adapter("c")
-    llm.load_adapter("d", good)
+
+
+def test_more_adapters_than_memory_has_room_for_are_all_served(llm, tmp_path):
+    for name in "bcdef":
+        llm.load_adapter(name, make_adapter(tmp_path / name, name.encode()))
+    answers = {name: ids(llm, name)[0] for name in "abcdef"}
+    assert len(set(map(tuple, answers.values()))) == 6
+    # An adapter that is read again finds its prefixes.
+    assert {name: ids(llm, name) for name in "abcdef"} == {name: (answer, 3) for name, answer in answers.items()}
+    llm.unload_adapter("b")
+    with pytest.raises(InvalidRequestError, match="no adapter 'b'"):
+        ids(llm, "b")
+
+
+class Memory:
+    """As much of an executor and a core as an AdapterLoader needs: what is in memory, and what requests have."""
+
+    def __init__(self):
+        self.held, self.reads, self.used, self.events = set(), [], set(), []
+
+    def load_adapter(self, adapter, folder):
+        self.held.add(adapter)
+        self.reads.append(adapter)
+
+    def drop_adapter(self, adapter):
+        self.held.discard(adapter)
+
+    def uses_adapter(self, adapter):
+        return adapter in self.used
+
+    def apply(self, event, now):
+        self.events.append(event)
+
+
+def test_adapters_beyond_the_limit_are_freed_by_use_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("tokenyard.engine.watch.adapters.LOOK_EVERY_S", 0.0)
+    memory, arrived, replies = Memory(), queue.Queue(), []
+    loader = AdapterLoader(memory, memory, arrived.put, replies.append, 2)
+    keys = {}
+
+    def read_one():
+        loader.call(arrived.get(timeout=30))
+        loader.poll()
+
+    def request(name, number):
+        return loader.submitted(Request(number, str(number), np.array([1]), SamplingParams(), lora=keys[name]))
+
+    for call_id, name in enumerate("abc", 1):
+        folder = str(make_adapter(tmp_path / name, name.encode()))
+        keys[name] = f"{name}#{adapter_digest(folder)}"
+        loader.call(Call(call_id, "load_adapter", {"adapter": keys[name], "folder": folder}))
+        read_one()
+    assert [(reply.call_id, reply.refusal) for reply in replies] == [(1, ""), (2, ""), (3, "")]
+    assert memory.held == {keys["b"], keys["c"]}
+    # The request waits until its adapter is there; the one that requests have stays, though it is the older one.
+    assert not request("b", 1).awaits_adapter
+    assert not request("c", 2).awaits_adapter
+    memory.used = {keys["b"]}
+    assert request("a", 3).awaits_adapter
+    assert request("a", 4).awaits_adapter
+    read_one()
+    assert [event.number for event in memory.events] == [3, 4]
+    assert memory.held == {keys["a"], keys["b"]}
+    # All in use: one too many, until one is not.
+    memory.used = {keys["a"], keys["b"], keys["c"]}
+    assert request("c", 5).awaits_adapter
+    read_one()
+    assert memory.held == set(keys.values())
+    memory.used.discard(keys["a"])
+    loader.poll()
+    assert memory.held == {keys["b"], keys["c"]}
+    # One that was freed can be unloaded, and is then unknown; a process that starts again reads what it has room for.
+    loader.call(Call(9, "drop_adapter", {"adapter": keys["a"]}))
+    loader.poll()
+    assert replies[-1].call_id == 9
+    with pytest.raises(InvalidRequestError):
+        request("a", 6)
+    loader.call(Call(UNASKED, "load_adapter", {"adapter": keys["a"], "folder": str(tmp_path / "a")}))
+    assert len(memory.reads) == 5
+    assert request("a", 7).awaits_adapter
+    memory.used = {keys["a"]}
+    read_one()
+    assert memory.held == {keys["a"], keys["c"]}
+    loader.close()
 
 
 def test_without_the_setting_there_are_no_adapters(tmp_path):

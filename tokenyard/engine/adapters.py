@@ -34,7 +34,6 @@ class AdapterRegistry:
         self._ranks = ranks
         ranks.on_join = self._tell
         self._enabled = False
-        self._most: int | None = None
         self._loaded: dict[str, Adapter] = {}
         self._leaving: dict[str, Adapter] = {}
         self._loading: set[str] = set()
@@ -74,12 +73,9 @@ class AdapterRegistry:
             self._loading.discard(name)
         return adapter
 
-    async def start(self, folders: Mapping[str, str], *, enabled: bool, most: int | None) -> None:
-        """Say whether there may be adapters, and how many at most (None: any number); load the first ones, by name.
-
-        Raises what `load` raises.
-        """
-        self._enabled, self._most = enabled, most
+    async def start(self, folders: Mapping[str, str], *, enabled: bool) -> None:
+        """Say whether there may be adapters; load the first ones, by name. Raises what `load` raises."""
+        self._enabled = enabled
         for name, folder in folders.items():
             await self.load(name, folder)
 
@@ -108,8 +104,6 @@ class AdapterRegistry:
             raise ConfigError(f"an adapter {name!r} is loaded already; unload it first, or choose another name")
         if name in self._leaving:
             raise ConfigError(f"the adapter {name!r} is being unloaded: requests with it are still running")
-        if self._most is not None and len(self._loaded) + len(self._loading) + len(self._leaving) >= self._most:
-            raise ConfigError(f"{self._most} adapters are loaded (--max-loaded-loras); unload one first")
 
 
 def check_name(name: str) -> None:

@@ -86,8 +86,7 @@ def open_records(config: EngineConfig, info: ExecutorInfo) -> PausedRequests | N
 
 async def start_adapters(manager: TokenizerManager, config: EngineConfig) -> None:
     """Load the adapters that the settings name. Raises ConfigError for one that cannot be served."""
-    enabled, most = config.scheduler.enable_lora, config.max_loaded_loras
-    await manager.adapters.start(config.adapters, enabled=enabled, most=most)
+    await manager.adapters.start(config.adapters, enabled=config.scheduler.enable_lora)
 
 
 def _warn_of_unknown_tokens(tokenizer: Tokenizer | None, info: ExecutorInfo) -> None:

@@ -117,7 +117,7 @@ class SchedulerLoop:
                 resources.callback(tiers.close)
             adapters = None
             if config.scheduler.enable_lora:
-                adapters = AdapterLoader(executor, self.core, deliver, port.send)
+                adapters = AdapterLoader(executor, self.core, deliver, port.send, config.max_loaded_loras)
                 resources.callback(adapters.close)
             self._driver = Driver(
                 self.core,

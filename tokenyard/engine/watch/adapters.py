@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 
 from tokenyard.base import ConfigError, Executor, ForgetAdapter, InvalidRequestError, OpenGate, Request
 from tokenyard.base.events import Cancel
@@ -19,23 +20,35 @@ logger = logging.getLogger(__name__)
 VERBS = ("load_adapter", "drop_adapter", "adapter_read")
 """What this does of the calls to a scheduler process. The last one is the reading thread's own."""
 
+LOOK_EVERY_S = 0.1
+"""So often unused adapters are looked for while too many are in memory."""
+
 
 class AdapterLoader:
     """The adapters of one scheduler process. All but the reading happens on the event loop's thread.
 
-    A request whose adapter is still being read waits behind `Gate.ADAPTER`: after a scheduler process was started
-    again, adapters are read again while requests come. deliver: brings calls to the event loop from the reading thread;
-    reply: answers calls.
+    At most `most` (None for any number) are kept in memory, but for those that requests have; of the others the least
+    recently used are freed first, and are read again when a request names them. A request whose adapter is being read
+    waits behind `Gate.ADAPTER`. deliver: brings calls to the event loop from the reading thread; reply: answers calls.
     """
 
     def __init__(
-        self, executor: Executor, core: Core, deliver: Callable[[Call], None], reply: Callable[[Reply], None]
+        self,
+        executor: Executor,
+        core: Core,
+        deliver: Callable[[Call], None],
+        reply: Callable[[Reply], None],
+        most: int | None,
     ) -> None:
         self._executor = executor
         self._core = core
         self._deliver = deliver
         self._reply = reply
-        self._ready: set[str] = set()
+        self._most = most
+        self._folders: dict[str, str] = {}
+        # In order of use, the latest last.
+        self._ready: dict[str, None] = {}
+        self._look_at_s = 0.0
         self._reading: dict[str, list[int]] = {}
         self._waiting: dict[str, list[int]] = {}
         self._leaving: dict[str, list[int]] = {}
@@ -56,23 +69,33 @@ class AdapterLoader:
         """A request arrives; returns it as the scheduler shall see it. Raises InvalidRequestError for an adapter that
         was never loaded, or is not any more.
         """
-        if not request.lora or request.lora in self._ready:
+        if not request.lora:
             return request
-        if request.lora not in self._reading:
+        if request.lora in self._ready:
+            self._used(request.lora)
+            return request
+        if request.lora not in self._folders:
             raise InvalidRequestError(f"the adapter {request.lora!r} is not loaded here", param="lora_path")
+        if request.lora not in self._reading:
+            self._start_reading(request.lora, UNASKED)
         self._waiting.setdefault(request.lora, []).extend(_numbers(request))
         return replace(request, awaits_adapter=True)
 
     def poll(self) -> None:
-        """Free the adapters that are to be dropped and that no request has any more."""
+        """Free the adapters that are to be dropped and that no request has any more, and those beyond the limit."""
         for adapter in [adapter for adapter in self._leaving if adapter not in self._reading]:
             if self._core.uses_adapter(adapter):
                 continue
             self._core.apply(ForgetAdapter(adapter), time.monotonic_ns())
             self._executor.drop_adapter(adapter)
-            self._ready.discard(adapter)
+            self._ready.pop(adapter, None)
+            self._folders.pop(adapter, None)
             for call_id in self._leaving.pop(adapter):
                 self._reply(Reply(call_id))
+        if self._most is not None and len(self._ready) > self._most and time.monotonic() >= self._look_at_s:
+            # All of them may be in use for long, and looking for one that is not takes time of each turn.
+            self._look_at_s = time.monotonic() + LOOK_EVERY_S
+            self._free(len(self._ready) - self._most)
 
     def close(self) -> None:
         """Read nothing more; what is being read is left alone."""
@@ -82,18 +105,41 @@ class AdapterLoader:
         if adapter in self._ready:
             self._reply(Reply(call_id))
             return
+        self._folders[adapter] = folder
+        if call_id == UNASKED and self._most is not None and len(self._ready) + len(self._reading) >= self._most:
+            # It was loaded before, into a process that has ended; requests that name it have it read.
+            return
+        self._start_reading(adapter, call_id)
+
+    def _start_reading(self, adapter: str, call_id: int) -> None:
+        """Have the thread read an adapter, once for all that ask for it meanwhile."""
         self._reading.setdefault(adapter, []).append(call_id)
         if len(self._reading[adapter]) > 1:
             return
         if self._reader is None:
             self._reader = threading.Thread(target=self._work, name="adapters", daemon=True)
             self._reader.start()
-        self._jobs.put((adapter, folder))
+        self._jobs.put((adapter, self._folders[adapter]))
+
+    def _used(self, adapter: str) -> None:
+        """Note that an adapter is used now."""
+        self._ready.pop(adapter, None)
+        self._ready[adapter] = None
+
+    def _free(self, count: int) -> None:
+        """Free up to `count` adapters that no request has, the least recently used first. What lies in slots and in the
+        prefix cache is not theirs alone and stays.
+        """
+        unused = (adapter for adapter in self._ready if not self._core.uses_adapter(adapter))
+        for adapter in list(islice(unused, count)):
+            logger.info("adapter %s is freed (--max-loaded-loras), and read again when a request names it", adapter)
+            del self._ready[adapter]
+            self._executor.drop_adapter(adapter)
 
     def _read(self, adapter: str, refusal: str) -> None:
         """The thread has read an adapter, or could not."""
         if not refusal:
-            self._ready.add(adapter)
+            self._used(adapter)
         for call_id in self._reading.pop(adapter, ()):
             if call_id != UNASKED:
                 self._reply(Reply(call_id, refusal=refusal))

@@ -31,9 +31,11 @@ struct Change {
 };
 
 // The changes of a product's rows. slots: each row's adapter, from 1, or 0 for none. inner: active[rows, ldi], what
-// the row's own a gave of it, with round_up(rank, width) numbers a part.
+// the row's own a gave of it, with round_up(rank, width) numbers a part. used: the slots that any row has.
 struct Changes {
     const int32_t *slots;
+    const int32_t *used;
+    int64_t used_count;
     const Change *of_slot;
     const PanelParts *parts;
     const void *inner;
@@ -41,13 +43,13 @@ struct Changes {
 };
 
 // The first half of that, for some rows and one panel of a: out, active[rows, ldo], gets `width` numbers a row. rows:
-// which they are, of x and of out.
+// which they are, of x and of out. next: where the panel that is used after this one begins.
 struct Shrinking {
     const void *x;
     int64_t ldx, inputs;
     const int32_t *rows;
     int64_t count;
-    const void *panel;
+    const void *panel, *next;
     void *out;
     int64_t ldo;
 };

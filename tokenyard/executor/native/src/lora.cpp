@@ -13,6 +13,7 @@ constexpr int64_t LINE_BYTES = 64;
 
 void AdaptedRows::set(const int32_t *slots, int64_t rows) {
     groups_.clear();
+    used_.clear();
     slots_ = slots;
     if (!slots)
         return;
@@ -22,8 +23,10 @@ void AdaptedRows::set(const int32_t *slots, int64_t rows) {
     int64_t begin = 0;
     for (size_t slot = 1; slot < counts_.size(); slot++) {
         const int64_t end = begin + counts_[slot];
-        if (end > begin)
+        if (end > begin) {
             groups_.push_back({(int32_t)slot, begin, end});
+            used_.push_back((int32_t)slot);
+        }
         counts_[slot] = begin;
         begin = end;
     }
@@ -99,6 +102,10 @@ void AdapterSlots::pack_b(int64_t panel, const Change &change, int64_t rank, con
     }
 }
 
+const char *AdapterSlots::panel_of(const Task &task) const {
+    return (const char *)slots_[(size_t)task.slot - 1].a + task.panel * kernels_.as_stored.panel_bytes(inputs_);
+}
+
 Changes AdapterSlots::shrink(Pool &pool, const AdaptedRows &rows, const void *x, int64_t count, Block &inner) {
     int64_t most_rank = 0;
     tasks_.clear();
@@ -113,16 +120,15 @@ Changes AdapterSlots::shrink(Pool &pool, const AdaptedRows &rows, const void *x,
     }
     if (tasks_.empty())
         return {};
-    const int64_t panel_bytes = kernels_.as_stored.panel_bytes(inputs_);
     const int64_t active_bytes = kernels_.active_is_bf16 ? 2 : 4, ldi = parts() * most_rank;
     char *out = inner.get_of<char>(count * ldi * active_bytes);
     pool.run((int64_t)tasks_.size(), [&](int64_t i, int) {
         const Task &task = tasks_[(size_t)i];
-        const char *panel = (const char *)slots_[(size_t)task.slot - 1].a + task.panel * panel_bytes;
-        kernels_.shrink({x, inputs_, inputs_, task.rows, task.count, panel, out + task.panel * width_ * active_bytes,
-                         ldi});
+        const Task &next = tasks_[(size_t)least(i + 1, (int64_t)tasks_.size() - 1)];
+        kernels_.shrink({x, inputs_, inputs_, task.rows, task.count, panel_of(task), panel_of(next),
+                         out + task.panel * width_ * active_bytes, ldi});
     });
-    return {rows.slots(), slots_.data(), panels_.data(), out, ldi};
+    return {rows.slots(), rows.used().data(), (int64_t)rows.used().size(), slots_.data(), panels_.data(), out, ldi};
 }
 
 }  // namespace ty

@@ -23,12 +23,13 @@ class AdaptedRows {
 
     const int32_t *slots() const { return slots_; }
     const std::vector<Group> &groups() const { return groups_; }
+    const std::vector<int32_t> &used() const { return used_; }
     const int32_t *rows(const Group &group) const { return order_.data() + group.begin; }
 
   private:
     const int32_t *slots_ = nullptr;
     std::vector<Group> groups_;
-    std::vector<int32_t> order_;
+    std::vector<int32_t> order_, used_;
     std::vector<int64_t> counts_;
 };
 
@@ -57,6 +58,8 @@ class AdapterSlots {
         const int32_t *rows;
         int64_t count, panel;
     };
+
+    const char *panel_of(const Task &task) const;
 
     int64_t parts() const { return (int64_t)begins_.size() - 1; }
     int64_t a_bytes(int64_t rank) const;
