@@ -16,7 +16,7 @@ from tokenyard.executor.graphs import DEFAULT_LARGEST, record_steps
 from tokenyard.executor.graphs import why_not as why_not_record
 from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import KvPool, choose_num_pages, choose_window_group, kv_bytes_per_token
-from tokenyard.executor.lora import Adapters, AdapterSlots, TorchSlots
+from tokenyard.executor.lora import Adapters, SlotWeights, TorchSlots
 from tokenyard.executor.models.backend import ModelBackend, TorchModel
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
@@ -268,7 +268,7 @@ def _adapter_slots(
     rank: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> AdapterSlots:
+) -> SlotWeights:
     if isinstance(layers, NativeDecoder):
         return NativeSlots(layers, slots, rank)
     return TorchSlots(layers, config, slots, rank, device, dtype)

@@ -129,7 +129,7 @@ class AdaptedLinear:
                 b[:rank].mul_(pair.scale)
 
 
-class AdapterSlots(Protocol):
+class SlotWeights(Protocol):
     """Where adapters lie while steps use them. slot_bytes: what one takes there. Slots count from 0 here."""
 
     slot_bytes: int
@@ -142,7 +142,7 @@ class AdapterSlots(Protocol):
 
 
 class TorchSlots:
-    """AdapterSlots between the products of torch's layers."""
+    """SlotWeights between the products of torch's layers."""
 
     def __init__(
         self, decoder: Decoder, config: ModelConfig, slots: int, rank: int, device: torch.device, dtype: torch.dtype
@@ -158,12 +158,12 @@ class TorchSlots:
         )
 
     def put(self, slot: int, weights: AdapterWeights) -> None:
-        """Copy an adapter into a slot; see AdapterSlots."""
+        """Copy an adapter into a slot; see SlotWeights."""
         for layer, names, linear in self._linears:
             linear.put(slot, names, layer, weights)
 
     def begin(self, of_tokens: npt.NDArray[np.int64] | None) -> None:
-        """Take in the slots of a step's tokens; see AdapterSlots."""
+        """Take in the slots of a step's tokens; see SlotWeights."""
         if of_tokens is None:
             self._batch.runs = []
         else:
@@ -196,7 +196,7 @@ class Adapters:
     `load` and `drop` may be called from other threads than steps are.
     """
 
-    def __init__(self, config: ModelConfig, slots: AdapterSlots, count: int, rank: int, max_pool_rows: int) -> None:
+    def __init__(self, config: ModelConfig, slots: SlotWeights, count: int, rank: int, max_pool_rows: int) -> None:
         """count: how many slots there are; rank: the largest of an adapter."""
         self.slots = slots
         self._config, self._rank = config, rank

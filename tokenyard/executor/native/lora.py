@@ -14,7 +14,7 @@ PRODUCTS = ("qkv", "output", "gate_up", "down")
 
 
 class NativeSlots:
-    """AdapterSlots of a NativeDecoder."""
+    """SlotWeights of a NativeDecoder."""
 
     def __init__(self, decoder: NativeDecoder, slots: int, rank: int) -> None:
         """Make room for `slots` adapters of ranks up to `rank`. Raises ConfigError without memory."""
@@ -24,13 +24,13 @@ class NativeSlots:
             raise no_memory(slots, rank)
 
     def put(self, slot: int, weights: AdapterWeights) -> None:
-        """Copy an adapter into a slot; see AdapterSlots."""
+        """Copy an adapter into a slot; see SlotWeights."""
         for layer in range(self._decoder.config.num_layers):
             for which, product in enumerate(PRODUCTS):
                 self._put(slot, layer, which, FUSED[product], weights)
 
     def begin(self, of_tokens: npt.NDArray[np.int64] | None) -> None:
-        """Take in the slots of a step's tokens; see AdapterSlots."""
+        """Take in the slots of a step's tokens; see SlotWeights."""
         self._decoder.adapters = None if of_tokens is None else of_tokens.astype(np.int32)
 
     def _put(self, slot: int, layer: int, which: int, names: tuple[str, ...], weights: AdapterWeights) -> None:

@@ -36,7 +36,7 @@ void AdaptedRows::set(const int32_t *slots, int64_t rows) {
             order_[(size_t)counts_[(size_t)slots[r]]++] = (int32_t)r;
 }
 
-AdapterSlots::AdapterSlots(const TypedKernels &kernels, int width, int64_t stored_bytes, const Linear &linear,
+ProductSlots::ProductSlots(const TypedKernels &kernels, int width, int64_t stored_bytes, const Linear &linear,
                            const std::vector<int64_t> &parts)
     : kernels_(kernels), width_(width), stored_bytes_(stored_bytes), inputs_(linear.inputs), begins_{0} {
     for (int64_t part : parts)
@@ -59,21 +59,21 @@ AdapterSlots::AdapterSlots(const TypedKernels &kernels, int width, int64_t store
     }
 }
 
-int64_t AdapterSlots::a_bytes(int64_t rank) const {
+int64_t ProductSlots::a_bytes(int64_t rank) const {
     return round_up(parts() * ceil_div(rank, width_) * kernels_.as_stored.panel_bytes(inputs_), LINE_BYTES);
 }
 
-int64_t AdapterSlots::slot_bytes(int64_t rank) const {
+int64_t ProductSlots::slot_bytes(int64_t rank) const {
     const int64_t panels = panels_.back().before + panels_.back().count;
     return a_bytes(rank) + round_up(panels * kernels_.as_stored.panel_bytes(round_up(rank, 2)), LINE_BYTES);
 }
 
-void AdapterSlots::reserve(char *memory, int slots, int64_t rank) {
+void ProductSlots::reserve(char *memory, int slots, int64_t rank) {
     for (int slot = 0; slot < slots; slot++, memory += slot_bytes(rank))
         slots_.push_back({0, memory, memory + a_bytes(rank)});
 }
 
-void AdapterSlots::put(Pool &pool, int slot, int64_t rank, const void *a, const void *b) {
+void ProductSlots::put(Pool &pool, int slot, int64_t rank, const void *a, const void *b) {
     Change &change = slots_[(size_t)slot];
     change.rank = round_up(rank, 2);
     if (!rank)
@@ -90,7 +90,7 @@ void AdapterSlots::put(Pool &pool, int slot, int64_t rank, const void *a, const 
     });
 }
 
-void AdapterSlots::pack_b(int64_t panel, const Change &change, int64_t rank, const void *b) const {
+void ProductSlots::pack_b(int64_t panel, const Change &change, int64_t rank, const void *b) const {
     const PanelParts &own = panels_[(size_t)panel];
     const auto [begin, end] = bounds_[(size_t)panel];
     const int64_t bytes = kernels_.as_stored.panel_bytes(change.rank);
@@ -102,11 +102,11 @@ void AdapterSlots::pack_b(int64_t panel, const Change &change, int64_t rank, con
     }
 }
 
-const char *AdapterSlots::panel_of(const Task &task) const {
+const char *ProductSlots::panel_of(const Task &task) const {
     return (const char *)slots_[(size_t)task.slot - 1].a + task.panel * kernels_.as_stored.panel_bytes(inputs_);
 }
 
-Changes AdapterSlots::shrink(Pool &pool, const AdaptedRows &rows, const void *x, int64_t count, Block &inner) {
+Changes ProductSlots::shrink(Pool &pool, const AdaptedRows &rows, const void *x, int64_t count, Block &inner) {
     int64_t most_rank = 0;
     tasks_.clear();
     for (const AdaptedRows::Group &group : rows.groups()) {

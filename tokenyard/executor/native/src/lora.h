@@ -34,10 +34,10 @@ class AdaptedRows {
 };
 
 // The slots of one product. A panel of the product may hold outputs of several of its parts (see PanelParts).
-class AdapterSlots {
+class ProductSlots {
   public:
     // parts: outputs of each, in the order in which the product's weights have them.
-    AdapterSlots(const TypedKernels &kernels, int width, int64_t stored_bytes, const Linear &linear,
+    ProductSlots(const TypedKernels &kernels, int width, int64_t stored_bytes, const Linear &linear,
                  const std::vector<int64_t> &parts);
 
     // Bytes of a slot for ranks up to `rank`.

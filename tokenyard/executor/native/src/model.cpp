@@ -75,7 +75,7 @@ int64_t Model::reserve_slots(int slots, int64_t rank) {
     }
     char *memory = adapters_.get_of<char>(bytes * slots);
     for (Layer &layer : layers_)
-        for (AdapterSlots &one : layer.slots) {
+        for (ProductSlots &one : layer.slots) {
             one.reserve(memory, slots, rank);
             memory += one.slot_bytes(rank) * slots;
         }

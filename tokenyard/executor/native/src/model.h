@@ -31,7 +31,7 @@ class Model {
     struct Layer {
         Linear linears[4];
         std::vector<float> norms[4];
-        std::vector<AdapterSlots> slots;  // of each of `linears`, or none
+        std::vector<ProductSlots> slots;  // of each of `linears`, or none
     };
 
     Linear &linear(int layer, int which);
