@@ -73,10 +73,10 @@ class Engine:
         self._numbers = count(1)
         self._told: set[int] = set()
 
-    def submit(self, tokens=TOKENS, max_new: int = 12) -> int:
+    def submit(self, tokens=TOKENS, max_new: int = 12, lora: str = "") -> int:
         number = next(self._numbers)
         sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0)
-        request = Request(number, f"r{number}", np.array(tokens, np.int32), sampling)
+        request = Request(number, f"r{number}", np.array(tokens, np.int32), sampling, lora=lora)
         self.yard.apply(Submit(self.moves.submitted(request)))
         return number
 
@@ -99,8 +99,8 @@ class Engine:
             assert time.monotonic() < end, "it does not come about"
             self.turn()
 
-    def serve(self, tokens=TOKENS) -> list[int]:
-        number = self.submit(tokens)
+    def serve(self, tokens=TOKENS, lora: str = "") -> list[int]:
+        number = self.submit(tokens, lora=lora)
         self.until(lambda: number in self.yard.finished)
         return self.yard.tokens[number]
 
@@ -140,6 +140,21 @@ def test_what_was_stored_is_loaded_after_a_restart(store, answer, policy):
     assert engine.serve() == answer
     assert engine.tiers.counters.loaded_tokens == 192
     assert engine.yard.scheduler.snapshot(1).counters.prefill_tokens == len(TOKENS) - 192
+    engine.close()
+
+
+def test_kv_of_an_adapter_is_found_for_the_same_weights_alone(answer):
+    store = Trouble()
+    engine = Engine(store)
+    changed = engine.serve(lora="tuned#01")
+    assert changed != answer
+    engine.close()
+    engine = Engine(store)
+    assert engine.serve() == answer
+    assert engine.serve(lora="tuned#02") not in (answer, changed)
+    assert engine.tiers.counters.loaded_tokens == 0
+    assert engine.serve(lora="tuned#01") == changed
+    assert engine.tiers.counters.loaded_tokens == 192
     engine.close()
 
 

@@ -99,7 +99,7 @@ class KvTiers:
     def submitted(self, request: Request) -> Request:
         """Look whether KV of a request is below; returns the request as the scheduler shall see it."""
         options = request.logprobs
-        if request.lora or (options is not None and options.prompt_from >= 0):
+        if options is not None and options.prompt_from >= 0:
             return request
         cached = self._core.cached_tokens(request)
         wanted = self._find(request.number, request.namespace, request.known_ids, cached)
@@ -261,9 +261,6 @@ class KvTiers:
     def _write(self, storing: Storing, block: Block) -> None:
         """Store those blocks of an offer that the store lacks, first ones first."""
         offer, size = storing.offer, self._per_block
-        if offer.namespace.partition("\0")[0]:
-            # The name of an adapter does not say which weights it has.
-            return
         digests = block_digests(offer.tokens, root_digest(offer.namespace), self._block)
         for place, digest in enumerate(digests):
             if self._store.reach([digest]):

@@ -43,7 +43,7 @@ struct Changes {
 };
 
 // The first half of that, for some rows and one panel of a: out, active[rows, ldo], gets `width` numbers a row. rows:
-// which they are, of x and of out. next: where the panel that is used after this one begins.
+// which they are, of x and of out. next: where the weights lie that are used after these.
 struct Shrinking {
     const void *x;
     int64_t ldx, inputs;

@@ -124,8 +124,10 @@ Changes ProductSlots::shrink(Pool &pool, const AdaptedRows &rows, const void *x,
     char *out = inner.get_of<char>(count * ldi * active_bytes);
     pool.run((int64_t)tasks_.size(), [&](int64_t i, int) {
         const Task &task = tasks_[(size_t)i];
-        const Task &next = tasks_[(size_t)least(i + 1, (int64_t)tasks_.size() - 1)];
-        kernels_.shrink({x, inputs_, inputs_, task.rows, task.count, panel_of(task), panel_of(next),
+        // What the product reads comes after the last panel.
+        const bool last = i + 1 == (int64_t)tasks_.size();
+        const void *next = last ? slots_[(size_t)task.slot - 1].b : panel_of(tasks_[(size_t)i + 1]);
+        kernels_.shrink({x, inputs_, inputs_, task.rows, task.count, panel_of(task), next,
                          out + task.panel * width_ * active_bytes, ldi});
     });
     return {rows.slots(), rows.used().data(), (int64_t)rows.used().size(), slots_.data(), panels_.data(), out, ldi};
