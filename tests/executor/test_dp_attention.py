@@ -85,12 +85,15 @@ def test_ranks_with_other_settings_are_refused(folder, tmp_path):
 def test_a_rank_that_goes_ends_the_others(folder, tmp_path):
     with both(folder("llama"), tmp_path) as ranks:
         driver, reasons = Driver(ranks[0]), []
+        reason = "data-parallel rank 1 has left"
         sequence = driver.start(prompt_of(9, seed=1))
         driver.generate(sequence, 2)
-        ranks[0].on_lost(reasons.append)
         ranks[1].close()
-        with pytest.raises(DeviceLostError, match="data-parallel rank 1 has left"):
+        with pytest.raises(DeviceLostError, match=reason):
             driver.generate(sequence, 50)
+        # Who asks later is told too.
+        ranks[0].on_lost(reasons.append)
+        assert reasons == [reason]
 
 
 def test_a_model_that_cannot_be_shared_is_refused(folder, tmp_path):

@@ -181,7 +181,7 @@ class JoinedExecutor(ModelExecutor):
     def on_lost(self, tell: Callable[[str], None]) -> None:
         """Call `tell`, from another thread, when a rank is lost; see DividedExecutor."""
         assert self.ranks.member is not None
-        self.ranks.member.on_lost = tell
+        self.ranks.member.on_lost(tell)
 
     def describe_ranks(self) -> list[dict[str, Any]]:
         """What people should know of this rank; see DividedExecutor."""

@@ -83,10 +83,18 @@ class Member:
         self._state = FREE
         self._changed = threading.Condition()
         self._reason = ""
-        self.on_lost: Callable[[str], None] = lambda reason: None
+        self._tell_loss: Callable[[str], None] = lambda reason: None
         self.rounds = self.idle_rounds = 0
         self._closing = False
         threading.Thread(target=self._listen, name="rounds of this rank", daemon=True).start()
+
+    def on_lost(self, tell: Callable[[str], None]) -> None:
+        """Call `tell`, from another thread, with the reason when a rank is lost; at once if one is already."""
+        with self._changed:
+            self._tell_loss = tell
+            lost = bool(self._reason)
+        if lost:
+            tell(self._reason)
 
     def begin(self, tokens: int) -> None:
         """Wait for a round for a step of this rank's own, of `tokens`. Raises DeviceLostError, else `end` follows."""
@@ -135,7 +143,7 @@ class Member:
         with self._changed:
             self._reason = data[1:].decode() or f"{self._hub_name} has gone"
             self._changed.notify_all()
-        self.on_lost(self._reason)
+        self._tell_loss(self._reason)
 
     def _join(self) -> None:
         """Answer a call: with no tokens, unless this rank has asked itself meanwhile."""
