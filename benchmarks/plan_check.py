@@ -1,10 +1,11 @@
 """`tokenyard plan` against brute force over small grids: is its fleet the cheapest that meets the target?
 
-    python -m benchmarks.plan_check [--cases 10] [--requests 400]
+    python -m benchmarks.plan_check [--cases 10] [--requests 400] [--shortest 50]
 
 Each case draws traffic, targets and prices. Brute force simulates every kind of fleet with every number of replicas up
 to `--most`, over the same seeds, and takes the cheapest that meets the target on average. Prints a line per case, and
-exits with 1 unless the planner is right in nine of ten: the same price, and the same number of devices.
+exits with 1 unless the planner is right in nine of ten: the same price, and the same number of devices. The planner
+looks at parts of a trace from `--shortest` requests on, where it usually takes 1,500: so small traces have parts, too.
 """
 
 import argparse
@@ -14,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from tokenyard.cost import get_profile
+from tokenyard.sim import plan, trial
 from tokenyard.sim.engine import Setup
-from tokenyard.sim.plan import Planner
 from tokenyard.sim.presets import preset
 from tokenyard.sim.synthetic import synthetic
 from tokenyard.sim.trial import Option, Traffic, Trial, attained, sized
@@ -61,7 +62,9 @@ def main():
     parser.add_argument("--cases", type=int, default=10)
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--most", type=int, default=16)
+    parser.add_argument("--shortest", type=int, default=50)
     args = parser.parse_args()
+    plan.SHORTEST_PART = trial.SHORTEST_PART = args.shortest
     right = 0
     for number in range(args.cases):
         traffic, options, target = case_of(number, args.requests, args.most)
@@ -72,8 +75,8 @@ def main():
         def attain(_, trials, traffic=traffic):
             return [attained(traffic, one) for one in trials]
 
-        plan = Planner(traffic, target, SEEDS, size, attain).plan(options)
-        best = plan.finalists[plan.cheapest] if plan else None
+        found = plan.Planner(traffic, target, SEEDS, size, attain).plan(options)
+        best = found.finalists[found.cheapest] if found else None
         ours, true = (best.cost, best.devices) if best else None, brute_force(traffic, options, target, args.most)
         right += ours == true
         print(f"{number}: {traffic.name}, {100 * target:g} %: planned {ours}, brute force {true}", flush=True)

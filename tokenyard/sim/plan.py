@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from statistics import mean, stdev
 
-from tokenyard.sim.trial import Option, Sized, Sizing, Traffic, Trial, busiest
+from tokenyard.sim.trial import SHORTEST_PART, Option, Sized, Sizing, Traffic, Trial, busiest
 from tokenyard.sim.workload import Workload
 
-SHORTEST_PART = 1500
 FINALISTS = 3
+STEP = 4
+"""How much more of the trace each round of the halving sees than the one before."""
 MORE_TRAFFIC = 1.5
 ASSUMED_ERROR = 0.2
 """What a cost model is taken to be off by where nobody has measured it."""
@@ -98,7 +99,8 @@ class WhatIf:
 @dataclass(frozen=True)
 class Bounds:
     """The decision again for a cost model that is off by `error`: replicas of each finalist, None for more than may be
-    had, on faster and on slower devices than the profiles say, and the finalist that is cheapest then.
+    had, on faster and on slower devices than the profiles say, and the finalist that is cheapest then. For a long trace
+    these are seen on its busiest quarter.
     """
 
     error: float
@@ -147,14 +149,16 @@ class Planner:
     def __init__(self, workload: Workload, target: float, seeds: int, size: Size, attain: Attain) -> None:
         self._workload, self._target, self._seeds = workload, target, seeds
         self._size, self._attain = size, attain
-        self._whole = Traffic(0, len(workload))
+        self._whole = self._part = Traffic(0, len(workload))
+        if len(workload) > STEP * SHORTEST_PART:
+            self._part = Traffic(*busiest(workload, ceil(len(workload) / STEP)))
         self._trials = 0
         self.left_out: list[LeftOut] = []
 
     def plan(self, options: Sequence[Option]) -> Plan | None:
         """The plan; None if no fleet that may be had meets the target, and then `left_out` tells how near each came."""
         sizes = self._halve(options)
-        found = [one for one in (self._confirm(size) for size in sizes) if one is not None]
+        found = self._found(sizes)
         if not found:
             return None
         found.sort(key=lambda one: (one.cost, one.devices, -one.attainment.mean))
@@ -162,6 +166,21 @@ class Planner:
         what_if = tuple(self._what_if(found[place]) for place in dict.fromkeys((0, smallest)))
         bounds = self._bounds(found)
         return Plan(tuple(found), 0, smallest, tuple(self.left_out), what_if, bounds, self._trials)
+
+    def _found(self, sizes: Sequence[Sized]) -> list[Found]:
+        """Those that meet the target over all seeds. Seeds only add replicas, so that one that is dearer and larger
+        than another one which does can be neither the cheapest nor the smallest: it keeps the arrivals as they are.
+        """
+        found: list[Found] = []
+        for size in sorted(sizes, key=lambda one: (one.cost, one.devices, -one.attainment)):
+            if any(one.cost < size.cost and one.devices <= size.devices for one in found):
+                option, replicas = size.sizing.option, size.replicas
+                assert replicas is not None
+                share = Interval((size.attainment,), len(self._workload))
+                found.append(Found(option, replicas, share, replicas - 1))
+            elif (one := self._confirm(size)) is not None:
+                found.append(one)
+        return found
 
     def _halve(self, options: Sequence[Option]) -> list[Sized]:
         """Those that are left, sized on the whole trace."""
@@ -185,7 +204,7 @@ class Planner:
         """The parts of the trace that the rounds see."""
         parts = [1.0]
         while count > FINALISTS and parts[0] * len(self._workload) > 2 * SHORTEST_PART:
-            parts.insert(0, parts[0] / 2)
+            parts.insert(0, max(parts[0] / STEP, SHORTEST_PART / len(self._workload)))
             count = ceil(count / 2)
         return parts
 
@@ -232,16 +251,8 @@ class Planner:
     def _bounds(self, found: Sequence[Found]) -> Bounds:
         known = [one.option.setup.profile.error for one in found]
         errors = [ASSUMED_ERROR if error is None else error for error in known]
-        sizings = []
-        for one, error in zip(found, errors, strict=True):
-            begin, whole = Sizing(one.option, self._whole, self._target), one.replicas
-            fast, slow = max(1.0 - error, 0.05), 1.0 + error
-            sizings += [
-                replace(begin, start=round(whole * fast), slower=fast, enough=whole),
-                replace(begin, start=round(whole * slow), slower=slow, too_few=one.too_few),
-            ]
-        sizes = self._do("if the cost model is off", sizings)
-        faster, slower = sizes[::2], sizes[1::2]
+        off = [(max(1.0 - error, 0.05), 1.0 + error) for error in errors]
+        faster, slower = self._off_on_part(found, off) if self._part != self._whole else self._off(found, off)
         return Bounds(
             max(errors),
             all(error is not None for error in known),
@@ -251,6 +262,32 @@ class Planner:
             _cheapest(slower),
         )
 
+    def _off(self, found: Sequence[Found], off: Sequence[tuple[float, float]]) -> tuple[list[Sized], list[Sized]]:
+        """Sizes of the finalists if all steps take so many times as long, faster and slower, on the whole trace."""
+        sizings = []
+        for one, (fast, slow) in zip(found, off, strict=True):
+            begin, whole = Sizing(one.option, self._whole, self._target), one.replicas
+            sizings += [
+                replace(begin, start=round(whole * fast), slower=fast, enough=whole),
+                replace(begin, start=round(whole * slow), slower=slow, too_few=one.too_few),
+            ]
+        sizes = self._do("if the cost model is off", sizings)
+        return sizes[::2], sizes[1::2]
+
+    def _off_on_part(
+        self, found: Sequence[Found], off: Sequence[tuple[float, float]]
+    ) -> tuple[list[Sized], list[Sized]]:
+        """The same by how much larger or smaller each must be for the busiest part of a long trace."""
+        sizings = []
+        for one, factors in zip(found, off, strict=True):
+            begin = Sizing(one.option, self._part, self._target)
+            sizings += [replace(begin, start=round(one.replicas * factor), slower=factor) for factor in (1.0, *factors)]
+        sizes = self._do("if the cost model is off", sizings)
+        pairs = list(zip(found, sizes[::3], strict=True))
+        faster = [_moved(one, usual, other) for (one, usual), other in zip(pairs, sizes[1::3], strict=True)]
+        slower = [_moved(one, usual, other) for (one, usual), other in zip(pairs, sizes[2::3], strict=True)]
+        return faster, slower
+
     def _do(self, what: str, sizings: Sequence[Sizing]) -> list[Sized]:
         sizes = self._size(what, sizings)
         self._trials += sum(one.trials for one in sizes)
@@ -259,6 +296,14 @@ class Planner:
     def _run(self, what: str, trials: Sequence[Trial]) -> list[float]:
         self._trials += len(trials)
         return self._attain(what, trials)
+
+
+def _moved(found: Found, usual: Sized, other: Sized) -> Sized:
+    """The size of `found` on the whole trace, if it grows or shrinks there as it does on a part of it."""
+    if other.replicas is None or usual.replicas is None:
+        return other
+    replicas = max(found.replicas + other.replicas - usual.replicas, 1)
+    return replace(other, replicas=replicas if replicas <= found.option.most else None)
 
 
 def _knowing(sizing: Sizing, replicas: int, share: float) -> Sizing:

@@ -8,6 +8,8 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
 
+import numpy as np
+
 from tokenyard.base import NS_PER_S, ConfigError, Event, ExecutorInfo, Finish, Request, Submit
 from tokenyard.base.version import __version__
 from tokenyard.cost import unloaded_prefill_s
@@ -25,6 +27,7 @@ from tokenyard.sim.kv.tiers import SimTiers, TierCounters
 from tokenyard.sim.outcome import (
     FINISHED,
     REJECTED,
+    UNFINISHED,
     Outcome,
     SchedulerRun,
     Setup,
@@ -441,6 +444,21 @@ class Run:
     def so_far(self) -> Outcome:
         """The outcome of the requests that have ended."""
         return self._outcome
+
+    def misses(self, window: slice) -> int:
+        """How many requests of `window` cannot meet their targets any more: those that have ended so, and those whose
+        first token is overdue.
+        """
+        outcome = self._outcome
+        status = outcome.status[window]
+        missed = (status == REJECTED) | ((status == FINISHED) & ~outcome.met[window])
+        if self._routing is not None and self._workload.follows is None:
+            numbers = np.arange(window.start, window.start + self._arrivals.come)
+            begun = np.isin(numbers, list(self._routing.first_seen))
+            open_ = numbers[(outcome.status[numbers] == UNFINISHED) & ~begun]
+            age_s = (int(outcome.arrival_ns[numbers[-1]]) - outcome.arrival_ns[open_]) / NS_PER_S
+            return int(missed.sum()) + int((age_s > outcome.ttft_slo_s[open_]).sum())
+        return int(missed.sum())
 
     def outcome(self) -> Outcome:
         """The outcome, after everything has happened."""
