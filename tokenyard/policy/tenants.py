@@ -121,10 +121,12 @@ class TenantBook:
 class Limits:
     """No limits: every request may start, and no tenant borrows. `TenantLimits` overrides all of it.
 
-    next_ns: when the first request that a token rate holds back may start; None if there is none.
+    next_ns: when the first request that a token rate holds back may start; None if there is none. counts: whether what
+    is computed must be charged.
     """
 
     next_ns: int | None = None
+    counts = False
 
     def keep_with(self, left: int) -> None:
         """Only `left` data-parallel ranks keep the limits together from now on."""
@@ -188,6 +190,8 @@ class TenantLimits(Limits):
     it starts, and meanwhile only requests within their tenant's share start. The claim also ends when the request ends
     or is held back by a limit, and when the policy names all candidates of a step without it.
     """
+
+    counts = True
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._named = settings.tenants

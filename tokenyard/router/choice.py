@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
+import numpy as np
 from typing_extensions import override
 
 from tokenyard.base import ConfigError
@@ -38,6 +39,8 @@ REASONS = (COLD, CACHED, SPILLED_FOR_LOAD, SPILLED_BY_BOUND, BALANCED, STICKY)
 is beyond the bound on its share of the load; the policy looks at load alone; the session's target."""
 
 _MASK = (1 << 64) - 1
+FEW = 16
+"""Up to so many numbers are mixed one by one; arrays pay for more."""
 
 
 @dataclass(slots=True)
@@ -98,6 +101,17 @@ def mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
+
+
+def _mixed(key: int, salts: list[int]) -> list[int]:
+    """`mix(key ^ salt)` for each of 64-bit salts."""
+    if len(salts) < FEW:
+        return [mix(key ^ salt) for salt in salts]
+    x = np.array(salts, np.uint64) ^ np.uint64(key)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: list[int] = (x ^ (x >> np.uint64(31))).tolist()
+    return mixed
 
 
 class _Draws:
@@ -352,8 +366,9 @@ class PredictedTtft(RoutePolicy):
         while near < len(order) and scores[order[near]] <= window and order[near] not in beyond:
             near += 1
         if near > 1:
-            key = request.key
-            loads = [(targets[i].requests * slowness[i], -mix(key ^ targets[i].salt), i) for i in order[:near]]
+            first = order[:near]
+            mixed = _mixed(request.key, [targets[i].salt for i in first])
+            loads = [(targets[i].requests * slowness[i], -m, i) for i, m in zip(first, mixed, strict=True)]
             order[:near] = [i for _, _, i in sorted(loads)]
         return Ranking(order, scores, self._reason(order[0], matched, beyond))
 

@@ -138,6 +138,13 @@ class PrefixIndex:
         held.most = blocks
         self._shrink(held)
 
+    def matches(self, targets: Iterable[str], digests: Sequence[Digest]) -> list[int]:
+        """`match` for each of several targets; most hold nothing of a chain, which its first block tells."""
+        if not digests:
+            return [0 for _ in targets]
+        first, held = digests[0], self._held
+        return [self.match(name, digests) if name in held and first in held[name].blocks else 0 for name in targets]
+
     def match(self, target: str, digests: Sequence[Digest]) -> int:
         """How many leading blocks of a chain the target holds."""
         held = self._held.get(target)

@@ -33,8 +33,7 @@ def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: i
     state.table.last_step[rows] += further
     state.observer.counters.steps += further
     state.observer.counters.decode_steps += further
-    for _ in range(further):
-        state.charge_decode(rows)
+    state.charge_decode(rows, further)
 
 
 def append_but_last(state: SchedulerState, plan: StepPlan, rows: Int32Array, tokens: Int32Array) -> None:

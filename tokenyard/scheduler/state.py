@@ -235,12 +235,16 @@ class SchedulerState:
             crossing &= planned == self.table.held[rows]
         return crossing
 
-    def charge_decode(self, rows: Int32Array) -> None:
-        """Charge one decoded token of each of `rows` to the policy and the limits."""
-        self.policy.headroom.decoded()
-        if self.policy.charges_decode:
-            self.policy.charge_decode(rows)
-        self.limits.charge_decode(rows)
+    def charge_decode(self, rows: Int32Array, steps: int = 1) -> None:
+        """Charge one decoded token of each of `rows` to the policy and the limits, in each of `steps`."""
+        decoded, policy, limits = self.policy.headroom.decoded, self.policy, self.limits
+        charged = policy.charges_decode or limits.counts
+        for _ in range(steps):
+            decoded()
+            if charged:
+                if policy.charges_decode:
+                    policy.charge_decode(rows)
+                limits.charge_decode(rows)
 
     def retract(self, row: int, why: RetractReason, now: int) -> None:
         """Send a row that holds pages back to its place in the queue. What it has computed stays in the tree."""

@@ -158,14 +158,19 @@ class SimRouter:
     def dispatch(self, call: Call, now_s: float) -> None:
         """Choose the target of a request and count the request there."""
         call.waiting = None
-        eligible = [number for number in range(len(self.targets)) if number not in self.closed]
-        fresh = [number for number in eligible if self._fits(call, number)] or eligible
+        targets, closed = self.targets, self.closed
+        eligible = [number for number in range(len(targets)) if number not in closed]
+        if self._preempts_by is None:
+            fresh = [number for number in eligible if not 0 < targets[number].room <= targets[number].requests]
+        else:
+            fresh = [number for number in eligible if self._fits(call, number)]
+        fresh = fresh or eligible
         if call.tried:
             untried = [number for number in fresh if number not in call.tried]
             if not untried:
                 call.tried.clear()
             fresh = untried or fresh
-        states = [self.targets[number] for number in fresh]
+        states = [targets[number] for number in fresh]
         matched = self._matched(call.prompt, states)
         features = Features(call.tokens, matched, call.key)
         place = self._policy.rank(features, states).order[0]
@@ -191,8 +196,7 @@ class SimRouter:
         """How many tokens of a prompt each target should hold; nothing where the policy does not ask."""
         if not prompt.digests or not self.needs_prefix:
             return []
-        match, digests = self.index.match, prompt.digests
-        blocks = [match(target.name, digests) for target in targets]
+        blocks = self.index.matches([target.name for target in targets], prompt.digests)
         return [round(prompt.share(held) * prompt.size) if held else 0 for held in blocks]
 
     def hear(self, scheduler: int, target: int, records: list[Any]) -> None:
