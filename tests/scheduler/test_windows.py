@@ -64,10 +64,15 @@ def prompt_of(seed, tokens):
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_row_longer_than_the_window_pool_runs(page_size):
     yard = make_yard(window_pages=60 // page_size, page_size=page_size)
-    number = yard.submit(prompt_of(1, 120), max_new=80)
+    number, seen = yard.submit(prompt_of(1, 120), max_new=80), 0
     while yard.advance():
         yard.check()
         assert yard.scheduler.state.memory.windows.users.sum() <= (WINDOW + 2 + 16) // page_size + 3
+        measures = yard.scheduler.snapshot(yard.now).measures
+        assert measures["window_kv_used_tokens"] <= measures["window_kv_tokens"]
+        seen = max(seen, measures["window_kv_used_tokens"])
+    assert seen >= WINDOW
+    assert yard.scheduler.snapshot(yard.now).measures["window_kv_used_tokens"] == 0
     assert yard.finished[number].completion_tokens == len(yard.tokens[number]) > 1
     assert yard.scheduler.idle() is None
 

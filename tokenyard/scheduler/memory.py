@@ -194,6 +194,16 @@ class KvMemory:
             first = max(last * self.page_size - self.windows.kept_tokens, 0) // self.page_size
             self.windows.keep_end(self.pool.page_table[pool_row, first:last])
 
+    def measures(self) -> dict[str, float]:
+        """Figures for metrics, by name: of the layers with a window, if they have a pool of their own."""
+        if self.windows is None:
+            return {}
+        used = self.windows.num_pages - self.windows.obtainable
+        return {
+            "window_kv_tokens": self.windows.num_pages * self.page_size,
+            "window_kv_used_tokens": used * self.page_size,
+        }
+
     def window_ids(self, pages: Int32Array) -> Int32Array:
         """The window page of each of `pages`, int32[n], 0 for none; int32[0] where no layers have such pages."""
         return NO_PAGES if self.windows is None else self.windows.of[pages]

@@ -421,12 +421,13 @@ class SchedulerState:
         )
 
     def measures(self) -> dict[str, float]:
-        """Figures of the policy and of the limits of tenants, by metric name."""
+        """Figures of the policy, of the limits of tenants, of adapters and of windows, by metric name."""
         waiting, prefilling, running = self.waiting.rows, self.prefilling.rows, self.running.rows
         total = self.memory.num_pages * self.memory.page_size
         held = np.concatenate((running, prefilling, self.loading.rows))
         measures = self.policy.measures(np.concatenate((waiting, prefilling)))
-        return measures | self.limits.measures(self.table, held, total) | self.adapters.measures()
+        measures |= self.limits.measures(self.table, held, total) | self.adapters.measures()
+        return measures | self.memory.measures()
 
     def queued_work(self) -> tuple[int, float]:
         """Tokens of prompts that wait or are computed in chunks and are not computed yet, and the seconds that these

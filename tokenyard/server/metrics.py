@@ -48,6 +48,8 @@ _GAUGES = {
     "lora_slots": "LoRA adapters that may be in one step",
     "lora_slots_used": "slots whose adapter running requests have",
     "lora_slots_claimed": "slots that are emptied for an adapter that waits",
+    "window_kv_tokens": "KV tokens that the pool of layers with a window holds",
+    "window_kv_used_tokens": "KV tokens there that running requests need",
     "step_time_error_ratio": "mean relative error of the cost model that learns step times, judged before it learns",
 }
 _RANK_GAUGES = {
