@@ -1,6 +1,6 @@
 """Does it pay to let some engines only prefill? x prefill and y decode engines against x + y that do both.
 
-    python -m benchmarks.pd_sim [--engines 4] [--jobs N] [--found FILE.json] [--chart OUT.svg]
+    python -m benchmarks.pd_sim [--engines 4] [--jobs N] [--found FILE.json] [--chart OUT.svg] [--at-capacity]
 
 All in virtual time, with the scheduler, router and transfer protocol of the server. Both sides have the same number of
 devices, the same settings (policy slo, prefix cache on) and the same traffic. Goodput is the largest rate of requests
@@ -23,8 +23,9 @@ from benchmarks.simulator_speed import AZURE
 from tokenyard.config import Settings
 from tokenyard.cost import get_profile
 from tokenyard.sim.charts import Chart, picture
-from tokenyard.sim.engine import Setup
+from tokenyard.sim.engine import Setup, simulate
 from tokenyard.sim.kv.settings import Apart
+from tokenyard.sim.metrics import summary
 from tokenyard.sim.outcome import FINISHED, REJECTED
 from tokenyard.sim.reading import ReadOptions
 from tokenyard.sim.run import Run
@@ -95,6 +96,23 @@ def goodput(case, apart, rate):
     return low
 
 
+def at_rate(case, apart, rate):
+    """What comes of that rate: the share in time, and TTFT and time per token (p99) and KV waits in seconds."""
+    replicas = case.engines - (0 if apart is None else apart.prefill_replicas)
+    workload = workload_of(case.trace, case.file).scaled(rate)
+    outcome = simulate(workload, replace(setup_of(case, apart), replicas=replicas))
+    found = summary(outcome)
+    moved = found.get("transfers") or {}
+    wait_s = (moved.get("transfer_s") or {}).get("p99", 0.0)
+    links = max((max(link["in"], link["out"]) for link in moved.get("links", ())), default=0.0)
+    return [found["slo_attainment"], found["ttft_s"]["p99"], found["tpot_s"]["p99"], wait_s, links]
+
+
+def share_task(arguments):
+    case, kind, rate = arguments
+    return case, kind, at_rate(case, apart_of(kind), rate)
+
+
 def misses(run):
     """Requests that have ended without meeting their targets."""
     outcome = run.so_far
@@ -135,6 +153,32 @@ def run(cases, jobs, out):
     more = [(case, (best[case][0], link, "decode")) for case in cases for link in LINKS if link != USUAL_LINK]
     search([*more, *((case, (best[case][0], USUAL_LINK, "both")) for case in cases)])
     return done, best
+
+
+def at_capacity(cases, jobs, out):
+    """Every kind once, at the rate at which engines that do both just meet the target."""
+    done = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    for case in cases:
+        rates = done.setdefault(case.name, {})
+        if "None" not in rates:
+            rates["None"] = goodput(case, None, FIRST_RATE[case.trace] * case.engines)
+        kinds = [None, *((count, USUAL_LINK, "decode") for count in range(1, case.engines))]
+        middle = case.engines // 2
+        kinds += [(middle, link, "decode") for link in LINKS if link != USUAL_LINK] + [(middle, USUAL_LINK, "both")]
+        print(f"\n{case.name}, {rates['None']:.2f} requests/s\n")
+        print("| engines | link Gbit/s | in time | TTFT p99 s | ms a token p99 | KV wait p99 s | busiest link |")
+        print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+        with ProcessPoolExecutor(jobs) as pool:
+            for _, kind, found in pool.map(share_task, [(case, kind, rates["None"]) for kind in kinds]):
+                share, ttft_s, tpot_s, wait_s, busy = found
+                mode = "" if kind is None or kind[2] == "decode" else ", mode both"
+                name = "all do both" if kind is None else f"{kind[0]}P{case.engines - kind[0]}D{mode}"
+                moved = "| - | - |" if kind is None else f"| {wait_s:.2f} | {100 * busy:.0f} % |"
+                link = "-" if kind is None else f"{kind[1]:g}"
+                cells = f"{100 * share:.1f} % | {ttft_s:.2f} | {1e3 * tpot_s:.1f} {moved}"
+                print(f"| {name} | {link} | {cells}", flush=True)
+        if out is not None:
+            out.write_text(json.dumps(done, indent=1) + "\n")
 
 
 def table(cases, done, best):
@@ -185,6 +229,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--found", type=Path)
     parser.add_argument("--chart", type=Path)
+    parser.add_argument("--at-capacity", action="store_true", help="no search but for engines that do both; quick")
     args = parser.parse_args()
     cases = [
         Case(trace, getattr(args, trace), device, float(tpot_ms), args.engines)
@@ -192,6 +237,9 @@ def main():
         for device in args.devices.split(",")
         for tpot_ms in args.tpot_ms.split(",")
     ]
+    if args.at_capacity:
+        at_capacity(cases, args.jobs, args.found)
+        return
     done, best = run(cases, args.jobs, args.found)
     table(cases, done, best)
     if args.chart is not None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from tokenyard.base import ConfigError
 from tokenyard.base.ranges import Allowed
 from tokenyard.cli.plan_devices import read_devices
+from tokenyard.cli.plan_kinds import add_kind_arguments, kinds_of
 from tokenyard.cli.plan_table import (
     no_plan_document,
     no_plan_notes,
@@ -65,6 +66,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--policies", default="fcfs,slo", metavar="A,B", help="schedule policies or presets to try [fcfs,slo]"
     )
+    add_kind_arguments(group)
     search = parser.add_argument_group("search")
     search.add_argument(
         "--target", type=float, default=0.99, metavar="F", help="share of requests that must meet their SLO [0.99]"
@@ -152,7 +154,7 @@ def make_options(args: argparse.Namespace, workload: Workload) -> list[Option]:
         setup = replace(setup, settings=replace(setup.settings, max_running_requests=running))
         most = min(args.most, device.most // (ranks * device.profile.tp))
         if most:
-            options.append(Option(setup, policy, device.price, most))
+            options += kinds_of(Option(setup, policy, device.price, most), args)
     if not options:
         raise ConfigError(f"--devices {args.devices}: there are fewer devices than one replica takes")
     return options

@@ -28,13 +28,15 @@ FULL = 0.85
 @dataclass(frozen=True)
 class Option:
     """A kind of fleet: everything but the number of its replicas. setup: of one replica. price: of a device for an
-    hour, None where nobody gave one. most: replicas that may be had.
+    hour, None where nobody gave one. most: replicas that may be had. prefill_share: with `setup.apart`, the part of
+    these that only prefill, rounded to whole engines; one engine alone does both.
     """
 
     setup: Setup
     policy: str
     price: float | None
     most: int
+    prefill_share: float = 0.0
 
     @property
     def name(self) -> str:
@@ -55,7 +57,12 @@ class Option:
         profile = self.setup.profile
         if slower != 1.0:
             profile = replace(profile, terms=profile.terms.scaled(slower))
-        return replace(self.setup, profile=profile, replicas=replicas)
+        setup = replace(self.setup, profile=profile, replicas=replicas)
+        if self.setup.apart is None:
+            return setup
+        prefill = min(max(round(self.prefill_share * replicas), 1), replicas - 1)
+        apart = replace(self.setup.apart, prefill_replicas=prefill) if prefill else None
+        return replace(setup, replicas=replicas - prefill, apart=apart)
 
 
 @dataclass(frozen=True)
