@@ -94,3 +94,21 @@ def test_wrong_arguments_are_one_line(capsys, argv, complaint):
     told = capsys.readouterr().err
     assert complaint in told
     assert told.count("\n") == 1
+
+
+def test_prefill_engines_and_tiers_are_among_the_kinds(tmp_path, capsys):
+    out = tmp_path / "o.json"
+    kinds = ["--prefill-shares", "0,0.5", "--link-gbit", "400", "--tiers", "0+0,40+0", "--policies", "fcfs"]
+    argv = ["plan", *SMALL, *kinds, "--seeds", "1", "--slo-tpot-ms", "9", "--json", str(out)]
+    assert main(argv) == 0
+    plan = json.loads(out.read_text())
+    policies = {fleet["policy"] for fleet in plan["fleets"]} | {one["kind"] for one in plan["left_out"]}
+    for words in ("50 % prefill at 400 Gbit/s", "40+0 GB below"):
+        assert any(words in policy for policy in policies), words
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("words", ["--prefill-shares 1", "--prefill-shares x", "--tiers 5", "--tiers 1+1,1+1"])
+def test_wrong_kinds_are_one_line(words, capsys):
+    assert main(["plan", *SMALL, *words.split()]) == 2
+    assert words.split()[0] in capsys.readouterr().err

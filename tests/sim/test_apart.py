@@ -14,6 +14,7 @@ from tokenyard.sim.kv.links import Wire, carry
 from tokenyard.sim.kv.settings import Apart
 from tokenyard.sim.run import Run
 from tokenyard.sim.synthetic import synthetic
+from tokenyard.sim.trial import Option
 from tokenyard.transfer.protocol import Terms
 
 CACHED = {"disable_radix_cache": False, "schedule_policy": "slo", "page_size": 16}
@@ -143,3 +144,11 @@ def test_wrong_numbers_are_refused_in_a_line(words, says, capsys):
     assert says in capsys.readouterr().err
     with pytest.raises(ConfigError):
         Apart(1, mode="neither")
+
+
+def test_a_share_of_a_planned_fleet_prefills():
+    option = Option(setup(settings=CACHED, apart=Apart(1)), "slo", None, 8, prefill_share=0.25)
+    sizes = {count: option.fleet(count) for count in (1, 2, 4, 8)}
+    assert sizes[1].apart is None
+    assert [(sizes[n].replicas, sizes[n].apart.prefill_replicas) for n in (2, 4, 8)] == [(1, 1), (3, 1), (6, 2)]
+    assert [sizes[count].engines for count in (1, 2, 4, 8)] == [option.devices(count) for count in (1, 2, 4, 8)]

@@ -144,7 +144,7 @@ def make_options(args: argparse.Namespace, workload: Workload) -> list[Option]:
         raise ConfigError(f"--dp-sizes is {args.dp_sizes!r}; it must be whole numbers from 1 to {MOST_REPLICAS}")
     usual = {"host_us": 0.0, "overlap": False, "cost_error": 0.0, "learn_cost": False, "replicas": 1, "fleet": None}
     usual |= {"draft_tokens": 0}
-    options = []
+    options: list[Option] = []
     for device, ranks, router, policy in product(
         read_devices(args.devices, args.profile_model), sizes, routers, policies
     ):
