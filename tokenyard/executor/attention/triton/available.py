@@ -20,10 +20,10 @@ def interpreted() -> bool:
 
 def why_not(device: torch.device, head_dim: int) -> str:
     """Return why the kernels cannot serve, "" if they can."""
-    if not installed():
-        return "the package triton is not installed (pip install triton)"
     if device.type != "cuda" and not interpreted():
         return f"Triton kernels need a CUDA device, not {device.type}"
+    if not installed():
+        return "the package triton is not installed (pip install triton)"
     if head_dim > LARGEST_HEAD:
         return f"Triton kernels take heads of at most {LARGEST_HEAD} dimensions, not {head_dim}"
     return ""
