@@ -48,6 +48,7 @@ def test_a_rank_that_is_killed_ends_all_also_when_nothing_runs(executor):
     sequence = driver.start(prompt_of(9, seed=1))
     with pytest.raises(DeviceLostError, match=reasons[0]):
         driver.generate(sequence, 1)
+    assert listen(executor)[1] == reasons
     executor.close()
     assert life.state_of(pid) == ""
 

@@ -131,6 +131,12 @@ class Ranks:
             self._lost.set()
         return DeviceLostError(self._reason)
 
+    def tell_loss(self, tell: Callable[[str], None]) -> None:
+        """Call `tell`, from another thread, with the reason when a rank is lost; at once if one is already."""
+        self.on_lost = tell
+        if self._lost.is_set():
+            tell(self._reason)
+
     def describe(self) -> list[dict[str, Any]]:
         """What people should know of each rank, rank 0 first."""
         now = time.monotonic_ns()
@@ -225,7 +231,7 @@ class LeadingExecutor(ModelExecutor):
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
         """Call `tell`, from another thread, when a rank is lost; see ParallelExecutor."""
-        self.ranks.on_lost = tell
+        self.ranks.tell_loss(tell)
 
     def describe_ranks(self) -> list[dict[str, Any]]:
         """What people should know of each rank; see ParallelExecutor."""

@@ -2,7 +2,7 @@
 
 q, k, v, gate and up are cut by outputs, o and down by inputs, so that a layer needs two sums over the ranks: one behind
 the attention and one behind the MLP. Where there are fewer KV heads than ranks, ranks share one and each keeps a copy.
-Embedding, norms, the head and routers of experts are whole at every rank that needs them.
+Embedding, norms and routers of experts are whole at every rank; the head is whole at rank 0 alone, which samples.
 """
 
 from dataclasses import dataclass, replace
@@ -51,6 +51,7 @@ class Shard:
             thinner(whole, self.size),
             num_heads=whole.num_heads // self.size,
             num_kv_heads=max(1, whole.num_kv_heads // self.size),
+            gives_logits=self.rank == 0,
         )
 
     def _check(self, whole: ModelConfig) -> None:
