@@ -69,7 +69,11 @@ def engine_config(settings: Settings) -> EngineConfig:
             beat_s=settings.disaggregation_beat_s,
         ),
         "tiers": TierConfig(
-            backend=settings.hicache_storage_backend if settings.enable_hierarchical_cache else "none",
+            enabled=settings.enable_hierarchical_cache,
+            backend=settings.hicache_storage_backend,
+            url=settings.hicache_storage_url,
+            host_ratio=settings.hicache_ratio,
+            host_gb=settings.hicache_size,
             folder=settings.hicache_storage_dir,
             most_gb=settings.hicache_storage_gb,
             min_free_gb=settings.hicache_storage_min_free_gb,

@@ -1,11 +1,15 @@
-"""What every store of KV blocks keeps to, in memory and on disk."""
+"""What every store of KV blocks keeps to: in memory, on disk, shared by engines, and two of them as one."""
 
+import contextlib
 import threading
 
 import numpy as np
 import pytest
 
+from tests.transfer.fake_valkey import FakeValkey
 from tokenyard.base.blocks import block_digests
+from tokenyard.transfer.layers import LayeredStore
+from tokenyard.transfer.remote import RemoteStore
 from tokenyard.transfer.slab import SLOT_HEAD_BYTES, SlabStore
 from tokenyard.transfer.store import BlockFormat, MemoryStore, block_buffer, padded
 
@@ -20,12 +24,26 @@ def content(place: int) -> np.ndarray:
     return block
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(params=["memory", "disk", "memory over disk", "shared", "memory over shared"])
 def store(request, tmp_path):
-    slot = SLOT_HEAD_BYTES + padded(FORM.block_bytes)
-    made = MemoryStore(BLOCKS) if request.param == "memory" else SlabStore(str(tmp_path), FORM, slot * BLOCKS)
-    yield made
-    made.close()
+    with contextlib.ExitStack() as opened:
+        made = MemoryStore(BLOCKS)
+        if "disk" in request.param:
+            slot = SLOT_HEAD_BYTES + padded(FORM.block_bytes)
+            made = SlabStore(str(tmp_path), FORM, slot * BLOCKS)
+        elif "shared" in request.param:
+            valkey = FakeValkey()
+            opened.callback(valkey.close)
+            made = RemoteStore(valkey.url, FORM)
+        if "over" in request.param:
+            made = LayeredStore(MemoryStore(2), made, FORM.block_bytes)
+        opened.callback(made.close)
+        yield made
+
+
+def shared(store) -> bool:
+    """Whether another process says what makes way."""
+    return "Remote" in type(getattr(store, "_lower", store)).__name__
 
 
 def holds(store, place: int) -> bool:
@@ -51,9 +69,12 @@ def test_a_prompt_reaches_as_far_as_there_is_no_gap(store):
     assert store.reach(DIGESTS) == 2
     assert store.reach(DIGESTS[3:]) == 1
     assert store.reach([]) == 0
+    assert store.guess(DIGESTS) == (len(DIGESTS) if shared(store) else 2)
 
 
 def test_what_was_not_used_for_longest_makes_way_and_ends_of_prompts_before_their_beginnings(store):
+    if shared(store):
+        pytest.skip("the server decides what makes way")
     for place in range(BLOCKS):
         store.put(DIGESTS[place], content(place))
     store.touch(DIGESTS[:BLOCKS])

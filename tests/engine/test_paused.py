@@ -163,6 +163,14 @@ def test_a_folder_that_cannot_be_written_costs_the_record_only(tmp_path):
     asyncio.run(main())
 
 
+def on_disk(config, folder):
+    """The settings with a store in a folder."""
+    more = {"enabled": True, "backend": "disk", "folder": str(folder), "most_gb": 0.1, "min_free_gb": 0.0}
+    config.tiers = replace(config.tiers, **more)
+    config.scheduler = replace(config.scheduler, enable_hierarchical_cache=True)
+    return config
+
+
 async def paused_reading(manager, wanted) -> Reading:
     """An answer that is paused in its midst, and what came of it."""
     reading = Reading(manager, wanted)
@@ -184,10 +192,7 @@ def test_an_engine_goes_on_where_an_earlier_one_was_paused(tmp_path, kind):
     options |= {"n": 2} if kind == "several" else {}
 
     def config():
-        made = mock_config(step_ms=3.0)
-        made.tiers = replace(made.tiers, backend="disk", folder=str(tmp_path), most_gb=0.1, min_free_gb=0.0)
-        made.scheduler = replace(made.scheduler, enable_hierarchical_cache=True)
-        return made
+        return on_disk(mock_config(step_ms=3.0), tmp_path)
 
     async def first():
         async with running_engine(config()) as manager:
@@ -220,10 +225,7 @@ async def read_whole_of(manager, wanted) -> Reading:
 
 def test_a_request_that_goes_on_or_ends_has_no_record_any_more(tmp_path):
     async def main():
-        config = mock_config(step_ms=3.0)
-        config.tiers = replace(config.tiers, backend="disk", folder=str(tmp_path), most_gb=0.1, min_free_gb=0.0)
-        config.scheduler = replace(config.scheduler, enable_hierarchical_cache=True)
-        async with running_engine(config) as manager:
+        async with running_engine(on_disk(mock_config(step_ms=3.0), tmp_path)) as manager:
             expected = await read_whole(manager, tokens=60)
             for verb in (manager.resume_request, manager.abort):
                 reading = await paused_reading(manager, spec(tokens=60, rid="held"))

@@ -5,18 +5,20 @@ import logging
 import queue
 import threading
 import time
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
 
 from tests.scheduler.test_store_queue import PER_BLOCK, make_yard, prompt
-from tokenyard.base import Cancel, Finish, Pause, Request, Resume, SamplingParams, Submit, TokenBatch
+from tokenyard.base import Cancel, ConfigError, Finish, Pause, Request, Resume, SamplingParams, Submit, TokenBatch
 from tokenyard.base.blocks import block_digests
-from tokenyard.engine.processes.config import TierConfig
+from tokenyard.engine.processes.config import EngineConfig, TierConfig
 from tokenyard.engine.watch import tier_jobs
 from tokenyard.engine.watch import tiers as module
 from tokenyard.engine.watch.kv_moves import KvMoves
+from tokenyard.engine.watch.tier_stores import open_pool, open_store
 from tokenyard.engine.watch.tiers import KvTiers
 from tokenyard.transfer.layout import PoolView, map_pages
 from tokenyard.transfer.store import MemoryStore
@@ -324,4 +326,112 @@ def test_what_it_says_of_itself(store):
     assert told["loaded_bytes"] == 3 * PER_BLOCK * 16 * 8
     assert (told["blocks"], told["loaded_tokens"], told["loading"]) == (3, 192, 0)
     assert told["read_bytes_per_s"] > 0
+    engine.close()
+
+
+class Device:
+    """A pool that is not in host memory: only its own copies reach it."""
+
+    def __init__(self, pool: PoolView) -> None:
+        self._pool, self.page_bytes, self.copies = pool, pool.page_bytes, 0
+
+    def gather(self, pages, block):
+        self.copies += 1
+        self._pool.gather(pages, block)
+
+    def scatter(self, block, pages_in_block, first, pages):
+        self.copies += 1
+        self._pool.scatter(block, pages_in_block, first, pages)
+
+
+class DeviceExecutor:
+    """A mock executor whose KV lies on a device."""
+
+    def __init__(self, executor) -> None:
+        self._executor, self.info = executor, executor.info
+        self.device = Device(PoolView(map_pages(executor.pieces), executor.info.num_pages))
+
+    def pieces(self, pages):
+        return replace(self._executor.pieces(pages), device="cuda:0")
+
+    def device_blocks(self):
+        return self.device
+
+    def __getattr__(self, name):
+        return getattr(self._executor, name)
+
+
+@pytest.mark.parametrize(("config", "blocks"), [({}, 64), ({"host_ratio": 0.5}, 16), ({"host_gb": 1e-5}, 19)])
+def test_a_device_has_a_tier_in_host_memory(config, blocks):
+    yard = make_yard()
+    executor = DeviceExecutor(yard.executor)
+    engine = EngineConfig(model_path="", executor="mock", tiers=TierConfig(enabled=True, **config))
+    pool = open_pool(executor)
+    store = open_store(engine, executor, pool, 0)
+    assert pool is executor.device
+    assert store._most == blocks
+
+
+def test_kv_on_a_device_goes_to_host_memory_and_back(answer):
+    engine = Engine(MemoryStore(1000), {"pages": 20}, write_mb_s=0.0)
+    device = engine.tiers._pool = Device(engine.tiers._pool)
+    assert engine.serve() == answer
+    engine.until(lambda: engine.at_rest)
+    engine.serve(prompt(250, seed=3))
+    assert engine.serve() == answer
+    assert device.copies > 3
+    assert engine.tiers.counters.loaded_tokens > 0
+    engine.close()
+
+
+def test_a_request_that_lost_its_place_is_swapped_in():
+    """Its KV goes down, leaves the device for others, and is loaded when its turn comes."""
+    engine = Engine(MemoryStore(1000), {"pages": 24, "chunked_prefill_size": -1}, write_mb_s=0.0)
+    alone = Engine(MemoryStore(1000), write_mb_s=0.0)
+    expected = [alone.serve(prompt(150, seed=seed)) for seed in range(4)]
+    numbers = [engine.submit(prompt(150, seed=seed)) for seed in range(4)]
+    engine.until(lambda: bool(engine.yard.tokens.get(numbers[0])))
+    engine.yard.apply(Pause(numbers=numbers[:1]))
+    engine.until(lambda: all(number in engine.yard.finished for number in numbers[1:]))
+    engine.until(lambda: not engine.yard.scheduler.state.memory.holds)
+    engine.serve(prompt(300, seed=9))
+    engine.until(lambda: engine.tiers.counters.swapped_in_requests == 1)
+    engine.yard.apply(Resume(numbers[:1]))
+    engine.until(lambda: numbers[0] in engine.yard.finished)
+    assert [engine.yard.tokens[number] for number in numbers] == expected
+    assert engine.tiers.counters.loaded_tokens >= 128
+    for one in (engine, alone):
+        one.close()
+
+
+def test_on_a_cpu_the_pool_is_host_memory_already(caplog, tmp_path):
+    yard = make_yard()
+    pool = open_pool(yard.executor)
+    engine = EngineConfig(model_path="", executor="mock", tiers=TierConfig(enabled=True))
+    with pytest.raises(ConfigError, match="in host memory already"):
+        open_store(engine, yard.executor, pool, 0)
+    engine.tiers = TierConfig(enabled=True, backend="disk", folder=str(tmp_path), host_ratio=2.0)
+    open_store(engine, yard.executor, pool, 0).close()
+    assert "have no effect on a CPU" in caplog.text
+
+
+class Elsewhere(Trouble):
+    """A store that others fill: what is there shows only when it is asked for."""
+
+    def guess(self, digests):
+        return len(digests)
+
+    def reach(self, digests):
+        return 0
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_another_engine_has_stored_is_found_by_asking(store, answer, there):
+    made = Elsewhere()
+    if there:
+        made._blocks = store._blocks
+    engine = Engine(made)
+    assert engine.serve() == answer
+    assert engine.tiers.counters.loaded_tokens == (192 if there else 0)
+    assert engine.tiers.counters.hit_requests == there
     engine.close()

@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 
 from tests.scheduler.harness import Yard, make_info
-from tokenyard.base import Arrived, HoldEnded, Load, Reach, Request, SamplingParams, SchedulerSettings, Store
+from tokenyard.base import (
+    Arrived,
+    HoldEnded,
+    Load,
+    Pause,
+    Reach,
+    Request,
+    Resume,
+    SamplingParams,
+    SchedulerSettings,
+    Store,
+)
 from tokenyard.base.blocks import BLOCK_TOKENS, block_digests, root_digest
 from tokenyard.transfer.layout import PoolView, map_pages
 from tokenyard.transfer.store import MemoryStore, block_buffer
@@ -154,6 +165,29 @@ def test_write_back_stores_what_goes_next():
     below.serve(again)
     assert below.yard.finished[again].cached_tokens >= 64
     assert below.yard.tokens[again] == below.yard.tokens[first]
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_loses_its_place_is_swapped_out(policy, depth):
+    tokens = prompt(189)
+    below = Below(make_yard(hicache_write_policy=policy, max_in_flight=depth))
+    whole = below.serve(below.submit(tokens, max_new=12, cache_salt="other"))
+    number = below.submit(tokens, max_new=12)
+    while len(below.yard.tokens.get(number, [])) < 6:
+        assert number not in below.yard.finished
+        below.yard.advance()
+    below.store.clear()
+    below.yard.apply(Pause(numbers=[number]))
+    for _ in range(8):
+        below.yard.advance()
+        below.collect()
+        while below.offers:
+            below.keep(below.offers.pop())
+    digests = block_digests(np.array(tokens + below.yard.tokens[number], np.int32))
+    assert below.store.reach(digests) == 3, "all whole blocks of the prompt and of the answer so far"
+    below.yard.apply(Resume([number]))
+    assert below.serve(number) == whole
 
 
 def test_no_more_is_locked_than_a_part_of_the_pool():

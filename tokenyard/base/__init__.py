@@ -41,7 +41,9 @@ from tokenyard.base.events import (
 )
 from tokenyard.base.plan import DRAFT, LAST_SAMPLED, RowLogprobs, RowStart, StepPlan, StepResult, StepWork, step_work
 from tokenyard.base.protocols import (
+    BlockPool,
     CostModel,
+    DeviceExecutor,
     DividedExecutor,
     Executor,
     ExecutorInfo,
@@ -76,11 +78,13 @@ __all__ = [
     "AbortCause",
     "AcceptanceRecord",
     "Arrived",
+    "BlockPool",
     "BoolArray",
     "Cancel",
     "ConfigError",
     "ContextLengthError",
     "CostModel",
+    "DeviceExecutor",
     "DeviceLostError",
     "DividedExecutor",
     "EngineDeadError",

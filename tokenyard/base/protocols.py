@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from tokenyard.base.plan import StepPlan, StepResult, StepWork
-from tokenyard.base.request import Int32Array, Int64Array
+from tokenyard.base.request import Int32Array, Int64Array, UInt8Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,28 @@ class DividedExecutor(Executor, Protocol):
 
     def describe_ranks(self) -> list[dict[str, Any]]:
         """What people should know of each process: tp_rank, pid, step (the latest), silent_s (since a sign of life)."""
+
+
+class BlockPool(Protocol):
+    """A KV pool to gather blocks from and to scatter them into, wherever it is."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the KV of one page."""
+
+    def gather(self, pages: Int32Array, block: UInt8Array) -> None:
+        """Copy `pages` (int32[n]) into `block` (uint8[at least n * page_bytes])."""
+
+    def scatter(self, block: UInt8Array, pages_in_block: int, first: int, pages: Int32Array) -> None:
+        """Copy pages `first`, `first + 1`, ... of a block of `pages_in_block` into `pages` (int32[n])."""
+
+
+@runtime_checkable
+class DeviceExecutor(Executor, Protocol):
+    """An executor whose KV pool is not in this process's memory."""
+
+    def device_blocks(self) -> BlockPool:
+        """Copies between the pool and host memory. Raises ConfigError where that cannot be."""
 
 
 class CostModel(Protocol):

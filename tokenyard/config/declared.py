@@ -19,7 +19,7 @@ GROUPS = {
     "device": "where the model runs and how much memory it takes",
     "scheduler": "what runs when, and how much in one step",
     "urgency": "which requests come first",
-    "tiers": "KV below the device: kept on disk",
+    "tiers": "KV below the device: in host memory, on disk, in a shared store",
     "transfer": "KV between engines: prefill and decode apart",
     "server": "how clients reach it",
     "logging": "what is logged and recorded",
@@ -241,8 +241,19 @@ class DeclaredSettings(SharedSettings):
     )
 
     hicache_storage_backend: str = setting(
-        "none", "tiers", "where KV is kept below the device (--enable-hierarchical-cache)", choices=("none", "disk")
+        "none",
+        "tiers",
+        "where KV is kept below the device and its host memory (--enable-hierarchical-cache): on disk, or in a Valkey "
+        "or Redis that several engines share",
+        choices=("none", "disk", "valkey"),
     )
+    hicache_storage_url: str = setting(
+        "", "tiers", "address of that Valkey or Redis: redis://[:password@]host[:port]", secret=True
+    )
+    hicache_ratio: float | None = setting(
+        None, "tiers", "size of the tier in host memory, as a multiple of a GPU's KV pool; 2 if not given", POSITIVE
+    )
+    hicache_size: float = setting(0.0, "tiers", "gigabytes of that tier, instead of --hicache-ratio", ANY_COUNT)
     hicache_storage_dir: str = setting(
         "", "tiers", "folder for KV on disk, used by one engine at a time; it may outlive the engine"
     )

@@ -83,19 +83,20 @@ def _transfer_rules(settings: DeclaredSettings) -> Rules:
 
 def _tier_rules(settings: DeclaredSettings) -> Rules:
     """What must hold for KV below the device."""
-    enabled, disk = settings.enable_hierarchical_cache, settings.hicache_storage_backend == "disk"
+    enabled, backend = settings.enable_hierarchical_cache, settings.hicache_storage_backend
+    asked = backend != "none" or settings.hicache_size > 0 or settings.hicache_ratio is not None
     return (
         (
-            enabled or not (disk or settings.hicache_storage_dir),
-            "--hicache-storage-backend and --hicache-storage-dir need --enable-hierarchical-cache",
+            enabled or not (asked or settings.hicache_storage_dir or settings.hicache_storage_url),
+            "the flags --hicache-... need --enable-hierarchical-cache",
         ),
         (
-            disk or not enabled,
-            "--enable-hierarchical-cache needs --hicache-storage-backend disk; no tier in host memory is built",
+            bool(settings.hicache_storage_dir) == (backend == "disk") or not enabled,
+            "--hicache-storage-backend disk needs --hicache-storage-dir, a folder for KV on disk, and no other has one",
         ),
         (
-            bool(settings.hicache_storage_dir) or not enabled,
-            "--enable-hierarchical-cache needs --hicache-storage-dir, a folder for KV on disk",
+            bool(settings.hicache_storage_url) == (backend == "valkey") or not enabled,
+            "--hicache-storage-backend valkey needs --hicache-storage-url, and no other has one",
         ),
         (
             not (enabled and settings.disable_radix_cache),

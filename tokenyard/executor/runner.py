@@ -12,6 +12,7 @@ from tokenyard.executor.drafts import NgramDrafter, confirmed_runs, drafts_to_co
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, samples_of, upload
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.grammar import GrammarRows, GrammarStore
+from tokenyard.executor.kv_copies import DeviceBlocks
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.lora import Adapters
 from tokenyard.executor.models.backend import ModelBackend
@@ -155,6 +156,10 @@ class ModelExecutor:
     def pieces(self, pages: Int32Array) -> KvPieces:
         """Say where the KV of pages lies; see Executor."""
         return self.kv_pool.pieces(pages)
+
+    def device_blocks(self) -> DeviceBlocks:
+        """Copies of KV between the device and host memory."""
+        return DeviceBlocks(self.kv_pool)
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""

@@ -150,9 +150,6 @@ class Scheduler:
             for row in rows:
                 if self.state.table.state[row] != State.WAITING:
                     self.state.retract(row, "paused", now)
-                    if self.state.stores is not None:
-                        request = self.state.table.request(row)
-                        self.state.stores.keep(self.state.table.request_state(row).known_ids, request.namespace)
                 self.state.table.gates[row] |= Gate.PAUSED
             self._hold_clocks(rows, now)
             return
@@ -429,11 +426,14 @@ class Scheduler:
         return tokens
 
     def requeued(self, most: int) -> list[Requeued]:
-        """The first `most` waiting requests that had a place before and of which no KV is known to be elsewhere."""
+        """The first `most` waiting requests that had a place before and of which no KV is known to be elsewhere, paused
+        ones last.
+        """
         table, rows = self.state.table, self.state.waiting.rows
-        again = (table.retractions[rows] > 0) & (table.reach[rows] == 0) & (table.gates[rows] == 0)
+        rows = rows[(table.retractions[rows] > 0) & (table.reach[rows] == 0)]
+        gates = table.gates[rows]
         found = []
-        for row in rows[again][:most].tolist():
+        for row in np.concatenate((rows[gates == 0], rows[gates == Gate.PAUSED]))[:most].tolist():
             known, namespace = table.request_state(row).known_ids, table.request(row).namespace
             cached = self.state.memory.tree.peek(known.tobytes(), namespace)
             found.append(Requeued(int(table.number[row]), namespace, known, cached))

@@ -251,6 +251,8 @@ class SchedulerState:
         table = self.table
         request_state = table.request_state(row)
         request_state.known_ids = self.memory.pool.token_ids[table.pool_row[row], : table.known[row]].copy()
+        if self.stores is not None:
+            self.stores.keep(request_state.known_ids, int(table.computed[row]), table.request(row).namespace)
         self._give_up_pages(row)
         table.epoch[row] += 1
         table.retractions[row] += 1

@@ -5,6 +5,7 @@ no gap; the store takes what it lacks. The pages are locked until `HoldEnded`. A
 pool are offered at a time; the rest waits in the tree, and what is evicted meanwhile is not stored.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,26 @@ _LOW_SHARE = 4
 """Under write_back what is next to be evicted is stored while less than this part of the pool is free."""
 
 
+_MOST_LOOKS = 4
+"""Offers after which a request that lost its place has its pages in the tree, or has lost some of them."""
+
+
+@dataclass(slots=True)
+class Swap:
+    """The first `tokens` tokens (`key`) of a request that lost its place, and how often they were looked for."""
+
+    key: bytes
+    tokens: int
+    namespace: str
+    looks: int = 0
+
+
 class StoreQueue:
     """Nodes that wait to be stored, and those whose pages are locked for it. A `PrefixListener` of the tree.
 
     By policy a node is offered when it enters the tree (write_through), at its first hit
     (write_through_selective), or when free memory runs low and it is next to be evicted (write_back); by all of them
-    when its request is paused.
+    when its request loses its place (swap-out): it is paused, preempted, or pages have run out.
     """
 
     def __init__(self, settings: SchedulerSettings, memory: KvMemory) -> None:
@@ -38,6 +53,7 @@ class StoreQueue:
         self._offered: set[Any] = set()
         self._locked: dict[int, int] = {}
         self._locked_tokens = 0
+        self._swaps: list[Swap] = []
         self._last_number = 0
         memory.tree.listeners.append(self)
 
@@ -83,6 +99,8 @@ class StoreQueue:
         """The next prefixes to store, as far as there is room; their pages are locked from now on."""
         if self._policy == "write_back":
             self._look_ahead()
+        if self._swaps:
+            self._swap_out()
         offers = []
         most = self._memory.num_pages * self._memory.page_size // _MOST_SHARE
         while self._waiting:
@@ -97,9 +115,25 @@ class StoreQueue:
         for node in self._memory.tree.nodes():
             self._want(node)
 
-    def keep(self, tokens: Int32Array, namespace: str) -> None:
-        """Let what the tree holds of a sequence wait, by whatever policy, as it may not be used again for long."""
-        self._want(self._memory.tree.match(tokens.tobytes(), namespace).node)
+    def keep(self, tokens: Int32Array, computed: int, namespace: str) -> None:
+        """The request with these tokens loses its place: what it has computed goes down, by whatever policy.
+
+        Its pages enter the tree once no plan in flight uses them, so that they are looked for in the next offers.
+        """
+        whole = computed - computed % self._block
+        if whole:
+            self._swaps.append(Swap(tokens[:whole].tobytes(), whole, namespace))
+
+    def _swap_out(self) -> None:
+        """Let those sequences wait that are in the tree by now, or as much of them as is there."""
+        left = []
+        for swap in self._swaps:
+            swap.looks += 1
+            if swap.looks < _MOST_LOOKS and self._memory.tree.peek(swap.key, swap.namespace) < swap.tokens:
+                left.append(swap)
+            else:
+                self._want(self._memory.tree.match(swap.key, swap.namespace).node)
+        self._swaps = left
 
     def ended(self, number: int) -> None:
         """The store has let go of an offer's pages."""

@@ -18,6 +18,7 @@ _TIER_TOTALS = {
     "loaded_tokens": "tokens of KV loaded from the store",
     "hit_requests": "requests of which the store held KV that was worth loading",
     "recomputed_requests": "requests of which it held KV that was faster to compute",
+    "swapped_in_requests": "requests that had lost their place and got their KV back from the store",
     "failed_loads": "loads that ended early because a block was gone, damaged or unreadable",
     "late_loads": "loads that took too long",
     "failed_writes": "blocks that could not be written",

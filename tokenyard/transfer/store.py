@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tokenyard.base import TokenyardError
 from tokenyard.base.blocks import touch_all
+from tokenyard.transfer.checksum import Checksum
 
 Block = npt.NDArray[np.uint8]
 """The KV of a block, uint8[block_bytes], laid out as `layout.PoolView` says, and zeros up to `padded` bytes."""
@@ -28,6 +29,13 @@ def padded(block_bytes: int) -> int:
 def block_buffer(block_bytes: int) -> Block:
     """A buffer for a block, filled up with zeros."""
     return np.zeros(padded(block_bytes), np.uint8)
+
+
+def block_checksum(block: Block) -> int:
+    """The checksum of a block's buffer, zeros behind the block included."""
+    check = Checksum(PADDED)
+    check.add(np.array([[block.ctypes.data, block.nbytes]], np.int64))
+    return check.value
 
 
 class StoreFullError(TokenyardError):
@@ -71,7 +79,9 @@ class BlockStore(Protocol):
     Least recently used blocks make way for new ones. `put` and `get` may take long, and raise OSError.
     """
 
-    counters: StoreCounters
+    @property
+    def counters(self) -> StoreCounters:
+        """What it did since it was opened."""
 
     @property
     def blocks(self) -> int:
@@ -83,6 +93,11 @@ class BlockStore(Protocol):
 
     def reach(self, digests: list[bytes]) -> int:
         """How many of `digests`, from the first on, are there without a gap."""
+
+    def guess(self, digests: list[bytes]) -> int:
+        """How many of `digests`, from the first on, may be there, without asking outside of this process. More than
+        `reach` only for a store that others fill as well.
+        """
 
     def touch(self, digests: list[bytes]) -> None:
         """The blocks of a prompt, in order, were used: the first one stays longest."""
@@ -104,7 +119,7 @@ class BlockStore(Protocol):
 
 
 class MemoryStore:
-    """A store of at most `most_blocks` in this process's memory; it is gone with the process."""
+    """A store of at most `most_blocks` in this process's memory, the host tier of a device; gone with the process."""
 
     def __init__(self, most_blocks: int) -> None:
         self.counters = StoreCounters()
@@ -127,6 +142,10 @@ class MemoryStore:
         """How many of `digests`, from the first on, are there without a gap."""
         with self._lock:
             return next((i for i, digest in enumerate(digests) if digest not in self._blocks), len(digests))
+
+    def guess(self, digests: list[bytes]) -> int:
+        """The same."""
+        return self.reach(digests)
 
     def touch(self, digests: list[bytes]) -> None:
         """The blocks of a prompt, in order, were used: the first one stays longest."""

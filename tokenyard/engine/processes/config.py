@@ -40,13 +40,19 @@ class TransferConfig:
 class TierConfig:
     """KV below the device.
 
-    backend: "disk" or "none". folder: where its slabs are; rank r > 0 has a folder `rank-r` in it. most_gb: most bytes
-    of them, min_free_gb: what the disk is left, in 10^9 bytes each. write_mb_s: 10^6 bytes per second that are written
-    at most, 0 for any. prefetch_policy: how long a request waits for KV from there ("best_effort": not at all,
-    "wait_complete", "timeout": timeout_s and timeout_per_1k_tokens_s).
+    enabled: whether there is any. backend: the lowest tier: "disk", "valkey" (at `url`), or "none" below host memory.
+    host_ratio, host_gb: the tier in host memory for a device, as a multiple of its pool (None: 2), or in 10^9 bytes (0:
+    by ratio). folder: where slabs are; rank r > 0 has a folder `rank-r` in it. most_gb: most bytes of them,
+    min_free_gb: what the disk is left, in 10^9 bytes each. write_mb_s: 10^6 bytes per second that are written at most,
+    0 for any. prefetch_policy: how long a request waits for KV from there ("best_effort": not at all, "wait_complete",
+    "timeout": timeout_s and timeout_per_1k_tokens_s).
     """
 
+    enabled: bool = False
     backend: str = "none"
+    url: str = ""
+    host_ratio: float | None = None
+    host_gb: float = 0.0
     folder: str = ""
     most_gb: float = 10.0
     min_free_gb: float = 1.0

@@ -78,8 +78,8 @@ async def running_engine(
 
 
 def open_records(config: EngineConfig, info: ExecutorInfo) -> PausedRequests | None:
-    """The records of paused requests beside the store below; None if there is no such store."""
-    if config.tiers.backend == "none":
+    """The records of paused requests beside the store below; None if there is none on disk."""
+    if not (config.tiers.enabled and config.tiers.folder):
         return None
     return PausedRequests(f"{config.tiers.folder}/paused", weights_digest(config, info))
 

@@ -52,6 +52,7 @@ class TierCounters:
     late_loads: int = 0
     hit_requests: int = 0
     recomputed_requests: int = 0
+    swapped_in_requests: int = 0
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 from tokenyard.base import (
     NS_PER_S,
     Arrived,
+    BlockPool,
     Event,
     Executor,
     ExecutorInfo,
@@ -35,14 +36,12 @@ from tokenyard.base import (
 from tokenyard.base.blocks import block_digests, root_digest, tokens_per_block
 from tokenyard.engine.processes.config import EngineConfig, TierConfig
 from tokenyard.engine.watch.tier_jobs import NEVER_NS, Pace, Storing, TierCounters, Wanted
-from tokenyard.engine.watch.transfers import weights_digest
+from tokenyard.engine.watch.tier_stores import LINKS, open_pool, open_store
 from tokenyard.scheduler.lifecycle import Gate
 from tokenyard.scheduler.state import first_belief
 from tokenyard.tape.recorder import Core
-from tokenyard.transfer.layout import PoolView, map_pages
 from tokenyard.transfer.protocol.deciding import load_patience_s
-from tokenyard.transfer.slab import SlabStore
-from tokenyard.transfer.store import Block, BlockFormat, BlockStore, block_buffer
+from tokenyard.transfer.store import Block, BlockStore, block_buffer
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class KvTiers:
         self,
         config: TierConfig,
         store: BlockStore,
-        pool: PoolView,
+        pool: BlockPool,
         core: Core,
         info: ExecutorInfo,
         deliver: Callable[[Event], None],
@@ -78,7 +77,7 @@ class KvTiers:
         self._block = tokens_per_block(info.page_size)
         self._per_block = self._block // info.page_size
         self._block_bytes = self._per_block * pool.page_bytes
-        self._read_s_per_block = self._cost.copy(self._block_bytes, "disk")
+        self._read_s_per_block = self._cost.copy(self._block_bytes, LINKS[config.backend])
         self._pace = Pace(config.write_mb_s * 1e6)
         self._lock = threading.Lock()
         """Of all that follows, and of the pages: who holds it and sees `alive` may touch them."""
@@ -102,7 +101,7 @@ class KvTiers:
         if options is not None and options.prompt_from >= 0:
             return request
         cached = self._core.cached_tokens(request)
-        wanted = self._find(request.number, request.namespace, request.known_ids, cached)
+        wanted = self._find(request.number, request.namespace, request.known_ids, cached, self._store.guess)
         if wanted is None:
             return request
         if not self._worth_loading(cached, wanted.tokens):
@@ -181,7 +180,7 @@ class KvTiers:
         speed = self._block_bytes / self._read_s_per_block if self._read_s_per_block else 0.0
         counters = {name: getattr(self.counters, name) for name in TierCounters.__slots__}
         return {
-            "backend": self._config.backend,
+            "backend": self._config.backend if self._config.backend != "none" else "host",
             "block_tokens": self._block,
             "blocks": self._store.blocks,
             "stored_bytes": self._store.stored_bytes,
@@ -306,13 +305,17 @@ class KvTiers:
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 
-    def _find(self, number: int, namespace: str, known: Int32Array, cached: int) -> Wanted | None:
-        """What is below of a request's `known` tokens beyond the first `cached`, None for less than a block."""
+    def _find(
+        self, number: int, namespace: str, known: Int32Array, cached: int, reach: Callable[[list[bytes]], int]
+    ) -> Wanted | None:
+        """What is below, as `reach` says, of a request's `known` tokens beyond the first `cached`, None for less than a
+        block.
+        """
         size = self._block
         if len(known) - 1 - cached < size:
             return None
         digests, first = block_digests(known, root_digest(namespace), size), cached // size
-        found = self._store.reach(digests[first:])
+        found = reach(digests[first:])
         tokens = min((first + found) * size, len(known) - 1)
         if tokens - cached < size:
             return None
@@ -320,7 +323,6 @@ class KvTiers:
 
     def _take_on(self, wanted: Wanted) -> None:
         self._store.touch(wanted.digests[: wanted.first + wanted.found])
-        self.counters.hit_requests += 1
         with self._lock:
             self._wanted[wanted.number] = wanted
 
@@ -333,10 +335,12 @@ class KvTiers:
         for one in self._core.requeued(MOST_LOOKS):
             if one.number in self._wanted:
                 continue
-            wanted = self._find(one.number, one.namespace, one.known_ids, one.cached)
+            wanted = self._find(one.number, one.namespace, one.known_ids, one.cached, self._store.reach)
             if wanted is not None and self._worth_loading(one.cached, wanted.tokens):
                 wanted.told = True
                 self._take_on(wanted)
+                self.counters.hit_requests += 1
+                self.counters.swapped_in_requests += 1
                 events.append(Reach(one.number, wanted.tokens))
         return events
 
@@ -380,7 +384,9 @@ class KvTiers:
             return []
         job.told, job.until_ns = True, NEVER_NS
         tokens = min((job.first + job.ready) * self._block, job.tokens) if job.ready else 0
-        if not tokens:
+        if tokens:
+            self.counters.hit_requests += 1
+        else:
             del self._wanted[job.number]
         others = range(job.number + 1, job.number + job.answers)
         return [Reach(job.number, tokens), *(OpenGate(number, Gate.KV) for number in others)]
@@ -431,19 +437,11 @@ class KvTiers:
 def open_tiers(
     config: EngineConfig, core: Core, executor: Executor, deliver: Callable[[Event], None], rank: int = 0
 ) -> KvTiers | None:
-    """The store below that the settings ask for, if they do. Raises ConfigError for a folder that cannot be used and
-    an executor whose KV cannot be moved.
+    """The store below that the settings ask for, if they do. Raises ConfigError for a folder or an address that cannot
+    be used, and for an executor whose KV cannot be moved.
     """
-    tiers, info = config.tiers, executor.info
-    if tiers.backend == "none":
+    if not config.tiers.enabled:
         return None
-    pages = map_pages(executor.pieces)
-    pool = PoolView(pages, info.num_pages)
-    tokens = tokens_per_block(info.page_size)
-    size = tokens // info.page_size * pool.page_bytes
-    form = BlockFormat(weights_digest(config, info), info.dtype, tokens, len(pages.origins), size)
-    folder = tiers.folder if not rank else f"{tiers.folder}/rank-{rank}"
-    gb = 10**9
-    store = SlabStore(folder, form, round(tiers.most_gb * gb), round(tiers.min_free_gb * gb))
-    logger.info("KV store %s: %d blocks of %d tokens found", folder, store.blocks, tokens)
-    return KvTiers(tiers, store, pool, core, info, deliver)
+    pool = open_pool(executor)
+    store = open_store(config, executor, pool, rank)
+    return KvTiers(config.tiers, store, pool, core, executor.info, deliver)

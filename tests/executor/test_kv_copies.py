@@ -1,0 +1,41 @@
+"""KV that is copied from and to a device, against the same copies in host memory."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tokenyard.executor.kv_copies import DeviceBlocks
+from tokenyard.executor.kv_pool import KvPool
+from tokenyard.transfer.layout import PoolView, map_pages
+from tokenyard.transfer.store import block_buffer
+
+PAGES, PAGE = 9, 4
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+def pool(device: str, dtype: torch.dtype) -> KvPool:
+    config = SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=4)
+    made = KvPool(config, PAGES, PAGE, torch.device(device), dtype)
+    made.tensor.copy_(torch.arange(made.tensor.numel()).view(made.tensor.shape) % 251)
+    return made
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_is_the_same_from_a_device_and_from_memory(device, dtype):
+    there, here = pool(device, dtype), pool("cpu", dtype)
+    blocks, view = DeviceBlocks(there), PoolView(map_pages(here.pieces), PAGES)
+    assert blocks.page_bytes == view.page_bytes
+    pages = np.array([7, 2, 3, 9], np.int32)
+    found, expected = block_buffer(4 * view.page_bytes), block_buffer(4 * view.page_bytes)
+    blocks.gather(pages, found)
+    view.gather(pages, expected)
+    assert (found == expected).all()
+
+    into = np.array([1, 8], np.int32)
+    blocks.scatter(found, 4, 1, into)
+    view.scatter(expected, 4, 1, into)
+    blocks.scatter(found, 4, 0, into[:0])
+    assert torch.equal(there.tensor.cpu(), here.tensor)

@@ -1,0 +1,68 @@
+"""Copies of KV between a device's pool and host memory, for the store below (`transfer.layout.BlockPool`)."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenyard.base import Int32Array
+from tokenyard.executor.kv_pool import KvPool
+
+
+class DeviceBlocks:
+    """The pages of a pool on a device, to gather blocks from and to scatter them into. A block is laid out as
+    `transfer.layout.PoolView` says.
+
+    Copies run on a stream of their own, beside the steps: nobody writes pages that are gathered, and nobody reads
+    those that are scattered into. Each call returns when its copy is done. One thread at a time may call.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        tensor = pool.tensor
+        self._pieces = 2 * len(tensor)
+        self._piece_bytes = pool.page_size * tensor.stride(2) * tensor.itemsize
+        self._pages = tensor.view(self._pieces, -1).view(torch.uint8).view(self._pieces, -1, self._piece_bytes)
+        self._device = tensor.device
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the KV of one page."""
+        return self._pieces * self._piece_bytes
+
+    def gather(self, pages: Int32Array, block: npt.NDArray[np.uint8]) -> None:
+        """Copy `pages` (int32[n]) into `block` (uint8[at least n * page_bytes])."""
+        size = len(pages) * self.page_bytes
+        staging = self._stage(size)
+        with torch.cuda.stream(self._stream):
+            # Steps that are under way do not write these pages.
+            found = self._pages.index_select(1, self._index(pages))
+            staging.copy_(found.view(-1), non_blocking=True)
+        self._wait()
+        block[:size] = staging.numpy()
+
+    def scatter(self, block: npt.NDArray[np.uint8], pages_in_block: int, first: int, pages: Int32Array) -> None:
+        """Copy pages `first`, `first + 1`, ... of a block of `pages_in_block` into `pages` (int32[n])."""
+        if not len(pages):
+            return
+        size = pages_in_block * self.page_bytes
+        staging = self._stage(size)
+        staging.numpy()[:] = block[:size]
+        with torch.cuda.stream(self._stream):
+            source = staging.to(self._device, non_blocking=True).view(self._pieces, pages_in_block, self._piece_bytes)
+            self._pages.index_copy_(1, self._index(pages), source[:, first : first + len(pages)])
+        self._wait()
+
+    def _index(self, pages: Int32Array) -> torch.Tensor:
+        return torch.from_numpy(pages.astype(np.int64)).to(self._device)
+
+    def _stage(self, size: int) -> torch.Tensor:
+        if len(self._staging) < size:
+            self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        return self._staging[:size]
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
