@@ -175,10 +175,23 @@ def at_capacity(cases, jobs, out):
                 name = "all do both" if kind is None else f"{kind[0]}P{case.engines - kind[0]}D{mode}"
                 moved = "| - | - |" if kind is None else f"| {wait_s:.2f} | {100 * busy:.0f} % |"
                 link = "-" if kind is None else f"{kind[1]:g}"
+                rates.setdefault("in time", {})[name + ("" if kind is None else f", {kind[1]:g} Gbit/s")] = share
                 cells = f"{100 * share:.1f} % | {ttft_s:.2f} | {1e3 * tpot_s:.1f} {moved}"
                 print(f"| {name} | {link} | {cells}", flush=True)
         if out is not None:
             out.write_text(json.dumps(done, indent=1) + "\n")
+    return done
+
+
+def shares_chart(cases, done):
+    """The share in time of each kind, at the rate at which engines that do both just meet the target."""
+    chart = Chart("Requests in time where engines that do both are at capacity", "", "in time (%)", y_from_zero=True)
+    for case in cases:
+        shares = done[case.name]["in time"]
+        chart.bars(
+            [name.replace(" Gbit/s", "") for name in shares], [100.0 * one for one in shares.values()], case.name
+        )
+    return chart
 
 
 def table(cases, done, best):
@@ -238,7 +251,9 @@ def main():
         for tpot_ms in args.tpot_ms.split(",")
     ]
     if args.at_capacity:
-        at_capacity(cases, args.jobs, args.found)
+        found = at_capacity(cases, args.jobs, args.found)
+        if args.chart is not None:
+            args.chart.write_text(picture([shares_chart(cases, found)]), encoding="utf-8")
         return
     done, best = run(cases, args.jobs, args.found)
     table(cases, done, best)
