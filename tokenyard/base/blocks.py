@@ -1,8 +1,9 @@
 """The name of a block: 64 tokens counted from the root, under one digest that covers everything before it.
 
-Disk slots, KV transfer, the router's index, look-ahead and our KV events share these names, so a prefix has the same
-name everywhere. Equal digests mean equal tokens from the root on, in one name space. The chain is that of prefix
-caching by hashed blocks (Kwon et al. 2023), here with 16 bytes of BLAKE2b (RFC 7693).
+Disk slots, shared stores, KV transfer, the router's index and look-ahead share these names, so a prefix has the same
+name in all of them; events of the prefix cache (`cache/kv_events.py`) have hashes of their own. Equal digests mean
+equal tokens from the root on, in one name space. The chain is that of prefix caching by hashed blocks (Kwon et al.
+2023), here with 16 bytes of BLAKE2b (RFC 7693).
 """
 
 from collections import OrderedDict

@@ -16,6 +16,7 @@ from tokenyard.base.request import adapter_name, adapter_of
 from tokenyard.cache.node import TOKEN_BYTES, TOKEN_DTYPE, Node
 
 HASH_BYTES = 8
+"""Not the digests of `base.blocks`: consumers take a hash per page, and whole numbers of 64 bits only."""
 
 
 @dataclass(frozen=True, slots=True)
