@@ -109,7 +109,7 @@ def test_rows_with_log_probabilities_have_no_drafts():
     drafter = NgramDrafter(4)
     plan = plan_of([5, 5], [1, 1], 0, 0, starts)
     drafter.take(plan)
-    drafted, chances = drafter.draft(plan, ints(3, 3), ints(1, 1), free)
+    drafted, chances = drafter.draft(plan, ints(3, 3), ints(1, 1), free, 0.0)
     assert drafted.tolist() == [4, 0]
     assert chances.tolist() == [500, 0]
 
@@ -120,12 +120,12 @@ def test_an_answer_that_begins_as_predicted_goes_on_as_predicted():
     starts = [RowStart(row, SamplingParams(), known, 6, prediction=predicted) for row in range(3)]
     drafter.take(plan_of([6, 6, 6], [1, 1, 1], 0, 0, starts))
     step = plan_of([1, 1, 1], [1, 1, 1], 3, 0)
-    drafter.draft(step, ints(20, 30, 30), ints(1, 1, 1), free)
-    drafted, _ = drafter.draft(step, ints(21, 22, 31), ints(1, 1, 1), free)
+    drafter.draft(step, ints(20, 30, 30), ints(1, 1, 1), free, 0.0)
+    drafted, _ = drafter.draft(step, ints(21, 22, 31), ints(1, 1, 1), free, 0.0)
     assert drafted.tolist() == [3, 0, 0]
     assert drafter.fill_in(plan_of([4], [4], 0, 1))[1:].tolist() == [22, 23, 24]
     # One that departed from it finds its way back.
-    assert drafter.draft(step, ints(99, 23, 31), ints(1, 1, 1), free)[0].tolist() == [0, 3, 0]
+    assert drafter.draft(step, ints(99, 23, 31), ints(1, 1, 1), free, 0.0)[0].tolist() == [0, 3, 0]
 
 
 def test_forced_drafts_have_a_record_of_their_own():
@@ -136,10 +136,10 @@ def test_forced_drafts_have_a_record_of_their_own():
     plan = plan_of([5], [1], 0, 0, [RowStart(0, SamplingParams(), ints(1, 2, 3, 1, 2), 5)])
     drafter.take(plan)
     for _ in range(30):
-        drafted, chances = drafter.draft(plan, ints(7, 8), ints(2), forced)
+        drafted, chances = drafter.draft(plan, ints(7, 8), ints(2), forced, 0.0)
     assert drafted.tolist() == [2]
     assert chances[0] > 950
-    assert drafter.draft(plan, ints(7, 8), ints(2), free)[1].tolist() == [500]
+    assert drafter.draft(plan, ints(7, 8), ints(2), free, 0.0)[1].tolist() == [500]
 
 
 def test_a_result_of_an_earlier_owner_is_not_taken_for_the_rows_own():
@@ -147,7 +147,7 @@ def test_a_result_of_an_earlier_owner_is_not_taken_for_the_rows_own():
     plan = plan_of([5], [1], 0, 0, [RowStart(0, SamplingParams(), ints(1, 2, 3, 1, 2), 5)])
     drafter.take(plan)
     plan.epochs += 1
-    assert drafter.draft(plan, ints(3), ints(1), free)[0].tolist() == [0]
+    assert drafter.draft(plan, ints(3), ints(1), free, 0.0)[0].tolist() == [0]
 
 
 def test_a_row_that_is_handed_out_without_work_drafts_nothing():
@@ -156,5 +156,5 @@ def test_a_row_that_is_handed_out_without_work_drafts_nothing():
     start = RowStart(3, SamplingParams(), ints(5, 6, 7, 5, 6), 5)
     drafter.take(plan_of([], [], 0, 0, [start]))
     plan = replace(plan_of([1], [1], 1, 0), pool_rows=ints(3))
-    drafted, _ = drafter.draft(plan, ints(7), ints(1), lambda row, drafts, most: (drafts, False))
+    drafted, _ = drafter.draft(plan, ints(7), ints(1), lambda row, drafts, most: (drafts, False), 0.0)
     assert drafted.tolist() == [0]

@@ -108,5 +108,6 @@ class Settings(DeclaredSettings):
             "lora_slots": self.max_loras_per_batch if self.enable_lora else 0,
             "lora_rank": self.max_lora_rank or DEFAULT_LORA_RANK,
             "draft_tokens": self._draft_tokens,
+            "draft_model": self.speculative_draft_model_path,
             "seed": self.random_seed,
         }

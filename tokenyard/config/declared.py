@@ -198,8 +198,12 @@ class DeclaredSettings(SharedSettings):
     speculative_algorithm: str = setting(
         "none",
         "device",
-        "what drafts tokens for a step to verify: NGRAM looks up what followed the latest tokens before",
-        choices=("none", "NGRAM"),
+        "what drafts tokens for a step to verify: NGRAM looks up what followed the latest tokens before, STANDALONE "
+        "asks a small model (--speculative-draft-model-path)",
+        choices=("none", "NGRAM", "STANDALONE"),
+    )
+    speculative_draft_model_path: str = setting(
+        "", "device", "folder or repository of the small model that drafts, with the tokenizer of the large one"
     )
     speculative_num_draft_tokens: int = setting(
         8, "device", "most drafts of a request that one step verifies; fewer where more do not pay", Allowed(1, 64)

@@ -129,7 +129,16 @@ def _memory_rules(settings: DeclaredSettings) -> Rules:
 def _draft_rules(settings: DeclaredSettings) -> Rules:
     """What must hold for speculative decoding."""
     drafts, mock = settings.speculative_algorithm != "none", settings.executor == "mock"
+    standalone = settings.speculative_algorithm == "STANDALONE"
     return (
+        (
+            standalone == bool(settings.speculative_draft_model_path) or mock,
+            "--speculative-algorithm STANDALONE and --speculative-draft-model-path need each other",
+        ),
+        (
+            not (standalone and settings.tp_size * settings.pp_size > 1),
+            "--speculative-algorithm STANDALONE drafts beside a whole model; drop --tp-size and --pp-size",
+        ),
         (
             not (drafts and mock) or settings.mock_draft_acceptance is not None,
             "--speculative-algorithm needs a model, as the mock's tokens follow no pattern; to pretend, say with "

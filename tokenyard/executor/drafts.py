@@ -8,10 +8,11 @@ looked up as well, and where a grammar leaves no choice its tokens are the draft
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
-from tokenyard.base import AcceptanceRecord, Int32Array, RowStart, StepPlan
+from tokenyard.base import AcceptanceRecord, Int32Array, Int64Array, RowStart, StepPlan
 
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2
 """How many of the latest tokens must occur before; longer matches come first."""
@@ -20,6 +21,27 @@ NO_DRAFTS = np.zeros(0, np.int32)
 
 KeepTo = Callable[[int, Int32Array, int], tuple[Int32Array, bool]]
 """Cuts the drafts of a pool row to its grammar: `GrammarRows.drafts`."""
+
+Choose = Callable[[Any, Int32Array, Int64Array], Any]
+"""Chooses tokens by logits, pool rows and positions without a trace: `Sampler.guess`. Logits and tokens are tensors."""
+
+
+class Drafter(Protocol):
+    """What fills in drafts and judges them."""
+
+    def take(self, plan: StepPlan) -> None:
+        """Take over the rows that start with a plan, whose page writes are applied."""
+
+    def fill_in(self, plan: StepPlan) -> Int32Array:
+        """The plan's input tokens, int32[sum(counts)], with the ids of its drafts."""
+
+    def draft(
+        self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo, seconds: float
+    ) -> tuple[Int32Array, Int32Array]:
+        """Take in a step's tokens (int32[sum(accepted)], row after row), which took `seconds`, and say how many drafts
+        each row of the plan has for the next, and their chances in thousandths: int32[n] twice. `keep_to` cuts drafts
+        to grammars, which have taken in these tokens.
+        """
 
 
 class Lookup:
@@ -104,13 +126,9 @@ class NgramDrafter:
         return tokens
 
     def draft(
-        self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo
+        self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo, seconds: float
     ) -> tuple[Int32Array, Int32Array]:
-        """Take in a step's tokens (int32[sum(accepted)], row after row) and draft for the next; `keep_to` cuts drafts
-        to grammars, which have taken in these tokens.
-
-        Returns how many drafts each row of the plan has, and their chances in thousandths: int32[n] twice.
-        """
+        """Take in a step's tokens and look up drafts for the next; see `Drafter`. They take no time worth measuring."""
         drafted, chances = np.zeros((2, len(accepted)), np.int32)
         ends = np.cumsum(accepted)
         columns = zip(plan.pool_rows.tolist(), plan.epochs.tolist(), accepted.tolist(), ends.tolist(), strict=True)

@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo
 from tokenyard.executor.backends import BackendChoice, choose_backends, load_layers, make_model, parts_windows
-from tokenyard.executor.drafts import NgramDrafter
+from tokenyard.executor.draft_model import ModelDrafter
+from tokenyard.executor.drafts import Choose, Drafter, NgramDrafter
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.gguf_file.folder import LINK
 from tokenyard.executor.gguf_file.weights import GgufWeights
@@ -64,6 +66,7 @@ def load_executor(
     cuda_graph_max_bs: int | None = None,
     swa_full_tokens_ratio: float = 0.0,
     draft_tokens: int = 0,
+    draft_model: str = "",
     lora_slots: int = 0,
     lora_rank: int = 16,
     rank: int = 0,
@@ -80,11 +83,11 @@ def load_executor(
     quantization, deterministic: see choose_backends. disable_cuda_graph, cuda_graph_max_bs: whether decode steps are
     recorded, and of how many rows at most, None for the executor's choice (see graphs). swa_full_tokens_ratio: see
     choose_window_group; models that are divided, or computed by other kernels than torch's, keep all tokens in all
-    layers. draft_tokens: most drafts of a row for one step, by prompt lookup; 0 for none. lora_slots, lora_rank: most
-    LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-parallel rank, of how many on this
-    machine: CUDA devices are taken in turn where `device` names none, and memory is shared by the ranks on one device.
-    part: what of the model is loaded, None for all; `make` puts the executor together (see `parallel.leader`). Raises
-    ConfigError, in one line, for whatever does not fit.
+    layers. draft_tokens: most drafts of a row for one step, 0 for none; draft_model: what drafts them, "" for prompt
+    lookup. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-
+    parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and memory is
+    shared by the ranks on one device. part: what of the model is loaded, None for all; `make` puts the executor
+    together (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not fit.
     """
     target, sharing = _device_of_rank(device, rank, ranks, part)
     if target.type == "cuda":
@@ -108,10 +111,12 @@ def load_executor(
     if lora_slots:
         slots = _adapter_slots(layers, config, lora_slots, lora_rank, target, kind)
         adapters = Adapters(config, slots, lora_slots, lora_rank, max_pool_rows)
-    parted = part is None and parts_windows(choice) and 0 < max(config.windows) < length
+    draft_config = _draft_config(draft_model, folder, config, length) if draft_tokens and draft_model else None
+    parted = part is None and draft_config is None and parts_windows(choice) and 0 < max(config.windows) < length
     ratio = swa_full_tokens_ratio if parted else 0.0
     num_pages = choose_num_pages(
         config,
+        beside=0 if draft_config is None else kv_bytes_per_token(draft_config, kind),
         page_size=page_size,
         dtype=kind,
         device=target,
@@ -139,7 +144,15 @@ def load_executor(
         info = part.agree(info)
     pool = _make_pool(config, info, target, kind)
     pages = PageTable(max_pool_rows, length, page_size, target, windows=info.windows is not None)
-    drafter = NgramDrafter(draft_tokens) if draft_tokens else None
+
+    def drafter(choose: Choose) -> Drafter:
+        if draft_config is None:
+            return NgramDrafter(draft_tokens)
+        own = choose_backends(model_impl, attention_backend, "none", draft_config, kind, target, threads)
+        parts = _load_layers(own, draft_config, find_model(draft_model), load_format, target, kind, length, seed, None)
+        kept = _make_pool(draft_config, info, target, kind)
+        return ModelDrafter(draft_tokens, make_model(own, parts, kept, pages), kept, pages, choose)
+
     drawer = NativeDrawer(choice.engine, config.vocab_size) if choice.engine is not None else None
     model: ModelBackend = make_model(choice, layers, pool, pages)
     if isinstance(model, TorchModel) and target.type == "cuda" and not disable_cuda_graph:
@@ -150,7 +163,39 @@ def load_executor(
             logger.info("no CUDA graphs: %s", reason)
         else:
             model = record_steps(model, config, (max_pool_rows, cuda_graph_max_bs or DEFAULT_LARGEST), target)
-    return make(model, pool, pages, info, target, drafter, drawer, adapters)
+    return make(model, pool, pages, info, target, drafter if draft_tokens else None, drawer, adapters)
+
+
+def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_length: int) -> ModelConfig:
+    """The config of a draft model. Raises ConfigError if it does not fit the model in `folder`, or has other tokens."""
+    draft_folder = find_model(draft_model)
+    found = read_folder_config(draft_folder)
+    if found.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"the draft model {draft_model} has {found.vocab_size} tokens, and the model {config.vocab_size}; a draft "
+            "model needs the same vocabulary"
+        )
+    if _vocabulary(draft_folder) != _vocabulary(folder):
+        raise ConfigError(
+            f"the draft model {draft_model} has another tokenizer than the model; a draft model needs the same one"
+        )
+    if found.context_length < context_length:
+        raise ConfigError(
+            f"the draft model {draft_model} has a context of {found.context_length} tokens, below the {context_length} "
+            "served; set --context-length to at most that"
+        )
+    return found
+
+
+def _vocabulary(folder: Path) -> Any:
+    """What a folder's tokenizer.json says of tokens and their numbers; None without one."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    said = read_json(file)
+    model = said.get("model")
+    added = [(one.get("id"), one.get("content")) for one in said.get("added_tokens") or () if isinstance(one, dict)]
+    return (model.get("vocab") if isinstance(model, dict) else None), added
 
 
 def read_folder_config(folder: Path) -> ModelConfig:

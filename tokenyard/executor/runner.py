@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tokenyard.base import DRAFT, ConfigError, ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
-from tokenyard.executor.drafts import NgramDrafter, confirmed_runs, drafts_to_confirm
+from tokenyard.executor.drafts import Choose, Drafter, confirmed_runs, drafts_to_confirm
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, samples_of, upload
 from tokenyard.executor.future_map import FutureMap
 from tokenyard.executor.grammar import GrammarRows, GrammarStore
@@ -58,17 +58,18 @@ class ModelExecutor:
         pages: PageTable,
         info: ExecutorInfo,
         device: torch.device,
-        drafter: NgramDrafter | None = None,
+        drafter: Callable[[Choose], Drafter] | None = None,
         drawer: Drawer | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """Start with free rows. drafter: None for no drafts. drawer: of sampled tokens, None for torch's own."""
+        """Start with free rows. drafter: made with what chooses tokens, None for no drafts. drawer: of sampled tokens,
+        None for torch's own.
+        """
         self.info = info
         self.kv_pool = pool
         self.model = model
         self._device = device
         self._copies = Copies(device)
-        self._drafter = drafter
         self._adapters = adapters
         self.pages = pages
         self._future = FutureMap(info.max_pool_rows, device)
@@ -76,6 +77,7 @@ class ModelExecutor:
         self._grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
         self._pooled = PooledRows()
         self._sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device, drawer)
+        self._drafter = drafter(self._sampler.guess) if drafter is not None else None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
@@ -87,6 +89,7 @@ class ModelExecutor:
         self._pooled.take(plan.row_starts)
         if self._adapters is not None:
             self._adapters.take(plan.row_starts)
+        self.pages.write(plan)
         if self._drafter is not None:
             self._drafter.take(plan)
             if plan.verify_rows:
@@ -134,7 +137,7 @@ class ModelExecutor:
         result = StepResult(plan.step, tokens, seconds, pieces, failures, accepted, ended=ended, vectors=vectors)
         if self._drafter is not None and accepted is not None:
             self._confirm(plan, tokens, accepted)
-            drafts = self._drafter.draft(plan, tokens, accepted, self._grammar_rows.drafts)
+            drafts = self._drafter.draft(plan, tokens, accepted, self._grammar_rows.drafts, seconds)
             result.drafted, result.chances = drafts
         return result
 
@@ -163,15 +166,14 @@ class ModelExecutor:
 
     def close(self) -> None:
         """Give back the device's memory; the executor cannot be used any more. Closing again does nothing."""
-        for name in ("kv_pool", "model", "pages", "_future", "_sampler", "_adapters"):
+        for name in ("kv_pool", "model", "pages", "_future", "_sampler", "_adapters", "_drafter"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _run(self, ticket: Ticket) -> None:
-        """Write a plan's pages and run the model; logits are computed for the sampled positions only."""
+        """Run the model over a plan whose pages are written; logits are computed for the sampled positions only."""
         plan = ticket.plan
-        self.pages.write(plan)
         if not len(plan.pool_rows):
             return
         batch = build_batch(plan, self.pages)

@@ -67,6 +67,16 @@ class Sampler:
             self._penalties.count(pool_rows[penalised], tokens[upload((penalised,), self._device)[0]])
         return tokens
 
+    def guess(self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array) -> torch.Tensor:
+        """What rows would sample at positions by the logits of another model, int64[n]: with their own temperature and
+        the noise of these positions, without penalties, bias and grammar. Nothing is counted.
+        """
+        kinds = self.rows.kinds[pool_rows]
+        tokens = draw.likeliest(logits)
+        if int(np.bitwise_or.reduce(kinds, initial=0)) & RANDOM:
+            self._draw(logits, tokens, pool_rows, positions, np.flatnonzero(kinds & RANDOM))
+        return tokens
+
     def sample_runs(
         self,
         logits: torch.Tensor,

@@ -1,0 +1,224 @@
+"""Drafts by a small model (Leviathan et al. 2023; STANDALONE in SGLang, draft_model in vLLM).
+
+The small model has KV of its own in the same slots as the large one, by the same page table, so that prefix hits,
+chunks, retraction and refused drafts move both alike. It computes nothing until a plan verifies drafts of a row: then
+it takes in the tokens that it has not seen, and drafts one token after the other. A token is drafted with the row's own
+temperature and the noise of its position, so that a draft model that agrees with the large one about probabilities
+agrees about draws as well.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tokenyard.base import AcceptanceRecord, Int32Array, Int64Array, StepPlan
+from tokenyard.executor.drafts import NO_DRAFTS, Choose, KeepTo, compared
+from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
+from tokenyard.executor.kv_pool import KvPool
+from tokenyard.executor.models.backend import ModelBackend
+
+MOST_TAKEN_IN = 1024
+"""Tokens that the draft model takes in at once of what it has not seen."""
+
+ANEW_EVERY = 64
+"""A request begins with the rate of those before it, but one in so many with the first guess."""
+
+KEPT = 0.9
+"""What is left of an old time in each step."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that drafts. ids: its tokens. seen: leading tokens whose KV the draft model has, -1 if that is to be looked
+    up. drafts: those of the step in flight.
+    """
+
+    epoch: int
+    ids: list[int]
+    record: AcceptanceRecord
+    seen: int = -1
+    drafts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
+
+
+class DraftTimes:
+    """How long a draft takes, and a step of the large model: running means, None before the first."""
+
+    def __init__(self) -> None:
+        self._draft_s: float | None = None
+        self._step_s: float | None = None
+
+    def drafted(self, seconds: float) -> None:
+        """A draft of each row took so long."""
+        self._draft_s = _mean(self._draft_s, seconds)
+
+    def stepped(self, seconds: float) -> None:
+        """A step of the large model took so long, without its drafts."""
+        self._step_s = _mean(self._step_s, seconds)
+
+    def worthwhile(self, chance: float, most: int) -> int:
+        """How many drafts, each right with this chance if those before it are, give the most tokens per second."""
+        if self._draft_s is None or not self._step_s:
+            return most
+        share, best, best_rate, expected = self._draft_s / self._step_s, 0, 1.0, 1.0
+        for count in range(1, most + 1):
+            expected += chance**count
+            if expected / (1.0 + share * count) > best_rate:
+                best, best_rate = count, expected / (1.0 + share * count)
+        return best
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else KEPT * old + (1.0 - KEPT) * new
+
+
+class ModelDrafter:
+    """Drafts up to `most` tokens for each row, by a model of its own. Rows with log-probabilities have none.
+
+    pool, pages: the draft model's KV, and the page table of both models. choose: see `Choose`. clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        model: ModelBackend,
+        pool: KvPool,
+        pages: PageTable,
+        choose: Choose,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._most, self._model, self._pages, self._choose, self._clock = most, model, pages, choose, clock
+        self._device = pages.tensor.device
+        self._valid = torch.zeros(pool.tensor.shape[2], dtype=torch.bool, device=self._device)
+        self._rows: dict[int, _Row] = {}
+        self._overall = AcceptanceRecord()
+        self._started = 0
+        self._times = DraftTimes()
+        self._drafting_s = 0.0
+
+    def take(self, plan: StepPlan) -> None:
+        """Take over the rows that start with a plan, whose page writes are applied."""
+        for start in plan.row_starts:
+            self._rows.pop(start.pool_row, None)
+            place = np.flatnonzero(plan.pool_rows == start.pool_row)
+            if start.logprobs is None and len(place):
+                epoch = int(plan.epochs[place[0]])
+                self._rows[start.pool_row] = _Row(epoch, start.known_ids.tolist(), self._record())
+        for pool_row, column in zip(plan.page_rows.tolist(), plan.page_columns.tolist(), strict=True):
+            row = self._rows.get(pool_row)
+            if row is not None and column * self._pages.page_size < row.seen:
+                # The tree's pages took the place of the row's own.
+                row.seen = -1
+        columns = upload((np.repeat(plan.pool_rows, plan.counts), plan.positions), self._device)
+        self._valid[self._pages.slots(columns[0], columns[1]).long()] = False
+
+    def fill_in(self, plan: StepPlan) -> Int32Array:
+        """The plan's input tokens, int32[sum(counts)], with the ids of its drafts."""
+        tokens, began = plan.tokens.copy(), self._clock()
+        verify = slice(plan.decode_rows, plan.chunks_from)
+        pool_rows, counts = plan.pool_rows[verify], plan.counts[verify] - 1
+        drafts = self._drafts(pool_rows, plan.starts[verify].astype(np.int64), counts, began)
+        ends = np.cumsum(plan.counts)[verify]
+        for place, (pool_row, end, count) in enumerate(
+            zip(pool_rows.tolist(), ends.tolist(), counts.tolist(), strict=True)
+        ):
+            self._rows[pool_row].drafts = drafts[place, :count]
+            tokens[end - count : end] = drafts[place, :count]
+        self._drafting_s = self._clock() - began
+        return tokens
+
+    def draft(
+        self, plan: StepPlan, tokens: Int32Array, accepted: Int32Array, keep_to: KeepTo, seconds: float
+    ) -> tuple[Int32Array, Int32Array]:
+        """Take in a step's tokens, and say how many drafts are worth their time; see `Drafter`.
+
+        A grammar refuses drafts when they are verified, so `keep_to` is not asked.
+        """
+        if plan.chunks_from == len(plan.pool_rows) and plan.chunks_from:
+            self._times.stepped(max(seconds - (self._drafting_s if plan.verify_rows else 0.0), 0.0))
+        drafted, chances = np.zeros((2, len(accepted)), np.int32)
+        ends = np.cumsum(accepted)
+        columns = zip(plan.pool_rows.tolist(), plan.epochs.tolist(), accepted.tolist(), ends.tolist(), strict=True)
+        for place, (pool_row, epoch, count, end) in enumerate(columns):
+            row = self._rows.get(pool_row)
+            if row is None or row.epoch != epoch or not count:
+                continue
+            run = tokens[end - count : end]
+            right, refused = compared(row.drafts, run)
+            row.record.observe(right, refused)
+            self._overall.observe(right, refused)
+            row.drafts = NO_DRAFTS
+            row.ids += run.tolist()
+            chances[place] = row.record.chance
+            drafted[place] = self._times.worthwhile(row.record.chance / 1000, self._most)
+        return drafted, chances
+
+    def _record(self) -> AcceptanceRecord:
+        """The record of a new row."""
+        record, overall = AcceptanceRecord(), self._overall
+        if self._started % ANEW_EVERY:
+            record.right = record.tried * overall.right / overall.tried
+        self._started += 1
+        return record
+
+    def _drafts(self, pool_rows: Int32Array, starts: Int64Array, counts: Int32Array, began: float) -> Int32Array:
+        """int32[n, largest count], drafts of rows whose last token is at `starts` (int64[n])."""
+        runs, firsts = [], starts.copy()
+        for place, (pool_row, start) in enumerate(zip(pool_rows.tolist(), starts.tolist(), strict=True)):
+            firsts[place] = self._take_in(pool_row, self._unseen(pool_row, start), start)
+            runs.append(self._rows[pool_row].ids[firsts[place] : start + 1])
+        drafts = np.zeros((len(pool_rows), int(counts.max())), np.int32)
+        logits, places = self._compute(pool_rows, firsts, runs), np.arange(len(pool_rows))
+        for index in range(drafts.shape[1]):
+            after = starts[places] + index + 1
+            drafts[places, index] = self._choose(logits, pool_rows[places], after).cpu().numpy()
+            places = np.flatnonzero(counts > index + 1)
+            if len(places):
+                inputs = drafts[places, index : index + 1].tolist()
+                logits = self._compute(pool_rows[places], starts[places] + index + 1, inputs)
+        if sum(map(len, runs)) <= 2 * len(runs):
+            # Longer ones say how long it takes to come after, not to draft.
+            self._times.drafted((self._clock() - began) / drafts.shape[1])
+        for pool_row, seen in zip(pool_rows.tolist(), (starts + counts).tolist(), strict=True):
+            self._rows[pool_row].seen = seen
+        return drafts
+
+    def _unseen(self, pool_row: int, start: int) -> int:
+        """The first position, `start` at most, whose KV the draft model does not have."""
+        row = self._rows[pool_row]
+        if row.seen < 0:
+            columns = upload((np.full(start, pool_row), np.arange(start)), self._device)
+            row.seen = int(self._valid[self._pages.slots(columns[0], columns[1]).long()].cumprod(0).sum())
+        return min(row.seen, start)
+
+    def _take_in(self, pool_row: int, first: int, start: int) -> int:
+        """Compute a row's tokens from `first` on, up to a few before `start`; returns how far it came."""
+        ids = self._rows[pool_row].ids
+        while start - first >= MOST_TAKEN_IN:
+            chunk = ids[first : first + MOST_TAKEN_IN]
+            self._compute(np.array([pool_row], np.int32), np.array([first]), [chunk])
+            first += len(chunk)
+        return first
+
+    def _compute(self, pool_rows: Int32Array, firsts: Int64Array, runs: list[list[int]]) -> torch.Tensor:
+        """Run the draft model over `runs` of tokens, which begin at positions `firsts`; logits at each run's end."""
+        counts = np.array([len(run) for run in runs], np.int64)
+        ends = np.cumsum(counts)
+        rows = np.repeat(pool_rows, counts)
+        positions = np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
+        columns = upload((np.concatenate(runs), positions, rows), self._device)
+        slots = self._pages.slots(columns[2], columns[1]).to(torch.int64)
+        self._valid[slots] = True
+        batch = ForwardBatch(
+            token_ids=columns[0],
+            positions=columns[1],
+            slots=slots,
+            pool_rows=columns[2],
+            logit_tokens=upload((ends - 1,), self._device)[0],
+            starts=firsts.astype(np.int64),
+            counts=counts,
+            decode_rows=len(runs) if ends[-1] == len(runs) else 0,
+        )
+        return self._model.step(batch)
