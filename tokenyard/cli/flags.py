@@ -34,7 +34,7 @@ FOREIGN_FLAGS = {
     "KV is stored in --dtype": "kv-cache-dtype",
     "models run with this package's own code only": "trust-remote-code sampling-backend",
     "one grammar engine does all, and calls are always taken out": "grammar-backend enable-auto-tool-choice",
-    "drafts come from prompt lookup alone (--speculative-algorithm NGRAM)": "speculative-config speculative-num-steps",
+    "drafts are set by --speculative-algorithm (NGRAM, STANDALONE)": "speculative-config speculative-num-steps",
     "use --disaggregation-mode and --prefill-engines": "kv-transfer-config",
     "CUDA graphs are set by --disable-cuda-graph and --cuda-graph-max-bs": "cuda-graph-bs compilation-config",
     "leave it out: metrics are always there": "enable-metrics disable-log-stats",
