@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tokenyard.base import Int32Array, StepWork
+from tokenyard.base import BoolArray, CostModel, Int32Array, StepWork
 from tokenyard.policy import Views
 from tokenyard.policy.speculation import worthwhile_drafts
 from tokenyard.scheduler.admission import PrefillAdder
@@ -11,6 +11,11 @@ from tokenyard.scheduler.plan_builder import PlanBuilder
 from tokenyard.scheduler.state import SchedulerState
 
 NO_ROWS = NO_PAGES
+
+TOGETHER_SHARE = 0.8
+"""Two groups of rows verify together if that takes less than this share of the time of both; the device waits for the
+host then, whose time is not known here.
+"""
 
 
 class Planner:
@@ -108,6 +113,8 @@ class Planner:
             # One token may be in flight, known to the device alone; of drafts in flight it is open how many count.
             known = table.known[rows]
             ready = (starts < known) | (starts == known) & (drafts == 0)
+            if self._better_together(drafts, ready, starts):
+                return
             rows, starts, drafts = rows[ready], starts[ready], drafts[ready]
             if not len(rows) or (drafts.any() and self._verify(builder, rows, starts, drafts)):
                 return
@@ -127,6 +134,18 @@ class Planner:
         table.held[rows] = np.maximum(table.held[rows], ends) if self._state.drafting else ends
         builder.decode(rows, starts)
         self._state.charge_decode(rows)
+
+    def _better_together(self, drafts: Int32Array, ready: BoolArray, starts: Int32Array) -> bool:
+        """Whether rows that are ready to verify should wait for the others, whose last step is in flight.
+
+        Otherwise rows in two groups verify by turns for ever, each step with the time of a step of all, where that is
+        the time to read the weights. drafts, starts: int32[n]; ready: bool[n].
+        """
+        cost, waiting = self._state.cost, ~ready & (drafts > 0)
+        if cost is None or not ready.any() or not waiting.any() or not drafts[ready].all():
+            return False
+        alone, others, all_s = (_verify_s(cost, drafts[one], starts[one]) for one in (ready, waiting, ready | waiting))
+        return all_s < TOGETHER_SHARE * (alone + others)
 
     def _worthwhile_drafts(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array, now: int) -> Int32Array:
         """How many drafts `rows`, which start at `starts` (int32[n]), should verify: int32[n]. Without a belief about
@@ -206,3 +225,10 @@ class Planner:
         state.end(refused, "abort", now, message=message, cause="no_memory")
         state.sweep()
         return True
+
+
+def _verify_s(cost: CostModel, drafts: Int32Array, starts: Int32Array) -> float:
+    """Seconds that a step over rows at `starts` takes which verify `drafts` (int32[n] both)."""
+    rows, verified = len(drafts), int(drafts.sum()) + len(drafts)
+    context = int(starts.sum(dtype=np.int64)) + verified
+    return cost.step(StepWork(verified, rows, rows, context, verify_tokens=verified))
