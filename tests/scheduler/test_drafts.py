@@ -2,13 +2,17 @@
 
 import io
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import Cancel, Pause, Resume, SamplingParams, SchedulerSettings, StopFound
+from tokenyard.cost import LinearCost, LinearTerms
 from tokenyard.executor.mock import FixedStepCost, MockExecutor
 from tokenyard.policy import POLICIES
+from tokenyard.scheduler.planner import Planner
 from tokenyard.tape.codec import Origin, Tape
 from tokenyard.tape.recorder import Recorder
 from tokenyard.tape.replay import replay
@@ -130,3 +134,15 @@ def test_a_tape_holds_what_drafts_became():
     report = replay(Tape(file.getvalue(), "tape"))
     assert report.difference is None
     assert report.plans == report.equal > 20
+
+
+@pytest.mark.parametrize(("floor_ms", "together"), [(10.0, True), (0.1, False)])
+def test_two_groups_verify_together_where_reading_the_weights_takes_the_time(floor_ms, together):
+    """The rows of one group are ready, those of the other wait for the commit of their last step."""
+    cost = LinearCost(LinearTerms(0.0, floor_ms, 0.0, 0.1, 0.0, 0.0))
+    planner = Planner(SimpleNamespace(cost=cost))
+    ready, starts = np.array([True, False, False, False]), np.full(4, 50, np.int32)
+    assert planner._better_together(np.full(4, 3, np.int32), ready, starts) == together
+    # Rows that only decode keep the device busy, so nobody waits for others.
+    assert not planner._better_together(np.array([0, 3, 3, 3], np.int32), ready, starts)
+    assert not planner._better_together(np.full(4, 3, np.int32), np.ones(4, bool), starts)

@@ -139,12 +139,3 @@ def test_what_a_tape_tells_of_drafts_serves_the_same_requests_alike(overlap):
     history = History(origin)
     replay(Tape(plain.getvalue(), "sim"), history)
     assert history.speculation is None
-
-
-def test_with_overlap_all_rows_verify_together_where_reading_the_weights_is_what_takes_the_time():
-    requests = workload(*[(0.004 * index, 64, 100) for index in range(12)])
-    steps = {}
-    for overlap in (1, 2):
-        chosen = setup(settings={"max_in_flight": overlap}, host_s=0.002, speculation=Speculation(4, (0.3, 0.3)))
-        steps[overlap] = simulate(requests, chosen).counters["steps"]
-    assert steps[2] < 1.2 * steps[1]
