@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="for each kind of step")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--quantization", default="none", choices=["none", "int8"])
+    parser.add_argument("--deterministic", action="store_true", help="as with --enable-deterministic-inference")
     options = parser.parse_args()
     options.read_rate = read_rate(options.threads)
     options.product_rate = product_rate(options.threads, options.dtype)
@@ -159,6 +160,7 @@ def load(folder: str, options: argparse.Namespace):
         threads=options.threads,
         model_impl="native",
         quantization=options.quantization,
+        deterministic=options.deterministic,
     )
 
 

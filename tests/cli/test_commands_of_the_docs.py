@@ -4,6 +4,7 @@ Those that are not run are named with the reason.
 """
 
 import gzip
+import json
 import re
 import signal
 
@@ -57,6 +58,10 @@ def folder(tmp_path_factory):
     lines = [f"2023-11-16 18:15:{n % 60:02}.000,{50 + 7 * n},{5 + n % 9}\n" for n in range(40)]
     with gzip.open(path / "azure.csv.gz", "wt") as file:
         file.write("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(lines))
+    with gzip.open(path / "conversation_trace.jsonl.gz", "wt") as file:
+        for n in range(40):
+            turn = {"timestamp": 900 * n, "input_length": 600 + 9 * n, "output_length": 5 + n % 9}
+            file.write(json.dumps({**turn, "hash_ids": [n % 4, 100 + n]}) + "\n")
     save_profile(get_profile("cpu", "smollm2-135m"), path / "mine.json")
     tape = str(path / "hour.tape")
     server = Server("--executor", "mock", "--record", tape, "--log-requests", "--log-format", "json")

@@ -7,12 +7,14 @@ from operator import index
 from traceback import walk_tb
 from typing import Any, TypeVar, cast
 
+import numpy as np
 from typing_extensions import override
 
 from tokenyard.base import CostModel, Int32Array, Request, SchedulerSettings, StepWork
 from tokenyard.policy.base import Policy, chosen_options
 from tokenyard.policy.budget import StepBudget
 from tokenyard.policy.compose import Wrapper
+from tokenyard.policy.speculation import Pace
 from tokenyard.policy.views import Columns, PrefixBranch, Views
 
 T = TypeVar("T")
@@ -193,6 +195,21 @@ class Guarded(Wrapper):
             return iter(())
         columns = views.columns
         return (row for row in rows if not columns.retractions[row] or columns.known[row] > columns.target[row])
+
+    @override
+    def pace(self, columns: Columns, rows: Int32Array, now: int) -> Pace | None:
+        return self.ask(lambda: self._pace(columns, rows, now), None)
+
+    def _pace(self, columns: Columns, rows: Int32Array, now: int) -> Pace | None:
+        pace = self.inner.pace(guarded_columns(columns), read_only(rows), now)
+        if pace is None:
+            return None
+        ahead_s, tpot_s = np.array(pace.ahead_s, float), np.array(pace.tpot_s, float)
+        if ahead_s.shape != rows.shape or tpot_s.shape != rows.shape:
+            raise ValueError("pace must have a number for each row")
+        if not (np.isfinite(ahead_s).all() and np.isfinite(tpot_s).all() and (tpot_s > 0.0).all()):
+            raise ValueError("pace must have finite numbers, and targets above 0")
+        return Pace(ahead_s, tpot_s)
 
     @override
     def charge(self, row: int, prefill_tokens: int) -> None:
