@@ -1,11 +1,11 @@
 """Our server beside vLLM's CPU server, as users feel it: `python -m benchmarks.served_peers --vllm PYTHON`.
 
 Both serve a checkpoint of SmolLM2-135M's shape with random weights in bfloat16, with two threads, and get the same
-requests from the same client: a slice of the Azure conversation trace (lengths and arrivals; prompts are random ids, so
-that nothing is cached), longest lengths cut to `--longest`. vLLM's capacity is what it answers a second when all
-requests come at once, until three quarters have their answer (the last long ones run alone); each server then gets the
-slice at shares of it, the arrivals stretched alike. Ours runs with `fcfs` and with `slo`, so that speed and scheduling
-are told apart. Targets: `--ttft-ms` and `--tpot-ms`, for all.
+requests from the same client: a slice of the Azure conversation trace, lengths and arrivals, longest lengths cut to
+`--longest`. Prompts are random ids, drawn anew for each run, so that nothing is cached. vLLM's capacity is what it
+answers a second when all requests come at once, until three quarters have their answer (the last long ones run alone);
+each server then gets the slice at shares of it, the arrivals stretched alike. Ours runs with `fcfs` and with `slo`, so
+that speed and scheduling are told apart. Targets: `--ttft-ms` and `--tpot-ms`, for all.
 Prints one line of JSON for each server and load. Without `--vllm` ours alone is measured, by its own capacity.
 """
 
@@ -38,6 +38,7 @@ TRACE = Path(__file__).resolve().parents[2] / "shared/traces/azure2023/AzureLLMI
 LOADS = (0.5, 0.8, 1.0, 1.3)
 START_S = 400
 COMMON = ("--load-format", "dummy", "--dtype", "bfloat16")
+RNG = np.random.default_rng(0)
 TIMES = [f"{at}_{name}_ms" for name in ("ttft", "tpot") for at in ("median", "p95")]
 SHOWN = ("completed", "failed", "request_goodput", "attainment", "output_throughput", *TIMES)
 
@@ -52,17 +53,14 @@ def make_checkpoint(folder):
     Path(folder, "tokenizer_config.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
-def prompts_of(options):
-    """The slice: prompts and arrivals in seconds from the first."""
+def slice_of(options):
+    """The slice: tokens of prompts and answers, and arrivals in seconds from the first."""
     trace = read_trace(TRACE, "azure")
     chosen = slice(options.first, options.first + options.requests)
-    rng = np.random.default_rng(0)
     arrivals = np.asarray(trace.arrival_s[chosen], float)
-    prompts = []
-    for asked, answered in zip(trace.prompt_tokens[chosen], trace.output_tokens[chosen], strict=True):
-        ids = rng.integers(10, SHAPE["vocab_size"], min(int(asked), options.longest)).tolist()
-        prompts.append(Prompt(ids, len(ids), min(int(answered), options.longest)))
-    return prompts, arrivals - arrivals[0]
+    tokens = np.stack((trace.prompt_tokens[chosen], trace.output_tokens[chosen]), axis=1)
+    lengths = np.minimum(tokens, options.longest).tolist()
+    return lengths, arrivals - arrivals[0]
 
 
 @contextmanager
@@ -110,18 +108,27 @@ def our_server(policy, folder, options):
         yield f"http://{host}:{port}"
 
 
-async def load(url, prompts, arrivals_s):
+def drawn(lengths):
+    """Prompts of random ids that no server has seen: each run has its own, so that nothing is cached."""
+    prompts = []
+    for asked, answered in lengths:
+        ids = RNG.integers(10, SHAPE["vocab_size"], asked).tolist()
+        prompts.append(Prompt(ids, asked, answered))
+    return prompts
+
+
+async def load(url, lengths, arrivals_s):
     """One run of the client."""
     async with Target(url, {}) as target:
         model = (await target.get("/v1/models"))["data"][0]["id"]
         backend = CompletionsBackend(RequestOptions(model, ignore_eos=True, extra={}))
         await target.stream(backend, Prompt([11, 12, 13], 3, 4))
-        return await run_load(target, backend, prompts, arrivals_s, max_concurrency=None)
+        return await run_load(target, backend, drawn(lengths), arrivals_s, max_concurrency=None)
 
 
-def capacity(url, prompts):
+def capacity(url, lengths):
     """Requests a second when all come at once, until three quarters have ended."""
-    run = asyncio.run(load(url, prompts, [0.0] * len(prompts)))
+    run = asyncio.run(load(url, lengths, [0.0] * len(lengths)))
     bad = [answer.error for answer in run.answers if answer.error]
     if bad:
         sys.exit(f"{url}: {len(bad)} requests failed: {bad[0]}")
@@ -130,12 +137,12 @@ def capacity(url, prompts):
     return most / ends[most - 1]
 
 
-def measure(name, url, rate, options, prompts, arrivals):
+def measure(name, url, rate, options, lengths, arrivals):
     """All loads of one server."""
     targets = Targets({"ttft": options.ttft_ms, "tpot": options.tpot_ms})
-    natural = (len(prompts) - 1) / arrivals[-1]
+    natural = (len(lengths) - 1) / arrivals[-1]
     for share in options.loads:
-        run = asyncio.run(load(url, prompts, (arrivals * natural / (share * rate)).tolist()))
+        run = asyncio.run(load(url, lengths, (arrivals * natural / (share * rate)).tolist()))
         found = summarize(run, targets, None)
         line = {"server": name, "load": share, "rate": round(share * rate, 3)}
         print(json.dumps(line | {key: round(found[key], 3) for key in SHOWN}), flush=True)
@@ -154,20 +161,20 @@ def main():
     parser.add_argument("--kv-tokens", type=int, default=65536, help="room of our pool; vLLM has 2 GiB")
     parser.add_argument("--ours", nargs="*", default=[], help="further flags of our server")
     options = parser.parse_args()
-    prompts, arrivals = prompts_of(options)
+    lengths, arrivals = slice_of(options)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(folder)
         rate = None
         if options.vllm:
             with vllm_server(options.vllm, folder) as url:
-                rate = capacity(url, prompts)
+                rate = capacity(url, lengths)
                 print(json.dumps({"capacity of vLLM": round(rate, 3)}), flush=True)
-                measure("vllm", url, rate, options, prompts, arrivals)
+                measure("vllm", url, rate, options, lengths, arrivals)
         for policy in ("fcfs", "slo"):
             with our_server(policy, folder, options) as url:
-                own = capacity(url, prompts)
+                own = capacity(url, lengths)
                 print(json.dumps({f"capacity of ours, {policy}": round(own, 3)}), flush=True)
-                measure(f"tokenyard {policy}", url, rate or own, options, prompts, arrivals)
+                measure(f"tokenyard {policy}", url, rate or own, options, lengths, arrivals)
 
 
 if __name__ == "__main__":

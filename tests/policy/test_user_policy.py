@@ -3,11 +3,13 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.policy.lines import line, make_yard, put_into_tree
 from tokenyard.base import ConfigError, SchedulerSettings, TenantSettings
 from tokenyard.policy import POLICIES, Policy, create_policy
+from tokenyard.policy.speculation import Pace
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 S = 10**9
@@ -222,6 +224,23 @@ class Spoiler(Policy):
             request.sampling.stop_token_ids.append(6)
             request.priority = 99
         return super().order(views)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(ValueError("oops"), 7),
+        Pace(np.zeros(1), np.ones(1)),
+        Pace(np.array([0.0, np.nan]), np.ones(2)),
+        Pace(np.zeros(2), np.zeros(2)),
+    ],
+    ids=["raises", "no pace", "too short", "no number", "a target of 0"],
+)
+def test_a_wrong_pace_puts_fcfs_in_its_place(module, answer):
+    module.Broken = broken("pace", answer)
+    policy = create_policy("my_policies:Broken", SchedulerSettings())
+    assert policy.pace(make_yard().scheduler.state.table, np.array([3, 1], np.int32), 1) is None
+    assert "failed" in policy.given_up()
 
 
 def test_what_a_policy_writes_to_stays_its_own(module):
