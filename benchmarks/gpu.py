@@ -117,7 +117,7 @@ class Scale:
     profiles: Path
 
     def tokens_per_row(self, context: int) -> int:
-        """Most tokens that a row comes to have that starts with so many."""
+        """Most tokens that a row reaches if it starts with `context`."""
         return context + 4 * self.steps + 8
 
     @property
@@ -281,7 +281,7 @@ def device_per_step(executor: ModelExecutor, rows: EqualRows, scale: Scale) -> f
 def decoding_rows(
     executor: ModelExecutor, batch: int, context: int, scale: Scale, sampling: SamplingParams = GREEDY
 ) -> EqualRows:
-    """Rows with so many tokens of context, after a few steps to warm up."""
+    """Rows with `context` tokens each, after a few steps to warm up."""
     rows = EqualRows(executor.info, batch, scale.tokens_per_row(context), sampling)
     run(executor, rows.pretend(context))
     wall_per_step(executor, rows, 5, in_flight=1)
