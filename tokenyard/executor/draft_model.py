@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tokenyard.base import AcceptanceRecord, Int32Array, Int64Array, StepPlan
-from tokenyard.executor.drafts import NO_DRAFTS, Choose, KeepTo, compared
+from tokenyard.executor.drafts import NO_DRAFTS, Choose, KeepTo, compared, sampled_runs
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.backend import ModelBackend
@@ -139,13 +139,7 @@ class ModelDrafter:
         if plan.chunks_from == len(plan.pool_rows) and plan.chunks_from:
             self._times.stepped(max(seconds - (self._drafting_s if plan.verify_rows else 0.0), 0.0))
         drafted, chances = np.zeros((2, len(accepted)), np.int32)
-        ends = np.cumsum(accepted)
-        columns = zip(plan.pool_rows.tolist(), plan.epochs.tolist(), accepted.tolist(), ends.tolist(), strict=True)
-        for place, (pool_row, epoch, count, end) in enumerate(columns):
-            row = self._rows.get(pool_row)
-            if row is None or row.epoch != epoch or not count:
-                continue
-            run = tokens[end - count : end]
+        for place, _, row, run in sampled_runs(self._rows, plan, tokens, accepted):
             right, refused = compared(row.drafts, run)
             row.record.observe(right, refused)
             self._overall.observe(right, refused)

@@ -6,9 +6,9 @@ last occurrence of the row's latest tokens is likely to follow again. What a cli
 looked up as well, and where a grammar leaves no choice its tokens are the drafts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,15 @@ KeepTo = Callable[[int, Int32Array, int], tuple[Int32Array, bool]]
 
 Choose = Callable[[Any, Int32Array, Int64Array], Any]
 """Chooses tokens by logits, pool rows and positions without a trace: `Sampler.guess`. Logits and tokens are tensors."""
+
+
+class DraftingRow(Protocol):
+    """What every drafter keeps of a row: the epoch of its request."""
+
+    epoch: int
+
+
+Row = TypeVar("Row", bound=DraftingRow)
 
 
 class Drafter(Protocol):
@@ -130,18 +139,28 @@ class NgramDrafter:
     ) -> tuple[Int32Array, Int32Array]:
         """Take in a step's tokens and look up drafts for the next; see `Drafter`. They take no time worth measuring."""
         drafted, chances = np.zeros((2, len(accepted)), np.int32)
-        ends = np.cumsum(accepted)
-        columns = zip(plan.pool_rows.tolist(), plan.epochs.tolist(), accepted.tolist(), ends.tolist(), strict=True)
-        for place, (pool_row, epoch, count, end) in enumerate(columns):
-            row = self._rows.get(pool_row)
-            if row is None or row.epoch != epoch or not count:
-                continue
-            run = tokens[end - count : end]
+        for place, pool_row, row, run in sampled_runs(self._rows, plan, tokens, accepted):
             row.judge().observe(*compared(row.drafts, run))
             row.lookup.append(run)
             row.drafts, row.forced = keep_to(pool_row, row.lookup.propose(self._most), self._most)
             drafted[place], chances[place] = len(row.drafts), row.judge().chance
         return drafted, chances
+
+
+def sampled_runs(
+    rows: Mapping[int, Row], plan: StepPlan, tokens: Int32Array, accepted: Int32Array
+) -> Iterator[tuple[int, int, Row, Int32Array]]:
+    """The rows of a plan that sampled something, of those that draft (`rows` by pool row): (place in the plan, pool
+    row, row, sampled tokens). A result of an earlier request in the same pool row is left out.
+
+    tokens: int32[sum(accepted)], what the rows sampled. accepted: int32[n], how many tokens each.
+    """
+    ends = np.cumsum(accepted)
+    columns = zip(plan.pool_rows.tolist(), plan.epochs.tolist(), accepted.tolist(), ends.tolist(), strict=True)
+    for place, (pool_row, epoch, count, end) in enumerate(columns):
+        row = rows.get(pool_row)
+        if row is not None and row.epoch == epoch and count:
+            yield place, pool_row, row, tokens[end - count : end]
 
 
 def compared(drafts: Int32Array, tokens: Int32Array) -> tuple[int, bool]:
