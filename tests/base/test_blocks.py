@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenyard.base.blocks import BLOCK_TOKENS, DIGEST_BYTES, ROOT, block_digests, link, root_digest
+from tokenyard.base.blocks import BLOCK_TOKENS, DIGEST_BYTES, ROOT, block_digests, link, root_digest, stored_prefix
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(lambda ids: np.array(ids, np.int32))
 
@@ -66,3 +66,19 @@ def test_link_is_one_step_of_the_chain():
 def test_a_block_without_tokens_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         block_digests(tokens(4), block_tokens=0)
+
+
+def test_what_a_store_has_beyond_what_is_cached():
+    known = np.arange(10, dtype=np.int32)
+    asked = []
+
+    def reach(digests):
+        asked.extend(digests)
+        return len(digests)
+
+    below = stored_prefix(known, "", 3, 3, reach)
+    assert (below.first, below.found, below.tokens) == (1, 2, 9)
+    assert asked == below.digests[1:] == block_digests(known, ROOT, 3)[1:]
+    assert stored_prefix(known[:9], "", 3, 3, reach).tokens == 8, "the last token is left to compute"
+    assert stored_prefix(known[:9], "", 6, 3, reach) is None
+    assert stored_prefix(known, "", 3, 3, lambda digests: 0) is None

@@ -7,7 +7,8 @@ equal tokens from the root on, in one name space. The chain is that of prefix ca
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -58,6 +59,31 @@ def touch_all(order: OrderedDict[bytes, Any], digests: list[bytes]) -> None:
     for digest in reversed(digests):
         if digest in order:
             order.move_to_end(digest)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """What a store has of a sequence: its blocks `first` .. `first + found` of `digests`, of use up to `tokens`."""
+
+    digests: list[bytes]
+    first: int
+    found: int
+    tokens: int
+
+
+def stored_prefix(
+    known: Int32Array, namespace: str, cached: int, block_tokens: int, reach: Callable[[list[bytes]], int]
+) -> StoredPrefix | None:
+    """What a store has of a sequence's `known` tokens (int32[n]) beyond the first `cached`; None for less than a block.
+
+    reach: how many blocks of a chain the store has from its beginning. The last token is always left to compute.
+    """
+    if len(known) - 1 - cached < block_tokens:
+        return None
+    digests, first = block_digests(known, root_digest(namespace), block_tokens), cached // block_tokens
+    found = reach(digests[first:])
+    tokens = min((first + found) * block_tokens, len(known) - 1)
+    return StoredPrefix(digests, first, found, tokens) if tokens - cached >= block_tokens else None
 
 
 def tokens_per_block(page_size: int) -> int:

@@ -33,7 +33,7 @@ from tokenyard.base import (
     TokenBatch,
     TokenyardError,
 )
-from tokenyard.base.blocks import block_digests, root_digest, tokens_per_block
+from tokenyard.base.blocks import block_digests, root_digest, stored_prefix, tokens_per_block
 from tokenyard.engine.processes.config import EngineConfig, TierConfig
 from tokenyard.engine.watch.tier_jobs import NEVER_NS, Pace, Storing, TierCounters, Wanted
 from tokenyard.engine.watch.tier_stores import LINKS, open_pool, open_store
@@ -311,15 +311,8 @@ class KvTiers:
         """What is below, as `reach` says, of a request's `known` tokens beyond the first `cached`, None for less than a
         block.
         """
-        size = self._block
-        if len(known) - 1 - cached < size:
-            return None
-        digests, first = block_digests(known, root_digest(namespace), size), cached // size
-        found = reach(digests[first:])
-        tokens = min((first + found) * size, len(known) - 1)
-        if tokens - cached < size:
-            return None
-        return Wanted(number, 1, digests, first, found, tokens)
+        below = stored_prefix(known, namespace, cached, self._block, reach)
+        return None if below is None else Wanted(number, 1, below.digests, below.first, below.found, below.tokens)
 
     def _take_on(self, wanted: Wanted) -> None:
         self._store.touch(wanted.digests[: wanted.first + wanted.found])

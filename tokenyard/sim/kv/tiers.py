@@ -5,6 +5,7 @@ what can be loaded (`Reach`), says where to (`Load`) and hears when it is there 
 """
 
 from dataclasses import dataclass, field, fields, replace
+from itertools import takewhile
 from typing import Protocol
 
 from tokenyard.base import (
@@ -21,7 +22,7 @@ from tokenyard.base import (
     StepWork,
     Store,
 )
-from tokenyard.base.blocks import block_digests, root_digest, tokens_per_block
+from tokenyard.base.blocks import block_digests, root_digest, stored_prefix, tokens_per_block
 from tokenyard.cost import LinearCost
 from tokenyard.sim.kv.settings import GB, MB, Tiers
 from tokenyard.sim.kv.stores import NEVER_NS, At, Blocks, Channel, Job, block_ns
@@ -206,17 +207,12 @@ class SimTiers:
 
     def _find(self, number: int, namespace: str, known: Int32Array, cached: int) -> Wanted | None:
         """What is below of a request's `known` tokens beyond the first `cached`, None for less than a block."""
-        size = self._block
-        if len(known) - 1 - cached < size:
-            return None
-        digests, first = block_digests(known, root_digest(namespace), size), cached // size
-        found = 0
-        for digest in digests[first:]:
-            if digest not in self._host and digest not in self.disk:
-                break
-            found += 1
-        tokens = min((first + found) * size, len(known) - 1)
-        return None if tokens - cached < size else Wanted(number, digests, first, found, tokens)
+        below = stored_prefix(known, namespace, cached, self._block, self._reach)
+        return None if below is None else Wanted(number, below.digests, below.first, below.found, below.tokens)
+
+    def _reach(self, digests: list[bytes]) -> int:
+        there = (digest in self._host or digest in self.disk for digest in digests)
+        return sum(1 for _ in takewhile(bool, there))
 
     def _worth_loading(self, wanted: Wanted, cached: int) -> bool:
         """Whether reading is believed to be faster than computing."""
