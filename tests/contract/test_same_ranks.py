@@ -107,8 +107,8 @@ async def replayed(told, traffic, method, chosen, blind, monkeypatch):
         info, None, ChatTemplate({}, {}), wires, assembler=TextAssembler(None), balancer=balancer
     )
     for rank in range(RANKS):
-        manager.rank_ready(rank, rank)
-        manager.receive(Heartbeat(2**62, "idle", 0, 0, {}), rank)
+        manager.failover.rank_ready(rank, rank)
+        manager.outputs.receive(Heartbeat(2**62, "idle", 0, 0, {}), rank)
     found, numbers, readers = [], {}, {}
 
     def look():
@@ -125,11 +125,11 @@ async def replayed(told, traffic, method, chosen, blind, monkeypatch):
                 wanted = None if blind else more[0]
                 readers[number] = asyncio.create_task(read(manager, traffic.request(number), wanted))
             elif what == "begun":
-                manager.receive(batch(numbers[number], [5], started=True, hit=more[0]), rank)
+                manager.outputs.receive(batch(numbers[number], [5], started=True, hit=more[0]), rank)
             elif what == "ended":
                 end = more[0]
                 finish = Finish(numbers[number], end.reason, cause=end.cause, first_token_ns=end.first_token_ns)
-                manager.receive(batch(numbers[number], finish=finish), rank)
+                manager.outputs.receive(batch(numbers[number], finish=finish), rank)
             for _ in range(6):
                 await asyncio.sleep(0)
             look()

@@ -11,7 +11,7 @@ import pytest
 from tests.engine.engines import mock_config
 from tests.engine.test_engine import FOR_EVER, spec, titled, until
 from tokenyard.base import LogprobOptions
-from tokenyard.engine import tokenizer_manager
+from tokenyard.engine import failover
 from tokenyard.engine.processes import launch, supervisor
 from tokenyard.engine.processes.launch import running_engine
 
@@ -160,7 +160,7 @@ def test_streams_outlive_the_detokenizer_too(stop, monkeypatch):
 
 
 def test_a_scheduler_may_end_while_the_detokenizer_stands_still(monkeypatch):
-    monkeypatch.setattr(tokenizer_manager, "FENCE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(failover, "FENCE_TIMEOUT_S", 0.5)
 
     async def main():
         async with running_engine(engine()) as manager:
@@ -295,7 +295,7 @@ def test_a_full_queue_takes_back_what_was_accepted():
 
 
 def test_a_request_that_ends_its_scheduler_again_and_again_ends_with_an_error(monkeypatch):
-    monkeypatch.setattr(tokenizer_manager, "MOST_MOVES", 1)
+    monkeypatch.setattr(failover, "MOST_MOVES", 1)
 
     async def main():
         async with running_engine(engine()) as manager:

@@ -59,8 +59,8 @@ def with_ranks(work, size=2, **settings):
             info, None, ChatTemplate({}, {}), wires, assembler=TextAssembler(None), balancer=balancer
         )
         for rank in range(size):
-            manager.rank_ready(rank, rank)
-            manager.receive(Heartbeat(2**62, "idle", 0, 0, {"counters": {"submitted": 1, "aborted": 1}}), rank)
+            manager.failover.rank_ready(rank, rank)
+            manager.outputs.receive(Heartbeat(2**62, "idle", 0, 0, {"counters": {"submitted": 1, "aborted": 1}}), rank)
         try:
             return await asyncio.wait_for(work(manager, wires.sent), 20)
         finally:
@@ -102,12 +102,12 @@ def test_a_request_without_room_at_one_rank_goes_to_another(cause):
         reading = asked(manager)
         await asyncio.sleep(0.01)
         (request,) = submits(sent[0])
-        manager.receive(refusal(request.number, cause), 0)
+        manager.outputs.receive(refusal(request.number, cause), 0)
         assert submits(sent[1]) == [request]
-        manager.receive(refusal(request.number, cause), 0)
+        manager.outputs.receive(refusal(request.number, cause), 0)
         assert not reading.done(), "what the first rank says of it counts no more"
-        manager.receive(batch(request.number, [9], started=True), 1)
-        manager.receive(batch(request.number, finish=Finish(request.number, "length", completion_tokens=1)), 1)
+        manager.outputs.receive(batch(request.number, [9], started=True), 1)
+        manager.outputs.receive(batch(request.number, finish=Finish(request.number, "length", completion_tokens=1)), 1)
         deltas = await reading
         assert (deltas[-1].finish.reason, deltas[0].token_ids) == ("length", [9])
         totals = (await manager.ranks.snapshot(0.001))["counters"]
@@ -122,7 +122,7 @@ def test_a_request_that_no_rank_has_room_for_is_refused():
         await asyncio.sleep(0.01)
         (request,) = submits(sent[0])
         for rank in (0, 1):
-            manager.receive(refusal(request.number), rank)
+            manager.outputs.receive(refusal(request.number), rank)
         (end,) = await reading
         assert (end.finish.reason, end.finish.cause) == ("abort", "queue_full")
         assert [load.requests for load in manager.ranks.balancer.loads] == [0, 0]
@@ -135,7 +135,7 @@ def test_other_ends_are_told_at_once():
         reading = asked(manager)
         await asyncio.sleep(0.01)
         (request,) = submits(sent[0])
-        manager.receive(refusal(request.number, "invalid"), 0)
+        manager.outputs.receive(refusal(request.number, "invalid"), 0)
         assert (await reading)[-1].finish.cause == "invalid"
         assert not submits(sent[1])
 
@@ -145,7 +145,7 @@ def test_other_ends_are_told_at_once():
 def test_what_a_tenant_uses_is_told_to_all_other_ranks():
     async def work(manager, sent):
         use = TenantUse(["a"], [7], [9.0])
-        manager.receive(use, 1)
+        manager.outputs.receive(use, 1)
         assert [sent[rank] for rank in range(3)] == [[use], [], [use]]
 
     with_ranks(work, 3)
@@ -157,20 +157,20 @@ def test_what_waits_for_a_rank_goes_elsewhere_when_that_is_out_for_good():
         await asyncio.sleep(0.01)
         (home,) = (rank for rank in sent if submits(sent[rank]))
         first, held = submits(sent[home])
-        manager.receive(batch(first.number, [8], started=True), home)
+        manager.outputs.receive(batch(first.number, [8], started=True), home)
         await asyncio.sleep(0.01)
-        manager.rank_lost(home, "killed", distrust=False)
+        manager.failover.rank_lost(home, "killed", distrust=False)
         await manager.pause_request("held")
         await asyncio.sleep(0.01)
         other = 1 - home
         assert not submits(sent[other])
-        manager.rank_given_up(home)
+        manager.failover.rank_given_up(home)
         moved, waiting = submits(sent[other])
         assert (moved.number, moved.output_ids.tolist(), waiting.number) == (first.number, [8], held.number)
         assert Pause(numbers=[held.number]) in sent[other]
         for request in (moved, waiting):
-            manager.receive(batch(request.number, [9], started=True), other)
-            manager.receive(batch(request.number, finish=Finish(request.number, "length")), other)
+            manager.outputs.receive(batch(request.number, [9], started=True), other)
+            manager.outputs.receive(batch(request.number, finish=Finish(request.number, "length")), other)
         ends = [(await reading)[-1].finish.reason for reading in readings]
         assert ends == ["length", "length"]
 
@@ -182,15 +182,15 @@ def test_first_token_and_hits_are_those_of_the_rank_that_began():
         reading = asked(manager)
         await asyncio.sleep(0.01)
         (request,) = submits(sent[0])
-        manager.receive(batch(request.number, [8], started=True, hit=2), 0)
+        manager.outputs.receive(batch(request.number, [8], started=True, hit=2), 0)
         await asyncio.sleep(0.01)
-        manager.rank_lost(0, "killed", distrust=False)
+        manager.failover.rank_lost(0, "killed", distrust=False)
         await asyncio.sleep(0.01)
         (again,) = submits(sent[1])
         assert again.output_ids.tolist() == [8]
-        manager.receive(batch(request.number, [9], started=True, hit=0), 1)
+        manager.outputs.receive(batch(request.number, [9], started=True, hit=0), 1)
         end = Finish(request.number, "length", completion_tokens=2, first_token_ns=2**62, admitted_ns=2**62)
-        manager.receive(batch(request.number, finish=end), 1)
+        manager.outputs.receive(batch(request.number, finish=end), 1)
         deltas = await reading
         assert [token for delta in deltas for token in delta.token_ids] == [8, 9]
         assert {delta.cached_tokens for delta in deltas} == {2}

@@ -1,6 +1,5 @@
 """The engine's front in the API process: text to token ids on the way in, deltas of text on the way out."""
 
-import asyncio
 import logging
 import math
 import time
@@ -12,63 +11,44 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tokenyard.base import (
-    NS_PER_S,
     AbortCause,
     Cancel,
-    EngineDeadError,
     ExecutorInfo,
     Explanation,
-    Finish,
     Int32Array,
-    OverloadedError,
     Pause,
     PauseMode,
     Resume,
-    Submit,
-    TenantUse,
-    TokenBatch,
     TokenyardError,
     Update,
 )
 from tokenyard.engine.adapters import AdapterRegistry
-from tokenyard.engine.client import Link, SchedulerClient
-from tokenyard.engine.continuation import begun_answers, continued, first_number, untold
+from tokenyard.engine.client import Link
+from tokenyard.engine.dispatch import Dispatcher
+from tokenyard.engine.failover import Failover
+from tokenyard.engine.outputs import OutputHandler
 from tokenyard.engine.paused import PausedRequests
-from tokenyard.engine.processes.messages import Call, Fence, Fenced, Heartbeat, Reply, TextBatch, ToApi
 from tokenyard.engine.ranks import Ranks
-from tokenyard.engine.recent import RecentRequests
 from tokenyard.engine.requests import RequestMaker, check_priority, ns_from_ms
 from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.engine.streams import Ended, Reader, Stream, StreamTable
+from tokenyard.engine.streams import Ended, Reader, Stream
 from tokenyard.engine.text.chat_messages import Message
 from tokenyard.engine.text.chat_template import ChatTemplate, render_within
-from tokenyard.engine.text.text_assembler import TextAssembler, ends_batch
-from tokenyard.router.balance import Balancer, Place
+from tokenyard.engine.text.text_assembler import TextAssembler
+from tokenyard.router.balance import Balancer
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 2.0
-FENCE_TIMEOUT_S = 10.0
-"""How long the detokenizer may take to say how far the answers of a scheduler have come that has ended."""
-
-LEFT = Finish(0, "abort", message="the client went away", cause="client_gone")
-"""The end of an answer that nobody reads any more, and that no scheduler has."""
-
-NO_ROOM = ("queue_full", "displaced", "tenant_limit")
-"""Why a rank refuses a request that another one may take."""
-
-MOST_MOVES = 3
-"""A request whose scheduler ends once more is given up: it may be what ends them."""
 
 
 class TokenizerManager:
-    """Sends requests to schedulers and hands out what comes back. One per engine, used from one event loop.
+    """Makes requests of what clients ask for, hands out their answers, and steers the engine. Used from one event loop.
 
-    `tokenizer` is None where the engine takes and gives token ids only. `assembler` is given where token ids become
-    text in this process, `records` where paused requests outlive the engine. What arrives goes to `receive`. A
-    scheduler that ends leaves its requests to others (see `rank_lost`). `on_death` hears why the engine ended, if by
-    itself; all open requests have ended by then. `on_text_silent` hears why the detokenizer is to be ended: it does
-    not answer.
+    A request goes out by `Dispatcher`; `outputs` takes in what the engine's processes say of it; `failover` is told
+    which of them run and which have ended. `tokenizer` is None where the engine takes and gives token ids only.
+    `assembler` is given where token ids become text in this process, `records` where paused requests outlive the
+    engine. `on_death` and `on_text_silent` are those of `Failover`.
     """
 
     def __init__(
@@ -86,29 +66,19 @@ class TokenizerManager:
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
+        self.records = records
         self.ranks = Ranks(balancer)
         self.adapters = AdapterRegistry(self.ranks)
         self._template = template
         self._requests = RequestMaker(info, tokenizer, template.special_tokens.get("eos_token"), self.adapters.key_of)
+        self._dispatcher = Dispatcher(self.ranks)
+        self._streams = self._dispatcher.streams
+        self._recent = self._dispatcher.recent
+        self.outputs = OutputHandler(self._dispatcher, assembler)
+        self.failover = Failover(self._dispatcher, self.outputs, link, assembler, on_death, on_text_silent)
         self._link = link
-        self._assembler = assembler
-        self._on_death = on_death
-        self._on_text_silent = on_text_silent
-        self._text_beat_ns = 0
-        self._streams = StreamTable()
-        self._recent = RecentRequests()
         self._next_number = 1
-        self._death: str | None = None
         self._draining = False
-        self.records = records
-        self._lost: dict[int, tuple[SchedulerClient, asyncio.TimerHandle]] = {}
-        self._loop = asyncio.get_running_loop()
-        self._news: list[TextBatch] = []
-        self._fenced: list[Fenced] = []
-        self._awaiting: list[asyncio.Future[None]] = []
-        self._deaf: set[int] = set()
-        self._has_news = asyncio.Event()
-        self._deliverer = self._loop.create_task(self._deliver())
 
     # ---- generation --------------------------------------------------------------------------------------------
 
@@ -182,22 +152,15 @@ class TokenizerManager:
         return await self._requests.prompts.ids(text, add_special_tokens, any_length=any_length)
 
     async def _submit(self, spec: GenerateSpec) -> Stream:
-        self._check_alive()
+        self.failover.check_alive()
         self.ranks.check_rank(spec.rank)
         arrival_ns = time.monotonic_ns()
         rid = spec.rid or uuid.uuid4().hex
         token_ids = await self._requests.token_ids(spec)
-        self._check_alive()
+        self.failover.check_alive()
         request = self._requests.make(spec, *token_ids, number=self._next_number, rid=rid, arrival_ns=arrival_ns)
         self._next_number += request.sampling.n
-        client, place = self.ranks.choose(request, spec.rank)
-        stream = Stream(request, client, place)
-        self._streams.add(stream)
-        self._recent.add(stream)
-        if self.ranks.size > 1 and place is not None and not request.text.stream:
-            self._loop.call_later(place.expected_s(), place.first_token)
-        client.send(Submit(request))
-        return stream
+        return self._dispatcher.submit(request, spec.rank)
 
     def _close_stream(self, stream: Stream, ended: Ended | None = None) -> None:
         """Forget a stream; if its request may still run, cancel it."""
@@ -205,7 +168,7 @@ class TokenizerManager:
         stream.leave()
         if self.records is not None and stream.paused and not stream.open_answers and not self._draining:
             self.records.forget(stream.rid)
-        if self._death is not None:
+        if self.failover.death is not None:
             return
         if ended is not None:
             self._streams.leave(stream, ended)
@@ -253,10 +216,7 @@ class TokenizerManager:
         """Write the record of a paused request, once its scheduler and all news say how far its answers are."""
         try:
             outputs = await stream.client.call("outputs", dict[int, list[int]], numbers=stream.open_numbers)
-            told = self._loop.create_future()
-            self._awaiting.append(told)
-            self._has_news.set()
-            await told
+            await self.outputs.delivered()
         except TokenyardError as error:
             records.counters.failed += 1
             logger.warning("the paused request %s has no record: %s", stream.rid, error)
@@ -352,226 +312,10 @@ class TokenizerManager:
 
         A scheduler that waits for a long step of the device counts as well.
         """
-        return math.inf if self._death is not None else self.ranks.age_s(time.monotonic_ns())
-
-    def text_age_s(self) -> float:
-        """Return the seconds since the detokenizer was known to be well; infinite while none has said a word."""
-        return (time.monotonic_ns() - self._text_beat_ns) / NS_PER_S if self._text_beat_ns else math.inf
-
-    # ---- the life of the engine --------------------------------------------------------------------------------
-
-    def rank_ready(self, rank: int, source: int) -> None:
-        """A scheduler process runs; requests may go there, and those that have waited for one do."""
-        client = SchedulerClient(self._link.connect(source), rank, source)
-        self.ranks.join(client)
-        for absent in (self.ranks.absent, self.ranks.absent_rank(rank)):
-            for stream in self._streams.of(absent):
-                self._place(stream, client, self.ranks.balancer.choose(stream.request, [rank], time.monotonic()))
-
-    def rank_lost(self, source: int, reason: str, *, distrust: bool) -> None:
-        """A scheduler process has ended. Its requests go on elsewhere, each from the last token that came of it.
-
-        First the text side must say how far they are, so that none comes twice and none is missed (`Fence`). With
-        `distrust`, a policy of the user's own that was chosen while it ran may be the reason, and is not chosen again.
-        """
-        error = OverloadedError(f"the scheduler ended ({reason}) and is started again; try again soon")
-        client = self.ranks.leave(source, error, time.monotonic_ns())
-        if client is None or self._death is not None:
-            return
-        self._link.disconnect(source)
-        if distrust:
-            self.ranks.drop_user_policy()
-        numbers: list[int] = []
-        for stream in self._streams.of(client):
-            stream.moves += 1
-            if stream.moves <= MOST_MOVES or self.ranks.all_restart:
-                numbers += stream.open_numbers
-                continue
-            message = f"the scheduler ended {stream.moves} times while this request was there: {reason}"
-            ends = [Finish(number, "abort", message=message, cause="failed") for number in stream.open_numbers]
-            self._add_news(ends_batch(ends))
-        timer = self._loop.call_later(FENCE_TIMEOUT_S, self._on_text_silent, "the detokenizer does not answer")
-        self._lost[source] = client, timer
-        fence = Fence(source, numbers)
-        if self.ranks.all_restart:
-            self._go_by_streams(source)
-        elif self._assembler is None:
-            self._link.fence(fence)
-        else:
-            self.receive(self._assembler.fence(fence), source)
-
-    def rank_given_up(self, rank: int) -> None:
-        """A rank is out for good. What waits for it goes to others, in the same order."""
-        absent, events = self.ranks.give_up(rank)
-        for event in events:
-            stream = self._streams.of_number(first_number(event))
-            if stream is None or isinstance(event, Call):
-                continue
-            if stream.client is absent:
-                self._place(stream, *self.ranks.choose(stream.request))
-            stream.client.send(event)
-        self._streams.end_left(absent, LEFT)
-
-    def text_lost(self) -> None:
-        """The detokenizer has ended, and with it the state of all texts and some news of the schedulers. All of them
-        are started again; requests go on from the tokens that have come here.
-        """
-        self.ranks.all_restart = True
-        self._text_beat_ns = 0
-        self._link.reset_text()
-        for source in self._lost:
-            self._go_by_streams(source)
-
-    def text_ready(self) -> None:
-        """A detokenizer runs again."""
-        self.ranks.all_restart = False
-
-    def _go_by_streams(self, source: int) -> None:
-        """Nobody can say any more how far the answers of a scheduler are: what has come here counts, and no more."""
-        self._deaf.add(source)
-        self._fenced.append(untold(source))
-        self._has_news.set()
-
-    def engine_died(self, reason: str) -> None:
-        """End everything that is open with EngineDeadError, and refuse everything from now on."""
-        if self._death is None:
-            logger.critical("the engine stopped: %s", reason)
-            self._end_all(reason)
-            self._on_death(reason)
-
-    def _end_all(self, reason: str) -> None:
-        self._death = self._death or reason
-        error = EngineDeadError(f"the engine stopped: {self._death}")
-        self._streams.fail_all(error)
-        self.ranks.close(error)
+        return math.inf if self.failover.death is not None else self.ranks.age_s(time.monotonic_ns())
 
     async def close(self, reason: str = "the server is shutting down") -> None:
         """End what is open with EngineDeadError for this reason, and close the link."""
-        self._end_all(reason)
-        self._deliverer.cancel()
-        await asyncio.gather(self._deliverer, return_exceptions=True)
-        for told in self._awaiting:
-            told.cancel()
-        for _, timer in self._lost.values():
-            timer.cancel()
+        self.failover.end_all(reason)
+        await self.outputs.close()
         self._link.close()
-
-    def _check_alive(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(f"the engine stopped: {self._death}")
-
-    def _bring_back(self, fenced: Fenced) -> None:
-        """Send on what a scheduler that has ended left behind."""
-        if fenced.source not in self._lost:
-            return
-        lost, timer = self._lost.pop(fenced.source)
-        timer.cancel()
-        # The news before the fence are out, so what has not ended by them does not end any more.
-        self._streams.end_left(lost, LEFT)
-        streams = self._streams.of(lost)
-        begun = {number: tokens for stream in streams for number, tokens in stream.come.items()} | begun_answers(fenced)
-        for stream in streams:
-            client, place = self.ranks.choose(stream.request)
-            self._place(stream, client, place)
-            for request in continued(stream.request, stream.open_answers, begun):
-                client.send(Submit(request, accepted=True))
-            if stream.paused:
-                client.send(Pause(numbers=stream.numbers))
-        if streams:
-            logger.warning("%d requests go on where their scheduler ended", len(streams))
-
-    def _place(self, stream: Stream, client: SchedulerClient, place: Place | None) -> None:
-        """A request is at this scheduler from now on."""
-        stream.leave()
-        stream.client, stream.place = client, place
-        self._recent.add(stream)
-
-    # ---- news --------------------------------------------------------------------------------------------------
-
-    def receive(self, message: ToApi, source: int) -> None:
-        """Take in a message of the text side or of scheduler process `source`."""
-        match message:
-            case TextBatch() if source not in self._deaf:
-                self._add_news(self._placed_elsewhere(message, source))
-            case Heartbeat() | Reply():
-                if (client := self.ranks.find(source)) is not None:
-                    client.hear(message)
-                elif isinstance(message, Heartbeat) and self._assembler is None and not self.ranks.all_restart:
-                    self._text_beat_ns = message.sent_ns
-            case TokenBatch():
-                self._assemble(message, source)
-            case TenantUse():
-                for client in self.ranks.clients:
-                    if client.source != source:
-                        client.send(message)
-            case Fenced():
-                self._fenced.append(message)
-                self._has_news.set()
-
-    def _assemble(self, batch: TokenBatch, source: int) -> None:
-        """Take in tokens where they become text in this process."""
-        client = self.ranks.find(source)
-        if client is None or self._assembler is None:
-            return
-        news, stops = self._assembler.step(batch, source)
-        for stop in stops:
-            client.send(stop)
-        self._add_news(self._placed_elsewhere(news, source))
-
-    def _placed_elsewhere(self, batch: TextBatch, source: int) -> TextBatch:
-        """The news of scheduler process `source` without the ends of requests for which it had no room, but another
-        rank may have; those are sent there.
-        """
-        if self.ranks.size == 1 or not batch.finished:
-            return batch
-        refused: dict[int, list[Finish]] = {}
-        for finish in batch.finished:
-            stream = self._streams.of_number(finish.number) if finish.cause in NO_ROOM else None
-            if stream is not None and stream.client.source == source and not finish.first_token_ns:
-                refused.setdefault(stream.number, []).append(finish)
-        gone: set[int] = set()
-        for number, ends in refused.items():
-            stream = self._streams.of_number(number)
-            if stream is not None and len(ends) == stream.answers and self._try_elsewhere(stream, ends[0]):
-                gone.update(stream.numbers)
-        batch.finished = [finish for finish in batch.finished if finish.number not in gone]
-        return batch
-
-    def _try_elsewhere(self, stream: Stream, end: Finish) -> bool:
-        """Send a refused request to a rank that has not refused it; False if there is none."""
-        stream.tried.add(stream.client.rank)
-        client, place = self.ranks.choose(stream.request, without=stream.tried)
-        if place is not None and client.rank in stream.tried:
-            place.end()
-            place = None
-        if place is None:
-            return False
-        self.ranks.note_refusal(stream.answers, stream.prompt_tokens, rejected=end.cause != "displaced")
-        self._place(stream, client, place)
-        client.send(Submit(stream.request))
-        if stream.paused:
-            client.send(Pause(numbers=stream.numbers))
-        return True
-
-    def _add_news(self, batch: TextBatch) -> None:
-        self._news.append(batch)
-        self._has_news.set()
-
-    async def _deliver(self) -> None:
-        """Hand news to their streams until closed; all that came during one round is the next one."""
-        while True:
-            await self._has_news.wait()
-            self._has_news.clear()
-            batches, self._news = self._news, []
-            fenced, self._fenced = self._fenced, []
-            awaiting, self._awaiting = self._awaiting, []
-            try:
-                for stream in await self._streams.deliver(batches):
-                    stream.client.send(Cancel(stream.numbers, "the client reads too slowly", "slow_reader"))
-                for one in fenced:
-                    self._bring_back(one)
-            except Exception:
-                logger.exception("news from the engine could not be handed on")
-            for told in awaiting:
-                if not told.done():
-                    told.set_result(None)

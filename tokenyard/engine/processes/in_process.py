@@ -84,11 +84,11 @@ async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerMana
         loop.call_soon_threadsafe(receive, message)
 
     def receive(message: FromScheduler) -> None:
-        managers[0].receive(message, 0)
+        managers[0].outputs.receive(message, 0)
 
     def died(reason: str) -> None:
         for manager in managers:
-            manager.engine_died(reason)
+            manager.failover.engine_died(reason)
 
     def run() -> None:
         try:
@@ -112,7 +112,7 @@ async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerMana
         info = await ready
         manager = TokenizerManager(info, tokenizer, template, port, assembler=TextAssembler(tokenizer))
         managers.append(manager)
-        manager.rank_ready(0, 0)
+        manager.failover.rank_ready(0, 0)
         await start_adapters(manager, config)
         yield manager
     finally:

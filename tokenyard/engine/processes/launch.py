@@ -65,8 +65,8 @@ async def running_engine(
             balancer=balancer,
             records=open_records(config, info),
         )
-        link.listen(manager.receive)
-        supervisor.watch(manager)
+        link.listen(manager.outputs.receive)
+        supervisor.watch(manager.failover)
         listener = asyncio.create_task(_end_when_silent(manager, supervisor, config.watchdog_timeout_s))
         try:
             await start_adapters(manager, config)
@@ -108,7 +108,7 @@ async def _end_when_silent(manager: TokenizerManager, supervisor: Supervisor, ti
     times_text_silent = 0
     while timeout_s:
         await asyncio.sleep(LISTEN_EVERY_S)
-        text_age_s = manager.text_age_s()
+        text_age_s = manager.outputs.text_age_s()
         # More than once, as heartbeats may wait in our own socket if it is this process that stood still.
         silent = min(timeout_s, TEXT_TIMEOUT_S) + SILENCE_GRACE_S < text_age_s < math.inf
         times_text_silent = times_text_silent + 1 if silent else 0
