@@ -1,37 +1,16 @@
-"""What each architecture adds to the fields that all share, a function a family; what is refused, and why."""
+"""How each architecture differs from the config of fields that all share, a function a family; what is refused, why."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.models.config import ExpertsConfig
+from tokenyard.executor.models.config import ExpertsConfig, ModelConfig
 
 RawConfig = Mapping[str, Any]
 
 ALPHA = 1.702
 """Of the sigmoid in gpt-oss's gate, the only one there is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What an architecture adds to the common fields; see ModelConfig."""
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    windows: tuple[int, ...] = ()
-    experts: ExpertsConfig | None = None
-    attention_scale: float | None = None
-    attention_softcap: float = 0.0
-    logit_softcap: float = 0.0
-    sinks: bool = False
-    activation: str = "silu"
-    gate_limit: float = 0.0
-    norm_offset: float = 0.0
-    post_norms: bool = False
-    embedding_scale: float = 1.0
 
 
 def positive(raw: RawConfig, key: str) -> int:
@@ -42,27 +21,31 @@ def positive(raw: RawConfig, key: str) -> int:
     return value
 
 
-def _llama(raw: RawConfig) -> Traits:
+def _llama(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     attention_bias = bool(raw.get("attention_bias", False))
-    return Traits(qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=bool(raw.get("mlp_bias", False)))
+    return replace(
+        config, qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=bool(raw.get("mlp_bias", False))
+    )
 
 
-def _mistral(raw: RawConfig) -> Traits:
+def _mistral(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     # transformers takes 4096 where the key is absent; null is how a checkpoint says "no window".
     window = raw.get("sliding_window", 4096) or 0
-    return Traits(windows=_layer_windows(raw, int(window), full_layers=0))
+    return replace(config, windows=_layer_windows(raw, int(window), full_layers=0))
 
 
-def _qwen2(raw: RawConfig) -> Traits:
-    return Traits(qkv_bias=True, windows=_qwen_windows(raw))
+def _qwen2(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    return replace(config, qkv_bias=True, windows=_qwen_windows(raw))
 
 
-def _qwen3(raw: RawConfig) -> Traits:
+def _qwen3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     attention_bias = bool(raw.get("attention_bias", False))
-    return Traits(qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=True, windows=_qwen_windows(raw))
+    return replace(
+        config, qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=True, windows=_qwen_windows(raw)
+    )
 
 
-def _qwen3_moe(raw: RawConfig) -> Traits:
+def _qwen3_moe(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     count = raw.get("num_experts") or positive(raw, "num_local_experts")
     step = int(raw.get("decoder_sparse_step", 1))
     dense = set(raw.get("mlp_only_layers") or [])
@@ -80,20 +63,21 @@ def _qwen3_moe(raw: RawConfig) -> Traits:
     # Unlike Qwen3, every layer has the window, if any.
     window = (raw.get("sliding_window") or 0) if raw.get("use_sliding_window", False) else 0
     windows = _layer_windows({**raw, "layer_types": None}, int(window), full_layers=0)
-    return replace(_qwen3(raw), experts=experts, windows=windows)
+    return replace(_qwen3(config, raw), experts=experts, windows=windows)
 
 
-def _phi3(raw: RawConfig) -> Traits:
+def _phi3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     window = raw.get("sliding_window") or 0
-    return Traits(windows=_layer_windows({**raw, "layer_types": None}, int(window), full_layers=0))
+    return replace(config, windows=_layer_windows({**raw, "layer_types": None}, int(window), full_layers=0))
 
 
-def _gemma(raw: RawConfig, every: int) -> Traits:
+def _gemma(config: ModelConfig, raw: RawConfig, every: int) -> ModelConfig:
     """What Gemma 2 and 3 share; each `every`th layer sees everything, the others have the window."""
     if raw.get("use_bidirectional_attention"):
         raise ConfigError("config.json: use_bidirectional_attention is not supported; this is a model for embeddings")
     bias = bool(raw.get("attention_bias", False))
-    return Traits(
+    return replace(
+        config,
         qkv_bias=bias,
         output_bias=bias,
         windows=_alternate_windows(raw, int(raw["sliding_window"] or 0), every),
@@ -106,15 +90,15 @@ def _gemma(raw: RawConfig, every: int) -> Traits:
     )
 
 
-def _gemma2(raw: RawConfig) -> Traits:
-    return replace(_gemma(raw, every=2), attention_softcap=float(raw.get("attn_logit_softcapping") or 0.0))
+def _gemma2(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    return replace(_gemma(config, raw, every=2), attention_softcap=float(raw.get("attn_logit_softcapping") or 0.0))
 
 
-def _gemma3(raw: RawConfig) -> Traits:
-    return replace(_gemma(raw, every=int(raw.get("sliding_window_pattern") or 6)), qk_norm=True)
+def _gemma3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    return replace(_gemma(config, raw, every=int(raw.get("sliding_window_pattern") or 6)), qk_norm=True)
 
 
-def _gpt_oss(raw: RawConfig) -> Traits:
+def _gpt_oss(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     bias = bool(raw.get("attention_bias", True))
     count, active = positive(raw, "num_local_experts"), positive(raw, "num_experts_per_tok")
     if active > count:
@@ -129,7 +113,8 @@ def _gpt_oss(raw: RawConfig) -> Traits:
         layers=frozenset(range(positive(raw, "num_hidden_layers"))),
         bias=True,
     )
-    return Traits(
+    return replace(
+        config,
         qkv_bias=bias,
         output_bias=bias,
         windows=_alternate_windows(raw, int(raw.get("sliding_window", 128) or 0), 2),
@@ -168,7 +153,7 @@ def _layer_windows(raw: RawConfig, window: int, full_layers: int) -> tuple[int, 
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-ARCHITECTURES: dict[str, Callable[[RawConfig], Traits]] = {
+ARCHITECTURES: dict[str, Callable[[ModelConfig, RawConfig], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,

@@ -4,7 +4,7 @@ from typing import Any
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.models.config import ROPE_TYPES, ModelConfig, RopeConfig
-from tokenyard.executor.models.families import ARCHITECTURES, DEFAULTS, RawConfig, Traits, positive, refusal
+from tokenyard.executor.models.families import ARCHITECTURES, DEFAULTS, RawConfig, positive, refusal
 
 MOST_LAYERS = 10_000
 """Far beyond any model; a damaged file must not keep the loader busy for ever."""
@@ -37,10 +37,8 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
         raise ConfigError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if head_dim % 2:
         raise ConfigError(f"config.json: rotary embedding needs an even head_dim, not {head_dim}")
-    traits = ARCHITECTURES[architecture](raw)
-    _check_activation(raw, traits)
     rope, local_rope = _read_ropes(raw, head_dim)
-    return ModelConfig(
+    common = ModelConfig(
         architecture=architecture,
         vocab_size=positive(raw, "vocab_size"),
         hidden_size=hidden,
@@ -53,26 +51,15 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
         context_length=_context_length(raw, rope),
         rope=rope,
         local_rope=local_rope,
-        windows=traits.windows or (0,) * layers,
+        windows=(0,) * layers,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=traits.qkv_bias,
-        output_bias=traits.output_bias,
-        mlp_bias=traits.mlp_bias,
-        qk_norm=traits.qk_norm,
-        attention_scale=traits.attention_scale,
-        attention_softcap=traits.attention_softcap,
-        logit_softcap=traits.logit_softcap,
-        sinks=traits.sinks,
-        activation=traits.activation,
-        gate_limit=traits.gate_limit,
-        norm_offset=traits.norm_offset,
-        post_norms=traits.post_norms,
-        embedding_scale=traits.embedding_scale,
-        experts=traits.experts,
         eos_token_ids=_eos_token_ids(raw, generation),
         quantization=raw.get("quantization_config"),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
     )
+    config = ARCHITECTURES[architecture](common, raw)
+    _check_activation(raw, config)
+    return config
 
 
 def _text_part(raw: RawConfig) -> RawConfig:
@@ -95,9 +82,9 @@ def _architecture(raw: RawConfig) -> str:
     raise ConfigError(f"config.json: architecture {names or 'missing'} is not supported; supported are {known}")
 
 
-def _check_activation(raw: RawConfig, traits: Traits) -> None:
+def _check_activation(raw: RawConfig, config: ModelConfig) -> None:
     """Refuse an activation other than the family's. Gemma 2's first configs name the exact GELU, but mean tanh's."""
-    if traits.activation == "gelu_tanh":
+    if config.activation == "gelu_tanh":
         known = ["gelu_pytorch_tanh"]
         given = raw.get("hidden_activation") or known[0]
     else:
