@@ -28,7 +28,6 @@ from tokenyard.base import (
     OpenGate,
     Reach,
     Request,
-    StepWork,
     Store,
     TokenBatch,
     TokenyardError,
@@ -40,7 +39,7 @@ from tokenyard.engine.watch.tier_stores import LINKS, open_pool, open_store
 from tokenyard.scheduler.lifecycle import Gate
 from tokenyard.scheduler.state import first_belief
 from tokenyard.tape.recorder import Core
-from tokenyard.transfer.protocol.deciding import load_patience_s
+from tokenyard.transfer.protocol.deciding import load_patience_s, worth_loading
 from tokenyard.transfer.store import Block, BlockStore, block_buffer
 
 logger = logging.getLogger(__name__)
@@ -339,10 +338,8 @@ class KvTiers:
 
     def _worth_loading(self, cached: int, tokens: int) -> bool:
         """Whether reading the KV of tokens `cached` .. `tokens` is believed to be faster than computing it."""
-        work = StepWork()
-        work.add_chunk(cached, tokens - cached)
         blocks = -(-(tokens - cached) // self._block)
-        return blocks * self._read_s_per_block < self._cost.step(work)
+        return worth_loading(self._cost, cached, tokens, blocks * self._read_s_per_block)
 
     def _patience_ns(self, tokens: int) -> int:
         """How long KV of so many tokens is waited for: once until it is ready, and once until it is in its pages."""

@@ -19,7 +19,6 @@ from tokenyard.base import (
     Move,
     Reach,
     Request,
-    StepWork,
     Store,
 )
 from tokenyard.base.blocks import block_digests, root_digest, stored_prefix, tokens_per_block
@@ -27,7 +26,7 @@ from tokenyard.cost import LinearCost
 from tokenyard.sim.kv.settings import GB, MB, Tiers
 from tokenyard.sim.kv.stores import NEVER_NS, At, Blocks, Channel, Job, block_ns
 from tokenyard.tape.recorder import Core
-from tokenyard.transfer.protocol.deciding import load_patience_s
+from tokenyard.transfer.protocol.deciding import load_patience_s, worth_loading
 
 LOOK_EVERY_NS, MOST_LOOKS = NS_PER_S // 10, 8
 
@@ -216,10 +215,8 @@ class SimTiers:
 
     def _worth_loading(self, wanted: Wanted, cached: int) -> bool:
         """Whether reading is believed to be faster than computing."""
-        work = StepWork()
-        work.add_chunk(cached, wanted.tokens - cached)
         took_ns = len(self._slow(wanted)) * self._disk_read_ns + wanted.found * self._host_ns
-        return took_ns < self._cost.step(work) * NS_PER_S
+        return worth_loading(self._cost, cached, wanted.tokens, took_ns / NS_PER_S)
 
     def _cut_to_host(self, wanted: Wanted, cached: int) -> bool:
         """Leave out what would come from the disk; whether the rest is worth loading."""

@@ -1,10 +1,11 @@
 """Which prompts go to another engine, and how long KV is waited for: the same for engines and for the simulator."""
 
+from tokenyard.base import CostModel, StepWork
+
 LEAST_PATIENCE_S = 5.0
 LONGEST_PATIENCE_S = 60.0
 PATIENCE = 4.0
 """An offer may take so many times as long as is believed."""
-
 
 LONGEST_LOAD_S = 60.0
 """Prefetch policy wait_complete waits no longer either."""
@@ -20,6 +21,15 @@ def worth_asking(role: str, uncached: int, least: int, here_s: float, there_s: f
 def patience_s(believed_s: float) -> float:
     """How many seconds an offer is waited for that is believed to take `believed_s`."""
     return min(max(PATIENCE * believed_s, LEAST_PATIENCE_S), LONGEST_PATIENCE_S)
+
+
+def worth_loading(cost: CostModel, cached: int, tokens: int, load_s: float) -> bool:
+    """Whether loading the KV of tokens `cached` .. `tokens`, which takes `load_s` seconds, is believed to be faster
+    than computing it.
+    """
+    work = StepWork()
+    work.add_chunk(cached, tokens - cached)
+    return load_s < cost.step(work)
 
 
 def load_patience_s(policy: str, timeout_s: float, timeout_per_1k_tokens_s: float, tokens: int) -> float:
