@@ -19,7 +19,7 @@ KINDS = {
     "address": (("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ("libasan.so", "libubsan.so")),
     "thread": (("-fsanitize=thread",), ("libtsan.so",)),
 }
-NAMES = ("test_native_kernels", "test_native_model", "test_native_lora", "test_sampler")
+NAMES = ("test_native_kernels", "test_native_experts", "test_native_model", "test_native_lora", "test_sampler")
 TESTS = tuple(f"tests/executor/{name}.py" for name in NAMES)
 
 

@@ -61,7 +61,17 @@ def product(on, x, weights, bias=None, gated=False, int8=False):
     return out
 
 
-SIZES = [(1, 2, 1), (1, 576, 67), (3, 34, 16), (7, 48, 130), (13, 66, 33), (49, 20, 47), (130, 64, 96), (200, 96, 31)]
+SIZES = [
+    (1, 2, 1),
+    (1, 576, 67),
+    (3, 34, 16),
+    (7, 48, 130),
+    (13, 66, 33),
+    (5, 33, 20),
+    (49, 20, 47),
+    (130, 64, 96),
+    (200, 96, 31),
+]
 
 
 @KERNELS
@@ -81,7 +91,7 @@ def test_products(level, dtype, rows, inputs, outputs, with_bias):
 
 @KERNELS
 @DTYPE
-@pytest.mark.parametrize(("rows", "inputs", "half"), [(1, 32, 5), (6, 48, 80), (20, 66, 33), (100, 34, 16)])
+@pytest.mark.parametrize(("rows", "inputs", "half"), [(1, 32, 5), (6, 48, 80), (20, 66, 33), (3, 37, 9), (100, 34, 16)])
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 def test_gated_products(level, dtype, rows, inputs, half, with_bias):
     x = random(rows, inputs, seed=4, dtype=dtype)

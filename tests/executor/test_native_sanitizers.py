@@ -9,7 +9,8 @@ import pytest
 from tokenyard.executor.native.build import BuildError, find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-BEST = "(test_native_kernels or test_native_lora or test_all_draw) and (avx512-bf16 or (avx2 and not avx512) or 32k)"
+TESTS = "test_native_kernels or test_native_experts or test_native_lora or test_all_draw"
+BEST = f"({TESTS}) and (avx512-bf16 or (avx2 and not avx512) or 32k)"
 """Two kinds of kernels, and adapters in whole steps; `python tools/native_sanitizers.py` runs all, and whole steps."""
 
 

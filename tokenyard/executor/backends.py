@@ -19,6 +19,7 @@ from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.native.attention import NativeAttention
 from tokenyard.executor.native.engine import NativeEngine, choose_threads, why_not
+from tokenyard.executor.native.experts import NativeExperts
 from tokenyard.executor.native.library import NoLibraryError, load_library
 from tokenyard.executor.native.model import NativeDecoder, NativeModel
 from tokenyard.executor.weights import Weights
@@ -173,7 +174,8 @@ def load_layers(
     """
     if choice.engine is not None and choice.native_model:
         return NativeDecoder(choice.engine, config, weights, dtype, context_length, int8=choice.int8)
-    return Decoder(config, weights, device, context_length, joint)
+    experts = None if choice.engine is None else partial(NativeExperts, choice.engine, dtype)
+    return Decoder(config, weights, device, context_length, joint, experts)
 
 
 def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvPool, pages: PageTable) -> ModelBackend:

@@ -6,6 +6,7 @@ from typing import Any
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+"""In the order in which the native library numbers them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,16 @@ from tokenyard.executor.layers.summed import Joint
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.weights import Weights
 
+MakeExperts = Callable[[ModelConfig, Weights, int], Product]
+
 
 class Decoder:
     """A decoder-only transformer that runs batches of tokens of many rows at once.
 
     Weights are taken by their Hugging Face names as the model is built; q, k and v are fused into one product, and so
     are gate and up. Raises ConfigError if a weight is missing or misshapen. With a `joint` it is one rank's part of a
-    model (see `parallel.shards`): config and weights are those of the part.
+    model (see `parallel.shards`): config and weights are those of the part. make_experts: makes the experts of a layer
+    from config, weights and the layer's number, None for torch's.
     """
 
     def __init__(
@@ -32,8 +35,10 @@ class Decoder:
         device: torch.device,
         context_length: int,
         joint: Joint | None = None,
+        make_experts: MakeExperts | None = None,
     ) -> None:
         self.config = config
+        make_experts = make_experts or _experts
         embedding_shape = (config.vocab_size, config.hidden_size)
         tied = config.tied_embeddings
         if config.takes_tokens or (config.gives_logits and tied):
@@ -43,7 +48,7 @@ class Decoder:
         self._rotary = {
             rope: Rotary(rope, config.head_dim, context_length, device) for rope in dict.fromkeys(config.ropes)
         }
-        self._layers = [_Layer(config, weights, index, joint) for index in range(config.num_layers)]
+        self._layers = [_Layer(config, weights, index, joint, make_experts) for index in range(config.num_layers)]
         self._hidden_like = weights.get("model.layers.0.input_layernorm.weight", (config.hidden_size,))
         self.attention_spec = AttentionSpec(
             config.windows, config.score_scale, config.attention_softcap, _sinks(config, weights)
@@ -105,7 +110,9 @@ class Decoder:
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, weights: Weights, index: int, joint: Joint | None) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, index: int, joint: Joint | None, make_experts: MakeExperts
+    ) -> None:
         prefix = f"model.layers.{index}"
         self._index = index
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
@@ -127,7 +134,7 @@ class _Layer:
             config.qkv_bias,
         )
         output = _fused(weights, {f"{prefix}.self_attn.o_proj": hidden}, q_size, config.output_bias)
-        mlp = _mlp(config, weights, index)
+        mlp = _mlp(config, weights, index, make_experts)
         self._output: Product = output if joint is None else joint.output(output)
         self._mlp: Product = mlp if joint is None else joint.mlp(mlp)
         self._gated = mlp if isinstance(mlp, GatedMlp) else None
@@ -191,11 +198,17 @@ class _Layer:
         return self._output(found)
 
 
-def _mlp(config: ModelConfig, weights: Weights, index: int) -> GatedMlp | Experts:
+def _mlp(config: ModelConfig, weights: Weights, index: int, make_experts: MakeExperts) -> GatedMlp | Product:
     """What follows the attention of a layer: an MLP, or experts where the model has them there."""
-    prefix, experts = f"model.layers.{index}.mlp", config.experts
-    if experts is None or index not in experts.layers:
+    if config.experts is None or index not in config.experts.layers:
+        prefix = f"model.layers.{index}.mlp"
         return _gated_mlp(config, weights, prefix, config.intermediate_size, config.mlp_bias)
+    return make_experts(config, weights, index)
+
+
+def _experts(config: ModelConfig, weights: Weights, index: int) -> Experts:
+    prefix, experts = f"model.layers.{index}.mlp", config.experts
+    assert experts is not None
     router = _fused(weights, {f"{prefix}.gate": experts.count}, config.hidden_size, experts.bias)
     each = [
         _gated_mlp(config, weights, f"{prefix}.experts.{expert}", experts.intermediate_size, experts.bias)

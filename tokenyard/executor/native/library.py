@@ -23,6 +23,7 @@ third is the path of a library to use instead of any other."""
 
 LEVELS = ("plain", "avx2", "avx512", "avx512-bf16")
 BF16, FLOAT32 = 0, 1
+QKV, OUTPUT, GATE_UP, DOWN, HEAD, ROUTER = range(6)
 Pointer = ctypes.c_void_p
 
 
@@ -68,6 +69,16 @@ class AttentionJob(ctypes.Structure):
     )
 
 
+class ExpertLayers(ctypes.Structure):
+    """ty_experts of src/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("dtype", "int8", "hidden", "inter")),
+        *((name, ctypes.c_int32) for name in ("count", "active", "normed", "gate")),
+        ("gate_limit", ctypes.c_float),
+    )
+
+
 class NoLibraryError(Exception):
     """The native library cannot be used here; the message is one line."""
 
@@ -81,7 +92,7 @@ class Library:
             _declare(self.functions)
         except (OSError, AttributeError) as error:
             raise NoLibraryError(f"{path} cannot be loaded: {error}") from error
-        sizes = [ctypes.sizeof(kind) for kind in (Config, Step, AttentionJob)]
+        sizes = [ctypes.sizeof(kind) for kind in (Config, Step, AttentionJob, ExpertLayers)]
         if sizes != [self.functions.ty_size_of(i) for i in range(len(sizes))]:
             raise NoLibraryError(f"{path} was built from other sources")
         self.path = path
@@ -185,6 +196,10 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_model_logits": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_residual": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_free": (None, [pointer]),
+        "ty_experts_new": (pointer, [pointer, number, ctypes.POINTER(ExpertLayers)]),
+        "ty_experts_linear": (None, [pointer, number, number, pointer, pointer]),
+        "ty_experts_run": (number, [pointer, pointer, numbers, pointer]),
+        "ty_experts_free": (None, [pointer]),
         "ty_drawer_new": (pointer, [pointer, number, numbers]),
         "ty_drawer_run": (number, [pointer, pointer, numbers, numbers, *[pointer] * 7]),
         "ty_drawer_free": (None, [pointer]),

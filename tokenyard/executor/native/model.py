@@ -16,12 +16,11 @@ from tokenyard.executor.layers.rotary import rotary_table
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import fused_parts
 from tokenyard.executor.native.engine import DTYPES, NativeEngine, address, check, describe_step, int32s
-from tokenyard.executor.native.library import Config
+from tokenyard.executor.native.library import DOWN, GATE_UP, HEAD, OUTPUT, QKV, Config
 from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(5)
 ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM, LAST_NORM = range(5)
 
 

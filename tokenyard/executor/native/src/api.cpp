@@ -2,6 +2,7 @@
 
 #include <new>
 
+#include "experts.h"
 #include "model.h"
 #include "ops.h"
 
@@ -60,6 +61,22 @@ struct AloneAttention {
     ty::Attention attention;
 };
 
+struct AloneExperts {
+    ty::Pool &pool;
+    const int width;
+    const int64_t stored_bytes;
+    ty::Experts layer;
+    ty::ExpertRows rows;
+    ty::Block memory;
+
+    AloneExperts(ty::Pool &of, int level, const ty_experts &config)
+        : pool(of), width(kernels_of(level)->width), stored_bytes(config.dtype == TY_BF16 ? 2 : 4),
+          rows(of, typed_of(level, config.dtype), width, ty::facts_of(config)) {
+        layer.shape(typed_of(level, config.dtype), ty::facts_of(config));
+        ty::place_linears(layer.linears(), width, memory);
+    }
+};
+
 struct AloneDrawer {
     ty::Pool &pool;
     ty::Drawer drawer;
@@ -70,7 +87,7 @@ ty::Pool &pool_of(void *pool) { return *(ty::Pool *)pool; }
 }  // namespace
 
 int64_t ty_size_of(int which) {
-    const int64_t sizes[] = {sizeof(ty_config), sizeof(ty_step), sizeof(ty_attention)};
+    const int64_t sizes[] = {sizeof(ty_config), sizeof(ty_step), sizeof(ty_attention), sizeof(ty_experts)};
     return sizes[which];
 }
 
@@ -155,6 +172,28 @@ int ty_model_residual(void *model, const int64_t *tokens, int64_t count, float *
 }
 
 void ty_model_free(void *model) { delete (ty::Model *)model; }
+
+void *ty_experts_new(void *pool, int level, const ty_experts *config) {
+    void *made = nullptr;
+    guarded([&] { made = new AloneExperts(pool_of(pool), level, *config); });
+    return made;
+}
+
+void ty_experts_linear(void *experts, int which, int expert, const void *weights, const float *bias) {
+    AloneExperts *alone = (AloneExperts *)experts;
+    ty::Awake awake(alone->pool);
+    ty::pack(alone->pool, alone->width, alone->stored_bytes, alone->layer.linear(which, expert), weights, bias);
+}
+
+int ty_experts_run(void *experts, const void *x, int64_t rows, float *out) {
+    return guarded([&] {
+        AloneExperts *alone = (AloneExperts *)experts;
+        ty::Awake awake(alone->pool);
+        alone->rows.run(alone->layer, x, rows, out, false);
+    });
+}
+
+void ty_experts_free(void *experts) { delete (AloneExperts *)experts; }
 
 void *ty_drawer_new(void *pool, int level, int64_t vocabulary) {
     void *made = nullptr;

@@ -7,7 +7,8 @@
 #define TY_API extern "C" __attribute__((visibility("default")))
 
 enum { TY_BF16, TY_FLOAT32 };
-enum { TY_QKV, TY_OUTPUT, TY_GATE_UP, TY_DOWN, TY_HEAD };
+enum { TY_QKV, TY_OUTPUT, TY_GATE_UP, TY_DOWN, TY_HEAD, TY_ROUTER };
+enum { TY_SILU, TY_GELU, TY_CLAMPED };
 enum { TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_LAST_NORM };
 
 // windows: int32[layers], tokens that a query sees, 0 for all. embedding: stored[vocabulary, hidden]. cos_sin:
@@ -47,7 +48,14 @@ struct ty_attention {
     const float *sinks;
 };
 
-TY_API int64_t ty_size_of(int which);  // of ty_config, ty_step, ty_attention: a check that both sides mean the same
+// Layers of experts, all alike; see ExpertFacts in experts.h. gate: one of TY_SILU, TY_GELU, TY_CLAMPED.
+struct ty_experts {
+    int32_t dtype, int8, hidden, inter, count, active, normed, gate;
+    float gate_limit;
+};
+
+// Of ty_config, ty_step, ty_attention, ty_experts: a check that both sides mean the same.
+TY_API int64_t ty_size_of(int which);
 TY_API int ty_best_level(void);        // the best kernels that this CPU can run
 TY_API const char *ty_level_name(int level);  // null where the library or the CPU lacks it
 TY_API int ty_active_is_bf16(int level, int dtype);
@@ -75,6 +83,12 @@ TY_API int ty_model_step(void *model, const ty_step *step);
 TY_API int ty_model_logits(void *model, const int64_t *tokens, int64_t count, float *logits);
 TY_API int ty_model_residual(void *model, const int64_t *tokens, int64_t count, float *residual);
 TY_API void ty_model_free(void *model);
+
+// A layer of experts by itself. x: active[rows, hidden], out: float[rows, hidden]. which, expert: see Experts::linear.
+TY_API void *ty_experts_new(void *pool, int level, const ty_experts *config);
+TY_API void ty_experts_linear(void *experts, int which, int expert, const void *weights, const float *bias);
+TY_API int ty_experts_run(void *experts, const void *x, int64_t rows, float *out);
+TY_API void ty_experts_free(void *experts);
 
 // A drawer of tokens from rows of logits with so many numbers each. rows: int64[count], the row of each draw. top_k:
 // int64[count], the vocabulary for all. uniforms: from 0 to below 1.

@@ -15,7 +15,10 @@ constexpr int KEY_BLOCK = 64;      // keys that attend at once
 constexpr int MAX_WIDTH = 16;      // most outputs in a panel
 constexpr float NOTHING = -1e30f;  // a score that no key has
 
-enum Epilogue { STORE, ADD, SILU };
+enum Epilogue { STORE, ADD, SILU, GELU, CLAMPED };
+
+// Whether a product's panels come in turns of gate and up.
+constexpr bool gates(Epilogue epilogue) { return epilogue >= SILU; }
 
 // LoRA. A product may be one of several projections over the same input, its parts; `first` .. first + count - 1 are those
 // that a panel has outputs of, and `before` is the sum of the counts of all panels before it.
@@ -56,8 +59,9 @@ struct Shrinking {
 
 // y = x * weights^T + bias, of which a task computes some rows and some panels of outputs.
 // A panel holds the weights of `width` outputs; `panels`, an even number, is how many there are. bias: one number per output of the panels, or null.
-// STORE, ADD: y is float[rows, ldy], overwritten or added to. SILU: panels come in turns of gate and up, and y is
-// active[rows, ldy] = silu(gate) * up, half as wide.
+// STORE, ADD: y is float[rows, ldy], overwritten or added to. The others gate: y is active[rows, ldy], half as wide, of
+// silu(gate) * up, gelu(gate) * up by the formula with tanh, or gate * sigmoid(1.702 * gate) * (up + 1) with gate up to
+// `limit` and up within it either way (gpt-oss).
 struct Product {
     const void *x;
     int64_t ldx;
@@ -69,6 +73,29 @@ struct Product {
     void *y;
     int64_t ldy;
     const Changes *changes = nullptr;  // null where no row has an adapter
+    float limit = 0.0f;                // of CLAMPED
+};
+
+// From a router's logits, float[rows, count], to the `active` experts that each row takes, best first and the lower
+// number first of equal ones: chosen, and their weights, [rows, active] of both. The weights are a softmax over all
+// experts, or over the chosen ones where they are to sum to one (`normed`); none where a logit is NaN or infinite.
+struct Routing {
+    const float *logits;
+    int64_t count, active;
+    bool normed;
+    int32_t *chosen;
+    float *weights;
+};
+
+// out[rows, size] = the sum over each row's `active` places of weight * found[place], in their order, added to what is
+// there if `adding`. found: float[places, size]. places, weights: [rows, active].
+struct Mixing {
+    const float *found;
+    const int32_t *places;
+    const float *weights;
+    int64_t active, size;
+    bool adding;
+    float *out;
 };
 
 // What comes after the product of q, k and v, for tokens first .. last - 1: norms of heads (null for none), rotation,
@@ -154,6 +181,9 @@ struct TypedKernels {
     // x[rows, size] = table[ids[row]]
     void (*embed)(const void *table, const int64_t *ids, float *x, int64_t rows, int64_t size);
     void (*place)(const Placing &job, int64_t first, int64_t last);
+    // Rows first .. last - 1 of each.
+    void (*route)(const Routing &job, int64_t first, int64_t last);
+    void (*mix)(const Mixing &job, int64_t first, int64_t last);
     void (*attend_part)(const Attending &job, const Part &part);
     // Join `count` parts of a row into the output of some of its heads; `stride` floats lie between two partials.
     void (*join_parts)(const Attending &job, const Part &part, int64_t count, int64_t stride, int head_begin, int head_end);

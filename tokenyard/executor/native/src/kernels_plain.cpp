@@ -14,5 +14,6 @@
 #include "bytes.inc"
 #include "draw.inc"
 #include "rows.inc"
+#include "experts.inc"
 #include "attention.inc"
 #include "dispatch.inc"

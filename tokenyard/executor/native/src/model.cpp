@@ -32,16 +32,9 @@ Model::Model(Pool &pool, const Kernels &kernels, const ty_config &config)
     head_.inputs = hidden;
     head_.outputs = config.vocabulary;
     linears.push_back(&head_);
-    int64_t bytes = 0;
-    for (Linear *one : linears) {
+    for (Linear *one : linears)
         one->kernels = config.int8 ? &kernels_.as_int8 : &kernels_.as_stored;
-        bytes += one->bytes(all_.width);
-    }
-    char *memory = weights_.get_of<char>(bytes);
-    for (Linear *one : linears) {
-        one->panels = memory;
-        memory += one->bytes(all_.width);
-    }
+    place_linears(linears, all_.width, weights_);
 }
 
 Linear &Model::linear(int layer, int which) {

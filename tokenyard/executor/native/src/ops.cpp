@@ -7,10 +7,6 @@ namespace ty {
 namespace {
 
 constexpr int64_t SMALL = 4096;        // numbers that one thread is done with before others have heard of them
-constexpr int64_t ROWS_OF_TASK = 16;   // tokens of a task of norms or rotations
-constexpr int64_t FEW = 48;            // rows of a product that one task takes all of
-constexpr int64_t ROW_BLOCK = 96;      // rows of a task otherwise
-constexpr int64_t TASKS_OF_THREAD = 8;
 constexpr int64_t PART_KEYS = 512;     // most keys of a part; fixed, so that a row's result depends on the row alone
 constexpr int64_t PART_QUERIES = 24;   // most query heads per key head of a row that is attended by parts
 constexpr int64_t CHUNK_ROWS = 96;     // query heads of a chunk
@@ -27,6 +23,17 @@ Part part_of_row(const Part &first, int64_t i, int64_t step, float *partial) {
 }
 
 }  // namespace
+
+void place_linears(const std::vector<Linear *> &linears, int width, Block &memory) {
+    int64_t bytes = 0;
+    for (const Linear *one : linears)
+        bytes += one->bytes(width);
+    char *next = memory.get_of<char>(bytes);
+    for (Linear *one : linears) {
+        one->panels = next;
+        next += one->bytes(width);
+    }
+}
 
 void pack(Pool &pool, int width, int64_t stored_bytes, Linear &linear, const void *weights, const float *bias) {
     const int64_t panels = linear.count(width);
@@ -51,8 +58,8 @@ void ByteRows::round(Pool &pool, const TypedKernels &kernels, const void *x, int
     if (rows * size <= SMALL)
         return kernels.round_rows(x, rows, size, to, stride, to_scales);
     const int64_t row_bytes = size * (kernels.active_is_bf16 ? 2 : 4);
-    pool.run(ceil_div(rows, ROWS_OF_TASK), [&](int64_t i, int) {
-        const int64_t row = i * ROWS_OF_TASK, some = least(ROWS_OF_TASK, rows - row);
+    pool.run(ceil_div(rows, TOKENS_OF_TASK), [&](int64_t i, int) {
+        const int64_t row = i * TOKENS_OF_TASK, some = least(TOKENS_OF_TASK, rows - row);
         kernels.round_rows((const char *)x + row * row_bytes, some, size, to + row * stride, stride, to_scales + row);
     });
 }
@@ -60,7 +67,7 @@ void ByteRows::round(Pool &pool, const TypedKernels &kernels, const void *x, int
 void run_product(Pool &pool, const PanelKernels &kernels, const Product &job, int64_t rows) {
     // As many tasks for each thread, of as many pairs of panels each as can be.
     const int64_t pairs = job.panels / 2, groups = least(pairs, TASKS_OF_THREAD * pool.threads());
-    const int64_t height = rows <= FEW ? rows : ROW_BLOCK, heights = ceil_div(rows, height);
+    const int64_t height = rows_of_task(rows), heights = ceil_div(rows, height);
     pool.run(groups * heights, [&](int64_t i, int) {
         const int64_t row = i % heights * height, group = i / heights;
         kernels.product(job, row, least(rows, row + height), pairs * group / groups * 2, pairs * (group + 1) / groups * 2);
@@ -72,8 +79,8 @@ void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const flo
     if (rows * size <= SMALL)
         return kernels.norm(x, weight, out, rows, size, eps);
     const int64_t bytes = kernels.active_is_bf16 ? 2 : 4;
-    pool.run(ceil_div(rows, ROWS_OF_TASK), [&](int64_t i, int) {
-        const int64_t row = i * ROWS_OF_TASK, some = std::min(ROWS_OF_TASK, rows - row);
+    pool.run(ceil_div(rows, TOKENS_OF_TASK), [&](int64_t i, int) {
+        const int64_t row = i * TOKENS_OF_TASK, some = std::min(TOKENS_OF_TASK, rows - row);
         kernels.norm(x + row * size, weight, (char *)out + row * size * bytes, some, size, eps);
     });
 }
@@ -81,8 +88,8 @@ void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const flo
 void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int64_t tokens) {
     if (tokens * (job.heads + 2 * job.kv_heads) * job.head_dim <= SMALL)
         return kernels.place(job, 0, tokens);
-    pool.run(ceil_div(tokens, ROWS_OF_TASK), [&](int64_t i, int) {
-        kernels.place(job, i * ROWS_OF_TASK, std::min(tokens, (i + 1) * ROWS_OF_TASK));
+    pool.run(ceil_div(tokens, TOKENS_OF_TASK), [&](int64_t i, int) {
+        kernels.place(job, i * TOKENS_OF_TASK, std::min(tokens, (i + 1) * TOKENS_OF_TASK));
     });
 }
 

@@ -12,6 +12,12 @@
 
 namespace ty {
 
+constexpr int64_t TOKENS_OF_TASK = 16;  // tokens of a task that does something to each by itself
+constexpr int64_t TASKS_OF_THREAD = 8;
+
+// Rows that a task of a product takes, of so many: all if they are few.
+constexpr int64_t rows_of_task(int64_t rows) { return rows <= 48 ? most(rows, 1) : 96; }
+
 // Weights laid out for products; `gated` ones are a gate's and then, as many, those that it is multiplied with. The
 // memory of the panels belongs to someone else.
 struct Linear {
@@ -28,6 +34,8 @@ struct Linear {
     int64_t bytes(int width) const { return count(width) * kernels->panel_bytes(inputs); }
 };
 
+// Give memory to weights that are shaped, one after the other.
+void place_linears(const std::vector<Linear *> &linears, int width, Block &memory);
 // Lay out stored weights[outputs, inputs]; `stored_bytes` is the size of one. bias: float[outputs] or null.
 void pack(Pool &pool, int width, int64_t stored_bytes, Linear &linear, const void *weights, const float *bias);
 
