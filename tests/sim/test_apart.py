@@ -10,7 +10,7 @@ from tokenyard.base import NS_PER_S, ConfigError
 from tokenyard.cli.main import main
 from tokenyard.sim.fleet import Fault, Fleet, Stop
 from tokenyard.sim.kv.figures import transfer_figures
-from tokenyard.sim.kv.links import Wire, carry
+from tokenyard.sim.kv.links import Traffic, Wire
 from tokenyard.sim.kv.settings import Apart
 from tokenyard.sim.run import Run
 from tokenyard.sim.synthetic import synthetic
@@ -56,13 +56,55 @@ def test_every_prompt_is_computed_elsewhere_and_its_kv_comes_over_the_link():
     assert transfer_figures(moved, outcome.sim_seconds)["transferred"] == 2
 
 
+class Links:
+    """Sends KV and keeps when each transfer began and ended, as last told."""
+
+    def __init__(self) -> None:
+        self.traffic, self.told = Traffic(), {}
+
+    def carry(self, out: Wire, into: Wire, num_bytes: int, now: int):
+        def ends(transfer) -> None:
+            self.told[transfer] = (transfer.begin_ns, transfer.end_ns)
+
+        return self.traffic.carry(out, into, num_bytes, now, ends)
+
+
 def test_a_wire_carries_one_thing_after_the_other():
-    out, slow, free = Wire.of(1e9), Wire.of(1e9), Wire.of(1e9)
-    assert carry(out, slow, 1000, 0) == (0, 1000)
-    assert carry(Wire.of(1e9), slow, 1000, 200) == (1000, 2000)
+    links, out, slow, free = Links(), Wire.of(1e9), Wire.of(1e9), Wire.of(1e9)
+    wires = ((out, slow, 0), (Wire.of(1e9), slow, 200), (out, slow, 200), (out, free, 200))
+    for source, target, now in wires:
+        links.carry(source, target, 1000, now)
     # What waits for a receiver does not hold up the sender's next transfer.
-    assert carry(out, slow, 1000, 200) == (2000, 3000)
-    assert carry(out, free, 1000, 200) == (2000, 3000)
+    assert list(links.told.values()) == [(0, 1000), (1000, 2000), (2000, 3000), (2000, 3000)]
+
+
+def test_what_is_stopped_leaves_the_wires_to_those_behind_it():
+    links, out, into, other = Links(), Wire.of(1e9), Wire.of(1e9), Wire.of(1e9)
+    first = links.carry(out, into, 1000, 0)
+    second, third = links.carry(out, into, 1000, 0), links.carry(out, other, 1000, 0)
+    links.traffic.stop(first, 400)
+    assert links.told == {first: (0, 1000), second: (400, 1400), third: (1400, 2400)}
+    assert (out.busy_ns, out.moved_bytes) == (into.busy_ns + 1000, into.moved_bytes + 1000) == (2400, 2400)
+    # One that has not begun leaves no trace.
+    links.traffic.stop(second, 400)
+    links.traffic.stop(second, 400)
+    assert links.told[third] == (400, 1400)
+    assert (into.busy_ns, into.moved_bytes, into.free_ns, other.free_ns) == (400, 400, 400, 1400)
+    # Nothing begins before it is asked for, and what is through stays.
+    late = links.carry(out, into, 1000, 1300)
+    links.traffic.stop(third, 5000)
+    assert links.told[late] == (1400, 2400)
+    links.traffic.stop(late, 2400)
+    assert out.busy_ns == 400 + 1000 + 1000
+
+
+def test_a_read_that_is_given_up_does_not_hold_up_the_next_one():
+    traffic = workload((0.0, 16_000, 20), (1.6, 2000, 20))
+    _, outcome = served(traffic, Apart(1, link_gbit=5.0, terms=SHORT), replicas=1)
+    moved = outcome.transfers
+    found = transfer_figures(moved, outcome.sim_seconds)
+    assert (found["transferred"], found["failed"]) == (1, {"reading for too long": 1})
+    assert outcome.transfers.moved_tokens == 2000
 
 
 @pytest.mark.parametrize("mode", ["decode", "both"])

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import NS_PER_S, Arrived, Event, Finish, Float64Array, Int64Array, Load, Reach
+from tokenyard.sim.kv.links import Transfer
 from tokenyard.sim.kv.peers import Node
 
 SHARES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
@@ -52,9 +53,9 @@ class Transfers:
         elif isinstance(event, Arrived):
             self.arrived_ns[event.number] = now
 
-    def reads(self, load: Load, now: int, begin: int, end: int, tokens: int) -> None:
-        """The KV of a request is read."""
-        self.asked_ns[load.number], self.begin_ns[load.number], self.end_ns[load.number] = now, begin, end
+    def read(self, load: Load, transfer: Transfer, tokens: int) -> None:
+        """The KV of a request, `tokens` tokens, was read."""
+        self.begin_ns[load.number], self.end_ns[load.number] = transfer.begin_ns, transfer.end_ns
         self.moved_tokens += tokens
 
     def count(self, node: Node) -> None:

@@ -1,11 +1,12 @@
 """Links between simulated engines: so many bytes a second, one transfer after the other."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenyard.base import NS_PER_S
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Wire:
     """One direction of an engine's link. What is sent first arrives first; nothing overtakes.
 
@@ -22,21 +23,110 @@ class Wire:
         """A wire of this speed."""
         return cls(NS_PER_S / bytes_per_s)
 
-    def carry(self, num_bytes: int, now: int) -> tuple[int, int]:
-        """Send `num_bytes` from `now` (ns) on, after all that was sent before: (begin, end) in ns."""
-        begin, took = max(now, self.free_ns), round(num_bytes * self.ns_per_byte)
-        self.free_ns = begin + took
-        self.busy_ns += took
-        self.moved_bytes += num_bytes
-        return begin, self.free_ns
+
+@dataclass(slots=True)
+class Span:
+    """A transfer's time on one wire, in ns."""
+
+    wire: Wire
+    begin_ns: int
+    end_ns: int
+
+    @classmethod
+    def on(cls, wire: Wire, num_bytes: int, earliest_ns: int) -> "Span":
+        """Behind all that the wire carries, from `earliest_ns` on."""
+        begin, took = max(earliest_ns, wire.free_ns), round(num_bytes * wire.ns_per_byte)
+        wire.free_ns = begin + took
+        wire.busy_ns += took
+        wire.moved_bytes += num_bytes
+        return cls(wire, begin, wire.free_ns)
+
+    def move(self, begin_ns: int) -> None:
+        """Begin at another time."""
+        self.begin_ns, self.end_ns = begin_ns, begin_ns + self.end_ns - self.begin_ns
+
+    def cut(self, num_bytes: int, now: int) -> None:
+        """End now, with that part of the `num_bytes` that is through."""
+        took, left = self.end_ns - self.begin_ns, self.end_ns - max(self.begin_ns, now)
+        if left > 0:
+            self.wire.busy_ns -= left
+            self.wire.moved_bytes -= round(num_bytes * left / took)
+            self.end_ns -= left
 
 
-def carry(way_out: Wire, way_in: Wire, num_bytes: int, now: int) -> tuple[int, int]:
-    """Send KV from one engine to another: (begin, end) in ns.
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """KV on its way from one engine to another, asked for at `asked_ns`. ends: hears when it ends."""
 
-    Both wires are used in the order of the calls. The switch between them has a buffer, so that a transfer that waits
+    num_bytes: int
+    asked_ns: int
+    out: Span
+    into: Span
+    ends: Callable[["Transfer"], None]
+
+    @property
+    def begin_ns(self) -> int:
+        """When its first byte arrives."""
+        return self.into.begin_ns
+
+    @property
+    def end_ns(self) -> int:
+        """When its last byte has arrived."""
+        return max(self.out.end_ns, self.into.end_ns)
+
+
+class Traffic:
+    """All transfers between engines, in the order in which they were asked for.
+
+    Both wires of a transfer are used in that order. The switch between them has a buffer, so that a transfer that waits
     for the receiver does not hold up the sender's other ones.
     """
-    begin, out_end = way_out.carry(num_bytes, now)
-    begin, in_end = way_in.carry(num_bytes, begin)
-    return begin, max(out_end, in_end)
+
+    def __init__(self) -> None:
+        self._open: list[Transfer] = []
+
+    def carry(
+        self, way_out: Wire, way_in: Wire, num_bytes: int, now: int, ends: Callable[[Transfer], None]
+    ) -> Transfer:
+        """Send KV from one engine to another, from `now` (ns) on. ends: called with the transfer, now and whenever
+        another one that is stopped makes it end at another time.
+        """
+        self._open = [one for one in self._open if one.end_ns > now]
+        out = Span.on(way_out, num_bytes, now)
+        found = Transfer(num_bytes, now, out, Span.on(way_in, num_bytes, out.begin_ns), ends)
+        self._open.append(found)
+        ends(found)
+        return found
+
+    def stop(self, transfer: Transfer, now: int) -> None:
+        """Send no more of a transfer; those behind it come earlier for it."""
+        if transfer not in self._open:
+            return
+        for span in (transfer.out, transfer.into):
+            span.cut(transfer.num_bytes, now)
+        place = self._open.index(transfer)
+        free = {id(span.wire): now for span in (transfer.out, transfer.into)}
+        for one in self._open[:place]:
+            _note(free, one)
+        moved = []
+        for one in self._open[place + 1 :]:
+            before = one.end_ns
+            if one.out.begin_ns > now:
+                one.out.move(max(one.asked_ns, now, free.get(id(one.out.wire), 0)))
+            if one.into.begin_ns > now:
+                one.into.move(max(one.out.begin_ns, now, free.get(id(one.into.wire), 0)))
+            _note(free, one)
+            if one.end_ns != before:
+                moved.append(one)
+        for one in self._open[place:]:
+            for wire in (one.out.wire, one.into.wire):
+                wire.free_ns = free[id(wire)]
+        del self._open[place]
+        for one in moved:
+            one.ends(one)
+
+
+def _note(free: dict[int, int], transfer: Transfer) -> None:
+    """Note when the wires of a transfer are free behind it."""
+    for span in (transfer.out, transfer.into):
+        free[id(span.wire)] = max(span.end_ns, free.get(id(span.wire), 0))

@@ -15,7 +15,7 @@ import numpy as np
 from tokenyard.base import NS_PER_S, Arrived, Cancel, CostModel, Event, Finish, Move, Request, SamplingParams, Submit
 from tokenyard.sim.content import EOS_TOKEN
 from tokenyard.sim.kv.figures import Transfers
-from tokenyard.sim.kv.links import Wire, carry
+from tokenyard.sim.kv.links import Traffic, Transfer, Wire
 from tokenyard.sim.kv.peers import FIRST_NUMBER, Node, request_for
 from tokenyard.sim.kv.settings import Apart
 from tokenyard.tape.recorder import Core
@@ -65,6 +65,7 @@ class Network:
         self._page_bytes = sizes.page_tokens * sizes.kv_bytes_per_token
         self._latency_ns = round(apart.latency_s * NS_PER_S)
         self._nodes: list[Node] = []
+        self._traffic = Traffic()
         self._connections: dict[int, tuple[Node, Node]] = {}
         self._links: dict[tuple[int, int], int] = {}
         self._legs: dict[int, tuple[Node, int]] = {}
@@ -94,6 +95,8 @@ class Network:
         node.stopped_until = 0
         self._nodes[number] = node
         self.figures.count(old)
+        for key in list(old.reads):
+            self._stop_read(old, key, now)
         for index in [index for index, leg in self._legs.items() if leg[0] is old]:
             self._leg_over(index, self._legs[index], now, computed=False)
         for connection in [one for one, pair in self._connections.items() if old in pair]:
@@ -281,8 +284,7 @@ class Network:
                     case Read():
                         self._read(node, action, now)
                     case StopRead():
-                        # Its socket is shut, so that nothing writes to the pages any more.
-                        if node.reads.pop(action.key, None) is not None:
+                        if self._stop_read(node, action.key, now):
                             node.asker.read_ended(action.key, "stopped", now)
                     case _:
                         self.figures.event(action, now)
@@ -319,21 +321,35 @@ class Network:
         if pair is None:
             node.asker.read_ended(read.key, "connection lost", now)
             return
-        source, size = pair[1], len(read.load.pages) * self._page_bytes
-        begin, end = carry(source.way_out, node.way_in, size, now)
-        epoch = node.reads[read.key] = next(self._attempts)
-        self.figures.reads(read.load, now, begin, end, len(read.load.pages) * self._page)
-        self._engines.at(end + self._latency_ns, partial(self._read_ended, node, source, read.key, epoch))
+        source, pages = pair[1], len(read.load.pages)
+        self.figures.asked_ns[read.load.number] = now
 
-    def _read_ended(self, node: Node, source: Node, key: str, epoch: int, now: int) -> None:
-        if self._nodes[node.number] is not node or node.reads.get(key) != epoch:
+        def ends(transfer: Transfer) -> None:
+            node.reads[read.key] = transfer
+            end = partial(self._read_ended, node, source, read, transfer.end_ns)
+            self._engines.at(transfer.end_ns + self._latency_ns, end)
+
+        self._traffic.carry(source.way_out, node.way_in, pages * self._page_bytes, now, ends)
+
+    def _read_ended(self, node: Node, source: Node, read: Read, end: int, now: int) -> None:
+        transfer = node.reads.get(read.key)
+        if transfer is None or transfer.end_ns != end:
             return
         if now < node.stopped_until:
-            self._engines.at(node.stopped_until, partial(self._read_ended, node, source, key, epoch))
+            self._engines.at(node.stopped_until, partial(self._read_ended, node, source, read, end))
             return
-        del node.reads[key]
-        node.asker.read_ended(key, "" if source.alive else "gone", now)
+        del node.reads[read.key]
+        self.figures.read(read.load, transfer, len(read.load.pages) * self._page)
+        node.asker.read_ended(read.key, "" if source.alive else "gone", now)
         self._act(node, now)
+
+    def _stop_read(self, node: Node, key: str, now: int) -> bool:
+        """Shut the socket of a read, so that nothing writes to its pages any more; False if it has ended."""
+        transfer = node.reads.pop(key, None)
+        if transfer is None:
+            return False
+        self._traffic.stop(transfer, now)
+        return True
 
     # ---- time ------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from tokenyard.base import CostModel, Finish, Handover, Load, Move, Request, StepWork
 from tokenyard.base.blocks import BLOCK_TOKENS
-from tokenyard.sim.kv.links import Wire
+from tokenyard.sim.kv.links import Transfer, Wire
 from tokenyard.tape.recorder import Core
 from tokenyard.transfer.protocol import Asker, Prefill, Server, Terms
 from tokenyard.transfer.protocol.messages import unpack_ids
@@ -39,7 +39,7 @@ class Node:
     server: Server = field(init=False)
     computing: dict[int, int] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
-    reads: dict[str, int] = field(default_factory=dict)
+    reads: dict[str, Transfer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.asker = Asker(self.terms, self.page_size)
