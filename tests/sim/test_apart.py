@@ -125,6 +125,13 @@ def test_in_mode_both_an_engine_asks_only_when_it_is_busy():
     assert 0 < asked.sum() < 60
 
 
+def test_in_mode_both_what_a_prompt_costs_the_decodes_counts():
+    decodes = [(0.001 * i, 60, 2000) for i in range(200)]
+    traffic = workload(*decodes, (3.0, 4000, 10))
+    asked = served(traffic, Apart(1, mode="both", link_gbit=400.0), replicas=1)[1].transfers.prefill >= 0
+    assert asked.tolist() == [False] * 200 + [True], "nothing waits here, and yet it is faster there"
+
+
 FAULTS = {
     "a prefill engine dies": (Fleet(faults=(Fault(1.0, 2, 2.0),)), {}),
     "both prefill engines die": (Fleet(faults=(Fault(1.0, 2, 2.0), Fault(1.2, 3, 30.0))), {}),

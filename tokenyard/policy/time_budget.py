@@ -4,11 +4,11 @@ The idea is that of Sarathi-Serve and Niyama. The deadline policies build on it;
 (benchmarks/results/simulate.md has figures).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from tokenyard.base import NS_PER_S, SchedulerSettings, StepWork
+from tokenyard.base import NS_PER_S, CostModel, SchedulerSettings, StepWork
 from tokenyard.policy.budget import UNLIMITED, BudgetRule, StepBudget, default_budget
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.slo_targets import ahead_ns, tpot_ns
@@ -155,6 +155,12 @@ class TimeBudgetRule(BudgetRule):
             return 0.0
         last_s = self._limit_s - self._last.left_s
         return (self._settings.max_in_flight - 1) * max(last_s - target_s, 0.0)
+
+
+def prefill_stretch(views: Views, settings: SchedulerSettings, cost: CostModel) -> float:
+    """Seconds that a second of prefill takes on this device, as its decodes need what remains to keep their targets."""
+    seen = replace(views, cost=cost)
+    return TimeBudgetRule(settings, use_slack=False).step_times(seen, PrefillTime.of(cost)).stretch
 
 
 def create_budget_rule(settings: SchedulerSettings) -> BudgetRule:

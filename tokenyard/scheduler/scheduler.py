@@ -49,6 +49,7 @@ from tokenyard.cache.kv_events import KvEvent, KvRecord, kv_record
 from tokenyard.policy import NO_PRIORITY
 from tokenyard.policy.adaptive import changed
 from tokenyard.policy.priority_function import MOST_BOOST, RequestView
+from tokenyard.policy.time_budget import prefill_stretch
 from tokenyard.scheduler.committer import Committer
 from tokenyard.scheduler.intake import take_in
 from tokenyard.scheduler.lifecycle import Gate, State
@@ -448,11 +449,12 @@ class Scheduler:
                 found[int(table.number[row])] = known[table.prompt_tokens[row] :].tolist()
         return found
 
-    def backlog_tokens(self) -> int:
-        """Tokens of prompts that have still to be computed, without what the cache holds of those that wait."""
-        table = self.state.table
-        rows = np.concatenate((self.state.waiting.rows, self.state.prefilling.rows))
-        return int((table.target[rows] - table.planned[rows]).sum())
+    def prefill_load(self, cost: CostModel, now: int) -> tuple[float, float]:
+        """Seconds by `cost` until the prompts that wait now are computed, and how many a second of prefill takes here
+        beside the requests that decode.
+        """
+        stretch = prefill_stretch(self.state.views(now), self.state.settings, cost)
+        return self.state.queued_work(cost)[1] * stretch, stretch
 
     def awaits_admission(self, number: int) -> bool:
         """Whether a request waits, or its KV is being loaded."""

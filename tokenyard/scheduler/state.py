@@ -431,9 +431,10 @@ class SchedulerState:
         measures |= self.limits.measures(self.table, held, total) | self.adapters.measures()
         return measures | self.memory.measures()
 
-    def queued_work(self) -> tuple[int, float]:
+    def queued_work(self, cost: CostModel | None = None) -> tuple[int, float]:
         """Tokens of prompts that wait or are computed in chunks and are not computed yet, and the seconds that these
-        take by the cost model, which is the first belief of the device where no policy asks for one.
+        take by `cost`, or by the scheduler's own model, which is the first belief of the device where no policy asks
+        for one.
         """
         rows = np.concatenate((self.waiting.rows, self.prefilling.rows))
         if not len(rows):
@@ -441,7 +442,7 @@ class SchedulerState:
         computed = self.table.computed[rows].astype(np.int64)
         rest = self.table.known[rows] - computed
         tokens, area = int(rest.sum()), float((rest * (computed + rest / 2)).sum())
-        cost = self.cost or first_belief(self.info)
+        cost = cost or self.cost or first_belief(self.info)
         return tokens, cost.step(StepWork(tokens, len(rows), prefill_tokens=tokens, chunk_area=area))
 
     def set_policy(self, settings: SchedulerSettings, now: int) -> None:

@@ -128,9 +128,9 @@ class Recorder:
         """The output tokens so far of requests that wait."""
         return self.scheduler.outputs(numbers)
 
-    def backlog_tokens(self) -> int:
-        """Tokens of prompts that have still to be computed."""
-        return self.scheduler.backlog_tokens()
+    def prefill_load(self, cost: CostModel, now: int) -> tuple[float, float]:
+        """Seconds until the prompts that wait now are computed, and how many a second of prefill takes here."""
+        return self.scheduler.prefill_load(cost, now)
 
     def uses_adapter(self, adapter: str) -> bool:
         """Whether any request that waits or runs has this adapter."""

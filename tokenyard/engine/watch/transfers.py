@@ -136,10 +136,11 @@ class KvTransfers:
             return request
         tokens = len(request.prompt_ids) + len(request.output_ids)
         cached = self._core.cached_tokens(request)
-        peer = self._peer_for(tokens, cached)
+        own_s = self._prefill_s(tokens, cached)
+        peer = self._peer_for(tokens - cached, own_s)
         if peer is None:
             return request
-        self._ask(request, peer, self._prefill_s(tokens, cached) + peer.load_s)
+        self._ask(request, peer, own_s * peer.stretch + peer.load_s)
         return replace(request, awaits_kv=True)
 
     def move(self, wanted: list[Move]) -> None:
@@ -155,7 +156,8 @@ class KvTransfers:
         now = time.monotonic_ns()
         if now - self._load_at_ns > LOAD_EVERY_NS:
             self._load_at_ns = now
-            self._node.server.load_s = self._prefill_s(self._core.backlog_tokens(), 0)
+            server = self._node.server
+            server.load_s, server.stretch = self._core.prefill_load(self._cost, now)
         if self._asked:
             self._note_ends(batch)
         if self._rooms:
@@ -166,14 +168,17 @@ class KvTransfers:
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 
-    def _peer_for(self, tokens: int, cached: int) -> Peer | None:
-        """The engine that should compute a prompt of which `cached` tokens are here; None for this one."""
+    def _peer_for(self, uncached: int, own_s: float) -> Peer | None:
+        """The engine that should compute a prompt of `uncached` tokens, which takes `own_s` on an idle device; None for
+        this one.
+        """
         well = self._node.well
         if not well:
             return None
-        peer, uncached = well[0], tokens - cached
-        here_s = self._prefill_s(self._core.backlog_tokens(), 0)
-        there_s = peer.load_s + self._cost.copy(uncached * self._info.kv_bytes_per_token, "network")
+        peer = well[0]
+        waits_s, stretch = self._core.prefill_load(self._cost, time.monotonic_ns())
+        copy_s = self._cost.copy(uncached * self._info.kv_bytes_per_token, "network")
+        here_s, there_s = waits_s + own_s * stretch, peer.load_s + own_s * peer.stretch + copy_s
         least = max(BLOCK_TOKENS, self._info.page_size)
         return peer if worth_asking(self._config.role, uncached, least, here_s, there_s) else None
 

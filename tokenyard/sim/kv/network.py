@@ -184,8 +184,12 @@ class Network:
         if not well:
             return request
         peer, uncached = well[0], tokens - cached
-        here_s = node.prefill_s(node.core.backlog_tokens())
-        there_s = peer.load_s + node.cost.copy(uncached * self._page_bytes // self._page, "network")
+        waits_s, stretch = node.core.prefill_load(node.cost, now)
+        own_s, copy_s = (
+            node.prefill_s(tokens, cached),
+            node.cost.copy(uncached * self._page_bytes // self._page, "network"),
+        )
+        here_s, there_s = waits_s + own_s * stretch, peer.load_s + own_s * peer.stretch + copy_s
         if not worth_asking(self._apart.mode, uncached, node.least_tokens, here_s, there_s):
             return request
         want = Want(
@@ -197,7 +201,7 @@ class Network:
             service_class=request.service_class,
             tenant=request.tenant,
         )
-        most_s = patience_s(node.prefill_s(tokens, cached) + peer.load_s)
+        most_s = patience_s(own_s * peer.stretch + peer.load_s)
         return self._ask(node, want, request, peer.name, most_s, now)
 
     def _meet(self, node: Node, partner: Node, request: Request, now: int) -> Request:
@@ -312,7 +316,7 @@ class Network:
         if node.number < self._answering:
             node.asker.received(connection, message, now)
             return
-        node.server.load_s = node.prefill_s(node.core.backlog_tokens())
+        node.server.load_s, node.server.stretch = node.core.prefill_load(node.cost, now)
         node.server.received(connection, message, now)
 
     def _read(self, node: Node, read: Read, now: int) -> None:

@@ -31,7 +31,7 @@ class Peer:
     """A prefill engine. number: of its connection, None while there is none.
 
     failures: how many asks in a row failed by its fault; nothing is asked of it before `rest_until`. load_s: how many
-    seconds of prompts wait there, as far as known. beaten: the keys of the last `Beat` to it.
+    seconds of prompts wait there, as far as known. stretch: see `Beat`. beaten: the keys of the last `Beat` to it.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Peer:
     rest_until: int = 0
     beaten: frozenset[str] = frozenset()
     load_s: float = 0.0
+    stretch: float = 1.0
 
 
 @dataclass(slots=True)
@@ -235,7 +236,7 @@ class Asker:
             self._forget(ask)
 
     def _heard(self, peer: Peer, beat: Beat, now: int) -> None:
-        peer.load_s = beat.load_s
+        peer.load_s, peer.stretch = beat.load_s, beat.stretch
         known = set(beat.keys)
         for key in peer.beaten - known:
             ask = self._asks.get(key)

@@ -12,8 +12,8 @@ LONGEST_LOAD_S = 60.0
 
 
 def worth_asking(role: str, uncached: int, least: int, here_s: float, there_s: float) -> bool:
-    """Whether a prompt with `uncached` tokens to compute goes to another engine. In mode both it does if what waits
-    there and the copy take less time than what waits here; the prompt itself takes as long in either place.
+    """Whether a prompt with `uncached` tokens to compute goes to another engine. In mode both it does if it is computed
+    and copied in `there_s`, less than the `here_s` in which it is computed here.
     """
     return uncached >= least and (role == "decode" or there_s < here_s)
 

@@ -66,11 +66,13 @@ class Drop(msgspec.Struct, tag=True, array_like=True):
 
 class Beat(msgspec.Struct, tag=True, array_like=True):
     """From the decode side: I live, and these keys are open; it renews their leases. From the prefill side: these of
-    them I know; `load_s` is how many seconds of prompts wait there.
+    them I know; `load_s` is how many seconds of prompts wait there, and `stretch` how many seconds a second of prefill
+    takes there, beside what decodes.
     """
 
     keys: list[str]
     load_s: float = 0.0
+    stretch: float = 1.0
 
 
 class Gone(msgspec.Struct, tag=True, array_like=True):

@@ -56,7 +56,7 @@ class Server:
         self._by_number: dict[int, Job] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._actions: list[Action] = []
-        self.load_s = 0.0
+        self.load_s, self.stretch = 0.0, 1.0
 
     def take(self) -> list[Action]:
         """What is to be done since the last call."""
@@ -153,7 +153,7 @@ class Server:
         for key in known:
             if now < self._jobs[key].lease_until:
                 self._jobs[key].lease_until = now + self._terms.lease_ns
-        self._actions.append(Send(peer, Beat(known, self.load_s)))
+        self._actions.append(Send(peer, Beat(known, self.load_s, self.stretch)))
 
     def _of(self, peer: int, key: str) -> Job | None:
         job = self._jobs.get(key)
