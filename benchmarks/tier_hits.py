@@ -32,7 +32,7 @@ DEVICE, MODEL, RATE_SCALE = "h100", "llama-3-8b", 0.2
 REFERENCE_BLOCK = 512
 SIZES_GB = (75.0, 340.0, 1250.0)
 """With the device's 427,000 tokens these are 1, 3 and 10 million."""
-TIERS = ("host", "disk")
+TIERS = ("disk", "host")
 
 
 def reference(prompts, tokens):
@@ -110,7 +110,7 @@ def main():
     kinds = args.tiers.split(",")
     workload = read_trace(args.mooncake, "mooncake", ReadOptions(limit=args.requests)).scaled(RATE_SCALE)
     found = json.loads(args.found.read_text()) if args.found is not None and args.found.exists() else {}
-    for kind, size_gb in [("nothing", 0.0), *((kind, size) for size in args.sizes_gb for kind in kinds)]:
+    for kind, size_gb in [("nothing", 0.0), *((kind, size) for kind in kinds for size in args.sizes_gb)]:
         name = f"{kind} {size_gb:g}"
         if name not in found:
             found[name] = measure(workload, tiers_of(kind, size_gb))

@@ -110,17 +110,8 @@ class Yard:
 
     def check(self) -> None:
         """Every page has exactly one owner, every length is in order."""
-        state = self.scheduler.state
-        memory, table = state.memory, state.table
-        seated = state.admitted_rows()
-        table.check(seated)
-        held = [memory.pages_for(int(tokens)) for tokens in table.held[seated]]
-        private = sum(held) - int((table.cached[seated] // memory.page_size).sum())
-        owned = (
-            memory.allocator.available + memory.tree.total_pages + private + memory.releasing_pages + memory.held_pages
-        )
-        assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"
-        assert len(state.waiting) + len(seated) == len(table)
+        check_books(self.scheduler)
+        memory = self.scheduler.state.memory
         if memory.windows is not None:
             memory.windows.check(self._window_users())
             assert 0 <= memory._coming_windows <= memory.windows.num_pages
@@ -177,6 +168,19 @@ class Yard:
                     assert not clash, f"page {page} is written while a plan in flight reads it"
                 reads[page] = owner
         self.reads.append(reads)
+
+
+def check_books(scheduler: Scheduler) -> None:
+    """Every page has exactly one owner, every length is in order."""
+    state = scheduler.state
+    memory, table = state.memory, state.table
+    seated = state.admitted_rows()
+    table.check(seated)
+    held = [memory.pages_for(int(tokens)) for tokens in table.held[seated]]
+    private = sum(held) - int((table.cached[seated] // memory.page_size).sum())
+    owned = memory.allocator.available + memory.tree.total_pages + private + memory.releasing_pages + memory.held_pages
+    assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"
+    assert len(state.waiting) + len(seated) == len(table)
 
 
 def check_branch(top) -> list[int]:
