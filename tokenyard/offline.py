@@ -141,11 +141,24 @@ class LLM:
         self._answering: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(config, started)), name="tokenyard-front", daemon=True
+            target=self._run_loop, args=(config, started), name="tokenyard-front", daemon=True
         )
         self._thread.start()
         self._manager = started.result()
         atexit.register(self.close)
+
+    def _run_loop(self, config: EngineConfig, started: "Future[TokenizerManager]") -> None:
+        """Run `_serve` on an event loop of its own.
+
+        `asyncio.run` would start a thread at the end, to wait for those of its pool. A program that does not call
+        `close` gets there when the interpreter ends and refuses new threads.
+        """
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(self._serve(config, started))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()
 
     async def _serve(self, config: EngineConfig, started: "Future[TokenizerManager]") -> None:
         """The thread's work: an engine until `close`."""

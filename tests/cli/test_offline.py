@@ -3,8 +3,11 @@
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -17,6 +20,8 @@ from tokenyard.engine.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.text.chat_template import load_chat_template
 from tokenyard.tape.codec import Tape
 from tokenyard.tape.replay import Replay
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
 
@@ -233,6 +238,13 @@ def test_closing_ends_what_is_open():
         future.result(timeout=5)
     with pytest.raises(EngineDeadError):
         llm.generate("b")
+
+
+def test_a_program_need_not_close_it():
+    program = "from tokenyard import LLM; print(LLM(executor='mock').chat([{'role': 'user', 'content': 'Hi'}])[0].text)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
 
 
 def test_adaptive_looks_ahead_until_it_is_closed(tmp_path):

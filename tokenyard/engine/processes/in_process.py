@@ -78,6 +78,7 @@ async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerMana
     tokenizer, template = load_text_side(config)
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[ExecutorInfo] = loop.create_future()
+    ended = asyncio.Event()
     managers: list[TokenizerManager] = []
 
     def deliver(message: FromScheduler) -> None:
@@ -95,6 +96,7 @@ async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerMana
             scheduler = SchedulerLoop(config, port, port.put)
         except BaseException as error:
             loop.call_soon_threadsafe(ready.set_exception, error)
+            loop.call_soon_threadsafe(ended.set)
             return
         loop.call_soon_threadsafe(ready.set_result, scheduler.info)
         try:
@@ -104,6 +106,7 @@ async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerMana
             loop.call_soon_threadsafe(died, f"the engine failed: {error}")
         finally:
             scheduler.close()
+            loop.call_soon_threadsafe(ended.set)
 
     port = QueuePort(deliver)
     thread = threading.Thread(target=run, name="tokenyard", daemon=True)
@@ -119,4 +122,6 @@ async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerMana
         for manager in managers:
             await manager.close("the engine was closed")
         port.stop()
-        await asyncio.to_thread(thread.join)
+        # Not by a thread of asyncio's pool, which takes nothing more once the interpreter ends.
+        await ended.wait()
+        thread.join()
