@@ -33,6 +33,7 @@ from tokenyard.wiring import engine_config, located
 log = logging.getLogger(__name__)
 
 HEARTBEAT_POLL_S = 0.05
+SIGNAL_GRACE_S = 0.2
 USAGE_ERROR = 2
 
 
@@ -140,7 +141,10 @@ async def _run_engine(settings: Settings, config: EngineConfig, state: ServerSta
     except ConfigError as error:
         server.stop(error.message, exit_status=USAGE_ERROR)
     except TokenyardError as error:
-        server.stop(error.message)
+        # A signal to a whole group also ends a process that is just starting, and is heard here a moment later.
+        await asyncio.sleep(SIGNAL_GRACE_S)
+        if not server.draining:
+            server.stop(error.message)
     except Exception as error:
         log.exception("the engine failed")
         server.stop(f"the engine failed: {error}")

@@ -127,6 +127,11 @@ class DrainingServer(uvicorn.Server):
         self._cut_off = self._told = False
         self._sweep = Sweep(limits)
 
+    @property
+    def draining(self) -> bool:
+        """Whether a signal has told it to end."""
+        return self._drain_until is not None
+
     def stop(self, reason: str, *, exit_status: int = 1) -> None:
         """End the server because of a failure; the first reason counts."""
         if not self.reason:
