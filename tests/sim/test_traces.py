@@ -45,6 +45,32 @@ def test_mooncake_as_published():
     assert (one[512:1024] != other[512:1024]).any()
 
 
+BAILIAN = {
+    "chat_id": 1,
+    "parent_chat_id": -1,
+    "timestamp": 61.1,
+    "input_length": 37,
+    "output_length": 9,
+    "type": "text",
+}
+
+
+def test_bailian_counts_seconds_and_blocks_of_16_tokens(tmp_path):
+    later = {**BAILIAN, "timestamp": 63.6, "hash_ids": [5, 6, 8]}
+    path = write_lines(tmp_path / "b.jsonl", {**BAILIAN, "hash_ids": [5, 6, 7]}, later)
+    workload = read_trace(path, recognised(path))
+    assert workload.arrival_s.tolist() == pytest.approx([0.0, 2.5])
+    one, other = (workload.content.prompt_ids(place, 37) for place in (0, 1))
+    assert (one == other).tolist() == [True] * 32 + [False] * 5
+
+
+def test_hashes_of_smaller_blocks_are_not_taken_for_larger_ones(tmp_path):
+    record = {**BAILIAN, "input_length": 1600, "hash_ids": list(range(100))}
+    path = write_lines(tmp_path / "m.jsonl", record)
+    with pytest.raises(ConfigError, match="100 ids where 4 are needed"):
+        read_trace(path, "mooncake")
+
+
 def test_spreading_depends_on_the_seed_alone():
     path = shared("mooncake/conversation_trace.jsonl.gz")
     once, again, other = (read_trace(path, "mooncake", ReadOptions(seed=seed)).arrival_s for seed in (1, 1, 2))
@@ -229,6 +255,12 @@ def test_files_cut_off_are_refused(tmp_path):
     packed.write_bytes(gzip.compress(text.encode() * 50)[:-40])
     with pytest.raises(ConfigError, match="cut off or no gzip"):
         read_trace(packed, "tokenyard")
+
+
+@pytest.mark.parametrize("name", ["T.JSONL.GZ", "t"])
+def test_how_a_file_is_packed_is_read_off_its_bytes(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(json.dumps(GOOD).encode()))
+    assert len(read_trace(tmp_path / name, recognised(tmp_path / name))) == 1
 
 
 def test_zstd_in_several_frames_or_cut_off(tmp_path):
@@ -516,6 +548,24 @@ def test_a_client_without_its_data_set_can_be_left_out(tmp_path):
 def test_formats_are_recognised_by_their_first_lines(tmp_path, name, text, found):
     (tmp_path / name).write_text(text)
     assert recognised(tmp_path / name) == found
+
+
+def test_folders_and_archives_are_recognised_by_what_they_hold(tmp_path):
+    for folder, name, text, found in (
+        ("models", "chunk-0-trace.csv", "0,1,1,Gamma,1,1\n", "servegen"),
+        ("sessions", "a.jsonl", '{"timestamp": 1, "input": "a", "output": "b", "session_id": "c"}\n', "lmcache-agent"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text)
+        with tarfile.open(tmp_path / f"{folder}.tar.gz", "w:gz") as archive:
+            archive.add(tmp_path / folder / name, name)
+        assert recognised(tmp_path / folder) == recognised(tmp_path / f"{folder}.tar.gz") == found
+
+
+def test_an_array_is_told_from_lines(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([GOOD, GOOD]))
+    with pytest.raises(ConfigError, match="one object a line"):
+        recognised(tmp_path / "a.json")
 
 
 def test_a_file_that_is_not_recognised_asks_for_its_format(tmp_path):

@@ -1,4 +1,7 @@
-"""Reading trace files: plain, gzip or zstd, with one clear line when something is wrong with them."""
+"""Reading trace files: plain, gzip or zstd, with one clear line when something is wrong with them.
+
+How a file is packed is read off its first bytes, whatever its name.
+"""
 
 import gzip
 import io
@@ -11,23 +14,36 @@ from typing import Any, TextIO
 
 from tokenyard.base import ConfigError
 
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+"""How packed files begin (RFC 1952 2.3.1, RFC 8878 3.1.1)."""
+
+_SUFFIXES = {".gz": GZIP, ".zst": ZSTD}
 MOST = 1e20
 """Larger numbers are mistakes: even nanoseconds since 1970 are below."""
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole file, unpacked by its ending `.gz` or `.zst`. Raises ConfigError if it cannot be read or is cut off."""
+    """The whole file, unpacked. Raises ConfigError if it cannot be read or is cut off."""
     try:
         raw = path.read_bytes()
-        if path.suffix == ".gz":
+        packing = _packing(raw, path)
+        if packing == GZIP:
             return gzip.decompress(raw)
-        if path.suffix == ".zst":
+        if packing == ZSTD:
             return _unpack_zstd(raw, path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     except (EOFError, zlib.error):
         raise ConfigError(f"{path} is cut off or no gzip file") from None
     return raw
+
+
+def _packing(raw: bytes, path: Path) -> bytes:
+    """GZIP, ZSTD or nothing, by the first bytes `raw`; what they leave open is told by the name, so that a packed file
+    whose beginning is lost is not read as text.
+    """
+    found = next((magic for magic in (GZIP, ZSTD) if raw.startswith(magic)), b"")
+    return found or _SUFFIXES.get(path.suffix, b"")
 
 
 def _unpack_zstd(raw: bytes, path: Path) -> bytes:
@@ -70,9 +86,11 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _open_text(path: Path) -> TextIO:
-    if path.suffix == ".gz":
+    with path.open("rb") as file:
+        packing = _packing(file.read(len(ZSTD)), path)
+    if packing == GZIP:
         return gzip.open(path, "rt", encoding="utf-8-sig")
-    if path.suffix == ".zst":
+    if packing == ZSTD:
         return io.StringIO(read_bytes(path).decode("utf-8-sig"))
     return path.open(encoding="utf-8-sig")
 

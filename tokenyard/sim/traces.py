@@ -1,6 +1,7 @@
 """Readers of recorded traffic, one per format. Each gives a `Workload` or raises ConfigError in one line.
 
 mooncake      JSON lines: timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens)
+bailian       JSON lines: timestamp (s), input_length, output_length, hash_ids (one per 16 tokens)
 azure         CSV: TIMESTAMP, ContextTokens, GeneratedTokens
 burstgpt      CSV: Timestamp (s), Request tokens, Response tokens
 vidur         CSV: num_prefill_tokens, num_decode_tokens; without arrived_at arrivals are drawn, one a second on average
@@ -13,6 +14,7 @@ lmcache-agent folder or tar of sessions, or one session's file, whole texts; nee
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,11 @@ from tokenyard.sim.servegen import read_servegen
 from tokenyard.sim.workload import MAX_TOKENS, Workload, WorkloadBuilder
 
 HASH_BLOCK_TOKENS = 512
+BAILIAN_BLOCK_TOKENS = 16
+MOST_TIMES_NEEDED = 8
+"""With more ids than so many times those that a prompt needs, they stand for smaller blocks."""
+
+MS_PER_S = 1000.0
 REQUEST_LOGGER = "tokenyard.requests"
 
 
@@ -34,19 +41,27 @@ def read_mooncake(path: Path, options: ReadOptions) -> Workload:
     spread over the tick with the seed.
     """
     builder = WorkloadBuilder(path.name, options.seed, spread=True)
-
-    def take(where: str, line: str) -> None:
-        record = json_object(line, where)
-        tokens = whole(record, "input_length", where)
-        builder.add(
-            where,
-            number(record, "timestamp", where) / 1000.0,
-            tokens,
-            whole(record, "output_length", where),
-            segments=_chain(record, where, tokens, HASH_BLOCK_TOKENS),
-        )
-
+    take = partial(_add_hashed, builder, MS_PER_S, HASH_BLOCK_TOKENS)
     return fill(builder, options, read_lines(path), take, whole_file=True)
+
+
+def read_bailian(path: Path, options: ReadOptions) -> Workload:
+    """Traces of Qwen on Aliyun Bailian (Wang et al., KVCache Cache in the Wild, 2025)."""
+    builder = WorkloadBuilder(path.name)
+    take = partial(_add_hashed, builder, 1.0, BAILIAN_BLOCK_TOKENS)
+    return fill(builder, options, read_lines(path), take)
+
+
+def _add_hashed(builder: WorkloadBuilder, ticks_per_s: float, block_tokens: int, where: str, line: str) -> None:
+    record = json_object(line, where)
+    tokens = whole(record, "input_length", where)
+    builder.add(
+        where,
+        number(record, "timestamp", where) / ticks_per_s,
+        tokens,
+        whole(record, "output_length", where),
+        segments=_chain(record, where, tokens, block_tokens),
+    )
 
 
 def _chain(record: dict[str, Any], where: str, tokens: int, block_tokens: int) -> list[tuple[int, int]]:
@@ -54,6 +69,11 @@ def _chain(record: dict[str, Any], where: str, tokens: int, block_tokens: int) -
     needed = -(-tokens // block_tokens)
     if not isinstance(blocks, list) or len(blocks) < needed:
         raise ConfigError(f"{where}: hash_ids must hold {needed} ids, one per {block_tokens} tokens of the prompt")
+    if len(blocks) > MOST_TIMES_NEEDED * needed:
+        raise ConfigError(
+            f"{where}: hash_ids holds {len(blocks)} ids where {needed} are needed, one per {block_tokens} tokens; "
+            "is this the right --trace-format, or size of block?"
+        )
     if not all(isinstance(block, int) and 0 <= block < 1 << 40 for block in blocks):
         raise ConfigError(f"{where}: hash_ids must be whole numbers from 0 to 2**40 - 1")
     return [(block, block_tokens) for block in blocks[:needed]]
@@ -291,6 +311,7 @@ def _servegen(path: Path, options: ReadOptions) -> Workload:
 
 TRACE_FORMATS: dict[str, Callable[[Path, ReadOptions], Workload]] = {
     "mooncake": read_mooncake,
+    "bailian": read_bailian,
     "azure": read_azure,
     "burstgpt": read_burstgpt,
     "vidur": read_vidur,
