@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from tokenyard.base import ExecutorInfo
-from tokenyard.cost import get_profile
+from tokenyard.cost import get_profile, unknown_cpu
 from tokenyard.cost.calibration import Point, Rig, quick_belief
 from tokenyard.executor.mock import MockExecutor
 
-PRIOR = get_profile("cpu", "smollm2-135m").cost()
+PRIOR = unknown_cpu()
 STEPS = (
     Point(rows=1, context=30),
     Point(rows=16, context=300),

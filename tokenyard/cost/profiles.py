@@ -100,6 +100,7 @@ REFERENCE = "the project's reference simulation"
 FITTED = "linear operators fitted to Vidur's tables; attention scaled from h100/llama-3-8b"
 FITTED_70B = f"{FITTED} (Llama-2-70B, the same shape); all-reduce estimated"
 GUESSED = "estimated for two server cores in float32; run `tokenyard calibrate` for your own"
+SINGLE_STEPS = "from single steps of the native kernels in bfloat16 on two cores (Zen 4); calibrate your own"
 
 _MODELS = {
     # KV bytes per token, context length
@@ -152,11 +153,16 @@ def _h200_profile(h100: Profile, kv_pool_tokens: int) -> Profile:
     return replace(h100, device="h200", terms=terms, kv_pool_tokens=kv_pool_tokens, source=source)
 
 
+def unknown_cpu() -> LinearCost:
+    """What is believed of an unknown CPU: that it is slow, so that first steps are too short rather than too long."""
+    return LinearCost(LinearTerms(1.0, 25.0, 12.0, 2.4, 2.5e-3, 6e-5, 0.05), dict(LINKS_CPU))
+
+
 def _cpu_profiles() -> list[Profile]:
-    smollm2 = LinearTerms(1.0, 25.0, 12.0, 2.4, 2.5e-3, 6e-5, 0.05)
+    smollm2 = LinearTerms(0.0, 7.5, 6.5, 0.53, 6e-4, 2.7e-4, 0.1)
     demo = LinearTerms(1.0, 2.0, 1.5, 0.05, 1e-4, 2e-6, 0.02)
     return [
-        _profile("cpu/smollm2-135m", smollm2, 65_536, GUESSED, links=LINKS_CPU),
+        _profile("cpu/smollm2-135m", smollm2, 65_536, SINGLE_STEPS, links=LINKS_CPU),
         _profile("cpu/demo", demo, 65_536, GUESSED, links=LINKS_CPU),
     ]
 

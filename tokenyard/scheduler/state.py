@@ -24,7 +24,7 @@ from tokenyard.base import (
     Started,
     StepWork,
 )
-from tokenyard.cost import LinearCost, OnlineCost, get_profile
+from tokenyard.cost import LinearCost, OnlineCost, get_profile, unknown_cpu
 from tokenyard.policy import Policy, Views, create_policy
 from tokenyard.policy.slo_targets import slo_targets
 from tokenyard.policy.tenants import create_limits
@@ -46,8 +46,7 @@ def first_belief(info: ExecutorInfo) -> LinearCost:
 
     Every device but CUDA is taken for a small CPU, so that the first steps are short rather than long.
     """
-    device, model = ("h100", "llama-3-8b") if info.device.startswith("cuda") else ("cpu", "smollm2-135m")
-    return get_profile(device, model).cost()
+    return get_profile("h100", "llama-3-8b").cost() if info.device.startswith("cuda") else unknown_cpu()
 
 
 class SchedulerState:
@@ -319,8 +318,15 @@ class SchedulerState:
         self.policy.removed(row)
         table.remove(row)
 
+    def end_hold(self, number: int) -> None:
+        """Free pages that were held for `number`; nothing outside reads or writes them any more."""
+        self.memory.end_hold(number)
+        self._pages_returned += 1
+
     def pages_returned_since(self, row: int) -> bool:
-        """Whether a request has ended or was paused since `row` was retracted for lack of pages; True if it was not."""
+        """Whether a request or a hold has ended, or a request was paused, since `row` was retracted for lack of pages;
+        True if it was not.
+        """
         short_since = self.table.request_state(row).short_since
         return short_since is None or short_since < self._pages_returned
 
