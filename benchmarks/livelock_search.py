@@ -66,6 +66,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield _with(program, max_in_flight=depth - 1)
     if 1 < rows < 256:
         yield _with(program, max_running_requests=rows - 1)
+    if program.windows is not None:
+        yield replace(program, windows=None)
     for name in ("noise", "drafts"):
         if getattr(program, name):
             yield replace(program, **{name: 0})
@@ -105,7 +107,7 @@ def _at(program: Program, place: int, turn: int, entry) -> Program:
 def show(program: Program) -> str:
     """The program, a line for each part."""
     lines = [f"    settings {program.settings}", f"    pages {program.pages} rows {program.pool_rows}"]
-    lines[-1] += f" step_ns {program.step_ns} noise {program.noise} drafts {program.drafts}"
+    lines[-1] += f" step_ns {program.step_ns} noise {program.noise} drafts {program.drafts} {program.windows}"
     return "\n".join([*lines, *(f"    turn {turn}: {entry}" for turn, entry in program.script)])
 
 

@@ -40,3 +40,18 @@ def test_two_rules_that_undo_each_other_are_found_and_shrunk(monkeypatch):
     assert run_program(small).kind == kind
     assert "page_size" not in small.settings
     assert sum(job.most_tokens for job in small.jobs) < 20
+
+
+def test_a_request_that_lacks_pages_waits_until_a_reader_outside_returns_some():
+    """One that is alone would otherwise try again and again, and compute the same tokens each time."""
+    jobs = [
+        Job(0, 6, 4, 6),
+        Job(1, 5, 1, 6, fields={"service_class": "high", "handover": True}),
+        Job(4, 1, 1, 2),
+        Job(5, 1, 1, 5),
+    ]
+    settings = {"max_in_flight": 2, "page_size": 4, "enable_service_levels": True}
+    script = [(0, job) for job in (*jobs, Job(6, 1, 1, 1))]
+    outcome = run_program(Program(settings, pages=4, pool_rows=2, script=script))
+    assert not outcome.failure
+    assert outcome.retracted == 1

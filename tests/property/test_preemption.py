@@ -17,7 +17,7 @@ import pytest
 from tests.scheduler.harness import Yard, make_info
 from tests.scheduler.program_runs import BrokenRun, ProgramRun
 from tests.scheduler.programs import Job, make_program
-from tokenyard.base import SchedulerSettings, TenantSettings
+from tokenyard.base import Reach, SchedulerSettings, TenantSettings
 from tokenyard.scheduler.lifecycle import State
 
 SEEDS = 40
@@ -37,14 +37,14 @@ SHORT = {"headroom": "none", "schedule_conservativeness": 0.01}
 
 
 def programs(count=SEEDS, **settings):
-    """Random programs with these settings, in which nothing happens but arrivals."""
+    """Random programs with these settings, in which nothing happens but arrivals, of requests and of their KV."""
     dropped = ("schedule_policy", "policy_options", "tenants", "enable_service_levels", "max_overtaken_tokens")
     for seed in range(count):
         program = make_program(seed)
         if "enable_priority_scheduling" in program.settings and "enable_priority_scheduling" not in settings:
             continue
         kept = {name: value for name, value in program.settings.items() if name not in dropped}
-        script = [entry for entry in program.script if isinstance(entry[1], Job)]
+        script = [entry for entry in program.script if isinstance(entry[1], Job | Reach)]
         yield replace(program, settings=kept | settings, script=script)
 
 

@@ -10,6 +10,7 @@ answers and E the number of events that are no arrivals:
 - A step computes a token or more, so a run ends within (1 + `RECOMPUTED`) * (T + E * P) steps.
 """
 
+import random
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,11 +18,26 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.scheduler.programs import ANSWER, EOS, Job, Program
-from tokenyard.base import ConfigError, OpenGate, Resume, SetPolicy, StepPlan, StepResult, StopFound
+from tokenyard.base import (
+    Arrived,
+    ConfigError,
+    Event,
+    HoldEnded,
+    Load,
+    OpenGate,
+    Resume,
+    SetPolicy,
+    StepPlan,
+    StepResult,
+    StopFound,
+)
 from tokenyard.scheduler import Scheduler
 from tokenyard.scheduler.lifecycle import Gate
 
 RECOMPUTED = 8
+LONGEST_TRANSFER = 6
+"""Turns of the event loop within which KV has come or gone."""
+
 MOST_EMPTY_TURNS = 2000
 HOUR_NS = 3600 * 10**9
 
@@ -135,11 +151,13 @@ class ProgramRun:
         self._empty_turns = 0
         self._resumed_turn = -1
         self._in_flight: deque[tuple[StepPlan, np.ndarray]] = deque()
+        self._transfers: list[tuple[int, Event]] = []
+        self._links = random.Random(len(program.script))
         jobs = program.jobs
         self._ends = Ends({job.number: job.begun for job in jobs if job.begun})
         numbers = 1 + max((job.number + job.n for job in jobs), default=0)
         answers, tokens = sum(job.n for job in jobs), sum(job.most_tokens for job in jobs)
-        pool = program.pages * self.scheduler.state.settings.page_size
+        pool = self._pool_tokens = program.pages * self.scheduler.state.settings.page_size
         others = len(program.script) - len(jobs)
         self.outcome.allowed = RECOMPUTED * (tokens + others * pool)
         self._most_steps = (1 + RECOMPUTED) * (tokens + others * pool) + answers
@@ -200,6 +218,7 @@ class ProgramRun:
     def _turn(self) -> bool:
         """False once all is done."""
         self._apply_due()
+        self._end_transfers(self._turns)
         depth = self.scheduler.state.settings.max_in_flight
         while len(self._in_flight) < depth and self._plan():
             pass
@@ -225,9 +244,30 @@ class ProgramRun:
                     raise
             self.now += 1000
 
+    def _end_transfers(self, turn: int) -> None:
+        """Tell the scheduler of those transfers that have ended by `turn`."""
+        due = [event for end, event in self._transfers if end <= turn]
+        self._transfers = [(end, event) for end, event in self._transfers if end > turn]
+        for event in due:
+            self.outcome.events += 1
+            self.outcome.allowed += RECOMPUTED * self._pool_tokens
+            self._most_steps += (1 + RECOMPUTED) * self._pool_tokens
+            self._progress.advances += 1
+            self.scheduler.apply(event, self.now)
+
+    def _begin_transfers(self) -> None:
+        size = self.scheduler.state.settings.page_size
+        for move in self.scheduler.drain_transfers():
+            ended: Event = HoldEnded(move.number)
+            if isinstance(move, Load):
+                wanted = len(move.pages) * size
+                ended = Arrived(move.number, move.start + self._links.choice((wanted, self._links.randint(0, wanted))))
+            self._transfers.append((self._turns + self._links.randint(0, LONGEST_TRANSFER), ended))
+
     def _plan(self) -> bool:
         self.outcome.events += 1
         plan = self.scheduler.plan(self.now)
+        self._begin_transfers()
         if plan is None:
             return False
         state = self.scheduler.state
@@ -275,6 +315,9 @@ class ProgramRun:
     def _wait(self) -> bool:
         """Nothing is in flight and nothing was planned: wait for a time-out or the next event."""
         scheduler = self.scheduler
+        if self._transfers:
+            self._turns = min(end for end, _ in self._transfers)
+            return True
         if not scheduler.has_work and not self._script:
             self._rest()
             return False

@@ -1,7 +1,7 @@
 """Small random programs for the scheduler core: settings, a pool, and what comes when. `make_program` makes one."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from tokenyard.base import (
     Flush,
     OpenGate,
     Pause,
+    Reach,
     Request,
     Resume,
     SamplingParams,
@@ -23,7 +24,9 @@ from tokenyard.base import (
     Submit,
     TenantSettings,
     Update,
+    WindowGroup,
 )
+from tokenyard.cache.windows import least_pages
 from tokenyard.policy import POLICIES
 from tokenyard.scheduler.lifecycle import Gate
 
@@ -74,6 +77,7 @@ class Program:
 
     step_ns: how long a step takes. noise: spread of the measured seconds that the cost model learns from, 0 for none.
     drafts: most drafts that the executor has ready for a row, of which a step accepts any number; 0 for no drafter.
+    windows: layers with a window, which keep KV in a pool of their own.
     """
 
     settings: dict[str, Any]
@@ -83,6 +87,7 @@ class Program:
     step_ns: int = NS_PER_MS
     noise: float = 0.0
     drafts: int = 0
+    windows: WindowGroup | None = None
 
     @property
     def jobs(self) -> list[Job]:
@@ -93,7 +98,8 @@ class Program:
         """The device."""
         settings = self.scheduler_settings()
         context = settings.context_length
-        return ExecutorInfo("m", "cpu", "x", 999, context, (EOS,), settings.page_size, self.pages, self.pool_rows)
+        device = ExecutorInfo("m", "cpu", "x", 999, context, (EOS,), settings.page_size, self.pages, self.pool_rows)
+        return replace(device, windows=self.windows)
 
     def scheduler_settings(self) -> SchedulerSettings:
         """The settings. Raises ConfigError for those that contradict each other."""
@@ -110,7 +116,7 @@ def make_program(seed: int) -> Program:
     tokens = draw.choice((16, 24, 40, 64, 64, 100, 200))
     settings["context_length"] = draw.choice((48, 100, 100))
     depth = settings["max_in_flight"]
-    return Program(
+    program = Program(
         settings=settings,
         pages=max(tokens // size, 3),
         pool_rows=settings["max_running_requests"] + draw.choice((0, 0, depth)),
@@ -119,6 +125,55 @@ def make_program(seed: int) -> Program:
         noise=draw.choice((0.0, 0.0, 0.5, 1.5)),
         drafts=draw.choice((0, 0, 0, 0, 1, 3)),
     )
+    _add_windows(random.Random(f"windows {seed}"), program)
+    _add_adapters(random.Random(f"adapters {seed}"), program)
+    _add_transfers(random.Random(f"transfers {seed}"), program)
+    return program
+
+
+def _add_windows(draw: random.Random, program: Program) -> None:
+    """In one program of five some layers have a window. Draws of its own leave all else of a seed's program alone."""
+    if draw.random() < 0.8:
+        return
+    window, size = draw.choice((1, 3, 8, 16)), program.scheduler_settings().page_size
+    least = least_pages(window, size)
+    program.windows = WindowGroup(window, draw.randint(least, max(program.pages, least)))
+
+
+def _add_adapters(draw: random.Random, program: Program) -> None:
+    """In one program of five requests have LoRA adapters, more than there are slots."""
+    if draw.random() < 0.8:
+        return
+    program.settings["enable_lora"] = True
+    program.settings["max_loras_per_batch"] = draw.choice((1, 1, 2, 3))
+    program.settings["lora_drain_wait_threshold"] = draw.choice((0.0, 0.002, 1.0))
+    for job in program.jobs:
+        adapter = draw.choice(("", "a#1", "b#1", "c#1", "d#1"))
+        job.fields |= {"lora": adapter} if adapter else {}
+
+
+def _add_transfers(draw: random.Random, program: Program) -> None:
+    """In one program of five KV comes and goes: requests wait for it, leave it to others, or it is stored."""
+    if program.windows is not None or draw.random() < 0.8:
+        return
+    if draw.random() < 0.7:
+        policy = draw.choice(("write_through", "write_through_selective", "write_back"))
+        program.settings |= {"enable_hierarchical_cache": True, "hicache_write_policy": policy}
+    for turn, job in [(turn, entry) for turn, entry in program.script if isinstance(entry, Job)]:
+        if draw.random() < 0.5:
+            job.fields["awaits_kv"] = True
+            for number in range(job.number, job.number + job.n):
+                program.script.append((turn + draw.randint(0, 9), _reach(draw, number, job)))
+        elif job.n == 1 and draw.random() < 0.3:
+            job.fields["handover"] = True
+    program.script.sort(key=lambda entry: entry[0])
+
+
+def _reach(draw: random.Random, number: int, job: Job) -> Reach:
+    known = job.prompt_tokens + job.begun
+    if job.n == 1 and draw.random() < 0.3:
+        return Reach(number, known, ANSWER)
+    return Reach(number, draw.randint(0, known))
 
 
 def _some(draw: random.Random, share: float, **choices: tuple[Any, ...]) -> dict[str, Any]:

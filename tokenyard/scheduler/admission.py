@@ -119,13 +119,17 @@ class PrefillAdder:
     def _fits(self, row: int, hit: int) -> bool:
         """Whether there is a free row, and prompt and predicted answer fit beside all reservations; if not, preempt.
 
-        With nothing running and nothing planned a row may always try: `submit` refuses what can never fit. A row is
-        preempted only if the budget allows a chunk of the newcomer, so that no preemption is in vain.
+        With nothing running and nothing planned a row may always try: `submit` refuses what can never fit. Only one
+        that has tried in vain beside pages held for a reader outside waits until some are returned. A row is preempted
+        only if the budget allows a chunk of the newcomer, so that no preemption is in vain.
         """
         views = self._views
         alone = self._builder.empty and not (len(views.running) or len(views.prefilling) or len(views.loading))
-        if alone:
+        if alone and (not self._memory.holds or self._state.pages_returned_since(row)):
             return True
+        if alone:
+            self.refused = row
+            return False
         extend = self._memory.pages_for(int(self._table.target[row]) - hit) * self._memory.page_size
         growth, returned = self._policy.headroom.newcomer_tokens(self._table, row), self._return_tokens(row)
         reserved = self._reserved_running + self._reserved_newcomers + self._reserved_prompts

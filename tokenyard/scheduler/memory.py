@@ -25,6 +25,7 @@ from tokenyard.cache.req_to_token import ReqToTokenPool
 from tokenyard.cache.windows import WindowedAllocator, WindowPages
 
 NO_PAGES = np.empty(0, np.int32)
+NO_WINDOWS = "layers with windows keep KV for all tokens where KV moves"
 UNLIMITED = 2**31 - 1
 
 
@@ -293,6 +294,7 @@ class KvMemory:
 
     def hold_written(self, number: int, release: Release) -> None:
         """A row ended while its pages beyond `cached` are being written: hold them, and give back the rest."""
+        assert self.windows is None, NO_WINDOWS
         size = self.page_size
         first, last = release.cached // size, self.pages_for(release.held)
         self._holds[number] = Hold(self.pool.page_table[release.pool_row, first:last].copy())
@@ -304,6 +306,7 @@ class KvMemory:
 
         Returns all its pages (int32[n]). Legal only when no plan in flight contains the row.
         """
+        assert self.windows is None, NO_WINDOWS
         size, table = self.page_size, self.pool.page_table[release.pool_row]
         whole, last = release.computed // size, self.pages_for(release.computed)
         partial = table[whole:last].copy()

@@ -228,13 +228,13 @@ class Scheduler:
         """A load has ended. If its row has ended or was retracted, the pages held for the load are freed now."""
         row = self.state.table.row_of(event.number)
         if row is None or self.state.table.state[row] != State.LOADING:
-            self.state.memory.end_hold(event.number)
+            self.state.end_hold(event.number)
         else:
             self.state.arrived(row, event.tokens, now)
 
     def hold_ended(self, event: HoldEnded, now: int) -> None:
         """The reader of a handed-over request, or of what was offered to the store below, has ended."""
-        self.state.memory.end_hold(event.number)
+        self.state.end_hold(event.number)
         if self.state.stores is not None:
             self.state.stores.ended(event.number)
 
