@@ -37,7 +37,8 @@ test-world: .venv/dev clients  ## run what needs other packages and programs; no
 # Triton takes 1 GB, so it has an environment of its own; without a GPU its kernels run in its interpreter, slowly.
 TRITON ?= triton==3.9.0
 test-triton: .venv-triton/dev  ## hold the kernels for GPUs to float64 in Triton's interpreter, and compile them
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/executor/test_triton_*.py $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest \
+		tests/executor/test_triton_*.py tests/executor/test_sampler.py -k triton $(ARGS)
 
 goodput: .venv/dev  ## hold goodput on the recorded traces to its goals, in the simulator
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.goodput $(ARGS)

@@ -59,6 +59,27 @@ def test_rows_of_all_kinds_sample_together(driver):
     assert ticket.tokens.shape == (len(KINDS),)
 
 
+class Kernels:
+    """A Drawer whose kernels are launched and nothing more."""
+
+    def likeliest(self, logits):
+        return torch.empty(len(logits), dtype=torch.int64, device=GPU)
+
+    def draw(self, logits, draws):
+        assert {column.device for column in (logits, draws.rows, draws.pool_rows, draws.positions)} == {GPU}
+        return torch.empty_like(draws.rows)
+
+
+@CASES
+def test_kernels_that_choose_tokens_are_not_waited_for(driver):
+    sampler = driver.executor._sampler
+    sampler._drawer, sampler._likeliest = Kernels(), Kernels().likeliest
+    rows = [driver.start(prompt_of(20, seed=5), sampling) for sampling in KINDS.values()]
+    with Watch():
+        driver.launch(*[(row, None) for row in rows])
+        driver.launch(*[(row, 1) for row in rows])
+
+
 def test_a_recorded_step_waits_for_nothing(folder, monkeypatch):
     config = read_folder_config(Path(folder("llama")))
     driver, played = pretend_driver(monkeypatch, config, 4), []

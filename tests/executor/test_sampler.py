@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.executor.tiny_models import DEVICE
+from tests.executor.triton_here import MISSING
 from tokenyard.base import RowStart, SamplingParams
 from tokenyard.executor.native.drawing import NativeDrawer
 from tokenyard.executor.native.engine import NativeEngine
@@ -17,28 +19,37 @@ from tokenyard.executor.sampling.sampler import Sampler
 
 VOCAB = 50
 EOS = (2,)
+SLOWLY = "in Triton's interpreter"
+"""A draw takes a tenth of a second there, so tests ask it for few."""
 DRAWERS = {"torch": lambda vocab: None}
 try:
+    if DEVICE != "cpu":
+        raise NoLibraryError("native kernels are for the CPU")
     LIBRARY = load_library()
     for number in LIBRARY.levels():
         engine = NativeEngine(LIBRARY, 2, number)
         DRAWERS[LEVELS[number]] = lambda vocab, engine=engine: NativeDrawer(engine, vocab)
 except NoLibraryError as error:
     DRAWERS["native"] = lambda vocab, error=error: pytest.skip(f"no native library: {error}")
+if not MISSING:
+    from tokenyard.executor.attention.triton.draw import TritonDrawer
+
+    DRAWERS[SLOWLY if DEVICE == "cpu" else "triton"] = lambda vocab: TritonDrawer()
 
 
 @pytest.fixture(autouse=True, params=DRAWERS)
 def drawers(request, monkeypatch):
     """Every test draws by torch and by the kernels of each instruction set."""
     monkeypatch.setattr(sys.modules[__name__], "make_drawer", DRAWERS[request.param])
+    monkeypatch.setattr(sys.modules[__name__], "slowly", request.param == SLOWLY)
 
 
-make_drawer = DRAWERS["torch"]
+make_drawer, slowly = DRAWERS["torch"], False
 
 
 def make_sampler(*params, known=(5, 6, 7), prompt_tokens=None, vocab=VOCAB):
     """A sampler with one row for each SamplingParams."""
-    sampler = Sampler(len(params) or 1, vocab, EOS, torch.device("cpu"), make_drawer(vocab))
+    sampler = Sampler(len(params) or 1, vocab, EOS, torch.device(DEVICE), make_drawer(vocab))
     known = np.array(known, dtype=np.int32)
     prompt_tokens = len(known) if prompt_tokens is None else prompt_tokens
     sampler.take([RowStart(row, sampling, known, prompt_tokens) for row, sampling in enumerate(params)])
@@ -48,7 +59,7 @@ def make_sampler(*params, known=(5, 6, 7), prompt_tokens=None, vocab=VOCAB):
 def sample(sampler, logits, rows=None, positions=None):
     rows = np.arange(len(logits), dtype=np.int32) if rows is None else np.array(rows, dtype=np.int32)
     positions = np.full(len(logits), 3) if positions is None else np.array(positions)
-    return sampler.sample(logits.clone(), rows, positions.astype(np.int64)).tolist()
+    return sampler.sample(logits.to(DEVICE, copy=True), rows, positions.astype(np.int64)).tolist()
 
 
 def random_logits(rows, vocab=VOCAB, seed=0, scale=2.0):
@@ -87,7 +98,7 @@ FILTERS = [
 def test_draws_follow_the_distribution(fields):
     params = SamplingParams(seed=11, **fields)
     logits = random_logits(1, seed=3)
-    draws = 4000
+    draws = 120 if slowly else 4000
     tokens = sample(make_sampler(params), logits.expand(draws, -1), [0] * draws, range(draws))
     expected = naive_probabilities(logits[0], params)
     assert set(tokens) <= set(expected)
@@ -268,9 +279,9 @@ def test_all_draw_the_same_tokens(fields, vocab):
     logits[2] = 0.0
     logits[3, ::2] = logits[3, 1::2]
     sampler = make_sampler(*params, vocab=vocab)
-    expected = Sampler(6, vocab, EOS, torch.device("cpu"))
+    expected = Sampler(6, vocab, EOS, torch.device(DEVICE))
     expected.take([RowStart(row, one, np.array([5, 6, 7], np.int32), 3) for row, one in enumerate(params)])
-    for position in range(3, 13):
+    for position in range(3, 5 if slowly else 13):
         assert sample(sampler, logits, positions=[position] * 6) == sample(expected, logits, positions=[position] * 6)
 
 
@@ -278,4 +289,4 @@ def test_a_token_without_a_chance_is_never_drawn():
     logits = torch.full((1, VOCAB), -math.inf)
     logits[0, [11, 12]] = torch.tensor([0.0, 1.0])
     sampler = make_sampler(SamplingParams(seed=3))
-    assert {sample(sampler, logits, positions=[position])[0] for position in range(200)} == {11, 12}
+    assert {sample(sampler, logits, positions=[position])[0] for position in range(20 if slowly else 200)} == {11, 12}

@@ -16,7 +16,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tokenyard.executor.attention.triton import attend, layers
+from tokenyard.executor.attention.triton import attend, draw, layers
+from tokenyard.executor.sampling.draw import Draws
+from tokenyard.executor.sampling.rows import SamplingRows
 
 class Caught(Exception):
     pass
@@ -43,7 +45,7 @@ class Compiled:
             print(self.kernel.fn.__name__, made.metadata.shared, flush=True)
         return launch
 
-for module in (attend, layers):
+for module in (attend, draw, layers):
     for name, value in list(vars(module).items()):
         if name.endswith("_kernel"):
             setattr(module, name, Compiled(value))
@@ -65,6 +67,8 @@ layers.silu_gate(x, x)
 qkv = torch.zeros(6, heads + 2 * kv_heads, head_dim, dtype=dtype)
 cos_sin, weight = torch.zeros(6, 2, 1, head_dim // 2), qkv[0, kv_heads:].contiguous()
 layers.rotate_and_store(qkv, cos_sin, long, keys, keys, weight, 1e-5)
+drawer, logits = draw.TritonDrawer(), torch.zeros(6, 50000)
+drawer.draw(logits, Draws(long, long, long, drawer.likeliest(logits), SamplingRows(8, 50000, (), torch.device("cpu"))))
 """
 
 
@@ -78,4 +82,4 @@ def test_kernels_compile_for_a_gpu(arguments):
     command = [sys.executable, "-c", COMPILE, *arguments.split()]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert len(ran.stdout.splitlines()) == 9, ran.stdout
+    assert len(ran.stdout.splitlines()) == 12, ran.stdout

@@ -179,8 +179,8 @@ class DeclaredSettings(SharedSettings):
         "auto",
         "device",
         "what attends between torch's layers: gather is plain torch, native the CPU's own kernels, triton those for "
-        "CUDA devices, where auto takes them if the package triton is there",
-        choices=("auto", "gather", "native", "triton"),
+        "CUDA devices, where auto takes them if the package triton is there; flashinfer is that package's, on CUDA",
+        choices=("auto", "gather", "native", "triton", "flashinfer"),
     )
     disable_cuda_graph: bool = setting(
         False,

@@ -7,9 +7,11 @@ from functools import partial
 import torch
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec
+from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec, PooledAttention
+from tokenyard.executor.attention.flashinfer import FlashInferAttention
+from tokenyard.executor.attention.flashinfer import why_not as flashinfer_why_not
 from tokenyard.executor.attention.gather import GatherAttention
-from tokenyard.executor.attention.grouped import GroupedAttention
+from tokenyard.executor.attention.grouped import GroupedAttention, GroupedPooledAttention
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.kv_pool import KvPool
@@ -18,16 +20,18 @@ from tokenyard.executor.models.backend import ModelBackend, TorchModel
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.native.attention import NativeAttention
+from tokenyard.executor.native.drawing import NativeDrawer
 from tokenyard.executor.native.engine import NativeEngine, choose_threads, why_not
 from tokenyard.executor.native.experts import NativeExperts
 from tokenyard.executor.native.library import NoLibraryError, load_library
 from tokenyard.executor.native.model import NativeDecoder, NativeModel
+from tokenyard.executor.sampling.draw import Drawer
 from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("auto", "torch", "native")
-ATTENTION_BACKENDS = ("auto", "gather", "native", "triton")
+ATTENTION_BACKENDS = ("auto", "gather", "native", "triton", "flashinfer")
 QUANTIZATIONS = ("none", "int8")
 MOST_INT8_INPUTS = 1 << 16
 """Sums of more products of bytes could leave 32 bits."""
@@ -38,8 +42,8 @@ class BackendChoice:
     """What computes a model. engine: the native kernels, None where nothing asks for them or they cannot serve.
     native_model: whether they run whole steps, and not only attend between torch's layers. int8: whether they round
     weights and inputs of products to bytes. kernels: what computes the steps, for people. triton: whether Triton
-    kernels attend between torch's layers. deterministic: whether a token's result must be the same bit for bit under
-    every schedule.
+    kernels serve torch's layers: they choose tokens, compute norms and rotations, and attend, unless `flashinfer` does.
+    deterministic: whether a token's result must be the same bit for bit under every schedule.
     """
 
     engine: NativeEngine | None
@@ -47,6 +51,7 @@ class BackendChoice:
     kernels: str
     int8: bool = False
     triton: bool = False
+    flashinfer: bool = False
     deterministic: bool = False
 
 
@@ -93,6 +98,8 @@ def _choose(
 ) -> BackendChoice:
     if attention_backend == "gather" and model_impl != "native":
         return BackendChoice(None, False, "torch")
+    if attention_backend == "flashinfer":
+        return _flashinfer(model_impl, config, dtype, device)
     if attention_backend == "triton" or (
         device.type == "cuda" and attention_backend == "auto" and model_impl != "native"
     ):
@@ -131,6 +138,18 @@ def _triton(model_impl: str, attention_backend: str, config: ModelConfig, device
     return BackendChoice(None, False, f"torch ({reason})")
 
 
+def _flashinfer(model_impl: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> BackendChoice:
+    """Attention by the package flashinfer between torch's layers, with Triton's other kernels where they can serve."""
+    reason = flashinfer_why_not(device, dtype, config)
+    if model_impl == "native":
+        reason = "model_impl native attends by itself; attention_backend flashinfer needs model_impl torch"
+    if reason:
+        raise ConfigError(f"attention_backend flashinfer cannot be used: {reason}")
+    triton = not triton_why_not(device, config.head_dim)
+    kernels = "torch, attention flashinfer" + (", norms triton" if triton else "")
+    return BackendChoice(None, False, kernels, triton=triton, flashinfer=True)
+
+
 def parts_not_native(config: ModelConfig) -> str:
     """Return what the native model backend lacks of a model, "" if nothing. Attention serves all."""
     parts = {
@@ -157,7 +176,7 @@ def _native_engine(
 
 def parts_windows(choice: BackendChoice) -> bool:
     """Whether the chosen kernels find the KV of layers with a window in a pool of its own."""
-    return not choice.native_model and not choice.triton
+    return not choice.native_model
 
 
 def load_layers(
@@ -182,8 +201,8 @@ def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvP
     """Put the chosen backend together over a KV pool and its page table."""
     if isinstance(layers, NativeDecoder):
         return NativeModel(layers, pool, pages, fixed_order=choice.deterministic)
-    if choice.triton:
-        return _with_triton(layers, pool, pages)
+    if choice.triton or choice.flashinfer:
+        return _on_a_gpu(choice, layers, pool, pages)
 
     def attend(pool: KvPool, pages: PageTable, spec: AttentionSpec) -> AttentionBackend:
         if choice.engine is None:
@@ -194,10 +213,30 @@ def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvP
     return TorchModel(layers, make(pool, pages, layers.attention_spec))
 
 
-def _with_triton(layers: Decoder, pool: KvPool, pages: PageTable) -> TorchModel:
-    # Here, because the package triton is not installed everywhere, and takes a second to import.
-    from tokenyard.executor.attention.triton.backend import TritonAttention, TritonKernels
+def _on_a_gpu(choice: BackendChoice, layers: Decoder, pool: KvPool, pages: PageTable) -> TorchModel:
+    """Torch's layers with Triton's kernels, or flashinfer's, or both."""
 
-    attention = TritonAttention(pool, pages, layers.attention_spec, layers.config.num_heads)
-    layers.fuse(TritonKernels(attention, pool))
+    def attend(pool: KvPool, pages: PageTable, spec: AttentionSpec) -> PooledAttention:
+        if choice.flashinfer:
+            return FlashInferAttention(pool, pages, spec, layers.config.num_heads)
+        # Here, because the package triton is not installed everywhere, and takes a second to import.
+        from tokenyard.executor.attention.triton.backend import TritonAttention
+
+        return TritonAttention(pool, pages, spec, layers.config.num_heads)
+
+    make = attend if pool.windows is None else partial(GroupedPooledAttention, attend)
+    attention = make(pool, pages, layers.attention_spec)
+    if choice.triton:
+        from tokenyard.executor.attention.triton.backend import TritonKernels
+
+        layers.fuse(TritonKernels(attention))
     return TorchModel(layers, attention)
+
+
+def make_drawer(choice: BackendChoice, config: ModelConfig) -> Drawer | None:
+    """Return what chooses tokens by the kernels of a choice, None where torch does."""
+    if choice.triton:
+        from tokenyard.executor.attention.triton.draw import TritonDrawer
+
+        return TritonDrawer()
+    return NativeDrawer(choice.engine, config.vocab_size) if choice.engine is not None else None

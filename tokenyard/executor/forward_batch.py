@@ -85,11 +85,16 @@ def send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
     Every array of a step goes this way: a copy out of memory that is not pinned waits for all work queued before it.
     """
-    host = torch.from_numpy(array)
     if device.type == "cpu":
-        return host
+        return torch.from_numpy(array)
     # The allocator of pinned memory does not hand it out again before the copy is done.
-    return host.pin_memory().to(device, non_blocking=True)
+    return pinned(array, device).to(device, non_blocking=True)
+
+
+def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on the host, in memory that the device reads by itself; on a CPU it is the same."""
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory()
 
 
 def samples_of(plan: StepPlan) -> npt.NDArray[np.int64]:

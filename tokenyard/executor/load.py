@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from tokenyard.base import ConfigError, ExecutorInfo
-from tokenyard.executor.backends import BackendChoice, choose_backends, load_layers, make_model, parts_windows
+from tokenyard.executor.backends import (
+    BackendChoice,
+    choose_backends,
+    load_layers,
+    make_drawer,
+    make_model,
+    parts_windows,
+)
 from tokenyard.executor.draft_model import ModelDrafter
 from tokenyard.executor.drafts import Choose, Drafter, NgramDrafter
 from tokenyard.executor.forward_batch import PageTable
@@ -24,7 +31,6 @@ from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.models.reading import read_model_config
 from tokenyard.executor.models.stored import checkpoint_weights, cut_out
-from tokenyard.executor.native.drawing import NativeDrawer
 from tokenyard.executor.native.lora import NativeSlots
 from tokenyard.executor.native.model import NativeDecoder
 from tokenyard.executor.parallel.part import ModelPart, layers_only
@@ -153,17 +159,21 @@ def load_executor(
         kept = _make_pool(draft_config, info, target, kind)
         return ModelDrafter(draft_tokens, make_model(own, parts, kept, pages), kept, pages, choose)
 
-    drawer = NativeDrawer(choice.engine, config.vocab_size) if choice.engine is not None else None
     model: ModelBackend = make_model(choice, layers, pool, pages)
     if isinstance(model, TorchModel) and target.type == "cuda" and not disable_cuda_graph:
         reason = why_not_record(
-            *(config, target), triton=choice.triton, divided=part is not None, adapters=adapters is not None
+            *(config, target),
+            triton=choice.triton and not choice.flashinfer,
+            divided=part is not None,
+            adapters=adapters is not None,
         )
         if reason:
             logger.info("no CUDA graphs: %s", reason)
         else:
             model = record_steps(model, config, (max_pool_rows, cuda_graph_max_bs or DEFAULT_LARGEST), target)
-    return make(model, pool, pages, info, target, drafter if draft_tokens else None, drawer, adapters)
+    return make(
+        model, pool, pages, info, target, drafter if draft_tokens else None, make_drawer(choice, config), adapters
+    )
 
 
 def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_length: int) -> ModelConfig:

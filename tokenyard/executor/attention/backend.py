@@ -1,7 +1,7 @@
 """The seam of attention: what a layer asks of whoever attends over the paged KV pool."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -41,3 +41,29 @@ class AttentionBackend(Protocol):
         A row of the batch has `counts` queries at consecutive positions, each of which sees the row's keys up to its
         own position: one for a decode, several for a chunk or for drafts to verify.
         """
+
+
+class Place(NamedTuple):
+    """Where a layer's keys and values of a batch's tokens go: slots int64[T] of keys and values [slot, kv heads,
+    head_dim].
+    """
+
+    slots: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class PooledAttention(AttentionBackend, Protocol):
+    """An AttentionBackend that can also attend behind kernels that write keys and values by themselves."""
+
+    def place(self, layer: int, batch: ForwardBatch) -> Place:
+        """Return where a layer's keys and values of a prepared batch belong."""
+
+    def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attend with keys and values that are in the pool: as `forward` behind its writes."""
+
+
+def store(place: Place, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write keys and values ([T, kv heads, head_dim]) to their place."""
+    place.keys.index_copy_(0, place.slots, k)
+    place.values.index_copy_(0, place.slots, v)

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import torch
 
-from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec
+from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec, Place, PooledAttention
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.kv_pool import KvPool
 
+Backend = TypeVar("Backend", bound=AttentionBackend)
 
-class GroupedAttention:
+
+class GroupedAttention(Generic[Backend]):
     """An AttentionBackend over two others: one for the layers that see all tokens, one for those with a window.
 
     Each has the pool and the page table of its layers, which it numbers from 0 on, and knows nothing of the other. For
@@ -19,7 +22,7 @@ class GroupedAttention:
 
     def __init__(
         self,
-        make: Callable[[KvPool, PageTable, AttentionSpec], AttentionBackend],
+        make: Callable[[KvPool, PageTable, AttentionSpec], Backend],
         pool: KvPool,
         pages: PageTable,
         spec: AttentionSpec,
@@ -40,6 +43,8 @@ class GroupedAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         """Work out what the step needs in each group; see AttentionBackend."""
         slots = self._window_pages.slots(batch.pool_rows, batch.positions).to(torch.int64)
+        # Rows that fill up a recorded batch write to page 0 in either pool; they only look like pool row 0.
+        slots = torch.where(batch.slots < self._window_pages.page_size, 0, slots)
         self._batches = [replace(batch, slots=slots, attention={}), batch]
         for backend, own in zip(self._backends, self._batches, strict=False):
             backend.prepare(own)
@@ -48,8 +53,27 @@ class GroupedAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """Store keys and values in the layer's group and attend; see AttentionBackend."""
+        backend, own, own_batch = self._own(layer)
+        return backend.forward(own, q, k, v, own_batch)
+
+    def _own(self, layer: int) -> tuple[Backend, int, ForwardBatch]:
+        """The backend of a layer's group, the layer's number there and the prepared batch."""
         group, own = self._places[layer]
-        return self._backends[group].forward(own, q, k, v, self._batches[group])
+        return self._backends[group], own, self._batches[group]
+
+
+class GroupedPooledAttention(GroupedAttention[PooledAttention]):
+    """A PooledAttention over two others."""
+
+    def place(self, layer: int, batch: ForwardBatch) -> Place:
+        """Where a layer's keys and values belong in its group; see PooledAttention."""
+        backend, own, own_batch = self._own(layer)
+        return backend.place(own, own_batch)
+
+    def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attend in the layer's group; see PooledAttention."""
+        backend, own, own_batch = self._own(layer)
+        return backend.attend(own, q, own_batch)
 
 
 def _part(spec: AttentionSpec, layers: Sequence[int]) -> AttentionSpec:

@@ -1,10 +1,9 @@
 """Draws of tokens by the native kernels: a row's weights are looked at once, by one thread, and copied nowhere."""
 
-import numpy as np
 import torch
 
 from tokenyard.executor.native.engine import NativeEngine, address, check
-from tokenyard.executor.sampling.draw import Draws
+from tokenyard.executor.sampling.draw import Draws, likeliest
 
 
 class NativeDrawer:
@@ -20,21 +19,24 @@ class NativeDrawer:
         if getattr(self, "_drawer", None):
             self._engine.functions.ty_drawer_free(self._drawer)
 
-    def __call__(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Draw a token for each of `draws`: int64[n]. logits: float32[m, vocabulary]."""
-        tokens = torch.empty(len(draws.rows), dtype=torch.int64)
-        rows = np.ascontiguousarray(draws.rows, dtype=np.int64)
-        columns = [column.contiguous() for column in (draws.uniforms, draws.temperature, draws.top_p, draws.min_p)]
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the first of the largest logits of each row; see Drawer."""
+        return likeliest(logits)
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """Draw a token for each of `draws`; see Drawer."""
+        tokens, own, logits = torch.empty_like(draws.rows), draws.pool_rows, logits.contiguous()
+        kept = draws.parameters
+        # Named, so that they outlast the call.
+        top_k, uniforms = kept.device_top_k(own), draws.uniforms()
+        columns = (draws.rows, top_k, uniforms, kept.temperature(own), kept.top_p(own), kept.min_p(own), tokens)
         check(
             self._engine.functions.ty_drawer_run(
                 self._drawer,
                 address(logits),
                 self._vocab_size,
-                len(rows),
-                rows.ctypes.data,
-                draws.top_k.ctypes.data,
+                len(tokens),
                 *map(address, columns),
-                address(tokens),
             )
         )
         return tokens

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
+
+from tokenyard.executor.sampling.noise import uniform
+from tokenyard.executor.sampling.rows import SamplingRows
 
 NUCLEUS_FRONT = 1024
 """On a CPU a nucleus is first looked for among this many most likely tokens, because sorting all is slow there."""
@@ -13,25 +14,31 @@ NUCLEUS_FRONT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Tokens to draw: each of one row of logits, by columns of length n.
+    """Tokens to draw: each of one row of logits, by int64[n] columns on the device.
 
-    rows, top_k: int64 on the host; a top_k of the vocabulary's size is "all". uniforms: float64 in [0, 1). temperature,
-    top_p, min_p: float32; a top_p of 1 and a min_p of 0 leave all in.
+    rows: of logits. pool_rows: whose parameters each one is drawn with; `parameters` keeps them. positions: of the
+    tokens. likeliest: int64[m], the first of the largest logits of each row of logits.
     """
 
-    rows: npt.NDArray[np.int64]
-    top_k: npt.NDArray[np.int64]
-    uniforms: torch.Tensor
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
+    rows: torch.Tensor
+    pool_rows: torch.Tensor
+    positions: torch.Tensor
+    likeliest: torch.Tensor
+    parameters: SamplingRows
+
+    def uniforms(self) -> torch.Tensor:
+        """Return the float64[n] in [0, 1) to draw with."""
+        return uniform(self.parameters.seeds(self.pool_rows), self.positions)
 
 
 class Drawer(Protocol):
-    """Draws by kernels of a device."""
+    """Chooses tokens by kernels of a device. logits: float32[m, vocabulary], the numbers of a row side by side."""
 
-    def __call__(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Draw a token for each of `draws`: int64[n]. logits: float32[m, vocabulary], one row after the other."""
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return int64[m], the first of the largest logits of each row."""
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """Draw a token for each of `draws`: int64[n]."""
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:

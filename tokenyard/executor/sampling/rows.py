@@ -44,7 +44,8 @@ class SamplingRows:
     """Parameters by pool row, written when a row starts.
 
     kinds: uint8[rows] on the host, which of the flags above hold, so that a step does only what some row needs.
-    floats: float32[rows, 6] and integers: int64[rows, 2] (top_k, seed) on the device. top_k: int64[rows] on the host.
+    floats: float32[rows, 6] (in the order of _FLOATS) and integers: int64[rows, 2] (top_k, seed) on the device.
+    top_k: int64[rows] on the host.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class SamplingRows:
         self.top_k = np.zeros(max_pool_rows, dtype=np.int64)
         self.starts: dict[int, RowStart] = {}
         self.edits: dict[int, TokenEdits] = {}
-        self._floats = torch.zeros(max_pool_rows, len(_FLOATS), device=device)
-        self._integers = torch.zeros(max_pool_rows, 2, dtype=torch.int64, device=device)
+        self.floats = torch.zeros(max_pool_rows, len(_FLOATS), device=device)
+        self.integers = torch.zeros(max_pool_rows, 2, dtype=torch.int64, device=device)
 
     def take(self, starts: list[RowStart]) -> None:
         """Write the parameters of rows that start."""
@@ -71,8 +72,8 @@ class SamplingRows:
             floats[i] = [getattr(sampling, name) for name in _FLOATS]
             integers[i] = self._take_row(start), signed_seed(sampling.seed)
         rows = send(np.array([start.pool_row for start in starts], dtype=np.int64), self._device)
-        self._floats[rows] = send(floats, self._device)
-        self._integers[rows] = send(integers, self._device)
+        self.floats[rows] = send(floats, self._device)
+        self.integers[rows] = send(integers, self._device)
 
     def _take_row(self, start: RowStart) -> int:
         """Write what the host keeps of a row; returns its top_k, the vocabulary's size for "all"."""
@@ -93,28 +94,28 @@ class SamplingRows:
 
     def temperature(self, rows: torch.Tensor) -> torch.Tensor:
         """Return float32[n] of int64[n] pool rows."""
-        return self._floats[rows, 0]
+        return self.floats[rows, 0]
 
     def top_p(self, rows: torch.Tensor) -> torch.Tensor:
         """Return float32[n] of int64[n] pool rows."""
-        return self._floats[rows, 1]
+        return self.floats[rows, 1]
 
     def min_p(self, rows: torch.Tensor) -> torch.Tensor:
         """Return float32[n] of int64[n] pool rows."""
-        return self._floats[rows, 2]
+        return self.floats[rows, 2]
 
     def penalties(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return repetition, frequency and presence penalty, each float32[n, 1], of int64[n] pool rows."""
-        chosen = self._floats[rows]
+        chosen = self.floats[rows]
         return chosen[:, 3:4], chosen[:, 4:5], chosen[:, 5:6]
 
     def device_top_k(self, rows: torch.Tensor) -> torch.Tensor:
         """Return int64[n] of int64[n] pool rows."""
-        return self._integers[rows, 0]
+        return self.integers[rows, 0]
 
     def seeds(self, rows: torch.Tensor) -> torch.Tensor:
         """Return int64[n] of int64[n] pool rows."""
-        return self._integers[rows, 1]
+        return self.integers[rows, 1]
 
     def edits_of(
         self, pool_rows: Int32Array, positions: npt.NDArray[np.int64], places: npt.NDArray[np.int64]

@@ -8,7 +8,6 @@ from tokenyard.base import Int32Array, RowStart
 from tokenyard.executor.forward_batch import send, upload
 from tokenyard.executor.grammar import RowMasks
 from tokenyard.executor.sampling import draw
-from tokenyard.executor.sampling.noise import uniform
 from tokenyard.executor.sampling.penalties import Penalties
 from tokenyard.executor.sampling.rows import EDITED, MIN_P, PENALISED, RANDOM, RANKED, SamplingRows
 
@@ -31,8 +30,9 @@ class Sampler:
         device: torch.device,
         drawer: draw.Drawer | None = None,
     ) -> None:
-        """Start with no rows. drawer: None draws by torch."""
+        """Start with no rows. drawer: None chooses by torch."""
         self._drawer = drawer
+        self._likeliest = draw.likeliest if drawer is None else drawer.likeliest
         self.rows = SamplingRows(max_pool_rows, vocab_size, eos_token_ids, device)
         self._penalties = Penalties(max_pool_rows, vocab_size, device)
         self._device = device
@@ -59,7 +59,7 @@ class Sampler:
             self._penalise(logits, pool_rows, np.flatnonzero(kinds & PENALISED))
         if masks is not None:
             masks.apply(logits)
-        tokens = draw.likeliest(logits)
+        tokens = self._likeliest(logits)
         if needed & RANDOM:
             self._draw(logits, tokens, pool_rows, positions, np.flatnonzero(kinds & RANDOM))
         if needed & PENALISED:
@@ -72,7 +72,7 @@ class Sampler:
         the noise of these positions, without penalties, bias and grammar. Nothing is counted.
         """
         kinds = self.rows.kinds[pool_rows]
-        tokens = draw.likeliest(logits)
+        tokens = self._likeliest(logits)
         if int(np.bitwise_or.reduce(kinds, initial=0)) & RANDOM:
             self._draw(logits, tokens, pool_rows, positions, np.flatnonzero(kinds & RANDOM))
         return tokens
@@ -129,17 +129,15 @@ class Sampler:
         """Replace the tokens of the rows at `places` by drawn ones."""
         own = pool_rows[places]
         index = upload((places, own, positions[places]), self._device)
-        uniforms = uniform(self.rows.seeds(index[1]), index[2])
+        draws = draw.Draws(index[0], index[1], index[2], tokens, self.rows)
         if self._drawer is not None:
-            columns = (self.rows.temperature(index[1]), self.rows.top_p(index[1]), self.rows.min_p(index[1]))
-            draws = draw.Draws(places, self.rows.top_k[own], uniforms, *columns)
-            tokens[index[0]] = self._drawer(logits.contiguous(), draws)
+            tokens[index[0]] = self._drawer.draw(logits, draws)
             return
         scaled = logits[index[0]] / self.rows.temperature(index[1])[:, None]
         self._drop_by_rank(scaled, own)
         if (self.rows.kinds[own] & MIN_P).any():
             scaled = draw.drop_by_min_p(scaled, self.rows.min_p(index[1]))
-        tokens[index[0]] = draw.draw(scaled, uniforms)
+        tokens[index[0]] = draw.draw(scaled, draws.uniforms())
 
     def _drop_by_rank(self, scaled: torch.Tensor, pool_rows: Int32Array) -> None:
         """Apply top_k and top_p, in place, to the rows that have one; ranking the others would be for nothing."""

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenyard.executor.attention.backend import AttentionSpec
+from tokenyard.executor.attention.backend import AttentionSpec, Place, PooledAttention, store
 from tokenyard.executor.attention.triton.attend import SPLITS, Blocks, Layer, attend, block_size
 from tokenyard.executor.attention.triton.layers import add_norm, norm, rotate_and_store, silu_gate
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
@@ -52,13 +52,15 @@ class TritonAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """Store keys and values and attend; see AttentionBackend."""
-        keys, values = self._pool.layer(layer)
-        keys.index_copy_(0, batch.slots, k)
-        values.index_copy_(0, batch.slots, v)
+        store(self.place(layer, batch), k, v)
         return self.attend(layer, q, batch)
 
+    def place(self, layer: int, batch: ForwardBatch) -> Place:
+        """Where a layer's keys and values of a batch belong; see PooledAttention."""
+        return Place(batch.slots, *self._pool.layer(layer))
+
     def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attend with keys and values that are in the pool: as `forward` behind its writes."""
+        """Attend with keys and values that are in the pool; see PooledAttention."""
         keys, values = self._pool.layer(layer)
         if q.stride(2) != 1 or q.stride(1) != self._head_dim:
             q = q.contiguous()
@@ -80,14 +82,14 @@ class TritonAttention:
 
 
 class TritonKernels:
-    """FusedKernels by Triton, around a TritonAttention."""
+    """FusedKernels by Triton, around what attends."""
 
     norm = staticmethod(norm)
     add_norm = staticmethod(add_norm)
     silu_gate = staticmethod(silu_gate)
 
-    def __init__(self, attention: TritonAttention, pool: KvPool) -> None:
-        self._attention, self._pool = attention, pool
+    def __init__(self, attention: PooledAttention) -> None:
+        self._attention = attention
 
     def attend(
         self,
@@ -99,7 +101,7 @@ class TritonKernels:
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Rotate, store and attend; see FusedKernels."""
-        q = rotate_and_store(qkv, cos_sin, batch.slots, *self._pool.layer(layer), norm_weight, eps)
+        q = rotate_and_store(qkv, cos_sin, *self._attention.place(layer, batch), norm_weight, eps)
         return self._attention.attend(layer, q, batch)
 
 

@@ -1,0 +1,97 @@
+"""Attention by flashinfer, over a module of its signatures: what is planned, whole models, and what is refused."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.executor import fake_flashinfer
+from tests.executor.pretend_gpu import Watch, pretend_driver
+from tests.executor.test_windows import load, small_pools, yard_of  # noqa: F401
+from tests.executor.tiny_models import greedy, prompt_of
+from tokenyard.base import ConfigError
+from tokenyard.executor import backends
+from tokenyard.executor.attention import flashinfer
+from tokenyard.executor.attention.flashinfer import FlashInferAttention, why_not
+from tokenyard.executor.load import read_folder_config
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """As if the package were there and took the CPU, and heads and types of the tiny models."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.setattr(backends, "flashinfer_why_not", lambda *_: "")
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 64)
+
+
+@pytest.mark.parametrize(
+    ("case", "page_size"), [("llama-odd", 1), ("qwen3-layers", 4), ("phi3-partial-window", 16), ("gemma2", 4)]
+)
+def test_greedy_tokens_under_a_schedule_of_all_kinds(fake, make_driver, case, page_size):
+    driver = make_driver(case, page_size=page_size, model_impl="torch", attention_backend="flashinfer")
+    assert "flashinfer" in driver.info.kernels
+    prompts = [prompt_of(length, seed=length) for length in (3, 40, 33)]
+    *rows, late = [driver.start(prompt) for prompt in prompts]
+    driver.step(*[(row, None) for row in rows])
+    for count in (20, None):
+        driver.step((late, count), *[(row, 1) for row in rows])
+    driver.step(*[(row, 1) for row in (*rows, late)])
+    for prompt, row in zip(prompts, (*rows, late), strict=True):
+        assert row.output == greedy(case, prompt, len(row.output))
+
+
+def test_layers_with_a_window_in_a_pool_of_their_own(fake, folder):
+    executor = load(folder, "gemma3", 4, 180, attention_backend="flashinfer")
+    assert executor.info.windows.num_pages < executor.info.num_pages
+    yard = yard_of(executor)
+    prompts = [prompt_of(length, seed=length) for length in (44, 7)]
+    numbers = [yard.submit(prompt, max_new=4) for prompt in prompts]
+    yard.run()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        assert yard.tokens[number] == greedy("gemma3", prompt, 4)
+
+
+def test_a_window_reads_no_pages_before_it(fake, make_driver):
+    driver = make_driver("mistral-window", page_size=4, model_impl="torch", attention_backend="flashinfer")
+    attention = driver.executor.model.attention
+    [window] = set(driver.executor.model.attention_spec.windows)
+    row = driver.start(prompt_of(90, seed=1))
+    driver.generate(row, 3)
+    planned = attention._plans[-1].decode[window].planned
+    assert len(planned.indices) <= window // 4 + 2
+    assert row.output == greedy("mistral-window", prompt_of(90, seed=1), 3)
+
+
+def test_a_step_waits_for_nothing(fake, folder, monkeypatch):
+    config = read_folder_config(Path(folder("qwen3-layers")))
+    driver = pretend_driver(monkeypatch, config, 4)
+    executor = driver.executor
+    executor.model.attention = FlashInferAttention(
+        executor.kv_pool, executor.pages, executor.model.attention_spec, config.num_heads
+    )
+    rows = [driver.start(prompt_of(length, seed=length)) for length in (3, 60)]
+    late = driver.start(prompt_of(90, seed=9))
+    with Watch():
+        driver.launch(*[(row, None) for row in rows])
+        driver.launch((late, 40), *[(row, 1) for row in rows])
+        driver.launch(*[(row, 1) for row in rows])
+
+
+def test_what_cannot_serve_is_told_in_one_line(folder, monkeypatch):
+    config = replace(read_folder_config(Path(folder("llama"))), head_dim=128)
+    half = torch.bfloat16
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install" in why_not(CUDA, half, config)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert not why_not(CUDA, half, config)
+    assert "CUDA device, not cpu" in why_not(CPU, half, config)
+    assert "not 80" in why_not(CUDA, half, replace(config, head_dim=80))
+    assert "not float32" in why_not(CUDA, torch.float32, config)
+    assert "sinks" in why_not(CUDA, half, replace(config, sinks=True))
+    for impl, device, word in (("auto", CPU, "CUDA device"), ("native", CUDA, "needs model_impl torch")):
+        with pytest.raises(ConfigError, match=word):
+            backends.choose_backends(impl, "flashinfer", "none", config, half, device, 1)

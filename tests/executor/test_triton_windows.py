@@ -1,0 +1,79 @@
+"""Layers with a window in a KV pool of their own, attended by Triton: float64, transformers, and recorded steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.executor.tiny_models import DEVICE, greedy, prompt_of
+from tests.executor.triton_here import need_triton
+
+need_triton()
+
+from tests.executor.checking import CheckedAttention  # noqa: E402
+from tests.executor.test_windows import load, small_pools, yard_of  # noqa: E402, F401
+from tokenyard.base import SamplingParams  # noqa: E402
+from tokenyard.executor.attention.grouped import GroupedPooledAttention  # noqa: E402
+from tokenyard.executor.attention.triton.backend import TritonAttention  # noqa: E402
+from tokenyard.executor.graphs import RecordedModel  # noqa: E402
+from tokenyard.executor.load import read_folder_config  # noqa: E402
+
+TOKENS = 3
+
+
+def answers(executor, case, prompts, chunk=16):
+    """Serve prompts together under the scheduler, in chunks, and hold their tokens to transformers'."""
+    yard = yard_of(executor, chunked_prefill_size=chunk)
+    sampling = SamplingParams(max_new_tokens=TOKENS, temperature=0.0)
+    numbers = [yard.submit(prompt, sampling=sampling) for prompt in prompts]
+    while yard.advance():
+        yard.check()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        assert yard.tokens[number] == greedy(case, prompt, TOKENS)
+
+
+@pytest.mark.parametrize(("case", "page_size"), [("gemma3", 4), ("gpt-oss", 1)])
+def test_greedy_tokens_are_those_of_transformers(folder, case, page_size):
+    executor = load(folder, case, page_size, 180, attention_backend="triton")
+    assert executor.info.windows.num_pages < executor.info.num_pages
+    answers(executor, case, [prompt_of(length, seed=length) for length in (34, 7)])
+
+
+def test_each_group_attends_as_float64_does(folder):
+    executor = load(folder, "gemma3", 4, 180, attention_backend="gather")
+    checked, model = [], executor.model
+
+    def make(pool, pages, spec):
+        heads = read_folder_config(Path(folder("gemma3"))).num_heads
+        checked.append(CheckedAttention(TritonAttention(pool, pages, spec, heads), pool, pages, spec))
+        return checked[-1]
+
+    model.attention = GroupedPooledAttention(make, executor.kv_pool, executor.pages, model.attention_spec)
+    answers(executor, "gemma3", [prompt_of(length, seed=length) for length in (30, 6)])
+    assert len(checked) == 2
+    assert min(one.checked for one in checked) > 2
+
+
+def test_rows_that_fill_up_a_recorded_step_write_to_page_0_of_both_pools(folder):
+    executor = load(folder, "gemma3", 4, 180, attention_backend="triton")
+    config, written, played = read_folder_config(Path(folder("gemma3"))), [], []
+    attention = executor.model.attention
+
+    def record(work):
+        work()
+
+        def play():
+            work()
+            played.append(len(attention._batches[0].slots))
+            written.append((attention._batches[0].slots.tolist(), attention._batches[1].slots.tolist()))
+
+        return play
+
+    with torch.inference_mode():
+        executor.model = RecordedModel(executor.model, config, 4, torch.device(DEVICE), record)
+    answers(executor, "gemma3", [prompt_of(length, seed=length) for length in (9, 5, 4)], chunk=64)
+    assert 4 in played
+    for window_slots, slots in written:
+        filling = [slot < 4 for slot in slots]
+        assert filling == [slot < 4 for slot in window_slots]
+        assert len(slots) < 4 or any(filling)

@@ -1,0 +1,175 @@
+"""Attention by the kernels of the package flashinfer, straight over the page table (Ye et al. 2025, arXiv 2501.01005).
+
+Arguments are those of flashinfer-python 0.7.2.post1, and 0.6.18 has the same. The package has never been run here: the
+tests have one of the same signatures in its place.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenyard.executor.attention.backend import AttentionSpec, Place, store
+from tokenyard.executor.forward_batch import ForwardBatch, PageTable, pinned, upload
+from tokenyard.executor.kv_pool import KvPool
+from tokenyard.executor.models.config import ModelConfig
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16)
+WORKSPACE_BYTES = 128 << 20
+"""What the package recommends."""
+PLANS = 2
+"""Plans that are kept: a step is planned while the one before still runs by its own."""
+CUDA_CORE_GROUPS = (1, 2)
+"""Query heads per key-value head for which decodes do without tensor cores, which waste most of a tile then."""
+
+
+def why_not(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> str:
+    """Return why flashinfer cannot serve a model, "" if it can."""
+    if device.type != "cuda":
+        return f"flashinfer needs a CUDA device, not {device.type}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "the package flashinfer is not installed (pip install 'tokenyard[flashinfer]')"
+    if config.head_dim not in HEAD_DIMS:
+        return f"flashinfer takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {config.head_dim}"
+    if dtype not in DTYPES:
+        return f"flashinfer takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if config.sinks:
+        return "its kernels that choose by themselves know no attention sinks, which this model has"
+    return ""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The wrappers of a step, by window, and what tells that the device has taken in their plan (None on a CPU)."""
+
+    decode: dict[int, Any]
+    extend: dict[int, Any]
+    taken: torch.cuda.Event | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Which pages rows read. indptr, last: int32 on the host, where the pages of each row begin and how many tokens its
+    last one has. pages: int32 on the device.
+    """
+
+    indptr: torch.Tensor
+    pages: torch.Tensor
+    last: torch.Tensor
+
+
+class FlashInferAttention:
+    """A PooledAttention by flashinfer: decodes by its decode wrapper, all other rows by that of prompts on a prefix.
+
+    A step is planned once for each size of window. A plan depends on lengths, so steps cannot be recorded as CUDA
+    graphs.
+    """
+
+    def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int) -> None:
+        # Here, because it compiles and loads much, and is not installed everywhere.
+        import flashinfer
+
+        self._pool, self._pages, self._spec, self._heads = pool, pages, spec, heads
+        self._kv_heads, self._head_dim = pool.tensor.shape[3:]
+        device = pool.tensor.device
+        # Zeros, as the decode wrapper asks for. Launches of one stream follow each other, so all may share it.
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        cores = heads // self._kv_heads not in CUDA_CORE_GROUPS
+
+        decode = partial(flashinfer.BatchDecodeWithPagedKVCacheWrapper, workspace, "NHD", use_tensor_cores=cores)
+        extend = partial(flashinfer.BatchPrefillWithPagedKVCacheWrapper, workspace, "NHD")
+
+        def plan() -> _Plan:
+            windows = dict.fromkeys(spec.windows)
+            taken = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            return _Plan({window: decode() for window in windows}, {window: extend() for window in windows}, taken)
+
+        self._plans = [plan() for _ in range(PLANS)]
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Plan the step for each window; see AttentionBackend."""
+        self._plans.append(self._plans.pop(0))
+        plan = self._plans[-1]
+        if plan.taken is not None:
+            # A plan leaves from pinned memory of its wrapper, which the next one overwrites. It was taken in steps ago.
+            plan.taken.synchronize()
+        decodes, firsts = batch.decode_rows, np.cumsum(batch.counts) - batch.counts
+        for window in plan.decode:
+            options = self._options(window)
+            if decodes:
+                keys = self._keys(batch, firsts, slice(0, decodes), window)
+                plan.decode[window].plan(keys.indptr, keys.pages, keys.last, *self._shape(), **options)
+            if decodes < len(firsts):
+                keys = self._keys(batch, firsts, slice(decodes, None), window)
+                queries = self._host(_offsets(batch.counts[decodes:]))
+                plan.extend[window].plan(
+                    *(queries, keys.indptr, keys.pages, keys.last), *self._shape(), causal=True, **options
+                )
+        if plan.taken is not None:
+            plan.taken.record()
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Store keys and values and attend; see AttentionBackend."""
+        store(self.place(layer, batch), k, v)
+        return self.attend(layer, q, batch)
+
+    def place(self, layer: int, batch: ForwardBatch) -> Place:
+        """Where a layer's keys and values of a batch belong; see PooledAttention."""
+        return Place(batch.slots, *self._pool.layer(layer))
+
+    def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attend with keys and values that are in the pool; see PooledAttention."""
+        q, decodes, plan, window = q.contiguous(), batch.decode_rows, self._plans[-1], self._spec.windows[layer]
+        shape = (-1, self._pages.page_size, self._kv_heads, self._head_dim)
+        keys, values = (side.view(shape) for side in self._pool.layer(layer))
+        out = torch.empty_like(q)
+        if decodes:
+            plan.decode[window].run(q[:decodes], (keys, values), out=out[:decodes])
+        if decodes < len(q):
+            plan.extend[window].run(q[decodes:], (keys, values), out=out[decodes:])
+        return out.flatten(1)
+
+    def _shape(self) -> tuple[int, int, int, int]:
+        return self._heads, self._kv_heads, self._head_dim, self._pages.page_size
+
+    def _options(self, window: int) -> dict[str, Any]:
+        dtype = self._pool.tensor.dtype
+        # Its window does not count the token itself, and -1 is none.
+        return {
+            "window_left": window - 1,
+            "logits_soft_cap": self._spec.softcap or None,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+            "sm_scale": self._spec.scale,
+        }
+
+    def _keys(self, batch: ForwardBatch, firsts: npt.NDArray[np.int64], rows: slice, window: int) -> _Keys:
+        """The pages that some rows read, from those on that the window of their first query reaches."""
+        page_size, device = self._pages.page_size, batch.positions.device
+        starts, ends = batch.starts[rows], (batch.starts + batch.counts)[rows]
+        first_page = np.maximum(starts - (window - 1), 0) // page_size if window else np.zeros_like(starts)
+        counts = -(-ends // page_size) - first_page
+        indptr = _offsets(counts)
+        columns = upload((firsts[rows], counts, first_page - indptr[:-1]), device)
+        total = int(indptr[-1])
+        # The size is given, as the host would wait for it.
+        row = torch.repeat_interleave(columns[1], output_size=total)
+        column = torch.arange(total, device=device) + columns[2][row]
+        pages = self._pages.tensor[batch.pool_rows[columns[0]][row], column]
+        return _Keys(self._host(indptr), pages, self._host((ends - 1) % page_size + 1))
+
+    def _host(self, column: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Numbers as int32 on the host, in memory that the device can read by itself."""
+        return pinned(column.astype(np.int32), self._pool.tensor.device)
+
+
+def _offsets(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where each of some runs begins, and where the last one ends."""
+    return np.concatenate(([0], np.cumsum(counts)))
