@@ -1,10 +1,14 @@
 """What the executor does on a CUDA device: is it right, how near to the device's limits, does overlap hide the host.
 
-Run from the repository root: `python -m benchmarks.gpu [--steps 30] [--profiles FOLDER]`. It takes some minutes and
-needs no checkpoint; weights are random. Each result is one line of JSON, printed as soon as it is there; a part that
-fails says so in its line and the others go on. Ends with 1 if a part failed or the device computes other tokens than
-the CPU. Without a CUDA device it says so and ends well; `--rehearse` then runs all parts on the CPU with tiny shapes,
-where only failures mean something.
+Run from the repository root: `python -m benchmarks.gpu [--steps 30] [--profiles FOLDER] [--shapes NAME] [--limit-s S]`.
+It takes some minutes and needs no checkpoint; weights are random. Each result is one line of JSON, printed as soon as
+it is there, with the seconds since the start. A part that fails, for want of a package for instance, says so in its
+line, and the others go on. Parts that would begin after `--limit-s` are left out and say so. Ends with 1 if a part
+failed or the device computes other tokens than the CPU. Without a CUDA device it says so and ends well; `--rehearse`
+then runs all parts on the CPU with tiny shapes, where only failures mean something.
+
+All parts but the last two of a shape need torch, triton, numpy, safetensors, tokenizers and jinja2 alone; the profile
+needs all that the package needs, and the comparison transformers besides.
 
 The floor of a decode step is the time to read all weights and the KV of all rows once, at the bandwidth of a large
 copy measured in the same run; the floor of a prefill is the time of its products, attention's among them, at the rate
@@ -26,15 +30,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_peer import compare
+from benchmarks.gpu_choices import measure_choices
 from benchmarks.step_plans import GREEDY, EqualRows
 from tests.executor.driver import Driver
 from tokenyard.base import SamplingParams
-from tokenyard.cli.calibrate import fit_and_judge, make_profile
-from tokenyard.config import Settings
 from tokenyard.cost.calibration import Rig, measure_all, points
 from tokenyard.cost.profiles import save_profile
 from tokenyard.executor.load import load_executor, read_folder_config
@@ -161,6 +163,8 @@ class RecordedWeights(DummyWeights):
 
 def write_model(folder: Path, config: dict, *, with_weights: bool) -> Path:
     """Write a model folder with random weights, or with its config alone."""
+    from safetensors.torch import save_file
+
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     if with_weights:
@@ -272,7 +276,9 @@ def device_per_step(executor: ModelExecutor, rows: EqualRows, scale: Scale) -> f
     activity = ProfilerActivity.CUDA if scale.on_gpu else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         wall_per_step(executor, rows, 3, in_flight=2)
-    total_us = sum(event.self_device_time_total for event in profiler.key_averages())
+    # Events of the host repeat the time of the kernels that they launch.
+    kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    total_us = sum(event.self_device_time_total for event in kernels)
     if scale.on_gpu and not total_us:
         raise RuntimeError("the profiler saw no kernel")
     return total_us / 1e6 / 3
@@ -359,6 +365,9 @@ def measure_prefill(executor: ModelExecutor, config: ModelConfig, scale: Scale) 
 
 def write_profile(name: str, folder: Path, scale: Scale) -> Iterator[dict]:
     """Calibrate as `tokenyard calibrate` does and write the profile."""
+    from tokenyard.cli.calibrate import fit_and_judge, make_profile
+    from tokenyard.config import Settings
+
     executor = load_shape(folder, scale, None)
     wanted = points(executor.info)
     measured = list(measure_all(Rig(executor), wanted, time.monotonic, scale.calibration_s))
@@ -373,6 +382,8 @@ def write_profile(name: str, folder: Path, scale: Scale) -> Iterator[dict]:
 
 def against_transformers(folder: Path, config: dict, scale: Scale) -> Iterator[dict]:
     """The same requests through our engine and through transformers' continuous batching."""
+    from benchmarks.gpu_peer import compare
+
     requests, prompt_tokens, new_tokens = scale.peer
     what = {"requests": requests, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
     yield {**what, **compare(folder, config, str(scale.device), *scale.peer)}
@@ -398,15 +409,19 @@ def largest_steps(folder: Path, scale: Scale) -> Iterator[dict]:
         yield {"gib": {"peak": peak_bytes / 2**30, "free": free_bytes / 2**30, "all": all_bytes / 2**30}}
 
 
-def tell(part: str, lines: Iterator[dict]) -> bool:
-    """Print the lines of a part as they come; returns whether all went well."""
+def tell(part: str, lines: Iterator[dict], begin_s: float = 0.0) -> bool:
+    """Print the lines of a part as they come; returns whether all went well. begin_s: when the run began."""
+
+    def show(line: dict) -> None:
+        print(json.dumps({"part": part, **line, "at_s": round(time.monotonic() - begin_s, 1)}), flush=True)
+
     good = True
     try:
         for line in lines:
-            print(json.dumps({"part": part, **line}), flush=True)
+            show(line)
             good = good and line.get("tokens_as_on_cpu", True)
     except Exception as error:  # whatever it is, the other parts are worth having
-        print(json.dumps({"part": part, "error": f"{type(error).__name__}: {error}"}), flush=True)
+        show({"error": f"{type(error).__name__}: {error}"})
         good = False
     # A failure may have left a model behind, and the next part needs the memory.
     gc.collect()
@@ -414,18 +429,29 @@ def tell(part: str, lines: Iterator[dict]) -> bool:
     return good
 
 
-def measure(scale: Scale) -> bool:
-    """Run all parts; returns whether all went well."""
-    good = [tell("device", describe(scale))]
+def measure(scale: Scale, limit_s: float = float("inf")) -> bool:
+    """Run all parts that begin within the limit; returns whether all went well."""
+    begin_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        good.append(tell("float32 greedy", check_exactness(scale, Path(scratch))))
-        for number, (shape, config) in enumerate(scale.shapes.items()):
-            folder = write_model(Path(scratch) / f"shape{number}", config, with_weights=False)
-            good.append(tell(f"steps, {shape}", measure_shape(shape, folder, scale)))
-            good.append(tell(f"largest steps, {shape}", largest_steps(folder, scale)))
-            good.append(tell(f"profile, {shape}", write_profile(shape, folder, scale)))
-            good.append(tell(f"beside transformers, {shape}", against_transformers(folder, config, scale)))
-    return all(good)
+        good = True
+        for part, lines in parts(scale, Path(scratch)):
+            if time.monotonic() - begin_s > limit_s:
+                lines = iter([{"left_out": "no time is left for it"}])
+            good = tell(part, lines, begin_s) and good
+    return good
+
+
+def parts(scale: Scale, scratch: Path) -> Iterator[tuple[str, Iterator[dict]]]:
+    """The parts of a run, those without which the others mean nothing first."""
+    yield "device", describe(scale)
+    yield "float32 greedy", check_exactness(scale, scratch)
+    for number, (shape, config) in enumerate(scale.shapes.items()):
+        folder = write_model(scratch / f"shape{number}", config, with_weights=False)
+        yield f"steps, {shape}", measure_shape(shape, folder, scale)
+        yield f"choices, {shape}", measure_choices(config["vocab_size"], scale.batches, scale.steps, scale.device)
+        yield f"largest steps, {shape}", largest_steps(folder, scale)
+        yield f"profile, {shape}", write_profile(shape, folder, scale)
+        yield f"beside transformers, {shape}", against_transformers(folder, config, scale)
 
 
 def main() -> int:
@@ -434,14 +460,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, help="decode steps per figure")
     parser.add_argument("--profiles", type=Path, default=Path(), help="folder for cost profiles [here]")
     parser.add_argument("--rehearse", action="store_true", help="run all parts on the CPU with tiny shapes")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="which shapes [all]")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no part after so many seconds")
     options = parser.parse_args()
     if options.rehearse:
         with tempfile.TemporaryDirectory() as profiles:
-            return 0 if measure(rehearsal(Path(profiles))) else 1
+            return 0 if measure(rehearsal(Path(profiles)), options.limit_s) else 1
     if not torch.cuda.is_available():
         print("no CUDA device here, nothing to measure")
         return 0
-    return 0 if measure(full_scale(options.steps, options.profiles)) else 1
+    scale = full_scale(options.steps, options.profiles)
+    scale = replace(scale, shapes={name: SHAPES[name] for name in options.shapes})
+    return 0 if measure(scale, options.limit_s) else 1
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def run_transformers(config: dict, device: str, first: list, second: list, new_t
 
     fields = {name: value for name, value in config.items() if name != "architectures"}
     made = AutoConfig.for_model(TYPES[config["architectures"][0]], **fields)
-    model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval().to(device)
+    # Where it runs: drawing billions of weights on a CPU takes minutes.
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval()
     how = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     with torch.no_grad():
         model.generate_batch(first, generation_config=how)

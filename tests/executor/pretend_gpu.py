@@ -1,5 +1,7 @@
 """A device to run steps on where there is no GPU: tensors without data (torch's `meta`), and a watch over the steps."""
 
+from contextlib import contextmanager
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,7 +25,8 @@ class Waited(AssertionError):
 
 
 class Watch(TorchDispatchMode):
-    """Raises Waited for copies that are not asynchronous and for tensors of two devices in one operation.
+    """Raises Waited for copies that are not asynchronous, for those to the device that are on the stream of steps, and
+    for tensors of two devices in one operation.
 
     What needs data on the host (item, nonzero, masks as indices) fails on `meta` anyway.
     """
@@ -50,10 +53,38 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         if not non_blocking:
             raise Waited(f"a blocking copy of {tuple(source.shape)} from {source.device} to {target}")
+        if target == GPU and CURRENT[-1] is not UPLOADS:
+            raise Waited(f"a copy of {tuple(source.shape)} to the device that waits for the step before")
         host = source if source.device.type == "cpu" else args[0]
         if not getattr(host, "pinned", False):
             raise Waited(f"a copy of {tuple(source.shape)} to or from memory that is not pinned")
         return args[0] if target.type == "cpu" else func(*args, **kwargs)
+
+
+class Stream:
+    """A stream."""
+
+    def wait_stream(self, other):
+        """Nothing to wait for: nothing takes time."""
+
+
+STEPS, UPLOADS = Stream(), Stream()
+CURRENT = [STEPS]
+"""The stream in use now is the last one."""
+
+
+@contextmanager
+def _on(stream):
+    CURRENT.append(stream)
+    try:
+        yield
+    finally:
+        CURRENT.pop()
+
+
+def _in_use(tensor, stream):
+    """An upload's memory is in use on the stream of steps."""
+    assert stream is STEPS
 
 
 class Event:
@@ -87,6 +118,10 @@ def pretend_driver(monkeypatch, config, page_size):
     monkeypatch.setattr(torch.Tensor, "pin_memory", _pinned)
     monkeypatch.setattr(torch, "tensor", _tensor)
     monkeypatch.setattr("tokenyard.executor.streams._timing_event", Event)
+    monkeypatch.setattr("tokenyard.executor.streams._upload_stream", lambda device: UPLOADS)
+    monkeypatch.setattr("tokenyard.executor.streams._current_stream", lambda: STEPS)
+    monkeypatch.setattr(torch.cuda, "stream", _on)
+    monkeypatch.setattr(torch.Tensor, "record_stream", _in_use)
     info = ExecutorInfo(
         model="pretended",
         device="cuda:0",

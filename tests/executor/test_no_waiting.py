@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.executor.pretend_gpu import GPU, Waited, Watch, pretend_driver
+from tests.executor.pretend_gpu import GPU, UPLOADS, Waited, Watch, pretend_driver
 from tests.executor.test_graphs import TableAttention
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import LogprobOptions, SamplingParams
@@ -109,7 +109,9 @@ def test_the_watch_sees_what_waits(driver):
         on_device = send(numbers, GPU)
         with pytest.raises(Waited, match="blocking"):
             torch.from_numpy(numbers).to(GPU)
-        with pytest.raises(Waited, match="not pinned"):
+        with pytest.raises(Waited, match="waits for the step before"):
+            torch.from_numpy(numbers).pin_memory().to(GPU, non_blocking=True)
+        with pytest.raises(Waited, match="not pinned"), torch.cuda.stream(UPLOADS):
             torch.from_numpy(numbers).to(GPU, non_blocking=True)
         with pytest.raises(Waited, match="blocking"):
             on_device.cpu()

@@ -33,6 +33,24 @@ def test_results_leave_behind_the_step_on_a_stream_of_their_own(monkeypatch):
     assert log == [("waits for", "the step's"), ("on", own), "copies", ("off", own)]
 
 
+def test_inputs_go_up_on_a_stream_of_their_own_and_the_step_follows(monkeypatch):
+    log = []
+    uploads, steps = Stream(log), Stream(log)
+
+    @contextmanager
+    def on(stream):
+        log.append(("on", stream))
+        yield
+        log.append(("off", stream))
+
+    monkeypatch.setattr(streams, "_upload_stream", lambda device: uploads)
+    monkeypatch.setattr(streams, "_current_stream", lambda: steps)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(("in use on", stream)))
+    assert streams.uploaded(torch.ones(2), torch.device("meta")).device.type == "meta"
+    assert log == [("on", uploads), ("off", uploads), ("waits for", uploads), ("in use on", steps)]
+
+
 def test_on_a_cpu_nothing_is_copied():
     copies, tensor = streams.Copies(torch.device("cpu")), torch.zeros(3)
     with copies.after_step():

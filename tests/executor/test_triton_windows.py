@@ -18,7 +18,7 @@ from tokenyard.executor.attention.triton.backend import TritonAttention  # noqa:
 from tokenyard.executor.graphs import RecordedModel  # noqa: E402
 from tokenyard.executor.load import read_folder_config  # noqa: E402
 
-TOKENS = 3
+TOKENS = 2
 
 
 def answers(executor, case, prompts, chunk=16):
@@ -40,23 +40,23 @@ def test_greedy_tokens_are_those_of_transformers(folder, case, page_size):
 
 
 def test_each_group_attends_as_float64_does(folder):
-    executor = load(folder, "gemma3", 4, 180, attention_backend="gather")
+    executor = load(folder, "qwen3-layers", 4, 180, attention_backend="gather")
     checked, model = [], executor.model
 
     def make(pool, pages, spec):
-        heads = read_folder_config(Path(folder("gemma3"))).num_heads
+        heads = read_folder_config(Path(folder("qwen3-layers"))).num_heads
         checked.append(CheckedAttention(TritonAttention(pool, pages, spec, heads), pool, pages, spec))
         return checked[-1]
 
     model.attention = GroupedPooledAttention(make, executor.kv_pool, executor.pages, model.attention_spec)
-    answers(executor, "gemma3", [prompt_of(length, seed=length) for length in (30, 6)])
+    answers(executor, "qwen3-layers", [prompt_of(length, seed=length) for length in (24, 6)])
     assert len(checked) == 2
-    assert min(one.checked for one in checked) > 2
+    assert min(one.checked for one in checked) > 1
 
 
 def test_rows_that_fill_up_a_recorded_step_write_to_page_0_of_both_pools(folder):
-    executor = load(folder, "gemma3", 4, 180, attention_backend="triton")
-    config, written, played = read_folder_config(Path(folder("gemma3"))), [], []
+    executor = load(folder, "qwen3-layers", 4, 180, attention_backend="triton")
+    config, written, played = read_folder_config(Path(folder("qwen3-layers"))), [], []
     attention = executor.model.attention
 
     def record(work):
@@ -71,7 +71,7 @@ def test_rows_that_fill_up_a_recorded_step_write_to_page_0_of_both_pools(folder)
 
     with torch.inference_mode():
         executor.model = RecordedModel(executor.model, config, 4, torch.device(DEVICE), record)
-    answers(executor, "gemma3", [prompt_of(length, seed=length) for length in (9, 5, 4)], chunk=64)
+    answers(executor, "qwen3-layers", [prompt_of(length, seed=length) for length in (5, 4, 3)], chunk=64)
     assert 4 in played
     for window_slots, slots in written:
         filling = [slot < 4 for slot in slots]

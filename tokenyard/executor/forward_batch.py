@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array, StepPlan
+from tokenyard.executor.streams import uploaded
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ def send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return torch.from_numpy(array)
     # The allocator of pinned memory does not hand it out again before the copy is done.
-    return pinned(array, device).to(device, non_blocking=True)
+    return uploaded(pinned(array, device), device)
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

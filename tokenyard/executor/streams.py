@@ -1,5 +1,6 @@
-"""The order of work on a device: a step's own, and its results' way to the host beside the steps that follow."""
+"""The order of work on a device: a step's own, and the ways of inputs and results beside the steps around it."""
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,29 @@ class Copies:
             # The tensor is freed before the copy is done; its memory must not be given to a later step until then.
             tensor.record_stream(self._stream)
         return host
+
+
+def uploaded(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of pinned memory on the device; the host waits for nothing.
+
+    On CUDA the copy goes on a stream of its own, beside the step that runs: on the stream of steps it would begin when
+    that step has ended, and the device would stand still meanwhile. What is queued from now on comes behind the copy.
+    """
+    stream = _upload_stream(device)
+    if stream is None:
+        return host.to(device, non_blocking=True)
+    with torch.cuda.stream(stream):
+        tensor = host.to(device, non_blocking=True)
+    steps = _current_stream()
+    steps.wait_stream(stream)
+    # Its memory belongs to the stream of uploads, which must not use it again before the step has done with it.
+    tensor.record_stream(steps)
+    return tensor
+
+
+@functools.cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return _copy_stream(device) if device.type == "cuda" else None
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -44,7 +44,7 @@ class GroupedAttention(Generic[Backend]):
         """Work out what the step needs in each group; see AttentionBackend."""
         slots = self._window_pages.slots(batch.pool_rows, batch.positions).to(torch.int64)
         # Rows that fill up a recorded batch write to page 0 in either pool; they only look like pool row 0.
-        slots = torch.where(batch.slots < self._window_pages.page_size, 0, slots)
+        slots.masked_fill_(batch.slots < self._window_pages.page_size, 0)
         self._batches = [replace(batch, slots=slots, attention={}), batch]
         for backend, own in zip(self._backends, self._batches, strict=False):
             backend.prepare(own)
