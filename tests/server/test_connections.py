@@ -1,6 +1,7 @@
 """What a connection may send, how long the server waits for it, and which are answered when there are too many."""
 
 import asyncio
+import json
 import socket
 import time
 
@@ -91,6 +92,22 @@ def test_headers_and_trailers_without_an_end_are_refused(sent, begin, endless):
     assert connection.transport.written.count(b" 431 ") == 1
     assert b"headers_too_large" in connection.transport.written
     assert len(connection.headers) < LONGEST_HEAD_BYTES / 4
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"\x16\x03\x01\x02", b"FOO / HTTP/1.1\r\n\r\n", HEAD + b"Content-Length: -5\r\n\r\n"]
+)
+def test_what_is_no_http_gets_an_error_like_any_other(sent, wrong):
+    connection = sent(wrong)
+    head, body = connection.transport.written.split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+    assert connection.transport.closed
+
+
+def test_what_is_no_http_behind_a_request_is_not_put_into_its_answer(sent):
+    connection = sent(HEAD + b"\r\n", b"\x16\x03\x01\x02")
+    assert (connection.transport.closed, connection.transport.written) == (True, b"")
 
 
 def test_a_chunk_line_without_an_end_is_refused(sent):

@@ -54,6 +54,10 @@ class HttpProtocol(HttpToolsProtocol):
             message = f"the headers are longer than {LONGEST_HEAD_BYTES} bytes"
             self._refuse(HttpError("headers_too_large", message))
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, in the form that all errors have."""
+        self._refuse(HttpError("invalid_request", "this is no valid HTTP/1.1 request"))
+
     def on_message_begin(self) -> None:
         """A request begins."""
         self._enter("head")
