@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
+from tokenyard.executor.hub import find_model
 from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
 from tokenyard.executor.load import (
     _device_of_rank,
@@ -155,6 +156,8 @@ def test_unused_tensors_are_named(copy, caplog):
         ({"rope_parameters": "x"}, "wrong type"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope needs 6 factors"),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "rope type 'ntk'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'linear' needs a factor above 0, not None"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": -4.0}}, "'yarn' needs a factor above 0, not -4"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq with None bits"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "supported are fp8, gptq"),
         ({"intermediate_size": 64}, "mlp.gate_proj.weight' has shape .80, 48., but config.json means .64, 48."),
@@ -175,6 +178,8 @@ def test_damaged_folders_are_refused(copy):
     refused(copy, "damaged")
     (copy / "model.safetensors").unlink()
     refused(copy, r"no \*.safetensors file")
+    (copy / "pytorch_model.bin").touch()
+    refused(copy, "pytorch_model.bin is not read, .* convert it to safetensors")
     (copy / "config.json").write_text("{")
     refused(copy, "cannot be read as JSON")
     (copy / "config.json").unlink()
@@ -270,3 +275,10 @@ def test_a_gpu_computes_exactly_and_needs_no_graph_per_length(monkeypatch):
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         torch.set_float32_matmul_precision(precision)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model-00001-of-00002.safetensors"])
+def test_pointers_of_git_lfs_are_told(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(ConfigError, match="git lfs pull"):
+        find_model(str(tmp_path))

@@ -5,6 +5,7 @@ from pathlib import Path
 from tokenyard.base import ConfigError
 from tokenyard.executor.gguf_file.folder import folder_of_gguf
 
+LFS_POINTER = b"version https://git-lfs"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -16,6 +17,7 @@ def find_model(path: str) -> Path:
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        _check_large_files(folder)
         return folder
     if folder.exists() and folder.suffix == ".gguf":
         return folder_of_gguf(folder)
@@ -24,6 +26,16 @@ def find_model(path: str) -> Path:
     if is_path(path):
         raise ConfigError(f"there is no model folder {path!r}")
     return _download(path)
+
+
+def _check_large_files(folder: Path) -> None:
+    """Raise ConfigError where `git clone` without Git LFS has left pointers in place of large files."""
+    for path in [folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))]:
+        if path.is_file():
+            with path.open("rb") as file:
+                begin = file.read(len(LFS_POINTER))
+            if begin == LFS_POINTER:
+                raise ConfigError(f"{path} is only a pointer of Git LFS; run `git lfs pull` in its folder")
 
 
 def is_path(name: str) -> bool:

@@ -126,9 +126,13 @@ def _shards(folder: Path) -> list[Path]:
     else:
         paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ConfigError(
-            f"{folder} holds no *.safetensors file (use load_format dummy to try a config without weights)"
+        pickled = next(folder.glob("*.bin"), None)
+        hint = (
+            f"{pickled.name} is not read, as loading it could run code; convert it to safetensors"
+            if pickled
+            else "use load_format dummy to try a config without weights"
         )
+        raise ConfigError(f"{folder} holds no *.safetensors file ({hint})")
     for path in paths:
         if path.parent != folder or not path.is_file():
             raise ConfigError(f"{path} is named in {INDEX_NAME} but is not in the model folder")

@@ -1,5 +1,6 @@
 """Reads a Hugging Face `config.json` into a ModelConfig."""
 
+import math
 from typing import Any
 
 from tokenyard.base import ConfigError
@@ -129,12 +130,16 @@ def _read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
         return RopeConfig(theta=theta, share=share)
     attention_factor = fields.get("attention_factor")
     stated = fields.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-    original = int(stated or positive(raw, "max_position_embeddings"))
+    longest = positive(raw, "max_position_embeddings")
+    original = int(stated or longest)
+    factor = float(fields.get("factor") or (0.0 if kind in ("linear", "llama3") else longest / original))
+    if not 0.0 < factor < math.inf:
+        raise ConfigError(f"config.json: rope type {kind!r} needs a factor above 0, not {fields.get('factor')!r}")
     return RopeConfig(
         kind=kind,
         theta=theta,
         share=share,
-        factor=float(fields.get("factor") or raw["max_position_embeddings"] / original),
+        factor=factor,
         original_context=original,
         low_freq_factor=float(fields.get("low_freq_factor", 1.0)),
         high_freq_factor=float(fields.get("high_freq_factor", 4.0)),
