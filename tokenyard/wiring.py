@@ -10,8 +10,9 @@ from typing import Any
 from tokenyard.base import ConfigError
 from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
+from tokenyard.config.rules import split_address
 from tokenyard.engine.adapters import parse_adapters
-from tokenyard.engine.processes.config import EngineConfig, TierConfig, TransferConfig
+from tokenyard.engine.processes.config import EngineConfig, NodesConfig, TierConfig, TransferConfig
 from tokenyard.engine.watch.recording import load_prior
 from tokenyard.executor.hub import find_model
 from tokenyard.executor.lora_config import read_lora_config
@@ -41,6 +42,8 @@ def located(settings: Settings) -> Settings:
 
 def engine_config(settings: Settings) -> EngineConfig:
     """What the engine must know, from effective settings. Raises ConfigError for names that do not exist."""
+    if settings.node_rank:
+        raise ConfigError("--node-rank is for `tokenyard serve`: only node 0 has a scheduler")
     # The engine takes the context length from the loaded model; here it only must not be in the way.
     scheduler = settings.scheduler_settings(context_length=settings.context_length or LONGEST_CONTEXT_TOKENS)
     create_policy(scheduler.schedule_policy, scheduler)
@@ -58,6 +61,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         "overlap": not settings.disable_overlap_schedule,
         "cost_profile": settings.believed_costs(),
         "kv_events_topic": events_topic(settings),
+        "nodes": nodes_config(settings),
         "transfer": TransferConfig(
             role=settings.disaggregation_mode,
             prefill_engines=settings.prefill_engines,
@@ -84,6 +88,15 @@ def engine_config(settings: Settings) -> EngineConfig:
         ),
     }
     return EngineConfig(**{name: getattr(settings, name) for name in alike} | derived)
+
+
+def nodes_config(settings: Settings) -> NodesConfig:
+    """The machines of a divided model, and which of them this is."""
+    host, port = split_address(settings.dist_init_addr) or ("", 0)
+    return NodesConfig(
+        *(settings.nnodes, settings.node_rank, host, port),
+        *(settings.dist_secret, settings.dist_timeout),
+    )
 
 
 def adapter_folders(settings: Settings) -> dict[str, str]:

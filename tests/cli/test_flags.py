@@ -210,6 +210,9 @@ def test_broken_yaml_is_told_in_one_line(tmp_path, content):
     assert "\n" not in error.value.message
 
 
+TWO_NODES = ("--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "5000")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -220,6 +223,14 @@ def test_broken_yaml_is_told_in_one_line(tmp_path, content):
         (["--tp-size", "2", "--enable-hierarchical-cache"], "so it cannot be stored yet"),
         (["--tp-size", "2", "--pp-size", "2"], "in one way or the other, not both yet"),
         (["--pp-async-batch-depth", "1"], "is for --pp-size 2 and more"),
+        (["--node-rank", "1"], "are for --nnodes 2 and more"),
+        (["--nnodes", "2", "--dist-init-addr", "5000"], "add --tp-size or --pp-size"),
+        (["--nnodes", "2", "--dist-init-addr", "5000", "--tp-size", "3"], "--nnodes 2 does not divide --tp-size 3"),
+        (["--nnodes", "2", "--tp-size", "2"], "--nnodes needs --dist-init-addr"),
+        (["--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "host"], "needs --dist-init-addr"),
+        ([*TWO_NODES, "--node-rank", "2"], "--node-rank 2 must be below --nnodes 2"),
+        ([*TWO_NODES, "--dp-size", "2"], "leave out --dp-size"),
+        ([*TWO_NODES, "--dist-init-addr", "10.0.0.1:5000"], "opens this model to other machines; add --dist-secret"),
         (["--enable-dp-attention", "--dp-size", "2"], "the same number .* as --dp-size and --tp-size, not 2 and 1"),
         (["--chunked-prefill-size", "100", "--page-size", "16"], "multiple of --page-size"),
         (["--skip-tokenizer-init", "--chat-template", "x"], "contradict"),

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import urllib.request
 
 import pytest
@@ -106,3 +107,57 @@ def test_a_model_that_cannot_be_divided_is_one_line():
     server = Server(*FLAGS, "--tp-size", "3", ready=False)
     assert server.wait() == 2
     assert server.log.count("--tp-size 3 does not divide the model's num_attention_heads of 8") == 1
+
+
+NODES = (*FLAGS, "--tp-size", "2", "--nnodes", "2", "--dist-secret", "s", "--dist-init-addr")
+
+
+def streamed(server, hurt):
+    """The text of a stream; `hurt` is called while it runs."""
+    text = ""
+    with post(server, stream=True) as reply:
+        for line in reply:
+            if line.startswith(b"data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+                if len(text) > 20 and hurt is not None:
+                    hurt()
+                    hurt = None
+    return text
+
+
+def test_a_stream_outlives_the_ranks_of_another_node():
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        address = f"127.0.0.1:{door.getsockname()[1]}"
+    server = Server(*NODES, address, ready=False)
+    node = None
+    try:
+        server.wait_for(f"waiting for node 1 at {address}")
+        for other, why in (
+            (("--page-size", "16"), "--page-size 16, but node 0 has 1"),
+            (("--dist-secret", "t"), "secret"),
+        ):
+            wrong = Server(*NODES, address, "--node-rank", "1", *other, ready=False)
+            assert wrong.wait() == 2
+            assert why in wrong.log
+        node = Server(*NODES, address, "--node-rank", "1", ready=False)
+        server.url = server.wait_for(r"Tokenyard is ready at (\S+)")[1]
+        expected = answer(server)
+        for number, why in ((signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still")):
+            pid = tp_ranks(server)[1][0][1]
+            assert streamed(server, lambda pid=pid, number=number: os.kill(pid, number)) == expected
+            assert not alive(pid)
+            server.wait_for(f"node 1: tensor-parallel rank 1 {why}, so all 2 ranks of the model end")
+            node.wait_for(f"tensor-parallel rank 1 {why}, so all ranks of node 1 end")
+
+        def replace_node():
+            nonlocal node
+            node.process.kill()
+            node.wait()
+            node = Server(*NODES, address, "--node-rank", "1", ready=False)
+
+        assert streamed(server, replace_node) == expected
+        server.wait_for("node 1 has gone, so all 2 ranks of the model end")
+    finally:
+        assert server.close() == 0
+        assert node is None or node.close() == 0
+    assert "node 1 has ended" in node.log

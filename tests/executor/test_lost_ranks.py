@@ -12,7 +12,7 @@ from tests.executor.driver import Driver
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo
 from tokenyard.config import DEMO_MODEL
-from tokenyard.executor.parallel import leader, life
+from tokenyard.executor.parallel import leader, life, members
 from tokenyard.executor.parallel.divided import load_executor
 from tokenyard.executor.parallel.handshake import Report, check_report
 
@@ -116,13 +116,13 @@ def test_a_rank_with_other_settings_is_refused():
 
 
 def test_a_rank_that_is_late_is_named(monkeypatch):
-    monkeypatch.setattr(leader, "START_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(members, "START_TIMEOUT_S", 0.01)
     with pytest.raises(EngineDeadError, match=r"^tensor-parallel rank 1 has not started within 0.01 s"):
         refused_by_followers()
 
 
 def test_a_rank_that_ends_while_it_starts_is_named(monkeypatch):
-    monkeypatch.setattr(leader, "FOLLOWER_MODULE", "tests.engine.broken_child")
+    monkeypatch.setattr(members, "FOLLOWER_MODULE", "tests.engine.broken_child")
     with pytest.raises(EngineDeadError, match=r"^tensor-parallel rank 1 .* while it started"):
         refused_by_followers()
 

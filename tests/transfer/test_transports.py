@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from tokenyard.base import ConfigError, KvPieces
+from tokenyard.base.frames import Frames, HandshakeError
 from tokenyard.transfer import process_vm
-from tokenyard.transfer.handshake import Frames, Handshake, HandshakeError, Hello, Identity, decode_opening, frame
+from tokenyard.transfer.handshake import Handshake, Hello, Identity, decode_opening, frame
 from tokenyard.transfer.identity import model_digest
 from tokenyard.transfer.layout import PageMap, advance, map_pages, runs, spans, total_bytes
 from tokenyard.transfer.process_vm import Probe

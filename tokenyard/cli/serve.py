@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tokenyard.base import ConfigError, ExecutorInfo, TokenyardError
 from tokenyard.cli.flags import resolve, unknown_variables
+from tokenyard.cli.node import serve_node
 from tokenyard.config import Settings
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.engine.processes.launch import running_engine
@@ -46,6 +47,8 @@ def serve(namespace: argparse.Namespace) -> int:
         log.warning("%s", warning)
     try:
         settings = located(resolved)
+        if settings.node_rank:
+            return serve_node(settings)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             status = runner.run(_serve(settings))
     except TokenyardError as error:

@@ -140,6 +140,23 @@ class DeclaredSettings(SharedSettings):
         Allowed(1, MOST_RANKS),
         aliases=("--pipeline-parallel-size", "--pp"),
     )
+    nnodes: int = setting(
+        1,
+        "device",
+        "machines among which the ranks of a model (--tp-size or --pp-size) are shared out, each with a command of its "
+        "own",
+        Allowed(1, MOST_RANKS),
+    )
+    node_rank: int = setting(
+        0, "device", "which of them this is; node 0 has the server, the others only compute", Allowed(0, MOST_RANKS - 1)
+    )
+    dist_init_addr: str = setting(
+        "", "device", "HOST:PORT where node 0 waits for the others, or a port for nodes on one machine"
+    )
+    dist_secret: str = setting(
+        "", "device", "secret that nodes must share; needed unless --dist-init-addr is loopback", secret=True
+    )
+    dist_timeout: float = setting(300.0, "device", "how long nodes wait for each other, in seconds", POSITIVE)
     enable_dp_attention: bool = setting(
         False,
         "device",

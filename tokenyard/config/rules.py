@@ -12,6 +12,7 @@ def rules(settings: DeclaredSettings) -> Rules:
     """All rules as (whether it holds, what to do otherwise), in the order in which they are told."""
     return (
         *_division_rules(settings),
+        *_node_rules(settings),
         *_transfer_rules(settings),
         *_tier_rules(settings),
         *_memory_rules(settings),
@@ -56,6 +57,46 @@ def _division_rules(settings: DeclaredSettings) -> Rules:
             "--pp-async-batch-depth is for --pp-size 2 and more",
         ),
     )
+
+
+def _node_rules(settings: DeclaredSettings) -> Rules:
+    """What must hold where a model is divided among machines."""
+    nodes, size = settings.nnodes, max(settings.tp_size, settings.pp_size)
+    flag = "--tp-size" if settings.tp_size > 1 else "--pp-size"
+    place = split_address(settings.dist_init_addr)
+    return (
+        (
+            nodes > 1 or not (settings.node_rank or settings.dist_init_addr or settings.dist_secret),
+            "--node-rank, --dist-init-addr and --dist-secret are for --nnodes 2 and more",
+        ),
+        (
+            nodes == 1 or size > 1,
+            "--nnodes shares out the ranks of a model; add --tp-size or --pp-size",
+        ),
+        (size % nodes == 0, f"--nnodes {nodes} does not divide {flag} {size}"),
+        (settings.node_rank < nodes, f"--node-rank {settings.node_rank} must be below --nnodes {nodes}"),
+        (
+            nodes == 1 or place is not None,
+            "--nnodes needs --dist-init-addr, where node 0 waits, such as 10.0.0.1:5000; it is "
+            f"{settings.dist_init_addr!r}",
+        ),
+        (
+            nodes == 1 or settings.dp_size == 1,
+            "--nnodes is for one model; leave out --dp-size, and put a router in front of several engines",
+        ),
+        (
+            place is None or place[0] in LOOPBACK or bool(settings.dist_secret),
+            f"--dist-init-addr {settings.dist_init_addr} opens this model to other machines; add --dist-secret",
+        ),
+    )
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """Host and port of HOST:PORT, or of a port of this machine; None for anything else."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        return None
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 
 def _transfer_rules(settings: DeclaredSettings) -> Rules:

@@ -77,6 +77,7 @@ def load_executor(
     lora_rank: int = 16,
     rank: int = 0,
     ranks: int = 1,
+    nodes: int = 1,
     part: ModelPart | None = None,
     make: Callable[..., ModelExecutor] = ModelExecutor,
 ) -> ModelExecutor:
@@ -92,10 +93,11 @@ def load_executor(
     layers. draft_tokens: most drafts of a row for one step, 0 for none; draft_model: what drafts them, "" for prompt
     lookup. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-
     parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and memory is
-    shared by the ranks on one device. part: what of the model is loaded, None for all; `make` puts the executor
-    together (see `parallel.leader`). Raises ConfigError, in one line, for whatever does not fit.
+    shared by the ranks on one device. nodes: machines among which the ranks of a part's model are shared out. part:
+    what of the model is loaded, None for all; `make` puts the executor together (see `parallel.leader`). Raises
+    ConfigError, in one line, for whatever does not fit.
     """
-    target, sharing = _device_of_rank(device, rank, ranks, part)
+    target, sharing = _device_of_rank(device, rank, ranks, part, nodes)
     if target.type == "cuda":
         _prepare_cuda(target)
     if threads:
@@ -232,14 +234,15 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _device_of_rank(name: str, rank: int, ranks: int, part: ModelPart | None) -> tuple[torch.device, int]:
+def _device_of_rank(name: str, rank: int, ranks: int, part: ModelPart | None, nodes: int) -> tuple[torch.device, int]:
     """The device of a rank, and how many ranks share its memory. Ranks take CUDA devices in turn if none is named, and
-    so do the ranks of one model.
+    so do the ranks of one model on one of its nodes.
     """
     target = choose_device(name)
     if part is not None and target.type == "cuda":
         if part.within_rank:
-            rank, ranks = rank * part.size + part.rank, ranks * part.size
+            here = part.size // nodes
+            rank, ranks = rank * here + part.rank % here, ranks * here
         if ranks > torch.cuda.device_count():
             raise ConfigError(
                 f"{part.flag} and --dp-size ask for {ranks} CUDA devices, but torch sees {torch.cuda.device_count()}"

@@ -3,11 +3,10 @@
 import socket
 from collections.abc import Callable
 
+from tokenyard.base.frames import Frames, HandshakeError
 from tokenyard.transfer.handshake import (
     MOST_FRAME_BYTES,
-    Frames,
     Handshake,
-    HandshakeError,
     Identity,
     Pull,
     decode_message,

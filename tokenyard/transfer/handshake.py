@@ -5,31 +5,21 @@ hellos, each with a number that is used once, so that no proof serves twice. The
 proof, not before it. A frame is its length (uint32, big-endian) and msgpack; nothing is ever unpickled.
 """
 
-import hashlib
 import hmac
 import secrets
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from tokenyard.base import TokenyardError
+from tokenyard.base import frames
+from tokenyard.base.frames import NONCE_BYTES, HandshakeError, prove
 from tokenyard.transfer.layout import PageMap
 from tokenyard.transfer.process_vm import Probe
 from tokenyard.transfer.protocol.messages import Message
 
-NONCE_BYTES = 32
-MOST_HELLO_BYTES = 32768
 MOST_FRAME_BYTES = 64 << 20
-LENGTH = struct.Struct(">I")
-
-
-class HandshakeError(TokenyardError):
-    """The other side is no engine that KV can be exchanged with. `wrong_settings`: trying again is of no use."""
-
-    code = "handshake_failed"
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
@@ -93,8 +83,7 @@ class Identity:
 
 def frame(message: Any) -> bytes:
     """A message as it travels."""
-    body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return frames.frame(_encoder.encode(message))
 
 
 def decode_message(body: bytes) -> Message:
@@ -111,32 +100,6 @@ def decode_opening(body: bytes) -> Opening:
         return _openings.decode(body)
     except msgspec.MsgspecError as error:
         raise HandshakeError(f"not a handshake: {error}") from None
-
-
-class Frames:
-    """Cuts what a socket brings into frames. `most` bytes are the largest frame that is taken now."""
-
-    def __init__(self) -> None:
-        self.most = MOST_HELLO_BYTES
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Add what has come."""
-        self._buffer += data
-
-    def next(self) -> bytes | None:
-        """The next whole frame, None while there is none. Raises HandshakeError for a length beyond the limit."""
-        if len(self._buffer) < LENGTH.size:
-            return None
-        size = LENGTH.unpack_from(self._buffer)[0]
-        if size > self.most:
-            raise HandshakeError(f"a frame of {size} bytes; at most {self.most} are taken")
-        end = LENGTH.size + size
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[LENGTH.size : end])
-        del self._buffer[:end]
-        return body
 
 
 class Handshake:
@@ -211,5 +174,4 @@ class Handshake:
 
 
 def _mac(secret: bytes, dialled: bool, by: Hello, to: Hello) -> bytes:
-    content = (b"dialled" if dialled else b"answered") + _encoder.encode(by) + _encoder.encode(to)
-    return hmac.new(secret, content, hashlib.sha256).digest()
+    return prove(secret, _encoder.encode(by), _encoder.encode(to), dialled=dialled)

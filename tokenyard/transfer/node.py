@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tokenyard.base import ConfigError, Event, TokenyardError
+from tokenyard.base.frames import HandshakeError
 from tokenyard.transfer.connection import Connection
-from tokenyard.transfer.handshake import HandshakeError, Identity, Pull, frame
+from tokenyard.transfer.handshake import Identity, Pull, frame
 from tokenyard.transfer.layout import spans
 from tokenyard.transfer.process_vm import allow, can_read, read_pages
 from tokenyard.transfer.protocol import Asker, Close, Peer, Prefill, Read, Send, Server, Terms

@@ -63,6 +63,22 @@ class TierConfig:
 
 
 @dataclass(slots=True)
+class NodesConfig:
+    """A model over several machines.
+
+    count: how many, this one is number `number`. host, port: where node 0 waits for the others. secret: they must share
+    it. timeout_s: how long they wait for each other.
+    """
+
+    count: int = 1
+    number: int = 0
+    host: str = ""
+    port: int = 0
+    secret: str = ""
+    timeout_s: float = 300.0
+
+
+@dataclass(slots=True)
 class EngineConfig:
     """Settings of one engine.
 
@@ -70,6 +86,7 @@ class EngineConfig:
     how (`router.balance`). Limits are those of all ranks together, see `for_rank`.
     tp_size, pp_size: processes among which the model of each rank is divided, each layer or in stages of layers;
     pp_async_batch_depth: plans in flight beyond one for each stage.
+    nodes: the machines that the processes of a divided model are on.
     enable_dp_attention: whether the ranks share one model's MLPs and compute every step together.
     executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
     scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
@@ -91,6 +108,7 @@ class EngineConfig:
     tp_size: int = 1
     pp_size: int = 1
     pp_async_batch_depth: int = 0
+    nodes: NodesConfig = field(default_factory=NodesConfig)
     enable_dp_attention: bool = False
     executor: str = "torch"
     executor_options: dict[str, Any] = field(default_factory=dict)

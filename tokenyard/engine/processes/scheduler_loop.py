@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import cast
 
 from tokenyard.base import ConfigError, DividedExecutor, Executor, InvalidRequestError
@@ -24,6 +25,7 @@ from tokenyard.engine.watch.recording import build_core, load_prior, measure_pri
 from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.engine.watch.tiers import open_tiers
 from tokenyard.engine.watch.transfers import open_transfers
+from tokenyard.transfer.identity import model_digest
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ def load_executor(config: EngineConfig) -> Executor:
         module = JOINED
     elif max(config.tp_size, config.pp_size) > 1:
         module, options = DIVIDED, options | {"tp_size": config.tp_size, "pp_size": config.pp_size}
+        if config.nodes.count > 1:
+            options["nodes"] = asdict(config.nodes) | {"weights": model_digest(config.model_path)}
     try:
         loader = importlib.import_module(module).load_executor
     except ModuleNotFoundError as error:

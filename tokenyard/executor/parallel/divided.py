@@ -7,6 +7,7 @@ import torch
 
 from tokenyard.executor.load import load_executor as load_part
 from tokenyard.executor.parallel.leader import LeadingExecutor, Ranks, TensorParallelExecutor
+from tokenyard.executor.parallel.nodes import NodeTerms
 from tokenyard.executor.parallel.pipeline import PipelineExecutor
 from tokenyard.executor.parallel.shards import Shard
 from tokenyard.executor.parallel.stages import Stage
@@ -15,14 +16,22 @@ from tokenyard.executor.runner import ModelExecutor
 logger = logging.getLogger(__name__)
 
 
-def load_executor(model_path: str, *, tp_size: int = 1, pp_size: int = 1, **options: Any) -> LeadingExecutor:
-    """Load a model over ranks on this machine, each a process: `tp_size` that share every layer, or `pp_size` stages;
-    the other options are those of `load.load_executor`. Raises ConfigError and EngineDeadError, with the rank at fault.
+def load_executor(
+    model_path: str, *, tp_size: int = 1, pp_size: int = 1, nodes: dict[str, Any] | None = None, **options: Any
+) -> LeadingExecutor:
+    """Load a model over ranks, each a process: `tp_size` that share every layer, or `pp_size` stages. nodes: fields of
+    `NodeTerms` if some of them are on other machines; the other options are those of `load.load_executor`.
+
+    Raises ConfigError and EngineDeadError, with the rank at fault.
     """
     size = max(tp_size, pp_size)
+    terms = NodeTerms(**nodes) if nodes else None
+    here = size // terms.count if terms is not None else size
     threads = options.get("threads") or torch.get_num_threads()
-    options = options | {"threads": max(1, threads // size)}
-    ranks = Ranks(model_path, size, options, "tensor" if tp_size > 1 else "pipeline")
+    options = options | {"threads": max(1, threads // here)}
+    ranks = Ranks(model_path, size, options, "tensor" if tp_size > 1 else "pipeline", terms)
+    if terms is not None:
+        options["nodes"] = terms.count
 
     def tensor_parallel(*parts: Any) -> ModelExecutor:
         return TensorParallelExecutor(ranks, *parts)

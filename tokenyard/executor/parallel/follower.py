@@ -1,7 +1,8 @@
 """A rank of a model other than rank 0: it computes the plans that rank 0 sends, and nothing else.
 
-It runs as `python -m tokenyard.executor.parallel.follower CONTROL BELL MEMORY`, three descriptors. It has no scheduler,
-no sampler of its own and no clock but for its sign of life.
+It is started by rank 0, or by the command of another node (`parallel.node`), which passes on what rank 0 says. It runs
+as `python -m tokenyard.executor.parallel.follower CONTROL BELL MEMORY`, three descriptors. It has no scheduler, no
+sampler of its own and no clock but for its sign of life.
 """
 
 import ctypes
@@ -13,13 +14,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 import setproctitle
 import torch
 
-from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.base import ConfigError, DeviceLostError, ExecutorInfo, TokenyardError
 from tokenyard.base.plan_bytes import decode_plan
 from tokenyard.executor.forward_batch import build_batch
 from tokenyard.executor.load import load_executor
@@ -44,9 +44,9 @@ class Follower:
     def __init__(self, wire: Wire, bell: int, memory: int) -> None:
         self._wire = wire
         self._setup = setup = wire.receive(Setup)
-        self._memory = SharedMemory(memory, setup.size)
-        self._ring = RingReader(self._memory, setup.rank, bell)
-        self._group = TorchGroup(lambda error: error)
+        self._memory = SharedMemory(memory, setup.places)
+        self._ring = RingReader(self._memory, setup.place, bell)
+        self._group = TorchGroup(lambda error: DeviceLostError(f"it lost the other ranks: {error}"))
         part = Shard if setup.form == "tensor" else Stage
         self._part: ModelPart = part(setup.rank, setup.size, self._group, self._agree)
         setproctitle.setproctitle(f"tokenyard: {setup.name} of rank {setup.options.get('rank', 0)}")
@@ -58,7 +58,7 @@ class Follower:
         self._wire.send(Report(info=executor.info))
         threading.Thread(target=self._live, name="signs of life", daemon=True).start()
         setup = self._setup
-        self._group.connect(Path(setup.meeting), setup.rank, setup.size, torch.device(executor.info.device))
+        self._group.connect(setup.meeting, setup.rank, setup.size, torch.device(executor.info.device))
         model = executor.model
         assert isinstance(model, TorchModel)
         with torch.inference_mode():
@@ -78,7 +78,7 @@ class Follower:
 
     def _compute(self, executor: ModelExecutor, model: TorchModel, frame: bytes) -> None:
         plan = decode_plan(frame)
-        self._memory.steps[self._setup.rank] = plan.step
+        self._memory.steps[self._setup.place] = plan.step
         executor.pages.write(plan)
         if not len(plan.pool_rows):
             return
@@ -86,10 +86,10 @@ class Follower:
         self._part.compute(model, batch, open_tokens=bool(plan.tokens.min() < 0))
 
     def _live(self) -> None:
-        """Give signs of life, and end rank 0 if it stands still: all ranks end together."""
+        """Give signs of life, and end the process that started this one if it stands still: all ranks end together."""
         parent, watch = self._setup.parent_pid, Watch()
         while True:
-            self._memory.alive_ns[self._setup.rank] = watch.look()
+            self._memory.alive_ns[self._setup.place] = watch.look()
             if watch.stands_still(parent, int(self._memory.alive_ns[0])):
                 os.kill(parent, signal.SIGKILL)
                 os._exit(1)
@@ -117,8 +117,8 @@ def main() -> NoReturn:
         Follower(wire, bell, memory).run()
     except Exception as error:
         wrong = isinstance(error, ConfigError)
-        text = str(error) if wrong else f"{type(error).__name__}: {error}"
-        wire.send(Report(failure=text, wrong_settings=wrong))
+        text = str(error) if isinstance(error, TokenyardError) else f"{type(error).__name__}: {error}"
+        wire.send(Report(failure=text, wrong_settings=wrong, lost_others=isinstance(error, DeviceLostError)))
         os._exit(1)
     os._exit(0)
 

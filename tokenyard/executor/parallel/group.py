@@ -1,11 +1,12 @@
 """How the ranks of a model exchange tensors."""
 
+import socket
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -15,6 +16,17 @@ MOST_ON_THE_WAY = 8
 
 MEETING_TIMEOUT = timedelta(seconds=60)
 """For ranks that have all loaded: one that does not come now has ended."""
+
+
+class Meeting(msgspec.Struct):
+    """By what the ranks connect: a file, in a folder that only this user may enter, or where they are on several
+    machines a store that rank 0 keeps at `host` and `port`. address: where the others reach this machine.
+    """
+
+    file: str = ""
+    host: str = ""
+    port: int = 0
+    address: str = LOOPBACK
 
 
 class Group(Protocol):
@@ -38,18 +50,25 @@ class TorchGroup:
         self._group: Any = None
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
 
-    def connect(self, meeting: Path, rank: int, size: int, device: torch.device) -> None:
-        """Meet the other ranks by way of a file in a folder that only this user may enter, and wait for all of them."""
-        store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
-        store.set_timeout(MEETING_TIMEOUT)
+    def connect(
+        self, meeting: Meeting, rank: int, size: int, device: torch.device, listener: socket.socket | None = None
+    ) -> None:
+        """Meet the other ranks and wait for all of them. listener: what rank 0 keeps a store at, if it does."""
+        try:
+            store = _store(meeting, size, listener)
+        except RuntimeError as error:
+            raise self._failed(error) from error
         if device.type == "cuda":
             nccl = dist.ProcessGroupNCCL.Options()
             self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
-            options._devices = [gloo.create_device(hostname=LOOPBACK)]
-            self._group = gloo(store, rank, size, options)
+            options._devices = [gloo.create_device(hostname=meeting.address)]
+            try:
+                self._group = gloo(store, rank, size, options)
+            except RuntimeError as error:
+                raise self._failed(error) from error
         # The connections are made by the first exchange.
         self.sum(torch.zeros(1, device=device))
 
@@ -92,3 +111,20 @@ class TorchGroup:
     def close(self) -> None:
         """Let go of the connections."""
         self._group = None
+
+
+def _store(meeting: Meeting, size: int, listener: socket.socket | None) -> Any:
+    """Where each rank leaves its address for the others. torch would listen for all of a store's clients at every
+    address of the machine, but takes a socket that listens at one.
+    """
+    store: Any
+    module: Any = dist
+    if meeting.file:
+        store = module.FileStore(meeting.file, size)
+        store.set_timeout(MEETING_TIMEOUT)
+        return store
+    place: dict[str, Any] = {"is_master": False}
+    if listener is not None:
+        place = {"is_master": True, "master_listen_fd": listener.detach()}
+    port = meeting.port
+    return module.TCPStore(meeting.host, port, size, timeout=MEETING_TIMEOUT, wait_for_workers=False, **place)

@@ -8,6 +8,7 @@ import msgspec
 
 from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo
 from tokenyard.base.version import __version__
+from tokenyard.executor.parallel.group import Meeting
 from tokenyard.executor.parallel.part import Form, name_of
 
 OWN_FIELDS = ("num_pages", "device")
@@ -17,8 +18,8 @@ Line = TypeVar("Line")
 
 
 class Setup(msgspec.Struct):
-    """What a rank is told first. form: how the model is divided. options: those of `load_executor`. meeting: a file by
-    which the ranks connect.
+    """What a rank is told first. form: how the model is divided. options: those of `load_executor`. place: its column
+    in the table of this machine, which has `places`; the process that starts it has the first one.
     """
 
     model_path: str
@@ -26,7 +27,9 @@ class Setup(msgspec.Struct):
     rank: int
     size: int
     parent_pid: int
-    meeting: str
+    meeting: Meeting
+    place: int
+    places: int
     form: Form = "tensor"
 
     @property
@@ -38,16 +41,18 @@ class Setup(msgspec.Struct):
 class Report(msgspec.Struct):
     """What a rank says: what it has loaded, later that it is ready, or why it cannot go on.
 
-    wrong_settings: whether the failure is one of settings or files, which its text names.
+    wrong_settings: whether the failure is one of settings or files, which its text names. lost_others: whether it is
+    that another rank could not be reached.
     """
 
     failure: str = ""
     wrong_settings: bool = False
+    lost_others: bool = False
     version: str = __version__
     info: ExecutorInfo | None = None
 
 
-class Agreed(msgspec.Struct):
+class Agreed(msgspec.Struct, tag=True):
     """How many pages all ranks have."""
 
     num_pages: int
@@ -88,9 +93,9 @@ class Wire:
         self._end.close()
 
 
-def check_report(name: str, report: Report, own: ExecutorInfo) -> int:
+def check_report(name: str, report: Report, own: ExecutorInfo, may_differ: tuple[str, ...] = OWN_FIELDS) -> int:
     """Return how many pages the rank of this name has room for. Raises ConfigError for wrong settings or such that are
-    not rank 0's, EngineDeadError for another failure.
+    not rank 0's, EngineDeadError for another failure. may_differ: fields that are not compared.
     """
     if report.failure:
         raise (ConfigError if report.wrong_settings else EngineDeadError)(f"{name}: {report.failure}")
@@ -100,6 +105,6 @@ def check_report(name: str, report: Report, own: ExecutorInfo) -> int:
         raise EngineDeadError(f"{name} does not say what it has loaded")
     theirs, ours = (msgspec.to_builtins(info) for info in (report.info, own))
     for field in ours:
-        if field not in OWN_FIELDS and theirs[field] != ours[field]:
+        if field not in may_differ and theirs[field] != ours[field]:
             raise ConfigError(f"{name} has {field} {theirs[field]!r}, but rank 0 has {ours[field]!r}")
     return report.info.num_pages

@@ -23,7 +23,7 @@ from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, Execut
 from tokenyard.executor.layers.summed import Places
 from tokenyard.executor.load import load_executor as load_part
 from tokenyard.executor.models.backend import TorchModel
-from tokenyard.executor.parallel.group import TorchGroup
+from tokenyard.executor.parallel.group import Meeting, TorchGroup
 from tokenyard.executor.parallel.handshake import Report, Wire, check_report
 from tokenyard.executor.parallel.life import BEAT_EVERY_S, STOPPED_AFTER_S, STOPPED_STATES, state_of
 from tokenyard.executor.parallel.rounds import Hub, Member
@@ -83,7 +83,7 @@ class Ranks:
 
     def connect(self, device: torch.device, idle: Callable[[], None]) -> None:
         """Connect all ranks once they have memory for KV, and watch over them."""
-        self.group.connect(Path(self._meeting), self.rank, self.size, device)
+        self.group.connect(Meeting(file=self._meeting), self.rank, self.size, device)
         own = self._ends[0]
         if self.rank == 0:
             own, hubs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -8,117 +8,114 @@ next step, so that ranks cannot disagree about them.
 import logging
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo, Int32Array, KvPieces, StepPlan
 from tokenyard.base.plan_bytes import encode_plan
 from tokenyard.executor.forward_batch import ForwardBatch
-from tokenyard.executor.parallel.group import TorchGroup
-from tokenyard.executor.parallel.handshake import Agreed, Report, Setup, Wire, check_report
+from tokenyard.executor.parallel.group import Meeting, TorchGroup
+from tokenyard.executor.parallel.handshake import OWN_FIELDS, Agreed, Report, Setup, check_report
 from tokenyard.executor.parallel.life import BEAT_EVERY_S, Watch
+from tokenyard.executor.parallel.links import Beat, Ended, Message, Plan, Welcome
+from tokenyard.executor.parallel.members import END_TIMEOUT_S, Members
+from tokenyard.executor.parallel.nodes import NodeTerms, RemoteNode, meet_nodes
 from tokenyard.executor.parallel.part import Form, name_of, stage_of
-from tokenyard.executor.parallel.ring import RingWriter, SharedMemory
 from tokenyard.executor.runner import ModelExecutor, Ticket
 
 logger = logging.getLogger(__name__)
 
-FOLLOWER_MODULE = "tokenyard.executor.parallel.follower"
-START_TIMEOUT_S = 1800.0
-"""How long a rank may take to load its part of the model after rank 0 has loaded its own."""
-
 REASON_TIMEOUT_S = 2.0
-END_TIMEOUT_S = 2.0
-
-
-@dataclass(slots=True)
-class Member:
-    """One of the other ranks: its number, what people call it, its process and the socket to it."""
-
-    rank: int
-    name: str
-    process: subprocess.Popen[bytes]
-    wire: Wire
-
-    def how_it_ended(self) -> str:
-        """Why a process that has ended did so."""
-        with suppress(EOFError, TimeoutError, OSError, msgspec.MsgspecError):
-            if failure := self.wire.receive(Report, 0.1).failure:
-                return f"failed: {failure}"
-        self.process.kill()
-        code = self.process.wait()
-        return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 class Ranks:
-    """The other ranks of a model, as rank 0 sees them.
+    """The other ranks of a model, as rank 0 sees them: beside it, and on other nodes.
 
     When one of them ends or stands still, all are ended, and `on_lost` is told why; what is computed then raises
     DeviceLostError.
     """
 
-    def __init__(self, model_path: str, size: int, options: dict[str, Any], form: Form = "tensor") -> None:
-        """Start the processes. options: those of `load_executor`, JSON values only. form: how the model is divided."""
+    def __init__(
+        self,
+        model_path: str,
+        size: int,
+        options: dict[str, Any],
+        form: Form = "tensor",
+        terms: NodeTerms | None = None,
+    ) -> None:
+        """Start the processes beside this one, and wait for the other nodes. options: those of `load_executor`, JSON
+        values only. form: how the model is divided. terms: how nodes find each other, None for this machine alone.
+        """
         self.size, self.form = size, form
         self.own_name = name_of(form, 0, size)
         self.on_lost: Callable[[str], None] = lambda reason: None
         self.group = TorchGroup(self._connection_failed)
         self._folder = tempfile.TemporaryDirectory(prefix="tokenyard-tp-")
-        self._meeting = Path(self._folder.name) / "meeting"
-        self._memory, memory = SharedMemory.create(size)
         self._reason = ""
         self._lost = threading.Event()
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks of the model", daemon=True)
-        self._members: list[Member] = []
-        bells = []
-        for rank in range(1, size):
-            setup = Setup(model_path, options, rank, size, os.getpid(), str(self._meeting), form)
-            member, bell = _start(setup, memory)
-            self._members.append(member)
-            bells.append(bell)
-        os.close(memory)
-        self._ring = RingWriter(self._memory, bells, self._check)
+        self._meeting = Meeting(file=str(Path(self._folder.name) / "meeting"))
+        self._store: socket.socket | None = None
+        self._nodes: list[RemoteNode] = []
+        self._terms = terms
+        if terms is not None:
+            self._meet(terms, options)
+            options = options | {"nodes": terms.count}
+        here = size if terms is None else len(terms.ranks_of(0, size))
+        setups = [
+            Setup(model_path, options, rank, size, os.getpid(), self._meeting, rank, here, form)
+            for rank in range(1, here)
+        ]
+        self._members = Members(setups, self._check)
+        for node in self._nodes:
+            node.on_ended = self._node_ended
+            if node.reason:
+                self._node_ended(node.reason)
 
     def agree(self, info: ExecutorInfo) -> ExecutorInfo:
         """Wait until all have loaded; returns `info` with the number of pages that every rank has room for.
 
         Raises ConfigError or EngineDeadError for a rank that failed, is late, or has other settings.
         """
-        pages = [check_report(member.name, self._hear(member), info) for member in self._members]
-        agreed = replace(info, num_pages=min(info.num_pages, *pages))
+        pages = [check_report(member.name, member.hear(), info) for member in self._members]
+        for node, name in self._remote():
+            pages.append(check_report(name, node.hear(name), info, (*OWN_FIELDS, "model")))
+        agreed = Agreed(min(info.num_pages, *pages))
         for member in self._members:
-            member.wire.send(Agreed(agreed.num_pages))
-        return agreed
+            member.wire.send(agreed)
+        for node in self._nodes:
+            self._say(node, agreed)
+        return replace(info, num_pages=agreed.num_pages)
 
     def connect(self, device: torch.device) -> None:
         """Connect all ranks once they have memory for KV, and watch over them. Raises as `agree`."""
         for member in self._members:
-            report = self._hear(member)
-            if report.failure:
-                raise EngineDeadError(f"{member.name}: {report.failure}")
+            self._ready(member.name, member.hear())
+        for node, name in self._remote():
+            self._ready(name, node.hear(name))
         self._watcher.start()
-        self.group.connect(self._meeting, 0, self.size, device)
+        self.group.connect(self._meeting, 0, self.size, device, self._store)
         # Nobody needs the meeting place any more, and this process may be killed.
         self._folder.cleanup()
 
     def send(self, plan: StepPlan) -> None:
         """Have the other ranks compute a plan. Raises DeviceLostError."""
         self._check()
-        self._memory.steps[0] = plan.step
+        self._members.begin_step(plan.step)
+        data = encode_plan(plan)
+        for node in self._nodes:
+            self._say(node, Plan(data))
         try:
-            self._ring.send(encode_plan(plan))
+            self._members.send(data)
         except OSError as error:
             raise self._connection_failed(error) from error
 
@@ -126,8 +123,9 @@ class Ranks:
         """End all ranks; returns the error to raise. The first reason counts."""
         if not self._reason:
             self._reason = reason
-            for member in self._members:
-                member.process.kill()
+            self._members.kill()
+            for node in self._nodes:
+                node.link.leave(Ended(reason))
             self._lost.set()
         return DeviceLostError(self._reason)
 
@@ -139,16 +137,14 @@ class Ranks:
 
     def describe(self) -> list[dict[str, Any]]:
         """What people should know of each rank, rank 0 first."""
-        now = time.monotonic_ns()
-        pids = [os.getpid(), *(member.process.pid for member in self._members)]
+        found = self._members.describe()
+        for node in self._nodes:
+            found += [sign | {"node": node.number} for sign in node.signs]
         places = [
             {"tp_rank": rank} if self.form == "tensor" else {"pp_rank": stage_of(rank, self.size)}
             for rank in range(self.size)
         ]
-        return [
-            {**places[rank], "pid": pid, "step": int(step), "silent_s": round((now - int(alive)) / 1e9, 1)}
-            for rank, (pid, step, alive) in enumerate(zip(pids, self._memory.steps, self._memory.alive_ns, strict=True))
-        ]
+        return [place | sign for place, sign in zip(places, found, strict=False)]
 
     def close(self) -> None:
         """End all ranks; closing again does nothing."""
@@ -157,26 +153,48 @@ class Ranks:
         self._closing.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
             self._watcher.join()
-        self._ring.close()
+        error = sys.exception()
+        why = self._reason or ("" if error is None else str(error) or type(error).__name__)
+        for node in self._nodes:
+            node.close(Ended(why, isinstance(error, ConfigError)))
         self.group.close()
-        for member in self._members:
-            with suppress(subprocess.TimeoutExpired):
-                member.process.wait(END_TIMEOUT_S if self._watcher.ident and not self._reason else 0)
-            member.process.kill()
-            member.process.wait()
-            member.wire.close()
+        self._members.close(END_TIMEOUT_S if self._watcher.ident and not self._reason else 0.0)
+        if self._store is not None:
+            self._store.close()
         self._folder.cleanup()
 
-    def _hear(self, member: Member) -> Report:
-        name = member.name
+    def _meet(self, terms: NodeTerms, options: dict[str, Any]) -> None:
+        """Wait for the other nodes, and have them load."""
+        self._nodes = meet_nodes(terms, terms.facts(options, self.form, self.size))
+        address = self._nodes[0].link.own_address
+        self._store = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        port = self._store.getsockname()[1]
+        self._meeting = Meeting(host=address, port=port, address=address)
+        for node in self._nodes:
+            with suppress(OSError):
+                node.link.send(Welcome(port))
+        logger.info("all %d nodes are there", terms.count)
+
+    def _remote(self) -> Iterator[tuple[RemoteNode, str]]:
+        """For each rank of the other nodes its node, and what people call it."""
+        for node in self._nodes:
+            assert self._terms is not None
+            for rank in self._terms.ranks_of(node.number, self.size):
+                yield node, f"{name_of(self.form, rank, self.size)} on node {node.number}"
+
+    def _ready(self, name: str, report: Report) -> None:
+        if report.failure:
+            raise EngineDeadError(f"{name}: {report.failure}")
+
+    def _say(self, node: RemoteNode, message: Message) -> None:
         try:
-            return member.wire.receive(Report, START_TIMEOUT_S)
-        except TimeoutError:
-            raise EngineDeadError(f"{name} has not started within {START_TIMEOUT_S:g} s") from None
-        except (EOFError, OSError):
-            raise EngineDeadError(f"{name} {member.how_it_ended()} while it started") from None
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{name} speaks another version of Tokenyard: {error}") from None
+            node.link.send(message)
+        except OSError as error:
+            raise self._connection_failed(error) from error
+
+    def _node_ended(self, reason: str) -> None:
+        if not self._closing.is_set():
+            self.give_up(reason)
 
     def _check(self) -> None:
         if self._reason:
@@ -191,31 +209,17 @@ class Ranks:
         """Look after the others, and give signs of life to them."""
         watch = Watch()
         while not self._closing.wait(BEAT_EVERY_S):
-            self._memory.alive_ns[0] = watch.look()
-            for member in self._members:
-                name = member.name
-                if member.process.poll() is not None:
-                    self.give_up(f"{name} {member.how_it_ended()}")
-                elif watch.stands_still(member.process.pid, int(self._memory.alive_ns[member.rank])):
-                    self.give_up(f"{name} stands still")
-                if self._reason:
-                    logger.critical("%s, so all %d ranks of the model end", self._reason, self.size)
-                    self.on_lost(self._reason)
-                    return
-
-
-def _start(setup: Setup, memory: int) -> tuple[Member, int]:
-    """Start a rank; returns it and the end of its bell to write to."""
-    ours, theirs = socket.socketpair()
-    hears, bell = os.pipe()
-    with theirs:
-        fds = (theirs.fileno(), hears, memory)
-        command = [sys.executable, "-m", FOLLOWER_MODULE, *map(str, fds)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
-    os.close(hears)
-    wire = Wire(ours)
-    wire.send(setup)
-    return Member(setup.rank, setup.name, process, wire), bell
+            if reason := self._members.look(watch):
+                self.give_up(reason)
+            for node in self._nodes:
+                if watch.silent_too_long(node.heard_ns):
+                    self.give_up(f"nothing is heard of node {node.number}")
+                with suppress(OSError):
+                    node.link.send(Beat())
+            if self._reason:
+                logger.critical("%s, so all %d ranks of the model end", self._reason, self.size)
+                self.on_lost(self._reason)
+                return
 
 
 class LeadingExecutor(ModelExecutor):

@@ -38,10 +38,16 @@ class Watch:
 
     def stands_still(self, pid: int, alive_ns: int) -> bool:
         """Whether a process has been silent for too long; alive_ns: its latest sign of life, 0 for none yet."""
-        silent_s = (self._looked_ns - max(alive_ns, self._awake_ns)) / NS_PER_S
-        if not alive_ns or silent_s < STOPPED_AFTER_S:
-            return False
-        return silent_s > SILENT_AFTER_S or state_of(pid) in STOPPED_STATES
+        silent_s = self._silent_s(alive_ns)
+        return silent_s >= STOPPED_AFTER_S and (silent_s > SILENT_AFTER_S or state_of(pid) in STOPPED_STATES)
+
+    def silent_too_long(self, alive_ns: int) -> bool:
+        """The same of a process on another machine, of which nobody here knows whether it is stopped."""
+        return self._silent_s(alive_ns) > SILENT_AFTER_S
+
+    def _silent_s(self, alive_ns: int) -> float:
+        """Seconds without a sign of life; 0 before the first one."""
+        return (self._looked_ns - max(alive_ns, self._awake_ns)) / NS_PER_S if alive_ns else 0.0
 
 
 def state_of(pid: int) -> str:

@@ -64,7 +64,7 @@ class SharedMemory:
 
 
 class RingWriter:
-    """Sends frames to the readers 1 .. ranks - 1 of a table; `bells` are pipes to them, in that order.
+    """Sends frames to the readers 1, 2, ... of a table; `bells` are pipes to them, in that order.
 
     While the ring is full, `check` is called, which raises if a reader is not to be waited for any more.
     """
@@ -78,7 +78,7 @@ class RingWriter:
     def send(self, frame: bytes) -> None:
         """Send a frame to all readers. Raises OSError if one has closed its pipe, and whatever `check` raises."""
         begin, size = 0, len(frame)
-        while begin < size:
+        while self._bells and begin < size:
             piece = frame[begin : begin + MOST_IN_PIECE]
             begin += len(piece)
             self._send_piece(_PIECE.pack(len(piece), size - begin) + piece)
