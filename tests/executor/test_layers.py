@@ -6,9 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contract.plans import chunk, decode
 from tests.executor.tiny_models import greedy, prompt_of
+from tokenyard.base import TokenyardError
 from tokenyard.executor.attention.gather import PADDING_SHARE, PADDING_TOKENS, group_by_length
-from tokenyard.executor.future_map import FutureMap
+from tokenyard.executor.future_map import FutureMap, Unsampled
 from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.norm import RMSNorm
 
@@ -48,6 +50,29 @@ def test_future_map_fills_in_what_the_host_does_not_know():
     future.store(torch.tensor([3, 1]), torch.tensor([30, 10]))
     tokens = future.resolve(torch.tensor([7, -1, -1, 8]), torch.tensor([3, 3, 1, 1]))
     assert tokens.tolist() == [7, 30, 10, 8]
+
+
+def test_no_step_reads_a_token_that_is_not_sampled_yet(make_driver):
+    driver = make_driver("llama")
+    first, second = (driver.start(prompt_of(5, seed=seed)) for seed in (1, 2))
+    for sequence in (first, second):
+        driver.prefill(sequence)
+    flying = driver.launch((first, 1), delay=True)
+    # Another row may go on.
+    driver.step((second, 1))
+    with pytest.raises(TokenyardError, match=r"step 4 is launched before step 2 was sampled"):
+        driver.launch((first, 1))
+    driver.executor.sample(flying[2])
+    driver.collect(flying)
+    first.in_flight, first.planned = 0, len(first.known) - 1
+    driver.step((first, 1))
+
+
+def test_a_row_that_starts_anew_does_not_wait_for_a_step_that_was_lost():
+    unsampled = Unsampled(4)
+    unsampled.launch(decode(1, [2], [5], delay_sampling=True))
+    unsampled.launch(chunk(2, 2, [7, 8, 9], 0, 3))
+    unsampled.launch(decode(3, [2], [3]))
 
 
 @given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=50), most_tokens=st.integers(1, 300_000))

@@ -53,7 +53,8 @@ class StagesInTurn:
 
     def step(self, batch):
         for stage, model in list(zip(self.stages, self.models, strict=True))[1:]:
-            stage.compute(model, replace(batch, attention={}, token_ids=batch.token_ids.clone()), open_tokens=False)
+            own = replace(batch, attention={}, token_ids=batch.token_ids.clone())
+            stage.compute(model, own, [], open_tokens=False)
         self.stages[0].meet(self.models[0], batch, open_tokens=False)
         return self.models[0].step(batch)
 
@@ -114,6 +115,18 @@ def test_stages_together_are_the_model_bit_for_bit(folder, case, size):
         found.append([driver.generate(sequence, TOKENS) for sequence in sequences])
     assert found[0] == found[1]
     assert_equal_bits(*seen)
+
+
+def test_random_weights_are_those_of_the_whole_model(folder):
+    options = OPTIONS | {"load_format": "dummy", "seed": 3, "max_total_tokens": 256, "max_pool_rows": 4}
+    answers = []
+    for executor in (
+        load_in_turn(folder("llama"), 2, **options),
+        load_executor(folder("llama"), model_impl="torch", **options),
+    ):
+        driver = Driver(executor)
+        answers.append(driver.generate(driver.start(prompt_of(20, seed=1)), TOKENS))
+    assert answers[0] == answers[1]
 
 
 def test_more_stages_than_layers_are_refused(folder):

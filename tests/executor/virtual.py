@@ -45,6 +45,11 @@ class VirtualMember:
     def from_first(self, tensor):
         return self.group.exchange(self.rank, tensor)[0]
 
+    def to_first(self, part):
+        # Its owner may change it as soon as it has been sent.
+        parts = self.group.exchange(self.rank, part.clone())
+        return [] if self.rank else parts
+
 
 class VirtualModel:
     """Rank 0's model as executors see it; the others compute each batch along."""
@@ -54,23 +59,16 @@ class VirtualModel:
         self.threads = ThreadPoolExecutor(len(models))
 
     def step(self, batch):
-        batches = [replace(batch, attention={}) for _ in self.models]
-        jobs = [self.threads.submit(self._layers, *pair) for pair in zip(self.models[1:], batches[1:], strict=True)]
-        found = self.threads.submit(self._step, self.models[0], batches[0]).result()
-        for job in jobs:
-            job.result()
-        return found
+        return self._together(lambda model: model.step(replace(batch, attention={})))
 
-    @torch.inference_mode()
-    def _layers(self, model, batch):
-        model.layers(batch)
-
-    @torch.inference_mode()
-    def _step(self, model, batch):
-        return model.step(batch)
+    def _together(self, work):
+        """Let each rank work in its thread; returns what rank 0 found."""
+        jobs = [self.threads.submit(torch.inference_mode()(work), model) for model in self.models]
+        found = [job.result() for job in jobs]
+        return found[0]
 
     def logits(self, first, last):
-        return self.models[0].logits(first, last)
+        return self._together(lambda model: model.logits(first, last))
 
     def hidden(self, first, last):
         return self.models[0].hidden(first, last)

@@ -1,6 +1,9 @@
 """The last token each row sampled, kept on the device so that the next step need not wait for the host."""
 
+import numpy as np
 import torch
+
+from tokenyard.base import LAST_SAMPLED, StepPlan, TokenyardError
 
 
 class FutureMap:
@@ -19,3 +22,32 @@ class FutureMap:
     def store(self, pool_rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Note the sampled int64[n] tokens of int64[n] rows."""
         self._last_token[pool_rows] = tokens
+
+
+class Unsampled:
+    """Rows whose latest token a launched step has yet to sample, as its sampling was delayed.
+
+    A step that reads such a token would read an older one. With two steps in flight that does not happen, as the first
+    is sampled before the third is launched; only a pipeline, which computes its last stage later, can have more.
+    """
+
+    def __init__(self, max_pool_rows: int) -> None:
+        self._steps = np.full(max_pool_rows, -1, np.int64)
+        self._any = False
+
+    def launch(self, plan: StepPlan) -> None:
+        """Note a step that starts. Raises TokenyardError if it reads a token that is not there."""
+        if self._any:
+            reading = np.repeat(plan.pool_rows, plan.counts)[plan.tokens == LAST_SAMPLED]
+            if (late := int(self._steps[reading].max(initial=-1))) >= 0:
+                raise TokenyardError(f"step {plan.step} is launched before step {late} was sampled")
+            self._steps[plan.pool_rows] = -1
+        if plan.delay_sampling:
+            self._steps[plan.pool_rows[plan.samples > 0]] = plan.step
+            self._any = True
+
+    def sample(self, plan: StepPlan) -> None:
+        """Note that a step is sampled."""
+        if self._any:
+            self._steps[plan.pool_rows] = -1
+            self._any = bool((self._steps >= 0).any())

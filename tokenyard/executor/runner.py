@@ -10,7 +10,7 @@ import torch
 from tokenyard.base import DRAFT, ConfigError, ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
 from tokenyard.executor.drafts import Choose, Drafter, confirmed_runs, drafts_to_confirm
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, samples_of, upload
-from tokenyard.executor.future_map import FutureMap
+from tokenyard.executor.future_map import FutureMap, Unsampled
 from tokenyard.executor.grammar import GrammarRows, GrammarStore
 from tokenyard.executor.kv_copies import DeviceBlocks
 from tokenyard.executor.kv_pool import KvPool
@@ -73,6 +73,7 @@ class ModelExecutor:
         self._adapters = adapters
         self.pages = pages
         self._future = FutureMap(info.max_pool_rows, device)
+        self._unsampled = Unsampled(info.max_pool_rows)
         self._grammars = GrammarStore(info.vocab_size, info.eos_token_ids)
         self._grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
         self._pooled = PooledRows()
@@ -81,7 +82,8 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
-        """Start a step; see Executor."""
+        """Start a step; see Executor. Raises TokenyardError if it reads what a step before it has yet to sample."""
+        self._unsampled.launch(plan)
         ticket = Ticket(plan, StepClock(self._device))
         ticket.clock.start()
         self._sampler.take(plan.row_starts)
@@ -104,6 +106,7 @@ class ModelExecutor:
     def sample(self, ticket: Ticket) -> None:
         """Sample a launched step; see Executor."""
         plan, logits = ticket.plan, ticket.logits
+        self._unsampled.sample(plan)
         if self._device.type == "cpu":
             ticket.clock.start()
         tokens = torch.empty(0, dtype=torch.int64, device=self._device)

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,13 +143,14 @@ def _shards(folder: Path) -> list[Path]:
 class DummyWeights:
     """Seeded random tensors of any name and shape, scaled so that activations and logits stay in a usual range.
 
-    A tensor depends on the seed and its place in the order of calls, so that the same model gets the same weights.
+    A tensor depends on the seed, its name and its shape, so that a model gets the same weights however it is divided.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         self._device = device
         self._dtype = dtype
-        self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._seed = seed
+        self._generator = torch.Generator(device=device)
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return ones for a norm, zeros for a bias, else normal numbers of variance 1 / (inputs)."""
@@ -157,4 +159,6 @@ class DummyWeights:
         if name.endswith(".bias"):
             return torch.zeros(shape, device=self._device, dtype=self._dtype)
         values = torch.empty(shape, device=self._device, dtype=self._dtype)
+        digest = blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
+        self._generator.manual_seed(int.from_bytes(digest))
         return values.normal_(0.0, shape[-1] ** -0.5, generator=self._generator)

@@ -7,6 +7,9 @@ import torch
 
 from tokenyard.executor.parallel.group import Group
 
+Lookup = Callable[[torch.Tensor], torch.Tensor]
+"""int64[tokens] -> [tokens, hidden]: an embedding."""
+
 Part = Callable[[torch.Tensor], torch.Tensor]
 """[rows, n] -> [rows, outputs] in the dtype of its input."""
 
@@ -20,6 +23,12 @@ class Joint(Protocol):
     def mlp(self, part: Part) -> Part:
         """Put around this rank's share of what follows the attention."""
 
+    def embedding(self, rows: torch.Tensor) -> Lookup:
+        """The embedding, of which this rank has these rows: [tokens of the vocabulary, hidden]."""
+
+    def head(self, part: Part, vocabulary: int) -> Part:
+        """Put around this rank's product that makes logits, of so many in all."""
+
 
 class Summed:
     """`part(x)` summed over the ranks of a group, of which each has the same x."""
@@ -32,11 +41,56 @@ class Summed:
         return self._group.sum(self._part(x))
 
 
-class SummedLayers:
-    """A Joint of ranks that share every product of a layer (tensor parallelism)."""
+class DividedEmbedding:
+    """An embedding of which each rank has some rows, the same number: rank 0 the first ones, and so on.
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    A token is looked up by the rank that has it, the others have zeros, and the sum is exact.
+    """
+
+    def __init__(self, rows: torch.Tensor, group: Group, rank: int) -> None:
+        self._rows, self._group = rows, group
+        self._first = rank * len(rows)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Look up int64[tokens]: [tokens, hidden]."""
+        places = token_ids - self._first
+        elsewhere = (places < 0) | (places >= len(self._rows))
+        found = self._rows[places.masked_fill_(elsewhere, 0)]
+        return self._group.sum(found.masked_fill_(elsewhere[:, None], 0.0))
+
+
+class DividedHead:
+    """A product that makes logits, of which each rank makes some; rank 0 gets them all."""
+
+    def __init__(self, part: Part, group: Group, vocabulary: int) -> None:
+        self._part, self._group, self._vocabulary = part, group, vocabulary
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's part of [rows, vocabulary]; returns all at rank 0, and only the part elsewhere.
+
+        Nothing is exchanged for no rows.
+        """
+        part = self._part(x)
+        if not len(x):
+            return part.new_empty(0, self._vocabulary)
+        parts = self._group.to_first(part)
+        # The last part may have been filled up.
+        return torch.cat(parts, dim=-1)[:, : self._vocabulary] if parts else part
+
+
+class SummedLayers:
+    """A Joint of ranks that share every product of a layer, and the vocabulary (tensor parallelism)."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group, self._rank = group, rank
+
+    def embedding(self, rows: torch.Tensor) -> Lookup:
+        """See Joint."""
+        return DividedEmbedding(rows, self._group, self._rank)
+
+    def head(self, part: Part, vocabulary: int) -> Part:
+        """See Joint."""
+        return DividedHead(part, self._group, vocabulary)
 
     def output(self, part: Part) -> Part:
         """See Joint."""
@@ -81,6 +135,14 @@ class GatheredMlps:
 
     def __init__(self, group: Group, places: Places) -> None:
         self._group, self._places = group, places
+
+    def embedding(self, rows: torch.Tensor) -> Lookup:
+        """See Joint; all of it is here."""
+        return rows.__getitem__
+
+    def head(self, part: Part, vocabulary: int) -> Part:
+        """See Joint; all of it is here."""
+        return part
 
     def output(self, part: Part) -> Part:
         """See Joint."""

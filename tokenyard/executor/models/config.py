@@ -61,7 +61,8 @@ class ModelConfig:
     head has a score that joins the softmax and has no value. activation: one of ACTIVATIONS. gate_limit: of
     clamped_swiglu. norm_offset: added to weights of norms. post_norms: whether attention and MLP are followed by norms
     of their own. experts: None for a model without. takes_tokens, gives_logits: a stage of a pipeline may have neither
-    embedding nor head; then it takes or gives hidden states. eos_token_ids, dtype and quantization are what the
+    embedding nor head; then it takes or gives hidden states. vocab_part: how many rows of them a rank has that shares
+    them with others, 0 for all. eos_token_ids, dtype and quantization are what the
     checkpoint declares; dtype is "" where it declares none.
     """
 
@@ -95,6 +96,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     takes_tokens: bool = True
     gives_logits: bool = True
+    vocab_part: int = 0
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""
     quantization: Mapping[str, Any] | None = None

@@ -39,12 +39,13 @@ class Decoder:
     ) -> None:
         self.config = config
         make_experts = make_experts or _experts
-        embedding_shape = (config.vocab_size, config.hidden_size)
+        embedding_shape = (config.vocab_part or config.vocab_size, config.hidden_size)
         tied = config.tied_embeddings
         if config.takes_tokens or (config.gives_logits and tied):
-            self._embedding = weights.get("model.embed_tokens.weight", embedding_shape)
+            table = weights.get("model.embed_tokens.weight", embedding_shape)
+            self._embedding = table.__getitem__ if joint is None else joint.embedding(table)
             # In the dtype of the weights, as transformers has it.
-            self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self._embedding.dtype).item()
+            self._embedding_scale = torch.tensor(config.embedding_scale, dtype=table.dtype).item()
         self._rotary = {
             rope: Rotary(rope, config.head_dim, context_length, device) for rope in dict.fromkeys(config.ropes)
         }
@@ -56,7 +57,8 @@ class Decoder:
         if not config.gives_logits:
             return
         self._norm = _norm(config, weights, "model.norm")
-        self._head = Linear(self._embedding if tied else weights.get("lm_head.weight", embedding_shape))
+        head = Linear(table if tied else weights.get("lm_head.weight", embedding_shape))
+        self._head: Product = head if joint is None else joint.head(head, config.vocab_size)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Run the layers: [T, hidden]. Keys and values of the batch's tokens are in the pool afterwards."""
@@ -87,7 +89,7 @@ class Decoder:
         return self._hidden_like.new_empty(tokens, self.config.hidden_size)
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x = self._embedding[token_ids]
+        x = self._embedding(token_ids)
         return x * self._embedding_scale if self._embedding_scale != 1.0 else x
 
     def adapt(self, change: Callable[[int, str, Product], Product]) -> None:

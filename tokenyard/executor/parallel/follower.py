@@ -20,7 +20,6 @@ import setproctitle
 import torch
 
 from tokenyard.base import ConfigError, DeviceLostError, ExecutorInfo, TokenyardError
-from tokenyard.base.plan_bytes import decode_plan
 from tokenyard.executor.forward_batch import build_batch
 from tokenyard.executor.load import load_executor
 from tokenyard.executor.models.backend import TorchModel
@@ -31,6 +30,7 @@ from tokenyard.executor.parallel.part import ModelPart
 from tokenyard.executor.parallel.ring import RingReader, SharedMemory
 from tokenyard.executor.parallel.shards import Shard
 from tokenyard.executor.parallel.stages import Stage
+from tokenyard.executor.parallel.steps import decode_step
 from tokenyard.executor.runner import ModelExecutor
 
 PR_SET_PDEATHSIG = 1
@@ -77,13 +77,13 @@ class Follower:
         return replace(info, num_pages=self._wire.receive(Agreed).num_pages)
 
     def _compute(self, executor: ModelExecutor, model: TorchModel, frame: bytes) -> None:
-        plan = decode_plan(frame)
+        plan, ranges = decode_step(frame)
         self._memory.steps[self._setup.place] = plan.step
         executor.pages.write(plan)
         if not len(plan.pool_rows):
             return
         batch = build_batch(plan, executor.pages)
-        self._part.compute(model, batch, open_tokens=bool(plan.tokens.min() < 0))
+        self._part.compute(model, batch, ranges, open_tokens=bool(plan.tokens.min() < 0))
 
     def _live(self) -> None:
         """Give signs of life, and end the process that started this one if it stands still: all ranks end together."""

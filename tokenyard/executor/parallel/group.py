@@ -38,6 +38,9 @@ class Group(Protocol):
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return rank 0's tensor; the others give one of the same shape and dtype, which may be changed."""
 
+    def to_first(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return all ranks' tensors of this shape, by rank, at rank 0, and none elsewhere."""
+
 
 class TorchGroup:
     """Ranks that are processes, by torch.distributed: gloo between CPUs, NCCL between CUDA devices.
@@ -87,6 +90,15 @@ class TorchGroup:
         except RuntimeError as error:
             raise self._failed(error) from error
         return tensor
+
+    def to_first(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return all tensors at rank 0; see Group."""
+        parts = [torch.empty_like(part) for _ in range(self._group.size())] if not self._group.rank() else []
+        try:
+            self._group.gather(parts, part.contiguous(), 0).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return parts
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor to a rank, which receives those of this rank in the same order. Returns while it may still be

@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo, Int32Array, KvPieces, StepPlan
-from tokenyard.base.plan_bytes import encode_plan
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.parallel.group import Meeting, TorchGroup
 from tokenyard.executor.parallel.handshake import OWN_FIELDS, Agreed, Report, Setup, check_report
@@ -29,7 +28,9 @@ from tokenyard.executor.parallel.links import Beat, Ended, Message, Plan, Welcom
 from tokenyard.executor.parallel.members import END_TIMEOUT_S, Members
 from tokenyard.executor.parallel.nodes import NodeTerms, RemoteNode, meet_nodes
 from tokenyard.executor.parallel.part import Form, name_of, stage_of
+from tokenyard.executor.parallel.steps import Range, encode_step
 from tokenyard.executor.runner import ModelExecutor, Ticket
+from tokenyard.executor.sampling.logprobs import prompt_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +108,11 @@ class Ranks:
         # Nobody needs the meeting place any more, and this process may be killed.
         self._folder.cleanup()
 
-    def send(self, plan: StepPlan) -> None:
-        """Have the other ranks compute a plan. Raises DeviceLostError."""
+    def send(self, plan: StepPlan, ranges: Sequence[Range] = ()) -> None:
+        """Have the other ranks compute a plan. ranges: see `steps`. Raises DeviceLostError."""
         self._check()
         self._members.begin_step(plan.step)
-        data = encode_plan(plan)
+        data = encode_step(plan, ranges)
         for node in self._nodes:
             self._say(node, Plan(data))
         try:
@@ -252,7 +253,8 @@ class TensorParallelExecutor(LeadingExecutor):
 
     def _run(self, ticket: Ticket) -> None:
         """Compute a step together. A rank that fails within it is at another place than the others: all end."""
-        self.ranks.send(ticket.plan)
+        plan = ticket.plan
+        self.ranks.send(plan, [(first, end) for first, end, _ in prompt_ranges(plan, self._sampler.rows)])
         try:
             super()._run(ticket)
         except DeviceLostError:

@@ -1,6 +1,6 @@
 """What a rank has of a model that is divided, and the ways of dividing one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Protocol
 
 from tokenyard.base import ConfigError, ExecutorInfo
@@ -8,6 +8,7 @@ from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.summed import Joint
 from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.parallel.steps import Range
 from tokenyard.executor.weights import Weights
 
 Form = Literal["tensor", "pipeline"]
@@ -51,8 +52,10 @@ class ModelPart(Protocol):
     def weights(self, source: Weights, whole: ModelConfig) -> Weights:
         """This rank's part of the tensors of `source`, which are those of the whole model."""
 
-    def compute(self, model: TorchModel, batch: ForwardBatch, *, open_tokens: bool) -> None:
-        """Compute a step at a rank other than 0. open_tokens: whether only rank 0 knows all tokens of the batch."""
+    def compute(self, model: TorchModel, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
+        """Compute a step at a rank other than 0. ranges: see `steps`. open_tokens: whether only rank 0 knows all tokens
+        of the batch.
+        """
 
 
 def stage_of(rank: int, size: int) -> int:

@@ -2,9 +2,10 @@
 
 q, k, v, gate and up are cut by outputs, o and down by inputs, so that a layer needs two sums over the ranks: one behind
 the attention and one behind the MLP. Where there are fewer KV heads than ranks, ranks share one and each keeps a copy.
-Embedding, norms and routers of experts are whole at every rank; the head is whole at rank 0 alone, which samples.
+Embedding and head are cut by tokens of the vocabulary; norms and routers of experts are whole at every rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,11 +18,13 @@ from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.parallel.group import Group
 from tokenyard.executor.parallel.part import Agree
+from tokenyard.executor.parallel.steps import Range
 from tokenyard.executor.weights import SafetensorsWeights, Weights
 
 SINKS = "sinks"
-BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", SINKS)
+BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", SINKS, "embed_tokens", "lm_head")
 BY_INPUTS = ("o_proj", "down_proj")
+OF_VOCABULARY = ("embed_tokens", "lm_head")
 OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", SINKS)
 WHOLE = -1
 
@@ -42,7 +45,7 @@ class Shard:
     @property
     def joint(self) -> Joint:
         """Sums behind the attention and behind the MLP."""
-        return SummedLayers(self.group)
+        return SummedLayers(self.group, self.rank)
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """See ModelPart."""
@@ -51,13 +54,15 @@ class Shard:
             thinner(whole, self.size),
             num_heads=whole.num_heads // self.size,
             num_kv_heads=max(1, whole.num_kv_heads // self.size),
-            gives_logits=self.rank == 0,
+            vocab_part=-(-whole.vocab_size // self.size),
         )
 
     def _check(self, whole: ModelConfig) -> None:
         size, kv = self.size, whole.num_kv_heads
         inner = inner_sizes(whole)
         check_divisible(size, {"num_attention_heads": whole.num_heads, **inner})
+        if (size - 1) * -(-whole.vocab_size // size) >= whole.vocab_size:
+            raise ConfigError(f"--tp-size {size} is too many for the model's vocab_size of {whole.vocab_size}")
         if kv % size and size % kv:
             raise ConfigError(
                 f"--tp-size {size} and the model's num_key_value_heads of {kv}: one must divide the other"
@@ -65,13 +70,15 @@ class Shard:
 
     def weights(self, source: Weights, whole: ModelConfig) -> Weights:
         """See ModelPart."""
-        return _ShardWeights(source, self.rank, self.size, attention_sizes(whole))
+        return _ShardWeights(source, self.rank, self.size, attention_sizes(whole) | vocabulary_sizes(whole))
 
-    def compute(self, model: TorchModel, batch: ForwardBatch, *, open_tokens: bool) -> None:
+    def compute(self, model: TorchModel, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
         """See ModelPart."""
         if open_tokens:
             batch.token_ids = self.group.from_first(batch.token_ids)
-        model.layers(batch)
+        model.step(batch)
+        for first, end in ranges:
+            model.logits(first, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +109,10 @@ class MlpShard:
 
     def weights(self, source: Weights, whole: ModelConfig) -> Weights:
         """See ModelPart."""
-        return _ShardWeights(source, self.rank, self.size, dict.fromkeys(OF_ATTENTION, WHOLE))
+        return _ShardWeights(source, self.rank, self.size, dict.fromkeys(OF_ATTENTION + OF_VOCABULARY, WHOLE))
 
-    def compute(self, model: TorchModel, batch: ForwardBatch, *, open_tokens: bool) -> None:
-        """See ModelPart; every rank samples, so `open_tokens` does not matter."""
+    def compute(self, model: TorchModel, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
+        """See ModelPart; every rank samples, so only the layers are computed together."""
         model.layers(batch)
 
 
@@ -138,6 +145,11 @@ def attention_sizes(whole: ModelConfig) -> dict[str, int]:
     return {"q_proj": q_size, "o_proj": q_size, "k_proj": kv_size, "v_proj": kv_size, SINKS: whole.num_heads}
 
 
+def vocabulary_sizes(whole: ModelConfig) -> dict[str, int]:
+    """Sizes of embedding and head, which the number of ranks need not divide."""
+    return dict.fromkeys(OF_VOCABULARY, whole.vocab_size)
+
+
 class _ShardWeights:
     """sizes: of products that do not follow from a part's, WHOLE for those that are not divided."""
 
@@ -160,9 +172,13 @@ class _ShardWeights:
         part = shape[axis]
         size = self._sizes.get(product, part * self._ranks)
         # With fewer KV heads than ranks there are fewer parts than ranks, and neighbours have the same one.
-        first = self._rank * (size // part) // self._ranks * part
+        first = self._rank * part if product in OF_VOCABULARY else self._rank * (size // part) // self._ranks * part
         whole = (*shape[:axis], size, *shape[axis + 1 :])
+        end = min(first + part, size)
         if isinstance(self._source, SafetensorsWeights):
-            return self._source.get(name, whole, (axis, first, first + part))
-        # Random, quantized and GGUF tensors are made whole one at a time; a copy lets go of the rest.
-        return self._source.get(name, whole).narrow(axis, first, part).clone()
+            found = self._source.get(name, whole, (axis, first, end))
+        else:
+            # Random, quantized and GGUF tensors are made whole one at a time; a copy lets go of the rest.
+            found = self._source.get(name, whole).narrow(axis, first, end - first).clone()
+        # A vocabulary that the number of ranks does not divide is filled up with tokens that never come.
+        return found if end - first == part else torch.cat((found, found.new_zeros(first + part - end, *shape[1:])))

@@ -5,6 +5,7 @@ to stage, and the first stage is told the tokens that only rank 0 knows.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from tokenyard.executor.models.backend import TorchModel
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.parallel.group import TorchGroup
 from tokenyard.executor.parallel.part import Agree, stage_of
+from tokenyard.executor.parallel.steps import Range
 from tokenyard.executor.weights import Weights
 
 _LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
@@ -65,8 +67,8 @@ class Stage:
         """See ModelPart."""
         return _StageWeights(source, self.layers(whole).start)
 
-    def compute(self, model: TorchModel, batch: ForwardBatch, *, open_tokens: bool) -> None:
-        """See ModelPart."""
+    def compute(self, model: TorchModel, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
+        """See ModelPart; logits are the last stage's affair."""
         if self.rank > 1:
             batch.hidden = self.group.receive(model.hidden_like(batch), self.rank - 1)
         elif open_tokens:

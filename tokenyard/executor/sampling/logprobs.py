@@ -72,8 +72,19 @@ def prompt_pieces(
     A row that takes up an answer again reports no prompt positions: it reported them before its first token.
     """
     pieces: list[LogprobPiece] = []
+    for first, end, run in prompt_ranges(plan, rows):
+        start = rows.starts[int(plan.pool_rows[run.index])]
+        logprobs = torch.log_softmax(logits_of(first, end), dim=-1)
+        known = start.known_ids[run.position : run.position + run.count]
+        pieces.append(_piece([run], logprobs, send(known.astype(np.int64), logprobs.device)))
+    return pieces
+
+
+def prompt_ranges(plan: StepPlan, rows: SamplingRows) -> list[tuple[int, int, LogprobRun]]:
+    """First and end of the tokens of a step whose logits are wanted beside the sampled ones, and what of them."""
+    ranges: list[tuple[int, int, LogprobRun]] = []
     if not rows.starts:
-        return pieces
+        return ranges
     offsets = np.cumsum(plan.counts) - plan.counts
     for i in np.flatnonzero(rows.kinds[plan.pool_rows] & LOGPROBS).tolist():
         start = rows.starts[int(plan.pool_rows[i])]
@@ -87,12 +98,9 @@ def prompt_pieces(
             end = min(position + PIECE_POSITIONS, last + 1)
             # The logits at a position are about the token that follows it.
             token = int(offsets[i]) + position - 1 - begin
-            logprobs = torch.log_softmax(logits_of(token, token + end - position), dim=-1)
-            tokens = send(start.known_ids[position:end].astype(np.int64), logprobs.device)
-            pieces.append(
-                _piece([LogprobRun(i, position, end - position, options.top, options.token_ids)], logprobs, tokens)
-            )
-    return pieces
+            run = LogprobRun(i, position, end - position, options.top, options.token_ids)
+            ranges.append((token, token + end - position, run))
+    return ranges
 
 
 def keep_output(plan: StepPlan, rows: SamplingRows, logits: torch.Tensor) -> OutputLogprobs | None:
