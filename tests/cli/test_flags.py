@@ -218,9 +218,6 @@ TWO_NODES = ("--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "5000")
     [
         (["--mock-step-ms", "1"], "needs --executor mock"),
         (["--tp-size", "2", "--executor", "mock"], "--tp-size divides a model, and --executor mock has none"),
-        (["--tp-size", "2", "--disaggregation-mode", "prefill"], "so it cannot be moved yet"),
-        (["--pp-size", "2", "--disaggregation-mode", "prefill"], "--pp-size divides the KV .* so it cannot be moved"),
-        (["--tp-size", "2", "--enable-hierarchical-cache"], "so it cannot be stored yet"),
         (["--tp-size", "2", "--pp-size", "2"], "in one way or the other, not both yet"),
         (["--pp-async-batch-depth", "1"], "is for --pp-size 2 and more"),
         (["--node-rank", "1"], "are for --nnodes 2 and more"),
@@ -228,6 +225,12 @@ TWO_NODES = ("--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "5000")
         (["--nnodes", "2", "--dist-init-addr", "5000", "--tp-size", "3"], "--nnodes 2 does not divide --tp-size 3"),
         (["--nnodes", "2", "--tp-size", "2"], "--nnodes needs --dist-init-addr"),
         (["--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "host"], "needs --dist-init-addr"),
+        ([*TWO_NODES, "--disaggregation-mode", "prefill"], "--nnodes divides the KV, so it cannot be moved yet"),
+        ([*TWO_NODES, "--enable-hierarchical-cache"], "--nnodes divides the KV, so it cannot be stored yet"),
+        (
+            ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-hierarchical-cache"],
+            "--enable-dp-attention divides the KV, so it cannot be stored yet",
+        ),
         ([*TWO_NODES, "--node-rank", "2"], "--node-rank 2 must be below --nnodes 2"),
         ([*TWO_NODES, "--dp-size", "2"], "leave out --dp-size"),
         ([*TWO_NODES, "--dist-init-addr", "10.0.0.1:5000"], "opens this model to other machines; add --dist-secret"),

@@ -51,6 +51,19 @@ def test_a_prefix_copied_to_another_executor_is_as_good_as_computed(make_driver,
     assert target.generate(guest, 5) == greedy("qwen2-window", prompt, 5)
 
 
+def assert_copies_serve(executor):
+    """A row that attends to copies of another row's pages answers the same."""
+    driver, prompt = Driver(executor), prompt_of(30, seed=4)
+    owner = driver.start(prompt)
+    expected = driver.generate(owner, 5)
+    size = executor.info.page_size
+    guest = driver.start(prompt)
+    guest.pages = [driver.pages.pop() for _ in range(24 // size)]
+    write(executor, guest.pages, read(executor, owner.pages[: len(guest.pages)]))
+    guest.planned = 24
+    assert driver.generate(guest, 5) == expected
+
+
 def test_pieces_cover_the_pool_once(make_driver):
     executor = make_driver("llama", page_size=4).executor
     found = executor.pieces(np.arange(executor.info.num_pages + 1, dtype=np.int32))

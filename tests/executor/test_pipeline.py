@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.executor.driver import Driver
+from tests.executor.test_pieces import assert_copies_serve
 from tests.executor.test_tensor_parallel import OPTIONS, SERVED, assert_equal_bits, life_of_a_server, watch_logits
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError, DeviceLostError
@@ -143,7 +144,7 @@ def test_native_kernels_for_whole_steps_are_refused(folder):
 def stages():
     """The demo model in two stages, each a process."""
     torch.set_num_threads(1)
-    executor = load_divided(str(DEMO_MODEL), pp_size=2, **OPTIONS, **SERVED)
+    executor = load_divided(str(DEMO_MODEL), pp_size=2, share_kv=True, **OPTIONS, **SERVED)
     yield executor
     executor.close()
 
@@ -182,3 +183,7 @@ def test_a_stage_that_is_killed_ends_all():
             driver.generate(sequence, 40)
     finally:
         executor.close()
+
+
+def test_kv_that_is_copied_is_as_good_as_computed(stages):
+    assert_copies_serve(stages)

@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from tests.executor.driver import Driver
 from tests.executor.test_grammar import TOKENIZER
+from tests.executor.test_pieces import assert_copies_serve
 from tests.executor.tiny_models import greedy, logits, prompt_of
 from tests.executor.virtual import load_virtual
 from tests.matrix.test_grammar_exactness import DelayedYard
@@ -159,7 +160,7 @@ SERVED = {"max_total_tokens": 400, "max_pool_rows": 10, "page_size": 4, "draft_t
 def processes():
     """The demo model over two processes."""
     torch.set_num_threads(1)
-    executor = load_divided(str(DEMO_MODEL), tp_size=2, **OPTIONS, **SERVED)
+    executor = load_divided(str(DEMO_MODEL), tp_size=2, share_kv=True, **OPTIONS, **SERVED)
     yield executor
     executor.close()
 
@@ -195,3 +196,7 @@ def test_processes_compute_what_threads_compute_bit_for_bit(processes):
     assert ends[0] == ends[1]
     assert driver.info.num_pages == 100
     assert np.isfinite([step["silent_s"] for step in processes.describe_ranks()]).all()
+
+
+def test_kv_that_is_copied_is_as_good_as_computed(processes):
+    assert_copies_serve(processes)

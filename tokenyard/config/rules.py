@@ -26,6 +26,8 @@ def _division_rules(settings: DeclaredSettings) -> Rules:
     """What must hold where a model is divided among processes."""
     flag = "--tp-size" if settings.tp_size > 1 else "--pp-size"
     whole = settings.tp_size == settings.pp_size == 1
+    together = settings.nnodes == 1 and not settings.enable_dp_attention
+    apart = "--enable-dp-attention" if settings.enable_dp_attention else "--nnodes"
     return (
         (
             settings.tp_size == 1 or settings.pp_size == 1,
@@ -36,12 +38,12 @@ def _division_rules(settings: DeclaredSettings) -> Rules:
             f"{flag} divides a model, and --executor {settings.executor} has none; leave one of them out",
         ),
         (
-            whole or settings.disaggregation_mode == "null",
-            f"{flag} divides the KV among processes, so it cannot be moved yet; leave --disaggregation-mode out",
+            together or settings.disaggregation_mode == "null",
+            f"{apart} divides the KV, so it cannot be moved yet; leave --disaggregation-mode out",
         ),
         (
-            whole or not settings.enable_hierarchical_cache,
-            f"{flag} divides the KV among processes, so it cannot be stored yet; leave --enable-hierarchical-cache out",
+            together or not settings.enable_hierarchical_cache,
+            f"{apart} divides the KV, so it cannot be stored yet; leave --enable-hierarchical-cache out",
         ),
         (
             whole or not settings.enable_lora,

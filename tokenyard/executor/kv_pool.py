@@ -2,7 +2,9 @@
 
 import ctypes
 import logging
+import math
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -36,9 +38,10 @@ class KvPool:
         dtype: torch.dtype,
         windows: WindowGroup | None = None,
         layers: int | None = None,
+        memory: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         """layers: how many the pool is for; all if None, less those with a window where `windows` says how many pages
-        these have.
+        these have. memory: makes the memory of the pool, uint8[bytes], None for torch's own.
         """
         self.num_pages = num_pages
         self.page_size = page_size
@@ -49,7 +52,10 @@ class KvPool:
             layers = config.num_layers - local
         slots = (num_pages + 1) * page_size
         shape = (config.num_layers if layers is None else layers, 2, slots, config.num_kv_heads, config.head_dim)
-        self.tensor = torch.empty(shape, device=device, dtype=dtype)
+        if memory is None:
+            self.tensor = torch.empty(shape, device=device, dtype=dtype)
+        else:
+            self.tensor = memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         if device.type == "cpu":
             advise_huge_pages(self.tensor)
         # Zeros, not whatever was there: a masked slot counts as 0 * value, and that must never be 0 * NaN.

@@ -79,6 +79,7 @@ def load_executor(
     ranks: int = 1,
     nodes: int = 1,
     part: ModelPart | None = None,
+    pool_memory: Callable[[int], torch.Tensor] | None = None,
     make: Callable[..., ModelExecutor] = ModelExecutor,
 ) -> ModelExecutor:
     """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
@@ -94,8 +95,8 @@ def load_executor(
     lookup. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-
     parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and memory is
     shared by the ranks on one device. nodes: machines among which the ranks of a part's model are shared out. part:
-    what of the model is loaded, None for all; `make` puts the executor together (see `parallel.leader`). Raises
-    ConfigError, in one line, for whatever does not fit.
+    what of the model is loaded, None for all; pool_memory: see KvPool; `make` puts the executor together (see
+    `parallel.leader`). Raises ConfigError, in one line, for whatever does not fit.
     """
     target, sharing = _device_of_rank(device, rank, ranks, part, nodes)
     if target.type == "cuda":
@@ -150,7 +151,7 @@ def load_executor(
     )
     if part is not None:
         info = part.agree(info)
-    pool = _make_pool(config, info, target, kind)
+    pool = _make_pool(config, info, target, kind, pool_memory)
     pages = PageTable(max_pool_rows, length, page_size, target, windows=info.windows is not None)
 
     def drafter(choose: Choose) -> Drafter:
@@ -345,9 +346,15 @@ def _open_weights(
     return checkpoint_weights(config, files), files
 
 
-def _make_pool(config: ModelConfig, info: ExecutorInfo, device: torch.device, dtype: torch.dtype) -> KvPool:
+def _make_pool(
+    config: ModelConfig,
+    info: ExecutorInfo,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory: Callable[[int], torch.Tensor] | None = None,
+) -> KvPool:
     try:
-        return KvPool(config, info.num_pages, info.page_size, device, dtype, info.windows)
+        return KvPool(config, info.num_pages, info.page_size, device, dtype, info.windows, memory=memory)
     except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no error of their own for it
         tokens = info.num_pages * info.page_size
         raise ConfigError(

@@ -153,7 +153,7 @@ class Handshake:
             ("model", "model"),
             ("dtype", "dtype of the KV"),
             ("page_size", "--page-size"),
-            ("pieces", "number of layers"),
+            ("pieces", "number of layers or of ranks (--tp-size)"),
             ("piece_bytes", "size of heads"),
         ):
             here, there = getattr(ours, name), getattr(theirs, name)

@@ -111,41 +111,56 @@ class PoolView:
     """All pages of a KV pool in this process's memory, to gather blocks from and to scatter them into.
 
     A block is the KV of consecutive tokens, piece after piece (layer and keys or values), each with all its tokens in
-    order; so its bytes do not depend on the page size. Raises ConfigError where pieces are not evenly spaced.
+    order; so its bytes do not depend on the page size. A pool may lie in several places, as those of ranks do. Raises
+    ConfigError where pages do not follow each other.
     """
 
     def __init__(self, pages: PageMap, num_pages: int) -> None:
-        steps = np.diff(pages.origins)
-        even = bool((steps == steps[0]).all()) if len(steps) else True
-        if not even or (pages.strides != pages.nbytes).any():
-            raise ConfigError("a hierarchical cache needs a KV pool whose pieces are evenly spaced in memory")
+        if (pages.strides != pages.nbytes).any():
+            raise ConfigError("a hierarchical cache needs a KV pool whose pages follow each other in memory")
         self.page_bytes = pages.page_bytes
         self._pieces = len(pages.origins)
-        if self._pieces:
-            step = int(steps[0]) if len(steps) else pages.nbytes
-            shape, strides = (self._pieces, num_pages + 1), (step, pages.nbytes)
-            self._kind = f"|V{pages.nbytes}"
-            self._pool: npt.NDArray[Any] = np.asarray(_Place(int(pages.origins[0]), shape, self._kind, strides))
+        self._kind = f"|V{pages.nbytes}"
+        self._pools: list[tuple[slice, npt.NDArray[Any]]] = []
+        """Stretches of evenly spaced pieces: which they are, and [pieces, pages]."""
+        for some in _evenly_spaced(pages.origins):
+            origins = pages.origins[some]
+            step = int(origins[1] - origins[0]) if len(origins) > 1 else pages.nbytes
+            shape, strides = (len(origins), num_pages + 1), (step, pages.nbytes)
+            self._pools.append((some, np.asarray(_Place(int(origins[0]), shape, self._kind, strides))))
 
     def gather(self, pages: Int32Array, block: npt.NDArray[np.uint8]) -> None:
         """Copy `pages` (int32[n]) into `block` (uint8[n * page_bytes])."""
-        if self._pieces:
+        if not self._pieces:
+            return
+        target = self._shaped(block, len(pages))
+        for some, pool in self._pools:
             # Mode clip writes straight to `out`; no page is out of bounds.
-            np.take(self._pool, pages, axis=1, out=self._shaped(block, len(pages)), mode="clip")
+            np.take(pool, pages, axis=1, out=target[some], mode="clip")
 
     def scatter(self, block: npt.NDArray[np.uint8], pages_in_block: int, first: int, pages: Int32Array) -> None:
         """Copy pages `first`, `first + 1`, ... of a block of `pages_in_block` into `pages` (int32[n])."""
         if not self._pieces or not len(pages):
             return
-        source = self._shaped(block, pages_in_block)
+        source = self._shaped(block, pages_in_block)[:, first : first + len(pages)]
         starts = runs(pages)
-        if 4 * len(starts) > len(pages):
-            self._pool[:, pages] = source[:, first : first + len(pages)]
-            return
-        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(pages)], strict=True):
-            page = int(pages[start])
-            self._pool[:, page : page + end - start] = source[:, first + start : first + end]
+        for some, pool in self._pools:
+            if 4 * len(starts) > len(pages):
+                pool[:, pages] = source[some]
+                continue
+            for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(pages)], strict=True):
+                page = int(pages[start])
+                pool[:, page : page + end - start] = source[some, start:end]
 
     def _shaped(self, block: npt.NDArray[np.uint8], pages: int) -> npt.NDArray[Any]:
         size = self.page_bytes * pages
         return block[:size].view(self._kind).reshape(self._pieces, pages)
+
+
+def _evenly_spaced(origins: Int64Array) -> list[slice]:
+    """Cut int64[pieces] into stretches within which each is as far from the one before."""
+    steps, cuts = np.diff(origins), [0]
+    for place in range(2, len(origins)):
+        if steps[place - 1] != steps[place - 2] and cuts[-1] < place - 1:
+            cuts.append(place)
+    return [slice(first, end) for first, end in zip(cuts, [*cuts[1:], len(origins)], strict=True) if first < end]

@@ -49,6 +49,7 @@ def load_executor(config: EngineConfig) -> Executor:
         module = JOINED
     elif max(config.tp_size, config.pp_size) > 1:
         module, options = DIVIDED, options | {"tp_size": config.tp_size, "pp_size": config.pp_size}
+        options["share_kv"] = config.tiers.enabled or config.transfer.role != "null"
         if config.nodes.count > 1:
             options["nodes"] = asdict(config.nodes) | {"weights": model_digest(config.model_path)}
     try:

@@ -17,10 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 def load_executor(
-    model_path: str, *, tp_size: int = 1, pp_size: int = 1, nodes: dict[str, Any] | None = None, **options: Any
+    model_path: str,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    nodes: dict[str, Any] | None = None,
+    share_kv: bool = False,
+    **options: Any,
 ) -> LeadingExecutor:
     """Load a model over ranks, each a process: `tp_size` that share every layer, or `pp_size` stages. nodes: fields of
-    `NodeTerms` if some of them are on other machines; the other options are those of `load.load_executor`.
+    `NodeTerms` if some of them are on other machines. share_kv: whether KV shall be moved or stored, which needs all of
+    it in this machine's memory. The other options are those of `load.load_executor`.
 
     Raises ConfigError and EngineDeadError, with the rank at fault.
     """
@@ -29,7 +36,7 @@ def load_executor(
     here = size // terms.count if terms is not None else size
     threads = options.get("threads") or torch.get_num_threads()
     options = options | {"threads": max(1, threads // here)}
-    ranks = Ranks(model_path, size, options, "tensor" if tp_size > 1 else "pipeline", terms)
+    ranks = Ranks(model_path, size, options, "tensor" if tp_size > 1 else "pipeline", terms, share_kv=share_kv)
     if terms is not None:
         options["nodes"] = terms.count
 

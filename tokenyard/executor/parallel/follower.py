@@ -1,7 +1,7 @@
 """A rank of a model other than rank 0: it computes the plans that rank 0 sends, and nothing else.
 
 It is started by rank 0, or by the command of another node (`parallel.node`), which passes on what rank 0 says. It runs
-as `python -m tokenyard.executor.parallel.follower CONTROL BELL MEMORY`, three descriptors. It has no scheduler, no
+as `python -m tokenyard.executor.parallel.follower CONTROL BELL MEMORY [KV]`, descriptors all. It has no scheduler, no
 sampler of its own and no clock but for its sign of life.
 """
 
@@ -29,6 +29,7 @@ from tokenyard.executor.parallel.life import BEAT_EVERY_S, Watch
 from tokenyard.executor.parallel.part import ModelPart
 from tokenyard.executor.parallel.ring import RingReader, SharedMemory
 from tokenyard.executor.parallel.shards import Shard
+from tokenyard.executor.parallel.shared_kv import layout_of, pool_memory
 from tokenyard.executor.parallel.stages import Stage
 from tokenyard.executor.parallel.steps import decode_step
 from tokenyard.executor.runner import ModelExecutor
@@ -41,8 +42,9 @@ CPU_NICE = 5
 class Follower:
     """One rank, from its start to its end."""
 
-    def __init__(self, wire: Wire, bell: int, memory: int) -> None:
+    def __init__(self, wire: Wire, bell: int, memory: int, kv: int | None = None) -> None:
         self._wire = wire
+        self._pool_memory = None if kv is None else pool_memory(kv)
         self._setup = setup = wire.receive(Setup)
         self._memory = SharedMemory(memory, setup.places)
         self._ring = RingReader(self._memory, setup.place, bell)
@@ -55,7 +57,8 @@ class Follower:
         """Load this rank's part of the model and compute what comes, until rank 0 closes the ring."""
         die_with_parent(self._setup.parent_pid)
         executor = self._load()
-        self._wire.send(Report(info=executor.info))
+        kv = None if self._pool_memory is None else layout_of(executor.kv_pool)
+        self._wire.send(Report(info=executor.info, kv=kv))
         threading.Thread(target=self._live, name="signs of life", daemon=True).start()
         setup = self._setup
         self._group.connect(setup.meeting, setup.rank, setup.size, torch.device(executor.info.device))
@@ -69,7 +72,7 @@ class Follower:
         setup = self._setup
         if setup.options.get("device") in ("cpu", "auto") and not torch.cuda.is_available():
             os.nice(CPU_NICE)
-        return load_executor(setup.model_path, **setup.options, part=self._part)
+        return load_executor(setup.model_path, **setup.options, part=self._part, pool_memory=self._pool_memory)
 
     def _agree(self, info: ExecutorInfo) -> ExecutorInfo:
         """Tell rank 0 what was loaded and take the number of pages from it."""
@@ -111,10 +114,10 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     # Rank 0 says what there is to say, in the format that is asked for.
     logging.disable(logging.CRITICAL)
-    control, bell, memory = map(int, sys.argv[1:])
+    control, *others = map(int, sys.argv[1:])
     wire = Wire(socket.socket(fileno=control))
     try:
-        Follower(wire, bell, memory).run()
+        Follower(wire, *others).run()
     except Exception as error:
         wrong = isinstance(error, ConfigError)
         text = str(error) if isinstance(error, TokenyardError) else f"{type(error).__name__}: {error}"

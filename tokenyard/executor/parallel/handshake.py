@@ -10,6 +10,7 @@ from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo
 from tokenyard.base.version import __version__
 from tokenyard.executor.parallel.group import Meeting
 from tokenyard.executor.parallel.part import Form, name_of
+from tokenyard.executor.parallel.shared_kv import KvLayout
 
 OWN_FIELDS = ("num_pages", "device")
 """What may differ between ranks: the least number of pages is agreed on, and each has a device of its own."""
@@ -19,7 +20,8 @@ Line = TypeVar("Line")
 
 class Setup(msgspec.Struct):
     """What a rank is told first. form: how the model is divided. options: those of `load_executor`. place: its column
-    in the table of this machine, which has `places`; the process that starts it has the first one.
+    in the table of this machine, which has `places`; the process that starts it has the first one. share_kv: whether
+    its KV is in memory that rank 0 maps too.
     """
 
     model_path: str
@@ -31,6 +33,7 @@ class Setup(msgspec.Struct):
     place: int
     places: int
     form: Form = "tensor"
+    share_kv: bool = False
 
     @property
     def name(self) -> str:
@@ -42,7 +45,7 @@ class Report(msgspec.Struct):
     """What a rank says: what it has loaded, later that it is ready, or why it cannot go on.
 
     wrong_settings: whether the failure is one of settings or files, which its text names. lost_others: whether it is
-    that another rank could not be reached.
+    that another rank could not be reached. kv: of KV that rank 0 maps, once it is there.
     """
 
     failure: str = ""
@@ -50,6 +53,7 @@ class Report(msgspec.Struct):
     lost_others: bool = False
     version: str = __version__
     info: ExecutorInfo | None = None
+    kv: KvLayout | None = None
 
 
 class Agreed(msgspec.Struct, tag=True):

@@ -28,6 +28,7 @@ from tokenyard.executor.parallel.links import Beat, Ended, Message, Plan, Welcom
 from tokenyard.executor.parallel.members import END_TIMEOUT_S, Members
 from tokenyard.executor.parallel.nodes import NodeTerms, RemoteNode, meet_nodes
 from tokenyard.executor.parallel.part import Form, name_of, stage_of
+from tokenyard.executor.parallel.shared_kv import MappedKv, joined_pieces
 from tokenyard.executor.parallel.steps import Range, encode_step
 from tokenyard.executor.runner import ModelExecutor, Ticket
 from tokenyard.executor.sampling.logprobs import prompt_ranges
@@ -51,12 +52,16 @@ class Ranks:
         options: dict[str, Any],
         form: Form = "tensor",
         terms: NodeTerms | None = None,
+        *,
+        share_kv: bool = False,
     ) -> None:
         """Start the processes beside this one, and wait for the other nodes. options: those of `load_executor`, JSON
         values only. form: how the model is divided. terms: how nodes find each other, None for this machine alone.
+        share_kv: whether this process maps the KV of all.
         """
         self.size, self.form = size, form
         self.own_name = name_of(form, 0, size)
+        self.kv: list[MappedKv] | None = [] if share_kv else None
         self.on_lost: Callable[[str], None] = lambda reason: None
         self.group = TorchGroup(self._connection_failed)
         self._folder = tempfile.TemporaryDirectory(prefix="tokenyard-tp-")
@@ -73,7 +78,7 @@ class Ranks:
             options = options | {"nodes": terms.count}
         here = size if terms is None else len(terms.ranks_of(0, size))
         setups = [
-            Setup(model_path, options, rank, size, os.getpid(), self._meeting, rank, here, form)
+            Setup(model_path, options, rank, size, os.getpid(), self._meeting, rank, here, form, share_kv)
             for rank in range(1, here)
         ]
         self._members = Members(setups, self._check)
@@ -100,7 +105,10 @@ class Ranks:
     def connect(self, device: torch.device) -> None:
         """Connect all ranks once they have memory for KV, and watch over them. Raises as `agree`."""
         for member in self._members:
-            self._ready(member.name, member.hear())
+            report = self._ready(member.name, member.hear())
+            if self.kv is not None and report.kv is not None:
+                self.kv.append(MappedKv(member.kv, report.kv))
+                os.close(member.kv)
         for node, name in self._remote():
             self._ready(name, node.hear(name))
         self._watcher.start()
@@ -183,9 +191,10 @@ class Ranks:
             for rank in self._terms.ranks_of(node.number, self.size):
                 yield node, f"{name_of(self.form, rank, self.size)} on node {node.number}"
 
-    def _ready(self, name: str, report: Report) -> None:
+    def _ready(self, name: str, report: Report) -> Report:
         if report.failure:
-            raise EngineDeadError(f"{name}: {report.failure}")
+            raise (ConfigError if report.wrong_settings else EngineDeadError)(f"{name}: {report.failure}")
+        return report
 
     def _say(self, node: RemoteNode, message: Message) -> None:
         try:
@@ -231,8 +240,13 @@ class LeadingExecutor(ModelExecutor):
         self.ranks = ranks
 
     def pieces(self, pages: Int32Array) -> KvPieces:
-        """Refuse: each rank has a part of the KV only. Raises ConfigError."""
-        raise ConfigError("the model is divided, and so is its KV: it cannot be moved or stored yet")
+        """Say where the KV of pages lies, at all ranks; see Executor. Raises ConfigError where some of it is out of
+        reach.
+        """
+        own, others = super().pieces(pages), self.ranks.kv
+        if others is None or len(others) != self.ranks.size - 1 or own.device != "cpu":
+            raise ConfigError("KV that is divided among devices or machines cannot be moved or stored yet")
+        return joined_pieces(own, others, pages, own_last=self.ranks.form == "pipeline")
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
         """Call `tell`, from another thread, when a rank is lost; see ParallelExecutor."""

@@ -19,6 +19,7 @@ from tokenyard.base import NS_PER_S, ConfigError, EngineDeadError
 from tokenyard.executor.parallel.handshake import Report, Setup, Wire
 from tokenyard.executor.parallel.life import Watch
 from tokenyard.executor.parallel.ring import RingWriter, SharedMemory
+from tokenyard.executor.parallel.shared_kv import create_memory
 
 FOLLOWER_MODULE = "tokenyard.executor.parallel.follower"
 START_TIMEOUT_S = 1800.0
@@ -31,7 +32,8 @@ HEARSAY_NS = NS_PER_S // 2
 
 @dataclass(slots=True)
 class Member:
-    """One rank: its number, its place in the table, what people call it, its process and the socket to it.
+    """One rank: its number, its place in the table, what people call it, its process and the socket to it. kv: the
+    descriptor of the memory of its KV, -1 where it keeps that to itself.
 
     end, ended_ns: how and when it was found to have ended. lost_others: because it could not reach another rank.
     """
@@ -41,6 +43,7 @@ class Member:
     name: str
     process: subprocess.Popen[bytes]
     wire: Wire
+    kv: int = -1
     end: str = ""
     ended_ns: int = 0
     lost_others: bool = False
@@ -137,11 +140,12 @@ def _start(setup: Setup, memory: int) -> tuple[Member, int]:
     """Start a rank; returns it and the end of its bell to write to."""
     ours, theirs = socket.socketpair()
     hears, bell = os.pipe()
+    kv = create_memory() if setup.share_kv else -1
     with theirs:
-        fds = (theirs.fileno(), hears, memory)
+        fds = (theirs.fileno(), hears, memory, *([kv] if setup.share_kv else []))
         command = [sys.executable, "-m", FOLLOWER_MODULE, *map(str, fds)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
     os.close(hears)
     wire = Wire(ours)
     wire.send(setup)
-    return Member(setup.rank, setup.place, setup.name, process, wire), bell
+    return Member(setup.rank, setup.place, setup.name, process, wire, kv), bell
