@@ -1,6 +1,6 @@
 """A step plan as bytes: what the other ranks of a model compute a step from.
 
-A header, then the plan's int32 columns one after the other, in the byte order of the machine: ranks share a machine.
+A header, then the plan's int32 columns one after the other, in the byte order of the machine, which all ranks share.
 Row starts are left out: they say how a row is sampled, and only the rank that schedules samples.
 """
 
