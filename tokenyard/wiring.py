@@ -95,7 +95,7 @@ def nodes_config(settings: Settings) -> NodesConfig:
     host, port = split_address(settings.dist_init_addr) or ("", 0)
     return NodesConfig(
         *(settings.nnodes, settings.node_rank, host, port),
-        *(settings.dist_secret, settings.dist_timeout),
+        *(settings.dist_secret, settings.dist_timeout_s),
     )
 
 

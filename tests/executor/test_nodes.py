@@ -86,7 +86,7 @@ def test_messages_arrive_in_order_and_none_that_nobody_signed():
 def test_an_end_with_another_secret_is_told_so():
     for error in ends(there="other"):
         assert isinstance(error, HandshakeError)
-        assert error.message == "the secret is another one (--dist-secret)"
+        assert error.message == "the secret is another one (TOKENYARD_DIST_SECRET)"
 
 
 def test_an_end_of_another_version_is_told_so():
@@ -112,7 +112,7 @@ def node_of(port, options=OPTIONS, number=1, path="", size=2, form="tensor", **c
         ({"form": "pipeline"}, "node 1 has --tp-size None, but node 0 has 2"),
         ({"weights": "v"}, r"node 1 has another model than node 0 \(--model-path\)"),
         ({"number": 2}, r"node 2 is not one of the nodes 1 to 1 \(--node-rank\)"),
-        ({"secret": "other"}, r"the secret is another one \(--dist-secret\)"),
+        ({"secret": "other"}, r"the secret is another one \(TOKENYARD_DIST_SECRET\)"),
     ],
 )
 def test_a_node_that_does_not_fit_is_refused_and_another_one_waited_for(node, complaint):

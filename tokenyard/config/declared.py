@@ -154,9 +154,15 @@ class DeclaredSettings(SharedSettings):
         "", "device", "HOST:PORT where node 0 waits for the others, or a port for nodes on one machine"
     )
     dist_secret: str = setting(
-        "", "device", "secret that nodes must share; needed unless --dist-init-addr is loopback", secret=True
+        "",
+        "device",
+        "secret that nodes must share; needed unless --dist-init-addr is loopback",
+        secret=True,
+        file_only=True,
     )
-    dist_timeout: float = setting(300.0, "device", "how long nodes wait for each other, in seconds", POSITIVE)
+    dist_timeout_s: float = setting(
+        300.0, "device", "how long nodes wait for each other, in seconds", POSITIVE, file_only=True
+    )
     enable_dp_attention: bool = setting(
         False,
         "device",

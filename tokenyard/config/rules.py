@@ -69,7 +69,7 @@ def _node_rules(settings: DeclaredSettings) -> Rules:
     return (
         (
             nodes > 1 or not (settings.node_rank or settings.dist_init_addr or settings.dist_secret),
-            "--node-rank, --dist-init-addr and --dist-secret are for --nnodes 2 and more",
+            "--node-rank, --dist-init-addr and dist-secret are for --nnodes 2 and more",
         ),
         (
             nodes == 1 or size > 1,
@@ -88,7 +88,8 @@ def _node_rules(settings: DeclaredSettings) -> Rules:
         ),
         (
             place is None or place[0] in LOOPBACK or bool(settings.dist_secret),
-            f"--dist-init-addr {settings.dist_init_addr} opens this model to other machines; add --dist-secret",
+            f"--dist-init-addr {settings.dist_init_addr} opens this model to other machines; give all nodes the same "
+            "TOKENYARD_DIST_SECRET",
         ),
     )
 

@@ -181,7 +181,7 @@ def open_link(sock: socket.socket, own: Hello, secret: bytes, *, dialled: bool) 
     sock.sendall(frame(_encoder.encode(Proof(prove(secret, ours, theirs, dialled=dialled)))))
     proof = _opening(_next_frame(sock, frames), Proof)
     if not secrets.compare_digest(proof.mac, prove(secret, theirs, ours, dialled=not dialled)):
-        raise HandshakeError("the secret is another one (--dist-secret)")
+        raise HandshakeError("the secret is another one (TOKENYARD_DIST_SECRET)")
     signs = Seal(secret, ours, theirs, dialled=dialled)
     checks = Seal(secret, theirs, ours, dialled=not dialled)
     return Link(sock, frames, signs, checks), hello

@@ -99,7 +99,7 @@ class Node:
                 if time.monotonic() > end_s:
                     why = getattr(error, "strerror", None) or str(error)
                     raise EngineDeadError(
-                        f"node 0 did not come to {terms.place} within {terms.timeout_s:g} s (--dist-timeout): {why}"
+                        f"node 0 did not come to {terms.place} within {terms.timeout_s:g} s (dist-timeout-s): {why}"
                     ) from error
                 time.sleep(RETRY_S)
 
