@@ -235,7 +235,7 @@ TWO_NODES = ("--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "5000")
         ([*TWO_NODES, "--dp-size", "2"], "leave out --dp-size"),
         (
             [*TWO_NODES, "--dist-init-addr", "10.0.0.1:5000"],
-            "opens this model to other machines; give all nodes the same TOKENYARD_DIST_SECRET",
+            "opens this model to other machines; give all",
         ),
         (["--enable-dp-attention", "--dp-size", "2"], "the same number .* as --dp-size and --tp-size, not 2 and 1"),
         (["--chunked-prefill-size", "100", "--page-size", "16"], "multiple of --page-size"),

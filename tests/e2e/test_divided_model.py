@@ -109,7 +109,8 @@ def test_a_model_that_cannot_be_divided_is_one_line():
     assert server.log.count("--tp-size 3 does not divide the model's num_attention_heads of 8") == 1
 
 
-NODES = (*FLAGS, "--tp-size", "2", "--nnodes", "2", "--dist-secret", "s", "--dist-init-addr")
+LONG_S = 120.0
+NODES = (*FLAGS, "--tp-size", "2", "--nnodes", "2", "--dist-init-addr")
 
 
 def streamed(server, hurt):
@@ -125,22 +126,24 @@ def streamed(server, hurt):
     return text
 
 
-def test_a_stream_outlives_the_ranks_of_another_node():
+def test_a_stream_outlives_the_ranks_of_another_node(monkeypatch):
+    monkeypatch.setenv("TOKENYARD_DIST_SECRET", "s")
     with socket.create_server(("127.0.0.1", 0)) as door:
         address = f"127.0.0.1:{door.getsockname()[1]}"
     server = Server(*NODES, address, ready=False)
     node = None
     try:
-        server.wait_for(f"waiting for node 1 at {address}")
-        for other, why in (
-            (("--page-size", "16"), "--page-size 16, but node 0 has 1"),
-            (("--dist-secret", "t"), "secret"),
-        ):
-            wrong = Server(*NODES, address, "--node-rank", "1", *other, ready=False)
-            assert wrong.wait() == 2
-            assert why in wrong.log
+        server.wait_for(f"waiting for node 1 at {address}", LONG_S)
+        wrong = Server(*NODES, address, "--node-rank", "1", "--page-size", "16", ready=False)
+        assert wrong.wait(LONG_S) == 2
+        assert "node 1 has --page-size 16, but node 0 has 1" in wrong.log
+        with monkeypatch.context() as other:
+            other.setenv("TOKENYARD_DIST_SECRET", "t")
+            wrong = Server(*NODES, address, "--node-rank", "1", ready=False)
+        assert wrong.wait(LONG_S) == 2
+        assert "the secret is another one" in wrong.log
         node = Server(*NODES, address, "--node-rank", "1", ready=False)
-        server.url = server.wait_for(r"Tokenyard is ready at (\S+)")[1]
+        server.url = server.wait_for(r"Tokenyard is ready at (\S+)", LONG_S)[1]
         expected = answer(server)
         for number, why in ((signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still")):
             pid = tp_ranks(server)[1][0][1]
