@@ -261,6 +261,8 @@ def test_ranks_of_a_divided_model_have_a_gpu_each(monkeypatch):
     assert places == [(torch.device("cuda", place), 1) for place in range(4)]
     with pytest.raises(ConfigError, match="--tp-size and --dp-size ask for 6 CUDA devices, but torch sees 4"):
         _device_of_rank("auto", 0, 3, shards[0])
+    on_two_nodes = [_device_of_rank("auto", 0, 1, Shard(rank, 8, None, None), nodes=2)[0].index for rank in range(8)]
+    assert on_two_nodes == [0, 1, 2, 3] * 2
 
 
 def test_a_gpu_computes_exactly_and_needs_no_graph_per_length(monkeypatch):

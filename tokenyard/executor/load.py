@@ -235,7 +235,9 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _device_of_rank(name: str, rank: int, ranks: int, part: ModelPart | None, nodes: int) -> tuple[torch.device, int]:
+def _device_of_rank(
+    name: str, rank: int, ranks: int, part: ModelPart | None, nodes: int = 1
+) -> tuple[torch.device, int]:
     """The device of a rank, and how many ranks share its memory. Ranks take CUDA devices in turn if none is named, and
     so do the ranks of one model on one of its nodes.
     """
