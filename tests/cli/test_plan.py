@@ -98,7 +98,7 @@ def test_wrong_arguments_are_one_line(capsys, argv, complaint):
 
 def test_prefill_engines_and_tiers_are_among_the_kinds(tmp_path, capsys):
     out = tmp_path / "o.json"
-    kinds = ["--prefill-shares", "0,0.5", "--link-gbit", "400", "--tiers", "0+0,40+0", "--policies", "fcfs"]
+    kinds = ["--prefill-shares", "0.5", "--link-gbit", "400", "--tiers", "0+0,40+0", "--policies", "fcfs"]
     argv = ["plan", *SMALL, *kinds, "--seeds", "1", "--slo-tpot-ms", "9", "--json", str(out)]
     assert main(argv) == 0
     plan = json.loads(out.read_text())

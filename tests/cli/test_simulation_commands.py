@@ -280,7 +280,7 @@ def test_the_guides_own_policy_runs_from_the_folder_it_lies_in(tmp_path, monkeyp
     (tmp_path / "my_policies.py").write_text(guide.split("```python\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
-    argv = ["--synthetic", "multi-turn", "--limit", "100", "--quiet"]
+    argv = ["--synthetic", "multi-turn", "--limit", "20", "--quiet"]
     assert main(["simulate", *argv, "--schedule-policy", "my_policies:WarmFirst"]) == 0
     assert main(["compare", *argv, "fcfs", "my_policies:WarmFirst"]) == 0
 

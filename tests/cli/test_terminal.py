@@ -22,7 +22,7 @@ def run(*argv, env=None, redirect=""):
     )
 
 
-@pytest.mark.parametrize("columns", ["1", "0", "-5", "x", "40", "1000"])
+@pytest.mark.parametrize("columns", ["1", "-5", "x", "1000"])
 @pytest.mark.parametrize(
     "argv", [["--help"], *([one.name, "--help"] for one in COMMANDS), ["bench", "serve", "--help"]]
 )
@@ -42,11 +42,8 @@ def test_tables_at_any_width(columns, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "env",
     [
-        {"TERM": "dumb"},
-        {"NO_COLOR": "1"},
-        {"TERM": "", "COLUMNS": "1"},
-        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
-        {"PYTHONIOENCODING": "ascii"},
+        {"TERM": "dumb", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        {"NO_COLOR": "1", "TERM": "", "COLUMNS": "1", "PYTHONIOENCODING": "ascii"},
     ],
     ids=str,
 )
@@ -64,7 +61,7 @@ def test_answers_that_the_locale_cannot_hold_are_escaped():
     assert done.stdout.isascii()
 
 
-@pytest.mark.parametrize("redirect", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("redirect", [">&-", "2>&-", ">&- 2>&- <&-"])
 def test_closed_standard_files(redirect):
     done = run(*SIMULATE, redirect=redirect)
     assert done.returncode == 0

@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.engine.engines import mock_config
+from tests.engine.engines import mock_config, one_for_many
 from tests.engine.test_engine import FOR_EVER, collect, spec, until
 from tokenyard import LLM
 from tokenyard.base import ConfigError, InvalidRequestError, LogprobOptions, SamplingParams
@@ -27,14 +27,18 @@ def two_ranks(config):
 ENGINES = {"processes": running_engine, "two ranks": two_ranks, "in process": engine_in_process}
 
 
+@pytest.fixture(params=ENGINES, scope="module")
+def in_engine(request):
+    """Run `work(manager)` in one engine for all tests that leave it as they found it."""
+    with one_for_many(ENGINES[request.param](mock_config())) as run:
+        yield run
+
+
 @pytest.fixture(params=ENGINES)
 def with_engine(request):
     def run(work, **options):
-        async def main():
-            async with ENGINES[request.param](mock_config(**options)) as manager:
-                return await asyncio.wait_for(work(manager), 60)
-
-        return asyncio.run(main())
+        with one_for_many(ENGINES[request.param](mock_config(**options))) as run:
+            return run(work)
 
     return run
 
@@ -98,7 +102,7 @@ def test_control_is_the_same(with_engine):
     with_engine(work)
 
 
-def test_an_answer_that_was_begun_goes_on_from_there(with_engine):
+def test_an_answer_that_was_begun_goes_on_from_there(in_engine):
     """Wherever it is cut: text, tokens, stop strings across the border, limits and usage are those of the whole."""
 
     async def work(manager):
@@ -122,20 +126,20 @@ def test_an_answer_that_was_begun_goes_on_from_there(with_engine):
                 assert end == [reason, matched, count]
                 assert begun[0].completion_tokens > cut
 
-    with_engine(work)
+    in_engine(work)
 
 
-def test_logprobs_of_an_answer_that_was_begun_are_those_of_what_is_new(with_engine):
+def test_logprobs_of_an_answer_that_was_begun_are_those_of_what_is_new(in_engine):
     async def work(manager):
         options = {"logprobs": LogprobOptions(output=True, prompt_from=0), "tokens": 12}
         _, tokens, *_ = told(await collect(manager, spec(PROMPT, **options)))
         begun = await collect(manager, spec(PROMPT, output_ids=tokens[:5], **options))
         assert [entry.token for delta in begun for entry in delta.logprobs] == tokens[5:]
 
-    with_engine(work)
+    in_engine(work)
 
 
-def test_a_whole_answer_ends_at_once_and_a_wrong_one_is_refused(with_engine):
+def test_a_whole_answer_ends_at_once_and_a_wrong_one_is_refused(in_engine):
     async def work(manager):
         _, tokens, *_ = told(await collect(manager, spec(PROMPT, tokens=8)))
         (end,) = await collect(manager, spec(PROMPT, tokens=8, output_ids=tokens))
@@ -144,7 +148,7 @@ def test_a_whole_answer_ends_at_once_and_a_wrong_one_is_refused(with_engine):
             with pytest.raises(InvalidRequestError):
                 await collect(manager, spec(PROMPT, **wrong))
 
-    with_engine(work)
+    in_engine(work)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def torch_engine():
         yield lambda spec: llm.run(collect(llm.manager, spec)).result()
 
 
-def test_what_a_page_shows_is_the_same(with_engine):
+def test_what_a_page_shows_is_the_same(in_engine):
     async def work(manager):
         async with aclosing(manager.generate(spec(tokens=FOR_EVER, rid="a", tenant="acme"))) as deltas:
             await anext(deltas)
@@ -197,4 +201,4 @@ def test_what_a_page_shows_is_the_same(with_engine):
             assert view["counters"]["policy"] == "fcfs"
         assert sum(one["decode"] for view in views for one in view["bins"]) > 0
 
-    with_engine(work)
+    in_engine(work)

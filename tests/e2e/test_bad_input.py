@@ -234,7 +234,7 @@ def nest_config(folder):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (nest_config, "config.json cannot be read as JSON"),
+        pytest.param(nest_config, "config.json cannot be read as JSON", marks=pytest.mark.slow),
         pytest.param(cut_weights, "model.safetensors is damaged", marks=pytest.mark.slow),
         pytest.param(break_tokenizer, "tokenizer.json is not a tokenizer", marks=pytest.mark.slow),
         (drop_tokenizer, "there is no tokenizer"),

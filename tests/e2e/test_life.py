@@ -22,8 +22,17 @@ pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), r
 SLOW = ["--executor", "mock", "--mock-step-ms", "50"]
 
 
+@pytest.fixture(scope="module")
+def steady_server():
+    """For tests that leave it as they found it."""
+    server = Server(*SLOW)
+    yield server
+    assert server.close() == 0
+
+
 @pytest.fixture
 def slow_server():
+    """For tests that end it."""
     server = Server(*SLOW, "--shutdown-timeout", "20")
     yield server
     if server.process.poll() is None:
@@ -75,23 +84,23 @@ def test_a_model_on_the_cpu_gives_way_to_the_rest_of_the_server():
         server.close()
 
 
-def test_probes_and_the_box(slow_server):
-    assert httpx2.get(f"{slow_server.url}/health").status_code == 200
-    assert httpx2.get(f"{slow_server.url}/ready").status_code == 200
-    assert httpx2.get(f"{slow_server.url}/health_generate").status_code == 200
+def test_probes_and_the_box(steady_server):
+    assert httpx2.get(f"{steady_server.url}/health").status_code == 200
+    assert httpx2.get(f"{steady_server.url}/ready").status_code == 200
+    assert httpx2.get(f"{steady_server.url}/health_generate").status_code == 200
     for word in ("URL", "Model", "KV tokens", "Policy", "Device"):
-        assert word in slow_server.log
+        assert word in steady_server.log
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_frees_its_place(slow_server, stream):
+def test_a_client_that_hangs_up_frees_its_place(steady_server, stream):
     body = json.dumps({"prompt": "Hello there", "max_tokens": 900, "stream": stream, "ignore_eos": True}).encode()
-    host, port = slow_server.url.removeprefix("http://").split(":")
+    host, port = steady_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
-        assert wait_until(lambda: running(slow_server) == 1)
-    assert wait_until(lambda: running(slow_server) == 0, timeout_s=3.0)
+        assert wait_until(lambda: running(steady_server) == 1)
+    assert wait_until(lambda: running(steady_server) == 0, timeout_s=3.0)
 
 
 def test_the_address_of_the_box_can_be_called():
@@ -248,7 +257,7 @@ def test_a_model_that_cannot_load_ends_with_a_reason(tmp_path):
     assert server.log.startswith(f"tokenyard: there is no config.json in {tmp_path}")
 
 
-@pytest.mark.parametrize("flags", [["--executor", "mock"], ["--device", "cpu"]])
+@pytest.mark.parametrize("flags", [["--executor", "mock"], pytest.param(["--device", "cpu"], marks=pytest.mark.slow)])
 def test_a_model_that_is_not_there_is_said_in_one_line(flags):
     server = Server(*flags, "--model", "/nonexistent/model", ready=False)
     assert server.wait(60) == 2

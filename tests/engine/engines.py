@@ -1,5 +1,8 @@
 """A whole engine of real processes over the mock executor."""
 
+import asyncio
+from contextlib import AsyncExitStack, contextmanager
+
 from tests.engine.text_helpers import DEMO_TOKENIZER
 from tokenyard.engine.processes.config import EngineConfig
 from tokenyard.executor.mock import load_executor
@@ -16,6 +19,18 @@ def mock_config(*, skip_tokenizer=False, overlap=True, **options):
         overlap=overlap,
         log_level="warning",
     )
+
+
+@contextmanager
+def one_for_many(engine):
+    """Start an engine; `work(manager)` runs in it, again and again, where it is left as it was found."""
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        manager = runner.run(stack.enter_async_context(engine))
+        try:
+            yield lambda work: runner.run(asyncio.wait_for(work(manager), 60))
+        finally:
+            runner.run(stack.aclose())
 
 
 def watched_mock(**options):

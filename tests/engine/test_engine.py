@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.engine.engines import mock_config
+from tests.engine.engines import mock_config, one_for_many
 from tokenyard.base import (
     EngineDeadError,
     InvalidRequestError,
@@ -71,7 +71,14 @@ def with_engine(work, **options):
     return asyncio.run(main())
 
 
-def test_answers_are_the_same_streamed_or_not_and_count_right():
+@pytest.fixture(scope="module")
+def in_engine():
+    """Run `work(manager)` in one engine for all tests that leave it as they found it."""
+    with one_for_many(running_engine(mock_config(page_size=4))) as run:
+        yield run
+
+
+def test_answers_are_the_same_streamed_or_not_and_count_right(in_engine):
     async def work(manager):
         streamed = await collect(manager, spec())
         (whole,) = await collect(manager, spec(stream=False))
@@ -85,10 +92,10 @@ def test_answers_are_the_same_streamed_or_not_and_count_right():
         assert whole.cached_tokens == whole.finish.cached_tokens > 0
         return tokens
 
-    assert with_engine(work, overlap=True) == with_engine(work, overlap=False)
+    assert in_engine(work) == with_engine(work, overlap=False)
 
 
-def test_a_process_that_stood_still_gets_what_it_missed_in_one_piece():
+def test_a_process_that_stood_still_gets_what_it_missed_in_one_piece(in_engine):
     async def work(manager):
         options = {"n": 2, "logprobs": LogprobOptions(output=True), "tokens": 200}
         whole = await collect(manager, spec(stream=False, **options))
@@ -111,10 +118,10 @@ def test_a_process_that_stood_still_gets_what_it_missed_in_one_piece():
             assert deltas[-1].completion_tokens == 200
             assert max(len(delta.token_ids) for delta in deltas) > 10
 
-    with_engine(work)
+    in_engine(work)
 
 
-def test_a_client_that_leaves_is_followed_to_the_end():
+def test_a_client_that_leaves_is_followed_to_the_end(in_engine):
     async def work(manager):
         read, ends = [], asyncio.Queue()
 
@@ -132,12 +139,13 @@ def test_a_client_that_leaves_is_followed_to_the_end():
             assert 0 < delta.completion_tokens < 2000
         assert manager.open_requests == 0
 
-    with_engine(work)
+    in_engine(work)
 
 
-def test_a_client_that_leaves_before_its_last_token_is_written_is_told_of_the_end():
+def test_a_client_that_leaves_before_its_last_token_is_written_is_told_of_the_end(in_engine):
     async def work(manager):
         read, ends = [], []
+        finished = (await manager.snapshot())["counters"]["finished"]
 
         async def reader(delta):
             read.append(delta)
@@ -146,7 +154,7 @@ def test_a_client_that_leaves_before_its_last_token_is_written_is_told_of_the_en
         feeding = asyncio.create_task(manager.feed(spec(tokens=30), reader, ends.append))
 
         async def ended():
-            return (await manager.snapshot())["counters"]["finished"] == 1
+            return (await manager.snapshot())["counters"]["finished"] == finished + 1
 
         await until(ended)
         await asyncio.sleep(0.1)
@@ -155,10 +163,10 @@ def test_a_client_that_leaves_before_its_last_token_is_written_is_told_of_the_en
         assert [delta.finish for delta in read] == [None]
         assert [(delta.finish.reason, delta.completion_tokens) for delta in ends] == [("length", 30)]
 
-    with_engine(work)
+    in_engine(work)
 
 
-def test_many_requests_at_once_each_get_their_own():
+def test_many_requests_at_once_each_get_their_own(in_engine):
     async def work(manager):
         texts = [f"Story number {i}, with more words" for i in range(40)]
         alone = [await text_of(manager, spec(text)) for text in texts[:5]]
@@ -166,10 +174,10 @@ def test_many_requests_at_once_each_get_their_own():
         assert together[:5] == alone
         assert len(set(together)) == len(texts)
 
-    with_engine(work, page_size=4)
+    in_engine(work)
 
 
-def test_n_answers_have_their_own_numbers_and_ends():
+def test_n_answers_have_their_own_numbers_and_ends(in_engine):
     async def work(manager):
         deltas = await collect(manager, spec(n=3, temperature=1.0))
         ends = sorted(delta.index for delta in deltas if delta.finish)
@@ -178,10 +186,10 @@ def test_n_answers_have_their_own_numbers_and_ends():
         assert len(set(texts.values())) == 3
         assert len(await collect(manager, spec())) > 0
 
-    with_engine(work)
+    in_engine(work)
 
 
-def test_stop_strings_end_the_request_everywhere():
+def test_stop_strings_end_the_request_everywhere(in_engine):
     async def work(manager):
         text = await text_of(manager, spec(tokens=40))
         stop = text[len(text) // 2 :][:6]
@@ -199,10 +207,10 @@ def test_stop_strings_end_the_request_everywhere():
 
         await until(idle)
 
-    with_engine(work)
+    in_engine(work)
 
 
-def test_logprobs_come_with_their_tokens():
+def test_logprobs_come_with_their_tokens(in_engine):
     async def work(manager):
         deltas = await collect(manager, spec(tokens=4, logprobs=LogprobOptions(output=True, top=2, prompt_from=0)))
         entries = [entry for delta in deltas for entry in delta.logprobs]
@@ -212,10 +220,10 @@ def test_logprobs_come_with_their_tokens():
         assert [entry.position for entry in entries] == list(range(1, len(prompt) + 4))
         assert all(len(entry.top_tokens) == 2 for entry in entries)
 
-    with_engine(work)
+    in_engine(work)
 
 
-def test_a_client_that_goes_away_frees_its_place():
+def test_a_client_that_goes_away_frees_its_place(in_engine):
     async def work(manager):
         async with aclosing(manager.generate(spec(tokens=FOR_EVER))) as deltas:
             async for _ in deltas:
@@ -229,7 +237,7 @@ def test_a_client_that_goes_away_frees_its_place():
         assert manager.open_requests == 0
         assert await manager.flush_cache()
 
-    with_engine(work)
+    in_engine(work)
 
 
 def test_abort_pause_continue_and_flush():
@@ -262,14 +270,14 @@ def test_abort_pause_continue_and_flush():
     with_engine(work, step_ms=3.0)
 
 
-def test_wrong_requests_cost_no_other_request():
+def test_wrong_requests_cost_no_other_request(in_engine):
     async def work(manager):
         for wrong in (GenerateSpec(input_ids=[]), GenerateSpec(input_ids=[10**6]), spec("word " * 2000)):
             with pytest.raises(InvalidRequestError):
                 await collect(manager, wrong)
         assert await text_of(manager, spec())
 
-    with_engine(work)
+    in_engine(work)
 
 
 def test_token_ids_alone_need_no_detokenizer(before):
@@ -311,10 +319,10 @@ def new_children(before):
 
 
 def titled(pid, title):
-    for child in psutil.Process(pid).children():
-        if title in " ".join(child.cmdline()):
-            return child
-    raise AssertionError(f"no child {title!r}")
+    """The newest child of a process with this title."""
+    found = [child for child in psutil.Process(pid).children() if title in " ".join(child.cmdline())]
+    assert found, f"no child {title!r}"
+    return max(found, key=lambda child: child.create_time())
 
 
 def test_an_engine_whose_detokenizer_cannot_start_again_ends_every_stream(before, monkeypatch):
@@ -399,7 +407,7 @@ def test_ranks_that_compute_together_end_with_the_first_that_is_given_up(togethe
 
 PARENT = """
 import asyncio, sys
-from tests.engine.engines import mock_config
+from tests.engine.engines import mock_config, one_for_many
 from tokenyard.engine.processes.launch import running_engine
 async def main():
     async with running_engine(mock_config(skip_tokenizer=sys.argv[1] == "ids")):

@@ -44,7 +44,12 @@ FAULTS = [
 ]
 
 
+WORDLESS = {"dies at once": "", "deaf": "import time; time.sleep(600)"}
+
+
 def odd(*mode):
+    if mode[0] in WORDLESS:
+        return (sys.executable, "-c", WORDLESS[mode[0]])
     return (sys.executable, str(ODD), *mode)
 
 
@@ -129,18 +134,18 @@ def test_a_fault_leaves_the_policy_is_said_once_and_tried_again(mode, monkeypatc
     with Yard(odd(mode)) as yard:
         pids = set()
 
-        def failed_thrice():
+        def failed_twice():
             if yard.lookahead._pipe is not None:
                 pids.add(yard.pid)
                 # Traffic goes on; a process that does not read must not let it pile up.
                 yard.lookahead.submitted(submit(7, range(100, 2000)).request, 1)
-            return yard.state["failures"] >= 3
+            return yard.state["failures"] >= 2
 
-        yard.turn_until(failed_thrice)
+        yard.turn_until(failed_twice)
         assert yard.events == ["fcfs"]
         assert "failed" in yard.state["note"]
         assert yard.state["looks"] == 0
-    assert len(pids) == 3
+    assert len(pids) == 2
     assert not any(alive(pid) for pid in pids)
     assert sum(record.levelno == logging.ERROR for record in caplog.records) == 1
 
@@ -229,7 +234,7 @@ def test_the_loop_goes_on_whatever_it_does(loop, depth, mode, monkeypatch):
         brought = 0
 
         def receive(self, timeout_ns):
-            if lookahead.describe(0)["failures"]:
+            if self.brought > 8 and lookahead.describe(0)["failures"]:
                 return None if timeout_ns else []
             if core.has_work and self.brought % 4:
                 self.brought += 0 if core.snapshot(0).waiting > 4 else 1

@@ -1,13 +1,11 @@
 """Mixtures of experts: what transformers computes, under chunks, prefix hits and retraction too."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from tests.executor.tiny_models import DEVICE, EXPERT_CASES, greedy, logits, prompt_of
-from tests.scheduler.harness import Yard
-from tokenyard.base import ConfigError, SchedulerSettings
+from tests.executor.little_room import serve_in_little_room
+from tests.executor.tiny_models import DEVICE, EXPERT_CASES, logits, prompt_of
+from tokenyard.base import ConfigError
 from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.mlp import Experts, GatedMlp
 from tokenyard.executor.load import load_executor
@@ -37,25 +35,7 @@ def test_greedy_tokens_do_not_depend_on_the_schedule(make_driver, folder, case, 
         max_pool_rows=9,
         attention_backend=attention_backend,
     )
-    settings = SchedulerSettings(
-        page_size=4,
-        max_running_requests=8,
-        context_length=200,
-        chunked_prefill_size=16,
-        enable_mixed_chunk=True,
-        schedule_conservativeness=0.01,
-        clip_max_new_tokens=1,
-    )
-    yard = Yard(settings, replace(executor.info, eos_token_ids=()), executor=executor)
-    common = prompt_of(20, seed=7)
-    prompts = [common + prompt_of(3 + 4 * index, seed=index) for index in range(8)]
-    numbers = [yard.submit(prompt, max_new=TOKENS) for prompt in prompts]
-    yard.run()
-    for number, prompt in zip(numbers, prompts, strict=True):
-        assert yard.tokens[number] == greedy(case, prompt, TOKENS)
-    counters = yard.scheduler.snapshot(0).counters
-    assert counters.hit_tokens
-    assert counters.retracted
+    serve_in_little_room(executor, case)
 
 
 def test_an_expert_that_no_token_chose_is_not_computed():

@@ -1,7 +1,6 @@
 """Families with parts of their own: what transformers computes, under any schedule, through every back end there is."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.executor.driver import Driver
+from tests.executor.little_room import serve_in_little_room
 from tests.executor.tiny_models import DEVICE, FAMILY_CASES, greedy, judge, logits, prompt_of
-from tests.scheduler.harness import Yard
-from tokenyard.base import ConfigError, SchedulerSettings
+from tokenyard.base import ConfigError
 from tokenyard.executor.load import load_executor, read_folder_config
 from tokenyard.executor.models.reading import read_model_config
 
@@ -53,25 +52,7 @@ def test_greedy_tokens_do_not_depend_on_the_schedule(folder, backend, case):
     executor = load_executor(
         folder(case), device=DEVICE, dtype="float32", page_size=4, max_total_tokens=120, max_pool_rows=9, **backend
     )
-    settings = SchedulerSettings(
-        page_size=4,
-        max_running_requests=8,
-        context_length=200,
-        chunked_prefill_size=16,
-        enable_mixed_chunk=True,
-        schedule_conservativeness=0.01,
-        clip_max_new_tokens=1,
-    )
-    yard = Yard(settings, replace(executor.info, eos_token_ids=()), executor=executor)
-    common = prompt_of(20, seed=7)
-    prompts = [common + prompt_of(3 + 4 * index, seed=index) for index in range(8)]
-    numbers = [yard.submit(prompt, max_new=TOKENS) for prompt in prompts]
-    yard.run()
-    for number, prompt in zip(numbers, prompts, strict=True):
-        assert yard.tokens[number] == greedy(case, prompt, TOKENS)
-    counters = yard.scheduler.snapshot(0).counters
-    assert counters.hit_tokens
-    assert counters.retracted
+    serve_in_little_room(executor, case)
 
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt-oss"])

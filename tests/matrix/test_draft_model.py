@@ -8,8 +8,9 @@ import torch
 
 from tests.executor.tiny_models import DEVICE, greedy, prompt_of
 from tests.matrix.test_exactness import needs_native
+from tests.matrix.test_speculation_exactness import varied
 from tests.scheduler.harness import Yard
-from tokenyard.base import ConfigError, SamplingParams, SchedulerSettings
+from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.executor.load import load_executor
 
 TOKENS = 30
@@ -111,15 +112,7 @@ def test_sampled_answers_are_those_without_drafts_and_equal_models_draw_alike(fo
     def answers(draft):
         yard = make_yard(load(folder, "qwen3", draft=draft), depth)
         for index in range(6):
-            sampling = SamplingParams(
-                max_new_tokens=TOKENS,
-                temperature=(0.3, 0.9, 0.0)[index % 3],
-                top_p=0.9,
-                seed=index,
-                n=1 + (index == 4),
-                stop_token_ids=[index + 20],
-                frequency_penalty=0.02 * (index == 5),
-            )
+            sampling = varied(index, TOKENS, 0.9, frequency_penalty=0.02 * (index == 5))
             yard.submit(prompt_of(20, seed=index), sampling=sampling)
         yard.run(depth)
         ends = {number: (end.reason, end.completion_tokens) for number, end in yard.finished.items()}

@@ -39,6 +39,19 @@ def make_yard(folder, case, model_impl, depth, pages, drafts, page_size=4):
     return Yard(settings, replace(executor.info, eos_token_ids=()), executor=executor)
 
 
+def varied(index, tokens, warm, **penalties):
+    """How the request with this index is sampled: every way of it comes up."""
+    return SamplingParams(
+        max_new_tokens=tokens,
+        temperature=(0.3, warm, 0.0)[index % 3],
+        top_p=0.9,
+        seed=index,
+        n=1 + (index == 4),
+        stop_token_ids=[index + 20],
+        **penalties,
+    )
+
+
 def repetitive(length, seed):
     """A prompt whose end occurs in it before."""
     half = prompt_of(length // 2, seed=seed)
@@ -71,13 +84,8 @@ def test_sampled_answers_are_those_without_drafts(folder, depth, penalty):
         yard = make_yard(folder, "qwen3", "torch", depth, 400, drafts)
         numbers = []
         for index in range(6):
-            sampling = SamplingParams(
-                max_new_tokens=TOKENS,
-                temperature=(0.3, 0.7, 0.0)[index % 3],
-                top_p=0.9,
-                seed=index,
-                n=1 + (index == 4),
-                stop_token_ids=[index + 20],
+            sampling = varied(
+                *(index, TOKENS, 0.7),
                 presence_penalty=0.4 * (index == 5),
                 frequency_penalty=penalty,
                 repetition_penalty=1.0 + penalty * (index != 3),

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policy.clocked import make_clocked, prompt
 from tokenyard.base import TenantSettings
 
@@ -104,13 +105,13 @@ def check(policy, tenants, mixed, depth, slack):
 
 
 @given(st.lists(TENANT, min_size=2, max_size=4), st.booleans(), st.integers(1, 2))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_vtc_keeps_the_service_gap_within_its_theorem(tenants, mixed, depth):
     check("vtc", tenants, mixed, depth, slack=0)
 
 
 @given(st.lists(TENANT, min_size=2, max_size=4), st.booleans(), st.integers(1, 2))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_dlpm_keeps_the_service_gap_within_its_theorem(tenants, mixed, depth):
     check("dlpm", tenants, mixed, depth, slack=max(QUANTUM, SAVED))
 

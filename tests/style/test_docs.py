@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tokenyard"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
@@ -12,11 +10,13 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 NAMED = re.compile(r"`((?:tokenyard/)?[a-z_]+/[a-z_/]+\.py)`")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_files_exist(page):
-    text = page.read_text(encoding="utf-8")
-    missing = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
-    missing += [name for name in NAMED.findall(text) if not any((root / name).exists() for root in (ROOT, PACKAGE))]
+def test_links_and_files_exist():
+    missing = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        here = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+        here += [name for name in NAMED.findall(text) if not any((root / name).exists() for root in (ROOT, PACKAGE))]
+        missing += [f"{page.relative_to(ROOT)}: {name}" for name in here]
     assert not missing
 
 

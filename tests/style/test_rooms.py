@@ -1,6 +1,7 @@
 """What each room may import (docs/architecture.md), and what pure rooms must not import at all."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +85,10 @@ def names(nodes):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def imports(path):
-    return names(ast.walk(ast.parse(path.read_text())))
+@functools.cache
+def trees():
+    """Every module, with what it consists of."""
+    return [(module, ast.parse(path.read_text())) for module, path in modules()]
 
 
 def room(module):
@@ -95,6 +98,7 @@ def room(module):
     return two if two in MAY_IMPORT else parts[0]
 
 
+@functools.cache
 def ours(name):
     """The part of an imported name after `tokenyard`, "__init__" for the package itself; None for other packages."""
     package, _, rest = name.partition(".")
@@ -104,15 +108,16 @@ def ours(name):
     return rest if rest and is_module else "__init__"
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
-def test_imports_stay_within_the_rooms(module, path):
-    home, table = room(module), MAY_IMPORT | WIRING
-    assert home in table, f"{module} belongs to no room"
-    tree = ast.parse(path.read_text())
-    found = names(nodes_at_import(tree) if home == "__init__" else ast.walk(tree))
-    for name in found:
-        there = None if ours(name) is None else room(ours(name))
-        assert there in {None, home} | table[home], f"{module} imports {name}"
+def test_imports_stay_within_the_rooms():
+    table, wrong = MAY_IMPORT | WIRING, []
+    for module, tree in trees():
+        home = room(module)
+        assert home in table, f"{module} belongs to no room"
+        for name in names(nodes_at_import(tree) if home == "__init__" else ast.walk(tree)):
+            there = None if ours(name) is None else room(ours(name))
+            if there not in {None, home} | table[home]:
+                wrong.append(f"{module} imports {name}")
+    assert not wrong
 
 
 def test_the_package_itself_imports_no_room():
@@ -128,14 +133,14 @@ def test_no_room_imports_another_in_a_circle():
     assert not left
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
-def test_pure_rooms_do_no_io(module, path):
-    home = room(module)
-    if home not in PURE:
-        return
-    allowed = SIM_MAY if home == "sim" else set()
-    found = {name.split(".")[0] for name in imports(path)} & BANNED - allowed
-    assert not found, f"{module} imports {found}"
+def test_pure_rooms_do_no_io():
+    wrong = []
+    for module, tree in trees():
+        allowed = SIM_MAY if room(module) == "sim" else set()
+        if room(module) in PURE:
+            found = {name.split(".")[0] for name in names(ast.walk(tree))} & BANNED - allowed
+            wrong += [f"{module} imports {name}" for name in found]
+    assert not wrong
 
 
 @pytest.mark.parametrize(
