@@ -23,6 +23,10 @@ MOST_TILE_ROWS = 64
 """Queries times heads that a program works on, in a launch of long blocks."""
 
 
+COLUMNS = ("positions", "pool_rows", "tokens", "counts")
+"""Arguments that may begin at any number of an upload. A kernel must not be compiled anew where one is not aligned."""
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Queries that attend in one launch. tokens: int64[blocks], the first token of each block in the batch. counts:
@@ -45,7 +49,7 @@ def _split_size(keys, SPLITS: tl.constexpr, SPLIT_KEYS: tl.constexpr, BLOCK_N: t
     return tl.maximum(share, SPLIT_KEYS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _attend_kernel(
     out,
     partial,
@@ -139,7 +143,7 @@ def _attend_kernel(
             tl.store(out + line[:, None] * HEAD_DIM + d[None, :], found.to(out.dtype.element_ty), real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _join_kernel(
     out,
     partial,

@@ -175,7 +175,7 @@ def _threshold(line, vocabulary, top, temperature, top_k, top_p, BLOCK: tl.const
     return least
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("rows", "pool_rows", "positions"))  # parts of one upload
 def _draw_kernel(
     tokens,
     logits,
