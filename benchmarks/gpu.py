@@ -7,8 +7,8 @@ line, and the others go on. Parts that would begin after `--limit-s` are left ou
 failed or the device computes other tokens than the CPU. Without a CUDA device it says so and ends well; `--rehearse`
 then runs all parts on the CPU with tiny shapes, where only failures mean something.
 
-All parts but the last two of a shape need torch, triton, numpy, safetensors, tokenizers and jinja2 alone; the profile
-needs all that the package needs, and the comparison transformers besides.
+The profile needs all that the package needs, and the comparison transformers besides; the other parts need torch,
+triton, numpy, safetensors, tokenizers and jinja2 alone.
 
 The floor of a decode step is the time to read all weights and the KV of all rows once, at the bandwidth of a large
 copy measured in the same run; the floor of a prefill is the time of its products, attention's among them, at the rate
@@ -445,13 +445,16 @@ def parts(scale: Scale, scratch: Path) -> Iterator[tuple[str, Iterator[dict]]]:
     """The parts of a run, those without which the others mean nothing first."""
     yield "device", describe(scale)
     yield "float32 greedy", check_exactness(scale, scratch)
+    folders = {}
     for number, (shape, config) in enumerate(scale.shapes.items()):
-        folder = write_model(scratch / f"shape{number}", config, with_weights=False)
+        folder = folders[shape] = write_model(scratch / f"shape{number}", config, with_weights=False)
         yield f"steps, {shape}", measure_shape(shape, folder, scale)
         yield f"choices, {shape}", measure_choices(config["vocab_size"], scale.batches, scale.steps, scale.device)
         yield f"largest steps, {shape}", largest_steps(folder, scale)
         yield f"profile, {shape}", write_profile(shape, folder, scale)
-        yield f"beside transformers, {shape}", against_transformers(folder, config, scale)
+    # Last, as most of their time is not ours.
+    for shape, config in scale.shapes.items():
+        yield f"beside transformers, {shape}", against_transformers(folders[shape], config, scale)
 
 
 def main() -> int:
