@@ -7,8 +7,8 @@ line, and the others go on. Parts that would begin after `--limit-s` are left ou
 failed or the device computes other tokens than the CPU. Without a CUDA device it says so and ends well; `--rehearse`
 then runs all parts on the CPU with tiny shapes, where only failures mean something.
 
-The profile needs all that the package needs, and the comparison transformers besides; the other parts need torch,
-triton, numpy, safetensors, tokenizers and jinja2 alone.
+All parts need torch, triton, numpy, safetensors, tokenizers and jinja2; profile and comparison need msgspec, pyzmq,
+setproctitle and rich too, and the comparison transformers.
 
 The floor of a decode step is the time to read all weights and the KV of all rows once, at the bandwidth of a large
 copy measured in the same run; the floor of a prefill is the time of its products, attention's among them, at the rate
