@@ -59,6 +59,10 @@ def test_what_the_server_has_dropped_is_a_miss(valkey):
     valkey.values.clear()
     assert not holds(store, 0)
     assert store.reach(DIGESTS) == 0
+    assert store.put(DIGESTS[0], content(0))
+    valkey.values.clear()
+    assert not store.prefetch(DIGESTS[0])
+    assert store.put(DIGESTS[0], content(0)), "it is stored again"
 
 
 def test_a_full_server_takes_no_more(valkey):
@@ -99,6 +103,7 @@ def test_a_store_that_hangs_or_is_gone_is_left_alone_for_a_while(valkey, monkeyp
     assert len(valkey.asked) == asked, "nobody is asked"
 
     clock.now += PAUSE_S
+    assert store.blocks == 0, "it may come back empty"
     valkey.close()
     with pytest.raises(RespError):
         RemoteStore(f"redis://127.0.0.1:{free_port()}", FORM).put(DIGESTS[1], content(1))
@@ -144,6 +149,14 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """A real server, once it takes connections."""
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert any("eady to accept" in line for line in server.stdout)
+    return server
+
+
 @pytest.mark.world
 def test_a_real_store(tmp_path):
     program = shutil.which("valkey-server") or shutil.which("redis-server")
@@ -152,10 +165,8 @@ def test_a_real_store(tmp_path):
     port = free_port()
     command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
     command += ["--requirepass", "open", "--maxmemory", "8mb", "--maxmemory-policy", "noeviction"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with start(command) as server:
         try:
-            assert server.stdout is not None
-            assert any("eady to accept" in line for line in server.stdout)
             store = RemoteStore(f"valkey://:open@127.0.0.1:{port}", FORM)
             for place in range(4):
                 assert store.put(DIGESTS[place], content(place))
@@ -163,6 +174,19 @@ def test_a_real_store(tmp_path):
             assert all(other.prefetch(DIGESTS[place]) and holds(other, place) for place in range(4))
             other.clear()
             assert not holds(store, 0)
+            assert store.put(DIGESTS[0], content(0))
+            server.kill()
+            server.wait()
+            for _ in range(MOST_FAILURES):
+                assert not store.away
+                with pytest.raises(RespError):
+                    store.prefetch(DIGESTS[0])
+            assert store.away
+        finally:
+            server.terminate()
+    with start(command) as server:
+        try:
+            store = RemoteStore(f"valkey://:open@127.0.0.1:{port}", FORM)
             with pytest.raises(StoreFullError):
                 all(store.put(place.to_bytes(16, "big"), content(0)) for place in range(10**5))
         finally:

@@ -146,7 +146,13 @@ class RemoteStore:
 
     def prefetch(self, digest: bytes) -> bool:
         """Whether a block is there. Raises RespError."""
-        return not self.away and self._ask(b"EXISTS", self._prefix + digest) == 1
+        if self.away:
+            return False
+        found = self._ask(b"EXISTS", self._prefix + digest) == 1
+        if not found:
+            # It has made way, and is stored again when it is offered the next time.
+            self._forget(digest)
+        return found
 
     def clear(self) -> None:
         """Delete the blocks that are known to be there; those of other engines stay. Raises RespError."""
@@ -177,6 +183,10 @@ class RemoteStore:
             if connection is not None:
                 connection.close()
             self._breaker.failed()
+            if self.away:
+                # Nobody knows what it has when it comes back.
+                with self._lock:
+                    self._known.clear()
             raise
         self._breaker.succeeded()
         with self._lock:
