@@ -69,6 +69,14 @@ def test_a_full_tier_forgets_what_was_used_longest_ago():
     assert (outcome.cached_tokens[4:] == 0).any()
 
 
+@pytest.mark.parametrize(
+    "tiers", [Tiers(disk_gb=1000.0, write_mb_s=500.0), Tiers(host_gb=1000.0, disk_gb=0.0), Tiers(10.0, 1000.0)]
+)
+def test_what_waits_to_be_stored_with_several_chunks_is_stored_once(tiers):
+    outcome = served(workload((0.0, 30_000, 4), (40.0, 30_000, 4)), tiers)
+    assert outcome.tiers.stored == 2 * (30_003 // 64 * 64)
+
+
 def test_a_slow_disk_is_waited_for_no_longer_than_allowed():
     traffic, pool = returning(4, 30_000), {"kv_pool_tokens": 40_000}
     # Reading takes a second, and computing a little more.

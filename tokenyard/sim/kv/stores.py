@@ -43,12 +43,14 @@ class Blocks:
 @dataclass(slots=True, eq=False)
 class Job:
     """Something that is read or written: it takes `took_ns`, is given up at `until_ns`, and `done(part, now)` hears
-    which part of it was done by then, from 0 to 1. dropped: nobody wants it any more.
+    which part of it was done by then, from 0 to 1. dropped: nobody wants it any more. begins: says when its turn comes
+    how long it takes, where that is not known before.
     """
 
     took_ns: int
     until_ns: int
     done: Callable[[float, int], None]
+    begins: Callable[[], int] | None = None
     began_ns: int = -1
     dropped: bool = False
 
@@ -71,6 +73,8 @@ class Channel:
 
     def _begin(self, job: Job, now: int) -> None:
         job.began_ns = now
+        if job.begins is not None:
+            job.took_ns = job.begins()
         self._at(max(min(now + job.took_ns, job.until_ns), now), lambda at: self._end(job, at))
 
     def _end(self, job: Job, now: int) -> None:

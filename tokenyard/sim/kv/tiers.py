@@ -4,6 +4,7 @@ It does what `engine.watch.tiers` does with threads and a disk: the scheduler of
 what can be loaded (`Reach`), says where to (`Load`) and hears when it is there (`Arrived`). Blocks are names only.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from typing import Protocol
@@ -161,34 +162,43 @@ class SimTiers:
     def _store(self, offer: Store, now: int) -> None:
         digests = block_digests(offer.tokens, root_digest(offer.namespace), self._block)
         if self._tiers.host_gb:
-            missing = [digest for digest in digests if digest not in self._host]
-            took_ns = len(missing) * self._host_ns
-            self._copies.add(Job(took_ns, NEVER_NS, lambda part, at: self._on_host(offer, digests, at)), now)
+            self._put(
+                self._copies, self._host, self._host_ns, digests, lambda at: self._on_host(offer, digests, at), now
+            )
         else:
             self._write(offer, digests, now)
 
+    def _put(
+        self, channel: Channel, tier: Blocks, block_ns: int, digests: list[bytes], done: Callable[[int], None], now: int
+    ) -> None:
+        """Put those blocks into a tier that it lacks when their turn comes."""
+        missing: list[bytes] = []
+
+        def begins() -> int:
+            missing.extend(digest for digest in digests if digest not in tier)
+            return len(missing) * block_ns
+
+        def ended(part: float, at: int) -> None:
+            for digest in digests:
+                tier.put(digest)
+            tier.touch(digests)
+            if tier is self.disk or not self._tiers.disk_gb:
+                self.counters.stored += len(missing) * self._block
+            done(at)
+
+        channel.add(Job(0, NEVER_NS, ended, begins), now)
+
     def _on_host(self, offer: Store, digests: list[bytes], now: int) -> None:
-        for digest in digests:
-            self._host.put(digest)
-        self._host.touch(digests)
         self._let_go(offer, now)
         if self._tiers.disk_gb and self.alive:
             self._write(None, digests, now)
-        else:
-            self.counters.stored += len(digests) * self._block
 
     def _write(self, offer: Store | None, digests: list[bytes], now: int) -> None:
-        missing = [digest for digest in digests if digest not in self.disk]
-        took_ns = len(missing) * self._disk_write_ns
-        self._writes.add(Job(took_ns, NEVER_NS, lambda part, at: self._written(offer, digests, missing, at)), now)
+        def done(at: int) -> None:
+            if offer is not None:
+                self._let_go(offer, at)
 
-    def _written(self, offer: Store | None, digests: list[bytes], missing: list[bytes], now: int) -> None:
-        for digest in digests:
-            self.disk.put(digest)
-        self.disk.touch(digests)
-        self.counters.stored += len(missing) * self._block
-        if offer is not None:
-            self._let_go(offer, now)
+        self._put(self._writes, self.disk, self._disk_write_ns, digests, done, now)
 
     def _let_go(self, offer: Store, now: int) -> None:
         if self.alive:
