@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.transfer.world import MS, Engine, World, make_yard
-from tokenyard.base import Cancel
-from tokenyard.transfer.protocol import Done, Offer, Want
+from tests.transfer.world import MS, TERMS, Engine, World, make_yard
+from tokenyard.base import Cancel, SamplingParams
+from tokenyard.transfer.protocol import Asker, Beat, Done, Offer, Want
 
 
 def prompt(tokens: int = 200, seed: int = 1) -> list[int]:
@@ -222,6 +222,22 @@ def test_a_restarted_engine_knows_nothing_of_the_keys_of_the_one_before():
     assert sent.message.why == "restarted"
     world.p.server.received(1, Done("k"), world.now)
     assert type(world.p.server.take()[0].message).__name__ == "Gone"
+
+
+def test_what_was_asked_for_counts_as_load_until_the_engine_says_more():
+    asker = Asker(TERMS, 16)
+    for connection, name in enumerate(("a", "b")):
+        asker.joined(connection, name, 0)
+    for number in range(3):
+        peer = asker.well(0)[0].name
+        asker.want(Want(f"k{number}", b"", SamplingParams()), [number], peer, 0, 10**9, takes_s=1.0 + number)
+    assert {peer.name: peer.load_s for peer in asker.well(0)} == {"a": 4.0, "b": 2.0}
+    asker.received(0, Beat(["k0", "k2"], load_s=0.5, stretch=2.0), 1)
+    assert [(peer.name, peer.load_s, peer.stretch) for peer in asker.well(1)] == [("a", 0.5, 2.0), ("b", 2.0, 1.0)]
+    # It says no more once nothing is open.
+    asker.ended(1, 2)
+    assert asker.well(2)[0].name == "b"
+    assert asker.well(2)[0].load_s == 0.0
 
 
 def test_an_offer_that_makes_no_sense_is_refused():
