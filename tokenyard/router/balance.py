@@ -69,7 +69,8 @@ class Balancer:
     """Knows what each of `ranks` ranks has, as `router.load` counts it, and what its cache should hold.
 
     Loads and what was learnt of a rank outlive its process; its cache does not (`lost`). `pool_tokens` bound what a
-    rank can hold. left: the ranks that are not out for good. Where priorities count, a request sees only the load of
+    rank can hold in memory, and `disk_tokens` what its own disk below holds, which outlives the process as well. left:
+    the ranks that are not out for good. Where priorities count, a request sees only the load of
     requests that it does not overtake: those of its own level and above. Between ranks where these are equal, the
     fewest requests of any level decide.
     """
@@ -80,6 +81,7 @@ class Balancer:
         ranks: int = 1,
         pool_tokens: int = 0,
         settings: SchedulerSettings | None = None,
+        disk_tokens: int = 0,
     ) -> None:
         """Raises ConfigError for an unknown method."""
         self.ranks = ranks
@@ -90,8 +92,9 @@ class Balancer:
         speed = Speed()
         self.loads = [TargetState(f"rank {rank}", speed) for rank in range(ranks)]
         self._levels: list[dict[int, LevelLoad]] = [{} for _ in range(ranks)]
+        self._on_disk = disk_tokens > 0
         for load in self.loads:
-            self.index.limit(load.name, pool_tokens // BLOCK_TOKENS)
+            self.index.limit(load.name, max(pool_tokens, disk_tokens) // BLOCK_TOKENS)
 
     def choose(self, request: Request, candidates: Sequence[int], now_s: float) -> Place:
         """The place of a request that goes now to one of the ranks `candidates`, of which there is at least one."""
@@ -121,13 +124,14 @@ class Balancer:
         self.left = [other for other in self.left if other != rank]
 
     def lost(self, rank: int) -> None:
-        """The rank's process has ended, and its cache with it."""
-        self.index.drop(self.loads[rank].name)
+        """The rank's process has ended, and its cache with it, but not what is on its disk."""
+        if not self._on_disk:
+            self.index.drop(self.loads[rank].name)
         self.loads[rank].forget()
 
     def flushed(self) -> None:
-        """All caches are empty."""
-        for load in self.loads:
+        """All caches are empty. What is on disk stays."""
+        for load in self.loads if not self._on_disk else ():
             self.index.drop(load.name)
 
     def _level(self, request: Request) -> int | None:

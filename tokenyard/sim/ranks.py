@@ -19,8 +19,10 @@ NO_ROOM = ("queue_full", "displaced", "tenant_limit")
 class EngineRanks:
     """The ranks of one engine, among which requests are shared out."""
 
-    def __init__(self, method: str, ranks: int, pool_tokens: int, settings: SchedulerSettings) -> None:
-        self._balancer = Balancer(method, ranks, pool_tokens, settings)
+    def __init__(
+        self, method: str, ranks: int, pool_tokens: int, settings: SchedulerSettings, disk_tokens: int = 0
+    ) -> None:
+        self._balancer = Balancer(method, ranks, pool_tokens, settings, disk_tokens)
 
     def choose(self, request: Request, wanted: int | None, without: Collection[int], now_s: float) -> Place:
         """The place of a request: at the rank that the router `wanted` if that may serve its tenant, else at one that

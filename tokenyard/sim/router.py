@@ -65,7 +65,8 @@ class Places:
     """The schedulers of a fleet: `ranks` of each of `replicas`, and what a router sees of them.
 
     A target is a replica, or with `dp_aware` one of its ranks. room: most requests at a time of a replica.
-    pools: the KV pool, in tokens, of a scheduler of each replica. settings: those of an engine.
+    pools: the KV pool, in tokens, of a scheduler of each replica. settings: those of an engine. disk_tokens: of KV on
+    the disk of each scheduler.
     """
 
     replicas: int
@@ -74,6 +75,7 @@ class Places:
     room: int
     pools: Sequence[int]
     settings: SchedulerSettings = field(default_factory=SchedulerSettings)
+    disk_tokens: int = 0
 
     @property
     def per_target(self) -> int:
@@ -248,7 +250,9 @@ class Routing:
     def _engine(self, pool_tokens: int) -> EngineRanks | None:
         if not self._places.engines_choose:
             return None
-        return EngineRanks(self._fleet.load_balance_method, self._places.ranks, pool_tokens, self._places.settings)
+        places = self._places
+        method = self._fleet.load_balance_method
+        return EngineRanks(method, places.ranks, pool_tokens, places.settings, places.disk_tokens)
 
     def arrive(self, request: Request, now: int) -> None:
         """A request comes to one of the routers: it is sent, or waits, or is refused."""

@@ -116,7 +116,8 @@ class Run:
         devices = [executor_info(setup, replica) for replica in range(setup.replicas)]
         pools = [info.num_pages * info.page_size for info in devices]
         room = setup.settings.max_running_requests
-        places = Places(setup.replicas, setup.dp_size, setup.fleet.dp_aware, room, pools, setup.settings)
+        on_disk = 0 if setup.tiers is None else setup.tiers.disk_tokens(setup.profile.kv_bytes_per_token)
+        places = Places(setup.replicas, setup.dp_size, setup.fleet.dp_aware, room, pools, setup.settings, on_disk)
         self._engines_choose = places.engines_choose
         apart = setup.apart
         if apart is not None and apart.mode == "decode":

@@ -61,6 +61,11 @@ class TierConfig:
     timeout_s: float = 1.0
     timeout_per_1k_tokens_s: float = 0.25
 
+    def disk_tokens(self, kv_bytes_per_token: int) -> int:
+        """How many tokens a rank's own disk holds; 0 for none, and where the bytes of a token are not known."""
+        on_disk = self.enabled and self.backend == "disk" and kv_bytes_per_token > 0
+        return int(self.most_gb * 1e9) // kv_bytes_per_token if on_disk else 0
+
 
 @dataclass(slots=True)
 class NodesConfig:

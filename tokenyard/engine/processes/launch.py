@@ -56,7 +56,8 @@ async def running_engine(
         _warn_of_unknown_tokens(tokenizer, info)
         link = SocketLink(sockets.endpoints)
         assembler = TextAssembler(None) if config.skip_tokenizer_init else None
-        balancer = Balancer(config.load_balance_method, config.ranks, info.num_pages * info.page_size, config.scheduler)
+        pool_tokens, on_disk = info.num_pages * info.page_size, config.tiers.disk_tokens(info.kv_bytes_per_token)
+        balancer = Balancer(config.load_balance_method, config.ranks, pool_tokens, config.scheduler, on_disk)
         manager = TokenizerManager(
             *(info, tokenizer, template, link),
             assembler=assembler,

@@ -82,3 +82,7 @@ class Tiers:
             raise ConfigError("give --hicache-size or --hicache-storage-gb, the gigabytes of a tier below the device")
         if self.prefetch_policy not in PREFETCH_POLICIES:
             raise ConfigError(f"the prefetch policy {self.prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
+
+    def disk_tokens(self, kv_bytes_per_token: int) -> int:
+        """How many tokens the disk holds."""
+        return int(self.disk_gb * GB) // kv_bytes_per_token
