@@ -43,7 +43,9 @@ class TritonAttention:
         device, few = batch.positions.device, counts <= min(FEW_QUERIES, self._block_size)
         if few.any():
             tokens, sizes = upload((firsts[few], counts[few]), device)
-            self._launches.append(self._split(tokens, sizes, int(counts[few].max()), FEW_SPLITS))
+            # Kernels are compiled for each size: five powers of two, not sixteen.
+            size = 1 << (int(counts[few].max()) - 1).bit_length()
+            self._launches.append(self._split(tokens, sizes, size, FEW_SPLITS))
         if not few.all():
             tokens, sizes = upload(cut(firsts[~few], counts[~few], self._block_size), device)
             self._launches.append(Blocks(tokens, sizes, self._block_size, 1))
