@@ -35,9 +35,10 @@
     return [range[0] / 1.15, Math.max(range[1] * 1.15, range[0] * 1.4)];
   }
 
-  /* The places whose names have room below a chart. */
-  function withRoom(names) {
-    const apart = Math.ceil((names.join("").length * 6 + names.length * 6) / 260);
+  /* The places whose names have room below a chart in `host`; 70 pixels are the axis on its left. */
+  function withRoom(names, host) {
+    const room = Math.max(host.clientWidth - 70, 200);
+    const apart = Math.ceil((names.join("").length * 6 + names.length * 6) / room);
     return names.map((_, place) => place).filter((place) => place % apart === 0);
   }
   function draw(spec, host) {
@@ -52,7 +53,7 @@
     const y = spec.y.log ? logRange(found, (one) => one.y) : yRange(found);
     chart(host, {
       height: 250, zoom: true, toggle: true, gridX: true, sync: spec.group || undefined,
-      x: { log: spec.x.log, label: spec.x.label, range: undefined, whole, ticks: names.length ? withRoom(names) : undefined, format: names.length ? (value) => names[value] ?? "" : (value) => number(value, 4) },
+      x: { log: spec.x.log, label: spec.x.label, range: undefined, whole, ticks: names.length ? withRoom(names, host) : undefined, format: names.length ? (value) => names[value] ?? "" : (value) => number(value, 4) },
       y: { log: spec.y.log, label: spec.y.label, range: y ? () => y : undefined, format: (value) => number(value, 4) },
       series: spec.series.map((one) => ({ label: one.label, color: one.color, kind: one.x.length === 1 && one.kind === "line" ? "points" : KINDS[one.kind], spanGaps: one.kind !== "dots" })),
     }).set(data);

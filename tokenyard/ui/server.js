@@ -54,7 +54,7 @@
   }
 
   /* ---- the parts ---- */
-  const tile = Yard.tiles($("tiles"), { running: "Running", waiting: "Waiting", output: "Output", met: "Targets met, 60 s", goodput: "Goodput, 60 s", kv: "KV in use", hits: "Cache hits, 60 s" });
+  const tile = Yard.tiles($("tiles"), { running: "Running", waiting: "Waiting", output: "Output", met: "Targets met", goodput: "Goodput", kv: "KV in use", hits: "Cache hits" });
 
   function showTiles(tick) {
     const { counts, kv } = tick;
@@ -63,12 +63,12 @@
     tile("waiting", number(counts.waiting), "", tick.paused ? "the engine is paused" : "");
     tile("output", number(growth((one) => one.totals.generated_tokens, 3).per), "tok/s", "over 3 s");
     const met = growth((one) => sum(one.slo, 0)).amount, missed = growth((one) => sum(one.slo, 1)).amount;
-    tile("met", met + missed ? percent(met / (met + missed)) : "–", "", met + missed ? `${number(met)} of ${number(met + missed)}` : "no target yet");
-    tile("goodput", number(growth((one) => total(one.goodput)).per), "tok/s", "met all targets");
+    tile("met", met + missed ? percent(met / (met + missed)) : "–", "", met + missed ? `${number(met)} of ${number(met + missed)} in ${lately()}` : "no target yet");
+    tile("goodput", number(growth((one) => total(one.goodput)).per), "tok/s", `over ${lately()}`);
     const used = kv.total - kv.free - kv.cached;
     tile("kv", percent(used / Math.max(kv.total, 1)), "", `+ ${percent(kv.cached / Math.max(kv.total, 1))} cached`);
     const asked = growth((one) => one.totals.prompt_tokens).amount, hit = growth((one) => one.totals.hit_tokens).amount;
-    tile("hits", asked ? percent(hit / asked) : "–", "", asked ? `of ${number(asked)} prompt tokens` : "");
+    tile("hits", asked ? percent(hit / asked) : "–", "", asked ? `of ${number(asked)} in ${lately()}` : "");
   }
   const sum = (byLevel, place) => Object.values(byLevel).reduce((all, one) => all + one[place], 0);
   const total = (byLevel) => Object.values(byLevel).reduce((all, one) => all + one, 0);
@@ -259,6 +259,11 @@
     }
     $("prefixes").replaceChildren(table(["Prefix", "Depth", "Hits", "Saved"], body));
   }
+  /* How far back totals go, in words: less than a minute until the page has been open for so long. */
+  function lately() {
+    const all = seen.totals;
+    return `${all.length ? Math.min(SECONDS, Math.round(all[all.length - 1].at - all[0].at)) : 0} s`;
+  }
   const visible = (text) => text.replace(/\n/g, "⏎").replace(/\s+/g, " ");
   function table(heads, body) {
     return el("table", {}, el("thead", {}, el("tr", {}, ...heads.map((text) => el("th", { scope: "col", text })))), body);
@@ -277,7 +282,7 @@
         el("td", { text: `${number(growth((one) => one.goodput[level]).per)} tok/s` }), el("td", { text: percent(met / (met + missed)) }), el("td", { text: number(met + missed) })));
     }
     if (!body.children.length) $("slo").replaceChildren(el("p", { class: "empty", text: "No request with a target has ended yet. Targets come with a request (slo: {ttft_ms, tpot_ms}, or deadline_ms) or with its class (--slo-classes)." }));
-    else $("slo").replaceChildren(table(["Class", "Met, 60 s", "Missed", "Goodput", "Met, all", "Ended"], body));
+    else $("slo").replaceChildren(table(["Class", `Met, ${lately()}`, "Missed", "Goodput", "Met, all", "Ended"], body));
   }
 
   /* ---- the policy ---- */
