@@ -183,9 +183,11 @@ def at_capacity(cases, jobs, out):
     return done
 
 
-def shares_chart(cases, done):
-    """The share in time of each kind, at the rate at which engines that do both just meet the target."""
-    chart = Chart("Requests in time where engines that do both are at capacity", "", "in time (%)", y_from_zero=True)
+def shares_chart(cases, device, done):
+    """The share in time of each kind on a device, at the rate at which engines that do both just meet the target."""
+    title = f"{device.upper()}: requests in time where engines that do both are at capacity"
+    chart = Chart(title, "", "in time (%)", y_from_zero=True)
+    cases = [case for case in cases if case.device == device]
     for case in cases:
         shares = done[case.name]["in time"]
         # Long names would run into each other.
@@ -253,7 +255,9 @@ def main():
     if args.at_capacity:
         found = at_capacity(cases, args.jobs, args.found)
         if args.chart is not None:
-            args.chart.write_text(picture([shares_chart(cases, found)]), encoding="utf-8")
+            args.chart.write_text(
+                picture([shares_chart(cases, device, found) for device in args.devices.split(",")]), encoding="utf-8"
+            )
         return
     done, best = run(cases, args.jobs, args.found)
     table(cases, done, best)
