@@ -132,13 +132,6 @@ def test_in_mode_both_what_a_prompt_costs_the_decodes_counts():
     assert asked.tolist() == [False] * 200 + [True], "nothing waits here, and yet it is faster there"
 
 
-def test_what_comes_between_two_beats_goes_to_both_prefill_engines():
-    traffic = workload(*((0.001 * i, 4000, 10) for i in range(40)))
-    asked = served(traffic, Apart(2, mode="both"), replicas=1)[1].transfers.prefill
-    counts = [int((asked == engine).sum()) for engine in (1, 2)]
-    assert min(counts) >= 8, counts
-
-
 FAULTS = {
     "a prefill engine dies": (Fleet(faults=(Fault(1.0, 2, 2.0),)), {}),
     "both prefill engines die": (Fleet(faults=(Fault(1.0, 2, 2.0), Fault(1.2, 3, 30.0))), {}),

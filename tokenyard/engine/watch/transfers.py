@@ -140,7 +140,7 @@ class KvTransfers:
         peer = self._peer_for(tokens - cached, own_s)
         if peer is None:
             return request
-        self._ask(request, peer, own_s * peer.stretch)
+        self._ask(request, peer, own_s * peer.stretch + peer.load_s)
         return replace(request, awaits_kv=True)
 
     def move(self, wanted: list[Move]) -> None:
@@ -190,7 +190,7 @@ class KvTransfers:
         work.add_chunk(cached, tokens - cached)
         return self._cost.step(work)
 
-    def _ask(self, request: Request, peer: Peer, takes_s: float) -> None:
+    def _ask(self, request: Request, peer: Peer, believed_s: float) -> None:
         want = Want(
             key=f"{self._node.identity.hello.boot_id}-{request.number}",
             prompt=pack_ids(request.known_ids),
@@ -201,17 +201,15 @@ class KvTransfers:
             service_class=request.service_class,
             tenant=request.tenant,
         )
-        self._want(want, request, peer.name, patience_s(takes_s + peer.load_s), takes_s)
+        self._want(want, request, peer.name, patience_s(believed_s))
 
-    def _want(self, want: Want, request: Request, peer: str, most_s: float, takes_s: float = 0.0) -> None:
+    def _want(self, want: Want, request: Request, peer: str, most_s: float) -> None:
         numbers = range(request.number, request.number + request.sampling.n)
         plain = request.sampling.n == 1 and not request.grammar and request.logprobs is None
         takes_token = plain and not len(request.output_ids)
         patience_ns, asker = round(most_s * NS_PER_S), self._node.asker
         self._asked.add(request.number)
-        self._node.call(
-            lambda now: asker.want(want, numbers, peer, now, patience_ns, takes_token=takes_token, takes_s=takes_s)
-        )
+        self._node.call(lambda now: asker.want(want, numbers, peer, now, patience_ns, takes_token=takes_token))
 
     def _meet(self, request: Request, route: KvRoute) -> Request:
         """One half of a request that comes in two: hand its KV over under the room, or fetch it from there."""

@@ -202,7 +202,7 @@ class Network:
             tenant=request.tenant,
         )
         most_s = patience_s(own_s * peer.stretch + peer.load_s)
-        return self._ask(node, want, request, peer.name, most_s, now, own_s * peer.stretch)
+        return self._ask(node, want, request, peer.name, most_s, now)
 
     def _meet(self, node: Node, partner: Node, request: Request, now: int) -> Request:
         """Both halves of a request come at once and meet in a room, as a router of ours sends them."""
@@ -232,11 +232,9 @@ class Network:
         self.figures.sent(index, half, partner.number, now)
         self._engines.apply(partner.number, Submit(replace(request, number=half, arrival_ns=now, handover=True)), now)
 
-    def _ask(
-        self, node: Node, want: Want, request: Request, peer: str, most_s: float, now: int, takes_s: float = 0.0
-    ) -> Request:
+    def _ask(self, node: Node, want: Want, request: Request, peer: str, most_s: float, now: int) -> Request:
         node.asked.add(request.number)
-        node.asker.want(want, [request.number], peer, now, round(most_s * NS_PER_S), takes_s=takes_s)
+        node.asker.want(want, [request.number], peer, now, round(most_s * NS_PER_S))
         self._act(node, now)
         return replace(request, awaits_kv=True)
 

@@ -136,23 +136,12 @@ class Asker:
     # ---- what the own engine says ----------------------------------------------------------------------------------
 
     def want(
-        self,
-        want: Want,
-        numbers: Iterable[int],
-        peer: str,
-        now: int,
-        patience_ns: int,
-        *,
-        takes_token: bool = True,
-        takes_s: float = 0.0,
+        self, want: Want, numbers: Iterable[int], peer: str, now: int, patience_ns: int, *, takes_token: bool = True
     ) -> None:
         """Ask `peer`, now or once it is connected. The requests `numbers` wait (`Request.awaits_kv`) and hear by
         `Reach` what came of it, after `patience_ns` at the latest. takes_token: whether the first token is of use.
-        takes_s: how long it will take there, which counts as its load until it says more, so that what comes between
-        two beats does not all go to the same engine.
         """
         known = self._peers.setdefault(peer, Peer(peer))
-        known.load_s += takes_s
         ask = Ask(want, list(numbers), known, "unsent", now + patience_ns, takes_token)
         known.open_keys += 1
         self._asks[want.key] = self._by_number[ask.numbers[0]] = ask
