@@ -8,7 +8,11 @@ rewrite: the prompt is a file of this repository as it was before a commit, the 
 prose: the prompt is one such file, the answer another one of another kind, where lookups find little.
 random: prompt and answer are random tokens, where lookups find nothing.
 
-Each figure is the best of the rounds, as other work on the machine only ever adds time.
+A batch of 8 means that 8 requests run at any time: `--turns` times as many are sent, and one starts when another ends.
+Of 8 requests alone those without drafts would be left behind in ever smaller batches, which is not how a server runs.
+
+Each figure is the best of the rounds, as other work on the machine only ever adds time. With `--engines none none` both
+are plain, which shows how much two equal engines differ on the machine.
 """
 
 import argparse
@@ -28,7 +32,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.smollm2 import SHAPE
 from tokenyard import LLM, SamplingParams
-from tokenyard.config import DEMO_MODEL
+from tokenyard.config import DEMO_MODEL, Settings
 from tokenyard.executor.sampling.sampler import Sampler
 
 Ids = list[int]
@@ -130,8 +134,8 @@ def seconds(llm: LLM, sampler: ForcedSampler, work: Work) -> float:
     return taken
 
 
-def load(folder: str, options: argparse.Namespace, algorithm: str) -> tuple[LLM, ForcedSampler]:
-    """An engine whose sampler is forced."""
+def load(folder: str, options: argparse.Namespace, algorithm: str, batch: int) -> tuple[LLM, ForcedSampler]:
+    """An engine for `batch` requests at once whose sampler is forced."""
     made: list[ForcedSampler] = []
 
     def forced(*arguments: Any) -> ForcedSampler:
@@ -146,8 +150,8 @@ def load(folder: str, options: argparse.Namespace, algorithm: str) -> tuple[LLM,
             threads=options.threads,
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_total_tokens=max(options.batches) * (MOST_PROMPT + MOST_ANSWER),
-            max_running_requests=max(options.batches),
+            max_total_tokens=batch * (MOST_PROMPT + MOST_ANSWER),
+            max_running_requests=batch,
             disable_radix_cache=True,
             speculative_algorithm=algorithm,
             speculative_num_draft_tokens=options.drafts,
@@ -156,20 +160,23 @@ def load(folder: str, options: argparse.Namespace, algorithm: str) -> tuple[LLM,
 
 
 def measure(
-    engines: dict[str, tuple[LLM, ForcedSampler]], kind: str, work: Work, batch: int, options: argparse.Namespace
+    engines: list[tuple[LLM, ForcedSampler]], kind: str, work: Work, batch: int, options: argparse.Namespace
 ) -> None:
     """Run one kind of work at one batch size with both engines by turns, and print a line."""
-    batches = [
-        Work([work.prompts[i] for i in places], [work.answers[i] for i in places])
-        for places in np.arange(max(batch, len(work.prompts) // batch * batch)).reshape(-1, batch) % len(work.prompts)
-    ]
-    best = dict.fromkeys(engines, np.inf)
+    count = max(options.turns * batch, len(work.prompts))
+    places = np.arange(count) % len(work.prompts)
+    repeated = Work([work.prompts[i] for i in places], [work.answers[i] for i in places])
+    best = [np.inf, np.inf]
     for _ in range(options.rounds):
-        for name, (llm, sampler) in engines.items():
-            best[name] = min(best[name], sum(seconds(llm, sampler, each) for each in batches))
-    tokens = sum(len(each.answers) * min(map(len, each.answers)) for each in batches)
-    plain, drafting = (tokens / best[name] for name in ("none", "NGRAM"))
-    print(f"{kind} batch {batch}: {plain:.1f} tok/s plain, {drafting:.1f} with drafts, ratio {drafting / plain:.2f}")
+        for place, (llm, sampler) in enumerate(engines):
+            best[place] = min(best[place], seconds(llm, sampler, repeated))
+    tokens = count * min(map(len, repeated.answers))
+    plain, drafting = (tokens / one for one in best)
+    first, second = options.engines
+    print(
+        f"{kind} batch {batch}: {plain:.1f} tok/s {first}, {drafting:.1f} {second}, ratio {drafting / plain:.2f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -177,20 +184,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--kinds", nargs="+", default=["rewrite", "prose", "random"])
-    parser.add_argument("--pairs", type=int, default=8, help="requests of each kind, repeated to fill a batch")
-    parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--engines", nargs=2, default=["none", "NGRAM"], help="--speculative-algorithm of both")
+    parser.add_argument("--pairs", type=int, default=8, help="different requests of each kind, repeated to fill turns")
+    parser.add_argument("--turns", type=int, default=3, help="requests of a measurement by the batch")
+    parser.add_argument("--drafts", type=int, default=Settings().speculative_num_draft_tokens)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
-        engines = {name: load(folder, options, name) for name in ("none", "NGRAM")}
-        for kind, work in workloads(max(options.pairs, 2), SHAPE["vocab_size"]).items():
-            if kind in options.kinds:
-                for batch in options.batches:
-                    measure(engines, kind, work, batch, options)
-        for llm, _ in engines.values():
-            llm.close()
+        works = workloads(max(options.pairs, 2), SHAPE["vocab_size"])
+        for batch in options.batches:
+            engines = [load(folder, options, algorithm, batch) for algorithm in options.engines]
+            for kind in options.kinds:
+                measure(engines, kind, works[kind], batch, options)
+            for llm, _ in engines:
+                llm.close()
 
 
 if __name__ == "__main__":

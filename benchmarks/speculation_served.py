@@ -8,6 +8,13 @@ the step costs, the host time and the marks of drafts (which were right, and of 
 tape has of the bursts before and after it, which are of other requests. The mock executor keeps to the cost profile of
 an H100 and is told how many of its drafts are right; the demo model computes, and drafts come from prompt lookup.
 
+A target cuts through many answers that are close to it: with fcfs, from which the targets come, 30 % of the first
+tokens are late by construction, and a few per cent of time move many requests across. So a goodput is the mean over
+targets from 0.8 to 1.25 times those that the schedulers go by, for served and foretold alike.
+
+A third row, which counts for nothing, is simulated with the costs of the measured runs themselves: where it agrees with
+the server and the second row does not, the machine changed its speed between a run and the bursts around it.
+
 Exits with 1 if tokens a second or goodput of a setting are off by more than 10 %.
 """
 
@@ -30,6 +37,7 @@ from benchmarks.simulated_vs_served import (
 from tokenyard.sim.engine import Outcome, simulate
 
 WORST_ERROR = 0.10
+TARGET_SCALES = (0.8, 0.9, 1.0, 1.12, 1.25)
 DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
 EXECUTORS = {
     "mock": ["--executor", "mock", "--context-length", "1024"],
@@ -58,19 +66,29 @@ def tokens_per_verify(outcomes: list[Outcome]) -> str:
 
 def compare(name: str, runs: list[Run], found: Calibrations, targets: dict[str, float]) -> float:
     """Print a setting's figures, served and foretold; returns the larger error of tokens a second and goodput."""
-    outcomes = [simulate(run.workload, found.setup(found.around[run.number])) for run in runs]
-    real, told = measured_numbers(runs, targets), simulated_numbers(outcomes, targets)
+    told, own = (
+        [simulate(run.workload, found.setup(heard[run.number])) for run in runs] for heard in (found.around, found.own)
+    )
     tokens = sum(int(run.workload.output_tokens.sum()) for run in runs)
-    errors = []
-    for what, row in (("served", real), ("foretold", told)):
+    scaled = [{key: scale * value for key, value in targets.items()} for scale in TARGET_SCALES]
+    rows = {
+        "served": [measured_numbers(runs, one) for one in scaled],
+        "foretold": [simulated_numbers(told, one) for one in scaled],
+        "at own speed": [simulated_numbers(own, one) for one in scaled],
+    }
+    figures: dict[str, dict[str, float]] = {}
+    for what, by_scale in rows.items():
+        row = by_scale[TARGET_SCALES.index(1.0)]
+        row["goodput"] = sum(one["goodput"] for one in by_scale) / len(by_scale)
         row["tokens_per_s"] = tokens / row["seconds"]
         shown = ("tokens_per_s", "goodput", "attainment", "ttft_p50_ms", "tpot_p50_ms", "tpot_p90_ms")
-        print(f"{name:>16} {what:>9}: " + ", ".join(f"{key} {row[key]:.3g}" for key in shown), flush=True)
-    for key in ("tokens_per_s", "goodput"):
-        errors.append(abs(told[key] - real[key]) / (real[key] or told[key] or 1.0))
+        print(f"{name:>16} {what:>12}: " + ", ".join(f"{key} {row[key]:.3g}" for key in shown), flush=True)
+        figures[what] = row
+    served, foretold = figures["served"], figures["foretold"]
+    errors = [abs(foretold[key] / served[key] - 1.0) for key in ("tokens_per_s", "goodput")]
     print(
         f"{name:>16}: off by {100 * errors[0]:.1f} % (tokens/s) and {100 * errors[1]:.1f} % (goodput); foretold are "
-        f"{tokens_per_verify(outcomes)} tokens per verifying step"
+        f"{tokens_per_verify(told)} tokens per verifying step"
     )
     return max(errors)
 

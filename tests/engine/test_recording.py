@@ -151,5 +151,10 @@ def test_steps_are_measured_only_where_something_asks_for_their_time():
         assert (prior is not None) == measured
         if prior is not None:
             assert prior.step(StepWork(tokens=1, rows=1, decode_rows=1)) == pytest.approx(0.003, rel=0.2)
-    config.executor = "mock"
+    config.scheduler = replace(config.scheduler, schedule_policy="fcfs")
+    config.executor_options["draft_tokens"] = 4
+    assert measure_prior(config, load_mock(step_ms=3.0, max_total_tokens=4096)) is not None, "drafts are judged by it"
+    config.executor, config.executor_options = "mock", {}
     assert measure_prior(config, executor) is None
+    config.executor_options["drafts"] = 4
+    assert measure_prior(config, executor) is not None

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,30 @@ def test_a_draft_model_equal_to_the_large_one_is_nearly_always_right(folder, cas
     assert counters.accepted_draft_tokens > 0.6 * 8 * TOKENS
     if pages == 40:
         assert counters.retracted > 0
+
+
+def test_what_a_grammar_forces_is_drafted_in_the_models_stead(folder):
+    """A stand-in for a grammar forces the right tokens for a while; then the draft model takes in what it missed."""
+    yard, prompt, forced_tokens = make_yard(load(folder, "qwen3", "torch", folder("qwen3"))), prompt_of(20, seed=3), 12
+    answer, drafter = greedy("qwen3", prompt, TOKENS), yard.executor._drafter
+    computed, step = [], drafter._model.step
+
+    def forced(pool_row, proposed, most):
+        done = len(drafter._rows[pool_row].ids) - len(prompt)
+        ids = answer[done:forced_tokens][:most]
+        return np.array(ids, np.int32), bool(ids)
+
+    def noted(batch):
+        computed.append(len(drafter._rows[0].ids) - len(prompt))
+        return step(batch)
+
+    yard.executor._grammar_rows.drafts, drafter._model.step = forced, noted
+    number = yard.submit(prompt, max_new=TOKENS)
+    yard.run(1)
+    assert yard.tokens[number] == answer
+    counters = counters_of(yard)
+    assert counters.accepted_draft_tokens == counters.draft_tokens > TOKENS // 2
+    assert min(computed) >= forced_tokens, "the draft model computed nothing while tokens were forced"
 
 
 def random_draft(folder, case, tmp_path):

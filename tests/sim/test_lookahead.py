@@ -11,6 +11,7 @@ import pytest
 from tests.sim.small import setup, workload
 from tokenyard.base import NS_PER_S, Pause, Request, SamplingParams, SchedulerSettings, SetPolicy, Slo, Submit
 from tokenyard.policy.adaptive import CANDIDATES, Score
+from tokenyard.scheduler.lifecycle import State
 from tokenyard.scheduler.lookahead_state import (
     MOST_WAITING,
     LookaheadQuery,
@@ -23,7 +24,7 @@ from tokenyard.scheduler.lookahead_state import (
 )
 from tokenyard.sim.engine import executor_info, simulate
 from tokenyard.sim.forecast import Traffic, forecast
-from tokenyard.sim.lookahead import Fork, look_ahead
+from tokenyard.sim.lookahead import Fork, drafter_of, look_ahead
 from tokenyard.sim.replica import Replica, SimExecutor
 from tokenyard.sim.synthetic import plain, shared_prefix
 from tokenyard.sim.workload import Workload
@@ -80,6 +81,18 @@ def test_a_look_foresees_what_a_change_brings(busy):
     scores = {score.name: score for score in busy.look()}
     assert scores["slo"].met > 1.2 * scores["fcfs"].met
     assert scores["slo"].requests > 100
+
+
+def test_a_look_knows_of_drafts(busy):
+    state = busy.scheduler.lookahead_state(busy.now)
+    assert drafter_of(state, 10, 10) is None
+    running = state.rows["state"] == State.RUNNING
+    plain_score = look_ahead(busy.traffic, state, ["fcfs"], 4.0, 0)[0]
+    state.rows["drafts"] = np.where(running, 4, 0)
+    state.rows["draft_chance"] = np.where(running, 950, 0)
+    with_drafts = look_ahead(busy.traffic, state, ["fcfs"], 4.0, 0)[0]
+    assert with_drafts.ttft_s < 0.9 * plain_score.ttft_s
+    assert look_ahead(busy.traffic, state, ["fcfs"], 4.0, 0)[0] == with_drafts
 
 
 def test_a_look_changes_nothing():

@@ -33,7 +33,8 @@ KEPT = 0.9
 @dataclass(slots=True)
 class _Row:
     """A row that drafts. ids: its tokens. seen: leading tokens whose KV the draft model has, -1 if that is to be looked
-    up. drafts: those of the step in flight.
+    up. drafts: those of the step in flight. forced: what the row's grammar forces next, which is drafted without the
+    model; such drafts have a record of their own.
     """
 
     epoch: int
@@ -41,6 +42,8 @@ class _Row:
     record: AcceptanceRecord
     seen: int = -1
     drafts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
+    forced: Int32Array = field(default_factory=lambda: NO_DRAFTS)
+    forced_record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
 
 
 class DraftTimes:
@@ -119,7 +122,15 @@ class ModelDrafter:
         tokens, began = plan.tokens.copy(), self._clock()
         verify = slice(plan.decode_rows, plan.chunks_from)
         pool_rows, counts = plan.pool_rows[verify], plan.counts[verify] - 1
-        drafts = self._drafts(pool_rows, plan.starts[verify].astype(np.int64), counts, began)
+        drafts = np.zeros((len(pool_rows), int(counts.max())), np.int32)
+        forced = np.array([len(self._rows[row].forced) > 0 for row in pool_rows.tolist()])
+        for place in np.flatnonzero(forced).tolist():
+            ids = self._rows[int(pool_rows[place])].forced[: counts[place]]
+            drafts[place, : len(ids)] = ids
+        if not forced.all():
+            own, starts = ~forced, plan.starts[verify].astype(np.int64)
+            found = self._drafts(pool_rows[own], starts[own], counts[own], began)
+            drafts[own, : found.shape[1]] = found
         ends = np.cumsum(plan.counts)[verify]
         for place, (pool_row, end, count) in enumerate(
             zip(pool_rows.tolist(), ends.tolist(), counts.tolist(), strict=True)
@@ -134,17 +145,26 @@ class ModelDrafter:
     ) -> tuple[Int32Array, Int32Array]:
         """Take in a step's tokens, and say how many drafts are worth their time; see `Drafter`.
 
-        A grammar refuses drafts when they are verified, so `keep_to` is not asked.
+        What a grammar forces is drafted in the model's stead. Other drafts it refuses when they are verified.
         """
         if plan.chunks_from == len(plan.pool_rows) and plan.chunks_from:
             self._times.stepped(max(seconds - (self._drafting_s if plan.verify_rows else 0.0), 0.0))
         drafted, chances = np.zeros((2, len(accepted)), np.int32)
-        for place, _, row, run in sampled_runs(self._rows, plan, tokens, accepted):
+        for place, pool_row, row, run in sampled_runs(self._rows, plan, tokens, accepted):
             right, refused = compared(row.drafts, run)
-            row.record.observe(right, refused)
-            self._overall.observe(right, refused)
-            row.drafts = NO_DRAFTS
+            if len(row.forced):
+                row.forced_record.observe(right, refused)
+            else:
+                row.record.observe(right, refused)
+                self._overall.observe(right, refused)
             row.ids += run.tolist()
+            # Of refused drafts it has KV that is none of the row's tokens; the last token it has not seen.
+            row.seen = min(row.seen, len(row.ids) - 1)
+            row.forced, _ = keep_to(pool_row, NO_DRAFTS, self._most)
+            row.drafts = row.forced
+            if len(row.forced):
+                drafted[place], chances[place] = len(row.forced), row.forced_record.chance
+                continue
             chances[place] = row.record.chance
             drafted[place] = self._times.worthwhile(row.record.chance / 1000, self._most)
         return drafted, chances

@@ -14,8 +14,11 @@ import numpy as np
 
 from tokenyard.base import AcceptanceRecord, Int32Array, Int64Array, RowStart, StepPlan
 
-LONGEST_MATCH, SHORTEST_MATCH = 4, 2
+LONGEST_MATCH, SHORTEST_MATCH = 8, 2
 """How many of the latest tokens must occur before; longer matches come first."""
+
+MOST_LOOKED_AT = 64
+"""Occurrences of the latest tokens that are compared, the latest first, so that no row takes long."""
 
 NO_DRAFTS = np.zeros(0, np.int32)
 
@@ -54,40 +57,64 @@ class Drafter(Protocol):
 
 
 class Lookup:
-    """The tokens of one row, and what followed when its latest tokens occurred before."""
+    """The tokens of one row, and what followed when its latest tokens occurred before.
+
+    It knows where each pair of tokens ended last, and of each end where the same pair ended before, so that a token
+    costs the same however long the row is. Plain lists, because numpy lets other threads in, which on a busy machine
+    keep the interpreter for longer than a scan takes.
+    """
 
     def __init__(self, ids: Int32Array) -> None:
-        self._count = len(ids)
-        self._ids = np.empty(max(64, 2 * len(ids)), np.int32)
-        self._ids[: len(ids)] = ids
+        self._ids: list[int] = []
+        self._last: dict[int, int] = {}
+        self._earlier: list[int] = []
+        self.append(ids.tolist())
 
-    def append(self, tokens: Int32Array) -> None:
-        """Add int32[n] tokens at the end."""
-        end = self._count + len(tokens)
-        if end > len(self._ids):
-            self._ids = np.resize(self._ids, 2 * end)
-        self._ids[self._count : end] = tokens
-        self._count = end
+    def append(self, tokens: list[int]) -> None:
+        """Add tokens at the end."""
+        ids, last, earlier = self._ids, self._last, self._earlier
+        for token in tokens:
+            # The pair before a token is known from then on: something follows it.
+            end = len(ids)
+            if end >= SHORTEST_MATCH:
+                pair = ids[end - 2] << 32 | ids[end - 1]
+                earlier.append(last.get(pair, 0))
+                last[pair] = end
+            ids.append(token)
 
     def propose(self, most: int) -> Int32Array:
         """The `most` tokens that are likely to follow, none if the latest tokens are new.
 
         The longest match counts, of equally long ones the latest. A match near the end is continued by its own copy.
         """
-        ids = self._ids[: self._count]
-        if len(ids) <= SHORTEST_MATCH:
+        ids, count = self._ids, len(self._ids)
+        if count <= SHORTEST_MATCH:
             return NO_DRAFTS
-        ends, matched = np.flatnonzero(ids[:-1] == ids[-1]), 1
-        while matched < LONGEST_MATCH and len(ends):
-            longer = ends[ends >= matched]
-            longer = longer[ids[longer - matched] == ids[-1 - matched]]
-            if not len(longer):
+        end = self._last.get(ids[-2] << 32 | ids[-1], 0)
+        best, longest = end, SHORTEST_MATCH
+        for _ in range(MOST_LOOKED_AT):
+            if not end or longest >= LONGEST_MATCH:
                 break
-            ends, matched = longer, matched + 1
-        if matched < SHORTEST_MATCH or not len(ends):
+            matched = self._matched(end, longest)
+            if matched > longest:
+                best, longest = end, matched
+            end = self._earlier[end - SHORTEST_MATCH]
+        if not best:
             return NO_DRAFTS
-        following = ids[ends[-1] + 1 : ends[-1] + 1 + most]
-        return np.resize(following, most) if len(following) < most else following.copy()
+        following = np.array(ids[best : best + most], np.int32)
+        return np.resize(following, most) if len(following) < most else following
+
+    def _matched(self, end: int, longest: int) -> int:
+        """How many tokens before `end` are the row's latest ones, at most LONGEST_MATCH; less than that does not count
+        if it is no more than `longest`.
+        """
+        ids, count = self._ids, len(self._ids)
+        if end <= longest or ids[end - 1 - longest] != ids[count - 1 - longest]:
+            return 0
+        matched = SHORTEST_MATCH
+        while matched < min(LONGEST_MATCH, end) and ids[end - 1 - matched] == ids[count - 1 - matched]:
+            matched += 1
+        return matched
 
 
 @dataclass(slots=True)
@@ -140,8 +167,9 @@ class NgramDrafter:
         """Take in a step's tokens and look up drafts for the next; see `Drafter`. They take no time worth measuring."""
         drafted, chances = np.zeros((2, len(accepted)), np.int32)
         for place, pool_row, row, run in sampled_runs(self._rows, plan, tokens, accepted):
-            row.judge().observe(*compared(row.drafts, run))
-            row.lookup.append(run)
+            if len(row.drafts):
+                row.judge().observe(*compared(row.drafts, run))
+            row.lookup.append(run.tolist())
             row.drafts, row.forced = keep_to(pool_row, row.lookup.propose(self._most), self._most)
             drafted[place], chances[place] = len(row.drafts), row.judge().chance
         return drafted, chances
@@ -192,6 +220,8 @@ def confirmed_runs(plan: StepPlan, inputs: Int32Array, sampled: Int32Array) -> t
     inputs: int32[sum(counts)], the plan's tokens with the ids of drafts. sampled: int32[sum(samples)]. Returns the
     tokens, int32[sum(accepted)], and `accepted`, int32[n].
     """
+    if not plan.verify_rows:
+        return sampled.astype(np.int32, copy=False), plan.samples
     samples = plan.samples.astype(np.int64)
     firsts = np.cumsum(samples) - samples
     place = np.arange(len(sampled)) - np.repeat(firsts, samples)

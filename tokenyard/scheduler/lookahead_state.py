@@ -33,6 +33,8 @@ COLUMNS = (
     "deadline_ns",
     "ttft_ns",
     "tpot_ns",
+    "drafts",
+    "draft_chance",
 )
 
 

@@ -2,7 +2,7 @@
 
 The simulation runs the scheduler itself over a cost model. It starts from a `LookaheadState` with a `forecast`, the
 same for all candidates. Steps do not overlap in it, and policies begin without what they have learnt about lengths and
-service.
+service. Where running requests have drafts, all requests have drafts like theirs.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,12 @@ from tokenyard.base import (
 )
 from tokenyard.cost import LinearCost
 from tokenyard.policy.adaptive import CANDIDATES, Score, changed
+from tokenyard.policy.speculation import CHANCE_UNIT
+from tokenyard.scheduler.lifecycle import State
 from tokenyard.scheduler.lookahead_state import LookaheadState
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE
+from tokenyard.sim.drafts import SimDrafter, Speculation
 from tokenyard.sim.forecast import Future, Traffic, forecast
 from tokenyard.sim.replica import Replica, SimExecutor
 
@@ -54,7 +57,8 @@ class Fork:
         info = replace(state.info, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_TOKEN,))
         self._scheduler = Scheduler(_seating(state.settings), info, cost)
         outputs = np.array(future.outputs, np.int32)
-        self._executor = SimExecutor(info, cost, outputs, not state.settings.disable_radix_cache)
+        drafter = drafter_of(state, len(outputs), info.max_pool_rows)
+        self._executor = SimExecutor(info, cost, outputs, not state.settings.disable_radix_cache, drafter)
         self._seat()
         self._change(event)
 
@@ -145,6 +149,21 @@ class Fork:
         tokens = written + int(table.known[row] - table.prompt_tokens[row])
         # Its next token is late only after one more time per token.
         return first_ns or int(table.first_token_ns[row]), end_ns, tokens + 1
+
+
+def drafter_of(state: LookaheadState, requests: int, pool_rows: int) -> SimDrafter | None:
+    """What drafts for `requests` requests as the running rows of `state` have drafts, None if none has any: the share
+    of tokens with a draft is the share of these rows that have some, and a draft is right by their mean chance.
+    """
+    rows = state.rows
+    drafts, running = rows["drafts"], rows["state"] == State.RUNNING
+    ready = running & (drafts > 0)
+    if not ready.any():
+        return None
+    chance = float(rows["draft_chance"][ready].mean()) / CHANCE_UNIT
+    coverage = float(np.count_nonzero(ready) / np.count_nonzero(running))
+    speculation = Speculation(int(drafts[ready].max()), (chance, chance), coverage)
+    return SimDrafter(speculation, speculation.marks(requests, 0), pool_rows)
 
 
 def _seating(settings: SchedulerSettings) -> SchedulerSettings:

@@ -97,11 +97,17 @@ def build_core(
 
 
 def measure_prior(config: EngineConfig, executor: Executor) -> LinearCost | None:
-    """What a loaded model's steps take, measured where something asks for it and no profile says it; else None."""
+    """What a loaded model's steps take, measured where something asks for it and no profile says it; else None.
+
+    A policy may ask for it, engines that share KV do, and drafts: how many are verified is judged by it.
+    """
     settings = config.scheduler_settings(executor.info)
-    asked = create_policy(settings.schedule_policy, settings).uses_cost or config.transfer.role != "null"
-    if config.executor == "mock" or not asked:
+    drafts = bool(config.executor_options.get("draft_tokens") or config.executor_options.get("drafts"))
+    asked = create_policy(settings.schedule_policy, settings).uses_cost or config.transfer.role != "null" or drafts
+    if not asked:
         return None
+    if config.executor == "mock":
+        return first_belief(executor.info) if drafts else None
     begin_s = time.monotonic()
     belief = quick_belief(executor, first_belief(executor.info), time.monotonic)
     decode_s, prompt = belief.step(StepWork(tokens=1, rows=1, decode_rows=1)), StepWork()

@@ -8,7 +8,8 @@ namespace {
 
 constexpr int64_t SMALL = 4096;        // numbers that one thread is done with before others have heard of them
 constexpr int64_t PART_KEYS = 512;     // most keys of a part; fixed, so that a row's result depends on the row alone
-constexpr int64_t PART_QUERIES = 24;   // most query heads per key head of a row that is attended by parts
+constexpr int64_t PART_QUERIES = 24;   // most query heads per key head that are attended together by parts
+constexpr int64_t MOST_PARTS = 3;      // as many times that are attended by parts of a row
 constexpr int64_t CHUNK_ROWS = 96;     // query heads of a chunk
 constexpr int64_t LINE_FLOATS = 16;
 constexpr int64_t LINE_BYTES = 64;
@@ -108,7 +109,8 @@ void Drawer::run(const Drawing &job, const std::vector<Draw> &draws, int64_t *to
 Attention::Attention(Pool &pool, const TypedKernels &kernels, int heads, int kv_heads, int head_dim)
     : pool_(pool), kernels_(kernels), heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim) {}
 
-bool Attention::is_chunk(int64_t queries) const { return queries * (heads_ / kv_heads_) > PART_QUERIES; }
+// A row of a few parts' queries reads its keys once for each of them, which is less than to pack them all.
+bool Attention::is_chunk(int64_t queries) const { return queries * (heads_ / kv_heads_) > MOST_PARTS * PART_QUERIES; }
 
 void Attention::prepare(const Rows &rows, const std::vector<int> &windows) {
     std::vector<const int32_t *> slots((size_t)rows.rows);
@@ -160,12 +162,12 @@ void Attention::plan_parts(Tasks &tasks, const Rows &rows, const std::vector<con
     tasks.rows.clear();
     tasks.parts.clear();
     // Queries with a window begin at keys of their own, so that they share no parts in a fixed order.
-    const int64_t few = tasks.window ? 1 : most(1, PART_QUERIES / (heads_ / kv_heads_));
+    const int64_t together = most(1, PART_QUERIES / (heads_ / kv_heads_));
+    const int64_t some = tasks.window && rows.fixed_order ? 1 : together;
     for (int64_t r = 0, token = 0; r < rows.rows; token += rows.counts[r], r++) {
         const bool chunk = is_chunk(rows.counts[r]);
         if (chunk && !rows.fixed_order)
             continue;
-        const int64_t some = rows.fixed_order ? few : rows.counts[r];
         for (int64_t q = 0; q < rows.counts[r]; q += some) {
             const int64_t queries = least(some, rows.counts[r] - q), start = rows.starts[r] + q, end = start + queries;
             const int64_t begin = tasks.window ? most(0, start - tasks.window + 1) : 0;
