@@ -229,14 +229,14 @@ class DeclaredSettings(SharedSettings):
         "", "device", "folder or repository of the small model that drafts, with the tokenizer of the large one"
     )
     speculative_num_draft_tokens: int = setting(
-        8, "device", "most drafts of a request that one step verifies; fewer where more do not pay", Allowed(1, 64)
+        15, "device", "most drafts of a request that one step verifies; fewer where more do not pay", Allowed(1, 64)
     )
     cost_profile: str = setting(
         "",
         "device",
         "how long steps take, as device/model or a file of `tokenyard calibrate`: what policies assume until measured "
         "steps correct it, and what the mock executor keeps to; if absent, a few steps are measured at the start for a "
-        "policy that asks",
+        "policy that asks and for drafts",
         aliases=("--mock-profile",),
     )
     mock_step_ms: float | None = setting(
