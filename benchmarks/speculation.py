@@ -63,7 +63,8 @@ class ForcedSampler:
         self._sampler.take(starts)
         for start in starts:
             prompt = start.known_ids[: start.prompt_tokens].tolist()
-            self._texts[start.pool_row] = np.array(prompt + self.references[tuple(prompt)], np.int64)
+            # The steps that are measured at the start have no reference.
+            self._texts[start.pool_row] = np.array(prompt + self.references.get(tuple(prompt), [0]), np.int64)
 
     def sample(
         self, logits: torch.Tensor, pool_rows: np.ndarray, positions: np.ndarray, masks: Any = None
