@@ -91,7 +91,8 @@ def test_a_look_knows_of_drafts(busy):
     state.rows["drafts"] = np.where(running, 4, 0)
     state.rows["draft_chance"] = np.where(running, 950, 0)
     with_drafts = look_ahead(busy.traffic, state, ["fcfs"], 4.0, 0)[0]
-    assert with_drafts.ttft_s < plain_score.ttft_s and with_drafts.met > plain_score.met
+    assert with_drafts.ttft_s < plain_score.ttft_s
+    assert with_drafts.met > plain_score.met
     assert look_ahead(busy.traffic, state, ["fcfs"], 4.0, 0)[0] == with_drafts
 
 
