@@ -1,13 +1,16 @@
 """What it takes to tell the other ranks of a model what to compute: plans as bytes through the ring in shared memory.
 
-`python -m benchmarks.plan_bytes [--rows 256] [--plans 2000] [--ranks 2]`. Other processes take the plans as the ranks
-of a model do; plans come `--pause-ms` apart, so that each finds its readers asleep, as after a step. The way
-of a plan is the time from before it is encoded to after it is decoded at the last rank. Decodes of all rows, each
-fifth with a new page, and once a chunk of 8,192 tokens.
+`python -m benchmarks.plan_bytes [--rows 256] [--plans 2000] [--ranks 2] [--node]`. Other processes take the plans as
+the ranks of a model do; plans come `--pause-ms` apart, so that each finds its readers asleep, as after a step. The
+way of a plan is the time from before it is encoded to after it is decoded at the last rank. Decodes of all rows, each
+fifth with a new page, and once a chunk of 8,192 tokens. With `--node` the other ranks are on another node: a process
+there takes each plan from a connection on which every message is signed, and puts it into the ring. That node is on
+this machine too, so that the network costs nothing.
 """
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +21,8 @@ import numpy as np
 from benchmarks.step_plans import EqualRows
 from tokenyard.base import ExecutorInfo, StepPlan
 from tokenyard.base.plan_bytes import decode_plan, encode_plan
+from tokenyard.executor.parallel.group import LOOPBACK
+from tokenyard.executor.parallel.links import Beat, Ended, Plan, open_link, own_hello
 from tokenyard.executor.parallel.ring import RingReader, RingWriter, SharedMemory
 
 CHUNK_TOKENS = 8192
@@ -45,6 +50,58 @@ def start_reader(memory: int, rank: int, ranks: int) -> tuple[int, int]:
     return bell, times
 
 
+class Connected:
+    """Plans to another node, as rank 0 sends them."""
+
+    def __init__(self, ranks: int, first: bytes) -> None:
+        with socket.create_server((LOOPBACK, 0)) as door:
+            self.times, told = os.pipe()
+            place = map(str, (told, door.getsockname()[1], ranks))
+            subprocess.Popen([sys.executable, "-m", "benchmarks.plan_bytes", "--relay", *place], pass_fds=(told,))
+            os.close(told)
+            self._link, _ = open_link(door.accept()[0], own_hello(0), b"", dialled=False)
+        self.send(first)
+        assert isinstance(self._link.receive(), Beat)
+
+    def send(self, data: bytes) -> None:
+        """Send a plan."""
+        self._link.send(Plan(data))
+
+    def close(self) -> None:
+        """No more come."""
+        self._link.leave(Ended(""))
+
+
+def relay(told: int, port: int, ranks: int) -> None:
+    """Be another node: pass on what comes, then tell when its ranks had it."""
+    link, _ = open_link(socket.create_connection((LOOPBACK, port)), own_hello(1), b"", dialled=True)
+    first = link.receive()
+    assert isinstance(first, Plan)
+    ring, times = start_ring(ranks, first.data)
+    link.send(Beat())
+    while isinstance(message := link.receive(), Plan):
+        ring.send(message.data)
+    ring.close()
+    arrived = []
+    for pipe in times:
+        with os.fdopen(pipe, "rb") as found:
+            arrived.append(np.frombuffer(found.read(), np.int64))
+    with os.fdopen(told, "wb") as out:
+        out.write(np.max(arrived, axis=0).tobytes())
+
+
+def start_ring(ranks: int, first: bytes) -> tuple[RingWriter, list[int]]:
+    """A ring with its readers, and the pipes to read their times from. They have had the frame `first`."""
+    memory, fd = SharedMemory.create(ranks)
+    readers = [start_reader(fd, rank, ranks) for rank in range(1, ranks)]
+    os.close(fd)
+    ring = RingWriter(memory, [bell for bell, _ in readers], lambda: None)
+    ring.send(first)
+    while (memory.read_bytes[1:] == 0).any():
+        time.sleep(0.01)
+    return ring, [times for _, times in readers]
+
+
 def make_plan(rows: int, chunk: int) -> StepPlan:
     """Decodes of `rows` rows, a new page for each fifth; or one chunk."""
     tokens = chunk or 1024
@@ -69,29 +126,28 @@ def seconds_of(call: Callable[[], object]) -> float:
     return best
 
 
-def measure(plan: StepPlan, plans: int, ranks: int, pause_s: float) -> None:
+def measure(plan: StepPlan, plans: int, ranks: int, pause_s: float, *, node: bool) -> None:
     """Send a plan again and again, and print what it took."""
-    memory, fd = SharedMemory.create(ranks)
-    readers = [start_reader(fd, rank, ranks) for rank in range(1, ranks)]
-    os.close(fd)
-    ring = RingWriter(memory, [bell for bell, _ in readers], lambda: None)
-    # The first is sent before anyone has started, and does not count.
-    ring.send(encode_plan(plan))
-    while (memory.read_bytes[1:] == 0).any():
-        time.sleep(0.01)
+    way_out: Connected | RingWriter
+    if node:
+        way_out = Connected(ranks, encode_plan(plan))
+        readers = [way_out.times]
+    else:
+        way_out, readers = start_ring(ranks, encode_plan(plan))
     begun, sent = [], []
     for _ in range(plans):
         # Awake, as the scheduler that has just made the plan.
         while time.monotonic_ns() < (sent[-1] if sent else 0) + pause_s * 1e9:
             pass
         begun.append(time.monotonic_ns())
-        ring.send(encode_plan(plan))
+        way_out.send(encode_plan(plan))
         sent.append(time.monotonic_ns())
-    ring.close()
+    way_out.close()
     arrived = []
-    for _, times in readers:
+    for times in readers:
         with os.fdopen(times, "rb") as told:
-            arrived.append(np.frombuffer(told.read(), np.int64)[1:])
+            # The first to a ring is sent before anyone has started, and does not count.
+            arrived.append(np.frombuffer(told.read(), np.int64)[-plans:])
     start = np.array(begun)
     way = (np.max(arrived, axis=0) - start) / 1000
     data = encode_plan(plan)
@@ -110,14 +166,19 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=2000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pause-ms", type=float, default=2.0)
+    parser.add_argument("--node", action="store_true", help="the other ranks are on another node")
+    parser.add_argument("--relay", type=int, nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--reader", type=int, nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.reader:
         memory, bell, told, rank, ranks = args.reader
         read_plans(memory, bell, told, rank, ranks)
         return
-    measure(make_plan(args.rows, 0), args.plans, args.ranks, args.pause_ms / 1000)
-    measure(make_plan(1, CHUNK_TOKENS), args.plans, args.ranks, args.pause_ms / 1000)
+    if args.relay:
+        relay(*args.relay)
+        return
+    measure(make_plan(args.rows, 0), args.plans, args.ranks, args.pause_ms / 1000, node=args.node)
+    measure(make_plan(1, CHUNK_TOKENS), args.plans, args.ranks, args.pause_ms / 1000, node=args.node)
 
 
 if __name__ == "__main__":

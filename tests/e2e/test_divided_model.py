@@ -131,26 +131,27 @@ def test_a_stream_outlives_the_ranks_of_another_node(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as door:
         address = f"127.0.0.1:{door.getsockname()[1]}"
     server = Server(*NODES, address, ready=False)
+    flags = Server(*NODES, address, "--node-rank", "1", "--page-size", "16", ready=False)
+    with monkeypatch.context() as other:
+        other.setenv("TOKENYARD_DIST_SECRET", "t")
+        secret = Server(*NODES, address, "--node-rank", "1", ready=False)
     node = None
     try:
+        for wrong, why in (
+            (flags, "node 1 has --page-size 16, but node 0 has 1"),
+            (secret, "the secret is another one"),
+        ):
+            assert wrong.wait(LONG_S) == 2
+            assert why in wrong.log
         server.wait_for(f"waiting for node 1 at {address}", LONG_S)
-        wrong = Server(*NODES, address, "--node-rank", "1", "--page-size", "16", ready=False)
-        assert wrong.wait(LONG_S) == 2
-        assert "node 1 has --page-size 16, but node 0 has 1" in wrong.log
-        with monkeypatch.context() as other:
-            other.setenv("TOKENYARD_DIST_SECRET", "t")
-            wrong = Server(*NODES, address, "--node-rank", "1", ready=False)
-        assert wrong.wait(LONG_S) == 2
-        assert "the secret is another one" in wrong.log
         node = Server(*NODES, address, "--node-rank", "1", ready=False)
         server.url = server.wait_for(r"Tokenyard is ready at (\S+)", LONG_S)[1]
         expected = answer(server)
-        for number, why in ((signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still")):
-            pid = tp_ranks(server)[1][0][1]
-            assert streamed(server, lambda pid=pid, number=number: os.kill(pid, number)) == expected
-            assert not alive(pid)
-            server.wait_for(f"node 1: tensor-parallel rank 1 {why}, so all 2 ranks of the model end")
-            node.wait_for(f"tensor-parallel rank 1 {why}, so all ranks of node 1 end")
+        pid = tp_ranks(server)[1][0][1]
+        assert streamed(server, lambda: os.kill(pid, signal.SIGSTOP)) == expected
+        assert not alive(pid)
+        server.wait_for("node 1: tensor-parallel rank 1 stands still, so all 2 ranks of the model end")
+        node.wait_for("tensor-parallel rank 1 stands still, so all ranks of node 1 end")
 
         def replace_node():
             nonlocal node
@@ -162,5 +163,5 @@ def test_a_stream_outlives_the_ranks_of_another_node(monkeypatch):
         server.wait_for("node 1 has gone, so all 2 ranks of the model end")
     finally:
         assert server.close() == 0
-        assert node is None or node.close() == 0
+        assert node is None or node.wait(LONG_S) == 0
     assert "node 1 has ended" in node.log
