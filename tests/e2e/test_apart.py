@@ -192,3 +192,18 @@ def test_a_prefill_engine_that_is_gone_for_good_is_not_missed(engines):
     p.wait()
     assert ask(d, "Ida") == expected
     nothing_left(d)
+
+
+@pytest.mark.slow
+def test_kv_of_divided_models_moves():
+    divided = (*FLAGS, "--tp-size", "2", "--threads", "2")
+    p = Server(*divided, "--disaggregation-mode", "prefill")
+    d = Server(*divided, "--disaggregation-mode", "decode", "--prefill-engines", p.url)
+    try:
+        wait_until(lambda: told(d).get("connected"), 60.0)
+        assert ask(d, "Ada") == ask(p, "Ada")
+        assert told(d)["transferred"] == 1
+        assert told(d)["moved_bytes"] > 0
+    finally:
+        d.close()
+        p.close()

@@ -113,10 +113,10 @@ LONG_S = 120.0
 NODES = (*FLAGS, "--tp-size", "2", "--nnodes", "2", "--dist-init-addr")
 
 
-def streamed(server, hurt):
+def streamed(server, hurt, **fields):
     """The text of a stream; `hurt` is called while it runs."""
     text = ""
-    with post(server, stream=True) as reply:
+    with post(server, stream=True, **fields) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
                 text += json.loads(line[6:])["choices"][0]["text"]
@@ -146,9 +146,9 @@ def test_a_stream_outlives_the_ranks_of_another_node(monkeypatch):
         server.wait_for(f"waiting for node 1 at {address}", LONG_S)
         node = Server(*NODES, address, "--node-rank", "1", ready=False)
         server.url = server.wait_for(r"Tokenyard is ready at (\S+)", LONG_S)[1]
-        expected = answer(server)
+        expected = answer(server, max_tokens=60)
         pid = tp_ranks(server)[1][0][1]
-        assert streamed(server, lambda: os.kill(pid, signal.SIGSTOP)) == expected
+        assert streamed(server, lambda: os.kill(pid, signal.SIGSTOP), max_tokens=60) == expected
         assert not alive(pid)
         server.wait_for("node 1: tensor-parallel rank 1 stands still, so all 2 ranks of the model end")
         node.wait_for("tensor-parallel rank 1 stands still, so all ranks of node 1 end")
@@ -159,7 +159,7 @@ def test_a_stream_outlives_the_ranks_of_another_node(monkeypatch):
             node.wait()
             node = Server(*NODES, address, "--node-rank", "1", ready=False)
 
-        assert streamed(server, replace_node) == expected
+        assert streamed(server, replace_node, max_tokens=60) == expected
         server.wait_for("node 1 has gone, so all 2 ranks of the model end")
     finally:
         assert server.close() == 0
