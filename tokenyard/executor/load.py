@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,38 +52,9 @@ DTYPES = {
 }
 
 
-def load_executor(
-    model_path: str,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    page_size: int = 1,
-    max_pool_rows: int = 256,
-    max_total_tokens: int | None = None,
-    mem_fraction_static: float = 0.88,
-    context_length: int | None = None,
-    load_format: str = "auto",
-    threads: int = 0,
-    seed: int = 0,
-    model_impl: str = "auto",
-    attention_backend: str = "auto",
-    quantization: str = "none",
-    deterministic: bool = False,
-    disable_cuda_graph: bool = False,
-    cuda_graph_max_bs: int | None = None,
-    swa_full_tokens_ratio: float = 0.0,
-    draft_tokens: int = 0,
-    draft_model: str = "",
-    lora_slots: int = 0,
-    lora_rank: int = 16,
-    rank: int = 0,
-    ranks: int = 1,
-    nodes: int = 1,
-    part: ModelPart | None = None,
-    pool_memory: Callable[[int], torch.Tensor] | None = None,
-    make: Callable[..., ModelExecutor] = ModelExecutor,
-) -> ModelExecutor:
-    """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded.
 
     device: auto (CUDA where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16, float16 or float32.
     max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
@@ -94,43 +66,71 @@ def load_executor(
     layers. draft_tokens: most drafts of a row for one step, 0 for none; draft_model: what drafts them, "" for prompt
     lookup. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-
     parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and memory is
-    shared by the ranks on one device. nodes: machines among which the ranks of a part's model are shared out. part:
-    what of the model is loaded, None for all; pool_memory: see KvPool; `make` puts the executor together (see
-    `parallel.leader`). Raises ConfigError, in one line, for whatever does not fit.
+    shared by the ranks on one device. nodes: machines among which the ranks of a part's model are shared out.
     """
-    target, sharing = _device_of_rank(device, rank, ranks, part, nodes)
-    if target.type == "cuda":
-        _prepare_cuda(target)
-    if threads:
-        torch.set_num_threads(threads)
-    if min(page_size, max_pool_rows) < 1:
-        raise ConfigError(f"page_size {page_size} and max_pool_rows {max_pool_rows} must be at least 1")
+
+    device: str = "auto"
+    dtype: str = "auto"
+    page_size: int = 1
+    max_pool_rows: int = 256
+    max_total_tokens: int | None = None
+    mem_fraction_static: float = 0.88
+    context_length: int | None = None
+    load_format: str = "auto"
+    threads: int = 0
+    seed: int = 0
+    model_impl: str = "auto"
+    attention_backend: str = "auto"
+    quantization: str = "none"
+    deterministic: bool = False
+    disable_cuda_graph: bool = False
+    cuda_graph_max_bs: int | None = None
+    swa_full_tokens_ratio: float = 0.0
+    draft_tokens: int = 0
+    draft_model: str = ""
+    lora_slots: int = 0
+    lora_rank: int = 16
+    rank: int = 0
+    ranks: int = 1
+    nodes: int = 1
+
+
+def load_executor(
+    model_path: str,
+    *,
+    part: ModelPart | None = None,
+    pool_memory: Callable[[int], torch.Tensor] | None = None,
+    make: Callable[..., ModelExecutor] = ModelExecutor,
+    **options: Any,
+) -> ModelExecutor:
+    """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
+
+    part: what of the model is loaded, None for all; pool_memory: see KvPool; `make` puts the executor together (see
+    `parallel.leader`); options: see LoadOptions. Raises ConfigError, in one line, for whatever does not fit.
+    """
+    given = LoadOptions(**options)
+    target, sharing = _prepare_device(given, part)
     folder = find_model(model_path)
     config = whole = read_folder_config(folder)
     if part is not None:
-        config, model_impl = part.config(whole), layers_only(part, model_impl)
-    kind = choose_dtype(dtype, target, config)
-    length = _context_length(context_length, config)
-    choice = choose_backends(
-        model_impl, attention_backend, quantization, config, kind, target, threads, deterministic=deterministic
-    )
+        config, given = part.config(whole), replace(given, model_impl=layers_only(part, given.model_impl))
+    kind = choose_dtype(given.dtype, target, config)
+    length = _context_length(given.context_length, config)
+    choice = _choose_backends(given, config, kind, target)
 
-    layers = _load_layers(choice, whole, folder, load_format, target, kind, length, seed, part)
-    adapters = None
-    if lora_slots:
-        slots = _adapter_slots(layers, config, lora_slots, lora_rank, target, kind)
-        adapters = Adapters(config, slots, lora_slots, lora_rank, max_pool_rows)
-    draft_config = _draft_config(draft_model, folder, config, length) if draft_tokens and draft_model else None
-    parted = part is None and draft_config is None and parts_windows(choice) and 0 < max(config.windows) < length
-    ratio = swa_full_tokens_ratio if parted else 0.0
+    layers = _load_layers(choice, whole, folder, given, target, kind, length, part)
+    adapters = _make_adapters(layers, config, given, target, kind)
+    drafts_from = _draft_config(given.draft_model, folder, config, length) if given.draft_tokens else None
+    parted = part is None and drafts_from is None and parts_windows(choice) and 0 < max(config.windows) < length
+    ratio = given.swa_full_tokens_ratio if parted else 0.0
     num_pages = choose_num_pages(
         config,
-        beside=0 if draft_config is None else kv_bytes_per_token(draft_config, kind),
-        page_size=page_size,
+        beside=0 if drafts_from is None else kv_bytes_per_token(drafts_from, kind),
+        page_size=given.page_size,
         dtype=kind,
         device=target,
-        max_total_tokens=max_total_tokens,
-        mem_fraction_static=mem_fraction_static,
+        max_total_tokens=given.max_total_tokens,
+        mem_fraction_static=given.mem_fraction_static,
         sharing=sharing,
         window_ratio=ratio,
     )
@@ -141,46 +141,95 @@ def load_executor(
         vocab_size=config.vocab_size,
         context_length=length,
         eos_token_ids=config.eos_token_ids,
-        page_size=page_size,
+        page_size=given.page_size,
         num_pages=num_pages,
-        max_pool_rows=max_pool_rows,
+        max_pool_rows=given.max_pool_rows,
         kv_bytes_per_token=kv_bytes_per_token(whole, kind),
         kernels=choice.kernels,
         adapter_bytes=adapters.slots.slot_bytes if adapters is not None else 0,
-        windows=choose_window_group(config, num_pages, page_size, ratio),
+        windows=choose_window_group(config, num_pages, given.page_size, ratio),
     )
     if part is not None:
         info = part.agree(info)
     pool = _make_pool(config, info, target, kind, pool_memory)
-    pages = PageTable(max_pool_rows, length, page_size, target, windows=info.windows is not None)
+    pages = PageTable(given.max_pool_rows, length, given.page_size, target, windows=info.windows is not None)
+    model = make_model(choice, layers, pool, pages)
+    if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
+        divided, adapted = part is not None, adapters is not None
+        model = _recorded(model, config, choice, given, target, divided=divided, adapters=adapted)
 
     def drafter(choose: Choose) -> Drafter:
-        if draft_config is None:
-            return NgramDrafter(draft_tokens)
-        own = choose_backends(model_impl, attention_backend, "none", draft_config, kind, target, threads)
-        parts = _load_layers(own, draft_config, find_model(draft_model), load_format, target, kind, length, seed, None)
-        kept = _make_pool(draft_config, info, target, kind)
-        return ModelDrafter(draft_tokens, make_model(own, parts, kept, pages), kept, pages, choose)
+        if drafts_from is None:
+            return NgramDrafter(given.draft_tokens)
+        return _model_drafter(drafts_from, given, info, pages, target, kind, choose)
 
-    model: ModelBackend = make_model(choice, layers, pool, pages)
-    if isinstance(model, TorchModel) and target.type == "cuda" and not disable_cuda_graph:
-        reason = why_not_record(
-            *(config, target),
-            triton=choice.triton and not choice.flashinfer,
-            divided=part is not None,
-            adapters=adapters is not None,
-        )
-        if reason:
-            logger.info("no CUDA graphs: %s", reason)
-        else:
-            model = record_steps(model, config, (max_pool_rows, cuda_graph_max_bs or DEFAULT_LARGEST), target)
-    return make(
-        model, pool, pages, info, target, drafter if draft_tokens else None, make_drawer(choice, config), adapters
+    drawer = make_drawer(choice, config)
+    return make(model, pool, pages, info, target, drafter if given.draft_tokens else None, drawer, adapters)
+
+
+def _prepare_device(given: LoadOptions, part: ModelPart | None) -> tuple[torch.device, int]:
+    """The device, ready for use, and how many ranks share its memory."""
+    target, sharing = _device_of_rank(given.device, given.rank, given.ranks, part, given.nodes)
+    if target.type == "cuda":
+        _prepare_cuda(target)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    if min(given.page_size, given.max_pool_rows) < 1:
+        raise ConfigError(f"page_size {given.page_size} and max_pool_rows {given.max_pool_rows} must be at least 1")
+    return target, sharing
+
+
+def _choose_backends(
+    given: LoadOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> BackendChoice:
+    return choose_backends(
+        *(given.model_impl, given.attention_backend, given.quantization, config, dtype, device, given.threads),
+        deterministic=given.deterministic,
     )
 
 
-def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_length: int) -> ModelConfig:
-    """The config of a draft model. Raises ConfigError if it does not fit the model in `folder`, or has other tokens."""
+def _recorded(
+    model: TorchModel,
+    config: ModelConfig,
+    choice: BackendChoice,
+    given: LoadOptions,
+    device: torch.device,
+    *,
+    divided: bool,
+    adapters: bool,
+) -> ModelBackend:
+    """A model with its decode steps recorded, where that can be."""
+    triton = choice.triton and not choice.flashinfer
+    reason = why_not_record(config, device, triton=triton, divided=divided, adapters=adapters)
+    if reason:
+        logger.info("no CUDA graphs: %s", reason)
+        return model
+    return record_steps(model, config, (given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_LARGEST), device)
+
+
+def _model_drafter(
+    config: ModelConfig,
+    given: LoadOptions,
+    info: ExecutorInfo,
+    pages: PageTable,
+    device: torch.device,
+    dtype: torch.dtype,
+    choose: Choose,
+) -> Drafter:
+    """Load the draft model, which has this config and shares the large one's pages."""
+    choice = _choose_backends(replace(given, quantization="none", deterministic=False), config, dtype, device)
+    folder = find_model(given.draft_model)
+    layers = _load_layers(choice, config, folder, given, device, dtype, info.context_length, None)
+    pool = _make_pool(config, info, device, dtype)
+    return ModelDrafter(given.draft_tokens, make_model(choice, layers, pool, pages), pool, pages, choose)
+
+
+def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_length: int) -> ModelConfig | None:
+    """The config of a draft model, None for "". Raises ConfigError if it does not fit the model in `folder`, or has
+    other tokens.
+    """
+    if not draft_model:
+        return None
     draft_folder = find_model(draft_model)
     found = read_folder_config(draft_folder)
     if found.vocab_size != config.vocab_size:
@@ -299,17 +348,16 @@ def _load_layers(
     choice: BackendChoice,
     config: ModelConfig,
     folder: Path,
-    load_format: str,
+    given: LoadOptions,
     device: torch.device,
     dtype: torch.dtype,
     context_length: int,
-    seed: int,
     part: ModelPart | None,
 ) -> Decoder | NativeDecoder:
-    if load_format not in ("auto", "safetensors", "dummy"):
-        raise ConfigError(f"load_format {load_format!r} is unknown; use auto, safetensors or dummy")
+    if given.load_format not in ("auto", "safetensors", "dummy"):
+        raise ConfigError(f"load_format {given.load_format!r} is unknown; use auto, safetensors or dummy")
     try:
-        weights, files = _open_weights(config, folder, load_format, device, dtype, seed)
+        weights, files = _open_weights(config, folder, given.load_format, device, dtype, given.seed)
         if part is not None:
             weights = part.weights(weights, config)
             config = part.config(config)
@@ -322,17 +370,22 @@ def _load_layers(
     return layers
 
 
-def _adapter_slots(
+def _make_adapters(
     layers: Decoder | NativeDecoder,
     config: ModelConfig,
-    slots: int,
-    rank: int,
+    given: LoadOptions,
     device: torch.device,
     dtype: torch.dtype,
-) -> SlotWeights:
+) -> Adapters | None:
+    """Room for LoRA adapters; None if none are wanted."""
+    if not given.lora_slots:
+        return None
+    slots: SlotWeights
     if isinstance(layers, NativeDecoder):
-        return NativeSlots(layers, slots, rank)
-    return TorchSlots(layers, config, slots, rank, device, dtype)
+        slots = NativeSlots(layers, given.lora_slots, given.lora_rank)
+    else:
+        slots = TorchSlots(layers, config, given.lora_slots, given.lora_rank, device, dtype)
+    return Adapters(config, slots, given.lora_slots, given.lora_rank, given.max_pool_rows)
 
 
 def _open_weights(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 from tokenyard.base import ConfigError, DividedExecutor, Executor, InvalidRequestError
 from tokenyard.engine.processes.config import EngineConfig
@@ -74,6 +74,23 @@ def tokenizer_text(config: EngineConfig) -> str:
     return str(load_tokenizer(config.tokenizer_path or config.model_path).to_str())
 
 
+class Closable(Protocol):
+    """Is closed at the end."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+Opened = TypeVar("Opened", bound=Closable | None)
+
+
+def _closing(resources: ExitStack, opened: Opened) -> Opened:
+    """What was opened, if anything; it is closed with the other resources, the last one first."""
+    if opened is not None:
+        resources.callback(opened.close)
+    return opened
+
+
 class SchedulerLoop:
     """Everything between a port and a device, loaded and ready to run.
 
@@ -96,34 +113,24 @@ class SchedulerLoop:
         """
         self.state = LoopState()
         with ExitStack() as resources:
-            tape = open_tape(config, rank)
-            kv_events = open_kv_events(config, rank, lambda: deliver(Call(UNASKED, "tell_kv")))
-            if tape is not None:
-                resources.callback(tape.close)
-            if kv_events is not None:
-                resources.callback(kv_events.close)
+            tape = _closing(resources, open_tape(config, rank))
+            told = open_kv_events(config, rank, lambda: deliver(Call(UNASKED, "tell_kv")))
+            kv_events = _closing(resources, told)
             self.flush_tape: Callable[[], None] = tape.flush if tape is not None else lambda: None
-            executor = load_executor(config)
-            resources.callback(executor.close)
+            executor = _closing(resources, load_executor(config))
             self.info = executor.info
             self.divided = executor if isinstance(executor, DividedExecutor) else None
             prior = load_prior(config.cost_profile) or measure_prior(config, executor)
-            self.core = build_core(config, executor.info, tape, prior)
-            lookahead = LookaheadClient(self.core, config.scheduler_settings(executor.info))
-            resources.callback(lookahead.close)
-            grammars = GrammarCompiler(executor, deliver, lambda: tokenizer_text(config))
-            resources.callback(grammars.close)
-            transfers = open_transfers(config, self.core, executor, deliver, rank)
-            if transfers is not None:
-                # Closed before the executor, whose pages it reads and writes.
-                resources.callback(transfers.close)
-            tiers = open_tiers(config, self.core, executor, deliver, rank)
-            if tiers is not None:
-                resources.callback(tiers.close)
+            self.core = core = build_core(config, executor.info, tape, prior)
+            lookahead = _closing(resources, LookaheadClient(core, config.scheduler_settings(executor.info)))
+            grammars = _closing(resources, GrammarCompiler(executor, deliver, lambda: tokenizer_text(config)))
+            # Closed before the executor, whose pages they read and write.
+            transfers = _closing(resources, open_transfers(config, core, executor, deliver, rank))
+            tiers = _closing(resources, open_tiers(config, core, executor, deliver, rank))
             adapters = None
             if config.scheduler.enable_lora:
-                adapters = AdapterLoader(executor, self.core, deliver, port.send, config.max_loaded_loras)
-                resources.callback(adapters.close)
+                loader = AdapterLoader(executor, core, deliver, port.send, config.max_loaded_loras)
+                adapters = _closing(resources, loader)
             self._driver = Driver(
                 self.core,
                 executor,
