@@ -9,6 +9,7 @@ import pytest
 from tests.engine.calls import flush, replies, snapshot
 from tests.engine.engines import watched_mock
 from tokenyard.base import (
+    NS_PER_S,
     Cancel,
     DeviceLostError,
     Pause,
@@ -105,6 +106,26 @@ def test_the_loops_answer_and_stop(loop, depth):
     assert port.tokens()[1] == port.tokens()[3]
     assert {finish.reason for finish in port.finished().values()} == {"length"}
     assert not scheduler.has_work
+
+
+class LookingPort(ScriptedPort):
+    """Waits as long as it may while that is short, and stops at the first long wait."""
+
+    def receive(self, timeout_ns):
+        if not timeout_ns or self.groups:
+            return super().receive(timeout_ns)
+        if timeout_ns > NS_PER_S:
+            return None
+        time.sleep(timeout_ns / NS_PER_S)
+        return []
+
+
+@both_loops
+def test_an_idle_engine_is_seen_as_idle(loop, depth):
+    state = LoopState()
+    run(loop, depth, LookingPort([submit(1)]), state=state)
+    assert (state.counters["running"], state.counters["used_tokens"]) == (0, 0)
+    assert state.counters["counters"]["finished"] == 1
 
 
 @both_loops

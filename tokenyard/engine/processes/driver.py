@@ -117,6 +117,7 @@ class Driver:
         self._refused: list[Finish] = []
         self._failures = 0
         self._counters_at_ns = 0
+        self._untold = False
         self._priority_updates = hook
         self._lookahead = lookahead
         self._kv_events = kv_events
@@ -154,11 +155,15 @@ class Driver:
             timeout_ns = self._wait_ns()
             self._check_idle()
         self._refresh_counters()
+        if self._untold and not self._scheduler.has_work:
+            # Else those who look at an idle engine would see it at work for as long as nothing comes.
+            timeout_ns = min(timeout_ns, COUNTERS_EVERY_NS)
         self._state.enter("idle" if timeout_ns else "host")
         messages = self._port.receive(timeout_ns)
         self._state.enter("host")
         for message in messages or ():
             self._handle(message)
+        self._untold = self._untold or bool(messages)
         if wait:
             # Nothing ran, so what came first is judged before it is lined up.
             self.while_device_runs()
@@ -219,6 +224,7 @@ class Driver:
 
     def process(self, step: LaunchedStep) -> None:
         """Wait for a launched step and let the scheduler take in its result."""
+        self._untold = True
         result = None if step.lost else self.collect(step)
         if result is not None:
             self.commit(result)
@@ -469,7 +475,7 @@ class Driver:
     def _refresh_counters(self) -> None:
         now = time.monotonic_ns()
         if now - self._counters_at_ns >= COUNTERS_EVERY_NS:
-            self._counters_at_ns = now
+            self._counters_at_ns, self._untold = now, False
             self._state.counters = counters = self._counters(now)
             self._incidents.on_counters(counters["counters"])
             self._incidents.tell(now)
