@@ -135,6 +135,8 @@ class Ranks:
             self._members.kill()
             for node in self._nodes:
                 node.link.leave(Ended(reason))
+            # Before anybody who waits for the reason can end this process.
+            logger.critical("%s, so all %d ranks of the model end", reason, self.size)
             self._lost.set()
         return DeviceLostError(self._reason)
 
@@ -227,7 +229,6 @@ class Ranks:
                 with suppress(OSError):
                     node.link.send(Beat())
             if self._reason:
-                logger.critical("%s, so all %d ranks of the model end", self._reason, self.size)
                 self.on_lost(self._reason)
                 return
 
