@@ -102,7 +102,7 @@ class Calibrations:
     a warm-up, then a calibration, then by turns a measured run and a calibration.
 
     alone[i]: what calibration i tells. around[i]: what calibrations i and i + 1, before and after run i, tell. own[i]:
-    what the run itself would have told.
+    what the run itself would have told. Several tapes of the same parts, one after the other, are heard together.
     """
 
     origin: Origin
@@ -111,17 +111,28 @@ class Calibrations:
     own: list[History] = field(default_factory=list)
     _part: int = -1
 
+    def hear(self, tape: Tape) -> None:
+        """Replay a whole tape."""
+        self._part = -1
+        report = Replay(tape, self, own_policies=False).run()
+        assert report.difference is None, report.difference
+
     @property
     def _listeners(self) -> list[History]:
-        turn, measured = divmod(max(self._part, 0), 2)
-        return self.own[turn:] if measured else [*self.alone[turn:], *self.around[max(turn - 1, 0) : turn + 1]]
+        turn, measured = divmod(self._part, 2)
+        if self._part < 0:
+            return []
+        if measured:
+            return self.own[turn : turn + 1]
+        return [*self.alone[turn : turn + 1], *self.around[max(turn - 1, 0) : turn + 1]]
 
     def applied(self, event: Event, now: int) -> None:
         """See `Observer.applied`."""
         if isinstance(event, Flush):
             self._part += 1
             for histories in (self.own,) if self._part % 2 else (self.alone, self.around):
-                histories.append(History(self.origin))
+                if len(histories) <= self._part // 2:
+                    histories.append(History(self.origin))
         for history in self._listeners:
             history.applied(event, now)
 
@@ -243,8 +254,7 @@ def serve(command: list[str], model: Model, settings: dict, requests: int, count
 def calibrated(tape: Tape) -> Calibrations:
     """What the calibrations on a tape tell."""
     found = Calibrations(tape.header.origin)
-    report = Replay(tape, found, own_policies=False).run()
-    assert report.difference is None, report.difference
+    found.hear(tape)
     return found
 
 

@@ -18,6 +18,7 @@ STEP = 4
 MORE_TRAFFIC = 1.5
 ASSUMED_ERROR = 0.2
 """What a cost model is taken to be off by where nobody has measured it."""
+LEAST_TIMES = 0.05
 MOST_CORRECTIONS = 4
 
 STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -251,7 +252,7 @@ class Planner:
     def _bounds(self, found: Sequence[Found]) -> Bounds:
         known = [one.option.setup.profile.error for one in found]
         errors = [ASSUMED_ERROR if error is None else error for error in known]
-        off = [(max(1.0 - error, 0.05), 1.0 + error) for error in errors]
+        off = [off_by(error) for error in errors]
         faster, slower = self._off_on_part(found, off) if self._part != self._whole else self._off(found, off)
         return Bounds(
             max(errors),
@@ -296,6 +297,11 @@ class Planner:
     def _run(self, what: str, trials: Sequence[Trial]) -> list[float]:
         self._trials += len(trials)
         return self._attain(what, trials)
+
+
+def off_by(error: float) -> tuple[float, float]:
+    """How many times as long steps take if a cost model is off by `error`, a share: on faster devices, on slower."""
+    return max(1.0 - error, LEAST_TIMES), 1.0 + error
 
 
 def _moved(found: Found, usual: Sized, other: Sized) -> Sized:
