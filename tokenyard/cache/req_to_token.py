@@ -1,5 +1,7 @@
 """The tokens and the page table of each running request."""
 
+import mmap
+
 import numpy as np
 
 from tokenyard.base import Int32Array
@@ -25,9 +27,8 @@ class ReqToTokenPool:
         self.rows = rows
         self.context_length = context_length
         self.page_size = page_size
-        # Zeros, not empty: the system then commits memory only for the parts that are written.
-        self.page_table: Int32Array = np.zeros((rows, -(-(context_length + 1) // page_size)), np.int32)
-        self.token_ids: Int32Array = np.zeros((rows, context_length + 1), np.int32)
+        self.page_table = _blank(rows, -(-(context_length + 1) // page_size))
+        self.token_ids = _blank(rows, context_length + 1)
         self._free: list[int] = []
         self._taken = bytearray(rows)
         self.clear()
@@ -56,3 +57,11 @@ class ReqToTokenPool:
         """Make every row free, including rows in use."""
         self._free = list(range(self.rows - 1, -1, -1))
         self._taken = bytearray(self.rows)
+
+
+def _blank(rows: int, columns: int) -> Int32Array:
+    """Zeros, int32[rows, columns]. The system commits memory only for the parts that are written, in small pages:
+    numpy's own arrays ask for huge ones, of which the few tokens at the beginning of a long row would take a whole one.
+    """
+    memory = mmap.mmap(-1, rows * columns * np.dtype(np.int32).itemsize)
+    return np.frombuffer(memory, np.int32).reshape(rows, columns)

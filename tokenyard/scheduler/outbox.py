@@ -57,6 +57,11 @@ class Outbox:
         transfers, self._transfers = self._transfers, []
         return transfers
 
+    @property
+    def empty(self) -> bool:
+        """Whether `drain` would give nothing."""
+        return not (self._numbers or self.finished or self.started or self.logprobs)
+
     def drain(self) -> TokenBatch:
         """Everything since the last call."""
         batch = TokenBatch(

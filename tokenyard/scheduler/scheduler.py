@@ -358,6 +358,11 @@ class Scheduler:
 
     # ---- state -------------------------------------------------------------------------------------------------
 
+    @property
+    def has_output(self) -> bool:
+        """Whether `drain` or `kv_records` may have something to tell."""
+        return self.state.settings.enable_kv_events or not self.state.outbox.empty
+
     def drain(self) -> TokenBatch:
         """All output since the last call. Events of the cache come separately, see `kv_records`."""
         if self.state.settings.enable_kv_events:

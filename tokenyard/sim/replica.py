@@ -361,6 +361,8 @@ class Replica:
     def drain(self, now: int) -> None:
         """Pass on what the scheduler has said by `now` (ns)."""
         self._undrained = 0
+        if not self.scheduler.has_output:
+            return
         batch = self.scheduler.drain()
         if self._started is not None and self._awaited:
             numbers = batch.numbers.tolist()

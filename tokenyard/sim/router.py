@@ -230,12 +230,13 @@ class Routing:
     """All routers of a fleet and the requests that they have open.
 
     first_seen: when the client saw the first token of requests that are not over. `room` is set when a request may have
-    found room since the last `serve`.
+    found room since the last `serve`. alike: whether prompts may begin alike; if not, no target holds anything of a new
+    one, and nobody looks.
     """
 
     def __init__(self, policy: str, places: Places, fleet: Fleet, seed: int, send: Send, refuse: Refuse) -> None:
         """Raises ConfigError for an unknown policy."""
-        self.room = False
+        self.room, self.alike = False, True
         self.predicted_tokens = 0
         self.first_seen: dict[int, int] = {}
         self._places, self._fleet, self._seed = places, fleet, seed
@@ -259,7 +260,7 @@ class Routing:
         self._hear_until(now)
         router = self._routers[mix(request.number + self._seed) % len(self._routers)]
         ids = request.prompt_ids
-        prompt = token_prompt(ids) if router.needs_prefix else Prompt(size=len(ids))
+        prompt = token_prompt(ids) if router.needs_prefix and self.alike else Prompt(size=len(ids))
         self._start(Call(request, router, prompt, beginning_key(ids[: KEY_BYTES // 4].tobytes())), now)
 
     def _start(self, call: Call, now: int) -> None:

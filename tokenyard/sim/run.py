@@ -17,7 +17,7 @@ from tokenyard.policy.adaptive import Adaptive
 from tokenyard.router.choice import make_policy
 from tokenyard.sim.adaptive import Adapter
 from tokenyard.sim.arrivals import ALL, Arrivals
-from tokenyard.sim.content import BlankContent, Content
+from tokenyard.sim.content import BlankContent, Content, UniqueContent
 from tokenyard.sim.drafts import SimDrafter
 from tokenyard.sim.fleet import Fleet
 from tokenyard.sim.happenings import Happening, happenings
@@ -87,9 +87,13 @@ class Run:
         self._truth = setup.profile.cost()
         self._unloaded_s: dict[int, float] = {}
         self._outcome = blank_outcome(workload, setup)
+        # Where no two prompts begin alike, nobody can find an answer in the cache but the request itself.
+        self._alike = not isinstance(workload.content, UniqueContent)
         self._engines_choose = False
         self._routing = self._make_routing() if setup.schedulers > 1 or setup.fleet != Fleet() else None
         blank = setup.settings.disable_radix_cache and self._routing is None
+        if self._routing is not None:
+            self._routing.alike = self._alike
         self._kv = self._make_network()
         self._content: Content = BlankContent() if blank else workload.content
         self._units = [self._unit(0, observer, tape)] + [self._unit(k, None, None) for k in range(1, setup.schedulers)]
@@ -181,7 +185,8 @@ class Run:
         info = executor_info(setup, engine)
         cached = not setup.settings.disable_radix_cache
         truth = setup.profile_of(engine).cost()
-        executor = SimExecutor(info, truth, self._workload.output_tokens, cached, self._drafter(info))
+        told_apart = cached and (self._alike or tape is not None)
+        executor = SimExecutor(info, truth, self._workload.output_tokens, told_apart, self._drafter(info))
         answers = engine < setup.replicas
         routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None and cached
         settings = setup.settings_of(rank)

@@ -108,6 +108,11 @@ class Recorder:
         self._sink.write(self._encoder.record(self._now, Idled()))
         return self.scheduler.idle()
 
+    @property
+    def has_output(self) -> bool:
+        """See `Scheduler.has_output`."""
+        return self.scheduler.has_output
+
     def drain(self) -> TokenBatch:
         """All output since the last call."""
         return self.scheduler.drain()
