@@ -44,7 +44,7 @@ from benchmarks.simulated_vs_served import (
 from tokenyard.bench.load import Target
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.plan import Planner, off_by
-from tokenyard.sim.trial import Option, attained, sized
+from tokenyard.sim.trial import Option, answered
 
 DEMO = MODELS["demo"]
 ALONE = ["--threads", "1", "--disable-overlap-schedule"]
@@ -131,13 +131,10 @@ def planned(served, run):
     workload = run.workload
     share = float((latencies([run])[0] <= served.target_s).mean())
 
-    def size(_, sizings):
-        return [sized(workload, one) for one in sizings]
+    def each(_, jobs):
+        return [answered(workload, job) for job in jobs]
 
-    def attain(_, trials):
-        return [attained(workload, one) for one in trials]
-
-    plan = Planner(workload, share, 1, size, attain).plan([option_of(served, served.found.around[run.number])])
+    plan = Planner(workload, share, 1, each).plan([option_of(served, served.found.around[run.number])])
     if plan is None:
         return None, None, None
     return plan.bounds.faster[0], plan.finalists[0].replicas, plan.bounds.slower[0]

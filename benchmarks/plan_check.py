@@ -19,7 +19,7 @@ from tokenyard.sim import plan, trial
 from tokenyard.sim.engine import Setup
 from tokenyard.sim.presets import preset
 from tokenyard.sim.synthetic import synthetic
-from tokenyard.sim.trial import Option, Traffic, Trial, attained, sized
+from tokenyard.sim.trial import Option, Traffic, Trial, answered, attained
 
 CONTEXT, SEEDS, RIGHT = 40_000, 2, 0.9
 KINDS = ("plain", "shared-prefix", "multi-turn", "bursts")
@@ -69,13 +69,10 @@ def main():
     for number in range(args.cases):
         traffic, options, target = case_of(number, args.requests, args.most)
 
-        def size(_, sizings, traffic=traffic):
-            return [sized(traffic, one) for one in sizings]
+        def each(_, jobs, traffic=traffic):
+            return [answered(traffic, job) for job in jobs]
 
-        def attain(_, trials, traffic=traffic):
-            return [attained(traffic, one) for one in trials]
-
-        found = plan.Planner(traffic, target, SEEDS, size, attain).plan(options)
+        found = plan.Planner(traffic, target, SEEDS, each).plan(options)
         best = found.finalists[found.cheapest] if found else None
         ours, true = (best.cost, best.devices) if best else None, brute_force(traffic, options, target, args.most)
         right += ours == true

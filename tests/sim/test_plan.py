@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sim.small import setup
+from tokenyard.sim import trial as trials
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.plan import Interval, Planner
 from tokenyard.sim.synthetic import synthetic
@@ -105,6 +106,17 @@ def test_a_size_is_that_of_brute_force():
     assert guess(traffic, sizing) >= 1
 
 
+def test_a_known_start_changes_nothing(monkeypatch):
+    monkeypatch.setattr(trials, "SHORTEST_PART", 30)
+    traffic, begin = synthetic("plain", 240, 100.0, seed=2), Sizing(option(), Traffic(0, 240), 0.97)
+    found = sized(traffic, begin)
+    for start in (1, found.replicas, found.replicas + 2):
+        again = sized(traffic, replace(begin, start=start))
+        assert (again.replicas, again.attainment) == (found.replicas, found.attainment)
+    few = replace(begin, option=option(most=1), start=1)
+    assert (sized(traffic, few).replicas, sized(traffic, few).trials) == (None, 1)
+
+
 def test_an_interval_is_that_of_the_seeds_where_they_differ():
     low, high = Interval((0.4, 0.5, 0.6), 10**6).bounds
     assert (low, high) == pytest.approx((0.5 - 4.30 * 0.1 / 3**0.5, 0.5 + 4.30 * 0.1 / 3**0.5))
@@ -126,27 +138,25 @@ class Made:
     def __init__(self, need):
         self.need, self.words = need, []
 
-    def size(self, what, sizings):
+    def each(self, what, jobs):
         self.words.append(what)
-        return [self._sized(sizing) for sizing in sizings]
+        return [self.sized(job) if isinstance(job, Sizing) else self.attained(job) for job in jobs]
 
-    def _sized(self, sizing):
+    def sized(self, sizing):
         need = self.need[sizing.option.policy] * sizing.slower * sizing.traffic.rate
         need += 1 if sizing.target > 0.99 else 0
         count = int(np.ceil(need - 1e-9))
         return Sized(sizing, count if count <= sizing.option.most else None, 0.995, 3)
 
-    def attain(self, what, trials):
-        return [
-            0.995 if trial.replicas >= self.need[trial.option.policy] * trial.traffic.rate else 0.5 for trial in trials
-        ]
+    def attained(self, trial):
+        return 0.995 if trial.replicas >= self.need[trial.option.policy] * trial.traffic.rate else 0.5
 
 
 def test_the_cheapest_and_the_smallest_are_told_apart_and_asked_what_if():
     world = Made({"few": 2, "cheap": 5, "dear": 4})
     kinds = [option(price=price) for price in (4.0, 1.0, 3.0)]
     kinds = [replace(kind, policy=policy) for kind, policy in zip(kinds, world.need, strict=True)]
-    plan = Planner(synthetic("plain", 100, 10.0), 0.99, 3, world.size, world.attain).plan(kinds)
+    plan = Planner(synthetic("plain", 100, 10.0), 0.99, 3, world.each).plan(kinds)
     best, least = plan.finalists[plan.cheapest], plan.finalists[plan.smallest]
     assert (best.option.policy, best.replicas, best.cost) == ("cheap", 5, 5.0)
     assert (least.option.policy, least.devices) == ("few", 2)
@@ -161,7 +171,7 @@ def test_the_cheapest_and_the_smallest_are_told_apart_and_asked_what_if():
 def test_halving_looks_longer_at_the_better_half_only():
     world = Made({f"p{count}": count for count in range(1, 9)})
     kinds = [replace(option(), policy=policy) for policy in world.need]
-    plan = Planner(synthetic("plain", 16_000, 100.0), 0.99, 1, world.size, world.attain).plan(kinds)
+    plan = Planner(synthetic("plain", 16_000, 100.0), 0.99, 1, world.each).plan(kinds)
     assert world.words[:3] == ["round 1 of 3: 8 kinds", "round 2 of 3: 4 kinds", "round 3 of 3: 3 kinds"]
     assert plan.finalists[plan.cheapest].option.policy == "p1"
     assert len(plan.left_out) == 5
@@ -169,18 +179,16 @@ def test_halving_looks_longer_at_the_better_half_only():
 
 def test_a_fleet_that_misses_on_average_over_the_seeds_gets_one_more():
     class Unlucky(Made):
-        def attain(self, what, trials):
-            return [0.95 if trial.replicas == 3 else 0.999 for trial in trials]
+        def attained(self, trial):
+            return 0.95 if trial.replicas == 3 else 0.999
 
     world = Unlucky({"one": 3})
-    plan = Planner(synthetic("plain", 100, 10.0), 0.99, 3, world.size, world.attain).plan(
-        [replace(option(), policy="one")]
-    )
+    plan = Planner(synthetic("plain", 100, 10.0), 0.99, 3, world.each).plan([replace(option(), policy="one")])
     assert plan.finalists[0].replicas == 4
 
 
 def test_there_may_be_no_plan():
     world = Made({"one": 100})
-    planner = Planner(synthetic("plain", 100, 10.0), 0.99, 1, world.size, world.attain)
+    planner = Planner(synthetic("plain", 100, 10.0), 0.99, 1, world.each)
     assert planner.plan([replace(option(), policy="one")]) is None
     assert [(one.replicas, one.attainment) for one in planner.left_out] == [(None, 0.995)]

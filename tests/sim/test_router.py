@@ -1,11 +1,14 @@
 """Routers in front of simulated replicas, and what goes wrong in a fleet."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.sim.small import setup
 from tokenyard.base import ConfigError
 from tokenyard.router.choice import POLICIES
+from tokenyard.sim.content import TokenContent
 from tokenyard.sim.engine import simulate
 from tokenyard.sim.fleet import Fault, Fleet
 from tokenyard.sim.metrics import summary
@@ -107,3 +110,16 @@ def test_first_tokens_are_seen_when_they_come(monkeypatch):
     outcome = simulate(synthetic("plain", 60, 20.0, seed=1), fleet())
     assert [seen[i] for i in range(60)] == outcome.first_token_ns.tolist()
     assert (outcome.first_token_ns > outcome.admitted_ns).all()
+
+
+@pytest.mark.parametrize("router", ["predicted_ttft", "cache_aware"])
+def test_prompts_that_never_begin_alike_need_not_be_compared(router):
+    traffic = synthetic("plain", 60, 40.0, seed=3)
+    known = TokenContent([traffic.request(number).prompt_ids for number in range(len(traffic))])
+    fleet = Fleet(routers=2, faults=(Fault(0.3, 1, 0.4),), kv_event_lag_s=0.01)
+    kind = setup(settings={"disable_radix_cache": False}, replicas=3, router=router, kv_pool_tokens=12_000, fleet=fleet)
+    one, other = (simulate(work, kind) for work in (traffic, replace(traffic, content=known)))
+    assert one.retractions.any()
+    assert one.decision_hash == other.decision_hash
+    for column in ("status", "place", "sent_ns", "first_token_ns", "finished_ns", "cached_tokens"):
+        assert (getattr(one, column) == getattr(other, column)).all()

@@ -33,7 +33,7 @@ from tokenyard.cli.simulation import (
 )
 from tokenyard.router.choice import DEFAULT_POLICY, POLICIES
 from tokenyard.sim.plan import Plan, Planner
-from tokenyard.sim.trial import Option, attained, sized
+from tokenyard.sim.trial import Option, answered
 from tokenyard.sim.workload import Workload
 
 MOST_REPLICAS = 256
@@ -102,14 +102,8 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def planner_on(pool: Pool, workload: Workload, args: argparse.Namespace) -> Planner:
-    """A planner whose sizings and trials are done by `pool`."""
-    return Planner(
-        workload,
-        args.target,
-        args.seeds,
-        lambda what, sizings: pool.each(what, sized, sizings),
-        lambda what, trials: pool.each(what, attained, trials),
-    )
+    """A planner whose searches and trials are done by `pool`."""
+    return Planner(workload, args.target, args.seeds, lambda what, jobs: pool.each(what, answered, jobs))
 
 
 def _print(plan: Plan, workload: Workload, target: float) -> None:

@@ -45,6 +45,8 @@ def plan_notes(plan: Plan) -> Iterator[str]:
     if len(best.attainment.values) == 1:
         yield "one seed tells nothing of other arrivals; --seeds 3 does, and the interval says how far they differ"
     yield from _errors(found.option.setup.profile for found in plan.finalists)
+    if (seen := plan.what_if[0].requests) < best.attainment.requests:
+        yield f"{MORE_TRAFFIC:g} times the traffic, one down and the next lines are seen on the busiest {seen} requests"
     how = "measured" if bounds.measured else "assumed where it is unknown"
     yield f"decided again with all steps {100 * bounds.error:.0f} % faster and slower ({how}):"
     for place, found in enumerate(plan.finalists):
@@ -107,6 +109,7 @@ def plan_document(plan: Plan, workload: Workload, target: float) -> dict[str, An
                 "attainment_at_1.5_times": what.more_traffic,
                 "replicas_at_1.5_times": what.at_more_traffic,
                 "attainment_with_one_down": what.one_down,
+                "requests_that_show_it": what.requests,
             }
             for place, what in zip(_best_places(plan), plan.what_if, strict=True)
         ],
@@ -238,7 +241,6 @@ def _what_ifs(plan: Plan, target: float) -> Iterator[tuple[str, list[tuple[str, 
     nine = 100 * (1.0 - (1.0 - target) / 10.0)
     for place, what in zip(_best_places(plan), plan.what_if, strict=True):
         found = plan.finalists[place]
-        requests = found.attainment.requests
         yield (
             f"What if: {found.replicas} x {found.option.name}",
             [
@@ -249,10 +251,10 @@ def _what_ifs(plan: Plan, target: float) -> Iterator[tuple[str, list[tuple[str, 
                 ),
                 (
                     f"{MORE_TRAFFIC:g} times the traffic",
-                    _interval(Interval((what.more_traffic,), requests)),
+                    _interval(Interval((what.more_traffic,), what.requests)),
                     f"{_count(what.at_more_traffic)}{_more(found, what.at_more_traffic)}",
                 ),
-                ("one replica down", _interval(Interval((what.one_down,), requests)), "-"),
+                ("one replica down", _interval(Interval((what.one_down,), what.requests)), "-"),
             ],
         )
 

@@ -246,6 +246,20 @@ class Outcome:
             met: BoolArray = self.served & (self.late_s <= 0.0) & fast
         return met
 
+    def certain_misses(self, window: slice, come: int, begun: list[int] | None) -> int:
+        """How many requests of `window` cannot meet their targets any more: those that have ended so, and of the first
+        `come` those whose first token is overdue. begun: the open ones that have a first token, None where that is not
+        known.
+        """
+        status = self.status[window]
+        missed = (status == REJECTED) | ((status == FINISHED) & ~self.met[window])
+        if begun is None:
+            return int(missed.sum())
+        numbers = np.arange(window.start, window.start + come)
+        open_ = numbers[(self.status[numbers] == UNFINISHED) & ~np.isin(numbers, begun)]
+        age_s = (int(self.arrival_ns[numbers[-1]]) - self.arrival_ns[open_]) / NS_PER_S
+        return int(missed.sum()) + int((age_s > self.ttft_slo_s[open_]).sum())
+
     def _seconds(self, spans: Int64Array) -> Float64Array:
         seconds: Float64Array = np.where(self.served, spans / NS_PER_S, np.nan)
         return seconds

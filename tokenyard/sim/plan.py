@@ -6,6 +6,7 @@ trace, the better half on a longer one, the last ones on all of it, and these wi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import ceil, sqrt
 from statistics import mean, stdev
 
@@ -88,13 +89,26 @@ class Found:
 @dataclass(frozen=True)
 class WhatIf:
     """What becomes of a fleet when things change. nine_more, at_more_traffic: replicas that are needed, None if there
-    are not as many. more_traffic, one_down: the share that meets its targets then, with the fleet as it is.
+    are not as many. more_traffic, one_down: the share that meets its targets then, with the fleet as it is. All but
+    nine_more are seen on `requests` requests: of a long trace on its busiest quarter.
     """
 
     nine_more: int | None
     more_traffic: float
     at_more_traffic: int | None
     one_down: float
+    requests: int
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """What a fleet needs for the part on which questions are seen: `replicas` at a guess, or known to be `enough` where
+    `too_few` are not.
+    """
+
+    replicas: int
+    too_few: int
+    enough: int | None
 
 
 @dataclass(frozen=True)
@@ -137,19 +151,16 @@ class Plan:
     trials: int
 
 
-Size = Callable[[str, Sequence[Sizing]], list[Sized]]
-"""Does several sizings, in parallel where it can; with a word for the progress bar."""
-
-Attain = Callable[[str, Sequence[Trial]], list[float]]
-"""Runs several trials."""
+Each = Callable[[str, Sequence[Sizing | Trial]], list[Sized | float]]
+"""Does several searches and trials, in parallel where it can; with a word for the progress bar. See `answered`."""
 
 
 class Planner:
     """One search."""
 
-    def __init__(self, workload: Workload, target: float, seeds: int, size: Size, attain: Attain) -> None:
-        self._workload, self._target, self._seeds = workload, target, seeds
-        self._size, self._attain = size, attain
+    def __init__(self, workload: Workload, target: float, seeds: int, each: Each) -> None:
+        self._workload, self._target, self._seeds, self._each = workload, target, seeds, each
+        self._on_part: dict[str, int | None] = {}
         self._whole = self._part = Traffic(0, len(workload))
         if len(workload) > STEP * SHORTEST_PART:
             self._part = Traffic(*busiest(workload, ceil(len(workload) / STEP)))
@@ -164,8 +175,7 @@ class Planner:
             return None
         found.sort(key=lambda one: (one.cost, one.devices, -one.attainment.mean))
         smallest = min(range(len(found)), key=lambda place: (found[place].devices, found[place].cost))
-        what_if = tuple(self._what_if(found[place]) for place in dict.fromkeys((0, smallest)))
-        bounds = self._bounds(found)
+        what_if, bounds = self._questions(found, [found[place] for place in dict.fromkeys((0, smallest))])
         return Plan(tuple(found), 0, smallest, tuple(self.left_out), what_if, bounds, self._trials)
 
     def _found(self, sizes: Sequence[Sized]) -> list[Found]:
@@ -237,24 +247,33 @@ class Planner:
         self.left_out.append(LeftOut(option, 1.0, None, share.mean))
         return None
 
-    def _what_if(self, found: Found) -> WhatIf:
-        option, replicas = found.option, found.replicas
-        busier = replace(self._whole, rate=MORE_TRAFFIC)
-        trials = [Trial(option, replicas, busier)]
-        trials += [Trial(option, replicas - 1, self._whole)] if replicas > 1 else []
-        shares = self._run("what if", trials)
-        nine = Sizing(option, self._whole, 1.0 - (1.0 - self._target) / 10.0, replicas + 1, too_few=found.too_few)
-        more = Sizing(option, busier, self._target, ceil(MORE_TRAFFIC * replicas), too_few=found.too_few)
-        seen = ((nine, found.attainment.values[0]), (more, shares[0]))
-        sizes = self._do("what if", [_knowing(sizing, replicas, share) for sizing, share in seen])
-        return WhatIf(sizes[0].replicas, shares[0], sizes[1].replicas, shares[1] if replicas > 1 else 0.0)
-
-    def _bounds(self, found: Sequence[Found]) -> Bounds:
+    def _questions(self, found: Sequence[Found], asked: Sequence[Found]) -> tuple[tuple[WhatIf, ...], Bounds]:
+        """What becomes of the fleets `asked` when things change, and of the decision if the cost model is off. All of
+        it is simulated in one go, so that no process waits for another one.
+        """
         known = [one.option.setup.profile.error for one in found]
         errors = [ASSUMED_ERROR if error is None else error for error in known]
-        off = [off_by(error) for error in errors]
-        faster, slower = self._off_on_part(found, off) if self._part != self._whole else self._off(found, off)
-        return Bounds(
+        usual = dict(zip(map(id, found), self._usual(found), strict=True))
+        sizings = [self._nine(one) for one in asked]
+        sizings += [self._busier(one, usual[id(one)]) for one in asked]
+        sizings += [self._faster(one, usual[id(one)], error) for one, error in zip(found, errors, strict=True)]
+        sizings += [self._slower(one, usual[id(one)], error) for one, error in zip(found, errors, strict=True)]
+        busier, some = replace(self._part, rate=MORE_TRAFFIC), [one for one in asked if one.replicas > 1]
+        trials = [Trial(one.option, one.replicas, busier) for one in asked]
+        trials += [Trial(one.option, one.replicas - 1, self._part) for one in some]
+        answers, shares = self._ask("what if", sizings, trials)
+        sizes = iter(answers)
+        nine = [one.replicas for one in islice(sizes, len(asked))]
+        more, faster, slower = (
+            [_moved(one, usual[id(one)], size) for one, size in zip(those, islice(sizes, len(those)), strict=True)]
+            for those in (asked, found, found)
+        )
+        down = dict(zip(map(id, some), shares[len(asked) :], strict=True))
+        what_if = [
+            WhatIf(nine[place], shares[place], more[place].replicas, down.get(id(one), 0.0), self._part.requests)
+            for place, one in enumerate(asked)
+        ]
+        bounds = Bounds(
             max(errors),
             all(error is not None for error in known),
             tuple(one.replicas for one in faster),
@@ -262,41 +281,56 @@ class Planner:
             _cheapest(faster),
             _cheapest(slower),
         )
+        return tuple(what_if), bounds
 
-    def _off(self, found: Sequence[Found], off: Sequence[tuple[float, float]]) -> tuple[list[Sized], list[Sized]]:
-        """Sizes of the finalists if all steps take so many times as long, faster and slower, on the whole trace."""
-        sizings = []
-        for one, (fast, slow) in zip(found, off, strict=True):
-            begin, whole = Sizing(one.option, self._whole, self._target), one.replicas
-            sizings += [
-                replace(begin, start=round(whole * fast), slower=fast, enough=whole),
-                replace(begin, start=round(whole * slow), slower=slow, too_few=one.too_few),
-            ]
-        sizes = self._do("if the cost model is off", sizings)
-        return sizes[::2], sizes[1::2]
+    def _usual(self, found: Sequence[Found]) -> list[_Usual]:
+        """What each needs for the part on which questions are seen."""
+        if self._part == self._whole:
+            return [_Usual(one.replicas, one.too_few, one.replicas) for one in found]
+        begin = [Sizing(one.option, self._part, self._target, one.replicas) for one in found]
+        missing = [sizing for sizing in begin if sizing.option.name not in self._on_part]
+        for size in self._do("the busiest part", missing):
+            self._on_part[size.sizing.option.name] = size.replicas
+        sizes = [self._on_part[one.option.name] for one in found]
+        return [
+            _Usual(one.replicas, 0, None) if size is None else _Usual(size, size - 1, size)
+            for one, size in zip(found, sizes, strict=True)
+        ]
 
-    def _off_on_part(
-        self, found: Sequence[Found], off: Sequence[tuple[float, float]]
-    ) -> tuple[list[Sized], list[Sized]]:
-        """The same by how much larger or smaller each must be for the busiest part of a long trace."""
-        sizings = []
-        for one, factors in zip(found, off, strict=True):
-            begin = Sizing(one.option, self._part, self._target)
-            sizings += [replace(begin, start=round(one.replicas * factor), slower=factor) for factor in (1.0, *factors)]
-        sizes = self._do("if the cost model is off", sizings)
-        pairs = list(zip(found, sizes[::3], strict=True))
-        faster = [_moved(one, usual, other) for (one, usual), other in zip(pairs, sizes[1::3], strict=True)]
-        slower = [_moved(one, usual, other) for (one, usual), other in zip(pairs, sizes[2::3], strict=True)]
-        return faster, slower
+    def _nine(self, one: Found) -> Sizing:
+        """How many for one nine more, on the whole trace."""
+        target = 1.0 - (1.0 - self._target) / 10.0
+        sizing = Sizing(one.option, self._whole, target, one.replicas + 1, too_few=one.too_few)
+        return _knowing(sizing, one.replicas, one.attainment.values[0])
+
+    def _busier(self, one: Found, usual: _Usual) -> Sizing:
+        traffic, start = replace(self._part, rate=MORE_TRAFFIC), ceil(MORE_TRAFFIC * usual.replicas)
+        return Sizing(one.option, traffic, self._target, start, too_few=usual.too_few)
+
+    def _faster(self, one: Found, usual: _Usual, error: float) -> Sizing:
+        times = off_by(error)[0]
+        start = max(round(usual.replicas * times), 1)
+        return Sizing(one.option, self._part, self._target, start, times, enough=usual.enough)
+
+    def _slower(self, one: Found, usual: _Usual, error: float) -> Sizing:
+        times = off_by(error)[1]
+        start = round(usual.replicas * times)
+        return Sizing(one.option, self._part, self._target, start, times, too_few=usual.too_few)
 
     def _do(self, what: str, sizings: Sequence[Sizing]) -> list[Sized]:
-        sizes = self._size(what, sizings)
-        self._trials += sum(one.trials for one in sizes)
-        return sizes
+        return self._ask(what, sizings, ())[0]
 
     def _run(self, what: str, trials: Sequence[Trial]) -> list[float]:
-        self._trials += len(trials)
-        return self._attain(what, trials)
+        return self._ask(what, (), trials)[1]
+
+    def _ask(self, what: str, sizings: Sequence[Sizing], trials: Sequence[Trial]) -> tuple[list[Sized], list[float]]:
+        answers = self._each(what, [*sizings, *trials])
+        sizes = [one for one in answers if isinstance(one, Sized)]
+        self._trials += sum(one.trials for one in sizes) + len(trials)
+        for one in sizes:
+            if replace(one.sizing, start=0) == Sizing(one.sizing.option, self._part, self._target):
+                self._on_part[one.sizing.option.name] = one.replicas
+        return sizes, [one for one in answers if not isinstance(one, Sized)]
 
 
 def off_by(error: float) -> tuple[float, float]:
@@ -304,9 +338,9 @@ def off_by(error: float) -> tuple[float, float]:
     return max(1.0 - error, LEAST_TIMES), 1.0 + error
 
 
-def _moved(found: Found, usual: Sized, other: Sized) -> Sized:
+def _moved(found: Found, usual: _Usual, other: Sized) -> Sized:
     """The size of `found` on the whole trace, if it grows or shrinks there as it does on a part of it."""
-    if other.replicas is None or usual.replicas is None:
+    if other.replicas is None or usual.enough is None:
         return other
     replicas = max(found.replicas + other.replicas - usual.replicas, 1)
     return replace(other, replicas=replicas if replicas <= found.option.most else None)

@@ -320,6 +320,11 @@ class Routing:
         return call.scheduler
 
     @property
+    def engines_choose(self) -> bool:
+        """See `Places`."""
+        return self._places.engines_choose
+
+    @property
     def retried(self) -> Mapping[str, int]:
         """What schedulers have counted of requests that another rank got then: of an engine's totals it counts once."""
         return self._retried

@@ -2,13 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
-
-import numpy as np
 
 from tokenyard.base import NS_PER_S, ConfigError, Event, ExecutorInfo, Finish, Request, Submit
 from tokenyard.base.version import __version__
@@ -22,21 +20,19 @@ from tokenyard.sim.drafts import SimDrafter
 from tokenyard.sim.fleet import Fleet
 from tokenyard.sim.happenings import Happening, happenings
 from tokenyard.sim.kv.network import Network, Sizes
-from tokenyard.sim.kv.routing import ApartRouting
+from tokenyard.sim.kv.routing import ApartRouting, make_routing
 from tokenyard.sim.kv.tiers import SimTiers, TierCounters
 from tokenyard.sim.outcome import (
     FINISHED,
     REJECTED,
-    UNFINISHED,
     Outcome,
-    SchedulerRun,
     Setup,
     blank_outcome,
     executor_info,
 )
 from tokenyard.sim.ranks import TENANT_USE_EVERY_NS, shares_tenants, tell_tenant_use
 from tokenyard.sim.replica import NEVER_NS, Replica, SimExecutor, StepObserver
-from tokenyard.sim.router import Places, Routing
+from tokenyard.sim.totals import run_of, sum_of
 from tokenyard.sim.workload import Workload, to_ns
 from tokenyard.tape.codec import Origin
 from tokenyard.tape.recorder import Recorder, Sink
@@ -89,11 +85,10 @@ class Run:
         self._outcome = blank_outcome(workload, setup)
         # Where no two prompts begin alike, nobody can find an answer in the cache but the request itself.
         self._alike = not isinstance(workload.content, UniqueContent)
-        self._engines_choose = False
-        self._routing = self._make_routing() if setup.schedulers > 1 or setup.fleet != Fleet() else None
+        routed = setup.schedulers > 1 or setup.fleet != Fleet()
+        self._routing = make_routing(setup, self._alike, self._send, self._refuse) if routed else None
+        self._engines_choose = self._routing is not None and self._routing.engines_choose
         blank = setup.settings.disable_radix_cache and self._routing is None
-        if self._routing is not None:
-            self._routing.alike = self._alike
         self._kv = self._make_network()
         self._content: Content = BlankContent() if blank else workload.content
         self._units = [self._unit(0, observer, tape)] + [self._unit(k, None, None) for k in range(1, setup.schedulers)]
@@ -114,21 +109,6 @@ class Run:
         self._tells_use = setup.dp_size > 1 and shares_tenants(setup.settings)
         self._telling_use = False
         self._moves: deque[tuple[int, int]] = deque()
-
-    def _make_routing(self) -> Routing:
-        setup = self._setup
-        devices = [executor_info(setup, replica) for replica in range(setup.replicas)]
-        pools = [info.num_pages * info.page_size for info in devices]
-        room = setup.settings.max_running_requests
-        on_disk = 0 if setup.tiers is None else setup.tiers.disk_tokens(setup.profile.kv_bytes_per_token)
-        places = Places(setup.replicas, setup.dp_size, setup.fleet.dp_aware, room, pools, setup.settings, on_disk)
-        self._engines_choose = places.engines_choose
-        apart = setup.apart
-        if apart is not None and apart.mode == "decode":
-            count, last = apart.prefill_replicas, executor_info(setup, setup.replicas)
-            beside = Places(count, 1, True, room, [last.num_pages * last.page_size] * count, setup.settings)
-            return ApartRouting(apart, places, beside, setup.fleet, setup.seed, self._send, self._refuse)
-        return Routing(setup.router, places, setup.fleet, setup.seed, self._send, self._refuse)
 
     def _make_tiers(self, number: int, before: SimTiers | None = None) -> SimTiers:
         """The tiers below a scheduler. What an earlier life of it left on disk is there."""
@@ -455,16 +435,9 @@ class Run:
         """How many requests of `window` cannot meet their targets any more: those that have ended so, and those whose
         first token is overdue.
         """
-        outcome = self._outcome
-        status = outcome.status[window]
-        missed = (status == REJECTED) | ((status == FINISHED) & ~outcome.met[window])
-        if self._routing is not None and self._workload.follows is None:
-            numbers = np.arange(window.start, window.start + self._arrivals.come)
-            begun = np.isin(numbers, list(self._routing.first_seen))
-            open_ = numbers[(outcome.status[numbers] == UNFINISHED) & ~begun]
-            age_s = (int(outcome.arrival_ns[numbers[-1]]) - outcome.arrival_ns[open_]) / NS_PER_S
-            return int(missed.sum()) + int((age_s > outcome.ttft_slo_s[open_]).sum())
-        return int(missed.sum())
+        routing = self._routing
+        begun = None if routing is None or self._workload.follows is not None else list(routing.first_seen)
+        return self._outcome.certain_misses(window, self._arrivals.come, begun)
 
     def outcome(self) -> Outcome:
         """The outcome, after everything has happened."""
@@ -472,7 +445,7 @@ class Run:
         outcome.workload = self._arrivals.as_they_came()
         replicas = [unit.replica for unit in self._units]
         lives = [[*ended, replica] for ended, replica in zip(self._ended, replicas, strict=True)]
-        outcome.schedulers = [_run_of(one) for one in lives]
+        outcome.schedulers = [run_of(one) for one in lives]
         outcome.sim_seconds = max(replica.now for replica in replicas) / NS_PER_S
         if self._tiers:
             outcome.tiers = TierCounters()
@@ -486,7 +459,7 @@ class Run:
         outcome.decision_hash = (
             digests[0] if len(digests) == 1 else blake2b(b"".join(digests), digest_size=HASH_BYTES).digest()
         ).hex()
-        outcome.counters = _sum_of([run.counters for run in outcome.schedulers])
+        outcome.counters = sum_of([run.counters for run in outcome.schedulers])
         if self._routing is not None:
             for name, times in self._routing.retried.items():
                 outcome.counters[name] -= times
@@ -507,17 +480,3 @@ class Run:
         if state.policy_note or unit.adapter is not None or state.policy == self._described:
             return state.policy_note
         return f"ended as {state.policy}"
-
-
-def _run_of(lives: list[Replica]) -> SchedulerRun:
-    """What a scheduler did in all its lives, one after the other."""
-    counters = [asdict(life.scheduler.snapshot(life.now).counters) for life in lives]
-    return SchedulerRun(sum(life.busy_ns for life in lives) / NS_PER_S, _sum_of(counters), len(lives) - 1)
-
-
-def _sum_of(counters: list[dict[str, int]]) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for one in counters:
-        for name, number in one.items():
-            totals[name] = totals.get(name, 0) + number
-    return totals

@@ -76,6 +76,11 @@ class Traffic:
     seed: int = 0
     rate: float = 1.0
 
+    @property
+    def requests(self) -> int:
+        """How many there are."""
+        return self.end - self.begin
+
     def of(self, workload: Workload) -> Workload:
         """The whole trace with these arrivals."""
         return reseeded(workload, self.seed).scaled(self.rate)
@@ -143,21 +148,30 @@ def attained(workload: Workload, trial: Trial, target: float = 0.0) -> float:
     return float(run.so_far.met[window].mean())
 
 
+def answered(workload: Workload, job: Sizing | Trial) -> Sized | float:
+    """What came of a search, or the share of a trial that runs to its end."""
+    return sized(workload, job) if isinstance(job, Sizing) else attained(workload, job)
+
+
 def sized(workload: Workload, sizing: Sizing) -> Sized:
     """Find the fewest replicas.
 
     What misses more in the busiest part alone than the whole traffic may miss is too few: before that part comes, a
-    fleet that begins with it is idle. Only a cache that earlier requests have filled makes the part easier; where
-    prompts share beginnings, the search begins there, and the number below is tried all the same.
+    fleet that begins with it is idle. So with a start that is no mere guess each number has to pass that part first;
+    without one the whole search is done there, and goes on from what it finds. Only a cache that earlier requests have
+    filled makes the part easier; where prompts share beginnings, the number below is tried all the same.
     """
     quick = _quick_part(workload, sizing)
     if quick is None:
         return _searched(workload, sizing)
+    shares = not (isinstance(workload.content, UniqueContent) or sizing.option.setup.settings.disable_radix_cache)
+    if sizing.start and not shares:
+        return _searched(workload, sizing, quick)
     least = _searched(workload, quick)
     if least.replicas is None:
         return replace(least, sizing=sizing)
     too_few = sizing.too_few
-    if isinstance(workload.content, UniqueContent) or sizing.option.setup.settings.disable_radix_cache:
+    if not shares:
         known = least.replicas - 1 if sizing.enough is None else min(least.replicas, sizing.enough) - 1
         too_few = max(too_few, known)
     found = _searched(workload, replace(sizing, start=least.replicas, too_few=too_few))
@@ -177,18 +191,28 @@ def _quick_part(workload: Workload, sizing: Sizing) -> Sizing | None:
     return replace(sizing, traffic=replace(sizing.traffic, begin=first, end=last), target=1.0 - allowed / count)
 
 
-def _searched(workload: Workload, sizing: Sizing) -> Sized:
+def _searched(workload: Workload, sizing: Sizing, sieve: Sizing | None = None) -> Sized:
+    """Search by trials. What fails in the smaller one of `sieve` is not tried."""
     found: dict[int, float] = {}
+    trials = 0
 
     def meets(replicas: int) -> bool:
+        nonlocal trials
         trial = Trial(sizing.option, replicas, sizing.traffic, sizing.slower)
+        trials += 1
+        if sieve is not None:
+            share = attained(workload, replace(trial, traffic=sieve.traffic), sieve.target)
+            trials += share >= sieve.target
+            if share < sieve.target:
+                found[replicas] = 1.0 - (1.0 - share) * sieve.traffic.requests / sizing.traffic.requests
+                return False
         found[replicas] = attained(workload, trial, sizing.target)
         return found[replicas] >= sizing.target
 
     start = sizing.start or guess(workload, sizing)
     replicas = smallest(meets, start, sizing.option.most, sizing.too_few, sizing.enough)
     unseen = 0.0 if replicas is None else sizing.target
-    return Sized(sizing, replicas, found.get(replicas or sizing.option.most, unseen), len(found))
+    return Sized(sizing, replicas, found.get(replicas or sizing.option.most, unseen), trials)
 
 
 def smallest(

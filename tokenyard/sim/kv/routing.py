@@ -9,6 +9,7 @@ from tokenyard.base import NS_PER_S
 from tokenyard.router.index import Prompt, token_prompt
 from tokenyard.sim.fleet import Fleet
 from tokenyard.sim.kv.settings import Apart
+from tokenyard.sim.outcome import Setup, executor_info
 from tokenyard.sim.router import Call, Places, Refuse, Routing, Send, SimRouter
 
 
@@ -91,3 +92,20 @@ class ApartRouting(Routing):
                 leg = self._legs.pop(number)
                 leg.router.ended(leg)
         super().died(replica, now)
+
+
+def make_routing(setup: Setup, alike: bool, send: Send, refuse: Refuse) -> Routing:
+    """The routers of a fleet. alike: whether its prompts may begin alike."""
+    devices = [executor_info(setup, replica) for replica in range(setup.replicas)]
+    pools = [info.num_pages * info.page_size for info in devices]
+    room, apart = setup.settings.max_running_requests, setup.apart
+    on_disk = 0 if setup.tiers is None else setup.tiers.disk_tokens(setup.profile.kv_bytes_per_token)
+    places = Places(setup.replicas, setup.dp_size, setup.fleet.dp_aware, room, pools, setup.settings, on_disk)
+    if apart is not None and apart.mode == "decode":
+        count, last = apart.prefill_replicas, executor_info(setup, setup.replicas)
+        beside = Places(count, 1, True, room, [last.num_pages * last.page_size] * count, setup.settings)
+        routing: Routing = ApartRouting(apart, places, beside, setup.fleet, setup.seed, send, refuse)
+    else:
+        routing = Routing(setup.router, places, setup.fleet, setup.seed, send, refuse)
+    routing.alike = alike
+    return routing
