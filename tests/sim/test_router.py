@@ -117,7 +117,8 @@ def test_prompts_that_never_begin_alike_need_not_be_compared(router):
     traffic = synthetic("plain", 60, 40.0, seed=3)
     known = TokenContent([traffic.request(number).prompt_ids for number in range(len(traffic))])
     fleet = Fleet(routers=2, faults=(Fault(0.3, 1, 0.4),), kv_event_lag_s=0.01)
-    kind = setup(settings={"disable_radix_cache": False}, replicas=3, router=router, kv_pool_tokens=12_000, fleet=fleet)
+    settings = {"disable_radix_cache": False, "headroom": "none"}
+    kind = setup(settings=settings, replicas=3, router=router, kv_pool_tokens=12_000, fleet=fleet)
     one, other = (simulate(work, kind) for work in (traffic, replace(traffic, content=known)))
     assert one.retractions.any()
     assert one.decision_hash == other.decision_hash
