@@ -237,7 +237,7 @@ def nest_config(folder):
         pytest.param(nest_config, "config.json cannot be read as JSON", marks=pytest.mark.slow),
         pytest.param(cut_weights, "model.safetensors is damaged", marks=pytest.mark.slow),
         pytest.param(break_tokenizer, "tokenizer.json is not a tokenizer", marks=pytest.mark.slow),
-        (drop_tokenizer, "there is no tokenizer"),
+        pytest.param(drop_tokenizer, "there is no tokenizer", marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_checkpoint_ends_the_server_with_a_reason(tmp_path, damage, says):
