@@ -31,7 +31,21 @@ from tokenyard.executor.native.library import LIBRARY_VARIABLE
 
 SHAPES = {"smol": SHAPE, "qwen": QWEN_SHAPE}
 PROFILE_FLAGS = ("-DTY_PROFILE",)
-PHASES = ("embed", "prepare", "norm", "round", "shrink", "qkv", "place", "attend", "output", "gate_up", "down", "head")
+PHASES = (
+    "embed",
+    "prepare",
+    "norm",
+    "round",
+    "shrink",
+    "qkv",
+    "place",
+    "attend",
+    "output",
+    "gate_up",
+    "down",
+    "experts",
+    "head",
+)
 
 
 def linears(shape: dict) -> dict[str, int]:

@@ -18,16 +18,6 @@ from tokenyard.executor.models.reading import read_model_config
 TOKENS = 10
 
 
-@pytest.fixture(params=["gather", "attention", "auto"])
-def backend(request):
-    """Ways to compute; native kernels compute whole steps of some families and attend in all."""
-    if request.param == "gather":
-        return {"model_impl": "torch", "attention_backend": "gather"}
-    if DEVICE != "cpu":
-        pytest.skip("native kernels are for the CPU")
-    return {"model_impl": "torch" if request.param == "attention" else "auto"}
-
-
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_logits_are_those_of_transformers(make_driver, backend, case):
     driver = make_driver(case, page_size=4, **backend)
@@ -188,13 +178,16 @@ def test_what_is_not_built_is_refused_with_its_reason(folder, case, changes, say
     assert "\n" not in str(caught.value)
 
 
-def test_the_start_says_what_native_kernels_do_not_compute(folder):
+def test_the_start_says_what_computes(folder):
     if DEVICE != "cpu":
         pytest.skip("native kernels are for the CPU")
-    with pytest.raises(ConfigError, match="computes no experts"):
-        load_executor(folder("gpt-oss"), device="cpu", dtype="float32", model_impl="native")
-    kernels = load_executor(folder("gpt-oss"), device="cpu", dtype="float32", max_total_tokens=64).info.kernels
-    assert kernels.startswith("torch (native kernels compute no experts yet), attention native")
+    for case, part in (("gpt-oss", "attention and experts"), ("gemma3", "attention")):
+        native, torchs = (
+            load_executor(folder(case), device="cpu", dtype="float32", max_total_tokens=64, model_impl=model_impl)
+            for model_impl in ("auto", "torch")
+        )
+        assert native.info.kernels.startswith("native ")
+        assert torchs.info.kernels.startswith(f"torch, {part} native ")
 
 
 def test_configs_of_the_judges_say_what_they_hold(folder):

@@ -21,11 +21,12 @@ except NoLibraryError as error:
 
 def exact_logits(case, prompt):
     """Logits of the last position in float64, of a model whose weights are those that bfloat16 can hold."""
-    model = copy.deepcopy(judge(case)).double()
+    # The judge's experts take no float64.
+    model = copy.deepcopy(judge(case)).to(torch.float32 if "moe" in case else torch.float64)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())
-        return model(torch.tensor([prompt])).logits[0, -1]
+        return model(torch.tensor([prompt])).logits[0, -1].double()
 
 
 def load(folder, case, model_impl, dtype="bfloat16", **options):
@@ -65,7 +66,19 @@ def test_bfloat16_is_near_float64(folder, monkeypatch, case, level, chunk):
 
 
 @pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
-@pytest.mark.parametrize("case", ["llama-biases", "llama-odd", "mistral-window", "qwen3-layers"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-biases",
+        "llama-odd",
+        "mistral-window",
+        "qwen3-layers",
+        "qwen3-moe-mixed",
+        "gpt-oss",
+        "gemma2",
+        "phi3-partial-window",
+    ],
+)
 def test_every_instruction_set_computes_float32(folder, monkeypatch, case, level):
     monkeypatch.setattr(LIBRARY, "level", level)
     prompt = prompt_of(45, seed=3)
@@ -76,7 +89,7 @@ def test_every_instruction_set_computes_float32(folder, monkeypatch, case, level
 
 
 @pytest.mark.parametrize("level", LIBRARY.levels(), ids=lambda level: LEVELS[level])
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3-layers"])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3-layers", "qwen3-moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_is_near_float64(folder, monkeypatch, case, level, dtype):
     monkeypatch.setattr(LIBRARY, "level", level)
@@ -85,14 +98,17 @@ def test_int8_is_near_float64(folder, monkeypatch, case, level, dtype):
     executor = load(folder, case, "native", dtype, quantization="int8")
     assert executor.info.kernels.startswith(f"int8 native {LEVELS[level]}")
     off = last_logits(executor, prompt, 20) - expected
-    # Large random weights make of each rounding to a byte (half a percent of a row's largest) a few percent.
-    assert 0.005 * expected.std() < off.pow(2).mean().sqrt() < 0.15 * expected.std()
+    # Large random weights make of each rounding to a byte (half a percent of a row's largest) a few percent, and more
+    # where a token goes to another expert.
+    most = 0.3 if "moe" in case else 0.15
+    assert 0.005 * expected.std() < off.pow(2).mean().sqrt() < most * expected.std()
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_decode_is_the_same_bit_for_bit_in_any_batch(folder, dtype, quantization):
-    driver = Driver(load(folder, "qwen3", "native", dtype, quantization=quantization))
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])
+def test_a_decode_is_the_same_bit_for_bit_in_any_batch(folder, case, dtype, quantization):
+    driver = Driver(load(folder, case, "native", dtype, quantization=quantization))
     rows = [driver.start(prompt_of(length, seed=length)) for length in (5, 40, 90)]
     twin = driver.start(prompt_of(40, seed=40))
     for row in (*rows, twin):

@@ -111,18 +111,13 @@ def _choose(
         return BackendChoice(None, False, f"torch ({reason})")
     # Whoever names an attention backend wants the layers that ask for one.
     native_model = model_impl == "native" or (model_impl == "auto" and attention_backend == "auto")
-    missing = parts_not_native(config)
-    if missing:
-        if model_impl == "native":
-            raise ConfigError(f"model_impl native computes no {missing} yet; leave it out, and torch does")
-        native_model = False
     if native_model and attention_backend == "gather":
         raise ConfigError("model_impl native attends by itself; attention_backend gather needs model_impl torch")
     kernels = f"native {engine.name}, {engine.threads} thread{'s' if engine.threads > 1 else ''}"
     if native_model:
         return BackendChoice(engine, True, kernels)
-    layers = f"torch (native kernels compute no {missing} yet)" if missing else "torch"
-    return BackendChoice(engine, False, f"{layers}, attention {kernels}")
+    parts = "attention" if config.experts is None else "attention and experts"
+    return BackendChoice(engine, False, f"torch, {parts} {kernels}")
 
 
 def _triton(model_impl: str, attention_backend: str, config: ModelConfig, device: torch.device) -> BackendChoice:
@@ -150,16 +145,6 @@ def _flashinfer(model_impl: str, config: ModelConfig, dtype: torch.dtype, device
     return BackendChoice(None, False, kernels, triton=triton, flashinfer=True)
 
 
-def parts_not_native(config: ModelConfig) -> str:
-    """Return what the native model backend lacks of a model, "" if nothing. Attention serves all."""
-    parts = {
-        "experts": config.experts is not None,
-        "norms behind attention and MLP": config.post_norms,
-        "rotation of a part of each head": config.rope.share != 1.0,
-    }
-    return ", ".join(part for part, wanted in parts.items() if wanted)
-
-
 def _native_engine(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, threads: int
 ) -> tuple[NativeEngine | None, str]:
@@ -172,11 +157,6 @@ def _native_engine(
     except NoLibraryError as error:
         logger.warning("no native CPU kernels, so steps take up to three times as long: %s", error)
         return None, str(error)
-
-
-def parts_windows(choice: BackendChoice) -> bool:
-    """Whether the chosen kernels find the KV of layers with a window in a pool of its own."""
-    return not choice.native_model
 
 
 def load_layers(

@@ -15,7 +15,6 @@ from tokenyard.executor.backends import (
     load_layers,
     make_drawer,
     make_model,
-    parts_windows,
 )
 from tokenyard.executor.draft_model import ModelDrafter
 from tokenyard.executor.drafts import Choose, Drafter, NgramDrafter
@@ -62,7 +61,7 @@ class LoadOptions:
     and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend,
     quantization, deterministic: see choose_backends. disable_cuda_graph, cuda_graph_max_bs: whether decode steps are
     recorded, and of how many rows at most, None for the executor's choice (see graphs). swa_full_tokens_ratio: see
-    choose_window_group; models that are divided, or computed by other kernels than torch's, keep all tokens in all
+    choose_window_group; models that are divided keep all tokens in all
     layers. draft_tokens: most drafts of a row for one step, 0 for none; draft_model: what drafts them, "" for prompt
     lookup. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-
     parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and memory is
@@ -121,7 +120,7 @@ def load_executor(
     layers = _load_layers(choice, whole, folder, given, target, kind, length, part)
     adapters = _make_adapters(layers, config, given, target, kind)
     drafts_from = _draft_config(given.draft_model, folder, config, length) if given.draft_tokens else None
-    parted = part is None and drafts_from is None and parts_windows(choice) and 0 < max(config.windows) < length
+    parted = part is None and drafts_from is None and 0 < max(config.windows) < length
     ratio = given.swa_full_tokens_ratio if parted else 0.0
     num_pages = choose_num_pages(
         config,

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -48,11 +49,14 @@ class NativeExperts:
         return found.to(x.dtype)
 
     def _put(self, which: int, expert: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        weight = weight.contiguous()
-        bias = None if bias is None else bias.float().contiguous()
-        self._functions.ty_experts_linear(
-            self._layer, which, expert, address(weight), None if bias is None else address(bias)
-        )
+        with_addresses(partial(self._functions.ty_experts_linear, self._layer, which, expert), weight, bias)
+
+
+def with_addresses(call: Callable[[int, int | None], None], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Call a function of the library that copies a weight and a bias, with where they lie."""
+    weight = weight.contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    call(address(weight), None if bias is None else address(bias))
 
 
 def describe_experts(config: ModelConfig, dtype: torch.dtype, *, int8: bool = False) -> ExpertLayers:

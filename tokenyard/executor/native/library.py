@@ -32,10 +32,11 @@ class Config(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("dtype", "int8", "layers", "hidden")),
-        *((name, ctypes.c_int32) for name in ("inter", "heads", "kv_heads", "head_dim")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("inter", "heads", "kv_heads", "head_dim", "rotated", "gate")),
+        *((name, ctypes.c_float) for name in ("eps", "gate_limit", "embedding_scale")),
+        *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap", "logit_softcap")),
         ("vocabulary", ctypes.c_int64),
-        *((name, Pointer) for name in ("windows", "embedding", "cos_sin")),
+        *((name, Pointer) for name in ("windows", "embedding", "cos_sin", "experts", "expert_layers")),
     )
 
 
@@ -56,6 +57,11 @@ class Step(ctypes.Structure):
         ("kv", Pointer),
         ("plane_bytes", ctypes.c_int64),
         ("adapters", Pointer),
+        ("window_kv", Pointer),
+        ("window_plane_bytes", ctypes.c_int64),
+        ("window_slots", Pointer),
+        ("window_table", Pointer),
+        ("window_table_stride", ctypes.c_int64),
     )
 
 
@@ -189,7 +195,8 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_attention_free": (None, [pointer]),
         "ty_model_new": (pointer, [pointer, number, ctypes.POINTER(Config)]),
         "ty_model_linear": (None, [pointer, number, number, pointer, pointer]),
-        "ty_model_norm": (None, [pointer, number, number, pointer]),
+        "ty_model_expert": (None, [pointer, number, number, number, pointer, pointer]),
+        "ty_model_vector": (None, [pointer, number, number, pointer]),
         "ty_model_slots": (numbers, [pointer, number, numbers]),
         "ty_model_adapter": (None, [pointer, number, number, number, numbers, pointer, pointer]),
         "ty_model_step": (number, [pointer, ctypes.POINTER(Step)]),

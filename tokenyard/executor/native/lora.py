@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.executor.lora import FUSED, no_memory
-from tokenyard.executor.lora_files import AdapterWeights, projection_shapes
+from tokenyard.executor.lora_files import AdapterWeights, Shapes, projection_shapes
 from tokenyard.executor.native.engine import address
 from tokenyard.executor.native.model import NativeDecoder
 
@@ -26,25 +26,27 @@ class NativeSlots:
     def put(self, slot: int, weights: AdapterWeights) -> None:
         """Copy an adapter into a slot; see SlotWeights."""
         for layer in range(self._decoder.config.num_layers):
+            shapes = projection_shapes(self._decoder.config, layer)
             for which, product in enumerate(PRODUCTS):
-                self._put(slot, layer, which, FUSED[product], weights)
+                # Experts have no adapters.
+                if FUSED[product][0] in shapes:
+                    self._put(slot, layer, which, {name: shapes[name] for name in FUSED[product]}, weights)
 
     def begin(self, of_tokens: npt.NDArray[np.int64] | None) -> None:
         """Take in the slots of a step's tokens; see SlotWeights."""
         self._decoder.adapters = None if of_tokens is None else of_tokens.astype(np.int32)
 
-    def _put(self, slot: int, layer: int, which: int, names: tuple[str, ...], weights: AdapterWeights) -> None:
-        """Copy what an adapter changes of one product, whose projections are `names`."""
-        pairs = {name: pair for name in names if (pair := weights.pairs.get((layer, name))) is not None}
+    def _put(self, slot: int, layer: int, which: int, shapes: Shapes, weights: AdapterWeights) -> None:
+        """Copy what an adapter changes of one product of these projections."""
+        pairs = {name: pair for name in shapes if (pair := weights.pairs.get((layer, name))) is not None}
         rank = max((len(pair.a) for pair in pairs.values()), default=0)
         if not rank:
             self._functions.ty_model_adapter(self._decoder.model, slot, layer, which, 0, None, None)
             return
-        shapes = projection_shapes(self._decoder.config, layer)
-        inputs, outputs = shapes[names[0]][0], [shapes[name][1] for name in names]
-        a = torch.zeros(len(names), rank, inputs, dtype=self._decoder.dtype)
+        inputs, outputs = next(iter(shapes.values()))[0], [outputs for _, outputs in shapes.values()]
+        a = torch.zeros(len(shapes), rank, inputs, dtype=self._decoder.dtype)
         b = torch.zeros(sum(outputs), rank, dtype=self._decoder.dtype)
-        for part, (name, own) in enumerate(zip(names, torch.split(b, outputs), strict=True)):
+        for part, (name, own) in enumerate(zip(shapes, torch.split(b, outputs), strict=True)):
             pair = pairs.get(name)
             if pair is not None:
                 a[part, : len(pair.a)] = pair.a

@@ -143,8 +143,12 @@ void ty_model_linear(void *model, int layer, int which, const void *weights, con
     ((ty::Model *)model)->set_linear(layer, which, weights, bias);
 }
 
-void ty_model_norm(void *model, int layer, int which, const float *weight) {
-    ((ty::Model *)model)->set_norm(layer, which, weight);
+void ty_model_expert(void *model, int layer, int which, int expert, const void *weights, const float *bias) {
+    ((ty::Model *)model)->set_expert(layer, which, expert, weights, bias);
+}
+
+void ty_model_vector(void *model, int layer, int which, const float *numbers) {
+    ((ty::Model *)model)->set_vector(layer, which, numbers);
 }
 
 int64_t ty_model_slots(void *model, int slots, int64_t rank) {

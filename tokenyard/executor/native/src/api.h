@@ -9,23 +9,35 @@
 enum { TY_BF16, TY_FLOAT32 };
 enum { TY_QKV, TY_OUTPUT, TY_GATE_UP, TY_DOWN, TY_HEAD, TY_ROUTER };
 enum { TY_SILU, TY_GELU, TY_CLAMPED };
-enum { TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_LAST_NORM };
+enum { TY_ATTENTION_NORM, TY_MLP_NORM, TY_Q_NORM, TY_K_NORM, TY_AFTER_ATTENTION, TY_AFTER_MLP, TY_SINKS, TY_LAST_NORM };
 
-// windows: int32[layers], tokens that a query sees, 0 for all. embedding: stored[vocabulary, hidden]. cos_sin:
-// float[positions, head_dim]. Both must outlive the model. int8: products take weights rounded to int8.
+// Layers of experts, all alike; see ExpertFacts in experts.h. gate: one of TY_SILU, TY_GELU, TY_CLAMPED.
+struct ty_experts {
+    int32_t dtype, int8, hidden, inter, count, active, normed, gate;
+    float gate_limit;
+};
+
+// int8: products take weights rounded to int8. rotated: dimensions of a head that are. gate, gate_limit: see ty_experts.
+// embedding_scale: on embeddings. attention_scale, attention_softcap: see Attending in kernels.h; logit_softcap likewise,
+// of logits. windows: int32[layers], tokens that a query sees, 0 for all. embedding: stored[vocabulary, hidden]. cos_sin:
+// float[positions, rotated] for each layer. Both must outlive the model. experts: null for none; expert_layers:
+// int32[layers], whether a layer has experts in the place of gate, up and down.
 struct ty_config {
-    int32_t dtype, int8, layers, hidden, inter, heads, kv_heads, head_dim;
-    float eps;
+    int32_t dtype, int8, layers, hidden, inter, heads, kv_heads, head_dim, rotated, gate;
+    float eps, gate_limit, embedding_scale, attention_scale, attention_softcap, logit_softcap;
     int64_t vocabulary;
     const int32_t *windows;
     const void *embedding;
-    const float *cos_sin;
+    const float *const *cos_sin;
+    const ty_experts *experts;
+    const int32_t *expert_layers;
 };
 
 // kv: the pool, [layer][keys, values][slot, kv_heads, head_dim], with plane_bytes between two planes. See Rows in ops.h.
 // token_ids, positions, slots, pool_rows: int64[tokens]. starts, counts: int64[rows]. logits: float[logit_count,
 // vocabulary], of the tokens logit_tokens. adapters: int32[tokens], the slot of each token's adapter from 1, or 0 for
-// none; null where none has one.
+// none; null where none has one. window_kv: the pool of the layers with a window where they have one of their own, in
+// which layers count by themselves, with window_slots and window_table for it; else null.
 struct ty_step {
     int64_t tokens, rows, logit_count;
     const int64_t *token_ids, *positions, *slots, *pool_rows, *starts, *counts, *logit_tokens;
@@ -36,6 +48,11 @@ struct ty_step {
     void *kv;
     int64_t plane_bytes;
     const int32_t *adapters;
+    void *window_kv;
+    int64_t window_plane_bytes;
+    const int64_t *window_slots;
+    const int32_t *window_table;
+    int64_t window_table_stride;
 };
 
 // Attention by itself: q and out are active[tokens, heads * head_dim], keys and values of one layer. See Attending in
@@ -46,12 +63,6 @@ struct ty_attention {
     const void *q, *keys, *values;
     void *out;
     const float *sinks;
-};
-
-// Layers of experts, all alike; see ExpertFacts in experts.h. gate: one of TY_SILU, TY_GELU, TY_CLAMPED.
-struct ty_experts {
-    int32_t dtype, int8, hidden, inter, count, active, normed, gate;
-    float gate_limit;
 };
 
 // Of ty_config, ty_step, ty_attention, ty_experts: a check that both sides mean the same.
@@ -72,7 +83,10 @@ TY_API void ty_attention_free(void *attention);
 TY_API void *ty_model_new(void *pool, int level, const ty_config *config);
 // weights: stored[outputs, inputs], laid out anew. bias: float[outputs] or null.
 TY_API void ty_model_linear(void *model, int layer, int which, const void *weights, const float *bias);
-TY_API void ty_model_norm(void *model, int layer, int which, const float *weight);
+// See Experts::linear.
+TY_API void ty_model_expert(void *model, int layer, int which, int expert, const void *weights, const float *bias);
+// TY_Q_NORM, TY_K_NORM: float[head_dim]; TY_SINKS: float[heads], see Attending; the other norms: float[hidden].
+TY_API void ty_model_vector(void *model, int layer, int which, const float *numbers);
 // Room for `slots` adapters of ranks up to `rank`, once for a model; returns the bytes that each takes, -1 where memory ran out.
 TY_API int64_t ty_model_slots(void *model, int slots, int64_t rank);
 // What the adapter in a slot, from 0, adds to a product: (x * a^T) * b^T. a: stored[parts, rank, inputs], where the parts

@@ -99,8 +99,8 @@ struct Mixing {
 };
 
 // What comes after the product of q, k and v, for tokens first .. last - 1: norms of heads (null for none), rotation,
-// and the way into the pool. qkv: float[tokens, (heads + 2 * kv_heads) * head_dim]. cos_sin: float[positions, head_dim],
-// cosines then sines. slots: where the tokens' keys and values go. keys, values: stored[slot, kv_heads, head_dim].
+// and the way into the pool. qkv: float[tokens, (heads + 2 * kv_heads) * head_dim]. cos_sin: float[positions, rotated],
+// cosines then sines, for the first `rotated` dimensions of each head; the others stay as they are. slots: where the tokens' keys and values go. keys, values: stored[slot, kv_heads, head_dim].
 struct Placing {
     float *qkv;
     const float *q_norm, *k_norm;
@@ -109,7 +109,7 @@ struct Placing {
     const int64_t *positions, *slots;
     void *keys, *values;
     void *q;
-    int heads, kv_heads, head_dim;
+    int heads, kv_heads, head_dim, rotated;
 };
 
 // Attention in one layer. q, out: active[tokens, heads * head_dim]. keys, values: stored[slot, kv_heads, head_dim].
@@ -178,8 +178,10 @@ struct TypedKernels {
     void (*round_rows)(const void *x, int64_t rows, int64_t size, uint8_t *bytes, int64_t stride, float *scales);
     // out[rows, size] (active) = x[rows, size] / rms(x) * weight
     void (*norm)(const float *x, const float *weight, void *out, int64_t rows, int64_t size, float eps);
-    // x[rows, size] = table[ids[row]]
-    void (*embed)(const void *table, const int64_t *ids, float *x, int64_t rows, int64_t size);
+    // x[rows, size] += found[rows, size] / rms(found) * weight
+    void (*add_norm)(const float *found, const float *weight, float *x, int64_t rows, int64_t size, float eps);
+    // x[rows, size] = table[ids[row]] * scale
+    void (*embed)(const void *table, const int64_t *ids, float scale, float *x, int64_t rows, int64_t size);
     void (*place)(const Placing &job, int64_t first, int64_t last);
     // Rows first .. last - 1 of each.
     void (*route)(const Routing &job, int64_t first, int64_t last);
@@ -213,6 +215,8 @@ struct Kernels {
     const char *name;
     int width;
     TypedKernels bf16_kernels, float_kernels;
+    // Hold count numbers below `cap`: cap * tanh(x / cap).
+    void (*soften)(float *x, int64_t count, float cap);
     // The token; the vocabulary's last where a logit is NaN or none is finite.
     int64_t (*draw)(const Drawing &job, const Draw &one, float *space);
 };

@@ -15,14 +15,23 @@ const TypedKernels &typed_of(const Kernels &kernels, int dtype) {
 Model::Model(Pool &pool, const Kernels &kernels, const ty_config &config)
     : pool_(pool), all_(kernels), kernels_(typed_of(kernels, config.dtype)), config_(config),
       q_size_((int64_t)config.heads * config.head_dim), kv_size_((int64_t)config.kv_heads * config.head_dim),
-      active_bytes_(kernels_.active_is_bf16 ? 2 : 4), windows_(config.windows, config.windows + config.layers),
-      layers_((size_t)config.layers), attention_(pool, kernels_, config.heads, config.kv_heads, config.head_dim) {
+      active_bytes_(kernels_.active_is_bf16 ? 2 : 4), layers_((size_t)config.layers),
+      attention_(pool, kernels_, config.heads, config.kv_heads, config.head_dim),
+      window_attention_(pool, kernels_, config.heads, config.kv_heads, config.head_dim) {
     const int64_t hidden = config.hidden, inter = config.inter;
     std::vector<Linear *> linears;
-    for (Layer &layer : layers_) {
+    int64_t places[2] = {0, 0};
+    if (config.experts)
+        experts_.reset(new ExpertRows(pool, kernels_, kernels.width, facts_of(*config.experts)));
+    for (size_t index = 0; index < layers_.size(); index++) {
+        Layer &layer = layers_[index];
+        layer.window = config.windows[index];
+        layer.cos_sin = config.cos_sin[index];
+        layer.place = places[layer.window ? 1 : 0]++;
+        const bool has_experts = config.experts && config.expert_layers[index];
         const int64_t sizes[4][2] = {
             {hidden, q_size_ + 2 * kv_size_}, {q_size_, hidden}, {hidden, 2 * inter}, {inter, hidden}};
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < (has_experts ? TY_GATE_UP : 4); i++) {
             layer.linears[i].inputs = sizes[i][0];
             layer.linears[i].outputs = sizes[i][1];
             layer.linears[i].gated = i == TY_GATE_UP;
@@ -34,6 +43,13 @@ Model::Model(Pool &pool, const Kernels &kernels, const ty_config &config)
     linears.push_back(&head_);
     for (Linear *one : linears)
         one->kernels = config.int8 ? &kernels_.as_int8 : &kernels_.as_stored;
+    for (size_t index = 0; config.experts && index < layers_.size(); index++)
+        if (config.expert_layers[index]) {
+            Experts &own = layers_[index].experts;
+            own.shape(kernels_, facts_of(*config.experts));
+            for (Linear *one : own.linears())
+                linears.push_back(one);
+        }
     place_linears(linears, all_.width, weights_);
 }
 
@@ -46,13 +62,16 @@ void Model::set_linear(int layer, int which, const void *weights, const float *b
     pack(pool_, all_.width, stored_bytes(), linear(layer, which), weights, bias);
 }
 
-void Model::set_norm(int layer, int which, const float *weight) {
-    if (which == TY_LAST_NORM) {
-        norm_.assign(weight, weight + config_.hidden);
-        return;
-    }
+void Model::set_expert(int layer, int which, int expert, const void *weights, const float *bias) {
+    Awake awake(pool_);
+    pack(pool_, all_.width, stored_bytes(), layers_[(size_t)layer].experts.linear(which, expert), weights, bias);
+}
+
+void Model::set_vector(int layer, int which, const float *numbers) {
     const bool of_heads = which == TY_Q_NORM || which == TY_K_NORM;
-    layers_[(size_t)layer].norms[which].assign(weight, weight + (of_heads ? config_.head_dim : config_.hidden));
+    const int size = which == TY_SINKS ? config_.heads : of_heads ? config_.head_dim : config_.hidden;
+    std::vector<float> &own = which == TY_LAST_NORM ? norm_ : layers_[(size_t)layer].vectors[which];
+    own.assign(numbers, numbers + size);
 }
 
 int64_t Model::reserve_slots(int slots, int64_t rank) {
@@ -61,7 +80,7 @@ int64_t Model::reserve_slots(int slots, int64_t rank) {
     int64_t bytes = 0;
     for (Layer &layer : layers_) {
         layer.slots.clear();
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < (layer.has_experts() ? TY_GATE_UP : 4); i++) {
             layer.slots.emplace_back(kernels_, all_.width, stored_bytes(), layer.linears[i], parts[i]);
             bytes += layer.slots.back().slot_bytes(rank);
         }
@@ -81,24 +100,16 @@ void Model::set_adapter(int slot, int layer, int which, int64_t rank, const void
 }
 
 bool Model::step(const ty_step &step) {
-    const int64_t tokens = step.tokens, hidden = config_.hidden;
-    for (int64_t t = 0; t < tokens; t++)
+    for (int64_t t = 0; t < step.tokens; t++)
         if (step.token_ids[t] < 0 || step.token_ids[t] >= config_.vocabulary)
             return false;
-    x_ = residual_.get_of<float>(tokens * hidden);
-    normed_.get((size_t)(tokens * hidden * active_bytes_));
-    qkv_.get_of<float>(tokens * (q_size_ + 2 * kv_size_));
-    q_.get((size_t)(tokens * q_size_ * active_bytes_));
-    attended_.get((size_t)(tokens * q_size_ * active_bytes_));
-    gated_.get((size_t)(tokens * config_.inter * active_bytes_));
-    adapted_.set(step.adapters, tokens);
+    reserve(step);
+    adapted_.set(step.adapters, step.tokens);
     Awake awake(pool_);
-    timed(EMBED, [&] { kernels_.embed(config_.embedding, step.token_ids, x_, tokens, hidden); });
-    timed(PREPARE, [&] {
-        attention_.prepare({step.rows, step.starts, step.counts, step.pool_rows, step.page_table,
-                            step.page_table_stride, step.page_size, step.fixed_order != 0},
-                           windows_);
+    timed(EMBED, [&] {
+        kernels_.embed(config_.embedding, step.token_ids, config_.embedding_scale, x_, step.tokens, config_.hidden);
     });
+    timed(PREPARE, [&] { prepare(step); });
     for (int i = 0; i < config_.layers; i++)
         run_layer(i, step);
     if (step.logit_count)
@@ -106,11 +117,47 @@ bool Model::step(const ty_step &step) {
     return true;
 }
 
+// Get the working space of a step.
+void Model::reserve(const ty_step &step) {
+    const int64_t tokens = step.tokens, hidden = config_.hidden;
+    x_ = residual_.get_of<float>(tokens * hidden);
+    normed_.get((size_t)(tokens * hidden * active_bytes_));
+    qkv_.get_of<float>(tokens * (q_size_ + 2 * kv_size_));
+    q_.get((size_t)(tokens * q_size_ * active_bytes_));
+    attended_.get((size_t)(tokens * q_size_ * active_bytes_));
+    gated_.get((size_t)(tokens * config_.inter * active_bytes_));
+}
+
+// Work out what attention does in each layer: in that of layers with a window by itself where they have a pool of their
+// own.
+void Model::prepare(const ty_step &step) {
+    Rows rows = {step.rows, step.starts, step.counts, step.pool_rows, step.page_table,
+                 step.page_table_stride, step.page_size, step.fixed_order != 0};
+    std::vector<int> windows[2];
+    for (const Layer &layer : layers_)
+        windows[step.window_kv && layer.window].push_back(layer.window);
+    if (!windows[0].empty())
+        attention_.prepare(rows, windows[0]);
+    rows.page_table = step.window_table;
+    rows.page_table_stride = step.window_table_stride;
+    if (!windows[1].empty())
+        window_attention_.prepare(rows, windows[1]);
+}
+
+Model::Plane Model::plane_of(const Layer &layer, int index, const ty_step &step) const {
+    if (step.window_kv && layer.window) {
+        char *keys = (char *)step.window_kv + 2 * layer.place * step.window_plane_bytes;
+        return {keys, keys + step.window_plane_bytes, step.window_slots};
+    }
+    char *keys = (char *)step.kv + 2 * (step.window_kv ? layer.place : index) * step.plane_bytes;
+    return {keys, keys + step.plane_bytes, step.slots};
+}
+
 void Model::multiply(Phase phase, const Linear &linear, const void *x, Epilogue epilogue, void *y, int64_t ldy,
                      int64_t rows, const Changes &changes) {
     Product job = {x, linear.inputs, nullptr, linear.panels, linear.bias.empty() ? nullptr : linear.bias.data(),
                    linear.inputs, linear.outputs, linear.count(all_.width), epilogue, y, ldy,
-                   changes.slots ? &changes : nullptr};
+                   changes.slots ? &changes : nullptr, config_.gate_limit};
     if (config_.int8)
         timed(ROUND, [&] {
             bytes_.round(pool_, kernels_, x, rows, linear.inputs);
@@ -128,38 +175,63 @@ Changes Model::changes(Layer &layer, int which, const void *x, int64_t rows) {
     return found;
 }
 
-void Model::normalise(const float *x, const std::vector<float> &weight, void *out, int64_t rows) {
-    timed(NORM, [&] { run_norm(pool_, kernels_, x, weight.data(), out, rows, config_.hidden, config_.eps); });
+void Model::normalise(const float *x, const float *weight, void *out, int64_t rows) {
+    timed(NORM, [&] { run_norm(pool_, kernels_, x, weight, out, rows, config_.hidden, config_.eps); });
+}
+
+template <class Compute>
+void Model::add(const float *norm, int64_t tokens, const Compute &compute) {
+    if (!norm)
+        return compute(x_, ADD);
+    float *found = added_.get_of<float>(tokens * config_.hidden);
+    compute(found, STORE);
+    timed(NORM, [&] { run_add_norm(pool_, kernels_, found, norm, x_, tokens, config_.hidden, config_.eps); });
 }
 
 void Model::run_layer(int index, const ty_step &step) {
     Layer &layer = layers_[(size_t)index];
-    const int64_t tokens = step.tokens, hidden = config_.hidden;
-    void *h = normed_.get(0), *q = q_.get(0), *attended = attended_.get(0), *gated = gated_.get(0);
-    float *qkv = (float *)qkv_.get(0);
-    char *keys = (char *)step.kv + 2 * index * step.plane_bytes, *values = keys + step.plane_bytes;
-    const auto of_heads = [&](int which) {
-        return layer.norms[which].empty() ? nullptr : layer.norms[which].data();
-    };
-    normalise(x_, layer.norms[TY_ATTENTION_NORM], h, tokens);
-    multiply(QKV, layer.linears[TY_QKV], h, STORE, qkv, q_size_ + 2 * kv_size_, tokens,
+    const int64_t tokens = step.tokens;
+    void *h = normed_.get(0), *attended = attended_.get(0);
+    normalise(x_, layer.vector(TY_ATTENTION_NORM), h, tokens);
+    multiply(QKV, layer.linears[TY_QKV], h, STORE, qkv_.get(0), q_size_ + 2 * kv_size_, tokens,
              changes(layer, TY_QKV, h, tokens));
+    attend(layer, plane_of(layer, index, step), step);
+    add(layer.vector(TY_AFTER_ATTENTION), tokens, [&](float *out, Epilogue epilogue) {
+        multiply(OUTPUT, layer.linears[TY_OUTPUT], attended, epilogue, out, config_.hidden, tokens,
+                 changes(layer, TY_OUTPUT, attended, tokens));
+    });
+    run_mlp(layer, tokens);
+}
+
+void Model::attend(Layer &layer, const Plane &plane, const ty_step &step) {
+    void *q = q_.get(0);
     timed(PLACE, [&] {
         run_place(pool_, kernels_,
-                  {qkv, of_heads(TY_Q_NORM), of_heads(TY_K_NORM), config_.eps, config_.cos_sin, step.positions,
-                   step.slots, keys, values, q, config_.heads, config_.kv_heads, config_.head_dim},
-                  tokens);
+                  {(float *)qkv_.get(0), layer.vector(TY_Q_NORM), layer.vector(TY_K_NORM), config_.eps, layer.cos_sin,
+                   step.positions, plane.slots, plane.keys, plane.values, q, config_.heads, config_.kv_heads,
+                   config_.head_dim, config_.rotated},
+                  step.tokens);
     });
     timed(ATTEND, [&] {
-        attention_.run({q, keys, values, attended, config_.heads, config_.kv_heads, config_.head_dim,
-                        windows_[(size_t)index], 1.0f / __builtin_sqrtf((float)config_.head_dim)});
+        Attention &attention = step.window_kv && layer.window ? window_attention_ : attention_;
+        attention.run({q, plane.keys, plane.values, attended_.get(0), config_.heads, config_.kv_heads,
+                       config_.head_dim, layer.window, config_.attention_scale, config_.attention_softcap,
+                       layer.vector(TY_SINKS)});
     });
-    multiply(OUTPUT, layer.linears[TY_OUTPUT], attended, ADD, x_, hidden, tokens,
-             changes(layer, TY_OUTPUT, attended, tokens));
-    normalise(x_, layer.norms[TY_MLP_NORM], h, tokens);
-    multiply(GATE_UP, layer.linears[TY_GATE_UP], h, SILU, gated, config_.inter, tokens,
-             changes(layer, TY_GATE_UP, h, tokens));
-    multiply(DOWN, layer.linears[TY_DOWN], gated, ADD, x_, hidden, tokens, changes(layer, TY_DOWN, gated, tokens));
+}
+
+void Model::run_mlp(Layer &layer, int64_t tokens) {
+    const Epilogue gates[] = {SILU, GELU, CLAMPED};
+    void *h = normed_.get(0), *gated = gated_.get(0);
+    normalise(x_, layer.vector(TY_MLP_NORM), h, tokens);
+    add(layer.vector(TY_AFTER_MLP), tokens, [&](float *out, Epilogue epilogue) {
+        if (layer.has_experts())
+            return timed(EXPERTS, [&] { experts_->run(layer.experts, h, tokens, out, epilogue == ADD); });
+        multiply(GATE_UP, layer.linears[TY_GATE_UP], h, gates[config_.gate], gated, config_.inter, tokens,
+                 changes(layer, TY_GATE_UP, h, tokens));
+        multiply(DOWN, layer.linears[TY_DOWN], gated, epilogue, out, config_.hidden, tokens,
+                 changes(layer, TY_DOWN, gated, tokens));
+    });
 }
 
 void Model::logits_of_last(const int64_t *tokens, int64_t count, float *out) {
@@ -178,8 +250,10 @@ void Model::logits(const int64_t *tokens, int64_t count, float *out) {
     float *x = few_.get_of<float>(count * hidden);
     void *h = few_normed_.get((size_t)(count * hidden * active_bytes_));
     residual_of_last(tokens, count, x);
-    normalise(x, norm_, h, count);
+    normalise(x, norm_.data(), h, count);
     multiply(HEAD, head_, h, STORE, out, config_.vocabulary, count);
+    if (config_.logit_softcap > 0.0f)
+        timed(HEAD, [&] { run_soften(pool_, all_, out, count * config_.vocabulary, config_.logit_softcap); });
 }
 
 }  // namespace ty

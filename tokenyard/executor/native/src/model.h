@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "api.h"
+#include "experts.h"
 #include "lora.h"
 #include "ops.h"
 #include "profile.h"
@@ -16,7 +17,8 @@ class Model {
     Model(Pool &pool, const Kernels &kernels, const ty_config &config);
 
     void set_linear(int layer, int which, const void *weights, const float *bias);
-    void set_norm(int layer, int which, const float *weight);
+    void set_expert(int layer, int which, int expert, const void *weights, const float *bias);
+    void set_vector(int layer, int which, const float *numbers);
     // Room for so many adapters of ranks up to `rank`; called once. Returns the bytes that each takes.
     int64_t reserve_slots(int slots, int64_t rank);
     void set_adapter(int slot, int layer, int which, int64_t rank, const void *a, const void *b);
@@ -29,9 +31,21 @@ class Model {
 
   private:
     struct Layer {
-        Linear linears[4];
-        std::vector<float> norms[4];
+        Linear linears[4];  // without the last two where there are experts
+        Experts experts;
+        std::vector<float> vectors[TY_LAST_NORM];
         std::vector<ProductSlots> slots;  // of each of `linears`, or none
+        int window = 0;
+        int64_t place = 0;  // among the layers with a window, or among those without
+        const float *cos_sin = nullptr;
+
+        bool has_experts() const { return !experts.down.empty(); }
+        const float *vector(int which) const { return vectors[which].empty() ? nullptr : vectors[which].data(); }
+    };
+    // Where a step's keys and values of one layer go.
+    struct Plane {
+        char *keys, *values;
+        const int64_t *slots;
     };
 
     Linear &linear(int layer, int which);
@@ -40,24 +54,33 @@ class Model {
                   int64_t rows, const Changes &changes = {});
     // What adapters add to a product of a layer.
     Changes changes(Layer &layer, int which, const void *x, int64_t rows);
-    void normalise(const float *x, const std::vector<float> &weight, void *out, int64_t rows);
+    void normalise(const float *x, const float *weight, void *out, int64_t rows);
     void logits(const int64_t *tokens, int64_t count, float *out);
+    void reserve(const ty_step &step);
+    void prepare(const ty_step &step);
+    Plane plane_of(const Layer &layer, int index, const ty_step &step) const;
     void run_layer(int index, const ty_step &step);
+    void attend(Layer &layer, const Plane &plane, const ty_step &step);
+    void run_mlp(Layer &layer, int64_t tokens);
+    // Let `compute(out, epilogue)` add what a part of the layer finds to the residual stream, behind its own norm if it
+    // has one.
+    template <class Compute>
+    void add(const float *norm, int64_t tokens, const Compute &compute);
 
     Pool &pool_;
     const Kernels &all_;
     const TypedKernels &kernels_;
     const ty_config config_;
     const int64_t q_size_, kv_size_, active_bytes_;
-    std::vector<int> windows_;
     std::vector<Layer> layers_;
     std::vector<float> norm_;
     Linear head_;
     Block weights_, adapters_;
-    Attention attention_;
+    Attention attention_, window_attention_;
+    std::unique_ptr<ExpertRows> experts_;
     ByteRows bytes_;
     AdaptedRows adapted_;
-    Block residual_, normed_, qkv_, q_, attended_, gated_, few_, few_normed_, inner_;
+    Block residual_, normed_, qkv_, q_, attended_, gated_, few_, few_normed_, inner_, added_;
     float *x_ = nullptr;
 };
 

@@ -86,6 +86,22 @@ void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const flo
     });
 }
 
+void run_add_norm(Pool &pool, const TypedKernels &kernels, const float *found, const float *weight, float *x,
+                  int64_t rows, int64_t size, float eps) {
+    if (rows * size <= SMALL)
+        return kernels.add_norm(found, weight, x, rows, size, eps);
+    pool.run(ceil_div(rows, TOKENS_OF_TASK), [&](int64_t i, int) {
+        const int64_t row = i * TOKENS_OF_TASK, some = least(TOKENS_OF_TASK, rows - row);
+        kernels.add_norm(found + row * size, weight, x + row * size, some, size, eps);
+    });
+}
+
+void run_soften(Pool &pool, const Kernels &kernels, float *x, int64_t count, float cap) {
+    pool.run(ceil_div(count, SMALL), [&](int64_t i, int) {
+        kernels.soften(x + i * SMALL, least(SMALL, count - i * SMALL), cap);
+    });
+}
+
 void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int64_t tokens) {
     if (tokens * (job.heads + 2 * job.kv_heads) * job.head_dim <= SMALL)
         return kernels.place(job, 0, tokens);

@@ -51,6 +51,10 @@ struct ByteRows {
 void run_product(Pool &pool, const PanelKernels &kernels, const Product &job, int64_t rows);
 void run_norm(Pool &pool, const TypedKernels &kernels, const float *x, const float *weight, void *out, int64_t rows,
               int64_t size, float eps);
+// x += norm of found
+void run_add_norm(Pool &pool, const TypedKernels &kernels, const float *found, const float *weight, float *x,
+                  int64_t rows, int64_t size, float eps);
+void run_soften(Pool &pool, const Kernels &kernels, float *x, int64_t count, float cap);
 void run_place(Pool &pool, const TypedKernels &kernels, const Placing &job, int64_t tokens);
 
 // Draws tokens, with working space for each thread.

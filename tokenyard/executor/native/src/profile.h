@@ -7,7 +7,7 @@
 
 namespace ty {
 
-enum Phase { EMBED, PREPARE, NORM, ROUND, SHRINK, QKV, PLACE, ATTEND, OUTPUT, GATE_UP, DOWN, HEAD, PHASES };
+enum Phase { EMBED, PREPARE, NORM, ROUND, SHRINK, QKV, PLACE, ATTEND, OUTPUT, GATE_UP, DOWN, EXPERTS, HEAD, PHASES };
 
 #ifdef TY_PROFILE
 inline double phase_seconds[PHASES];
