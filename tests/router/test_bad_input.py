@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import pytest
 from hypothesis import given
@@ -333,6 +334,19 @@ def test_what_a_worker_says_of_itself_is_not_believed_blindly(info):
         async with FakeWorker(info=info) as worker, routing(worker) as (router, client):
             assert (await client.complete()).status == 200
             assert len(router.workers.find("w0").targets) <= 1024
+
+    run(main())
+
+
+def test_a_worker_that_is_not_there_is_told_with_the_reason(caplog):
+    async def main():
+        with socket.socket() as bound:  # and nothing listens
+            bound.bind(("127.0.0.1", 0))
+            async with routing(ready=False) as (router, _):
+                router.add_worker(f"http://127.0.0.1:{bound.getsockname()[1]}", "static")
+                async with asyncio.timeout(30):
+                    while "is not there yet: nothing listens there" not in caplog.text:
+                        await asyncio.sleep(0.01)
 
     run(main())
 

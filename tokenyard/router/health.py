@@ -111,23 +111,25 @@ class Health:
         good = bad = 0
         while True:
             try:
-                fine = await self._look(worker)
+                wrong = await self._look(worker)
             except Exception:
                 log.exception("looking at %s failed", worker.name)
-                fine = False
-            good, bad = (good + 1, 0) if fine else (0, bad + 1)
-            self._judge(worker, good, bad)
+                wrong = "looking at it failed"
+            good, bad = (0, bad + 1) if wrong else (good + 1, 0)
+            self._judge(worker, good, bad, wrong)
             await self._pause(worker, fast=worker.healthy is not True or bad > 0)
 
-    def _judge(self, worker: Worker, good: int, bad: int) -> None:
+    def _judge(self, worker: Worker, good: int, bad: int, wrong: str) -> None:
         settings = self._settings
         if good and (worker.healthy is None or good >= settings.health_success_threshold):
             if not worker.healthy:
                 log.info("worker %s (%s) is healthy", worker.name, worker.url)
             self._workers.set_healthy(worker, True)
         elif bad >= settings.health_failure_threshold and worker.healthy:
-            log.warning("worker %s (%s) is unhealthy", worker.name, worker.url)
+            log.warning("worker %s (%s) is unhealthy: %s", worker.name, worker.url, wrong)
             self._workers.set_healthy(worker, False)
+        elif bad == settings.health_failure_threshold and worker.healthy is None:
+            log.warning("worker %s (%s) is not there yet: %s", worker.name, worker.url, wrong)
 
     async def _pause(self, worker: Worker, *, fast: bool) -> None:
         most_s = self._settings.health_check_interval_secs
@@ -136,28 +138,31 @@ class Health:
             await asyncio.wait_for(event.wait(), min(most_s, FIRST_LOOK_S) if fast else most_s)
         event.clear()
 
-    async def _look(self, worker: Worker) -> bool:
-        """Whether the worker answers well; learns on the way what it serves."""
+    async def _look(self, worker: Worker) -> str:
+        """What is wrong with the worker, "" if it answers well; learns on the way what it serves."""
+        path = self._settings.health_check_endpoint
         try:
-            status, _ = await self._ask(worker, self._settings.health_check_endpoint)
+            status, _ = await self._ask(worker, path)
         except ConnectionRefusedError:
             # No process listens: whatever comes back there has an empty cache.
             if worker.healthy:
                 self._workers.set_healthy(worker, False)
                 self._workers.restarted(worker)
-            return False
-        except OSError:
-            return False
+            return "nothing listens there"
+        except OSError as error:
+            return _reason(error)
         if status not in (200, 404):
-            return False
+            return f"{path} answers {status}"
         if status == 404 and worker.models and worker.open_requests:
             # A server without this path, such as llama-cpp-python's, which may break off an answer to tell its models.
-            return True
+            return ""
         try:
             tells_models = await self._learn(worker)
-        except OSError:
-            return False
-        return not worker.closed and (status == 200 or tells_models)
+        except OSError as error:
+            return _reason(error)
+        if worker.closed:
+            return "it was removed"
+        return "" if status == 200 or tells_models else f"it has neither {path} nor a list of models"
 
     async def _learn(self, worker: Worker) -> bool:
         """Models, ranks and identity of a worker, as far as it tells them; returns whether it tells its models."""
@@ -175,6 +180,10 @@ class Health:
 
     async def _ask(self, worker: Worker, path: str) -> tuple[int, bytes]:
         return await ask(worker, path, self._settings.health_check_timeout_secs, headers=self._headers)
+
+
+def _reason(error: OSError) -> str:
+    return "it does not answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
 
 
 def _object(body: bytes) -> dict[str, Any]:
