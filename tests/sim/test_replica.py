@@ -9,7 +9,7 @@ from tokenyard.sim.replica import MOST_RETRIES, NEVER_NS, Replica
 class Stuck:
     """A scheduler with work that it cannot plan, until some time."""
 
-    has_work = True
+    has_work, has_output = True, False
 
     def __init__(self, until_ns):
         self.until_ns, self.asked = until_ns, []
