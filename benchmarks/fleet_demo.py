@@ -8,7 +8,7 @@ measured burst stands between two calibration bursts of other requests and of th
 in the same way. From the tapes of all engines in these two come the costs of a step, their mean error (`Profile.error`,
 "the stated error" here) and the host's time. Nothing is learnt from the measured burst itself.
 
-Foretold are: the share of the requests whose first token is in time, times, and requests a second, by simulations with
+It foretells the share of requests whose first token is in time, the times, and requests a second. It simulates with
 steps as the profile has them, and faster and slower by its error, as `tokenyard plan` does for its bounds. A served
 figure should lie between the last two. Then the planner is asked for the smallest fleet that attains as much as was
 served in each burst: that is how many there were, so this should lie between its answers for faster and slower steps.

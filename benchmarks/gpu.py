@@ -464,7 +464,12 @@ def main() -> int:
     parser.add_argument("--profiles", type=Path, default=Path(), help="folder for cost profiles [here]")
     parser.add_argument("--rehearse", action="store_true", help="run all parts on the CPU with tiny shapes")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="which shapes [all]")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no part after so many seconds")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=float("inf"),
+        help="start no further part of the benchmark after this many seconds",
+    )
     options = parser.parse_args()
     if options.rehearse:
         with tempfile.TemporaryDirectory() as profiles:
