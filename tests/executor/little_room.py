@@ -1,4 +1,4 @@
-"""Models with parts of their own under a scheduler that has little room."""
+"""Whole models under schedules that mix what rows can do; all answers are those of transformers."""
 
 from dataclasses import replace
 
@@ -28,3 +28,16 @@ def serve_in_little_room(executor, case, tokens=10):
     counters = yard.scheduler.snapshot(0).counters
     assert counters.hit_tokens
     assert counters.retracted
+
+
+def run_all_kinds(driver, case):
+    """Have a driver compute whole prompts, a prompt in chunks beside decodes, and decodes; all tokens are right."""
+    prompts = [prompt_of(length, seed=length) for length in (3, 40, 33)]
+    *rows, late = [driver.start(prompt) for prompt in prompts]
+    driver.step(*[(row, None) for row in rows])
+    for count in (20, None):
+        driver.step((late, count), *[(row, 1) for row in rows])
+    driver.step(*[(row, 1) for row in (*rows, late)])
+    for prompt, row in zip(prompts, (*rows, late), strict=True):
+        assert len(row.output) >= 2
+        assert row.output == greedy(case, prompt, len(row.output))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.executor import fake_flashinfer
+from tests.executor.little_room import run_all_kinds
 from tests.executor.pretend_gpu import Watch, pretend_driver
 from tests.executor.test_windows import load, small_pools, yard_of  # noqa: F401
 from tests.executor.tiny_models import greedy, prompt_of
@@ -34,14 +35,7 @@ def fake(monkeypatch):
 def test_greedy_tokens_under_a_schedule_of_all_kinds(fake, make_driver, case, page_size):
     driver = make_driver(case, page_size=page_size, model_impl="torch", attention_backend="flashinfer")
     assert "flashinfer" in driver.info.kernels
-    prompts = [prompt_of(length, seed=length) for length in (3, 40, 33)]
-    *rows, late = [driver.start(prompt) for prompt in prompts]
-    driver.step(*[(row, None) for row in rows])
-    for count in (20, None):
-        driver.step((late, count), *[(row, 1) for row in rows])
-    driver.step(*[(row, 1) for row in (*rows, late)])
-    for prompt, row in zip(prompts, (*rows, late), strict=True):
-        assert row.output == greedy(case, prompt, len(row.output))
+    run_all_kinds(driver, case)
 
 
 def test_layers_with_a_window_in_a_pool_of_their_own(fake, folder):

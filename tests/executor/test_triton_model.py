@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.executor.little_room import run_all_kinds
 from tests.executor.tiny_models import DEVICE, greedy, logits, prompt_of
 from tests.executor.triton_here import need_triton
 
@@ -24,15 +25,7 @@ TRITON = {"model_impl": "torch", "attention_backend": "triton"}
 def test_greedy_tokens_under_a_schedule_of_all_kinds(make_driver, case, page_size):
     driver = make_driver(case, page_size=page_size, **TRITON)
     assert "triton" in driver.info.kernels
-    prompts = [prompt_of(length, seed=length) for length in (3, 40, 33)]
-    *rows, late = [driver.start(prompt) for prompt in prompts]
-    driver.step(*[(row, None) for row in rows])
-    for count in (20, None):
-        driver.step((late, count), *[(row, 1) for row in rows])
-    driver.step(*[(row, 1) for row in (*rows, late)])
-    for prompt, row in zip(prompts, (*rows, late), strict=True):
-        assert len(row.output) >= 2
-        assert row.output == greedy(case, prompt, len(row.output))
+    run_all_kinds(driver, case)
 
 
 def test_rows_sample_at_several_positions(make_driver):
