@@ -56,6 +56,13 @@ class Place(NamedTuple):
 class PooledAttention(AttentionBackend, Protocol):
     """An AttentionBackend that can also attend behind kernels that write keys and values by themselves."""
 
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Store keys and values and attend; see AttentionBackend."""
+        store(self.place(layer, batch), k, v)
+        return self.attend(layer, q, batch)
+
     def place(self, layer: int, batch: ForwardBatch) -> Place:
         """Return where a layer's keys and values of a prepared batch belong."""
 

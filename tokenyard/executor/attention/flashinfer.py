@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenyard.executor.attention.backend import AttentionSpec, Place, store
+from tokenyard.executor.attention.backend import AttentionSpec, Place, PooledAttention
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, pinned, upload
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.config import ModelConfig
@@ -63,7 +63,7 @@ class _Keys:
     last: torch.Tensor
 
 
-class FlashInferAttention:
+class FlashInferAttention(PooledAttention):
     """A PooledAttention by flashinfer: decodes by its decode wrapper, all other rows by that of prompts on a prefix.
 
     A step is planned once for each size of window. A plan depends on lengths, so steps cannot be recorded as CUDA
@@ -112,13 +112,6 @@ class FlashInferAttention:
                 )
         if plan.taken is not None:
             plan.taken.record()
-
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Store keys and values and attend; see AttentionBackend."""
-        store(self.place(layer, batch), k, v)
-        return self.attend(layer, q, batch)
 
     def place(self, layer: int, batch: ForwardBatch) -> Place:
         """Where a layer's keys and values of a batch belong; see PooledAttention."""

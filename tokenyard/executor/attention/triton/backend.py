@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenyard.executor.attention.backend import AttentionSpec, Place, PooledAttention, store
+from tokenyard.executor.attention.backend import AttentionSpec, Place, PooledAttention
 from tokenyard.executor.attention.triton.attend import SPLITS, Blocks, Layer, attend, block_size
 from tokenyard.executor.attention.triton.layers import add_norm, norm, rotate_and_store, silu_gate
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
@@ -16,7 +16,7 @@ FEW_SPLITS = 4
 """... of which they have fewer than decodes, as each of their queries needs scratch for each split."""
 
 
-class TritonAttention:
+class TritonAttention(PooledAttention):
     """An AttentionBackend by own kernels, straight over the page table: decodes, drafts to verify, and chunks."""
 
     def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int) -> None:
@@ -49,13 +49,6 @@ class TritonAttention:
         if not few.all():
             tokens, sizes = upload(cut(firsts[~few], counts[~few], self._block_size), device)
             self._launches.append(Blocks(tokens, sizes, self._block_size, 1))
-
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Store keys and values and attend; see AttentionBackend."""
-        store(self.place(layer, batch), k, v)
-        return self.attend(layer, q, batch)
 
     def place(self, layer: int, batch: ForwardBatch) -> Place:
         """Where a layer's keys and values of a batch belong; see PooledAttention."""
