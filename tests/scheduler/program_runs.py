@@ -152,6 +152,7 @@ class ProgramRun:
         self._resumed_turn = -1
         self._in_flight: deque[tuple[StepPlan, np.ndarray]] = deque()
         self._transfers: list[tuple[int, Event]] = []
+        self._loading: set[int] = set()
         self._links = random.Random(len(program.script))
         jobs = program.jobs
         self._ends = Ends({job.number: job.begun for job in jobs if job.begun})
@@ -253,6 +254,8 @@ class ProgramRun:
             self.outcome.allowed += RECOMPUTED * self._pool_tokens
             self._most_steps += (1 + RECOMPUTED) * self._pool_tokens
             self._progress.advances += 1
+            if isinstance(event, Arrived):
+                self._loading.discard(event.number)
             self.scheduler.apply(event, self.now)
 
     def _begin_transfers(self) -> None:
@@ -260,6 +263,9 @@ class ProgramRun:
         for move in self.scheduler.drain_transfers():
             ended: Event = HoldEnded(move.number)
             if isinstance(move, Load):
+                if move.number in self._loading:
+                    raise BrokenRun(f"load: request {move.number} is loaded before its first load has ended")
+                self._loading.add(move.number)
                 wanted = len(move.pages) * size
                 ended = Arrived(move.number, move.start + self._links.choice((wanted, self._links.randint(0, wanted))))
             self._transfers.append((self._turns + self._links.randint(0, LONGEST_TRANSFER), ended))

@@ -128,6 +128,7 @@ def make_program(seed: int) -> Program:
     _add_windows(random.Random(f"windows {seed}"), program)
     _add_adapters(random.Random(f"adapters {seed}"), program)
     _add_transfers(random.Random(f"transfers {seed}"), program)
+    _add_pauses_of_loads(random.Random(f"pauses {seed}"), program)
     return program
 
 
@@ -166,6 +167,18 @@ def _add_transfers(draw: random.Random, program: Program) -> None:
                 program.script.append((turn + draw.randint(0, 9), _reach(draw, number, job)))
         elif job.n == 1 and draw.random() < 0.3:
             job.fields["handover"] = True
+    program.script.sort(key=lambda entry: entry[0])
+
+
+def _add_pauses_of_loads(draw: random.Random, program: Program) -> None:
+    """Half of the requests whose KV can be loaded are paused about then, and hear of their KV once more."""
+    for turn, reach in [(turn, entry) for turn, entry in program.script if isinstance(entry, Reach)]:
+        if draw.random() < 0.5:
+            paused = turn + draw.randint(0, 3)
+            resumed = paused + draw.choice((0, 0, 1))
+            again = Reach(reach.number, draw.choice((reach.tokens, 40)))
+            program.script += [(paused, Pause(numbers=[reach.number])), (resumed, Resume([reach.number]))]
+            program.script.append((resumed + draw.choice((0, 0, 1)), again))
     program.script.sort(key=lambda entry: entry[0])
 
 

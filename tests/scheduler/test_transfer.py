@@ -163,6 +163,54 @@ def test_pages_that_are_being_written_are_nobody_elses(leave):
     assert yard.scheduler.idle() is None
 
 
+def test_a_second_load_begins_only_after_the_first_has_ended():
+    yard, tokens = make_yard(), prompt()
+    number, first = loading(yard, tokens, max_new=12)
+    yard.apply(Pause(numbers=[number]))
+    yard.apply(Resume([number]))
+    yard.apply(Reach(number, len(tokens)))
+    assert not yard.launch(), "its first load still writes"
+    assert not yard.scheduler.drain_transfers()
+    assert not yard.scheduler.requeued(9)
+    yard.apply(Arrived(number, first.start + len(first.pages) * PAGE))
+    table = yard.scheduler.state.table
+    assert table.state[table.row_of(number)] == State.WAITING, "what came was not for the pages that it has now"
+    assert not yard.scheduler.state.memory.holds
+    assert not yard.launch()
+    (second,) = yard.scheduler.drain_transfers()
+    yard.apply(Arrived(number, second.start))
+    yard.run()
+    assert yard.tokens[number] == answer_of(tokens)
+    assert yard.scheduler.idle() is None
+
+
+def test_a_load_that_was_given_up_is_named_again_once_it_has_ended():
+    yard = make_yard()
+    number, load = loading(yard, prompt())
+    yard.apply(Pause(numbers=[number]))
+    assert not yard.scheduler.requeued(9)
+    yard.apply(Arrived(number, load.start))
+    assert [one.number for one in yard.scheduler.requeued(9)] == [number]
+
+
+def test_loads_given_up_again_and_again_lose_no_pages():
+    yard = make_yard()
+    number, _ = loading(yard, prompt())
+    loads = 1
+    for _ in range(3):
+        yard.apply(Pause(numbers=[number]))
+        yard.apply(Resume([number]))
+        yard.apply(Reach(number, 200))
+        yard.launch()
+        loads += len(yard.scheduler.drain_transfers())
+        yard.check()
+    yard.apply(Cancel([number]))
+    for _ in range(loads):
+        yard.apply(Arrived(number, 0))
+    assert yard.scheduler.idle() is None
+    assert yard.scheduler.state.memory.allocator.available == 64
+
+
 def test_a_loading_row_counts_wherever_a_place_counts():
     yard = make_yard(max_running_requests=1, queue_timeout_s=1.0, run_timeout_s=5.0)
     number, load = loading(yard, prompt())

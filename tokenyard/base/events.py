@@ -101,7 +101,8 @@ class Reach:
 class Arrived:
     """The load that a `Load` asked for has succeeded or failed: the KV of the first `tokens` tokens is in its pages.
 
-    Nothing writes to these pages any more. Tokens that did not arrive are computed.
+    Nothing writes to these pages any more. Tokens that did not arrive are computed. A request has one load at a time:
+    one that lost its place meanwhile does not start again before this event.
     """
 
     number: int

@@ -5,6 +5,7 @@
        +-----------+-----------+----------+   retracted, preempted or paused: back in the queue at its old place
 
 A LOADING row has a pool row and pages, but no plan contains it: its KV is being loaded from a store or another engine.
+One that loses its place before the load has ended may not start again until it has (`Gate.LOAD_OPEN`).
 
 An ended request has no state: its table row is free at once, and `memory.Release` keeps the pages that the last plan in
 flight still reads.
@@ -34,3 +35,6 @@ class Gate:
     """Its LoRA adapter is being loaded."""
     KV = 16
     """It is not known yet whether its KV can be loaded, or another row loads the same KV."""
+    LOAD_OPEN = 32
+    """It lost its place while its KV was being loaded, and that load has not ended: its pages are still being written.
+    A second load would have the same name as the first."""

@@ -295,6 +295,7 @@ class KvMemory:
     def hold_written(self, number: int, release: Release) -> None:
         """A row ended while its pages beyond `cached` are being written: hold them, and give back the rest."""
         assert self.windows is None, NO_WINDOWS
+        assert number not in self._holds, f"the pages of {number} are held already"
         size = self.page_size
         first, last = release.cached // size, self.pages_for(release.held)
         self._holds[number] = Hold(self.pool.page_table[release.pool_row, first:last].copy())

@@ -225,7 +225,9 @@ class Scheduler:
         return True
 
     def arrived(self, event: Arrived, now: int) -> None:
-        """A load has ended. If its row has ended or was retracted, the pages held for the load are freed now."""
+        """A load has ended. If its row has ended or was retracted, the pages held for the load are freed now, and a row
+        that waits may start again. A row has one load at a time, so that the event needs no name but its number.
+        """
         row = self.state.table.row_of(event.number)
         if row is None or self.state.table.state[row] != State.LOADING:
             self.state.end_hold(event.number)

@@ -319,8 +319,12 @@ class SchedulerState:
         table.remove(row)
 
     def end_hold(self, number: int) -> None:
-        """Free pages that were held for `number`; nothing outside reads or writes them any more."""
+        """Free pages that were held for `number`; nothing outside reads or writes them any more. If its request gave up
+        a load and waits, it may start again.
+        """
         self.memory.end_hold(number)
+        for row in self.known_rows([number]):
+            self.table.gates[row] &= ~Gate.LOAD_OPEN
         self._pages_returned += 1
 
     def pages_returned_since(self, row: int) -> bool:
@@ -339,6 +343,7 @@ class SchedulerState:
             return
         self._end_load(row)
         self.memory.hold_written(int(self.table.number[row]), release)
+        self.table.gates[row] |= Gate.LOAD_OPEN
 
     def _hand_over(self, row: int) -> None:
         """Hold the pages of a row that ends with its first token, and report where its KV is."""
