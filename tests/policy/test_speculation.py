@@ -43,6 +43,23 @@ def test_drafts_that_are_never_right_are_left_out_even_where_the_step_is_at_its_
     assert chosen(cost_of(), [8, 8], [0, 0]) == [0, 0]
 
 
+def test_a_row_whose_chance_is_0_gives_its_drafts_to_no_other_row():
+    # Eight drafts are right sometimes; the next number that is tried after 8 is that of all drafts.
+    assert chosen(cost_of(), [0, 8, 8], [900, 0, 900]) == [0, 0, 8]
+    assert chosen(cost_of(), [0, 3, 3], [900, 0, 900], ahead_ms=[-20.0, -20.0, -20.0]) == [0, 0, 3]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_row_verifies_more_drafts_than_it_has_nor_one_whose_chance_is_0(late):
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        rows = int(rng.integers(1, 9))
+        most, chances = rng.integers(0, 9, rows), rng.choice([0, 1, 500, 900, 1000], rows)
+        ahead_ms = rng.uniform(-50, 50, rows).tolist() if late else None
+        drafts = np.array(chosen(cost_of(float(rng.uniform(0.1, 30))), most, chances, ahead_ms=ahead_ms))
+        assert (drafts <= np.where(chances > 0, most, 0)).all(), (most, chances)
+
+
 def test_behind_a_chunk_a_draft_costs_what_it_adds():
     chunk = StepWork()
     chunk.add_chunk(0, 512)

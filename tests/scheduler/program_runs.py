@@ -7,6 +7,7 @@ answers and E the number of events that are no arrivals:
 - All in all at most `RECOMPUTED` * (T + E * P) tokens are computed again.
 - Between two times that an answer loses its place, a token is computed for the first time, another answer starts for
   the first time or an event comes.
+- No row is planned beyond its limit, or verifies more drafts than the executor has for it.
 - A step computes a token or more, so a run ends within (1 + `RECOMPUTED`) * (T + E * P) steps.
 """
 
@@ -143,7 +144,7 @@ class ProgramRun:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self.scheduler = Scheduler(program.scheduler_settings(), program.info())
+        self.scheduler = Scheduler(program.scheduler_settings(), program.info(), program.cost)
         self.now = 1_000_000_000
         self.outcome = Outcome()
         self._script = deque(program.script)
@@ -164,6 +165,7 @@ class ProgramRun:
         self._most_steps = (1 + RECOMPUTED) * (tokens + others * pool) + answers
         self._progress = Progress(np.zeros(numbers, np.int64), (answers + 2) * pool)
         self._owner = np.zeros(program.pool_rows, np.int64)
+        self._ready = np.zeros(numbers, np.int32)
         self._eos_at = np.zeros(numbers, np.int64)
         for job in jobs:
             self._eos_at[job.number : job.number + job.n] = job.prompt_tokens + job.answer_tokens - 1
@@ -281,6 +283,7 @@ class ProgramRun:
             held = np.concatenate((state.prefilling.rows, state.running.rows))
             self._owner[state.table.pool_row[held]] = state.table.number[held]
         numbers = self._owner[plan.pool_rows]
+        self._check_lengths(plan, numbers)
         self._in_flight.append((plan, numbers))
         self.outcome.steps += 1
         self.outcome.tokens += int(plan.counts.sum())
@@ -290,6 +293,18 @@ class ProgramRun:
         if self.outcome.steps > self._most_steps:
             raise BrokenRun(f"steps: more than {self._most_steps}")
         return True
+
+    def _check_lengths(self, plan: StepPlan, numbers: np.ndarray) -> None:
+        """Raise BrokenRun for a row beyond its limit, or with more drafts than the executor has for it."""
+        state = self.scheduler.state
+        seated = state.admitted_rows()
+        beyond = seated[state.table.planned[seated] > state.table.limit[seated]]
+        if len(beyond):
+            raise BrokenRun(f"lengths: requests {state.table.number[beyond].tolist()} are planned beyond their limits")
+        verify = slice(plan.decode_rows, plan.chunks_from)
+        excess = numbers[verify][plan.counts[verify] - 1 > self._ready[numbers[verify]]]
+        if len(excess):
+            raise BrokenRun(f"drafts: requests {excess.tolist()} verify more drafts than they have")
 
     def _commit(self) -> None:
         plan, numbers = self._in_flight.popleft()
@@ -307,6 +322,8 @@ class ProgramRun:
             result.tokens = np.where(places == np.repeat(self._eos_at[numbers], accepted), EOS, ANSWER).astype(np.int32)
             result.accepted = accepted.astype(np.int32)
             result.drafted = self._draw.integers(0, self._program.drafts + 1, len(first)).astype(np.int32)
+            result.chances = self._draw.choice(self._program.chances, len(first)).astype(np.int32)
+            self._ready[numbers] = result.drafted
         else:
             result.tokens[plan.samples == 0] = -1
         self.scheduler.commit(result, self.now)

@@ -27,6 +27,7 @@ from tokenyard.base import (
     WindowGroup,
 )
 from tokenyard.cache.windows import least_pages
+from tokenyard.cost import LinearCost, LinearTerms
 from tokenyard.policy import POLICIES
 from tokenyard.scheduler.lifecycle import Gate
 
@@ -77,6 +78,7 @@ class Program:
 
     step_ns: how long a step takes. noise: spread of the measured seconds that the cost model learns from, 0 for none.
     drafts: most drafts that the executor has ready for a row, of which a step accepts any number; 0 for no drafter.
+    chances: those that its drafts may have, in thousandths. cost: what the scheduler believes of step times.
     windows: layers with a window, which keep KV in a pool of their own.
     """
 
@@ -87,6 +89,8 @@ class Program:
     step_ns: int = NS_PER_MS
     noise: float = 0.0
     drafts: int = 0
+    chances: tuple[int, ...] = (900,)
+    cost: LinearCost | None = None
     windows: WindowGroup | None = None
 
     @property
@@ -125,11 +129,26 @@ def make_program(seed: int) -> Program:
         noise=draw.choice((0.0, 0.0, 0.5, 1.5)),
         drafts=draw.choice((0, 0, 0, 0, 1, 3)),
     )
+    _add_chances(random.Random(f"chances {seed}"), program)
     _add_windows(random.Random(f"windows {seed}"), program)
     _add_adapters(random.Random(f"adapters {seed}"), program)
     _add_transfers(random.Random(f"transfers {seed}"), program)
     _add_pauses_of_loads(random.Random(f"pauses {seed}"), program)
     return program
+
+
+def _add_chances(draw: random.Random, program: Program) -> None:
+    """How many drafts there are and their chances, 0 among them; in two of three a belief by which some drafts pay."""
+    if not program.drafts:
+        return
+    program.drafts = draw.choice((1, 3, 8))
+    program.chances = draw.choice(((0,), (0, 900), (0, 1, 300, 900, 1000)))
+    if draw.random() < 0.5:
+        # Many rows that decode together, of which some have drafts.
+        program.settings["max_running_requests"] = program.pool_rows = 6
+        program.pages = max(program.pages, 200 // program.scheduler_settings().page_size)
+    if draw.random() < 2 / 3:
+        program.cost = LinearCost(LinearTerms(0.1, draw.choice((0.1, 1.0, 10.0)), 0.0, 0.2, 0.0, 0.0))
 
 
 def _add_windows(draw: random.Random, program: Program) -> None:

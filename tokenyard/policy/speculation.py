@@ -2,8 +2,9 @@
 
 A draft that is verified costs time whether it is right or not. The drafts of a step are taken in order of their chance
 to be accepted while the step's expected tokens per second grow. With many rows, where each further token costs time,
-no draft is worth it, and the step is the one without speculation. The idea of a budget per step follows SmartSpec (Liu
-et al. 2024, arXiv 2406.14066); the chances come from the drafter's own record (`StepResult.chances`).
+no draft is worth it, and the step is the one without speculation. A draft whose chance is 0 is never verified. The
+idea of a budget per step follows SmartSpec (Liu et al. 2024, arXiv 2406.14066); the chances come from the drafter's
+own record (`StepResult.chances`).
 
 Under a policy with targets, rows that a plain step leaves behind their target time per token come first, each with the
 drafts that it needs to be in time again, as in AdaServe (Li et al. 2025, arXiv 2501.12162). Such drafts may make the
@@ -39,14 +40,14 @@ def worthwhile_drafts(
     chances: Int32Array,
     pace: Pace | None = None,
 ) -> Int32Array:
-    """How many drafts each decoding row verifies: int32[n], at most `most`.
+    """How many drafts each decoding row verifies: int32[n], at most `most`, and 0 where the chance is 0.
 
     chunks: the prefill that the step does besides. contexts: int32[n], KV tokens that each row reads. most: int32[n],
     drafts that a row has ready. chances: int32[n], in thousandths, of each next draft if those before it are right.
     pace: how the rows stand against their targets, None where targets do not count.
     """
     none = np.zeros(len(most), np.int32)
-    ready = most > 0
+    ready = (most > 0) & (chances > 0)
     if not ready.any():
         return none
     rows, context = len(most), int(contexts.sum(dtype=np.int64))
@@ -60,7 +61,8 @@ def worthwhile_drafts(
         # The first draft is the likeliest and no later one is cheaper.
         return none
     gains = _gains(most, chances)
-    order = np.argsort(-gains, axis=None, kind="stable")[: int(most.sum())]
+    # Drafts that a row does not have gain 0, so they come last and are cut off.
+    order = np.argsort(-gains, axis=None, kind="stable")[: np.count_nonzero(gains)]
     expected = rows + np.cumsum(gains.ravel()[order])
     taken = _best_count(expected, time)
     return np.bincount(order[:taken] % rows, minlength=rows).astype(np.int32)
@@ -111,7 +113,7 @@ def _by_pace(
     # A late row needs further tokens until it has one for each target time that has passed.
     had = np.cumsum(gains, axis=0) - gains
     needed = behind & (had < np.ceil(late_s / tpot_s)) & (gains > 0.0)
-    order = np.lexsort((-gains.ravel(), ~needed.ravel()))[: int(most.sum())]
+    order = np.lexsort((-gains.ravel(), ~needed.ravel()))[: np.count_nonzero(gains)]
     chosen = gains.ravel()[order]
     taken = _best_count(rows + np.cumsum(chosen), time)
     if (rows + chosen[:taken].sum()) * time.without <= rows * (time.without + time.extra(taken)):
