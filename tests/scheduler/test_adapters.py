@@ -112,6 +112,80 @@ def test_a_claim_ends_with_its_requests_and_the_slot_takes_newcomers_again():
     assert {late, held_back} <= yard.finished.keys()
 
 
+def steps_to_start(yard, number, flood, limit=200):
+    """Steps until `number` starts while `flood()` keeps the rows busy."""
+    table = yard.scheduler.state.table
+    for step in range(limit):
+        row = table.row_of(number)
+        if row is None or table.admitted_ns[row]:
+            return step
+        flood()
+        yard.advance()
+    return limit
+
+
+def unused_claimed_slot(aging_s=0.0):
+    """A yard of two rows and one slot, with `a` in it unused: a claim on it is of a request that finds no row, because
+    more urgent requests of the base model take them all; and what keeps these coming.
+    """
+    yard = make_yard(1, rows=2, enable_priority_scheduling=True, priority_aging_s=aging_s)
+    yard.submit([5] * 4, lora="a", max_new=12, priority=5)
+    yard.advance()
+    late = yard.submit([6] * 4, lora="x", max_new=2, priority=0)
+    for _ in range(PATIENCE_STEPS + 2):
+        yard.advance()
+    assert yard.scheduler.snapshot(yard.now).measures["lora_slots_claimed"] == 1
+
+    def flood():
+        while len(yard.scheduler.state.waiting) < 5:
+            yard.submit([7] * 4, max_new=6, priority=5)
+
+    for _ in range(40):
+        flood()
+        yard.advance()
+    state = yard.scheduler.state
+    assert "a" not in running(yard)
+    assert state.table.admitted_ns[state.table.row_of(late)] == 0
+    return yard, late, flood
+
+
+@pytest.mark.parametrize("aging_s", [0.0, 1000.0])
+def test_the_claim_of_a_request_that_cannot_start_keeps_no_slot_from_a_more_urgent_one(aging_s):
+    yard, late, flood = unused_claimed_slot(aging_s)
+    urgent = yard.submit([8] * 4, lora="a", max_new=3, priority=9)
+    # At most until a row is free: the slot is unused all the time.
+    assert steps_to_start(yard, urgent, flood) <= 8
+    yard.run()
+    assert {late, urgent} <= yard.finished.keys()
+
+
+def test_a_slot_that_was_claimed_in_vain_is_claimed_again_only_once_it_was_used():
+    yard, _, flood = unused_claimed_slot()
+    for number in range(3):
+        yard.submit([9] * 4, lora=f"y{number}", max_new=2, priority=0)
+    for _ in range(3 * PATIENCE_STEPS):
+        flood()
+        yard.advance()
+        assert yard.scheduler.snapshot(yard.now).measures["lora_slots_claimed"] == 0
+
+
+def test_a_request_whose_claim_was_in_vain_is_behind_those_that_were_passed_over_before():
+    yard, first, flood = unused_claimed_slot()
+    again = yard.submit([5] * 4, lora="a", max_new=40, priority=9)
+    assert steps_to_start(yard, again, flood) <= 8
+    # Both are passed over now, `second` first: the one before it came earlier, but its claim was in vain.
+    second = yard.submit([6] * 4, lora="y", max_new=2, priority=6)
+    for _ in range(3):
+        yard.advance()
+    table = yard.scheduler.state.table
+    assert table.passed_over_ns[table.row_of(first)] == 0 < table.passed_over_ns[table.row_of(second)]
+    table.priority[table.row_of(second)] = 0
+    while first not in yard.finished or second not in yard.finished:
+        yard.submit([5] * 4, lora="a", max_new=12, priority=9)
+        yard.advance()
+    assert yard.finished[second].admitted_ns < yard.finished[first].admitted_ns
+
+
 def test_retracted_and_preempted_rows_give_up_their_slot_and_come_back_into_any():
     yard = make_yard(1, rows=4, enable_priority_scheduling=True, max_running_requests=2)
     low = [yard.submit([5 + place] * 4, lora="a", max_new=20, priority=0) for place in range(2)]

@@ -3,9 +3,14 @@
 At most as many different adapters are in a step as there are slots. A row keeps its adapter in its slot while it has a
 place, so a slot takes another adapter only once no row uses it. A request whose adapter is in no slot is passed over
 while others, whose adapters are, start. From `lora_drain_wait_threshold` seconds after it was first passed over, it has
-a claim: one slot takes no new rows until it is empty, and then only the adapter of the claim. Claims are in order of
-arrival, one for each adapter, so a request waits for a slot at most for that time and for the answers that run in the
-slots of the claims before its own, each of which is an adapter of an earlier request.
+a claim: one slot takes no new rows until it is empty, and in the step after that only the adapter of the claim. Claims
+are in the order in which requests were first passed over, one for each adapter, so a request waits for a slot at most
+for that time and for the answers that run in the slots of the claims before its own.
+
+A claim lasts for one step in which its slot is empty. If none of its requests starts then, for lack of a row, of pages
+or of leave by a limit, or because the policy fills the step with others, the slot is open to whichever request the
+policy names first. It is claimed again only after it was used: otherwise claims of requests that cannot start would
+follow each other and keep an unused slot from a more urgent request.
 """
 
 from collections.abc import Iterator
@@ -35,6 +40,7 @@ class AdapterSlots:
         self._slot_of: dict[int, int] = {}
         self._claims: dict[int, int] = {}
         self._claimed: dict[int, int] = {}
+        self._open: set[int] = set()
         self._uses = 0
         self._now = 0
 
@@ -52,10 +58,17 @@ class AdapterSlots:
         self._claims = {adapter: slot for adapter, slot in self._claims.items() if adapter in wanted}
         self._claimed = {slot: adapter for adapter, slot in self._claims.items()}
         if self._patience_ns:
-            for adapter in self._overdue(views.waiting, adapters):
-                if len(self._claims) == self.count:
-                    return
+            free = self.count - len(self._claims) - len(self._open)
+            for adapter in self._overdue(views.waiting, adapters)[:free]:
                 self._claim(adapter)
+
+    def end_step(self) -> None:
+        """A step's prefill is planned: claims on slots that were empty in it have had their turn."""
+        for adapter, slot in list(self._claims.items()):
+            if not self._users[slot]:
+                del self._claims[adapter], self._claimed[slot]
+                self._open.add(slot)
+                self._begin_anew(adapter)
 
     def may_start(self, row: int) -> bool:
         """Whether a waiting row finds its adapter in a slot, or one for it; if not, its time until a claim begins."""
@@ -84,6 +97,7 @@ class AdapterSlots:
             assert slot is not None, "the row may not start"
             self._put(adapter, slot)
         self._uses += 1
+        self._open.discard(slot)
         self._users[slot] += 1
         self._used[slot] = self._uses
         table.slot[row] = slot
@@ -124,9 +138,14 @@ class AdapterSlots:
         if self._holders[slot]:
             self._clear(slot)
         self._claimed.pop(self._claims.pop(adapter, 0), None)
+        self._begin_anew(adapter)
         # The slot is one more user of the number, which no other adapter may get while this one is there.
         self._table.keep_adapter(adapter)
         self._holders[slot], self._slot_of[adapter] = adapter, slot
+
+    def _begin_anew(self, adapter: int) -> None:
+        """An adapter had its turn: its requests that wait are behind those that were passed over before."""
+        self._table.passed_over_ns[self._table.adapter == adapter] = 0
 
     def _clear(self, slot: int) -> None:
         adapter, self._holders[slot], self._brought[slot] = self._holders[slot], NOBODY, NOBODY
@@ -142,16 +161,16 @@ class AdapterSlots:
         return min(empty, key=lambda slot: self._used[slot], default=None)
 
     def _overdue(self, waiting: Int32Array, adapters: Int32Array) -> list[int]:
-        """Adapters in no slot with a row that has waited long enough since it was passed over, by its arrival."""
+        """Adapters in no slot with a row that has waited long enough since it was passed over, the longest first."""
         since = self._table.passed_over_ns[waiting]
         rows = waiting[(adapters != NOBODY) & (since > 0) & (self._now - since >= self._patience_ns)]
-        in_order = rows[np.argsort(self._table.seq[rows])]
+        in_order = rows[np.lexsort((self._table.seq[rows], self._table.passed_over_ns[rows]))]
         found = dict.fromkeys(self._table.adapter[in_order].tolist())
         return [adapter for adapter in found if adapter not in self._slot_of and adapter not in self._claims]
 
     def _claim(self, adapter: int) -> None:
-        """Give an adapter the slot, of those without a claim, that will be empty first."""
-        free = [slot for slot in self._slots() if slot not in self._claimed]
+        """Give an adapter the slot, of those without a claim that are not open, that will be empty first."""
+        free = [slot for slot in self._slots() if slot not in self._claimed and slot not in self._open]
         left = self._tokens_left()
         slot = min(free, key=lambda slot: (left[slot], self._used[slot]))
         self._claims[adapter], self._claimed[slot] = slot, adapter

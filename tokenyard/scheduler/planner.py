@@ -53,6 +53,7 @@ class Planner:
             if budget.prefill:
                 adder = PrefillAdder(state, views, budget, builder)
                 adder.fill()
+                state.adapters.end_step()
                 refused = adder.refused
                 if builder.chunks or len(state.loading):
                     state.sweep()
