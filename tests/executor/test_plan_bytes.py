@@ -18,7 +18,7 @@ NUMBERS = st.integers(-2, 2**31 - 1)
 
 @st.composite
 def plans(draw):
-    rows, pages = draw(st.integers(0, 5)), draw(st.integers(0, 7))
+    rows, pages, copies = draw(st.integers(0, 5)), draw(st.integers(0, 7)), draw(st.integers(0, 2))
     row = st.lists(NUMBERS, min_size=rows, max_size=rows)
     page = st.lists(NUMBERS, min_size=pages, max_size=pages)
     columns = [int32(*draw(kind)) for kind in (*[row] * 5, st.lists(NUMBERS, max_size=9), *[page] * 3)]
@@ -29,6 +29,7 @@ def plans(draw):
         verify_rows=draw(st.integers(0, rows)),
         delay_sampling=draw(st.booleans()),
         num_steps=draw(st.integers(1, 9)),
+        state_copies=int32(*draw(st.lists(NUMBERS, min_size=2 * copies, max_size=2 * copies))).reshape(copies, 2),
     )
 
 

@@ -25,11 +25,14 @@ from tokenyard.base import (
     Resume,
     SamplingParams,
     SchedulerSettings,
+    SessionEnded,
     SetPolicy,
     StopFound,
     Submit,
     TenantSettings,
+    TurnEnded,
     Update,
+    WeightsUpdated,
 )
 from tokenyard.cost import LinearCost, get_profile
 from tokenyard.executor.mock import MockExecutor
@@ -374,6 +377,56 @@ def test_a_tape_of_version_1_replays():
     old = as_version_1(yard.file.getvalue())
     assert b"status" in old
     report = replay(Tape(old, "old"))
+    assert (report.difference, report.last_error) == (None, "")
+    assert report.records == replay(yard.tape()).records
+
+
+def test_sessions_and_weights_stand_on_the_tape_and_change_no_plan():
+    plain, told = recording(), recording()
+    for yard, facts in ((plain, {}), (told, {"session": "s-1", "turn": 3, "age_ns": 250_000_000})):
+        number = yard.submit([5, 6, 7, 8], **facts)
+        if facts:
+            for event in (TurnEnded("s-1", "tool", 10**9), SessionEnded("s-1"), WeightsUpdated("v2")):
+                yard.apply(event)
+        yard.run()
+        assert number in yard.finished
+    bodies = [record.body for record in told.tape().records()]
+    plans = [
+        [body for body in (r.body for r in yard.tape().records()) if type(body) is Planned] for yard in (plain, told)
+    ]
+    assert plans[0] == plans[1]
+    request = next(body.request for body in bodies if type(body) is Submit and body.request.session)
+    assert (request.turn, request.age_ns) == (3, 250_000_000)
+    named = [body.session for body in bodies if isinstance(body, TurnEnded | SessionEnded)]
+    assert named == [request.session] * 2
+    assert request.session != "s-1"
+    assert next(body for body in bodies if type(body) is WeightsUpdated).version == "v2"
+    assert replay(told.tape()).difference is None
+
+
+def as_version_7(data):
+    """A tape as version 7 wrote it: requests know of no session, no turn and no age."""
+    begin = data.index(b"\n") + 1
+    place = begin + 4 + struct.unpack_from("<I", data, begin)[0]
+    parts = [b"tokenyard tape 7\n", data[begin:place]]
+    while place < len(data):
+        length, kind, now = struct.unpack_from("<IBq", data, place)
+        body = data[place + 13 : place + 13 + length]
+        place += 13 + length
+        if KINDS[kind] is Submit:
+            fields = msgspec.msgpack.decode(body)
+            for name in ("session", "turn", "age_ns"):
+                del fields["request"][name]
+            body = msgspec.msgpack.encode(fields)
+        parts += [struct.pack("<IBq", len(body), kind, now), body]
+    return b"".join(parts)
+
+
+def test_a_tape_of_version_7_replays():
+    yard = recording()
+    yard.submit([5, 6, 7])
+    yard.run()
+    report = replay(Tape(as_version_7(yard.file.getvalue()), "old"))
     assert (report.difference, report.last_error) == (None, "")
     assert report.records == replay(yard.tape()).records
 

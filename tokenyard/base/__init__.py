@@ -29,6 +29,7 @@ from tokenyard.base.events import (
     RanksLeft,
     Reach,
     Resume,
+    SessionEnded,
     SetPolicy,
     Started,
     StopFound,
@@ -37,7 +38,10 @@ from tokenyard.base.events import (
     TenantUse,
     TokenBatch,
     TokenLogprobs,
+    TurnEnd,
+    TurnEnded,
     Update,
+    WeightsUpdated,
 )
 from tokenyard.base.plan import DRAFT, LAST_SAMPLED, RowLogprobs, RowStart, StepPlan, StepResult, StepWork, step_work
 from tokenyard.base.protocols import (
@@ -122,6 +126,7 @@ __all__ = [
     "RowStart",
     "SamplingParams",
     "SchedulerSettings",
+    "SessionEnded",
     "SetPolicy",
     "Slo",
     "SloTargets",
@@ -140,7 +145,10 @@ __all__ = [
     "TokenBatch",
     "TokenLogprobs",
     "TokenyardError",
+    "TurnEnd",
+    "TurnEnded",
     "Update",
+    "WeightsUpdated",
     "WindowGroup",
     "step_work",
 ]

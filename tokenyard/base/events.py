@@ -14,6 +14,7 @@ FinishReason = Literal["stop", "length", "abort", "handover"]
 INCOMPLETE: tuple[FinishReason, ...] = ("abort", "handover")
 """Reasons of an end after which the whole answer's length is unknown."""
 
+TurnEnd = Literal["tool", "user"]
 PauseMode = Literal["abort", "in_place", "retract"]
 
 
@@ -165,6 +166,32 @@ class RanksLeft:
     max_queued_requests: int = -1
 
 
+@dataclass(slots=True)
+class TurnEnded:
+    """The last answer of `session` has ended, and its next turn may come within `ttl_ns` (-1: nobody knows).
+
+    kind: why it ended. "tool": the answer called a tool, whose result is the next turn. "user": a person writes next.
+    """
+
+    session: str
+    kind: TurnEnd = "user"
+    ttl_ns: int = -1
+
+
+@dataclass(slots=True)
+class SessionEnded:
+    """No further turn of `session` comes."""
+
+    session: str
+
+
+@dataclass(slots=True)
+class WeightsUpdated:
+    """The executor computes with weights of this version from now on, "" for those that it started with."""
+
+    version: str
+
+
 Event = (
     Submit
     | Cancel
@@ -181,41 +208,51 @@ Event = (
     | TenantUse
     | ForgetAdapter
     | RanksLeft
+    | TurnEnded
+    | SessionEnded
+    | WeightsUpdated
 )
 
 
 @dataclass(slots=True)
 class Load:
-    """Fill `pages` (int32[n]) with the KV of a request's tokens from `start` on, then send `Arrived`."""
+    """Fill `pages` (int32[n]) with the KV of a request's tokens from `start` on, then send `Arrived`.
+
+    state_slot: the slot for the recurrent states after the last of these tokens; -1 for a model without such layers.
+    """
 
     number: int
     start: int
     pages: Int32Array
+    state_slot: int = -1
 
 
 @dataclass(slots=True)
 class Handover:
     """The KV of a request's first `tokens` tokens is in `pages` (int32[n]), held until `HoldEnded`.
 
-    `token` is the first token of its answer.
+    `token` is the first token of its answer. `state_slot` holds the recurrent states after those tokens, -1 for none.
     """
 
     number: int
     tokens: int
     pages: Int32Array
     token: int
+    state_slot: int = -1
 
 
 @dataclass(slots=True)
 class Store:
     """The KV of a prompt's first tokens may go to the store below: that of `tokens` (int32[n], from the root of
     `namespace` on) is in `pages` (int32[n / page_size]), held until `HoldEnded(number)`. Numbers are below 0.
+    `state_slot` holds the recurrent states after the last of them, -1 for none.
     """
 
     number: int
     namespace: str
     tokens: Int32Array
     pages: Int32Array
+    state_slot: int = -1
 
 
 Move = Load | Handover | Store

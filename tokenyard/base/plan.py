@@ -24,6 +24,9 @@ DRAFT = -2
 """In `StepPlan.tokens`: the next draft of this pool row (speculative decoding), which only the executor knows."""
 
 
+NO_STATE_COPIES: Int32Array = np.empty((0, 2), np.int32)
+
+
 @dataclass(slots=True)
 class RowStart:
     """A request takes (or takes again, after it was retracted) a pool row; sent with the first plan that uses it.
@@ -65,7 +68,8 @@ class StepPlan:
     before sampled. The page writes are those of all steps, and the result's tokens come step after step.
     adapter_loads: how many adapters the rows that start bring to slots where they are not yet. window_ids: int32[m],
     what the same writes put into the page table of the layers with a window (`ExecutorInfo.windows`), 0 for nothing;
-    int32[0] without such a group.
+    int32[0] without such a group. state_copies: int32[k, 2], from which slot to which the recurrent states are copied
+    before the step; int32[0, 2] for a model without such layers.
     """
 
     step: int
@@ -85,6 +89,7 @@ class StepPlan:
     num_steps: int = 1
     adapter_loads: int = 0
     window_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
+    state_copies: Int32Array = field(default_factory=lambda: NO_STATE_COPIES)
 
     @property
     def sampled(self) -> BoolArray:

@@ -156,7 +156,9 @@ class Request:
     With `handover` it ends with its first token, and its pages are held for a reader outside until `HoldEnded`.
     `grammar` is the grammar that the answer must follow, as Lark text; "" for none. `kv` is the other half of a request
     that comes in two. With `pooling` the vector of the prompt is the answer, and `max_new_tokens` is 0. `prediction`
-    (int32[n]) is what the client expects of the answer, from which drafts may come; it changes no answer.
+    (int32[n]) is what the client expects of the answer, from which drafts may come; it changes no answer. `session` is
+    the conversation that the request is a turn of, "" for none, and `turn` its place there, counted from 0; a session
+    belongs to its tenant. `age_ns` is how old the request was at `arrival_ns`, as a router in front has measured it.
     """
 
     number: int
@@ -182,6 +184,9 @@ class Request:
     kv: KvRoute | None = None
     pooling: Pooling = ""
     prediction: Int32Array = field(default_factory=lambda: NO_TOKENS)
+    session: str = ""
+    turn: int = 0
+    age_ns: int = 0
 
     @property
     def known_ids(self) -> Int32Array:

@@ -36,6 +36,7 @@ from tokenyard.base import (
     Request,
     Resume,
     SchedulerSettings,
+    SessionEnded,
     SetPolicy,
     StepPlan,
     StepResult,
@@ -43,7 +44,9 @@ from tokenyard.base import (
     Submit,
     TenantUse,
     TokenBatch,
+    TurnEnded,
     Update,
+    WeightsUpdated,
 )
 from tokenyard.cache.kv_events import KvEvent, KvRecord, kv_record
 from tokenyard.policy import NO_PRIORITY
@@ -108,6 +111,10 @@ class Scheduler:
             RanksLeft: self.take_over_limits,
             ForgetAdapter: self.forget_adapter,
             Flush: lambda event, now: self.flush(now),
+            # On the tape for what comes; nothing here orders, evicts or refuses by them yet.
+            TurnEnded: lambda event, now: None,
+            SessionEnded: lambda event, now: None,
+            WeightsUpdated: lambda event, now: None,
         }
 
     # ---- events ------------------------------------------------------------------------------------------------

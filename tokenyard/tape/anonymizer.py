@@ -21,10 +21,12 @@ from tokenyard.base import (
     Request,
     SamplingParams,
     SchedulerSettings,
+    SessionEnded,
     StopFound,
     Submit,
     TenantUse,
     TextOptions,
+    TurnEnded,
 )
 from tokenyard.base.request import NO_TOKENS
 from tokenyard.base.settings import ANY_TENANT
@@ -78,6 +80,8 @@ class Anonymizer:
                 return ForgetAdapter(self.name(event.adapter))
             case TenantUse():
                 return replace(event, tenants=[self.tenant(name) for name in event.tenants])
+            case TurnEnded() | SessionEnded():
+                return replace(event, session=self.name(event.session))
             case _:
                 return event
 
@@ -100,6 +104,7 @@ class Anonymizer:
             routing_key=self.name(request.routing_key or "") or None,
             kv=None,
             prediction=NO_TOKENS,
+            session=self.name(request.session),
         )
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:

@@ -6,6 +6,8 @@ A tape that is cut off within its last record is valid up to that record.
 
 Version 2 has no HTTP statuses in `Cancel` any more. Version 1 is read as well: its `status` says nothing that the cause
 does not say. Version 3 has `Reach`, `Arrived` and `HoldEnded`; since version 4 a `Reach` may bring a token.
+Version 8 has sessions (`Request.session`, `TurnEnded`, `SessionEnded`), `Request.age_ns` and `WeightsUpdated`. A plan's
+digest covers its `state_copies` where there are any.
 """
 
 import re
@@ -36,20 +38,23 @@ from tokenyard.base import (
     Reach,
     Resume,
     SchedulerSettings,
+    SessionEnded,
     SetPolicy,
     StepPlan,
     StepResult,
     StopFound,
     Submit,
     TenantUse,
+    TurnEnded,
     Update,
+    WeightsUpdated,
 )
 from tokenyard.cost import LinearCost, OnlineCost
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.tape.anonymizer import Anonymizer
 
-VERSION = 7
-READABLE = (1, 2, 3, 4, 5, 6, 7)
+VERSION = 8
+READABLE = (1, 2, 3, 4, 5, 6, 7, 8)
 MAGIC = re.compile(rb"tokenyard tape (\d{1,9})\n")
 DIGEST_BYTES = 16
 _FRAME = struct.Struct("<IBq")
@@ -125,6 +130,9 @@ KINDS: tuple[type, ...] = (
     TenantUse,
     ForgetAdapter,
     RanksLeft,
+    TurnEnded,
+    SessionEnded,
+    WeightsUpdated,
 )
 """The kind of a record is its place here; new kinds go to the end and raise VERSION."""
 
@@ -214,6 +222,8 @@ def summarise(plan: StepPlan | None, anonymizer: Anonymizer) -> Planned:
         digest.update(np.ascontiguousarray(plan.samples).data)
     if len(plan.window_ids):
         digest.update(np.ascontiguousarray(plan.window_ids).data)
+    if len(plan.state_copies):
+        digest.update(np.ascontiguousarray(plan.state_copies).data)
     for start in plan.row_starts:
         logprobs = _shown_logprobs(start.logprobs)
         facts = (start.pool_row, start.prompt_tokens, anonymizer.sampling(start.sampling), logprobs)
