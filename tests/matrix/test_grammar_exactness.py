@@ -1,6 +1,7 @@
 """Answers that keep to grammars are the same under every schedule: alone, chunked, overlapped, cached and retracted."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from tokenizers import Tokenizer
 
 from tests.executor.test_grammar import TOKENIZER
 from tests.scheduler.harness import Yard
-from tokenyard.base import OpenGate, SamplingParams, SchedulerSettings
+from tokenyard.base import Int32Array, OpenGate, SamplingParams, SchedulerSettings
+from tokenyard.base.request import NO_TOKENS
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.load import load_executor
 from tokenyard.scheduler.counters import Counters
@@ -43,9 +45,10 @@ class DelayedYard(Yard):
         return bool(began or done)
 
 
-def sampling(place: int) -> SamplingParams:
+def sampling(place: int, penalty: float = 0.0) -> SamplingParams:
+    """How a request is sampled; `penalty` is for all, or 0 for a small one of two."""
     temperature = 0.0 if place % 2 else 1.0
-    penalty = 0.02 * (place in (6, 9))
+    penalty = penalty or 0.02 * (place in (6, 9))
     return SamplingParams(
         max_new_tokens=TOKENS,
         temperature=temperature,
@@ -57,7 +60,16 @@ def sampling(place: int) -> SamplingParams:
 
 
 def answers(
-    *, tokens: int, chunk: int, depth: int, no_cache: bool, together: bool, drafts: int = 0
+    *,
+    tokens: int,
+    chunk: int,
+    depth: int,
+    no_cache: bool,
+    together: bool,
+    drafts: int = 0,
+    penalty: float = 0.0,
+    grammars: Sequence[str] = GRAMMARS,
+    predictions: Sequence[Int32Array] = (),
 ) -> tuple[list[list[int]], Counters]:
     """The tokens of every answer, and what the scheduler counted."""
     torch.set_num_threads(1)
@@ -82,8 +94,9 @@ def answers(
     tokenizer = Tokenizer.from_str(TOKENIZER)
     numbers = []
     for place in range(REQUESTS):
-        grammar, wish = GRAMMARS[place % len(GRAMMARS)], sampling(place)
-        first = yard.submit(tokenizer.encode(TEXTS[place % 3]).ids, sampling=wish, grammar=grammar)
+        grammar, wish = grammars[place % len(grammars)], sampling(place, penalty)
+        prompt, prediction = tokenizer.encode(TEXTS[place % 3]).ids, predictions[place] if predictions else NO_TOKENS
+        first = yard.submit(prompt, sampling=wish, grammar=grammar, prediction=prediction)
         numbers += range(first, first + wish.n)
         if grammar:
             executor.compile_grammar(grammar, lambda: TOKENIZER)
@@ -125,6 +138,25 @@ def test_no_drafts_change_an_answer(alone, depth, tokens):
     assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
     if tokens < 200:
         assert counters.retracted > 0
+
+
+def early_ends(tokens: list[int], end: int) -> Int32Array:
+    """A prediction whose drafts are right for two tokens at most, and then end the grammar."""
+    return np.array([x for place in range(len(tokens) - 3) for x in (*tokens[place : place + 4], end)], np.int32)
+
+
+@pytest.mark.parametrize("penalty", [0.2, 1.0])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_draft_that_a_grammar_withdraws_changes_a_penalised_answer(depth, penalty):
+    # Behind a draft that may end the answer nothing is known, so it and what follows it are sampled again.
+    grammars, end = ("start: /[A-Za-z ,]{0,120}[.]?/",), Tokenizer.from_str(TOKENIZER).encode(".").ids[-1]
+    free = {"tokens": 4096, "chunk": -1, "penalty": penalty, "grammars": grammars}
+    plain, _ = answers(**free, depth=1, no_cache=True, together=False)
+    firsts = np.cumsum([0] + [sampling(place).n for place in range(REQUESTS - 1)])
+    predictions = [early_ends(plain[first], end) for first in firsts]
+    found, counters = answers(**free, depth=depth, no_cache=False, together=True, drafts=5, predictions=predictions)
+    assert found == plain
+    assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
 
 
 def test_a_request_waits_until_its_grammar_is_there():

@@ -87,11 +87,11 @@ class Sampler:
     ) -> torch.Tensor:
         """`sample` where rows sample at several positions, each of which confirms a draft: int64[n] on the device.
 
-        drafts: int32[n] on the host, -1 behind a row's last draft. A row with penalties samples one position after the
-        other, as long as its drafts are right, because each token changes the penalties of the next. Behind a draft
-        that is wrong its tokens are -1.
+        drafts: int32[n] on the host, -1 behind a row's last draft, DRAFT for one that its grammar has withdrawn, which
+        no token confirms. A row with penalties samples one position after the other, as long as its drafts are right,
+        because each token changes the penalties of the next. Behind a draft that is wrong its tokens are -1.
         """
-        follows = np.append(False, drafts[:-1] >= 0)
+        follows = np.append(False, drafts[:-1] != -1)
         waits = follows & (self.rows.kinds[pool_rows] & PENALISED != 0)
         if not waits.any():
             return self.sample(logits, pool_rows, positions, masks)
