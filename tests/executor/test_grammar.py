@@ -1,11 +1,13 @@
 """Grammars in the executor: what compiles, masks over logits, and rows that come, go and come again."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import tokenyard
 from tokenyard.base import InvalidRequestError, RowStart, SamplingParams, StepPlan
@@ -53,14 +55,14 @@ def allowed(rows: GrammarRows) -> set[int]:
     return set(torch.nonzero(masks.values[0] == 0).flatten().tolist())
 
 
-def answer(rows: GrammarRows, seed: int, most: int = 200) -> list[int]:
+def answer(rows: GrammarRows, seed: int, most: int = 200, eos: int = EOS) -> list[int]:
     """What random weights say."""
     generator, tokens = np.random.default_rng(seed), []
     while len(tokens) < most:
         token = int(generator.choice(sorted(allowed(rows))))
         ended, failures = rows.consume(plan(3, 7), np.array([token], np.int32))
         assert failures == {}
-        if token == EOS:
+        if token == eos:
             break
         tokens.append(token)
         if ended[0]:
@@ -253,6 +255,47 @@ def test_an_answer_begun_against_its_grammar_fails_instead_of_ending_early(store
 def test_a_tokenizer_that_cannot_be_used_is_refused():
     with pytest.raises(InvalidRequestError, match="tokenizer"):
         GrammarStore(VOCABULARY, (EOS,)).compile('start: "a"', lambda: "{}")
+
+
+def metaspace(kind: str, *more: str) -> Tokenizer:
+    """A small tokenizer as SentencePiece makes them, with a decoder of Metaspace; `more` tokens are in it."""
+    letters = list('▁abcdefghijklmnopqrstuvwxyz0123456789{}:",ü\n')
+    marks, lines = ["<s>", "</s>", "<unk>", *more], ["the quick fox: 10 wolves, no way", '{"a": 1}', " ".join(letters)]
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+        trainer = trainers.BpeTrainer(
+            vocab_size=120, special_tokens=marks, initial_alphabet=letters, show_progress=False
+        )
+    else:
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=marks, initial_alphabet=letters, unk_token="<unk>", show_progress=False
+        )
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("pattern", ["[a-z]{1,3} [a-z ]{2,9}[0-9]", "yes|no way", "ü\n ?ü", '[{]"a": [0-9]{1,3}[}]'])
+def test_random_choices_with_a_metaspace_tokenizer_keep_to_the_grammar(kind, pattern):
+    tokenizer = metaspace(kind)
+    size, before = tokenizer.get_vocab_size(), tokenizer.encode("the").ids
+    own, grammar = GrammarStore(size, (1,)), f"start: /{pattern}/"
+    own.compile(grammar, tokenizer.to_str)
+    for seed in range(6):
+        rows = GrammarRows(own, size, CPU)
+        rows.take(
+            plan(3, 7, starts=[RowStart(3, SamplingParams(), np.array(before, np.int32), len(before), grammar=grammar)])
+        )
+        tokens = answer(rows, seed, eos=1)
+        assert re.fullmatch(pattern, tokenizer.decode(before + tokens).removeprefix("the"))
+
+
+def test_metaspace_with_tokens_for_bytes_is_refused():
+    tokenizer = metaspace("bpe", "<0x0A>")
+    with pytest.raises(InvalidRequestError, match="this model's tokenizer cannot be used with grammars"):
+        GrammarStore(tokenizer.get_vocab_size(), (1,)).compile("start: /[a-z]+/", tokenizer.to_str)
 
 
 def test_a_complete_grammar_ends_its_row_without_another_step(store):

@@ -4,6 +4,7 @@ llguidance does the work (github guidance-ai/llguidance). Its limits are counts 
 grammar and tokens always give the same verdict. A matcher never raises: its error state is looked at after every call.
 """
 
+import json
 import os
 import re
 import threading
@@ -177,7 +178,8 @@ class GrammarStore:
 
     def _read_tokenizer(self, llguidance: Any, text: str) -> Any:
         try:
-            return llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+            known = _with_known_decoder(text)
+            return llguidance.LLTokenizer(known, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
         except Exception as error:  # the library raises whatever its parts raise
             raise InvalidRequestError(f"this model's tokenizer cannot be used with grammars: {error}") from error
 
@@ -369,6 +371,20 @@ class GrammarRows:
             self._table = send(BYTE_MASKS, self._device)
         masks = send(words.view(np.uint8).astype(np.int32), self._device)
         return torch.nn.functional.embedding(masks, self._table).flatten(1)[:, : self._vocab_size]
+
+
+def _with_known_decoder(text: str) -> str:
+    """A tokenizer.json whose decoder is Metaspace, with the steps that it stands for: llguidance reads only those.
+
+    One with byte tokens is left as it is: Metaspace alone writes them out, as `<0x0A>`, and the steps do not.
+    """
+    tokenizer = json.loads(text)
+    decoder = tokenizer.get("decoder") or {}
+    if decoder.get("type") != "Metaspace" or re.search(r'"<0x[0-9A-F]{2}>"', text):
+        return text
+    space = {"type": "Replace", "pattern": {"String": decoder["replacement"]}, "content": " "}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    return json.dumps(tokenizer)
 
 
 def _reason(error: str) -> str:
