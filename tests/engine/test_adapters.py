@@ -150,6 +150,23 @@ def test_adapters_beyond_the_limit_are_freed_by_use_and_read_again(tmp_path, mon
     loader.close()
 
 
+def test_a_read_that_takes_long_is_logged_with_the_adapter(tmp_path, monkeypatch, caplog):
+    memory, arrived = Memory(), queue.Queue()
+    loader = AdapterLoader(memory, memory, arrived.put, lambda reply: None, None)
+    folder = str(make_adapter(tmp_path / "a"))
+    for limit_s, lines in ((1e9, 0), (0.0, 1)):
+        monkeypatch.setattr("tokenyard.engine.watch.adapters.SLOW_READ_S", limit_s)
+        loader.call(Call(1, "load_adapter", {"adapter": f"a#{adapter_digest(folder)}", "folder": folder}))
+        assert loader.reading == [f"a#{adapter_digest(folder)}"]
+        call = arrived.get(timeout=30)
+        loader.call(call)
+        assert loader.reading == []
+        loader.call(Call(2, "drop_adapter", call.arguments))
+        loader.poll()
+        assert len([line for line in caplog.messages if f"reading adapter a#{adapter_digest(folder)}" in line]) == lines
+    loader.close()
+
+
 def test_without_the_setting_there_are_no_adapters(tmp_path):
     with LLM(executor="mock", mock_step_ms=1.0) as llm:
         with pytest.raises(ConfigError, match="--enable-lora"):

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tokenyard.base import (
     NS_PER_S,
     Cancel,
     DeviceLostError,
+    OpenGate,
     Pause,
     Request,
     Resume,
@@ -20,12 +22,19 @@ from tokenyard.base import (
     SetPolicy,
     Submit,
 )
-from tokenyard.engine.processes.driver import FIRST_RETRY_NS, LONGEST_RETRY_NS, DeviceBrokenError, Driver
+from tokenyard.engine.processes.driver import (
+    FIRST_RETRY_NS,
+    HELD_TEXTS,
+    LONGEST_RETRY_NS,
+    DeviceBrokenError,
+    Driver,
+)
 from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
 from tokenyard.engine.processes.messages import Reply
 from tokenyard.engine.watch.liveness import HeartbeatThread, LoopState, heartbeat_age_s
 from tokenyard.engine.watch.step_log import StepLog
 from tokenyard.scheduler import Scheduler
+from tokenyard.scheduler.lifecycle import HELD_BY, Gate
 
 LOOPS = [(event_loop_normal, 1), (event_loop_overlap, 2)]
 both_loops = pytest.mark.parametrize(("loop", "depth"), LOOPS, ids=["normal", "overlap"])
@@ -240,7 +249,58 @@ def test_work_that_cannot_be_planned_is_looked_at_again_soon(loop, depth, caplog
     assert port.waited[-3:] == [LONGEST_RETRY_NS] * 3
     assert len(port.tokens()[1]) == 4
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "no step can be planned although 1 requests wait" in line
+    assert "no step can be planned although 1 requests wait: 1 paused;" in line
+
+
+class Adapters:
+    """As much of an AdapterLoader as the driver needs; all adapters are being read."""
+
+    reading = ("slow#1",)
+
+    def submitted(self, request):
+        return replace(request, awaits_adapter=True)
+
+    def poll(self):
+        pass
+
+
+@both_loops
+def test_what_requests_wait_for_is_named_and_no_policy_blamed(loop, depth, caplog):
+    executor = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
+    settings = SchedulerSettings(max_in_flight=depth, enable_lora=True, max_loras_per_batch=1)
+    scheduler = Scheduler(settings, executor.info)
+    requests = [submit(1, n=2), submit(3)]
+    for event in requests:
+        event.request.lora = "slow#1"
+    requests[1].request.grammar = 'start: "a"'
+    opened = [OpenGate(number, gate) for number in (1, 2, 3) for gate in (Gate.ADAPTER, Gate.GRAMMAR)]
+    port = PatientPort(8, [*requests, submit(4), Pause(numbers=[4])], [], [*opened, Resume([4])])
+    loop(Driver(scheduler, executor, port, log=StepLog(0), state=LoopState(), adapters=Adapters()))
+    assert {number: len(tokens) for number, tokens in port.tokens().items()} == {1: 4, 2: 4, 3: 4, 4: 4}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "although 4 requests wait: 1 paused; 3 until an adapter has been read (reading slow#1);" in line
+    assert "policy" not in line
+
+
+def test_every_gate_has_words_for_the_log():
+    gates = {value for name, value in vars(Gate).items() if name.isupper()}
+    assert set(HELD_BY) == gates
+    assert set(HELD_TEXTS) == set(HELD_BY.values())
+
+
+@both_loops
+def test_a_policy_that_starts_nothing_is_blamed(loop, depth, caplog):
+    class Stubborn(Scheduler):
+        def plan(self, now):
+            return super().plan(now) if not port.left else None
+
+    executor = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
+    scheduler = Stubborn(SchedulerSettings(max_in_flight=depth), executor.info)
+    port = PatientPort(8, [submit(1), submit(2), Pause(numbers=[2])], [], [Resume([2])])
+    loop(Driver(scheduler, executor, port, log=StepLog(0), state=LoopState()))
+    assert len(port.tokens()[1]) == len(port.tokens()[2]) == 4
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "although 2 requests wait: 1 of them may start, so this is a defect of the policy fcfs;" in line
 
 
 @both_loops

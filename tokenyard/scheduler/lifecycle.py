@@ -38,3 +38,14 @@ class Gate:
     LOAD_OPEN = 32
     """It lost its place while its KV was being loaded, and that load has not ended: its pages are still being written.
     A second load would have the same name as the first."""
+
+
+HELD_BY = {
+    Gate.PAUSED: "paused",
+    Gate.ADAPTER: "adapter",
+    Gate.GRAMMAR: "grammar",
+    Gate.KV: "kv",
+    Gate.LOAD_OPEN: "load",
+    Gate.GROUP: "group",
+}
+"""The name of each gate. Where several hold a row back, the first of them is named."""

@@ -55,7 +55,7 @@ from tokenyard.policy.priority_function import MOST_BOOST, RequestView
 from tokenyard.policy.time_budget import prefill_stretch
 from tokenyard.scheduler.committer import Committer
 from tokenyard.scheduler.intake import take_in
-from tokenyard.scheduler.lifecycle import Gate, State
+from tokenyard.scheduler.lifecycle import HELD_BY, Gate, State
 from tokenyard.scheduler.live_view import LiveView, take_live_view
 from tokenyard.scheduler.lookahead_state import LookaheadState, take_lookahead_state
 from tokenyard.scheduler.multi_step import extend_plan, possible_steps
@@ -282,6 +282,18 @@ class Scheduler:
         table = self.state.table
         number = table.adapter_number(adapter)
         return bool(number) and bool(((table.adapter == number) & (table.state != State.FREE)).any())
+
+    def held_back(self) -> dict[str, int]:
+        """How many waiting rows gates hold back, by the first of `HELD_BY` that does; those that may start are not
+        counted.
+        """
+        gates = self.state.table.gates[self.state.waiting.rows]
+        held: dict[str, int] = {}
+        for gate, name in HELD_BY.items():
+            closed = gates & gate != 0
+            if count := int(np.count_nonzero(closed)):
+                held[name], gates = count, gates[~closed]
+        return held
 
     def flush(self, now: int) -> bool:
         """Empty the prefix cache; False, and nothing done, while any request waits, runs or is in flight, or pages are

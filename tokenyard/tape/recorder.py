@@ -141,6 +141,10 @@ class Recorder:
         """Whether any request that waits or runs has this adapter."""
         return self.scheduler.uses_adapter(adapter)
 
+    def held_back(self) -> dict[str, int]:
+        """How many waiting rows gates hold back, by cause."""
+        return self.scheduler.held_back()
+
     def awaits_admission(self, number: int) -> bool:
         """Whether a request waits, or its KV is being loaded."""
         return self.scheduler.awaits_admission(number)

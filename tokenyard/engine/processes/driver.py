@@ -55,6 +55,16 @@ MOST_FAILURES = 2
 FIRST_RETRY_NS, LONGEST_RETRY_NS = NS_PER_S // 10, NS_PER_S
 """Where there is work and nothing can be planned, it is tried again after the first time, then after twice as long."""
 
+HELD_TEXTS = {
+    "paused": "paused",
+    "adapter": "until an adapter has been read",
+    "grammar": "until a grammar is compiled",
+    "kv": "until it is known whether KV can be loaded",
+    "load": "until a load of KV that they gave up has ended",
+    "group": "until another answer to the same prompt has begun",
+}
+"""What requests wait for, by the cause that `Scheduler.held_back` names."""
+
 
 class Port(Protocol):
     """Where messages come from and go to."""
@@ -299,14 +309,22 @@ class Driver:
         return min(wait_ns, retry_ns)
 
     def _note_standstill(self) -> None:
-        """Log that there is work and none of it can be done, unless that is what was asked for."""
+        """Log that there is work and none of it can be done, and why, unless that is what was asked for."""
         state = self._snapshot()
-        if not state.paused and not state.loading and not self._kv.busy:
-            logger.warning(
-                "no step can be planned although %d requests wait; unless they are paused or wait for a grammar, this "
-                "is a defect of the policy %s; trying again every %g s",
-                *(state.waiting, state.policy, LONGEST_RETRY_NS / NS_PER_S),
-            )
+        if state.paused or state.loading or self._kv.busy:
+            return
+        held = self._scheduler.held_back()
+        ready = state.waiting - sum(held.values())
+        if ready or not held:
+            reason = f"{ready} of them may start, so this is a defect of the policy {state.policy}"
+        else:
+            reason = "; ".join(f"{count} {HELD_TEXTS[cause]}" for cause, count in held.items())
+        if "adapter" in held and self._adapters is not None:
+            reason += f" (reading {', '.join(self._adapters.reading)})"
+        logger.warning(
+            "no step can be planned although %d requests wait: %s; trying again every %g s",
+            *(state.waiting, reason, LONGEST_RETRY_NS / NS_PER_S),
+        )
 
     def _check_idle(self) -> None:
         """Let the scheduler check its books when nothing is left to do."""

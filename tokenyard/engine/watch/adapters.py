@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 VERBS = ("load_adapter", "drop_adapter", "adapter_read")
 """What this does of the calls to a scheduler process. The last one is the reading thread's own."""
 
+SLOW_READ_S = 1.0
+"""Reading an adapter for longer is logged."""
+
 LOOK_EVERY_S = 0.1
 """So often unused adapters are looked for while too many are in memory."""
 
@@ -54,6 +57,11 @@ class AdapterLoader:
         self._leaving: dict[str, list[int]] = {}
         self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
+
+    @property
+    def reading(self) -> list[str]:
+        """The adapters that are being read, or are next."""
+        return list(self._reading)
 
     def call(self, call: Call) -> None:
         """Begin with what a call asks for; the reply may come later."""
@@ -156,6 +164,7 @@ class AdapterLoader:
         while (job := self._jobs.get()) is not None:
             adapter, folder = job
             refusal = ""
+            begin_s = time.monotonic()
             try:
                 self._executor.load_adapter(adapter, folder)
                 if not adapter.endswith(f"#{adapter_digest(folder)}"):
@@ -166,6 +175,11 @@ class AdapterLoader:
             except Exception as error:
                 logger.exception("an adapter could not be read")
                 refusal = f"the adapter in {folder} could not be read: {error}"
+            seconds = time.monotonic() - begin_s
+            if seconds > SLOW_READ_S:
+                logger.warning(
+                    "reading adapter %s from %s took %.1f s; requests for it waited", adapter, folder, seconds
+                )
             self._deliver(Call(UNASKED, "adapter_read", {"adapter": adapter, "refusal": refusal}))
 
 
