@@ -2,11 +2,12 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
-from tokenyard.base import ExecutorInfo
+from tokenyard.base import ExecutorInfo, StepWork, WindowGroup
 from tokenyard.cost import get_profile, unknown_cpu
-from tokenyard.cost.calibration import Point, Rig, quick_belief
+from tokenyard.cost.calibration import Point, Rig, measure_all, points, quick_belief
 from tokenyard.executor.mock import MockExecutor
 
 PRIOR = unknown_cpu()
@@ -52,3 +53,41 @@ def test_a_small_pool_is_asked_about_what_fits_it():
     belief = quick_belief(executor("cpu/demo", context_length=64, num_pages=8, max_pool_rows=2), PRIOR, clock(0.0))
     work, seconds = Rig(executor("cpu/demo")).measure(Point(chunk=16))
     assert belief.step(work) == pytest.approx(seconds, rel=0.3)
+
+
+class PageTables:
+    """An executor that follows the page tables of both groups of layers, and holds each step's reads to them."""
+
+    def __init__(self, inner):
+        self.inner, self.info = inner, inner.info
+        shape = self.info.max_pool_rows, self.info.context_length // self.info.page_size
+        self.groups = [(np.zeros(shape, int), self.info.context_length, self.info.num_pages)]
+        if self.info.windows is not None:
+            self.groups.append((np.zeros(shape, int), self.info.windows.window, self.info.windows.num_pages))
+
+    def launch(self, plan):
+        assert len(plan.window_ids) == (len(plan.page_ids) if self.info.windows is not None else 0)
+        for (table, window, most), ids in zip(self.groups, (plan.page_ids, plan.window_ids), strict=False):
+            assert (ids <= most).all()
+            table[plan.page_rows, plan.page_columns] = ids
+            read = []
+            for row, start, count in zip(plan.pool_rows, plan.starts, plan.counts, strict=True):
+                first = max(int(start) - window + 1, 0) // self.info.page_size
+                read += table[row, first : -(-int(start + count) // self.info.page_size)].tolist()
+            assert 0 not in read
+            assert len(set(read)) == len(read)
+        return self.inner.launch(plan)
+
+    def collect(self, ticket):
+        return self.inner.collect(ticket)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("windows", [None, WindowGroup(9, 200), WindowGroup(100, 120), WindowGroup(4096, 8000)])
+def test_steps_read_pages_of_their_own_in_every_group_of_layers(windows, page_size):
+    inner = executor("cpu/demo", page_size=page_size, windows=windows)
+    followed = PageTables(inner)
+    belief = quick_belief(followed, PRIOR, clock(0.0))
+    assert belief.step(StepWork(tokens=1, rows=1, decode_rows=1)) > 0.0
+    measured = list(measure_all(Rig(followed), points(inner.info), clock(0.0), 1.0))
+    assert {bool(work.decode_rows) for work, _ in measured} == {True, False}

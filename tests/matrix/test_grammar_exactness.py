@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 
 from tests.executor.test_grammar import TOKENIZER
 from tests.scheduler.harness import Yard
-from tokenyard.base import Int32Array, OpenGate, SamplingParams, SchedulerSettings
-from tokenyard.base.request import NO_TOKENS
+from tokenyard.base import NO_TOKENS, Int32Array, OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.load import load_executor
 from tokenyard.scheduler.counters import Counters

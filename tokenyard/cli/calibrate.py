@@ -46,7 +46,7 @@ def calibrate(namespace: argparse.Namespace) -> int:
         raise ConfigError(f"--seconds is {namespace.seconds}; it must be above 0")
     settings = located(resolve(vars(namespace)).settings)
     set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
-    # Its steps have pages of one kind only.
+    # A profile, and the simulator that reads it, have a pool of one kind only.
     executor = load_executor(engine_config(replace(settings, swa_full_tokens_ratio=0.0)))
     try:
         measured, wanted = _measure(Rig(executor), executor.info, namespace.seconds)

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.base import Executor, ExecutorInfo, Int32Array, RowStart, SamplingParams, StepPlan, StepWork, step_work
+from tokenyard.base import (
+    NO_TOKENS,
+    Executor,
+    ExecutorInfo,
+    Int32Array,
+    RowStart,
+    SamplingParams,
+    StepPlan,
+    StepWork,
+    step_work,
+)
 from tokenyard.cost.linear import LinearCost
 from tokenyard.cost.online import OnlineCost
 
@@ -86,15 +96,25 @@ def quick_belief(executor: Executor, prior: LinearCost, now: Callable[[], float]
 def _fits(point: Point, info: ExecutorInfo) -> bool:
     most = min(info.num_pages * info.page_size // 2, MOST_KV_TOKENS)
     longest = max(point.context + 1, point.prefix + point.chunk)
+    pages, seen = _pages(point, info)
     return (
         longest <= info.context_length
-        and _pages(point, info.page_size) <= most // info.page_size
+        and pages.sum() <= most // info.page_size
+        and (info.windows is None or (pages - seen).sum() <= info.windows.num_pages)
         and point.rows + 1 <= info.max_pool_rows
     )
 
 
-def _pages(point: Point, page_size: int) -> int:
-    return point.rows * -(-(point.context + 1) // page_size) + -(-(point.prefix + point.chunk) // page_size)
+def _pages(point: Point, info: ExecutorInfo) -> tuple[Int32Array, Int32Array]:
+    """How many pages each row of a point has, and how many of them lie behind the window of its next token: int32[n]
+    twice. Such pages have none in the layers with a window.
+    """
+    chunks = int(point.chunk > 0)
+    starts = _int32([point.context] * point.rows + [point.prefix] * chunks)
+    ends = _int32([point.context + 1] * point.rows + [point.prefix + point.chunk] * chunks)
+    # Without windows all of a row is seen.
+    window = info.context_length if info.windows is None else info.windows.window
+    return -(-ends // info.page_size), np.maximum(starts - (window - 1), 0) // info.page_size
 
 
 def _thinned(found: Sequence[Point]) -> list[Point]:
@@ -111,7 +131,8 @@ class Rig:
         self._executor = executor
         self._info = executor.info
         self._rng = np.random.default_rng(seed)
-        self._pages = self._rng.permutation(self._info.num_pages).astype(np.int32) + 1
+        self._pages = self._shuffled(self._info.num_pages)
+        self._window_pages = NO_TOKENS if self._info.windows is None else self._shuffled(self._info.windows.num_pages)
         self._step = 0
 
     def measure(self, point: Point) -> Measured:
@@ -132,7 +153,13 @@ class Rig:
     def _hand_out(self, point: Point) -> StepPlan:
         """A step without work that gives rows and pages to the point's requests, as if their prompts were computed."""
         lengths = [point.context + 1] * point.rows + [point.prefix + point.chunk] * bool(point.chunk)
-        pages = [-(-length // self._info.page_size) for length in lengths]
+        pages, seen = _pages(point, self._info)
+        columns = np.concatenate([np.arange(count, dtype=np.int32) for count in pages])
+        window_ids = NO_TOKENS
+        if self._info.windows is not None:
+            inside = columns >= np.repeat(seen, pages)
+            window_ids = np.zeros(len(columns), np.int32)
+            window_ids[inside] = self._window_pages[: np.count_nonzero(inside)]
         return StepPlan(
             step=0,
             pool_rows=_int32(()),
@@ -142,8 +169,9 @@ class Rig:
             samples=np.zeros(0, np.int32),
             tokens=_int32(()),
             page_rows=np.repeat(np.arange(len(pages), dtype=np.int32), pages),
-            page_columns=_int32([column for count in pages for column in range(count)]),
-            page_ids=self._pages[: sum(pages)],
+            page_columns=columns,
+            page_ids=self._pages[: len(columns)],
+            window_ids=window_ids,
             row_starts=[
                 RowStart(row, SamplingParams(temperature=0.0, ignore_eos=True), self._tokens(length), length)
                 for row, length in enumerate(lengths)
@@ -167,6 +195,9 @@ class Rig:
             page_ids=_int32(()),
             decode_rows=point.rows,
         )
+
+    def _shuffled(self, pages: int) -> Int32Array:
+        return self._rng.permutation(pages).astype(np.int32) + 1
 
     def _tokens(self, count: int) -> Int32Array:
         return self._rng.integers(0, self._info.vocab_size, count).astype(np.int32)
