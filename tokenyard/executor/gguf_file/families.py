@@ -44,9 +44,9 @@ def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"sliding_window": file.own("attention.sliding_window") or None}
     lists = {key: file.tensors.get(f"rope_factors_{key}.weight") for key in ("short", "long")}
     if all(found is not None for found in lists.values()):
+        facts["original_max_position_embeddings"] = file.own("rope.scaling.original_context_length")
         facts["rope_scaling"] = {
             "rope_type": "longrope",
-            "original_max_position_embeddings": file.own("rope.scaling.original_context_length"),
             "attention_factor": file.own("rope.scaling.attn_factor"),
             **{f"{key}_factor": found.data.tolist() for key, found in lists.items() if found is not None},
         }

@@ -102,7 +102,7 @@ def _rope(file: GgufFile) -> dict[str, Any]:
     if "rope_freqs.weight" in file.tensors:
         return {"rope_scaling": _llama3(file)}
     if kind in ("none", "longrope"):  # of longrope the file holds the factors
-        return {}
+        return {"rope_scaling": {"rope_type": "default"}}
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{file.path}: rope scaling {kind!r} is not supported")
     original = file.own("rope.scaling.original_context_length")

@@ -29,9 +29,8 @@ def _llama(config: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def _mistral(config: ModelConfig, raw: RawConfig) -> ModelConfig:
-    # transformers takes 4096 where the key is absent; null is how a checkpoint says "no window".
-    window = raw.get("sliding_window", 4096) or 0
-    return replace(config, windows=_layer_windows(raw, int(window), full_layers=0))
+    # null is how a checkpoint says "no window".
+    return replace(config, windows=_layer_windows(raw, int(raw["sliding_window"] or 0), full_layers=0))
 
 
 def _qwen2(config: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -61,8 +60,7 @@ def _qwen3_moe(config: ModelConfig, raw: RawConfig) -> ModelConfig:
         layers=frozenset(layer for layer in layers if (layer + 1) % step == 0),
     )
     # Unlike Qwen3, every layer has the window, if any.
-    window = (raw.get("sliding_window") or 0) if raw.get("use_sliding_window", False) else 0
-    windows = _layer_windows({**raw, "layer_types": None}, int(window), full_layers=0)
+    windows = _layer_windows({**raw, "layer_types": None}, _qwen_window(raw), full_layers=0)
     return replace(_qwen3(config, raw), experts=experts, windows=windows)
 
 
@@ -117,7 +115,7 @@ def _gpt_oss(config: ModelConfig, raw: RawConfig) -> ModelConfig:
         config,
         qkv_bias=bias,
         output_bias=bias,
-        windows=_alternate_windows(raw, int(raw.get("sliding_window", 128) or 0), 2),
+        windows=_alternate_windows(raw, int(raw["sliding_window"] or 0), 2),
         experts=experts,
         sinks=True,
         activation="clamped_swiglu",
@@ -125,9 +123,12 @@ def _gpt_oss(config: ModelConfig, raw: RawConfig) -> ModelConfig:
     )
 
 
+def _qwen_window(raw: RawConfig) -> int:
+    return int(raw["sliding_window"] or 0) if raw.get("use_sliding_window", False) else 0
+
+
 def _qwen_windows(raw: RawConfig) -> tuple[int, ...]:
-    window = (raw.get("sliding_window", 4096) or 0) if raw.get("use_sliding_window", False) else 0
-    return _layer_windows(raw, int(window), full_layers=int(raw.get("max_window_layers", 28)))
+    return _layer_windows(raw, _qwen_window(raw), full_layers=int(raw.get("max_window_layers", 28)))
 
 
 def _alternate_windows(raw: RawConfig, window: int, every: int) -> tuple[int, ...]:
@@ -165,23 +166,52 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig, RawConfig], ModelConfig]] = {
     "GptOssForCausalLM": _gpt_oss,
 }
 
-_GEMMA: RawConfig = {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+_GEMMA: RawConfig = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "eos_token_id": 1,
+}
 DEFAULTS: dict[str, RawConfig] = {
+    "LlamaForCausalLM": {"eos_token_id": 2},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
+    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "eos_token_id": 32_000},
     "Gemma2ForCausalLM": {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     # The files of the larger models leave out whatever they have in common.
     "Gemma3ForCausalLM": {
         **_GEMMA,
         "vocab_size": 262_208,
         "num_attention_heads": 8,
-        "num_key_value_heads": 4,
         "max_position_embeddings": 131_072,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
-    "GptOssForCausalLM": {"head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0},
-    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5},
+    "GptOssForCausalLM": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    },
 }
-"""What transformers takes where a config.json has no such key; a null is a value."""
+"""What transformers takes where a config.json has no such key; a null is a value, except of rope_parameters.
+
+The sizes that make up a model have no defaults here: a file without them is refused.
+"""
+
+STATES_SCALED_CONTEXT = frozenset({"Gemma3ForCausalLM"})
+"""Families whose max_position_embeddings holds the context after scaling, whatever the kind of rope."""
 
 _NO_POOL = "in the place of keys and values, which the KV pool cannot hold"
 _DELTA_NET = f"most of its layers keep a state (gated delta net) {_NO_POOL}"

@@ -1,11 +1,17 @@
 """Reads a Hugging Face `config.json` into a ModelConfig."""
 
 import math
-from typing import Any
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.models.config import ROPE_TYPES, ModelConfig, RopeConfig
-from tokenyard.executor.models.families import ARCHITECTURES, DEFAULTS, RawConfig, positive, refusal
+from tokenyard.executor.models.families import (
+    ARCHITECTURES,
+    DEFAULTS,
+    STATES_SCALED_CONTEXT,
+    RawConfig,
+    positive,
+    refusal,
+)
 
 MOST_LAYERS = 10_000
 """Far beyond any model; a damaged file must not keep the loader busy for ever."""
@@ -24,9 +30,12 @@ def read_model_config(raw: RawConfig, generation: RawConfig | None = None) -> Mo
 
 def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     """See `read_model_config`; raises whatever a field of the wrong type leads to."""
-    raw = _text_part(raw)
-    architecture = _architecture(raw)
-    raw = {**DEFAULTS.get(architecture, {}), **raw}
+    given = _text_part(raw)
+    architecture = _architecture(given)
+    defaults = DEFAULTS.get(architecture, {})
+    raw = {**defaults, **given}
+    if raw.get("rope_parameters") is None:
+        raw["rope_parameters"] = defaults.get("rope_parameters")
     heads = positive(raw, "num_attention_heads")
     kv_heads = int(raw.get("num_key_value_heads") or heads)
     hidden = positive(raw, "hidden_size")
@@ -49,12 +58,13 @@ def _read_fields(raw: RawConfig, generation: RawConfig) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        context_length=_context_length(raw, rope),
+        context_length=_context_length(raw, architecture, rope),
         rope=rope,
         local_rope=local_rope,
         windows=(0,) * layers,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=_eos_token_ids(raw, generation),
+        # The family's default counts only where there is no generation_config.json.
+        eos_token_ids=_eos_token_ids(given if generation else raw, generation),
         quantization=raw.get("quantization_config"),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
     )
@@ -98,21 +108,20 @@ def _check_activation(raw: RawConfig, config: ModelConfig) -> None:
 def _read_ropes(raw: RawConfig, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embedding of the layers that see everything, and of those with a window where that is another one.
 
-    `rope_parameters` may hold one for each kind of layer (transformers 5); Gemma 3 used to say `rope_local_base_freq`.
+    `rope_parameters` (transformers 5) may hold one for each kind of layer; before, Gemma 3 named the base of the second
+    one `rope_local_base_freq`. `rope_scaling` (before transformers 5) counts where both are given, as in transformers.
     """
-    parameters = raw.get("rope_parameters") or {}
-    local_raw = {**raw, "rope_scaling": None, "rope_theta": raw.get("rope_local_base_freq")}
-    if "full_attention" in parameters or "sliding_attention" in parameters:
-        full = _read_rope({**raw, "rope_parameters": parameters.get("full_attention")}, head_dim)
-        return full, _read_rope({**local_raw, "rope_parameters": parameters.get("sliding_attention")}, head_dim)
-    local = {**local_raw, "rope_parameters": None}
-    return _read_rope(raw, head_dim), _read_rope(local, head_dim) if local["rope_theta"] else None
+    scaling, parameters = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    local_theta = raw.get("rope_local_base_freq")
+    if local_theta is None and not {"full_attention", "sliding_attention"} & set(parameters):
+        return _read_rope(raw, scaling or parameters, head_dim), None
+    full, local = (parameters.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+    local_raw = {**raw, "rope_theta": local_theta}
+    return _read_rope(raw, {**full, **scaling}, head_dim), _read_rope(local_raw, local, head_dim)
 
 
-def _read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before)."""
-    fields: dict[str, Any] = dict(raw.get("rope_scaling") or {})
-    fields.update(raw.get("rope_parameters") or {})
+def _read_rope(raw: RawConfig, fields: RawConfig, head_dim: int) -> RopeConfig:
+    """One rotary embedding from its `fields`, and from the config around them for those that they lack."""
     kind = fields.get("rope_type") or fields.get("type") or "default"
     # Early files of Phi-3 named their factors by two other words.
     if "long_factor" in fields and kind in ("su", "yarn"):
@@ -129,7 +138,7 @@ def _read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta, share=share)
     attention_factor = fields.get("attention_factor")
-    stated = fields.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    stated = raw.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
     longest = positive(raw, "max_position_embeddings")
     original = int(stated or longest)
     factor = float(fields.get("factor") or (0.0 if kind in ("linear", "llama3") else longest / original))
@@ -164,10 +173,10 @@ def _factors(fields: RawConfig, key: str, kind: str, rotated: int) -> tuple[floa
     return found
 
 
-def _context_length(raw: RawConfig, rope: RopeConfig) -> int:
+def _context_length(raw: RawConfig, architecture: str, rope: RopeConfig) -> int:
     """Tokens of context: what the config states, or what the scaling reaches where that is more."""
     stated = positive(raw, "max_position_embeddings")
-    if rope.kind in ("linear", "yarn"):
+    if rope.kind in ("linear", "yarn") and architecture not in STATES_SCALED_CONTEXT:
         return max(stated, int(rope.original_context * rope.factor))
     return stated
 

@@ -85,7 +85,7 @@ class NativeDecoder:
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            rotated=2 * self._cos_sin[config.rope].shape[-1],
+            rotated=2 * self._cos_sin[config.ropes[0]].shape[-1],
             gate=ACTIVATIONS.index(config.activation),
             eps=config.norm_eps,
             gate_limit=config.gate_limit,
