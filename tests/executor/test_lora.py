@@ -128,6 +128,13 @@ def test_scales_and_ranks_of_single_modules(make_driver, tmp_path, backend, root
     close(found, logits_of(merged(case, folder, scale), prompt)[-1])
 
 
+def test_an_alpha_of_zero_switches_an_adapter_off(make_driver, tmp_path, backend):
+    driver = make_driver("llama", lora_slots=1, lora_rank=4, **backend)
+    driver.executor.load_adapter("a", save_adapter(tmp_path / "a", "llama", lora_alpha=0))
+    prompt = prompt_of(12, seed=6)
+    close(last_logits(driver, driver.start(prompt, adapter=("a", 1))), logits("llama", prompt)[-1])
+
+
 @pytest.mark.parametrize(("case", "model_impl"), [("qwen3-moe", "auto"), ("llama", "torch"), ("llama", "auto")])
 def test_an_adapter_of_some_modules_alone_leaves_the_others(make_driver, tmp_path, case, model_impl):
     driver = make_driver(case, lora_slots=2, lora_rank=4, model_impl=model_impl, attention_backend="auto")

@@ -110,7 +110,7 @@ def _read_fields(raw: Mapping[str, Any], path: Path) -> LoraConfig:
         re.compile(pattern)
     config = LoraConfig(
         rank=int(raw["r"]) if "r" in raw else 0,
-        alpha=float(raw.get("lora_alpha") or 8),
+        alpha=float(raw.get("lora_alpha", 8)),
         root=bool(raw.get("use_rslora")),
         rank_pattern=ranks,
         alpha_pattern=alphas,
