@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
+import time
 from dataclasses import replace
 
 import psutil
 import pytest
 
+from tests.engine import slow_to_load
 from tests.engine.engines import mock_config
 from tests.engine.test_engine import FOR_EVER, spec, titled, until
 from tokenyard.base import LogprobOptions
@@ -357,3 +359,18 @@ def test_a_scheduler_that_stands_still_is_ended_and_started_again(monkeypatch, c
     assert "last heard" in caplog.text
     assert "no sign of life from the scheduler" in caplog.text
     assert "Fatal Python error: Aborted" in capfd.readouterr().err
+
+
+def test_a_load_longer_than_the_watchdogs_timeout_is_not_taken_for_a_hang(monkeypatch):
+    monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.slow_to_load")
+
+    async def main():
+        config = engine(step_ms=1.0)
+        config.watchdog_timeout_s = slow_to_load.LOAD_S - 0.5
+        async with running_engine(config) as manager:
+            pids = scheduler_pids()
+            await read_whole(manager, tokens=20)
+            assert scheduler_pids() == pids
+            assert manager.ranks.clients[0].age_s(time.monotonic_ns()) < config.watchdog_timeout_s
+
+    asyncio.run(main())

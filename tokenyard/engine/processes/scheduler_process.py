@@ -109,6 +109,8 @@ def run_scheduler(task: ChildTask, report: ReportReady) -> None:
     gc.collect()
     gc.freeze()
     report(ChildReport(info=loop.info))
+    # Until here the process has loaded, which may take as long as it likes; the watchdog counts from now on.
+    loop.state.enter("host")
     heartbeat.start()
     try:
         loop.run()
