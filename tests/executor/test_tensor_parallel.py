@@ -1,5 +1,7 @@
 """A model divided among ranks: threads of one process are the judge of processes, transformers that of both."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -16,8 +18,9 @@ from tests.matrix.test_grammar_exactness import DelayedYard
 from tokenyard.base import ConfigError, LogprobOptions, OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor import weights
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.load import load_executor, read_folder_config
 from tokenyard.executor.parallel.divided import load_executor as load_divided
+from tokenyard.executor.parallel.shards import kv_heads
 from tokenyard.scheduler.lifecycle import Gate
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1}
@@ -45,6 +48,10 @@ def driver_over(load, path, size, **options):
         ("phi3", 2, "auto"),
         ("gemma2", 2, "auto"),
         ("gpt-oss", 2, "auto"),
+        ("llama-12-of-3", 2, "auto"),
+        ("llama-12-of-3", 2, "gather"),
+        ("qwen2-6-of-2", 3, "gather"),
+        ("gpt-oss-12-of-3", 2, "auto"),
     ],
 )
 def test_ranks_together_are_the_model(folder, case, size, attention_backend):
@@ -74,6 +81,22 @@ def test_ranks_together_are_the_model(folder, case, size, attention_backend):
 def test_a_model_that_cannot_be_divided_is_refused(folder, case, size, message):
     with pytest.raises(ConfigError, match=message):
         load_virtual(folder(case), size, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "size", "kept"),
+    [
+        (8, 4, 2, [[0, 1], [2, 3]]),
+        (8, 2, 4, [[0], [0], [1], [1]]),
+        (12, 3, 2, [[0, 0, 1], [1, 2, 2]]),
+        (6, 2, 3, [[0, 0], [0, 1], [1, 1]]),
+        (12, 4, 6, [[0, 0], [0, 1], [1, 1], [2, 2], [2, 3], [3, 3]]),
+        (6, 1, 3, [[0], [0], [0]]),
+    ],
+)
+def test_a_rank_keeps_the_kv_heads_that_its_query_heads_attend_to(folder, heads, kv, size, kept):
+    whole = replace(read_folder_config(Path(folder("llama"))), num_heads=heads, num_kv_heads=kv)
+    assert [kv_heads(whole, rank, size) for rank in range(size)] == kept
 
 
 class OpenFile:

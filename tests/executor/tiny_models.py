@@ -171,11 +171,24 @@ FAMILY_CASES = {
 GGUF_CASES = {"gpt-oss-7": (GptOssConfig, {**FAMILY_CASES["gpt-oss"][1], "swiglu_limit": 7.0})}
 """What a GGUF file can say; it has no word for the limit."""
 
+GROUP_CASES = {
+    "llama-12-of-3": (LlamaConfig, {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8}),
+    "qwen2-6-of-2": (
+        Qwen2Config,
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 84},
+    ),
+    "gpt-oss-12-of-3": (
+        GptOssConfig,
+        {**FAMILY_CASES["gpt-oss"][1], "num_attention_heads": 12, "num_key_value_heads": 3},
+    ),
+}
+"""Groups of query heads that ranks cut through."""
+
 
 @functools.cache
 def judge(case):
     """Return a float32 transformers model with random weights; biases and norms are random too."""
-    config_type, fields = (CASES | EXPERT_CASES | FAMILY_CASES | GGUF_CASES)[case]
+    config_type, fields = (CASES | EXPERT_CASES | FAMILY_CASES | GGUF_CASES | GROUP_CASES)[case]
     torch.manual_seed(len(case))
     # Fused attention knows no soft caps.
     config = config_type(**{**SMALL, **fields})

@@ -1,10 +1,12 @@
 """A rank's part of a model: which heads, which columns and rows of its matrices (Megatron-LM, arXiv 1909.08053).
 
 q, k, v, gate and up are cut by outputs, o and down by inputs, so that a layer needs two sums over the ranks: one behind
-the attention and one behind the MLP. Where there are fewer KV heads than ranks, ranks share one and each keeps a copy.
+the attention and one behind the MLP. A rank keeps a copy of each KV head that its query heads attend to, which others
+may have too; where these are not the same number for each KV head, it keeps several copies of some.
 Embedding and head are cut by tokens of the vocabulary; norms and routers of experts are whole at every rank.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -24,6 +26,7 @@ from tokenyard.executor.weights import SafetensorsWeights, Weights
 SINKS = "sinks"
 BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", SINKS, "embed_tokens", "lm_head")
 BY_INPUTS = ("o_proj", "down_proj")
+OF_KV = ("k_proj", "v_proj")
 OF_VOCABULARY = ("embed_tokens", "lm_head")
 OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", SINKS)
 WHOLE = -1
@@ -53,24 +56,22 @@ class Shard:
         return replace(
             thinner(whole, self.size),
             num_heads=whole.num_heads // self.size,
-            num_kv_heads=max(1, whole.num_kv_heads // self.size),
+            num_kv_heads=len(kv_heads(whole, self.rank, self.size)),
             vocab_part=-(-whole.vocab_size // self.size),
         )
 
     def _check(self, whole: ModelConfig) -> None:
-        size, kv = self.size, whole.num_kv_heads
+        size = self.size
         inner = inner_sizes(whole)
         check_divisible(size, {"num_attention_heads": whole.num_heads, **inner})
         if (size - 1) * -(-whole.vocab_size // size) >= whole.vocab_size:
             raise ConfigError(f"--tp-size {size} is too many for the model's vocab_size of {whole.vocab_size}")
-        if kv % size and size % kv:
-            raise ConfigError(
-                f"--tp-size {size} and the model's num_key_value_heads of {kv}: one must divide the other"
-            )
 
     def weights(self, source: Weights, whole: ModelConfig) -> Weights:
         """See ModelPart."""
-        return _ShardWeights(source, self.rank, self.size, attention_sizes(whole) | vocabulary_sizes(whole))
+        sizes = dict.fromkeys(OF_VOCABULARY, whole.vocab_size)
+        sizes |= dict.fromkeys(OF_KV, whole.num_kv_heads * whole.head_dim)
+        return _ShardWeights(source, self.rank, self.size, sizes, kv_heads(whole, self.rank, self.size))
 
     def compute(self, model: TorchModel, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
         """See ModelPart."""
@@ -139,22 +140,21 @@ def thinner(whole: ModelConfig, size: int) -> ModelConfig:
     return replace(whole, intermediate_size=whole.intermediate_size // size, experts=experts)
 
 
-def attention_sizes(whole: ModelConfig) -> dict[str, int]:
-    """Sizes of what is divided of an attention: with fewer KV heads than ranks they do not follow from a part's."""
-    q_size, kv_size = whole.num_heads * whole.head_dim, whole.num_kv_heads * whole.head_dim
-    return {"q_proj": q_size, "o_proj": q_size, "k_proj": kv_size, "v_proj": kv_size, SINKS: whole.num_heads}
+def kv_heads(whole: ModelConfig, rank: int, size: int) -> list[int]:
+    """Return for each KV head of a rank which one of the whole model it is, in order; some may appear more than once.
 
-
-def vocabulary_sizes(whole: ModelConfig) -> dict[str, int]:
-    """Sizes of embedding and head, which the number of ranks need not divide."""
-    return dict.fromkeys(OF_VOCABULARY, whole.vocab_size)
+    Kernels expect that all KV heads of a rank serve equally many of its query heads. The largest such number divides
+    both the query heads of a rank and those of a group.
+    """
+    heads, group = whole.num_heads // size, whole.num_heads // whole.num_kv_heads
+    return [head // group for head in range(rank * heads, (rank + 1) * heads, math.gcd(heads, group))]
 
 
 class _ShardWeights:
-    """sizes: of products that do not follow from a part's, WHOLE for those that are not divided."""
+    """sizes: of products that do not follow from a part's, WHOLE for those that are not divided. kv: see `kv_heads`."""
 
-    def __init__(self, source: Weights, rank: int, ranks: int, sizes: dict[str, int]) -> None:
-        self._source, self._rank, self._ranks, self._sizes = source, rank, ranks, sizes
+    def __init__(self, source: Weights, rank: int, ranks: int, sizes: dict[str, int], kv: Sequence[int] = ()) -> None:
+        self._source, self._rank, self._ranks, self._sizes, self._kv = source, rank, ranks, sizes, kv
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return this rank's part, of `shape`, of the tensor `name`; see Weights."""
@@ -171,14 +171,18 @@ class _ShardWeights:
             return self._source.get(name, shape)
         part = shape[axis]
         size = self._sizes.get(product, part * self._ranks)
-        # With fewer KV heads than ranks there are fewer parts than ranks, and neighbours have the same one.
-        first = self._rank * part if product in OF_VOCABULARY else self._rank * (size // part) // self._ranks * part
+        first, end = self._rank * part, min((self._rank + 1) * part, size)
+        if product in OF_KV:
+            head_dim = part // len(self._kv)
+            first, end = self._kv[0] * head_dim, (self._kv[-1] + 1) * head_dim
         whole = (*shape[:axis], size, *shape[axis + 1 :])
-        end = min(first + part, size)
         if isinstance(self._source, SafetensorsWeights):
             found = self._source.get(name, whole, (axis, first, end))
         else:
             # Random, quantized and GGUF tensors are made whole one at a time; a copy lets go of the rest.
             found = self._source.get(name, whole).narrow(axis, first, end - first).clone()
+        if product in OF_KV:
+            heads = [head - self._kv[0] for head in self._kv]
+            return found.view(-1, head_dim, *shape[1:])[heads].view(shape)
         # A vocabulary that the number of ranks does not divide is filled up with tokens that never come.
         return found if end - first == part else torch.cat((found, found.new_zeros(first + part - end, *shape[1:])))
