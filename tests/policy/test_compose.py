@@ -2,15 +2,17 @@ import inspect
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.policy.lines import admissions, line, make_yard, watch_admissions
-from tokenyard.base import SchedulerSettings, TenantSettings
+from tests.policy.lines import admissions, line, make_yard, row, watch_admissions
+from tokenyard.base import Arrived, OpenGate, Pause, Reach, Resume, SchedulerSettings, TenantSettings
 from tokenyard.policy import Policy, create_policy
-from tokenyard.policy.compose import Wrapper
+from tokenyard.policy.compose import StartedTokens, Wrapper
 from tokenyard.policy.user_policy import Guarded
+from tokenyard.scheduler.lifecycle import Gate
 
 
 def public(cls):
@@ -131,3 +133,58 @@ def test_without_the_bound_lof_passes_more():
         yard.submit([6 + index] * 10, max_new=2)
     yard.run()
     assert max(watch.values()) == 100
+
+
+@pytest.mark.parametrize("loaded", [0, 10, 19])
+def test_requests_that_begin_with_a_load_overtake_by_their_tokens(loaded):
+    """Later requests have 20 tokens, of which `loaded` are to come from elsewhere, and are computed in the end."""
+    yard = make_yard(schedule_policy="lof", rows=1, max_overtaken_tokens=30)
+    yard.submit([5] * 20, max_new=6)
+    yard.advance()
+    head = yard.submit([6] * 20, max_new=2)
+    for index in range(8):
+        number = yard.submit([10 + index] * 20, max_new=4, awaits_kv=True)
+        yard.apply(Reach(number, loaded))
+    while head not in yard.finished:
+        worked = yard.advance()
+        loads = yard.scheduler.drain_transfers()
+        for load in loads:
+            yard.apply(Arrived(load.number, load.start))
+        assert worked or loads
+    assert len(yard.finished) == 3, "one other passes, with 20 tokens; a second one would make it 40"
+
+
+@pytest.mark.parametrize("gate", [Gate.PAUSED, Gate.KV])
+def test_a_gate_takes_nothing_from_the_count(gate):
+    yard = make_yard(schedule_policy="lof", rows=1, max_overtaken_tokens=30)
+    first = yard.submit([6] * 20, max_new=2, awaits_kv=gate == Gate.KV)
+    if gate == Gate.PAUSED:
+        yard.apply(Pause(numbers=[first]))
+    later = [yard.submit([10 + index] * 20, max_new=4) for index in range(2)]
+    waits = yard.submit([20] * 5, max_new=1)
+    table = yard.scheduler.state.table
+    while not table.admitted_ns[row(yard, later[1])]:
+        yard.advance()
+    yard.launch()
+    yard.apply(Resume([first]) if gate == Gate.PAUSED else OpenGate(first, Gate.KV))
+    eager = yard.submit([21] * 20, max_new=9)
+    yard.run()
+    assert admissions(yard) == [*later, first, eager, waits], "40 tokens have passed the first; no more may"
+
+
+@given(
+    limit=st.integers(0, 60),
+    calls=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), max_size=60),
+    forgotten=st.integers(0, 20),
+)
+def test_started_tokens_are_summed_up_to_the_limit(limit, calls, forgotten):
+    started, all_of_them = StartedTokens(limit), []
+    for index, (seq, tokens) in enumerate(calls):
+        if index == len(calls) // 2:
+            started.forget(forgotten)
+        started.add(max(seq, forgotten), tokens)
+        all_of_them.append((max(seq, forgotten), tokens))
+        for border in (seq + forgotten, forgotten, 41):
+            expected = sum(count for later, count in all_of_them if later > border)
+            assert min(started.after(border), limit + 1) == min(expected, limit + 1)
+        assert len(started) <= limit + 1

@@ -105,6 +105,11 @@ class Policy:
         """
         return None
 
+    def admitted(self, row: int) -> None:
+        """`row` takes a place, for the first time or again. Its tokens from `planned` to `target` are computed from the
+        next chunk on, or loaded first as far as they can be.
+        """
+
     def charge(self, row: int, prefill_tokens: int) -> None:
         """A chunk of `prefill_tokens` was planned for `row`."""
 

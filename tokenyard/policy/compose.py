@@ -79,6 +79,10 @@ class Wrapper(Policy):
         return self.inner.pace(columns, rows, now)
 
     @override
+    def admitted(self, row: int) -> None:
+        self.inner.admitted(row)
+
+    @override
     def charge(self, row: int, prefill_tokens: int) -> None:
         self.inner.charge(row, prefill_tokens)
 
@@ -114,27 +118,41 @@ class Wrapper(Policy):
 class StartedTokens:
     """Prompt tokens of started requests, in order of arrival. The cost of a sum over later arrivals grows with the
     distance between its border and the border of the last sum.
+
+    Sums count up to `limit`: entries before which later ones alone exceed it make no difference, and are dropped. So a
+    request may wait for as long as it likes, and no more than `limit` tokens and one request are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._seqs: list[int] = []
         self._tokens: list[int] = []
+        self._sum = 0
         self._border_seq = -1
         self._border = 0
         self._after = 0
+
+    def __len__(self) -> int:
+        return len(self._seqs)
 
     def add(self, seq: int, tokens: int) -> None:
         """Record that the `seq`-th request to arrive has started with `tokens` prompt tokens."""
         place = bisect_right(self._seqs, seq)
         self._seqs.insert(place, seq)
         self._tokens.insert(place, tokens)
+        self._sum += tokens
         if seq > self._border_seq:
             self._after += tokens
         else:
             self._border += 1
+        needless = 0
+        while self._sum - self._tokens[needless] > self._limit:
+            self._sum -= self._tokens[needless]
+            needless += 1
+        self._drop(needless)
 
     def after(self, seq: int) -> int:
-        """Tokens of all started requests that arrived after the `seq`-th."""
+        """Tokens of all started requests that arrived after the `seq`-th; of more than `limit`, more than `limit`."""
         border = bisect_right(self._seqs, seq)
         self._after += sum(self._tokens[border : self._border]) - sum(self._tokens[self._border : border])
         self._border_seq, self._border = seq, border
@@ -143,10 +161,16 @@ class StartedTokens:
     def forget(self, seq: int) -> None:
         """Drop requests before the `seq`-th; `after` is not called with an earlier one any more."""
         place = bisect_left(self._seqs, seq)
-        if place:
-            self.after(seq)
-            del self._seqs[:place], self._tokens[:place]
-            self._border -= place
+        self._sum -= sum(self._tokens[:place])
+        self._drop(place)
+
+    def _drop(self, count: int) -> None:
+        """Drop the first `count` entries, which `_sum` does not count any more."""
+        if not count:
+            return
+        self._after -= sum(self._tokens[self._border : count])
+        del self._seqs[:count], self._tokens[:count]
+        self._border = max(self._border - count, 0)
 
 
 class OrderOnly(Wrapper):
@@ -164,17 +188,17 @@ class OrderOnly(Wrapper):
 class BoundedOvertaking(OrderOnly):
     """Any order, but at most `max_overtaken_tokens` prompt tokens of later arrivals start before a waiting request.
 
-    It is enough to watch the request that has waited longest among those that may start: a later arrival was overtaken
-    by no more. While a limit of its tenant holds a request back, what starts counts as overtaking it too. Otherwise it
-    could be overtaken anew after each of the tenant's other requests.
+    Tokens count when their request takes a place, whether they are computed or loaded, but not those in the cache. It
+    is enough to watch the request that has waited longest among those that may start: a later arrival was overtaken by
+    no more. For this to hold, what starts while a limit or a gate holds a request back counts as overtaking it too.
+    Otherwise it could also be overtaken anew each time.
     """
 
     def __init__(self, settings: SchedulerSettings, inner: Policy) -> None:
         super().__init__(settings, inner, "bounded")
         self.overtaking = f"{settings.max_overtaken_tokens} prompt tokens of later arrivals"
         self._limit = settings.max_overtaken_tokens
-        self._starts = StartedTokens()
-        self._offered = -1
+        self._starts = StartedTokens(self._limit)
 
     @override
     def begin_step(self, views: Views) -> None:
@@ -197,19 +221,14 @@ class BoundedOvertaking(OrderOnly):
                 head = int(waiting[place])
                 chosen = row if row == head or self._may_pass(columns, row, head) else head
                 drawn.add(chosen)
-                self._offered = chosen
                 yield chosen
 
     @override
-    def charge(self, row: int, prefill_tokens: int) -> None:
-        """The first chunk of a row counts for all of its prompt."""
-        super().charge(row, prefill_tokens)
-        if row == self._offered:
-            assert self.views is not None
-            columns = self.views.columns
-            tokens = int(columns.target[row]) - int(columns.planned[row]) + prefill_tokens
-            self._starts.add(int(columns.seq[row]), tokens)
-            self._offered = -1
+    def admitted(self, row: int) -> None:
+        super().admitted(row)
+        assert self.views is not None
+        columns = self.views.columns
+        self._starts.add(int(columns.seq[row]), int(columns.target[row]) - int(columns.planned[row]))
 
     def _may_pass(self, columns: Columns, row: int, head: int) -> bool:
         """Whether `row` may start although `head` arrived earlier and still waits."""

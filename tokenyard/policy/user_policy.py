@@ -212,6 +212,10 @@ class Guarded(Wrapper):
         return Pace(ahead_s, tpot_s)
 
     @override
+    def admitted(self, row: int) -> None:
+        self.ask(lambda: self.inner.admitted(row), None)
+
+    @override
     def charge(self, row: int, prefill_tokens: int) -> None:
         self.ask(lambda: self.inner.charge(row, prefill_tokens), None)
 

@@ -175,6 +175,7 @@ class PrefillAdder:
         self._reserve(row, node, hit)
         self._state.admit(row, hit, self._views.now)
         self._limits.admitted(row)
+        self._policy.admitted(row)
         self._plan_chunk(row, hit, count)
         self._admitted(row, extend - count)
         self._num_prefilling += count < extend
@@ -244,6 +245,7 @@ class PrefillAdder:
         table.held[row] = reach
         self._state.load(row, hit, self._run(row, hit), self._views.now)
         self._limits.admitted(row)
+        self._policy.admitted(row)
         self._admitted(row, int(table.target[row]) - reach)
         self._state.outbox.transfer(Load(int(table.number[row]), hit, pages))
         return True

@@ -414,6 +414,7 @@ class SchedulerState:
     def views(self, now: int) -> Views:
         """What policies may see; the row arrays are copies, so they stay as they were at the start of the step."""
         waiting = self.waiting.rows
+        first_seq = int(self.table.seq[waiting[0]]) if len(waiting) else 0
         # Checking the whole column is far cheaper than the gates of each row, and a gate is seldom closed.
         waiting = waiting[self.table.gates[waiting] == 0] if self.table.gates.any() else waiting.copy()
         return Views(
@@ -427,7 +428,7 @@ class SchedulerState:
             page_size=self.memory.page_size,
             now=now,
             prefill_steps_in_row=self.prefill_steps_in_row,
-            first_seq=int(self.table.seq[waiting[0]]) if len(waiting) else 0,
+            first_seq=first_seq,
             cost=self.cost,
             prefixes=self._index.forest if self._index.active else None,
             loading=self.loading.rows.copy(),
