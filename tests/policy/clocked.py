@@ -16,10 +16,8 @@ COST = LinearCost(LinearTerms(step_ms=0.0, floor_ms=1.0, dense_ms=1.0, token_ms=
 class ClockedYard(Yard):
     """A `Yard` in virtual time: a step ends when its cost is over, and requests may come at any moment."""
 
-    def __init__(self, settings, info, cost=COST, answer_tokens=None):
-        super().__init__(
-            settings, info, cost=cost, executor=MockExecutor(info, cost, False, answer_tokens=answer_tokens)
-        )
+    def __init__(self, settings, info, cost=COST, **executor):
+        super().__init__(settings, info, cost=cost, executor=MockExecutor(info, cost, False, **executor))
         self.free_ns = 0
 
     def commit(self):
@@ -62,10 +60,13 @@ class ClockedYard(Yard):
         return (finish.first_token_ns - finish.arrival_ns) / MS
 
 
-def make_clocked(pages=100_000, page_size=1, rows=64, context=20_000, cost=COST, answer_tokens=None, **settings):
+def make_clocked(
+    pages=100_000, page_size=1, rows=64, context=20_000, cost=COST, answer_tokens=None, drafts=0, right=1.0, **settings
+):
     chosen = SchedulerSettings(page_size=page_size, max_running_requests=rows, context_length=context)
     chosen = replace(chosen, **{"headroom": "none", "disable_radix_cache": True, **settings})
-    return ClockedYard(chosen, make_info(pages, page_size, rows, context), cost, answer_tokens)
+    info = make_info(pages, page_size, rows, context)
+    return ClockedYard(chosen, info, cost, answer_tokens=answer_tokens, drafts=drafts, draft_right=right)
 
 
 def prompt(tokens, start=5):

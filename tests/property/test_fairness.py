@@ -1,6 +1,7 @@
 """Tries to break the bound on the service gap between tenants that both keep waiting."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,14 +23,16 @@ TENANT = st.fixed_dictionaries(
 )
 
 
-def serve(policy, tenants, mixed, depth):
+def serve(policy, tenants, mixed, depth, drafts=0, right=0.0):
     """Run until somebody has nothing left to wait for; return each tenant's service after every step, per weight, with
-    the steps at whose start it was waiting.
+    the steps at whose start it was waiting. Rows of the first tenant have `drafts` drafts; the share `right` is.
     """
     yard = make_clocked(
         pages=POOL,
         rows=6,
         context=120,
+        drafts=drafts,
+        right=right,
         schedule_policy=policy,
         enable_mixed_chunk=mixed,
         max_in_flight=depth,
@@ -43,6 +46,8 @@ def serve(policy, tenants, mixed, depth):
         ),
     )
     numbers = [[] for _ in tenants]
+    if drafts:
+        draft_for(yard, numbers[0])
     service, waits = [], []
     for step in range(250):
         for number, tenant in enumerate(tenants):
@@ -65,6 +70,21 @@ def serve(policy, tenants, mixed, depth):
             break
         service.append([served(yard, own) / tenant["weight"] for own, tenant in zip(numbers, tenants, strict=True)])
     return np.array(service), np.array(waits[: len(service)])
+
+
+def draft_for(yard, numbers):
+    """Leave drafts to the requests `numbers`, with a chance at which they pay, however often they are right."""
+    collect = yard.executor.collect
+
+    def told(ticket):
+        result, step = collect(ticket), ticket.plan.step
+        plan = next(plan for plan in reversed(yard.plans) if plan.step == step)
+        owners = [yard.scheduler.number_in(plan, place) for place in range(len(plan.pool_rows))]
+        result.drafted = np.where([owner in numbers for owner in owners], result.drafted, 0).astype(np.int32)
+        result.chances[:] = 900
+        return result
+
+    yard.executor.collect = told
 
 
 def served(yard, numbers):
@@ -95,8 +115,8 @@ def widest_gap(service, waits, one, other):
     return widest
 
 
-def check(policy, tenants, mixed, depth, slack):
-    service, waits = serve(policy, tenants, mixed, depth)
+def check(policy, tenants, mixed, depth, slack, drafts=0, right=0.0):
+    service, waits = serve(policy, tenants, mixed, depth, drafts, right)
     lightest = min(tenant["weight"] for tenant in tenants)
     bound = 2 * (max(LONGEST, OUTPUT_WEIGHT * POOL) / lightest + slack)
     for one in range(len(tenants)):
@@ -114,6 +134,26 @@ def test_vtc_keeps_the_service_gap_within_its_theorem(tenants, mixed, depth):
 @settings(max_examples=examples(15), deadline=None)
 def test_dlpm_keeps_the_service_gap_within_its_theorem(tenants, mixed, depth):
     check("dlpm", tenants, mixed, depth, slack=max(QUANTUM, SAVED))
+
+
+@pytest.mark.parametrize("policy", ["vtc", "dlpm"])
+@given(
+    st.lists(TENANT, min_size=2, max_size=3),
+    st.booleans(),
+    st.integers(1, 2),
+    st.integers(1, 8),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+@settings(max_examples=examples(15), deadline=None)
+def test_drafts_of_one_tenant_leave_the_gap_within_its_theorem(policy, tenants, mixed, depth, drafts, right):
+    check(policy, tenants, mixed, depth, max(QUANTUM, SAVED) if policy == "dlpm" else 0, drafts, right)
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_drafts_change_no_tenants_part(right):
+    tenants = [{"weight": 1.0, "prompts": [2] * 12, "answers": [40], "joins_at": 0}] * 2
+    service, waits = serve("vtc", tenants, mixed=False, depth=1, drafts=7, right=right)
+    assert widest_gap(service, waits, 0, 1) <= 2 * OUTPUT_WEIGHT * POOL
 
 
 def test_fcfs_would_break_that_bound():

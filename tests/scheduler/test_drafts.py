@@ -2,13 +2,14 @@
 
 import io
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.scheduler.harness import Yard, make_info
-from tokenyard.base import Cancel, Pause, Resume, SamplingParams, SchedulerSettings, StopFound
+from tokenyard.base import Cancel, Pause, Resume, SamplingParams, SchedulerSettings, StopFound, TenantSettings
 from tokenyard.cost import LinearCost, LinearTerms
 from tokenyard.executor.mock import FixedStepCost, MockExecutor
 from tokenyard.policy import POLICIES
@@ -90,6 +91,50 @@ def test_where_memory_is_short_drafts_cost_no_request_its_pages(policy):
         assert yard.scheduler.idle() is None
     assert drafting.tokens == plain.tokens
     assert ends(drafting) == ends(plain)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("policy", ["dlpm", "mlfq", "vtc"])
+def test_an_answer_is_charged_its_tokens_whatever_becomes_of_its_drafts(policy, right):
+    yard = make_yard(4, right, pages=800, page_size=1, schedule_policy=policy, tenants={"*": TenantSettings()})
+    state, charged = yard.scheduler.state, {"policy": Counter(), "limits": Counter()}
+    for name, counts in charged.items():
+        watch_charges(getattr(state, name), state.table, counts)
+    submit_some(yard)
+    yard.run()
+    # The first token of an answer comes with its prompt.
+    tokens = {n: len(own) - 1 for n, own in yard.tokens.items() if len(own) > 1}
+    assert charged == {"policy": tokens, "limits": tokens}
+    assert any(plan.verify_rows for plan in yard.plans)
+
+
+def watch_charges(judge, table, counts):
+    charge = judge.charge_decode
+
+    def watched(rows):
+        assert len(set(rows.tolist())) == len(rows)
+        counts.update(table.number[rows].tolist())
+        charge(rows)
+
+    judge.charge_decode = watched
+
+
+def test_a_request_sinks_as_fast_with_drafts_as_without():
+    served = []
+    for drafts in (0, 7):
+        yard = make_yard(
+            drafts, 1.0, pages=800, page_size=1, schedule_policy="mlfq", policy_options={"quantum_tokens": 8}
+        )
+        yard.submit([5], sampling=SamplingParams(max_new_tokens=60, ignore_eos=True))
+        later = yard.submit([6] * 8, max_new=1)
+        yard.apply(Pause(numbers=[later]))
+        while len(yard.tokens.get(1, [])) < 33:
+            yard.advance()
+        row = yard.scheduler.state.table.row_of(1)
+        views = yard.scheduler.state.views(yard.now)
+        asker = yard.scheduler.state.table.row_of(later)
+        served.append(list(yard.scheduler.state.policy.outranked(views, asker)) == [row])
+    assert served == [True, True]
 
 
 @pytest.mark.parametrize("depth", [2, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 3))])

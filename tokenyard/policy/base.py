@@ -114,7 +114,10 @@ class Policy:
         """A chunk of `prefill_tokens` was planned for `row`."""
 
     def charge_decode(self, rows: Int32Array) -> None:
-        """Each of `rows` decodes one token; called only if `charges_decode`."""
+        """Each of `rows` (int32[n], no row twice) decodes one token; called only if `charges_decode`.
+
+        It is called when the step is planned, and again for each further token when drafts were accepted.
+        """
 
     def served_elsewhere(self, tenant: int, name: str, service: float) -> None:
         """Another data-parallel rank has served the tenant with this number, before its weight."""

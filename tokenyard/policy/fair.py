@@ -1,7 +1,8 @@
 """Fairness between tenants: the tenant that was served least goes next, with service counted in tokens.
 
 A prompt token that is computed counts `INPUT_WEIGHT`, an output token `OUTPUT_WEIGHT`, both divided by the tenant's
-weight. Tokens from the cache cost nothing, and neither do tokens that are computed again after a retraction.
+weight. Tokens from the cache cost nothing, and neither do tokens that are computed again after a retraction, nor drafts
+that are rejected.
 """
 
 import heapq

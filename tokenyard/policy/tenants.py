@@ -155,7 +155,7 @@ class Limits:
         """A chunk of `tokens` was planned for a row."""
 
     def charge_decode(self, rows: Int32Array) -> None:
-        """Each of `rows` decodes one token."""
+        """Each of `rows` decodes one token; see `Policy.charge_decode`."""
 
     def used_elsewhere(self, tenant: int, name: str, tokens: int) -> None:
         """Another rank has computed `tokens` for the tenant with this number."""
@@ -185,10 +185,11 @@ class TenantLimits(Limits):
     """Which waiting requests may start, and which running requests give back borrowed KV.
 
     Rates are token buckets: a tenant may start requests while its bucket is above empty, and every token it computes is
-    taken out. A large request leaves a debt, and the tenant waits until it is refilled. A tenant within its `kv_share`
-    of the pool may preempt requests of tenants beyond theirs. The request that preempts has a claim on the room until
-    it starts, and meanwhile only requests within their tenant's share start. The claim also ends when the request ends
-    or is held back by a limit, and when the policy names all candidates of a step without it.
+    taken out, but for rejected drafts. A large request leaves a debt, and the tenant waits until it is refilled. A
+    tenant within its `kv_share` of the pool may preempt requests of tenants beyond theirs. The request that preempts
+    has a claim on the room until it starts, and meanwhile only requests within their tenant's share start. The claim
+    also ends when the request ends or is held back by a limit, and when the policy names all candidates of a step
+    without it.
     """
 
     counts = True

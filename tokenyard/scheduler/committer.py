@@ -86,6 +86,9 @@ class Committer:
         decodes = np.arange(len(rows)) < plan.chunks_from
         for place in range(int(accepted.max(initial=0))):
             live = (accepted > place) & (table.epoch[rows] == epochs)
+            if place:
+                # The plan charged the first token of each row.
+                self._state.charge_tokens(rows[live])
             table.computed[rows[live & decodes]] += 1
             ended |= self._append_tokens(rows[live], tokens[firsts[live] + place], now)
         verified = rows[verify][table.epoch[rows[verify]] == epochs[verify]]

@@ -184,7 +184,7 @@ class Planner:
         table.held[rows] = np.maximum(held, ends)
         builder.decode(rows[~verify], starts[~verify])
         builder.verify(rows[verify], starts[verify], drafts[verify])
-        self._state.charge_decode(np.repeat(rows, drafts + 1))
+        self._state.charge_decode(rows)
         return True
 
     def _retract_decode(self, rows: Int32Array, now: int) -> Int32Array:

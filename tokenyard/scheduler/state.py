@@ -235,15 +235,21 @@ class SchedulerState:
         return crossing
 
     def charge_decode(self, rows: Int32Array, steps: int = 1) -> None:
-        """Charge one decoded token of each of `rows` to the policy and the limits, in each of `steps`."""
-        decoded, policy, limits = self.policy.headroom.decoded, self.policy, self.limits
-        charged = policy.charges_decode or limits.counts
+        """Steps in which `rows` (int32[n]) decode are planned: charge a token of each row in each of `steps`.
+
+        A row that verifies drafts yields one token or more. The further ones are charged when they are known
+        (`charge_tokens`), so that an answer costs the same with drafts and without.
+        """
         for _ in range(steps):
-            decoded()
-            if charged:
-                if policy.charges_decode:
-                    policy.charge_decode(rows)
-                limits.charge_decode(rows)
+            self.policy.headroom.decoded()
+            self.charge_tokens(rows)
+
+    def charge_tokens(self, rows: Int32Array) -> None:
+        """Charge one output token of each of `rows` (int32[n], no row twice) to the policy and the limits."""
+        if self.policy.charges_decode:
+            self.policy.charge_decode(rows)
+        if self.limits.counts:
+            self.limits.charge_decode(rows)
 
     def retract(self, row: int, why: RetractReason, now: int) -> None:
         """Send a row that holds pages back to its place in the queue. What it has computed stays in the tree."""
