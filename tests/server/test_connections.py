@@ -9,13 +9,20 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState as UvicornState
 
+from tokenyard.server import http
 from tokenyard.server.connections import LEAST_BODY_BYTES_PER_S, SCARCE_FACTOR, ConnectionLimits, Sweep
 from tokenyard.server.http import LONGEST_HEAD_BYTES, HttpProtocol
 from tokenyard.server.stream import Reply, read_body
 
 LIMITS = ConnectionLimits()
 HEAD = b"POST /generate HTTP/1.1\r\n"
+TOO_LONG = HEAD + b"X-Big: " + b"a" * LONGEST_HEAD_BYTES + b"\r\n\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+
+
+@pytest.fixture(autouse=True)
+def no_lingering(monkeypatch):
+    monkeypatch.setattr(http, "LINGER_S", 0.001)
 
 
 class Transport:
@@ -92,6 +99,36 @@ def test_headers_and_trailers_without_an_end_are_refused(sent, begin, endless):
     assert connection.transport.written.count(b" 431 ") == 1
     assert b"headers_too_large" in connection.transport.written
     assert len(connection.headers) < LONGEST_HEAD_BYTES / 4
+
+
+@pytest.mark.parametrize("behind", [b"", HEAD + b"\r\n", b"\x16\x03"])
+def test_a_long_head_that_comes_all_at_once_is_refused_too(sent, behind):
+    connection = sent(TOO_LONG + behind, app=echo)
+    head, body = connection.transport.written.split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
+    assert connection.transport.closed
+
+
+def test_a_client_that_still_sends_gets_the_refusal_and_no_reset(monkeypatch):
+    monkeypatch.setattr(http, "LINGER_S", 0.5)
+
+    def ask(address):
+        with socket.create_connection(address) as client:
+            # More than the server reads at once.
+            client.sendall(HEAD + b"X-Big: " + b"a" * 2**20)
+            client.sendall(b"a" * 2**20 + b"\r\n\r\n")
+            return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+    async def main():
+        loop, config, state = asyncio.get_running_loop(), Config(never, log_config=None), UvicornState()
+        server = await loop.create_server(lambda: HttpProtocol(config, state, {}, loop, limits=LIMITS), "127.0.0.1", 0)
+        async with server:
+            return await asyncio.to_thread(ask, server.sockets[0].getsockname())
+
+    head, body = asyncio.run(main()).split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,10 @@ from tokenyard.server.middleware import OPEN_PATHS
 from tokenyard.server.stream import Receive, Reply, Scope, Send
 
 LONGEST_HEAD_BYTES = 65536
+LINGER_S = 2.0
+"""How long a refused connection stays open and drops what still comes. The kernel resets a connection that is closed
+with bytes unread, and a client that is still sending then loses the answer.
+"""
 
 Stage = Literal["idle", "head", "body", "answer"]
 
@@ -29,6 +33,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._since = time.monotonic()
         self._body_bytes = 0
         self._bytes_without_progress = 0
+        self._head_bytes = 0
+        self._refused = False
         self._for_probes = False
 
     def connection_made(self, transport: Any) -> None:
@@ -48,23 +54,33 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take in what has come on the connection."""
+        if self._refused:
+            return
         self._bytes_without_progress += len(data)
         super().data_received(data)
         if self._bytes_without_progress > LONGEST_HEAD_BYTES and not self.transport.is_closing():
-            message = f"the headers are longer than {LONGEST_HEAD_BYTES} bytes"
-            self._refuse(HttpError("headers_too_large", message))
+            self._refuse_head()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, in the form that all errors have."""
-        self._refuse(HttpError("invalid_request", "this is no valid HTTP/1.1 request"))
+        self._refuse(HttpError("invalid_request", "this is no valid HTTP/1.1 request"), LINGER_S)
 
     def on_message_begin(self) -> None:
         """A request begins."""
         self._enter("head")
+        self._head_bytes = 0
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the address has come."""
+        self._head_bytes += len(url)
+        super().on_url(url)
 
     def on_headers_complete(self) -> None:
         """All headers of a request are there: it can be answered, or refused for want of connections."""
+        if self._head_bytes > LONGEST_HEAD_BYTES:
+            self._refuse_head()
+            return
         self._progress()
         self._enter("body")
         self._body_bytes = 0
@@ -75,6 +91,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body has come."""
+        if self._refused:
+            return
         self._progress()
         self._body_bytes += len(body)
         super().on_body(body)
@@ -82,10 +100,13 @@ class HttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header has come. Those behind a body mean nothing here, and are not kept."""
         if self._stage == "head":
+            self._head_bytes += len(name) + len(value)
             super().on_header(name, value)
 
     def on_message_complete(self) -> None:
         """A request is whole."""
+        if self._refused:
+            return
         self._progress()
         answered = self.cycle is None or self.cycle.response_complete
         self._enter("idle" if answered else "answer")
@@ -100,8 +121,8 @@ class HttpProtocol(HttpToolsProtocol):
     def overdue(self, now: float, factor: float) -> str:
         """What the server has waited for too long; see `Connection.overdue`."""
         answering = self.cycle is not None and not self.cycle.response_complete
-        if self.pipeline or (answering and self._stage == "head"):
-            # The answer to the request before comes first.
+        if self._refused or self.pipeline or (answering and self._stage == "head"):
+            # The connection ends anyway, or the answer to the request before comes first.
             return ""
         limits, waited_s = self._limits, now - self._since
         if self._stage == "idle" and waited_s > factor * limits.idle_timeout_s:
@@ -124,22 +145,34 @@ class HttpProtocol(HttpToolsProtocol):
     def _progress(self) -> None:
         self._bytes_without_progress = 0
 
-    def _refuse(self, error: HttpError) -> None:
-        """Answer what is no whole request, unless another answer is on its way, and hang up."""
+    def _refuse_head(self) -> None:
+        message = f"the headers are longer than {LONGEST_HEAD_BYTES} bytes"
+        self._refuse(HttpError("headers_too_large", message), LINGER_S)
+
+    def _refuse(self, error: HttpError, linger_s: float = 0.0) -> None:
+        """Answer what is no whole request, unless another answer is on its way, and hang up `linger_s` later."""
+        if self._refused:
+            return
+        self._refused = True
         cycle = self.cycle
         unanswered = cycle is None or cycle.response_complete or (self._stage == "body" and not cycle.response_started)
-        if unanswered and not self.pipeline:
-            body, status = error_body(error), outcome_of(error).status
-            fields = {
-                "content-type": "application/json",
-                "connection": "close",
-                "content-length": len(body),
-                **error_headers(status),
-            }
-            lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{lines}\r\n"
-            self.transport.write(head.encode() + body)
-        self.transport.close()
+        if not unanswered or self.pipeline:
+            self.transport.close()
+            return
+        body, status = error_body(error), outcome_of(error).status
+        fields = {
+            "content-type": "application/json",
+            "connection": "close",
+            "content-length": len(body),
+            **error_headers(status),
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{lines}\r\n"
+        self.transport.write(head.encode() + body)
+        if linger_s:
+            self.loop.call_later(linger_s, self.transport.close)
+        else:
+            self.transport.close()
 
 
 async def _refuse_for_crowd(scope: Scope, receive: Receive, send: Send) -> None:
