@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import Float64Array
+from tokenyard.base.percent import percent
 from tokenyard.bench.backends import Measurement
 from tokenyard.bench.load import Run
 from tokenyard.bench.metrics import MS, Targets, tpot_s
@@ -46,7 +47,7 @@ def _throughputs(numbers: Mapping[str, Any]) -> Table:
     rows = [
         Row("requests/s", [f"{numbers['request_throughput']:.2f}"]),
         Row("goodput, requests/s within targets", [f"{numbers['request_goodput']:.2f}"]),
-        Row("within targets", [f"{100.0 * numbers['attainment']:.1f} %"]),
+        Row("within targets", [f"{percent(numbers['attainment'])} %"]),
         Row("output tokens/s", [f"{numbers['output_throughput']:.0f}"]),
         Row("input tokens/s", [f"{numbers['input_throughput']:.0f}"]),
         Row("succeeded, failed", [f"{numbers['completed']}, {numbers['failed']}"]),

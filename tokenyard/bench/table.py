@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError
+from tokenyard.base.percent import percent
 from tokenyard.bench.backends import Measurement
 
 LABEL_WIDTH, WIDTH = 40, 50
@@ -76,11 +77,11 @@ def _goodput(numbers: Mapping[str, Any]) -> list[str]:
     rows = [
         _row("Goodput targets (ms):", numbers["goodput_targets"]),
         _row("Request goodput (req/s):", numbers["request_goodput"]),
-        _row("Requests within targets (%):", 100.0 * numbers["attainment"]),
+        _row("Requests within targets (%):", percent(numbers["attainment"], 2)),
     ]
     for name, found in numbers["goodput_by_class"].items():
         rows.append(_row(f"  {name} (req/s):", found["request_goodput"]))
-        rows.append(_row(f"  {name} (%):", 100.0 * found["attainment"]))
+        rows.append(_row(f"  {name} (%):", percent(found["attainment"], 2)))
     return rows
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tokenyard.base.percent import percent
 from tokenyard.sim.outcome import Outcome
 from tokenyard.sim.workers import router_queue, worker_figures
 
@@ -65,7 +66,7 @@ def _load(load: Mapping[str, Any]) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
+    return "-" if value is None else percent(value)
 
 
 def _seconds(value: float | None) -> str:

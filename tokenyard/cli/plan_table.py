@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from tokenyard.base.percent import percent
 from tokenyard.cli.terminal import command_line
 from tokenyard.cost import Profile
 from tokenyard.sim.charts import Chart
@@ -277,8 +278,8 @@ def _count(replicas: int | None) -> str:
 
 def _interval(interval: Interval) -> str:
     low, high = interval.bounds
-    return f"{_percent(interval.mean)} ({100 * low:.2f} to {100 * high:.2f})"
+    return f"{_percent(interval.mean)} ({percent(low, 2)} to {percent(high, 2)})"
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
+    return f"{percent(share, 2)} %"

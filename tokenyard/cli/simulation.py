@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
+from tokenyard.base.percent import percent
 from tokenyard.base.ranges import Allowed
 from tokenyard.cli.apart import add_apart_arguments, apart_of
 from tokenyard.cli.flags import Flag, all_flags
@@ -464,7 +465,7 @@ def outcome_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
+    return "-" if value is None else f"{percent(value)} %"
 
 
 def _pair(values: Mapping[str, float | None], low: str, high: str) -> str:

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from tokenyard.base.percent import percent
+
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PER_SECOND = 4
 LEAST_WIDTH = 60
@@ -73,7 +75,7 @@ def _now(seen: SeenLike) -> list[str]:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{100.0 * part / whole:.1f} %" if whole else "-"
+    return f"{percent(part / whole)} %" if whole else "-"
 
 
 def _classes(seen: SeenLike, width: int) -> list[str]:

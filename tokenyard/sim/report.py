@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.base import BoolArray, Float64Array
+from tokenyard.base.percent import percent
 from tokenyard.sim.charts import Chart
 from tokenyard.sim.engine import Outcome, Setup, SloTargets
 from tokenyard.sim.fairness import gap_bound, service_gap
@@ -347,7 +348,7 @@ def _some(count: int, most: int) -> Any:
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100.0 * value:.1f} %"
+    return "-" if value is None else f"{percent(value)} %"
 
 
 def _known(share: float | None) -> str:

@@ -69,7 +69,13 @@ const Yard = (() => {
     return size >= 1000 ? Math.round(value).toLocaleString("en") : trim(value, digits);
   }
   const trim = (value, digits) => String(Number(value.toPrecision(digits)));
-  const percent = (share) => (share === null || share === undefined || Number.isNaN(share) ? "–" : share < 5e-4 ? "0 %" : `${trim(100 * share, share >= 0.9995 ? 4 : 3)} %`);
+  function percent(share) {
+    if (share === null || share === undefined || Number.isNaN(share)) return "–";
+    if (share < 5e-4) return "0 %";
+    const text = trim(100 * share, share >= 0.9995 ? 4 : 3);
+    // Only the whole is 100 %.
+    return `${share < 1 && text === "100" ? "99.99" : text} %`;
+  }
   function duration(ms) {
     if (ms === null || ms === undefined || Number.isNaN(ms)) return "–";
     if (ms < 1000) return `${trim(ms, ms < 1 ? 2 : 3)} ms`;
