@@ -99,6 +99,17 @@ class FailingExecutor:
         self.inner.close()
 
 
+class NanExecutor(FailingExecutor):
+    """A mock that says of the first row of the given collects that its logits are NaN."""
+
+    def collect(self, ticket):
+        result = self.inner.collect(ticket)
+        self.collected += 1
+        if self.collected in self.collects:
+            result.nan_rows = (0,)
+        return result
+
+
 def run(loop, depth, port, *, executor=None, log=None, state=None, **settings):
     executor = executor or watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
     scheduler = Scheduler(SchedulerSettings(max_in_flight=depth, **settings), executor.info)
@@ -352,3 +363,15 @@ def test_log_lines_keep_the_order_that_people_grep(caplog):
     assert lines[1].startswith("Decode batch, #running-req: 1, #token: ")
     assert "gen throughput (token/s): " in lines[1]
     assert "#cached-token: 2" in lines[-1]
+
+
+@both_loops
+def test_a_row_of_nan_ends_with_an_error_and_the_others_go_on(loop, depth, caplog):
+    port = ScriptedPort([submit(0, tokens=8), submit(1, tokens=8)])
+    inner = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
+    run(loop, depth, port, executor=NanExecutor(inner, collects=[3]))
+    ends = port.finished()
+    assert [(ends[number].reason, ends[number].cause) for number in (0, 1)] == [("abort", "failed"), ("length", "")]
+    assert "NaN" in ends[0].message
+    assert (len(port.tokens()[0]), len(port.tokens()[1])) == (2, 8)
+    assert "the model's logits are NaN for 1 requests" in caplog.text

@@ -159,6 +159,7 @@ class StepResult:
     likely a row's next draft is right if those before it are; None: unknown. ended: bool[n], whether a row's grammar
     is complete after its last token; None: no row's. failures: rows (by place in the plan) that cannot continue, with
     the reason. vectors: those of prompts that were wanted and are complete, by place in the plan, as raw float32.
+    nan_rows: places in the plan of rows whose logits were NaN, so that their tokens mean nothing.
     """
 
     step: int
@@ -171,6 +172,7 @@ class StepResult:
     chances: Int32Array | None = None
     ended: BoolArray | None = None
     vectors: dict[int, bytes] = field(default_factory=dict)
+    nan_rows: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.lora import Adapters
 from tokenyard.executor.models.backend import ModelBackend
 from tokenyard.executor.pooling import PooledRows
-from tokenyard.executor.sampling.draw import Drawer
+from tokenyard.executor.sampling.draw import Drawer, mark_nan, unmark_nan
 from tokenyard.executor.sampling.logprobs import (
     LogprobPiece,
     join_pieces,
@@ -115,6 +115,7 @@ class ModelExecutor:
             tokens = self._choose(ticket, logits)
             if kept is not None:
                 ticket.pieces.append(output_piece(kept, tokens))
+            tokens = mark_nan(logits, tokens)
         ticket.logits = None
         ticket.clock.stop()
         with self._copies.after_step():
@@ -127,7 +128,7 @@ class ModelExecutor:
         if ticket.tokens is None:
             raise TokenyardError(f"step {plan.step} is collected before it was sampled")
         seconds = ticket.clock.wait()
-        sampled = ticket.tokens.numpy().astype(np.int32, copy=False)
+        sampled, nan_samples = unmark_nan(ticket.tokens.numpy().astype(np.int32, copy=False))
         accepted: Int32Array | None = None
         if self._drafter is None:
             tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
@@ -138,6 +139,9 @@ class ModelExecutor:
         vectors = {place: vector.numpy().tobytes() for place, vector in ticket.vectors}
         pieces = join_pieces(ticket.pieces)
         result = StepResult(plan.step, tokens, seconds, pieces, failures, accepted, ended=ended, vectors=vectors)
+        if len(nan_samples):
+            rows = np.repeat(np.arange(len(plan.pool_rows)), samples_of(plan))[nan_samples]
+            result.nan_rows = tuple(np.unique(rows).tolist())
         if self._drafter is not None and accepted is not None:
             self._confirm(plan, tokens, accepted)
             drafts = self._drafter.draft(plan, tokens, accepted, self._grammar_rows.drafts, seconds)

@@ -52,6 +52,7 @@ COUNTERS_EVERY_NS = NS_PER_S // 4
 TENANT_USE_EVERY_NS = NS_PER_S // 10
 LONGEST_WAIT_NS = 60 * NS_PER_S
 MOST_FAILURES = 2
+NAN_MESSAGE = "the model's logits are NaN; its weights may be damaged, or its numbers too large for --dtype"
 FIRST_RETRY_NS, LONGEST_RETRY_NS = NS_PER_S // 10, NS_PER_S
 """Where there is work and nothing can be planned, it is tried again after the first time, then after twice as long."""
 
@@ -254,10 +255,17 @@ class Driver:
         if self._steps is not None:
             self._steps.add(step.plan, result.seconds, self._scheduler.cost, time.monotonic_ns())
         for place, message in result.failures.items():
-            number = self._scheduler.number_in(step.plan, place)
-            if number is not None:
-                self._scheduler.apply(Cancel([number], message, "invalid"), time.monotonic_ns())
+            self._end_row(step.plan, place, message, "invalid")
+        if result.nan_rows:
+            logger.error("step %d: the model's logits are NaN for %d requests", step.plan.step, len(result.nan_rows))
+        for place in result.nan_rows:
+            self._end_row(step.plan, place, NAN_MESSAGE, "failed")
         return result
+
+    def _end_row(self, plan: StepPlan, place: int, message: str, cause: AbortCause) -> None:
+        number = self._scheduler.number_in(plan, place)
+        if number is not None:
+            self._scheduler.apply(Cancel([number], message, cause), time.monotonic_ns())
 
     def commit(self, result: StepResult) -> None:
         """Let the scheduler take in the result of a step."""

@@ -3,10 +3,18 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from tokenyard.base import Int32Array
 from tokenyard.executor.sampling.noise import uniform
 from tokenyard.executor.sampling.rows import SamplingRows
+
+Int64Array = npt.NDArray[np.int64]
+
+NAN_MARK = 1 << 30
+"""Beyond any vocabulary, and within 32 bits."""
 
 NUCLEUS_FRONT = 1024
 """On a CPU a nucleus is first looked for among this many most likely tokens, because sorting all is slow there."""
@@ -59,6 +67,29 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     targets = uniforms[:, None] * cumulative[:, -1:]
     # The clamp only matters for rows of NaN, which must not end in an index outside the vocabulary.
     return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_max(logits.shape[-1] - 1)
+
+
+def mark_nan(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the int64[n] tokens that were chosen from float32[n, vocabulary], less NAN_MARK where the chosen logit is
+    NaN. The mark travels to the host with the tokens, so that looking for NaN costs no copy; see `unmark_nan`.
+    """
+    if tokens.device.type == "cpu":
+        # numpy takes less time than torch for so few numbers. The place of a token of -1 does not matter.
+        host = tokens.numpy()
+        if not np.isnan(logits.numpy()[np.arange(len(host)), host]).any():
+            return tokens
+    chosen = logits.gather(1, tokens.clamp_min(0)[:, None]).squeeze(1)
+    return torch.add(tokens, chosen.isnan(), alpha=-NAN_MARK)
+
+
+def unmark_nan(tokens: Int32Array) -> tuple[Int32Array, Int64Array]:
+    """Return the tokens without marks, and the places in them of those that were chosen from NaN."""
+    marked = tokens < -1
+    if not marked.any():
+        return tokens, np.empty(0, np.int64)
+    tokens = np.where(marked, tokens + NAN_MARK, tokens)
+    # Tokens of -1 stand for none.
+    return tokens, np.flatnonzero(marked & (tokens >= 0))
 
 
 def drop_by_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
