@@ -148,6 +148,23 @@ def test_a_stalling_policy_makes_way_for_fcfs_and_a_tape_shows_when(loop, depth,
 
 
 @both_loops
+def test_a_slow_tape_is_not_counted_as_the_policys_time(loop, depth, own_policies):
+    class SlowSink(Sink):
+        def write(self, data):
+            time.sleep(2 * STALL_NS / 1e9)
+            super().write(data)
+
+    executor = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
+    settings = SchedulerSettings(max_in_flight=depth, schedule_policy="my_policies:Quick", policy_options={})
+    core = Recorder(Origin(settings, executor.info), SlowSink(), None, "test")
+    port = ScriptedPort([submit(number, tokens=4) for number in range(1, 4)], [snapshot(1)])
+    loop(Driver(core, executor, port, log=StepLog(0), state=LoopState()))
+    assert {finish.reason for finish in port.finished().values()} == {"length"}
+    state = port.sent[-1].value
+    assert (state["policy"], state["policy_note"], state["policy_failure"]) == ("my_policies:Quick", "", "")
+
+
+@both_loops
 @pytest.mark.parametrize("name", ["Endless", "Stubborn"])
 def test_a_policy_that_never_comes_back_is_broken_off(loop, depth, name, own_policies):
     port = ScriptedPort([submit(number, tokens=2) for number in range(1, 5)], [snapshot(1)])
@@ -212,7 +229,8 @@ def stalls(policy, steps_ns):
     guard.begin(policy)
     for count in range(1, len(steps_ns) + 1):
         with guard.watch():
-            pass
+            guard.asked()
+            guard.answered()
         if guard.stalled:
             return count
     return None

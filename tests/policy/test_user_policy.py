@@ -243,6 +243,26 @@ def test_a_wrong_pace_puts_fcfs_in_its_place(module, answer):
     assert "failed" in policy.given_up()
 
 
+@pytest.mark.parametrize("options", [{}, {"enable_priority_scheduling": True}], ids=["alone", "within priorities"])
+def test_every_question_to_a_policy_can_be_timed(module, options):
+    calls = []
+
+    class Asked(Policy):
+        def order(self, views):
+            calls.append("order")
+            yield from super().order(views)
+            raise ValueError("oops")
+
+    yard = make_yard(schedule_policy=add(module, Asked), **options)
+    yard.scheduler.time_policy(lambda: calls.append("asked"), lambda: calls.append("answered"))
+    numbers = [yard.submit([5 + i] * 9, max_new=4) for i in range(3)]
+    yard.run()
+    assert set(yard.finished) == set(numbers)
+    assert calls.count("asked") == calls.count("answered")
+    place = calls.index("order")
+    assert (calls[place - 1], calls[place + 1]) == ("asked", "answered")
+
+
 def test_what_a_policy_writes_to_stays_its_own(module):
     tenants = {"a": TenantSettings(weight=2.0)}
     yard = make_yard(schedule_policy=add(module, Spoiler), tenants=tenants, prefill_max_requests=-1)

@@ -5,7 +5,7 @@ budget, headroom and victims.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
@@ -62,6 +62,9 @@ class Policy:
     def given_up(self) -> str:
         """Why code of the user's own is not asked any more, with file and line where they are known; "" if it is."""
         return ""
+
+    def time_answers(self, asked: Callable[[], None], answered: Callable[[], None]) -> None:
+        """Have `asked` called before each question to code of the user's own, and `answered` after it."""
 
     def begin_step(self, views: Views) -> None:
         """Take in the state before a step is planned."""

@@ -1,7 +1,7 @@
 """Policies made out of others: a wrapper changes some answers of its inner policy and passes on the rest."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from typing_extensions import override
 
@@ -40,6 +40,10 @@ class Wrapper(Policy):
     @override
     def given_up(self) -> str:
         return self.inner.given_up()
+
+    @override
+    def time_answers(self, asked: Callable[[], None], answered: Callable[[], None]) -> None:
+        self.inner.time_answers(asked, answered)
 
     @override
     def begin_step(self, views: Views) -> None:

@@ -112,7 +112,7 @@ class Guarded(Wrapper):
     After the first exception of any kind, or the first invalid answer, such as a row that is unknown or named twice,
     fcfs replaces `inner` for good, and `failure` says why. So that the engine never hangs, fcfs also decides if no
     request decodes and `inner` names no candidate or allows no tokens. The time that answers take is measured outside
-    the core, where clocks are. Headroom, urgency and other state belong to the guard.
+    the core, where clocks are (`time_answers`). Headroom, urgency and other state belong to the guard.
     """
 
     def __init__(self, settings: SchedulerSettings, inner: Policy, path: str) -> None:
@@ -125,6 +125,8 @@ class Guarded(Wrapper):
         own = Policy(replace(settings, policy_options={}))
         self.budget_rule, self.headroom = own.budget_rule, own.headroom
         self.urgency, self.victim_rule = own.urgency, own.victim_rule
+        self._asked: Callable[[], None] = _untimed
+        self._answered: Callable[[], None] = _untimed
 
     @override
     def describe(self) -> str:
@@ -133,6 +135,10 @@ class Guarded(Wrapper):
     @override
     def given_up(self) -> str:
         return f"{self.name} failed: {self.failure}" if self.failure else ""
+
+    @override
+    def time_answers(self, asked: Callable[[], None], answered: Callable[[], None]) -> None:
+        self._asked, self._answered = asked, answered
 
     @override
     def begin_step(self, views: Views) -> None:
@@ -299,7 +305,11 @@ class Guarded(Wrapper):
         if self.failure:
             return fallback
         try:
-            return question()
+            self._asked()
+            try:
+                return question()
+            finally:
+                self._answered()
         except BaseException as error:
             self.fail(f"it raised {error!r}{_place(error)}")
             return fallback
@@ -307,6 +317,10 @@ class Guarded(Wrapper):
     def fail(self, why: str) -> None:
         """Note the reason; `inner` is not asked again."""
         self.failure = why
+
+
+def _untimed() -> None:
+    """Nobody measures how long answers take."""
 
 
 def _place(error: BaseException) -> str:

@@ -283,6 +283,12 @@ class Scheduler:
         number = table.adapter_number(adapter)
         return bool(number) and bool(((table.adapter == number) & (table.state != State.FREE)).any())
 
+    def time_policy(self, asked: Callable[[], None], answered: Callable[[], None]) -> None:
+        """Have `asked` called before each question to a policy of the user's own, and `answered` after it, until
+        another policy is chosen.
+        """
+        self.state.policy.time_answers(asked, answered)
+
     def held_back(self) -> dict[str, int]:
         """How many waiting rows gates hold back, by the first of `HELD_BY` that does; those that may start are not
         counted.

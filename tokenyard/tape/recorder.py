@@ -1,5 +1,6 @@
 """A scheduler that records every call."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from tokenyard.base import (
@@ -140,6 +141,10 @@ class Recorder:
     def uses_adapter(self, adapter: str) -> bool:
         """Whether any request that waits or runs has this adapter."""
         return self.scheduler.uses_adapter(adapter)
+
+    def time_policy(self, asked: Callable[[], None], answered: Callable[[], None]) -> None:
+        """Have `asked` called before each question to a policy of the user's own, and `answered` after it."""
+        self.scheduler.time_policy(asked, answered)
 
     def held_back(self) -> dict[str, int]:
         """How many waiting rows gates hold back, by cause."""

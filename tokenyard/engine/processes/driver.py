@@ -434,6 +434,7 @@ class Driver:
         """Watch over the policy if it is the user's own, and log a note on it."""
         state = self._snapshot()
         self._guard.begin(state.policy)
+        self._scheduler.time_policy(self._guard.asked, self._guard.answered)
         if note := self._policy_note or state.policy_note:
             logger.warning("%s", note)
 

@@ -30,8 +30,10 @@ class StalledError(BaseException):
 
 
 @contextmanager
-def broken_off(seconds: float = LONGEST_S, inside: CodeType | None = None) -> Iterator[None]:
-    """Raise StalledError in a block that takes longer.
+def broken_off(
+    seconds: float = LONGEST_S, inside: CodeType | None = None, due: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """Raise StalledError in a block that takes longer, once `due` says so.
 
     With `inside`, only in what a function of that code calls, so that nothing else is broken off half-way.
 
@@ -43,7 +45,7 @@ def broken_off(seconds: float = LONGEST_S, inside: CodeType | None = None) -> It
         return
 
     def ring(_number: int, frame: FrameType | None) -> None:
-        if inside is None or _is_called_by(frame, inside):
+        if due() and (inside is None or _is_called_by(frame, inside)):
             raise StalledError(f"it took longer than {seconds:g} s and was broken off")
 
     before = signal.signal(signal.SIGALRM, ring)
@@ -83,7 +85,8 @@ class Mistakes:
 
 
 class StallGuard:
-    """Measures how long the scheduler takes under a policy of the user's own, and breaks off what never ends.
+    """Measures how long a policy of the user's own takes, and breaks off what never ends. Only its answers count, not
+    what else the scheduler does in the same call, such as writing a tape.
 
     `enter` is told when such a call begins ("policy") and ends ("host"): the watchdog ends the process where the policy
     catches what is to break it off.
@@ -94,7 +97,24 @@ class StallGuard:
         self._clock = clock
         self._watched = False
         self._mistakes = Mistakes()
+        self._asked_ns: int | None = None
+        self._spent_ns = 0
         self.stalled = False
+
+    def asked(self) -> None:
+        """The policy is asked something."""
+        self._asked_ns = self._clock()
+
+    def answered(self) -> None:
+        """It has answered, or failed to."""
+        if self._asked_ns is not None:
+            self._spent_ns += self._clock() - self._asked_ns
+        self._asked_ns = None
+
+    def _overlong(self) -> bool:
+        asked_ns = self._asked_ns
+        answering_ns = 0 if asked_ns is None else self._clock() - asked_ns
+        return self._spent_ns + answering_ns >= LONGEST_S * NS_PER_S
 
     def begin(self, policy: str) -> None:
         """From now on the policy is the one that is described so; only those of a package (module:name) are watched."""
@@ -108,11 +128,11 @@ class StallGuard:
         if not self._watched:
             yield
             return
-        begin_ns = self._clock()
+        self._spent_ns = 0
         self._enter(POLICY)
         try:
-            with broken_off(inside=ASKS):
+            with broken_off(inside=ASKS, due=self._overlong):
                 yield
         finally:
             self._enter("host")
-        self.stalled |= self._mistakes.count(self._clock() - begin_ns > STALL_NS)
+        self.stalled |= self._mistakes.count(self._spent_ns > STALL_NS)
