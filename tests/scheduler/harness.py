@@ -180,6 +180,11 @@ def check_books(scheduler: Scheduler) -> None:
     private = sum(held) - int((table.cached[seated] // memory.page_size).sum())
     owned = memory.allocator.available + memory.tree.total_pages + private + memory.releasing_pages + memory.held_pages
     assert owned == memory.num_pages, f"{owned} of {memory.num_pages} pages have an owner"
+    sure = table.planned[seated] - table.verifying[seated]
+    drafts = sum(map(memory.pages_for, table.planned[seated].tolist())) - sum(map(memory.pages_for, sure.tolist()))
+    assert memory.draft_pages == drafts
+    running = state.running.rows
+    assert (table.held[running] == table.planned[running]).all()
     assert len(state.waiting) + len(seated) == len(table)
 
 

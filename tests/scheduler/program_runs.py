@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.scheduler.harness import check_books
 from tests.scheduler.programs import ANSWER, EOS, Job, Program
 from tokenyard.base import (
     Arrived,
@@ -295,8 +296,11 @@ class ProgramRun:
         return True
 
     def _check_lengths(self, plan: StepPlan, numbers: np.ndarray) -> None:
-        """Raise BrokenRun for a row beyond its limit, or with more drafts than the executor has for it."""
+        """Raise BrokenRun for a row beyond its limit, or with more drafts than the executor has for it; AssertionError
+        for a page without an owner.
+        """
         state = self.scheduler.state
+        check_books(self.scheduler)
         seated = state.admitted_rows()
         beyond = seated[state.table.planned[seated] > state.table.limit[seated]]
         if len(beyond):

@@ -93,6 +93,67 @@ def test_where_memory_is_short_drafts_cost_no_request_its_pages(policy):
     assert ends(drafting) == ends(plain)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "mlfq", "vtc"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_with_one_plan_in_flight_wrong_drafts_leave_each_retraction_as_it_is(policy, cache):
+    total = 0
+    for seed in range(6):
+        retracted = []
+        for drafts in (0, 3):
+            yard = make_yard(
+                drafts, 0.0, pages=14, schedule_policy=policy, headroom="none", disable_radix_cache=not cache
+            )
+            retracted.append(watch_retractions(yard.scheduler.state))
+            submit_some(yard, seed)
+            while yard.advance():
+                yard.check()
+            assert yard.scheduler.idle() is None
+        assert retracted[0] == retracted[1]
+        total += len(retracted[0])
+    assert total > 10
+
+
+def watch_retractions(state):
+    retract, seen = state.retract, []
+
+    def watched(row, why, now):
+        seen.append((int(state.table.number[row]), int(state.table.known[row]), why))
+        retract(row, why, now)
+
+    state.retract = watched
+    return seen
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_pages_of_wrong_drafts_are_there_for_other_rows(depth):
+    """Only the first request has drafts; the second, short one must not lose its place to them."""
+    for pages in range(22, 70):
+        retracted = []
+        for drafts in (0, 7):
+            yard = make_yard(drafts, 0.0, depth, pages, 1, headroom="none", disable_radix_cache=True)
+            first = yard.submit([5] * 10, sampling=SamplingParams(max_new_tokens=50, ignore_eos=True, temperature=0.0))
+            yard.submit([6] * 10, sampling=SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=0.0))
+            leave_drafts_to(first, yard)
+            yard.run(depth)
+            assert yard.scheduler.idle() is None
+            retracted.append(yard.scheduler.state.observer.counters.retracted)
+        assert retracted[1] <= retracted[0], f"with {pages} pages"
+
+
+def leave_drafts_to(number, yard):
+    collect = yard.executor.collect
+
+    def told(ticket):
+        result = collect(ticket)
+        row = yard.scheduler.state.table.row_of(number)
+        if result.drafted is not None:
+            own = -1 if row is None else yard.scheduler.state.table.pool_row[row]
+            result.drafted = np.where(ticket.plan.pool_rows == own, result.drafted, 0).astype(np.int32)
+        return result
+
+    yard.executor.collect = told
+
+
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("policy", ["dlpm", "mlfq", "vtc"])
 def test_an_answer_is_charged_its_tokens_whatever_becomes_of_its_drafts(policy, right):

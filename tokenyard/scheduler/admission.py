@@ -349,7 +349,9 @@ class PrefillAdder:
         for victim in victims:
             lifted.append(table.request_state(victim).node)
             memory.tree.unlock(lifted[-1])
-            private += memory.pages_for(int(table.held[victim])) - int(table.cached[victim]) // memory.page_size
+            # Pages of drafts in flight count as free already.
+            held = int(table.held[victim] - table.verifying[victim])
+            private += memory.pages_for(held) - int(table.cached[victim]) // memory.page_size
             gained = memory.page_size * (memory.tree.evictable_pages - evictable + private)
             left = self._without(victims[: len(lifted)])
             gained += reserved - self._growth(left) - self._unplanned(left)

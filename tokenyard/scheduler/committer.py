@@ -92,7 +92,7 @@ class Committer:
             table.computed[rows[live & decodes]] += 1
             ended |= self._append_tokens(rows[live], tokens[firsts[live] + place], now)
         verified = rows[verify][table.epoch[rows[verify]] == epochs[verify]]
-        table.planned[verified] = table.computed[verified]
+        self._state.verified(verified)
         return ended
 
     def _count_drafts(self, plan: StepPlan, rows: Int32Array, alive: BoolArray, accepted: Int32Array) -> None:

@@ -58,7 +58,10 @@ class Hold:
 
 
 class KvMemory:
-    """Allocator, tree and ReqToTokenPool together, and the window pages where a `group` of layers has them."""
+    """Allocator, tree and ReqToTokenPool together, and the window pages where a `group` of layers has them.
+
+    draft_pages: pages that rows hold only for drafts in flight. They come back if the drafts are wrong.
+    """
 
     def __init__(
         self, settings: SchedulerSettings, num_pages: int, pool_rows: int, group: WindowGroup | None = None
@@ -77,6 +80,7 @@ class KvMemory:
         )
         self.pool = ReqToTokenPool(pool_rows, settings.context_length, settings.page_size)
         self.evicted_tokens = 0
+        self.draft_pages = 0
         self._releases: deque[Release] = deque()
         self._releasing_pages = 0
         self._unlocking_pages = 0
@@ -87,8 +91,10 @@ class KvMemory:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that are free, can be evicted, or come back when the plans in flight have committed."""
-        coming = self._releasing_pages + self._unlocking_pages
+        """Tokens that are free, can be evicted, or come back when the plans in flight have committed. Drafts in flight
+        count as wrong.
+        """
+        coming = self._releasing_pages + self._unlocking_pages + self.draft_pages
         pages: int = self.allocator.available + self.tree.evictable_pages + coming
         return self.page_size * pages
 
@@ -97,7 +103,7 @@ class KvMemory:
         """The same for the layers with a window; without such a group, as many as for all."""
         if self.windows is None:
             return self.free_tokens
-        return self.page_size * (self.windows.obtainable + self._coming_windows)
+        return self.page_size * (self.windows.obtainable + self._coming_windows + self.draft_pages)
 
     @property
     def available_pages(self) -> int:
@@ -261,6 +267,17 @@ class KvMemory:
             pages = self.pool.page_table[release.pool_row, : self.pages_for(release.held)]
             release.window_pages = self.windows.coming(release.pool_row, pages, release.cached // self.page_size)
             self._coming_windows += release.window_pages
+
+    def shrink(self, pool_rows: Int32Array, held: Int32Array, tokens: Int32Array) -> None:
+        """Rows that `held` pages for so many tokens keep those for their first `tokens` (all int32[n]). No plan in
+        flight reads the others, which are free at once.
+        """
+        kept = -(-tokens // self.page_size)
+        counts = -(-held // self.page_size) - kept
+        total = int(counts.sum())
+        if total:
+            columns = np.arange(total) + np.repeat(kept - np.cumsum(counts) + counts, counts)
+            self.allocator.free(self.pool.page_table[np.repeat(pool_rows, counts), columns])
 
     def free_after(self, last_step: int, pages: Int32Array) -> None:
         """Free `pages` once plan `last_step` has committed."""

@@ -119,7 +119,7 @@ class Planner:
             rows, starts, drafts = rows[ready], starts[ready], drafts[ready]
             if not len(rows) or (drafts.any() and self._verify(builder, rows, starts, drafts)):
                 return
-        crossing = self._state.crossing(rows, starts)
+        crossing = starts % memory.page_size == 0
         pages = memory.take_pages(int(np.count_nonzero(crossing)))
         if pages is None:
             survivors = self._retract_decode(rows, now)
@@ -130,9 +130,7 @@ class Planner:
             owners, columns = table.pool_row[rows[crossing]], starts[crossing] // memory.page_size
             memory.pool.page_table[owners, columns] = pages
             builder.write_pages(owners, columns, pages)
-        ends = starts + 1
-        table.planned[rows] = ends
-        table.held[rows] = np.maximum(table.held[rows], ends) if self._state.drafting else ends
+        table.planned[rows] = table.held[rows] = starts + 1
         builder.decode(rows, starts)
         self._state.charge_decode(rows)
 
@@ -168,20 +166,19 @@ class Planner:
         False, and nothing done, if there are not enough pages: drafts never cause a retraction.
         """
         table, memory, verify = self._state.table, self._state.memory, drafts > 0
-        ends, held = starts + 1 + drafts, table.held[rows]
-        size = memory.page_size
-        wanted = np.maximum(-(-ends // size) - -(-held // size), 0)
+        ends, size = starts + 1 + drafts, memory.page_size
+        held = -(-starts // size)
+        wanted = -(-ends // size) - held
         pages = memory.take_pages(int(wanted.sum()))
         if pages is None:
             return False
         if len(pages):
             owners = np.repeat(table.pool_row[rows], wanted)
-            firsts = np.repeat(-(-held // size) - np.cumsum(wanted) + wanted, wanted)
+            firsts = np.repeat(held - np.cumsum(wanted) + wanted, wanted)
             columns = (firsts + np.arange(len(pages))).astype(np.int32)
             memory.pool.page_table[owners, columns] = pages
             builder.write_pages(owners, columns, pages)
-        table.planned[rows] = ends
-        table.held[rows] = np.maximum(held, ends)
+        self._state.verify(rows, ends, drafts)
         builder.decode(rows[~verify], starts[~verify])
         builder.verify(rows[verify], starts[verify], drafts[verify])
         self._state.charge_decode(rows)

@@ -10,7 +10,6 @@ import numpy as np
 
 from tokenyard.base import (
     AbortCause,
-    BoolArray,
     ConfigError,
     CostModel,
     ExecutorInfo,
@@ -223,16 +222,30 @@ class SchedulerState:
         self.running.append(row)
 
     def pages_to_decode(self, rows: Int32Array) -> int:
-        """Pages that running `rows` take if each computes one more token."""
-        return int(np.count_nonzero(self.crossing(rows, self.table.planned[rows])))
+        """Pages that running `rows` take if each computes one more token, and drafts in flight are wrong."""
+        sure = self.table.planned[rows] - self.table.verifying[rows]
+        return int(np.count_nonzero(sure % self.memory.page_size == 0))
 
-    def crossing(self, rows: Int32Array, planned: Int32Array) -> BoolArray:
-        """Which rows begin a page with their next token, the one after `planned`; bool[len(rows)]."""
-        crossing: BoolArray = planned % self.memory.page_size == 0
-        if self.drafting:
-            # Pages taken for rejected drafts serve the tokens in their place.
-            crossing &= planned == self.table.held[rows]
-        return crossing
+    def verify(self, rows: Int32Array, ends: Int32Array, drafts: Int32Array) -> None:
+        """A plan lets `rows` compute up to `ends`, the last `drafts` tokens of which are drafts (all int32[n])."""
+        table = self.table
+        table.planned[rows] = table.held[rows] = ends
+        table.verifying[rows] = drafts
+        self.memory.draft_pages += self._draft_pages(rows)
+
+    def verified(self, rows: Int32Array) -> None:
+        """The drafts of `rows` (int32[n]) are verified: the pages of those that are wrong are free for any row."""
+        table = self.table
+        self.memory.draft_pages -= self._draft_pages(rows)
+        table.verifying[rows] = 0
+        table.planned[rows] = table.computed[rows]
+        self.memory.shrink(table.pool_row[rows], table.held[rows], table.planned[rows])
+        table.held[rows] = table.planned[rows]
+
+    def _draft_pages(self, rows: Int32Array) -> int:
+        """Pages that `rows` (int32[n]) hold only for drafts in flight."""
+        size, planned = self.memory.page_size, self.table.planned[rows]
+        return int((-(-planned // size) - -(-(planned - self.table.verifying[rows]) // size)).sum())
 
     def charge_decode(self, rows: Int32Array, steps: int = 1) -> None:
         """Steps in which `rows` (int32[n]) decode are planned: charge a token of each row in each of `steps`.
@@ -362,6 +375,9 @@ class SchedulerState:
 
     def _release(self, row: int) -> Release:
         table, request_state = self.table, self.table.request_state(row)
+        # They are counted with the rest of what it held from now on.
+        self.memory.draft_pages -= self._draft_pages(np.array([row], np.int32))
+        table.verifying[row] = 0
         release = Release(
             last_step=int(table.last_step[row]),
             pool_row=int(table.pool_row[row]),

@@ -32,6 +32,7 @@ INT32_COLUMNS = (
     "computed",
     "planned",
     "held",
+    "verifying",
     "drafts",
     "draft_chance",
     "reach",
@@ -95,13 +96,14 @@ class RequestTable:
     """Columns by row. See `policy.Columns` for the meaning of those that policies read; the others are:
 
     number: the request's number. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row of
-    ReqToTokenPool, -1 while waiting. held: leading tokens that have pages, beyond `planned` where drafts were refused.
-    drafts: drafts that the executor has ready for the row's next step. draft_chance: in thousandths, of its next draft
-    if those before it are right. last_step: the latest plan that contains the row. gates, state: lifecycle. reach:
-    leading tokens whose KV can be loaded from elsewhere. constrained: 1 for rows whose answer must keep to a grammar;
-    `grammars` counts them. verified_drafts, accepted_drafts: of the answer so far. adapter: small integer per LoRA
-    adapter, 0 for none. slot: where that is on the device while the row has its place, 0 for nowhere. passed_over_ns:
-    when it was first passed over for lack of a slot, 0 before.
+    ReqToTokenPool, -1 while waiting. held: leading tokens that have pages, beyond `planned` while KV is loaded.
+    verifying: drafts that a plan in flight verifies, the last ones of `planned`. drafts: drafts that the executor has
+    ready for the row's next step. draft_chance: in thousandths, of its next draft if those before it are right.
+    last_step: the latest plan that contains the row. gates, state: lifecycle. reach: leading tokens whose KV can be
+    loaded from elsewhere. constrained: 1 for rows whose answer must keep to a grammar; `grammars` counts them.
+    verified_drafts, accepted_drafts: of the answer so far. adapter: small integer per LoRA adapter, 0 for none. slot:
+    where that is on the device while the row has its place, 0 for nowhere. passed_over_ns: when it was first passed
+    over for lack of a slot, 0 before.
     """
 
     def __init__(self, capacity: int = 256, tenants: Iterable[str] = ()) -> None:
@@ -131,6 +133,7 @@ class RequestTable:
     computed: Int32Array
     planned: Int32Array
     held: Int32Array
+    verifying: Int32Array
     drafts: Int32Array
     draft_chance: Int32Array
     reach: Int32Array
@@ -202,6 +205,7 @@ class RequestTable:
             self.computed,
             self.planned,
             self.held,
+            self.verifying,
             self.drafts,
             self.draft_chance,
             self.reach,

@@ -23,7 +23,8 @@ class WindowRoom:
         """
         seen = hit - self._windows.seen_from(hit) * self._windows.page_size
         rows = np.unique(np.concatenate((views.running, views.prefilling, np.array(chunk_rows, np.int32))))
-        growing = int(np.maximum(self._most - self._table.held[rows], 0).sum())
+        held = self._table.held[rows] - self._table.verifying[rows]
+        growing = int(np.maximum(self._most - held, 0).sum())
         need = min(seen + further, self._most) - seen
         return need - (self._memory.free_window_tokens - min(reserved, growing))
 
@@ -32,7 +33,8 @@ class WindowRoom:
         table, windows, pages, shared = self._table, self._windows, 0, [np.empty(0, np.int32)]
         for row in victims:
             pool_row, cached = int(table.pool_row[row]), int(table.cached[row]) // windows.page_size
-            held = self._memory.pool.page_table[pool_row, : self._memory.pages_for(int(table.held[row]))]
+            tokens = int(table.held[row] - table.verifying[row])
+            held = self._memory.pool.page_table[pool_row, : self._memory.pages_for(tokens)]
             pages += int(np.count_nonzero(windows.of[held[cached:]]))
             shared.append(held[int(windows.first[pool_row]) : cached])
         ids, counts = np.unique(np.concatenate(shared), return_counts=True)
