@@ -7,14 +7,14 @@ from tokenyard.base import SchedulerSettings
 from tokenyard.scheduler import State
 
 
-def make_yard(pages=4096, page_size=1, rows=8, context=512, answer_tokens=None, **settings):
+def make_yard(pages=4096, page_size=1, rows=8, context=512, answer_tokens=None, windows=None, **settings):
     chosen = SchedulerSettings(
         context_length=context,
         page_size=page_size,
         max_running_requests=rows,
         **{"prefill_max_requests": 1, "schedule_conservativeness": 0.01, **settings},
     )
-    return Yard(chosen, make_info(pages, page_size, rows, context), answer_tokens=answer_tokens)
+    return Yard(chosen, make_info(pages, page_size, rows, context, windows), answer_tokens=answer_tokens)
 
 
 def line(yard, now=None):

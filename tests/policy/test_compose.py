@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.policy.lines import admissions, line, make_yard, row, watch_admissions
-from tokenyard.base import Arrived, OpenGate, Pause, Reach, Resume, SchedulerSettings, TenantSettings
+from tokenyard.base import Arrived, OpenGate, Pause, Reach, Resume, SchedulerSettings, TenantSettings, WindowGroup
+from tokenyard.cache.windows import least_pages
 from tokenyard.policy import Policy, create_policy
 from tokenyard.policy.compose import StartedTokens, Wrapper
 from tokenyard.policy.user_policy import Guarded
@@ -93,8 +94,9 @@ def overtaken_tokens(yard):
     arrivals=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 3)), min_size=5, max_size=40),
     every=st.integers(1, 4),
     tenants=st.sampled_from([{}, {"*": TenantSettings(max_running=1)}]),
+    windows=st.sampled_from([None, WindowGroup(3, least_pages(3, 1) + 20)]),
 )
-def test_no_order_passes_more_tokens_than_the_bound(policy, bound, arrivals, every, tenants):
+def test_no_order_passes_more_tokens_than_the_bound(policy, bound, arrivals, every, tenants, windows):
     yard = make_yard(
         schedule_policy=policy,
         max_overtaken_tokens=bound,
@@ -102,6 +104,7 @@ def test_no_order_passes_more_tokens_than_the_bound(policy, bound, arrivals, eve
         prefill_max_requests=2,
         schedule_conservativeness=1.0,
         tenants=tenants,
+        windows=windows,
     )
     watch = overtaken_tokens(yard)
     for index, (prompt, new, kind) in enumerate(arrivals):
@@ -188,3 +191,21 @@ def test_started_tokens_are_summed_up_to_the_limit(limit, calls, forgotten):
             expected = sum(count for later, count in all_of_them if later > border)
             assert min(started.after(border), limit + 1) == min(expected, limit + 1)
         assert len(started) <= limit + 1
+
+
+def test_a_prefix_without_its_window_pages_is_no_hit_that_lets_a_request_pass():
+    windows = WindowGroup(8, least_pages(8, 1) + 60)
+    yard = make_yard(schedule_policy="lpm", rows=1, max_overtaken_tokens=5, windows=windows, chunked_prefill_size=-1)
+    known = [11] * 20 + [12] * 20
+    yard.submit(known, max_new=1)
+    for index in range(12):
+        yard.submit([20 + index] * 60, max_new=1)
+    yard.run()
+    memory = yard.scheduler.state.memory
+    key = np.array(known, np.int32).tobytes()
+    assert (memory.tree.peek(key), memory.peek(key, "")) == (40, 0)
+    yard.submit([50] * 10, max_new=6)
+    yard.advance()
+    head, again = yard.submit([60] * 10), yard.submit(known)
+    yard.run()
+    assert admissions(yard)[-2:] == [head, again]

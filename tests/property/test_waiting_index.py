@@ -1,13 +1,16 @@
 """Random inserts, evictions and splits under random waiting requests: the index says what matching would say."""
 
+import random
+
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.examples import examples
-from tests.scheduler.harness import check_branch
-from tokenyard.base import LogprobOptions, Request, SamplingParams, SchedulerSettings
+from tests.scheduler.harness import check_branch, hit_by_definition
+from tokenyard.base import LogprobOptions, Request, SamplingParams, SchedulerSettings, WindowGroup
 from tokenyard.scheduler.memory import KvMemory
 from tokenyard.scheduler.table import RequestTable
 from tokenyard.scheduler.waiting_index import WaitingIndex
@@ -138,3 +141,89 @@ WaitingIndexMachine.TestCase.settings = settings(
     max_examples=examples(120), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestWaitingIndex = WaitingIndexMachine.TestCase
+
+
+class Windowed:
+    """Waiting requests over a tree whose pages lose and regain their window pages, drawn with a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.size, window = self.draw.choice((1, 1, 2)), self.draw.choice((2, 4, 9))
+        settings = SchedulerSettings(page_size=self.size)
+        self.memory = KvMemory(settings, 900, 1, WindowGroup(window, 900))
+        self.table = RequestTable(4)
+        self.index = WaitingIndex(self.table, GROUP_TOKENS)
+        self.index.activate(self.memory, [])
+        self.waiting: list[int] = []
+        self.arrivals = self.changes = 0
+
+    def prompt(self) -> np.ndarray:
+        """Begins with a part of the same tokens as all others, then parts from them."""
+        shared, own = self.draw.randint(0, 16), self.draw.randint(1, 12)
+        return np.array([5] * shared + [self.draw.choice((5, 6)) for _ in range(own)], np.int32)
+
+    def arrive(self) -> None:
+        self.arrivals += 1
+        request = Request(self.arrivals, "r", self.prompt(), SamplingParams())
+        self.waiting.append(self.table.add(request, self.arrivals, 1))
+        self.index.add(self.waiting[-1])
+
+    def leave(self) -> None:
+        if self.waiting:
+            row = self.waiting.pop(self.draw.randrange(len(self.waiting)))
+            self.index.forget(row)
+            self.table.remove(row)
+
+    def insert(self) -> None:
+        """As a row does that computes its whole prompt."""
+        ids, memory, windows = self.prompt(), self.memory, self.memory.windows
+        pages = memory.take_pages(len(ids) // self.size)
+        inserted = memory.tree.insert(ids[: len(pages) * self.size].tobytes(), pages)
+        present = inserted.present_tokens // self.size
+        found = memory.tree.pages(inserted.node)[:present]
+        if present:
+            windows.replace(0, 0, pages[:present].copy(), found)
+        windows.let_go(found)
+        windows.let_go(pages[present:])
+        memory.allocator.free(pages[:present])
+
+    def lose(self) -> None:
+        windows = self.memory.windows
+        there = np.flatnonzero(windows.of).tolist()
+        gone = self.draw.sample(there, min(len(there), self.draw.randint(1, 4)))
+        if gone:
+            # First in the order of eviction, of which at least a part of the pool goes.
+            windows._rank[gone] = -1
+            windows.num_pages, most = 0, windows.num_pages
+            windows._evict(len(gone))
+            windows.num_pages = most
+
+    def evict(self) -> None:
+        self.memory.allocator.free(self.memory.tree.evict(self.draw.randint(1, 6)))
+
+    def match(self) -> None:
+        self.memory.tree.match(self.prompt().tobytes())
+
+    def turn(self) -> None:
+        call = self.draw.choice(
+            (self.arrive, self.arrive, self.leave, self.insert, self.lose, self.lose, self.lose, self.evict, self.match)
+        )
+        before = self.table.matchable[self.waiting].copy()
+        call()
+        if call == self.lose:
+            self.changes += int((self.table.matchable[self.waiting] != before).sum())
+
+    def check(self) -> None:
+        for row in self.waiting:
+            ids = self.table.request(row).prompt_ids[: self.table.usable_tokens(row)]
+            hit = hit_by_definition(self.memory, ids, "")
+            assert self.table.matchable[row] == self.memory.peek(ids.tobytes(), "") == hit
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_hits_follow_window_pages_that_come_and_go(seed):
+    world = Windowed(seed)
+    for _ in range(400):
+        world.turn()
+        world.check()
+    assert world.changes > 5, "window pages that hits need were lost"

@@ -131,17 +131,8 @@ class Yard:
         return users
 
     def check_hits(self) -> None:
-        """The index of waiting rows, while there is one, says what matching would say, and weighs the tree right."""
-        state = self.scheduler.state
-        table, index, tree = state.table, state._index, state.memory.tree
-        if not index.active:
-            return
-        waiting = state.waiting.rows.tolist()
-        for row in waiting:
-            key = table.request_state(row).known_ids[: table.usable_tokens(row)].tobytes()
-            assert table.matchable[row] == tree.peek(key, table.request(row).namespace)
-        assert index.forest.weight == len(waiting)
-        assert sorted(check_branch(index.forest)) == sorted(waiting)
+        """See the function `check_hits`."""
+        check_hits(self.scheduler)
 
     def _collect(self) -> None:
         batch = self.scheduler.drain()
@@ -186,6 +177,41 @@ def check_books(scheduler: Scheduler) -> None:
     running = state.running.rows
     assert (table.held[running] == table.planned[running]).all()
     assert len(state.waiting) + len(seated) == len(table)
+
+
+def check_hits(scheduler: Scheduler) -> None:
+    """The index of waiting rows, while there is one, says what matching would say, and weighs the tree right."""
+    state = scheduler.state
+    table, index = state.table, state._index
+    if not index.active:
+        return
+    waiting = state.waiting.rows.tolist()
+    for row in waiting:
+        ids = table.request_state(row).known_ids[: table.usable_tokens(row)]
+        assert table.matchable[row] == hit_by_definition(state.memory, ids, table.request(row).namespace)
+    assert index.forest.weight == len(waiting)
+    assert sorted(check_branch(index.forest)) == sorted(waiting)
+
+
+def hit_by_definition(memory, ids, namespace: str) -> int:
+    """The longest prefix of `ids` in whole pages that the tree has, with window pages for what the token behind it
+    sees; every length is tried.
+    """
+    size, windows, present = memory.page_size, memory.windows, []
+    runs = [ids[start : start + size].tobytes() for start in range(0, len(ids) - size + 1, size)]
+    node = next((root for root in memory.tree.roots() if root.namespace == namespace), None)
+    while node is not None and len(present) < len(runs):
+        node = next((child for first, child in node.children.items() if first == runs[len(present)]), None)
+        for place, page in enumerate([] if node is None else node.pages.tolist()):
+            if len(present) == len(runs) or node.key[4 * size * place :][: 4 * size] != runs[len(present)]:
+                node = None
+                break
+            present.append(page)
+    for end in range(len(present), 0, -1):
+        seen = 0 if windows is None else max(end * size - (windows.window - 1), 0) // size
+        if windows is None or all(windows.of[present[place]] for place in range(seen, end)):
+            return end * size
+    return 0
 
 
 def check_branch(top) -> list[int]:

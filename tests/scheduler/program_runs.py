@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.scheduler.harness import check_books
+from tests.scheduler.harness import check_books, check_hits
 from tests.scheduler.programs import ANSWER, EOS, Job, Program
 from tokenyard.base import (
     Arrived,
@@ -277,6 +277,8 @@ class ProgramRun:
         self.outcome.events += 1
         plan = self.scheduler.plan(self.now)
         self._begin_transfers()
+        if self._program.windows is not None:
+            check_hits(self.scheduler)
         if plan is None:
             return False
         state = self.scheduler.state

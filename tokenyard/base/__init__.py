@@ -53,6 +53,7 @@ from tokenyard.base.protocols import (
     ExecutorInfo,
     KvPieces,
     PrefixListener,
+    UsableListener,
     WindowGroup,
 )
 from tokenyard.base.request import (
@@ -148,6 +149,7 @@ __all__ = [
     "TurnEnd",
     "TurnEnded",
     "Update",
+    "UsableListener",
     "WeightsUpdated",
     "WindowGroup",
     "step_work",

@@ -156,3 +156,12 @@ class PrefixListener(Protocol):
 
     def evicted(self, node: Any) -> None:
         """The leaf `node` left the tree."""
+
+
+class UsableListener(PrefixListener, Protocol):
+    """A PrefixListener that also hears when a row may begin behind more or less of a prefix than before, although the
+    tree has not changed: the token after a prefix needs more than the KV that the tree keeps.
+    """
+
+    def usable_changed(self, pages: Int32Array) -> None:
+        """What the prefixes with `pages` (int32[n]) lack for that has come or gone."""

@@ -25,6 +25,10 @@ class NoCache:
         """No tokens, at the root."""
         return Match(self._root, 0)
 
+    def find(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> Match:
+        """No tokens, at the root."""
+        return Match(self._root, 0)
+
     def peek(self, key: bytes, namespace: str = "") -> int:
         """0 tokens."""
         return 0

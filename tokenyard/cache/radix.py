@@ -91,20 +91,28 @@ class RadixCache:
             self._queue.push(node)
         return Match(node, node.depth_tokens)
 
-    def peek(self, key: bytes, namespace: str = "") -> int:
-        """The tokens that `match` would find, without any change to the tree."""
-        node = self._roots.get(namespace)
+    def find(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> Match:
+        """The tokens that `match` would find, without any change to the tree, and the node in whose run they end. The
+        run may go on behind them.
+        """
+        node = self._roots.get(namespace) or Node(None)
         size = self._page_bytes
-        start, end = 0, len(key) - len(key) % size
-        while node is not None and start < end:
-            node = node.children.get(key[start : start + size])
-            if node is None:
+        start, end = 0, len(key) if max_tokens is None else min(len(key), max_tokens * TOKEN_BYTES)
+        end -= end % size
+        while start < end:
+            child = node.children.get(key[start : start + size])
+            if child is None:
                 break
+            node = child
             if not key.startswith(node.key, start, end):
                 start += self._common_bytes(node.key, key, start, end)
                 break
             start += len(node.key)
-        return start // TOKEN_BYTES
+        return Match(node, start // TOKEN_BYTES)
+
+    def peek(self, key: bytes, namespace: str = "") -> int:
+        """The tokens that `match` would find, without any change to the tree."""
+        return self.find(key, namespace).tokens
 
     def pages(self, node: Node) -> Int32Array:
         """Page ids from the root to the end of `node`, int32[node.depth_tokens / page_size], a copy."""

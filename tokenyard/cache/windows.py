@@ -11,6 +11,8 @@ first. An end that is hit again needs the last `window` tokens before it, so the
 freeing, or one order for all, long prompts push out the ends of other sessions (vllm issue 48435).
 """
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 
 from tokenyard.base import BoolArray, Int32Array, Int64Array
@@ -41,7 +43,7 @@ class WindowPages:
 
     of: int32[num_pages + 1], the window page of each page, 0 for none. users: int32[num_pages + 1], how many rows use
     it. first: int32[rows], the first column of each row of the page table whose window page the row uses; it uses all
-    after that.
+    after that. listeners: called with pages of the tree (int32[n]) that have got a window page or lost theirs.
     """
 
     def __init__(self, window: int, page_size: int, num_pages: int, window_pages: int, rows: int) -> None:
@@ -53,6 +55,7 @@ class WindowPages:
         self.users: Int32Array = np.zeros(num_pages + 1, np.int32)
         self.first: Int32Array = np.zeros(rows, np.int32)
         self.evictable = 0
+        self.listeners: list[Callable[[Int32Array], None]] = []
         # No two pages have the same rank, so that the order of eviction is no matter of chance.
         self._rank: Int64Array = np.zeros(num_pages + 1, np.int64)
         self._tick = 0
@@ -75,11 +78,18 @@ class WindowPages:
 
     # ---- prefixes --------------------------------------------------------------------------------------------------
 
-    def usable_pages(self, pages: Int32Array) -> int:
-        """How many of a prefix's `pages` (int32[n]) are a hit: most that have window pages for all that the token after
-        them sees.
+    def usable_pages(self, runs: Iterator[Int32Array], count: int) -> int:
+        """How many of a prefix's `count` pages are a hit: most that have window pages for all that the token after them
+        sees. runs: the pages in parts (int32[n] each), the last part first; most are not drawn if all are a hit.
         """
-        ends = np.arange(len(pages) + 1)
+        first, seen, parts = count, self.seen_from(count * self.page_size), []
+        while first > seen:
+            parts.append(next(runs))
+            first -= len(parts[-1])
+        if not parts or self.of[np.concatenate(parts[::-1])[seen - first :]].all():
+            return count
+        pages = np.concatenate([*parts, *runs][::-1])
+        ends = np.arange(count + 1)
         # Of the pages before each end, the last one without a window page.
         absent = np.maximum.accumulate(np.concatenate(([-1], np.where(self.of[pages] == 0, ends[:-1], -1))))
         return int(ends[absent < self._seen_from(ends * self.page_size)][-1])
@@ -143,6 +153,8 @@ class WindowPages:
         self.users[bare] = self.users[giving]
         self.of[giving] = self.users[giving] = 0
         self.use(found[~absent])
+        if len(bare):
+            self._tell(bare)
 
     def advance(
         self, page_table: Int32Array, pool_rows: Int32Array, cached_tokens: Int32Array, computed: Int32Array
@@ -220,6 +232,11 @@ class WindowPages:
         order = np.argsort(self._rank[idle])[:count]
         self.evictable -= count
         self._free(idle[order])
+        self._tell(idle[order])
+
+    def _tell(self, pages: Int32Array) -> None:
+        for listener in self.listeners:
+            listener(pages)
 
 
 class WindowedAllocator(PageAllocator):

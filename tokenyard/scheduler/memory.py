@@ -11,12 +11,13 @@ Where layers with a window have a pool of their own, each page has a window page
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tokenyard.base import Int32Array, SchedulerSettings, WindowGroup
+from tokenyard.base import Int32Array, SchedulerSettings, UsableListener, WindowGroup
 from tokenyard.base.request import adapter_of
 from tokenyard.cache.allocator import PageAllocator
 from tokenyard.cache.no_cache import NoCache
@@ -158,19 +159,63 @@ class KvMemory:
         taken = [self.take_pages(count) for count in counts]
         return np.concatenate([pages for pages in taken if pages is not None])
 
-    def match(self, ids: bytes, namespace: str, max_tokens: int) -> Match:
-        """The longest prefix of `ids` in the tree that a row may begin behind, locked (`unlock` undoes it).
+    # ---- prefixes ------------------------------------------------------------------------------------------------
 
-        Layers with a window must have KV of all that the row's first token sees.
+    def usable(self, node: Any, tokens: int) -> int:
+        """How many of a prefix's `tokens` tokens, whole pages that end in the run of `node`, a row may begin behind.
+
+        Everything that asks what of a prefix is a hit asks here: the tree says which KV of the first group of layers
+        there is, and this says where a row finds all else that it needs. Layers with a window must have KV of all that
+        the row's first token sees. A listener (`watch`) hears when the answer may have changed.
         """
-        match: Match = self.tree.match(ids, namespace, max_tokens=max_tokens)
+        if self.windows is None:
+            return tokens
+        count = tokens // self.page_size
+        return self.windows.usable_pages(self._runs(node, count), count) * self.page_size
+
+    @property
+    def all_usable(self) -> bool:
+        """Whether `usable` is always all that is in the tree."""
+        return self.windows is None
+
+    def needed_from(self, tokens: int) -> int:
+        """The first page of a prefix that counts for `usable` where a row begins behind `tokens` tokens or more."""
+        return 0 if self.windows is None else self.windows.seen_from(tokens)
+
+    def _runs(self, node: Any, count: int) -> Iterator[Int32Array]:
+        """The first `count` pages of the path to `node`, run by run, the last one first."""
+        while node.parent is not None:
+            first = node.parent.depth_tokens // self.page_size
+            yield node.pages[: count - first]
+            node, count = node.parent, first
+
+    def watch(self, listener: UsableListener) -> None:
+        """Tell `listener` of all changes of the tree and of what is usable in it, until `unwatch`."""
+        self.tree.listeners.append(listener)
         if self.windows is not None:
-            usable = self.windows.usable_pages(self.tree.pages(match.node)) * self.page_size
-            if usable < match.tokens:
-                match = self.tree.match(ids, namespace, max_tokens=usable)
+            self.windows.listeners.append(listener.usable_changed)
+
+    def unwatch(self, listener: UsableListener) -> None:
+        """End `watch`."""
+        self.tree.listeners.remove(listener)
+        if self.windows is not None:
+            self.windows.listeners.remove(listener.usable_changed)
+
+    def match(self, ids: bytes, namespace: str, max_tokens: int) -> Match:
+        """The longest usable prefix of `ids`, locked (`unlock` undoes it)."""
+        match: Match = self.tree.match(ids, namespace, max_tokens=max_tokens)
+        usable = self.usable(match.node, match.tokens)
+        if usable < match.tokens:
+            match = self.tree.match(ids, namespace, max_tokens=usable)
+        if self.windows is not None:
             self.windows.use(self.windows.tail(self.tree.pages(match.node)))
         self.tree.lock(match.node)
         return match
+
+    def peek(self, ids: bytes, namespace: str, max_tokens: int | None = None) -> int:
+        """The tokens that `match` would find, without any change to the tree."""
+        found: Match = self.tree.find(ids, namespace, max_tokens)
+        return self.usable(found.node, found.tokens)
 
     def unlock(self, match: Match) -> None:
         """Undo `match`, after which no row began."""

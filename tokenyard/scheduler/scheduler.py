@@ -454,9 +454,8 @@ class Scheduler:
         return self.state.cost
 
     def cached_tokens(self, request: Request) -> int:
-        """Tokens of a request's prompt that the prefix cache holds now."""
-        tokens: int = self.state.memory.tree.peek(request.known_ids.tobytes(), request.namespace)
-        return tokens
+        """Tokens of a request's prompt that would be a hit in the prefix cache now."""
+        return self.state.memory.peek(request.known_ids.tobytes(), request.namespace)
 
     def requeued(self, most: int) -> list[Requeued]:
         """The first `most` waiting requests that had a place before and of which no KV is known to be elsewhere, paused
@@ -468,7 +467,7 @@ class Scheduler:
         found = []
         for row in np.concatenate((rows[gates == 0], rows[gates == Gate.PAUSED]))[:most].tolist():
             known, namespace = table.request_state(row).known_ids, table.request(row).namespace
-            cached = self.state.memory.tree.peek(known.tobytes(), namespace)
+            cached = self.state.memory.peek(known.tobytes(), namespace)
             found.append(Requeued(int(table.number[row]), namespace, known, cached))
         return found
 

@@ -27,6 +27,7 @@ INT32_COLUMNS = (
     "limit",
     "target",
     "hit",
+    "in_tree",
     "matchable",
     "cached",
     "computed",
@@ -95,7 +96,8 @@ class RequestState:
 class RequestTable:
     """Columns by row. See `policy.Columns` for the meaning of those that policies read; the others are:
 
-    number: the request's number. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row of
+    number: the request's number. in_tree: leading tokens of a waiting row whose KV the tree has, of which `matchable`
+    are usable; kept like that. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row of
     ReqToTokenPool, -1 while waiting. held: leading tokens that have pages, beyond `planned` while KV is loaded.
     verifying: drafts that a plan in flight verifies, the last ones of `planned`. drafts: drafts that the executor has
     ready for the row's next step. draft_chance: in thousandths, of its next draft if those before it are right.
@@ -128,6 +130,7 @@ class RequestTable:
     limit: Int32Array
     target: Int32Array
     hit: Int32Array
+    in_tree: Int32Array
     matchable: Int32Array
     cached: Int32Array
     computed: Int32Array
@@ -200,6 +203,7 @@ class RequestTable:
         self.pool_row[row] = self.last_step[row] = -1
         for column in (
             self.hit,
+            self.in_tree,
             self.matchable,
             self.cached,
             self.computed,

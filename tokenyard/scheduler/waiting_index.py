@@ -5,6 +5,10 @@ new leaf affects only the bucket of its first page, a split only the bucket of t
 the rows at the evicted leaf. So no change moves all rows that share a system prompt, except the one that inserts the
 end of this prompt. Policies read two things from it: the column `matchable`, and for dfs-weight the number of waiting
 rows in each part of the tree.
+
+What the tree has of a row is its column `in_tree`. `matchable` is what is usable of that (`KvMemory.usable`), which may
+change while the tree does not, as window pages come and go. Such a change affects rows below the page's node, but none
+behind a node whose own answer stays the same and behind which no row needs the page.
 """
 
 import heapq
@@ -29,13 +33,15 @@ class Branch:
 
     buckets: rows that belong here, by their next page (NO_PAGE: nothing left to match). weight: rows here and below.
     heap: (-weight, birth, child) for each child, and stale entries, which are not their child's `entry` any more.
+    usable: how many of the node's tokens, from the root on, are usable.
     """
 
-    __slots__ = ("_fresh_length", "birth", "buckets", "entry", "heap", "node", "own", "weight")
+    __slots__ = ("_fresh_length", "birth", "buckets", "entry", "heap", "node", "own", "usable", "weight")
 
-    def __init__(self, node: Any, birth: int) -> None:
+    def __init__(self, node: Any, birth: int, usable: int = 0) -> None:
         self.node = node
         self.birth = birth
+        self.usable = usable
         self.buckets: dict[bytes, dict[int, None]] = {}
         self.own = 0
         self.weight = 0
@@ -64,6 +70,10 @@ class Branch:
         """Rows that belong to this node, not to one below, in no particular order."""
         return [row for bucket in self.buckets.values() for row in bucket]
 
+    def children(self) -> "list[Branch]":
+        """The branches directly below, in no particular order."""
+        return [entry[2] for entry in self.heap if entry[2].entry is entry]
+
     def weigh_child(self, child: "Branch") -> None:
         """Update the heap entry of a child after a change of its weight."""
         child.entry = (-child.weight, child.birth, child)
@@ -75,7 +85,8 @@ class Branch:
 
 
 class WaitingIndex:
-    """Keeps `matchable`, `branch` and `prefix_group` of waiting rows while it is `active`; a `base.PrefixListener`.
+    """Keeps `in_tree`, `matchable`, `branch` and `prefix_group` of waiting rows while it is `active`; a
+    `base.UsableListener`.
 
     The state reports rows that start and stop waiting, the tree reports its changes. `forest` is above the roots of all
     name spaces. Rows of one `prefix_group` share their first `group_tokens` tokens and their name space.
@@ -97,9 +108,14 @@ class WaitingIndex:
         """Watch the tree of `memory` and match all `waiting` rows, once."""
         self.deactivate()
         self.active = True
+        self._memory = memory
         self._tree = memory.tree
         self._page_size = memory.page_size
-        self._tree.listeners.append(self)
+        # The node of each page; kept only where changes of what is usable name pages.
+        self._nodes = np.full(0 if memory.all_usable else memory.num_pages + 1, None, object)
+        for node in self._tree.nodes():
+            self._set_node(node.pages, node)
+        memory.watch(self)
         for row in waiting:
             self.add(row)
 
@@ -109,7 +125,8 @@ class WaitingIndex:
             return
         for row in list(self._places):
             self.remove(row)
-        self._tree.listeners.remove(self)
+            self._table.matchable[row] = 0
+        self._memory.unwatch(self)
         self._groups = Interner()
         self._table.prefix_group[:] = NO_GROUP
         self.active = False
@@ -119,6 +136,7 @@ class WaitingIndex:
     def add(self, row: int) -> None:
         """`row` waits from now on, for the first time or again."""
         if not self.active:
+            self._table.matchable[row] = 0
             return
         table = self._table
         request, ids = table.request(row), table.request_state(row).known_ids
@@ -146,27 +164,32 @@ class WaitingIndex:
             self._groups.drop(int(self._table.prefix_group[row]))
             self._table.prefix_group[row] = NO_GROUP
 
-    # ---- base.PrefixListener ------------------------------------------------------------------------------------
+    # ---- base.UsableListener ------------------------------------------------------------------------------------
 
     def inserted(self, parent: Any, node: Any) -> None:
         """A new leaf: rows at its parent that continue with its first page match all or a part of it."""
+        self._set_node(node.pages, node)
         above: Branch | None = parent.tag
         if above is None:
             return
         page = self._first_page(node)
-        start, end, whole = parent.depth_tokens, node.depth_tokens, []
+        start, end, whole, part = parent.depth_tokens, node.depth_tokens, [], []
         for row in above.buckets.get(page, ()):
             ids, usable = self._keys[row]
             if end <= usable and ids[start:end].tobytes() == node.key:
                 whole.append(row)
             else:
-                self._table.matchable[row] = start + self._common(node.key, ids, start, usable)
+                part.append(row)
+                self._table.in_tree[row] = start + self._common(node.key, ids, start, usable)
+        self._update_in(node, part)
         if whole:
             self._sink(above, page, whole, node)
-            self._table.matchable[whole] = end
+            self._table.in_tree[whole] = end
+            self._table.matchable[whole] = node.tag.usable
 
     def split(self, upper: Any, lower: Any) -> None:
         """A run was cut: rows that matched it up to the cut or further now belong to the upper half."""
+        self._set_node(upper.pages, upper)
         above: Branch | None = upper.parent.tag
         if above is None:
             return
@@ -179,13 +202,14 @@ class WaitingIndex:
         page = self._first_page(upper)
         depth = upper.depth_tokens
         bucket = list(above.buckets.get(page, ()))
-        matched = self._table.matchable[bucket] if bucket else ()
+        matched = self._table.in_tree[bucket] if bucket else ()
         reach = [row for row, tokens in zip(bucket, matched, strict=True) if tokens >= depth]
         if reach:
             self._sink(above, page, reach, upper)
 
     def evicted(self, node: Any) -> None:
         """A leaf was evicted: rows that belonged to it, or matched a part of it, belong to its parent."""
+        self._set_node(node.pages, None)
         above: Branch | None = node.parent.tag
         if above is None:
             return
@@ -199,8 +223,56 @@ class WaitingIndex:
             above.own += branch.own
             branch.entry = node.tag = None
         rows = list(above.buckets.get(page, ()))
-        self._table.matchable[rows] = depth
+        self._table.in_tree[rows] = depth
+        self._table.matchable[rows] = above.usable
         self._table.branch[rows] = above.birth
+
+    def usable_changed(self, pages: Int32Array) -> None:
+        """Rows that match these pages may begin behind more or less of what they match."""
+        for node in dict.fromkeys(self._nodes[pages].tolist()):
+            above: Branch | None = None if node is None else node.parent.tag
+            if above is None:
+                continue
+            first = node.parent.depth_tokens // self._page_size
+            last = first + int(np.flatnonzero(np.isin(node.pages, pages))[-1])
+            self._update_in(node, list(above.buckets.get(self._first_page(node), ())))
+            if node.tag is not None:
+                self._update_below(node.tag, last)
+
+    # ---- what is usable ------------------------------------------------------------------------------------------
+
+    def _update_in(self, node: Any, rows: list[int]) -> None:
+        """Update `matchable` of those of `rows`, which belong to the parent of `node`, that match a part of its run."""
+        table = self._table
+        inside = np.array([row for row in rows if table.in_tree[row] > node.parent.depth_tokens], np.int32)
+        if self._memory.all_usable:
+            table.matchable[inside] = table.in_tree[inside]
+            return
+        matched = table.in_tree[inside]
+        for tokens in np.unique(matched).tolist():
+            table.matchable[inside[matched == tokens]] = self._memory.usable(node, tokens)
+
+    def _update_below(self, top: Branch, last: int) -> None:
+        """Update `matchable` of rows at `top` and below, after a change at the page with the index `last` or before."""
+        stack = [top]
+        while stack:
+            branch = stack.pop()
+            node = branch.node
+            usable = self._memory.usable(node, node.depth_tokens)
+            if usable == branch.usable and last < self._memory.needed_from(node.depth_tokens):
+                continue
+            branch.usable = usable
+            for page, bucket in branch.buckets.items():
+                rows = list(bucket)
+                exact = self._table.in_tree[rows] == node.depth_tokens
+                self._table.matchable[np.array(rows)[exact]] = usable
+                if not exact.all():
+                    self._update_in(node.children[page], rows)
+            stack += branch.children()
+
+    def _set_node(self, pages: Int32Array, node: Any) -> None:
+        if len(self._nodes):
+            self._nodes[pages] = node
 
     # ---- moves -------------------------------------------------------------------------------------------------
 
@@ -225,7 +297,10 @@ class WaitingIndex:
         branch.own += 1
         self._places[row] = branch, page
         self._table.branch[row] = branch.birth
-        self._table.matchable[row] = start + matched
+        self._table.in_tree[row] = start + matched
+        self._table.matchable[row] = branch.usable
+        if matched:
+            self._update_in(node.children[page], [row])
 
     def _sink(self, above: Branch, page: bytes, rows: list[int], node: Any) -> None:
         """Move `rows` from a bucket of `above` to `node`, a child of its node."""
@@ -282,7 +357,7 @@ class WaitingIndex:
 
     def _branch(self, node: Any) -> Branch:
         self._births += 1
-        return Branch(node, self._births)
+        return Branch(node, self._births, self._memory.usable(node, node.depth_tokens))
 
     def _first_page(self, node: Any) -> bytes:
         page: bytes = node.key[: self._page_size * TOKEN_BYTES]
