@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 from benchmarks.mock_server import AnyServer
 from tokenyard import LLM, lang
 from tokenyard.config import DEMO_MODEL
-from tokenyard.executor.grammar import GrammarStore
+from tokenyard.executor.grammar import GrammarCache
 from tokenyard.local import LocalApi
-from tokenyard.server.grammars import Grammar, schema_rule
+from tokenyard.server.openai.structured_outputs import Grammar, schema_rule
 
 BFCL = Path(__file__).resolve().parents[1] / "../shared/prompts/BFCL_v4_multiple.jsonl.gz"
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}
@@ -102,7 +102,7 @@ def schemas(most: int, peer: str, folder: Path) -> None:
     """Print milliseconds from a new schema to its first mask."""
     found, path = tools(most), folder / "tokenizer.json"
     text, times = path.read_text(encoding="utf-8"), {"llguidance": []}
-    store = GrammarStore(Tokenizer.from_str(text).get_vocab_size(), (6,))
+    store = GrammarCache(Tokenizer.from_str(text).get_vocab_size(), (6,))
     store.compile('start: "x"', lambda: text)
     for schema in found:
         begun = time.perf_counter()

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 
 from tokenyard.base import SamplingParams, TextOptions
-from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.frontend.io_struct import GenerateReqInput
+from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.launch import running_engine
-from tokenyard.engine.spec import GenerateSpec
 
 ROWS, TOKENS, STEP_MS, IDLE_S = 256, 200, 5.0, 3.0
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "tokenyard" / "demo_model"
@@ -35,7 +35,9 @@ def cpu_s():
 
 async def answer(manager, index, stream):
     sampling = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
-    spec = GenerateSpec(text=f"Story {index}", sampling=sampling, text_options=TextOptions(stream=stream), seed=index)
+    spec = GenerateReqInput(
+        text=f"Story {index}", sampling=sampling, text_options=TextOptions(stream=stream), seed=index
+    )
     async for _ in manager.generate(spec):
         pass
 

@@ -14,11 +14,11 @@ import time
 import torch
 
 from tokenyard.executor.layers.linear import Linear
-from tokenyard.executor.layers.mlp import Experts, GatedMlp
-from tokenyard.executor.models.config import ExpertsConfig, ModelConfig, RopeConfig
-from tokenyard.executor.native.engine import NativeEngine
-from tokenyard.executor.native.experts import NativeExperts
+from tokenyard.executor.layers.mlp import GatedMlp, SparseMoe
+from tokenyard.executor.models.config import ModelConfig, MoeConfig, RopeConfig
 from tokenyard.executor.native.library import load_library
+from tokenyard.executor.native.moe import NativeMoe
+from tokenyard.executor.native.runtime import NativeRuntime
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 
@@ -49,7 +49,7 @@ def best_s(calls, repeats):
 
 def config_of(options):
     """A model of one layer of experts."""
-    experts = ExpertsConfig(options.experts, options.active, options.inter, normed=True, layers=frozenset({0}))
+    experts = MoeConfig(options.experts, options.active, options.inter, normed=True, layers=frozenset({0}))
     return ModelConfig(
         *("", 1, options.hidden, options.inter, 1, 1, 1, 64, 1e-6, 64),
         rope=RopeConfig(),
@@ -71,21 +71,21 @@ def torch_layer(config, weights):
         down = product(f"experts.{expert}.down_proj", hidden, inter)
         each.append(GatedMlp(Linear(torch.cat((gate, up))), Linear(down)))
     router = Linear(product("gate", config.experts.count, hidden))
-    return Experts(router, each, config.experts.active, normed=True), router
+    return SparseMoe(router, each, config.experts.active, normed=True), router
 
 
 def reading(engine, config, dtype, touched):
     """A native product over as many bytes as those experts have: one expert that is always chosen."""
-    one = ExpertsConfig(1, 1, touched * config.experts.intermediate_size, normed=True, layers=frozenset({0}))
+    one = MoeConfig(1, 1, touched * config.experts.intermediate_size, normed=True, layers=frozenset({0}))
     fields = {name: getattr(config, name) for name in ModelConfig.__slots__} | {"experts": one}
-    return NativeExperts(engine, dtype, ModelConfig(**fields), DrawnWeights(dtype), 0)
+    return NativeMoe(engine, dtype, ModelConfig(**fields), DrawnWeights(dtype), 0)
 
 
 def measure(config, dtype, threads, weights, layer, router, repeats):
     """Print one line for each batch."""
     torch.set_num_threads(threads)
-    engine = NativeEngine(load_library(), threads)
-    native = NativeExperts(engine, dtype, config, weights, 0)
+    engine = NativeRuntime(load_library(), threads)
+    native = NativeMoe(engine, dtype, config, weights, 0)
     one = 3 * config.experts.intermediate_size * config.hidden_size * dtype.itemsize
     print(f"{config.experts.count} experts of {one / 1e6:.2f} MB, {config.experts.active} a token, {dtype}", end="")
     print(f", {threads} thread{'s' if threads > 1 else ''}, {engine.name}")

@@ -1,4 +1,4 @@
-"""Does the planner foretell fleets of real engines that compute? The demo model behind our router, served and foretold.
+"""Does the planner predict fleets of real engines that compute? The demo model behind our router, served and predicted.
 
     python -m benchmarks.fleet_demo [--engines 2,4] [--runs 5] [--burst-s 6]
 
@@ -8,7 +8,7 @@ measured burst stands between two calibration bursts of other requests and of th
 in the same way. From the tapes of all engines in these two come the costs of a step, their mean error (`Profile.error`,
 "the stated error" here) and the host's time. Nothing is learnt from the measured burst itself.
 
-It foretells the share of requests whose first token is in time, the times, and requests a second. It simulates with
+It predicts the share of requests whose first token is in time, the times, and requests a second. It simulates with
 steps as the profile has them, and faster and slower by its error, as `tokenyard plan` does for its bounds. A served
 figure should lie between the last two. Then the planner is asked for the smallest fleet that attains as much as was
 served in each burst: that is how many there were, so this should lie between its answers for faster and slower steps.
@@ -41,10 +41,10 @@ from benchmarks.simulated_vs_served import (
     flags,
     latencies,
 )
-from tokenyard.bench.load import Target
-from tokenyard.sim.engine import simulate
-from tokenyard.sim.plan import Planner, off_by
-from tokenyard.sim.trial import Option, answered
+from tokenyard.bench.load_generator import ServerClient
+from tokenyard.sim.planner.capacity_plan import CapacityPlanner, off_by
+from tokenyard.sim.planner.trial import FleetOption, answered
+from tokenyard.sim.simulate import simulate
 
 DEMO = MODELS["demo"]
 ALONE = ["--threads", "1", "--disable-overlap-schedule"]
@@ -73,7 +73,7 @@ def serve(engines, count, burst_s):
 
     async def play(url, workers, requests, seed):
         for worker in workers:
-            async with Target(worker, {}) as target:
+            async with ServerClient(worker, {}) as target:
                 await target.flush_cache()
         workload = burst(model, requests, seed)
         answers = await send(url, workload)
@@ -107,7 +107,7 @@ def option_of(served, history):
     setup = served.found.setup(history)
     targets = {"slo_ttft_ms": 1e3 * served.target_s, "slo_ttft_scale": 0.0, "slo_tpot_ms": NEVER_MS}
     settings = replace(setup.settings, **targets)
-    return Option(replace(setup, settings=settings, router="predicted_ttft"), "fcfs", None, 2 * served.engines)
+    return FleetOption(replace(setup, settings=settings, router="predicted_ttft"), "fcfs", None, 2 * served.engines)
 
 
 def as_profiled(error):
@@ -134,14 +134,14 @@ def planned(served, run):
     def each(_, jobs):
         return [answered(workload, job) for job in jobs]
 
-    plan = Planner(workload, share, 1, each).plan([option_of(served, served.found.around[run.number])])
+    plan = CapacityPlanner(workload, share, 1, each).plan([option_of(served, served.found.around[run.number])])
     if plan is None:
         return None, None, None
     return plan.bounds.faster[0], plan.finalists[0].replicas, plan.bounds.slower[0]
 
 
 def compare(served):
-    """Print everything; returns whether it is as foretold."""
+    """Print everything; returns whether it is as predicted."""
     engines, around = served.engines, served.found.around
     profiles = [history.profile() for history in around]
     errors = [profile.error for profile in profiles[: len(served.runs)]]
@@ -161,7 +161,7 @@ def compare(served):
         off = told[name] - value if name == "attainment" else told[name] / value - 1.0
         where = "within" if low <= value <= high else "OUTSIDE"
         print(
-            f"{engines} engines, {name:>10}: served {value:8.3f}, foretold {told[name]:8.3f} ({100 * off:+.1f} %), "
+            f"{engines} engines, {name:>10}: served {value:8.3f}, predicted {told[name]:8.3f} ({100 * off:+.1f} %), "
             f"{where} {low:.3f} to {high:.3f}; own speed {own[name]:.3f}"
         )
     missed = 0

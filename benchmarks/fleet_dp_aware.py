@@ -18,15 +18,15 @@ from dataclasses import replace
 import numpy as np
 
 from tokenyard.cost import get_profile
-from tokenyard.sim.content import ANSWER_STREAM, SegmentContent
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.fleet import Fleet
-from tokenyard.sim.presets import preset
-from tokenyard.sim.workload import uniform_columns
+from tokenyard.sim.engine.presets import preset
+from tokenyard.sim.fleet.fleet_settings import Fleet
+from tokenyard.sim.simulate import Setup, simulate
+from tokenyard.sim.traces.prompt_ids import ANSWER_STREAM, SegmentContent
+from tokenyard.sim.traces.workload import uniform_columns
 
 RANKS, TURNS, CONTEXT = 8, 3, 32_000
 FIRST_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 4000, 1500, 200
-LEAST_GAIN = 0.14
+MIN_GAIN = 0.14
 RAMP_S = 10.0
 WAYS = ("off", "on", "8 engines")
 
@@ -90,7 +90,7 @@ def main():
     for level in levels:
         off, on, engines = (found[way, level] for way in WAYS)
         gain = 1.0 - on[0] / off[0]
-        poor += [level] if gain < LEAST_GAIN else []
+        poor += [level] if gain < MIN_GAIN else []
         print(
             f"| {level} | {off[0]:.1f} | {on[0]:.1f} | {100 * gain:.0f} % | {engines[0]:.1f} | {off[1]:.2f} | "
             f"{on[1]:.2f} | {100 * off[2]:.0f} % | {100 * on[2]:.0f} % |"

@@ -16,12 +16,12 @@ from dataclasses import replace
 import numpy as np
 
 from tokenyard.cost import get_profile
-from tokenyard.sim.content import UniqueContent
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.fleet import Fleet
-from tokenyard.sim.presets import preset
-from tokenyard.sim.synthetic import lengths, poisson
-from tokenyard.sim.workload import uniform_columns
+from tokenyard.sim.engine.presets import preset
+from tokenyard.sim.fleet.fleet_settings import Fleet
+from tokenyard.sim.simulate import Setup, simulate
+from tokenyard.sim.traces.prompt_ids import UniqueContent
+from tokenyard.sim.traces.synthetic import lengths, poisson
+from tokenyard.sim.traces.workload import uniform_columns
 
 REPLICAS, CONTEXT, TOP_RATE, LOAD, TOP = 8, 40_000, 12.0, 10, 20
 

@@ -1,4 +1,4 @@
-"""Does the simulated fleet foretell real engines behind our router? The same requests at the same times, both ways.
+"""Does the simulated fleet predict real engines behind our router? The same requests at the same times, both ways.
 
     python -m benchmarks.fleet_served [--engines 2,4] [--step-ms 400] [--requests 120]
 
@@ -36,11 +36,11 @@ from benchmarks.router_cpu import free_ports
 from benchmarks.router_served import healthy, wait_until
 from benchmarks.simulated_vs_served import MODELS, burst, end_s, prompts_of
 from tokenyard.bench.backends import NativeBackend, RequestOptions
-from tokenyard.bench.load import Target, run_load
-from tokenyard.bench.metrics import tpot_s
+from tokenyard.bench.load_generator import ServerClient, run_load
+from tokenyard.bench.results import tpot_s
 from tokenyard.cost import LinearTerms, Profile
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.taped import History
+from tokenyard.sim.simulate import Setup, simulate
+from tokenyard.sim.traces.tape_workload import TapeHistory
 from tokenyard.tape.codec import Tape
 from tokenyard.tape.replay import Replay
 
@@ -65,7 +65,7 @@ def flags(step_ms):
 
 async def send(url, workload):
     """All answers. Ends the benchmark if one is an error."""
-    async with Target(url, {}) as target:
+    async with ServerClient(url, {}) as target:
         name = (await target.get("/v1/models"))["data"][0]["id"]
         backend = NativeBackend(RequestOptions(model=name, ignore_eos=True, extra={}))
         prompts, times = prompts_of(workload, MODEL), workload.arrival_s.tolist()
@@ -120,7 +120,7 @@ def figures(ttft, tpot, seconds, target_s):
 
 def host_s_of(tape):
     """CPU time between two steps."""
-    history = History(tape.header.origin)
+    history = TapeHistory(tape.header.origin)
     Replay(tape, history, own_policies=False).run()
     return history.host_s
 

@@ -13,10 +13,10 @@ import time
 from dataclasses import replace
 
 from tokenyard.cost import get_profile
-from tokenyard.router.choice import POLICIES
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.presets import preset
-from tokenyard.sim.synthetic import synthetic
+from tokenyard.routing.choice import POLICIES
+from tokenyard.sim.engine.presets import preset
+from tokenyard.sim.simulate import Setup, simulate
+from tokenyard.sim.traces.synthetic import synthetic
 
 CONTEXT = 40_000
 

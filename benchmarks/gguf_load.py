@@ -15,7 +15,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.native.library import load_library
 
 HIDDEN, INTER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 1024, 3072, 16, 8, 128, 151_936

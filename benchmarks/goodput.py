@@ -25,13 +25,13 @@ from typing import Any
 
 from tokenyard.base import SchedulerSettings
 from tokenyard.cost import get_profile
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.metrics import summary
-from tokenyard.sim.presets import common_settings, preset, preset_names
-from tokenyard.sim.reading import ReadOptions
-from tokenyard.sim.search import largest_scale
-from tokenyard.sim.traces import read_trace
-from tokenyard.sim.workload import Workload
+from tokenyard.sim.engine.presets import common_settings, preset, preset_names
+from tokenyard.sim.planner.load_search import largest_scale
+from tokenyard.sim.report.summary import summary
+from tokenyard.sim.simulate import Setup, simulate
+from tokenyard.sim.traces.formats import read_trace
+from tokenyard.sim.traces.read_options import ReadOptions
+from tokenyard.sim.traces.workload import Workload
 
 TRACES = Path(__file__).resolve().parents[2] / "shared/traces"
 MOONCAKE, AZURE = "mooncake conv", "azure conv"

@@ -5,7 +5,7 @@
 
 Setting and targets are those of `benchmarks.goodput`. `reference` is the project's reference simulation, from which
 baselines must not differ by more than 1.5 points; the exit status is 1 if one does. `bound` is what no scheduler could
-beat (`tokenyard.sim.bounds`).
+beat (`tokenyard.sim.planner.oracle_bounds`).
 """
 
 import argparse
@@ -28,8 +28,8 @@ from benchmarks.goodput import (
     missing_traces,
     run,
 )
-from tokenyard.sim.bounds import attainment_bound
-from tokenyard.sim.engine import SloTargets
+from tokenyard.sim.planner.oracle_bounds import attainment_bound
+from tokenyard.sim.simulate import DefaultSlo
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "all": POLICIES["slo, wait 58 s"],
@@ -111,7 +111,7 @@ def print_bounds(points: list[tuple[str, float]]) -> None:
     """What no scheduler could beat."""
     print("\n| trace | scale | bound % |\n| --- | ---: | ---: |")
     for trace, scale in points:
-        bound = attainment_bound(load(trace, 0).scaled(scale), PROFILE, SloTargets())
+        bound = attainment_bound(load(trace, 0).scaled(scale), PROFILE, DefaultSlo())
         print(f"| {trace} | {scale:g} | {100 * bound:.2f} |")
 
 

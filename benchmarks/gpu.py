@@ -37,9 +37,9 @@ from benchmarks.gpu_choices import measure_choices
 from benchmarks.step_plans import GREEDY, EqualRows
 from tests.executor.driver import Driver
 from tokenyard.base import SamplingParams
-from tokenyard.cost.calibration import Rig, measure_all, points
+from tokenyard.cost.calibration import CalibrationRunner, measure_all, points
 from tokenyard.cost.profiles import save_profile
-from tokenyard.executor.load import load_executor, read_folder_config
+from tokenyard.executor.model_loader import load_executor, read_folder_config
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
 from tokenyard.executor.runner import ModelExecutor
@@ -370,7 +370,7 @@ def write_profile(name: str, folder: Path, scale: Scale) -> Iterator[dict]:
 
     executor = load_shape(folder, scale, None)
     wanted = points(executor.info)
-    measured = list(measure_all(Rig(executor), wanted, time.monotonic, scale.calibration_s))
+    measured = list(measure_all(CalibrationRunner(executor), wanted, time.monotonic, scale.calibration_s))
     terms, errors = fit_and_judge(measured)
     source = f"measured by benchmarks.gpu: {len(measured)} of {len(wanted)} steps"
     made = make_profile(executor.info, Settings(served_model_name=name), terms, "", source)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from tokenyard.base import RowStart, SamplingParams
-from tokenyard.executor.sampling.draw import Drawer
 from tokenyard.executor.sampling.sampler import Sampler
+from tokenyard.executor.sampling.top_k_top_p import SamplingBackend
 
 CHOICES = {
     "greedy": SamplingParams(temperature=0.0),
@@ -22,13 +22,13 @@ CHOICES = {
 }
 
 
-def choosing_kernels(device: torch.device) -> dict[str, Drawer | None]:
+def choosing_kernels(device: torch.device) -> dict[str, SamplingBackend | None]:
     """What chooses tokens on a device; None is torch."""
     if device.type == "cpu":
         return {"torch": None}
-    from tokenyard.executor.attention.triton.draw import TritonDrawer
+    from tokenyard.executor.attention.triton.sampling_kernels import TritonSamplingBackend
 
-    return {"torch": None, "triton": TritonDrawer()}
+    return {"torch": None, "triton": TritonSamplingBackend()}
 
 
 def measure_choices(
@@ -39,8 +39,8 @@ def measure_choices(
     logits = 3.0 * torch.randn(most, vocabulary, device=device)
     for (name, params), batch in product(CHOICES.items(), batches):
         rows, tokens, figures = np.arange(batch, dtype=np.int32), [], {}
-        for kind, drawer in choosing_kernels(device).items():
-            sampler = Sampler(most, vocabulary, (), device, drawer)
+        for kind, sampling_backend in choosing_kernels(device).items():
+            sampler = Sampler(most, vocabulary, (), device, sampling_backend)
             sampler.take([RowStart(row, replace(params, seed=row), known, 1) for row in range(batch)])
             tokens.append(sampler.sample(logits[:batch], rows, np.full(batch, 1)).tolist())
             begin_s = time.perf_counter()

@@ -16,7 +16,7 @@ import torch
 
 from tokenyard.base import Int32Array, RowStart, SamplingParams, StepPlan
 from tokenyard.config import DEMO_MODEL
-from tokenyard.executor.grammar import GrammarRows, GrammarStore
+from tokenyard.executor.grammar import GrammarCache, GrammarRows
 from tokenyard.executor.mock import load_executor
 
 PROPERTIES = {"name": {"type": "string"}, "legs": {"type": "integer"}, "wild": {"type": "boolean"}}
@@ -44,7 +44,7 @@ def starts_of(rows: int, grammar: str) -> list[RowStart]:
 
 def kept_rows(grammar: str, tokenizer: str, vocab: int) -> GrammarRows:
     """Rows whose matchers are all new."""
-    store = GrammarStore(vocab, (6,))
+    store = GrammarCache(vocab, (6,))
     store.compile(grammar, lambda: tokenizer)
     return GrammarRows(store, vocab, torch.device("cpu"))
 
@@ -80,7 +80,7 @@ def chosen(kept: GrammarRows, step: StepPlan, logits: torch.Tensor) -> Int32Arra
     return scores.argmax(-1).numpy().astype(np.int32)
 
 
-def step_ms(store: GrammarStore, vocab: int, grammar: str, device_ms: float, steps: int) -> float:
+def step_ms(store: GrammarCache, vocab: int, grammar: str, device_ms: float, steps: int) -> float:
     """Median milliseconds of a step of 256 rows, two in flight, as the overlapping event loop takes them."""
     executor = load_executor(vocab_size=vocab, step_ms=device_ms, max_pool_rows=ROWS, max_total_tokens=ROWS * 1024)
     kept = GrammarRows(store, vocab, torch.device("cpu"))
@@ -116,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     text = (options.tokenizer / "tokenizer.json").read_text(encoding="utf-8")
-    store = GrammarStore(options.vocab, (6,))
+    store = GrammarCache(options.vocab, (6,))
     store.compile('start: "x"', lambda: text)
     print("grammar  rows  answers  compile ms  mask us a row  taking in us a row  ms to apply")
     for name, grammar in GRAMMARS.items():

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.native_step import SHAPES, batch_of
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.runner import ModelExecutor
 
 KINDS = ("none", "int8")

@@ -20,12 +20,12 @@ import time
 import numpy as np
 
 from tokenyard.base import Handover, KvPieces, Load, SamplingParams
-from tokenyard.transfer.handshake import LENGTH, decode_message, frame
-from tokenyard.transfer.layout import PageMap, map_pages, spans
-from tokenyard.transfer.process_vm import Probe, allow, read_pages
-from tokenyard.transfer.protocol import Asker, Prefill, Send, Server, Terms, Want
-from tokenyard.transfer.protocol.messages import pack_ids
-from tokenyard.transfer.tcp import receive_pages, send_pages
+from tokenyard.disagg.handshake import LENGTH, decode_message, frame
+from tokenyard.disagg.process_vm import Probe, allow, read_pages
+from tokenyard.disagg.protocol import DecodePeer, Prefill, PrefillPeer, Send, Timeouts, Want
+from tokenyard.disagg.protocol.messages import pack_ids
+from tokenyard.disagg.tcp import receive_pages, send_pages
+from tokenyard.kv_layout.layout import PageMap, map_pages, spans
 
 REPEATS = 7
 SHAPES = {
@@ -105,8 +105,8 @@ def measure(shape: str, mib: float, scattered: bool) -> None:
 
 def control(tokens: int = 512, page_size: int = 16, transfers: int = 2000) -> None:
     """Print the CPU microseconds of one transfer's messages and both machines, without reading anything."""
-    asker, server = Asker(Terms(), page_size), Server(Terms(), "p", 1 << 40, lambda: b"t" * 16)
-    asker.joined(1, "p", 0)
+    decode_peer, server = DecodePeer(Timeouts(), page_size), PrefillPeer(Timeouts(), "p", 1 << 40, lambda: b"t" * 16)
+    decode_peer.joined(1, "p", 0)
     prompt, pages = pack_ids(np.arange(tokens, dtype=np.int32)), np.arange(1, tokens // page_size + 1, dtype=np.int32)
 
     def carry(to, actions) -> list:
@@ -120,18 +120,18 @@ def control(tokens: int = 512, page_size: int = 16, transfers: int = 2000) -> No
 
     begin = time.thread_time_ns()
     for number in range(transfers):
-        asker.want(Want(f"d-{number}", prompt, SamplingParams()), [number], "p", 1, 10**10)
-        carry(server, asker.take())
+        decode_peer.want(Want(f"d-{number}", prompt, SamplingParams()), [number], "p", 1, 10**10)
+        carry(server, decode_peer.take())
         (prefill,) = (action for action in server.take() if isinstance(action, Prefill))
         server.handed_over(Handover(prefill.number, tokens, pages, 5), 1)
-        carry(asker, server.take())
-        asker.loads(Load(number, 0, pages), 1)
-        asker.read_ended(f"d-{number}", "", 1)
-        carry(server, asker.take())
-        carry(asker, server.take())
-        asker.take()
+        carry(decode_peer, server.take())
+        decode_peer.loads(Load(number, 0, pages), 1)
+        decode_peer.read_ended(f"d-{number}", "", 1)
+        carry(server, decode_peer.take())
+        carry(decode_peer, server.take())
+        decode_peer.take()
     each = (time.thread_time_ns() - begin) / transfers / 1000
-    assert asker.counters["transferred"] == transfers
+    assert decode_peer.counters["transferred"] == transfers
     print(f"control, {tokens} tokens: {each:.0f} us CPU a transfer, both sides together")
 
 

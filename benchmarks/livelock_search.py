@@ -16,17 +16,17 @@ from copy import deepcopy
 from dataclasses import fields, replace
 
 from tests.scheduler.program_runs import Outcome, run_program
-from tests.scheduler.programs import Job, Program, make_program
+from tests.scheduler.random_programs import Job, Program, make_program
 from tokenyard.base import ConfigError
 
-MOST_TRIALS = 3000
-TELL_EVERY = 250_000
+MAX_TRIALS = 3000
+REPORT_INTERVAL = 250_000
 
 
 def shrink(program: Program, kind: str) -> Program:
     """The smallest program found that fails in the same way."""
     trials, smaller = 0, True
-    while smaller and trials < MOST_TRIALS:
+    while smaller and trials < MAX_TRIALS:
         smaller = False
         for candidate in _smaller(program):
             trials += 1
@@ -161,12 +161,12 @@ def main() -> None:
     if args.one is not None:
         print(f"{show(make_program(args.one))}\n{search.run(args.one)}")
         return
-    seed, tell_at = args.seed, TELL_EVERY
+    seed, tell_at = args.seed, REPORT_INTERVAL
     while search.total["events"] < args.events:
         search.run(seed)
         seed += 1
         if search.total["events"] >= tell_at:
-            tell_at += TELL_EVERY
+            tell_at += REPORT_INTERVAL
             print(search.report(time.monotonic() - begin), flush=True)
     print(search.report(time.monotonic() - begin))
     for kind, seeds in search.failures.items():

@@ -22,22 +22,22 @@ import torch
 from benchmarks.native_step import SHAPES, batch_of
 from tokenyard.base import RowStart, SamplingParams, StepPlan
 from tokenyard.base.request import NO_TOKENS
-from tokenyard.executor.load import load_executor
-from tokenyard.executor.lora_files import AdapterWeights, Pair, projection_shapes
+from tokenyard.executor.lora_weights import LoraMatrices, LoraWeights, projection_shapes
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.runner import ModelExecutor
 
 CHUNK = 256
 
 
-def random_adapter(executor: ModelExecutor, rank: int, seed: int) -> AdapterWeights:
+def random_adapter(executor: ModelExecutor, rank: int, seed: int) -> LoraWeights:
     """An adapter of all projections."""
     generator, config = torch.Generator().manual_seed(seed), executor._adapters._config
     pairs = {}
     for layer in range(config.num_layers):
         for name, (inputs, outputs) in projection_shapes(config, layer).items():
             a, b = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)
-            pairs[layer, name] = Pair(a * 0.02, b * 0.02, 1.0)
-    return AdapterWeights(pairs)
+            pairs[layer, name] = LoraMatrices(a * 0.02, b * 0.02, 1.0)
+    return LoraWeights(pairs)
 
 
 def fill_slots(executor: ModelExecutor, rank: int, count: int) -> float:

@@ -161,7 +161,7 @@ def main() -> None:
 
 def load(folder: str, options: argparse.Namespace):
     """An executor with a pool for the largest batch."""
-    from tokenyard.executor.load import load_executor
+    from tokenyard.executor.model_loader import load_executor
 
     tokens = max([batch * options.context for batch in options.batches] + options.prefill)
     return load_executor(

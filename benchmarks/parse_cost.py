@@ -2,9 +2,9 @@
 
 import time
 
-from tokenyard.server.chat_output import chat_deltas
-from tokenyard.server.parse.families import FAMILIES
-from tokenyard.server.parse.machine import OutputParser
+from tokenyard.server.openai.chat_output import chat_deltas
+from tokenyard.server.parse.model_formats import FAMILIES
+from tokenyard.server.parse.output_parser import OutputParser
 
 PLAIN = "The quick brown fox jumps over the lazy dog, and then some more. " * 40
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "' + "Paris and London " * 60 + '"}}\n</tool_call>'

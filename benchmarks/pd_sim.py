@@ -22,19 +22,19 @@ from pathlib import Path
 from benchmarks.simulator_speed import AZURE
 from tokenyard.config import Settings
 from tokenyard.cost import get_profile
-from tokenyard.sim.charts import Chart, picture
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.kv.settings import Apart
-from tokenyard.sim.metrics import summary
+from tokenyard.sim.fleet.simulation import Simulation
+from tokenyard.sim.kv.disagg_settings import DisaggSettings
 from tokenyard.sim.outcome import FINISHED, REJECTED
-from tokenyard.sim.reading import ReadOptions
-from tokenyard.sim.run import Run
-from tokenyard.sim.traces import read_trace
-from tokenyard.sim.trial import Option, Traffic
+from tokenyard.sim.planner.trial import FleetOption, LinkScheduler
+from tokenyard.sim.report.summary import summary
+from tokenyard.sim.report.svg_charts import Chart, picture
+from tokenyard.sim.simulate import Setup, simulate
+from tokenyard.sim.traces.formats import read_trace
+from tokenyard.sim.traces.read_options import ReadOptions
 
 MOONCAKE = AZURE.parents[1] / "mooncake/conversation_trace.jsonl.gz"
 LOOK = 16
-TARGET, PRECISION, STRIDE, LEAST_RATE = 0.9, 0.08, 1.25, 0.05
+TARGET, PRECISION, STRIDE, MIN_RATE = 0.9, 0.08, 1.25, 0.05
 LINKS, USUAL_LINK = (10.0, 100.0, 400.0), 100.0
 REQUESTS = {"mooncake": 400, "azure": 2500}
 FIRST_RATE = {"mooncake": 1.3, "azure": 36.0}
@@ -63,7 +63,7 @@ def workload_of(trace, file):
     return found.scaled(float(found.arrival_s[-1]) / len(found))
 
 
-def setup_of(case, apart):
+def setup_of(case, disagg):
     """One side of a comparison."""
     workload = workload_of(case.trace, case.file)
     context = workload.max_prompt_tokens + workload.max_output_tokens + 1
@@ -73,16 +73,16 @@ def setup_of(case, apart):
         schedule_policy="slo",
         slo_tpot_ms=case.tpot_ms,
     )
-    return Setup(profile, settings, router="predicted_ttft", apart=apart)
+    return Setup(profile, settings, router="predicted_ttft", disagg=disagg)
 
 
-def goodput(case, apart, rate):
+def goodput(case, disagg, rate):
     """The largest rate, in requests a second, at which `TARGET` of the requests meet their targets, from `rate` on."""
-    replicas = case.engines - (0 if apart is None else apart.prefill_replicas)
-    option, workload = Option(setup_of(case, apart), "slo", None, replicas), workload_of(case.trace, case.file)
+    replicas = case.engines - (0 if disagg is None else disagg.prefill_replicas)
+    option, workload = FleetOption(setup_of(case, disagg), "slo", None, replicas), workload_of(case.trace, case.file)
 
     def meets(rate):
-        run = Run(Traffic(0, len(workload), rate=rate).of(workload), option.fleet(replicas))
+        run = Simulation(LinkScheduler(0, len(workload), rate=rate).of(workload), option.fleet(replicas))
         allowed = (1.0 - TARGET) * len(workload)
         for come in run.until_end():
             if come % LOOK == 0 and misses(run) > allowed:
@@ -90,17 +90,17 @@ def goodput(case, apart, rate):
         return misses(run) <= allowed
 
     low, high = 0.0, float("inf")
-    while high > low * (1.0 + PRECISION) and rate > LEAST_RATE:
+    while high > low * (1.0 + PRECISION) and rate > MIN_RATE:
         low, high = (rate, high) if meets(rate) else (low, rate)
         rate = low * STRIDE if high == float("inf") else high / STRIDE if not low else (low * high) ** 0.5
     return low
 
 
-def at_rate(case, apart, rate):
+def at_rate(case, disagg, rate):
     """What comes of that rate: the share in time, and TTFT and time per token (p99) and KV waits in seconds."""
-    replicas = case.engines - (0 if apart is None else apart.prefill_replicas)
+    replicas = case.engines - (0 if disagg is None else disagg.prefill_replicas)
     workload = workload_of(case.trace, case.file).scaled(rate)
-    outcome = simulate(workload, replace(setup_of(case, apart), replicas=replicas))
+    outcome = simulate(workload, replace(setup_of(case, disagg), replicas=replicas))
     found = summary(outcome)
     moved = found.get("transfers") or {}
     wait_s = (moved.get("transfer_s") or {}).get("p99", 0.0)
@@ -110,7 +110,7 @@ def at_rate(case, apart, rate):
 
 def share_task(arguments):
     case, kind, rate = arguments
-    return case, kind, at_rate(case, apart_of(kind), rate)
+    return case, kind, at_rate(case, disagg_of(kind), rate)
 
 
 def misses(run):
@@ -119,14 +119,14 @@ def misses(run):
     return int(((outcome.status == REJECTED) | ((outcome.status == FINISHED) & ~outcome.met)).sum())
 
 
-def apart_of(kind):
+def disagg_of(kind):
     """(prefill engines, link, mode) as a setting; None for engines that do both."""
-    return None if kind is None else Apart(kind[0], mode=kind[2], link_gbit=kind[1])
+    return None if kind is None else DisaggSettings(kind[0], mode=kind[2], link_gbit=kind[1])
 
 
 def task(arguments):
     case, kind, rate = arguments
-    return case, kind, goodput(case, apart_of(kind), rate)
+    return case, kind, goodput(case, disagg_of(kind), rate)
 
 
 def run(cases, jobs, out):

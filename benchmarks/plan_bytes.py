@@ -21,9 +21,15 @@ import numpy as np
 from benchmarks.step_plans import EqualRows
 from tokenyard.base import ExecutorInfo, StepPlan
 from tokenyard.base.plan_bytes import decode_plan, encode_plan
-from tokenyard.executor.parallel.group import LOOPBACK
-from tokenyard.executor.parallel.links import Beat, Ended, Plan, open_link, own_hello
-from tokenyard.executor.parallel.ring import RingReader, RingWriter, SharedMemory
+from tokenyard.executor.distributed.node_connection import (
+    NodeEnded,
+    NodeHeartbeat,
+    NodePlan,
+    open_node_connection,
+    own_hello,
+)
+from tokenyard.executor.distributed.process_group import LOOPBACK
+from tokenyard.executor.distributed.shm_broadcast import RingReader, RingWriter, SharedMemory
 
 CHUNK_TOKENS = 8192
 ROUNDS = 1000
@@ -59,27 +65,27 @@ class Connected:
             place = map(str, (told, door.getsockname()[1], ranks))
             subprocess.Popen([sys.executable, "-m", "benchmarks.plan_bytes", "--relay", *place], pass_fds=(told,))
             os.close(told)
-            self._link, _ = open_link(door.accept()[0], own_hello(0), b"", dialled=False)
+            self._link, _ = open_node_connection(door.accept()[0], own_hello(0), b"", dialled=False)
         self.send(first)
-        assert isinstance(self._link.receive(), Beat)
+        assert isinstance(self._link.receive(), NodeHeartbeat)
 
     def send(self, data: bytes) -> None:
         """Send a plan."""
-        self._link.send(Plan(data))
+        self._link.send(NodePlan(data))
 
     def close(self) -> None:
         """No more come."""
-        self._link.leave(Ended(""))
+        self._link.leave(NodeEnded(""))
 
 
 def relay(told: int, port: int, ranks: int) -> None:
     """Be another node: pass on what comes, then tell when its ranks had it."""
-    link, _ = open_link(socket.create_connection((LOOPBACK, port)), own_hello(1), b"", dialled=True)
+    link, _ = open_node_connection(socket.create_connection((LOOPBACK, port)), own_hello(1), b"", dialled=True)
     first = link.receive()
-    assert isinstance(first, Plan)
+    assert isinstance(first, NodePlan)
     ring, times = start_ring(ranks, first.data)
-    link.send(Beat())
-    while isinstance(message := link.receive(), Plan):
+    link.send(NodeHeartbeat())
+    while isinstance(message := link.receive(), NodePlan):
         ring.send(message.data)
     ring.close()
     arrived = []

@@ -15,11 +15,11 @@ from dataclasses import replace
 import numpy as np
 
 from tokenyard.cost import get_profile
-from tokenyard.sim import plan, trial
-from tokenyard.sim.engine import Setup
-from tokenyard.sim.presets import preset
-from tokenyard.sim.synthetic import synthetic
-from tokenyard.sim.trial import Option, Traffic, Trial, answered, attained
+from tokenyard.sim.engine.presets import preset
+from tokenyard.sim.planner import capacity_plan, trial
+from tokenyard.sim.planner.trial import FleetOption, Trial, TrialTraffic, answered, attained
+from tokenyard.sim.simulate import Setup
+from tokenyard.sim.traces.synthetic import synthetic
 
 CONTEXT, SEEDS, RIGHT = 40_000, 2, 0.9
 KINDS = ("plain", "shared-prefix", "multi-turn", "bursts")
@@ -41,7 +41,7 @@ def case_of(number, requests, most):
                 slo_ttft_scale=0.0,
             )
             setup = Setup(get_profile(device, "llama-3-8b"), settings, router="predicted_ttft")
-            options.append(Option(setup, policy, price, most))
+            options.append(FleetOption(setup, policy, price, most))
     return traffic, options, float(rng.choice((0.9, 0.95, 0.99)))
 
 
@@ -49,7 +49,7 @@ def meets(traffic, option, replicas, target):
     """Whether the mean over the seeds does; as soon as one alone shows that it cannot, the others are not run."""
     least, shares = 1.0 - SEEDS * (1.0 - target), []
     for seed in range(SEEDS):
-        shares.append(attained(traffic, Trial(option, replicas, Traffic(0, len(traffic), seed)), least))
+        shares.append(attained(traffic, Trial(option, replicas, TrialTraffic(0, len(traffic), seed)), least))
         if shares[-1] < least:
             return False
     return np.mean(shares) >= target
@@ -74,7 +74,7 @@ def main():
     parser.add_argument("--most", type=int, default=16)
     parser.add_argument("--shortest", type=int, default=50)
     args = parser.parse_args()
-    plan.SHORTEST_PART = trial.SHORTEST_PART = args.shortest
+    capacity_plan.MIN_PART_REQUESTS = trial.MIN_PART_REQUESTS = args.shortest
     right = 0
     for number in range(args.first, args.first + args.cases):
         traffic, options, target = case_of(number, args.requests, args.most)
@@ -82,7 +82,7 @@ def main():
         def each(_, jobs, traffic=traffic):
             return [answered(traffic, job) for job in jobs]
 
-        found = plan.Planner(traffic, target, SEEDS, each).plan(options)
+        found = capacity_plan.CapacityPlanner(traffic, target, SEEDS, each).plan(options)
         best = found.finalists[found.cheapest] if found else None
         ours, true = (best.cost, best.devices) if best else None, brute_force(traffic, options, target, args.most)
         right += ours == true

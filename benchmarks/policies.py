@@ -24,16 +24,16 @@ import numpy as np
 from tokenyard.base import Int32Array, SchedulerSettings, TenantSettings
 from tokenyard.cost import get_profile
 from tokenyard.policy.adaptive import CANDIDATES, SEPARATOR, changed
-from tokenyard.sim.bounds import least_work_s
-from tokenyard.sim.content import VOCAB_SIZE, SegmentContent
-from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.fairness import gap_bound, service_gap
-from tokenyard.sim.metrics import summary, wait_s
-from tokenyard.sim.presets import common_settings
-from tokenyard.sim.reading import ReadOptions
-from tokenyard.sim.synthetic import bursts, classes, lengths, plain, poisson, tenants
-from tokenyard.sim.traces import read_trace
-from tokenyard.sim.workload import Workload, uniform_columns
+from tokenyard.sim.engine.presets import common_settings
+from tokenyard.sim.planner.oracle_bounds import min_work_s
+from tokenyard.sim.report.service_gap import gap_bound, service_gap
+from tokenyard.sim.report.summary import summary, wait_s
+from tokenyard.sim.simulate import Outcome, Setup, simulate
+from tokenyard.sim.traces.formats import read_trace
+from tokenyard.sim.traces.prompt_ids import VOCAB_SIZE, SegmentContent
+from tokenyard.sim.traces.read_options import ReadOptions
+from tokenyard.sim.traces.synthetic import bursts, classes, lengths, plain, poisson, tenants
+from tokenyard.sim.traces.workload import Workload, uniform_columns
 
 PROFILE = get_profile("h100", "llama-3-8b")
 TRACES = Path(__file__).resolve().parents[2] / "shared/traces"
@@ -162,7 +162,7 @@ QOS = (
     ("standard", 20.0, 0.1),
     ("batch", 60.0, 0.2),
 )
-QOS_SHARE, MOST_DEVICES = 0.99, 16
+QOS_SHARE, MAX_DEVICES = 0.99, 16
 
 
 def qos_classes(requests: int, rate: float, seed: int) -> Workload:
@@ -185,7 +185,7 @@ def replicas_needed(workload: Workload, most: int, **changes: Any) -> int:
 
     The search begins where the work alone fills them, and gives up at `most`.
     """
-    least = int(np.ceil(least_work_s(workload, PROFILE).sum() / workload.arrival_s[-1]))
+    least = int(np.ceil(min_work_s(workload, PROFILE).sum() / workload.arrival_s[-1]))
     for count in range(least, most):
         setup = Setup(PROFILE, settings(workload, **changes), replicas=count, router="least_load")
         shares = summary(simulate(workload, setup))["slo_attainment_by_class"]
@@ -205,11 +205,11 @@ def ask_silos() -> None:
     }
     for name, changes in cases.items():
         silos = [workload.only(workload.service_class == one) for one in range(len(QOS))]
-        alone = [replicas_needed(one, MOST_DEVICES, **changes) for one in silos]
-        apart = sum(alone)
-        together = replicas_needed(workload, apart, **changes)
-        counts = " | ".join(map(str, (*alone, apart, together)))
-        print(f"| {name} | {counts} | {100 * (1 - together / apart):.0f} |", flush=True)
+        alone = [replicas_needed(one, MAX_DEVICES, **changes) for one in silos]
+        disagg = sum(alone)
+        together = replicas_needed(workload, disagg, **changes)
+        counts = " | ".join(map(str, (*alone, disagg, together)))
+        print(f"| {name} | {counts} | {100 * (1 - together / disagg):.0f} |", flush=True)
 
 
 class Joined:
@@ -223,8 +223,8 @@ class Joined:
         """See `Content.prompt_ids`."""
         part = int(np.searchsorted(self._begins, index, side="right")) - 1
         ids = self._parts[part].content.prompt_ids(index - int(self._begins[part]), tokens)
-        apart: Int32Array = (ids.astype(np.int64) + 1_000_003 * part) % (VOCAB_SIZE - 1) + 1
-        return apart.astype(np.int32)
+        disagg: Int32Array = (ids.astype(np.int64) + 1_000_003 * part) % (VOCAB_SIZE - 1) + 1
+        return disagg.astype(np.int32)
 
 
 def joined(parts: list[Workload], part_s: float) -> Workload:

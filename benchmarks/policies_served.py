@@ -30,8 +30,8 @@ FILL_S = 120
 SPARE = 96
 """Clients beyond those that run and wait: some are always between two requests."""
 
-LOOK_EVERY_S = 0.5
-LEAST_SHARE, MOST_LAG_MS = 0.97, 50.0
+POLL_INTERVAL_S = 0.5
+MIN_SHARE, MAX_LAG_MS = 0.97, 50.0
 PROCESSES = ("scheduler", "api", "detokenizer")
 
 PREFIXES = [f"You are the {word} station master of a small yard. " * 8 for word in ("first", "next", "third", "last")]
@@ -100,7 +100,7 @@ def window(server, address, clients, options):
     begin, cpu_s = time.monotonic(), [server.cpu_s(process) for process in PROCESSES]
     states = [snapshot(address)]
     while (left := begin + options.window - time.monotonic()) > 0:
-        time.sleep(min(left, LOOK_EVERY_S))
+        time.sleep(min(left, POLL_INTERVAL_S))
         states.append(snapshot(address))
     tokens, lags, clients_s = clients.take()
     seconds = time.monotonic() - begin
@@ -131,7 +131,7 @@ def row(found, options):
     )
     cpu_ms = " ".join(f"{1000 * used / max(steps, 1):6.2f}" for used in found.cpu_s)
     running, waiting = (min(state[kind] for state in found.states) for kind in ("running", "waiting"))
-    met = step_share >= LEAST_SHARE and token_share >= LEAST_SHARE and p99 < MOST_LAG_MS
+    met = step_share >= MIN_SHARE and token_share >= MIN_SHARE and p99 < MAX_LAG_MS
     verdict = "met" if met else "MISSED"
     if waiting < options.waiting:
         verdict = "too few waited"

@@ -144,12 +144,12 @@ def order_step(scheduler, policy, now):
     return step
 
 
-def print_orders(scheduler, waiting, belief):
+def print_orders(scheduler, waiting, prior_cost):
     now = 1 + waiting * 1_000_000
     for name, more in POLICIES.items():
         settings = SchedulerSettings(**({"schedule_policy": name} | more))
         policy = create_policy(settings.schedule_policy, settings)
-        scheduler.state.cost = belief if policy.needs_cost or policy.budget_rule.needs_cost else None
+        scheduler.state.cost = prior_cost if policy.needs_cost or policy.budget_rule.needs_cost else None
         step = order_step(scheduler, policy, now)
         step()
         seconds = timed(step)
@@ -232,7 +232,7 @@ def main():
     parser.add_argument("--waiting", default="16,128,1000,10000")
     options = parser.parse_args()
     scheduler = new_scheduler(6_000_000, schedule_policy="dfs-weight")
-    belief = OnlineCost(get_profile("h100", "llama-3-8b"))
+    prior_cost = OnlineCost(get_profile("h100", "llama-3-8b"))
     fill_tree(scheduler, options.sequences)
     gc.collect()
     gc.disable()
@@ -241,7 +241,7 @@ def main():
     for waiting in map(int, options.waiting.split(",")):
         submit_waiting(scheduler, options.sequences, present, waiting - present)
         present = waiting
-        print_orders(scheduler, waiting, belief)
+        print_orders(scheduler, waiting, prior_cost)
         print_upkeep(scheduler, options.sequences, waiting)
     print("one shared prefix of 256 tokens:")
     print_shared(present)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tokenyard.base import Int32Array
-from tokenyard.cache import Node, PageAllocator, RadixCache, make_key
+from tokenyard.cache import PageAllocator, RadixCache, TreeNode, make_key
 
 LENGTHS = (512, 4096, 32768)
 PROBES = 12
@@ -130,11 +130,11 @@ class Bench:
         """Time one insert of each prompt."""
         return summary(timed(self.tree.insert, *self.with_pages(tokens)) for tokens in prompts)
 
-    def probe_nodes(self, length: int) -> list[Node]:
+    def probe_nodes(self, length: int) -> list[TreeNode]:
         """The ends of the probes, three times over."""
         return 3 * [self.tree.match(make_key(probe(length, number))).node for number in range(PROBES)]
 
-    def lock_and_unlock(self, node: Node) -> None:
+    def lock_and_unlock(self, node: TreeNode) -> None:
         """What an admission that fails costs beyond its match."""
         self.tree.lock(node)
         self.tree.unlock(node)

@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks.goodput import AZURE, PROFILE, load, settings_of
 from benchmarks.simulator_speed import AZURE as AZURE_FILE
-from tokenyard.cli.plan import add_plan_arguments, make_options, planner_on
-from tokenyard.cli.plan_table import plan_charts, plan_document
-from tokenyard.cli.pool import Pool
-from tokenyard.cli.simulation import load_workload, progress_bar
-from tokenyard.sim.charts import Chart, picture
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.metrics import summary
+from tokenyard.cli.capacity_plan import add_capacity_plan_arguments, make_options, planner_on
+from tokenyard.cli.capacity_plan_report import capacity_plan_charts, capacity_plan_document
+from tokenyard.cli.simulation_arguments import load_workload, progress_bar
+from tokenyard.cli.task_pool import TaskPool
+from tokenyard.sim.report.summary import summary
+from tokenyard.sim.report.svg_charts import Chart, picture
+from tokenyard.sim.simulate import Setup, simulate
 
 NAMES = ("sglang-default", "vllm-default", "slo, wait 58 s", "slo, reject")
 SCALES = (2.0, 2.4, 2.8, 3.0, 3.2, 3.6, 4.0)
@@ -66,15 +66,15 @@ def price(results: Results) -> list[Chart]:
 def plan_picture(jobs: int, limit: int | None) -> list[Chart]:
     """What serves the trace at twelve times its rate, on two devices, and how sure that is."""
     parser = argparse.ArgumentParser()
-    add_plan_arguments(parser)
+    add_capacity_plan_arguments(parser)
     words = ["--trace", str(AZURE_FILE), "--trace-format", "azure", "--rate-scale", f"{PLAN_SCALE:g}", *PLAN_FLAGS]
     args = parser.parse_args([*words, *(["--limit", str(limit)] if limit else [])])
     workload = load_workload(args)
-    with progress_bar(False) as bar, Pool(workload, jobs, bar) as pool:
+    with progress_bar(False) as bar, TaskPool(workload, jobs, bar) as pool:
         plan = planner_on(pool, workload, args).plan(make_options(args, workload))
     assert plan is not None
-    print(json.dumps(plan_document(plan, workload, args.target), indent=2))
-    return plan_charts(plan)
+    print(json.dumps(capacity_plan_document(plan, workload, args.target), indent=2))
+    return capacity_plan_charts(plan)
 
 
 def main() -> None:

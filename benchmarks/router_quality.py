@@ -20,13 +20,13 @@ import numpy as np
 
 from benchmarks.router_workloads import REPLICAS, cases
 from tokenyard.cost import get_profile
-from tokenyard.router.choice import POLICIES
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.presets import preset
+from tokenyard.routing.choice import POLICIES
+from tokenyard.sim.engine.presets import preset
+from tokenyard.sim.simulate import Setup, simulate
 
 CONTEXT = 40_000
 ALLOWED = 1.05
-MOST_SHARE = 0.30
+MAX_SHARE = 0.30
 RESAMPLES = 2000
 WINDOW_S = 1.0
 
@@ -153,7 +153,7 @@ def main():
             if options.ours in options.policies
             else 0
         )
-        if share > MOST_SHARE:
+        if share > MAX_SHARE:
             wrong.append(f"{name}: the busiest worker has {100 * share:.0f} %")
     print("\n" + ("\n".join(f"MISSED {line}" for line in wrong) or f"{options.ours} keeps every bound"))
     if options.json:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tokenyard.sim.content import ANSWER_STREAM, SegmentContent, UniqueContent
-from tokenyard.sim.fleet import Fault, Fleet
-from tokenyard.sim.workload import uniform_columns
+from tokenyard.sim.fleet.fleet_settings import Fault, Fleet
+from tokenyard.sim.traces.prompt_ids import ANSWER_STREAM, SegmentContent, UniqueContent
+from tokenyard.sim.traces.workload import uniform_columns
 
 REPLICAS = 4
 POOL_TOKENS = 100_000

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from tokenyard.base import RowStart, SamplingParams
-from tokenyard.executor.native.drawing import NativeDrawer
-from tokenyard.executor.native.engine import NativeEngine
 from tokenyard.executor.native.library import load_library
+from tokenyard.executor.native.runtime import NativeRuntime
+from tokenyard.executor.native.sampling import NativeSamplingBackend
 from tokenyard.executor.sampling.sampler import Sampler
 
 VOCABULARIES = (49_152, 151_936)
@@ -27,11 +27,11 @@ SETTINGS = {
 }
 
 
-def samplers(engine: NativeEngine, vocabulary: int, rows: int, setting: dict) -> dict[str, Sampler]:
+def samplers(engine: NativeRuntime, vocabulary: int, rows: int, setting: dict) -> dict[str, Sampler]:
     """One that draws by torch and one by the native kernels, with equal rows."""
     made = {}
-    for name, drawer in (("torch", None), ("native", NativeDrawer(engine, vocabulary))):
-        made[name] = Sampler(rows, vocabulary, (), torch.device("cpu"), drawer)
+    for name, sampling_backend in (("torch", None), ("native", NativeSamplingBackend(engine, vocabulary))):
+        made[name] = Sampler(rows, vocabulary, (), torch.device("cpu"), sampling_backend)
         prompt = np.arange(3, dtype=np.int32)
         made[name].take([RowStart(row, SamplingParams(seed=row, **setting), prompt, 3) for row in range(rows)])
     return made
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    engine = NativeEngine(load_library(), options.threads)
+    engine = NativeRuntime(load_library(), options.threads)
     print(f"{'vocabulary':>10} {'rows':>4}  {'setting':14} {'torch ms':>9} {'native ms':>9}  ratio")
     for vocabulary in VOCABULARIES:
         for rows in options.rows:

@@ -29,10 +29,10 @@ from benchmarks.mock_server import AnyServer
 from benchmarks.router_cpu import free_ports
 from benchmarks.smollm2 import SHAPE
 from tokenyard.bench.backends import CompletionsBackend, RequestOptions
-from tokenyard.bench.datasets import Prompt
-from tokenyard.bench.load import Target, run_load
-from tokenyard.bench.metrics import Targets, summarize
-from tokenyard.sim.traces import read_trace
+from tokenyard.bench.datasets import DatasetRow
+from tokenyard.bench.load_generator import ServerClient, run_load
+from tokenyard.bench.results import Targets, summarize
+from tokenyard.sim.traces.formats import read_trace
 
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/azure2023/AzureLLMInferenceTrace_conv.csv.gz"
 LOADS = (0.5, 0.8, 1.0, 1.3)
@@ -113,16 +113,16 @@ def drawn(lengths):
     prompts = []
     for asked, answered in lengths:
         ids = RNG.integers(10, SHAPE["vocab_size"], asked).tolist()
-        prompts.append(Prompt(ids, asked, answered))
+        prompts.append(DatasetRow(ids, asked, answered))
     return prompts
 
 
 async def load(url, lengths, arrivals_s):
     """One run of the client."""
-    async with Target(url, {}) as target:
+    async with ServerClient(url, {}) as target:
         model = (await target.get("/v1/models"))["data"][0]["id"]
         backend = CompletionsBackend(RequestOptions(model, ignore_eos=True, extra={}))
-        await target.stream(backend, Prompt([11, 12, 13], 3, 4))
+        await target.stream(backend, DatasetRow([11, 12, 13], 3, 4))
         return await run_load(target, backend, drawn(lengths), arrivals_s, max_concurrency=None)
 
 

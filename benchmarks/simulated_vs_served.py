@@ -1,4 +1,4 @@
-"""Does the simulator foretell our own server on the CPU? The same requests, simulated and served, by several settings.
+"""Does the simulator predict our own server on the CPU? The same requests, simulated and served, by several settings.
 
 Run from the repository root: `python -m benchmarks.simulated_vs_served [--model smollm2] [--short]`. One thread
 computes, so that client and server processes have a core to themselves.
@@ -36,15 +36,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.mock_server import AnyServer
 from benchmarks.vs_transformers import SHAPE
 from tokenyard.base import Event, Flush, StepPlan, StepResult, TokenBatch
-from tokenyard.bench.backends import Measurement, NativeBackend, RequestOptions
-from tokenyard.bench.datasets import Prompt
-from tokenyard.bench.load import Target, run_load
-from tokenyard.bench.metrics import tpot_s
-from tokenyard.sim.content import SegmentContent
-from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.synthetic import lengths
-from tokenyard.sim.taped import History
-from tokenyard.sim.workload import Workload, uniform_columns
+from tokenyard.bench.backends import NativeBackend, RequestFuncOutput, RequestOptions
+from tokenyard.bench.datasets import DatasetRow
+from tokenyard.bench.load_generator import ServerClient, run_load
+from tokenyard.bench.results import tpot_s
+from tokenyard.sim.simulate import Outcome, Setup, simulate
+from tokenyard.sim.traces.prompt_ids import SegmentContent
+from tokenyard.sim.traces.synthetic import lengths
+from tokenyard.sim.traces.tape_workload import TapeHistory
+from tokenyard.sim.traces.workload import Workload, uniform_columns
 from tokenyard.tape.codec import Origin, Tape
 from tokenyard.tape.replay import Replay
 
@@ -93,7 +93,7 @@ class Run:
 
     number: int
     workload: Workload
-    answers: list[Measurement]
+    answers: list[RequestFuncOutput]
 
 
 @dataclass
@@ -106,9 +106,9 @@ class Calibrations:
     """
 
     origin: Origin
-    alone: list[History] = field(default_factory=list)
-    around: list[History] = field(default_factory=list)
-    own: list[History] = field(default_factory=list)
+    alone: list[TapeHistory] = field(default_factory=list)
+    around: list[TapeHistory] = field(default_factory=list)
+    own: list[TapeHistory] = field(default_factory=list)
     _part: int = -1
 
     def hear(self, tape: Tape) -> None:
@@ -118,7 +118,7 @@ class Calibrations:
         assert report.difference is None, report.difference
 
     @property
-    def _listeners(self) -> list[History]:
+    def _listeners(self) -> list[TapeHistory]:
         turn, measured = divmod(self._part, 2)
         if self._part < 0:
             return []
@@ -132,7 +132,7 @@ class Calibrations:
             self._part += 1
             for histories in (self.own,) if self._part % 2 else (self.alone, self.around):
                 if len(histories) <= self._part // 2:
-                    histories.append(History(self.origin))
+                    histories.append(TapeHistory(self.origin))
         for history in self._listeners:
             history.applied(event, now)
 
@@ -146,7 +146,7 @@ class Calibrations:
         for history in self._listeners:
             history.on_output(batch)
 
-    def setup(self, history: History) -> Setup:
+    def setup(self, history: TapeHistory) -> Setup:
         """What to simulate with. The clients ask for as many tokens as they get, hence `oracle`."""
         return Setup(
             history.profile(),
@@ -181,12 +181,12 @@ def burst(model: Model, count: int, seed: int) -> Workload:
     return uniform_columns("burst", arrivals, (shared + own).astype(np.int32), outputs, content)
 
 
-def prompts_of(workload: Workload, model: Model) -> list[Prompt]:
+def prompts_of(workload: Workload, model: Model) -> list[DatasetRow]:
     """The requests with token ids that the model knows."""
     rows = enumerate(zip(workload.prompt_tokens.tolist(), workload.output_tokens.tolist(), strict=True))
     few = model.vocabulary - 8
     return [
-        Prompt((workload.request(index).prompt_ids % few + 8).tolist(), tokens, output)
+        DatasetRow((workload.request(index).prompt_ids % few + 8).tolist(), tokens, output)
         for index, (tokens, output) in rows
     ]
 
@@ -203,10 +203,10 @@ def flags(settings: dict) -> list[str]:
 class Client:
     """Sends traffic to a server, each part after emptying its cache."""
 
-    def __init__(self, target: Target, backend: NativeBackend, model: Model) -> None:
+    def __init__(self, target: ServerClient, backend: NativeBackend, model: Model) -> None:
         self._target, self._backend, self._model = target, backend, model
 
-    async def play(self, workload: Workload) -> list[Measurement]:
+    async def play(self, workload: Workload) -> list[RequestFuncOutput]:
         """All answers to a workload. Ends the benchmark if one is an error."""
         await self._target.flush_cache()
         prompts, times = prompts_of(workload, self._model), workload.arrival_s.tolist()
@@ -227,7 +227,7 @@ class Client:
         return runs
 
 
-def end_s(answers: list[Measurement]) -> float:
+def end_s(answers: list[RequestFuncOutput]) -> float:
     """Seconds from the first request to the last answer's end."""
     return max(answer.sent_s + answer.latency_s for answer in answers)
 
@@ -236,7 +236,7 @@ def serve(command: list[str], model: Model, settings: dict, requests: int, count
     """`count` runs of `requests` each at a server with `settings`, and its tape."""
 
     async def load(url: str) -> list[Run]:
-        async with Target(url, {}) as target:
+        async with ServerClient(url, {}) as target:
             name = (await target.get("/v1/models"))["data"][0]["id"]
             backend = NativeBackend(RequestOptions(model=name, ignore_eos=True, extra={}))
             client = Client(target, backend, model)
@@ -311,8 +311,8 @@ def simulated_numbers(outcomes: list[Outcome], targets: dict[str, float]) -> dic
 def same_order(rows: dict[str, tuple[dict, dict]]) -> bool:
     """Whether no two settings that differ clearly at the server stand the other way round in the simulator."""
     for (real_a, sim_a), (real_b, sim_b) in combinations(rows.values(), 2):
-        apart = real_a["goodput"] / max(real_b["goodput"], 1e-9) - 1.0
-        if abs(apart) > EQUAL and apart * (sim_a["goodput"] - sim_b["goodput"]) < 0.0:
+        disagg = real_a["goodput"] / max(real_b["goodput"], 1e-9) - 1.0
+        if abs(disagg) > EQUAL and disagg * (sim_a["goodput"] - sim_b["goodput"]) < 0.0:
             return False
     return True
 

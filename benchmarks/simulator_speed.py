@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from tokenyard.cost import get_profile
-from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.presets import preset, preset_names
-from tokenyard.sim.synthetic import synthetic
-from tokenyard.sim.traces import read_trace
-from tokenyard.sim.workload import COLUMNS, Workload
+from tokenyard.sim.engine.presets import preset, preset_names
+from tokenyard.sim.simulate import Outcome, Setup, simulate
+from tokenyard.sim.traces.formats import read_trace
+from tokenyard.sim.traces.synthetic import synthetic
+from tokenyard.sim.traces.workload import COLUMNS, Workload
 
 AZURE = Path(__file__).resolve().parents[2] / "shared/traces/azure2023/AzureLLMInferenceTrace_conv.csv.gz"
 AZURE_REQUESTS, AZURE_RATE = 19_366, 5.53

@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks.kv_transfer import Pool
 from tokenyard.base.blocks import BLOCK_TOKENS, block_digests
-from tokenyard.transfer.layout import PoolView, map_pages
-from tokenyard.transfer.slab import SlabStore
-from tokenyard.transfer.store import BlockFormat, block_buffer
+from tokenyard.kv_layout.layout import PoolView, map_pages
+from tokenyard.kv_store.slab import SlabStore
+from tokenyard.kv_store.store import BlockFormat, block_buffer
 
 REPEATS = 5
 SHAPES = {

@@ -36,7 +36,7 @@ from tokenyard.config import DEMO_MODEL, Settings
 from tokenyard.executor.sampling.sampler import Sampler
 
 Ids = list[int]
-MOST_PROMPT, MOST_ANSWER = 1500, 400
+MAX_PROMPT, MAX_ANSWER = 1500, 400
 
 
 @dataclass(slots=True)
@@ -101,9 +101,9 @@ def rewrites(count: int, tokenizer: Tokenizer) -> Work:
             if not path.endswith((".py", ".md")):
                 continue
             before, after = (tokenizer.encode(git("show", f"{at}:{path}")).ids for at in (f"{commit}^", commit))
-            if 100 <= len(before) <= MOST_PROMPT and len(after) >= 100:
+            if 100 <= len(before) <= MAX_PROMPT and len(after) >= 100:
                 found.prompts.append(before)
-                found.answers.append(after[:MOST_ANSWER])
+                found.answers.append(after[:MAX_ANSWER])
         if len(found.prompts) >= count:
             return found
     raise SystemExit(f"only {len(found.prompts)} rewrites of a fitting length in git; ask for fewer --pairs")
@@ -114,7 +114,7 @@ def workloads(count: int, vocabulary: int) -> dict[str, Work]:
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     rewrite = rewrites(count, tokenizer)
     rng = np.random.default_rng(1)
-    noise = rng.integers(3, vocabulary, (2, count, MOST_ANSWER)).tolist()
+    noise = rng.integers(3, vocabulary, (2, count, MAX_ANSWER)).tolist()
     return {
         "rewrite": rewrite,
         "prose": Work(rewrite.prompts, rewrite.answers[1:] + rewrite.answers[:1]),
@@ -151,7 +151,7 @@ def load(folder: str, options: argparse.Namespace, algorithm: str, batch: int) -
             threads=options.threads,
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_total_tokens=batch * (MOST_PROMPT + MOST_ANSWER),
+            max_total_tokens=batch * (MAX_PROMPT + MAX_ANSWER),
             max_running_requests=batch,
             disable_radix_cache=True,
             speculative_algorithm=algorithm,

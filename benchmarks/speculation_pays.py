@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from tokenyard.config import Settings
 from tokenyard.cost import get_profile
-from tokenyard.sim.drafts import Speculation
-from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.synthetic import synthetic
+from tokenyard.sim.engine.speculation import Speculation
+from tokenyard.sim.simulate import Outcome, Setup, simulate
+from tokenyard.sim.traces.synthetic import synthetic
 
 RATES = (4.0, 16.0, 32.0, 40.0)
 ACCEPTANCES = (0.3, 0.6, 0.9)

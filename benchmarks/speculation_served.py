@@ -1,4 +1,4 @@
-"""Does the simulator foretell what speculative decoding brings? The same bursts, with drafts and without, both ways.
+"""Does the simulator predict what speculative decoding brings? The same bursts, with drafts and without, both ways.
 
 Run from the repository root: `python -m benchmarks.speculation_served [--executors mock demo] [--runs 4]`. About
 40 s for each setting with four runs.
@@ -10,7 +10,7 @@ an H100 and is told how many of its drafts are right; the demo model computes, a
 
 A target cuts through many answers that are close to it: with fcfs, from which the targets come, 30 % of the first
 tokens are late by construction, and a few per cent of time move many requests across. So a goodput is the mean over
-targets from 0.8 to 1.25 times those that the schedulers go by, for served and foretold alike.
+targets from 0.8 to 1.25 times those that the schedulers go by, for served and predicted alike.
 
 A third row, which counts for nothing, is simulated with the costs of the measured runs themselves: where it agrees with
 the server and the second row does not, the machine changed its speed between a run and the bursts around it.
@@ -34,7 +34,7 @@ from benchmarks.simulated_vs_served import (
     simulated_numbers,
     targets_seen,
 )
-from tokenyard.sim.engine import Outcome, simulate
+from tokenyard.sim.simulate import Outcome, simulate
 
 WORST_ERROR = 0.10
 TARGET_SCALES = (0.8, 0.9, 1.0, 1.12, 1.25)
@@ -65,7 +65,7 @@ def tokens_per_verify(outcomes: list[Outcome]) -> str:
 
 
 def compare(name: str, runs: list[Run], found: Calibrations, targets: dict[str, float]) -> float:
-    """Print a setting's figures, served and foretold; returns the larger error of tokens a second and goodput."""
+    """Print a setting's figures, served and predicted; returns the larger error of tokens a second and goodput."""
     told, own = (
         [simulate(run.workload, found.setup(heard[run.number])) for run in runs] for heard in (found.around, found.own)
     )
@@ -87,7 +87,7 @@ def compare(name: str, runs: list[Run], found: Calibrations, targets: dict[str, 
     served, foretold = figures["served"], figures["foretold"]
     errors = [abs(foretold[key] / served[key] - 1.0) for key in ("tokens_per_s", "goodput")]
     print(
-        f"{name:>16}: off by {100 * errors[0]:.1f} % (tokens/s) and {100 * errors[1]:.1f} % (goodput); foretold are "
+        f"{name:>16}: off by {100 * errors[0]:.1f} % (tokens/s) and {100 * errors[1]:.1f} % (goodput); predicted are "
         f"{tokens_per_verify(told)} tokens per verifying step"
     )
     return max(errors)

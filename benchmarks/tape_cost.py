@@ -14,10 +14,10 @@ from pathlib import Path
 from decode_step import answer, running_scheduler
 
 from tokenyard.base import Submit
-from tokenyard.engine.watch.recording import TapeFile
+from tokenyard.engine.scheduler_process.build_scheduler import TapeFile
 from tokenyard.tape.anonymizer import Anonymizer
 from tokenyard.tape.codec import Origin, Tape, TapeEncoder
-from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.recorder import RecordingScheduler
 from tokenyard.tape.replay import replay
 
 STEPS, VOCAB_SIZE, KEY = 400, 128256, b"benchmark"
@@ -46,7 +46,7 @@ def replayed_steps_per_s(rows, path):
     """How many steps a second a replay takes in."""
     live = running_scheduler(rows, 1)
     file = TapeFile(path)
-    recorder = Recorder(Origin(live.state.settings, live.state.info), file, KEY, "benchmark")
+    recorder = RecordingScheduler(Origin(live.state.settings, live.state.info), file, KEY, "benchmark")
     for row in live.state.running.rows.tolist():
         recorder.apply(Submit(live.state.table.request(row)), 1)
     for step in range(STEPS):

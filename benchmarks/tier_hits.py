@@ -21,11 +21,11 @@ from pathlib import Path
 from benchmarks.simulator_speed import AZURE
 from tokenyard.config import Settings
 from tokenyard.cost import get_profile
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.kv.settings import GB, Tiers
-from tokenyard.sim.metrics import summary
-from tokenyard.sim.reading import ReadOptions
-from tokenyard.sim.traces import read_trace
+from tokenyard.sim.kv.disagg_settings import GB, KvStoreSettings
+from tokenyard.sim.report.summary import summary
+from tokenyard.sim.simulate import Setup, simulate
+from tokenyard.sim.traces.formats import read_trace
+from tokenyard.sim.traces.read_options import ReadOptions
 
 MOONCAKE = AZURE.parents[1] / "mooncake/conversation_trace.jsonl.gz"
 DEVICE, MODEL, RATE_SCALE = "h100", "llama-3-8b", 0.2
@@ -60,24 +60,28 @@ def prompts_of(path, most):
     return [(one["input_length"], one["hash_ids"]) for one in found[:most]]
 
 
-def setup_of(workload, tiers):
+def setup_of(workload, kv_store):
     """One engine with these tiers, as `tokenyard simulate` makes it."""
     profile = get_profile(DEVICE, MODEL)
     context = workload.max_prompt_tokens + workload.max_output_tokens + 1
-    given = Settings(page_size=profile.page_size, enable_hierarchical_cache=tiers is not None)
-    return Setup(profile, given.scheduler_settings(context_length=context), tiers=tiers)
+    given = Settings(page_size=profile.page_size, enable_hierarchical_cache=kv_store is not None)
+    return Setup(profile, given.scheduler_settings(context_length=context), kv_store=kv_store)
 
 
-def tiers_of(kind, size_gb):
+def kv_store_settings_of(kind, size_gb):
     """A tier of `size_gb`, None for none."""
     if not size_gb:
         return None
-    return Tiers(host_gb=size_gb, disk_gb=0.0) if kind == "host" else Tiers(disk_gb=size_gb, write_mb_s=0.0)
+    return (
+        KvStoreSettings(host_gb=size_gb, disk_gb=0.0)
+        if kind == "host"
+        else KvStoreSettings(disk_gb=size_gb, write_mb_s=0.0)
+    )
 
 
-def measure(workload, tiers):
+def measure(workload, kv_store):
     """What came of it, as `tokenyard simulate --json` says it."""
-    found = summary(simulate(workload, setup_of(workload, tiers)))
+    found = summary(simulate(workload, setup_of(workload, kv_store)))
     return {"hit": found["prefix_hit_rate"], **found.get("tiers", {}), "in_time": found["slo_attainment"]}
 
 
@@ -107,13 +111,13 @@ def main():
     parser.add_argument("--requests", type=int, help="only the first ones")
     parser.add_argument("--found", type=Path)
     args = parser.parse_args()
-    kinds = args.tiers.split(",")
+    kinds = args.kv_store.split(",")
     workload = read_trace(args.mooncake, "mooncake", ReadOptions(limit=args.requests)).scaled(RATE_SCALE)
     found = json.loads(args.found.read_text()) if args.found is not None and args.found.exists() else {}
     for kind, size_gb in [("nothing", 0.0), *((kind, size) for kind in kinds for size in args.sizes_gb)]:
         name = f"{kind} {size_gb:g}"
         if name not in found:
-            found[name] = measure(workload, tiers_of(kind, size_gb))
+            found[name] = measure(workload, kv_store_settings_of(kind, size_gb))
             print(name, found[name], file=sys.stderr, flush=True)
             if args.found is not None:
                 args.found.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Does the simulator foretell a real engine? vLLM on an RTX PRO 6000, as LLMServingSim recorded it.
+"""Does the simulator predict a real engine? vLLM on an RTX PRO 6000, as LLMServingSim recorded it.
 
     python benchmarks/vllm_fidelity.py [--folder FOLDER] [--workload FILE --run FOLDER] [--json OUT]
 
@@ -24,11 +24,11 @@ import numpy as np
 from tokenyard.base import StepPlan, StepWork
 from tokenyard.cost import LinearTerms, Profile
 from tokenyard.scheduler import Scheduler
-from tokenyard.sim.content import TokenContent
-from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.presets import preset
-from tokenyard.sim.replica import StepObserver
-from tokenyard.sim.workload import Workload, uniform_columns
+from tokenyard.sim.engine.presets import preset
+from tokenyard.sim.engine.sim_scheduler import StepObserver
+from tokenyard.sim.simulate import Outcome, Setup, simulate
+from tokenyard.sim.traces.prompt_ids import TokenContent
+from tokenyard.sim.traces.workload import Workload, uniform_columns
 
 TRACES = Path(__file__).resolve().parents[2] / "shared/traces/vllm-measured"
 WORKLOAD, RUN = "sharegpt-llama-3.1-8b-300-sps10.jsonl.gz", "RTXPRO6000/Llama-3.1-8B"
@@ -112,7 +112,7 @@ class StepFeatures:
 
 def fit(record: Record, half: slice) -> LinearTerms:
     """Gauss-Newton: simulate, see which steps each request's answer would span, and solve for the terms that give
-    those spans their recorded length; keep the terms that foretell the fitted half best.
+    those spans their recorded length; keep the terms that predict the fitted half best.
     """
     terms, best, best_error = FIRST_GUESS, FIRST_GUESS, float("inf")
     for _ in range(ROUNDS):
@@ -176,7 +176,7 @@ def main() -> None:
         outcome = run(record, terms)
         print(f"{name}, terms in ms:", ", ".join(f"{term} {getattr(terms, term):.4g}" for term in FITTED))
         result[f"{name}, fitted on"] = errors(record, outcome, seen)
-        result[f"{name}, foretold"] = errors(record, outcome, unseen)
+        result[f"{name}, predicted"] = errors(record, outcome, unseen)
     columns = list(next(iter(result.values())))
     print("| requests | " + " | ".join(columns) + " |")
     print("| --- |" + " ---: |" * len(columns))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.smollm2 import SHAPE
 from benchmarks.step_plans import EqualRows
-from tokenyard.executor.load import DTYPES, load_executor
+from tokenyard.executor.model_loader import DTYPES, load_executor
 from tokenyard.executor.runner import ModelExecutor
 
 

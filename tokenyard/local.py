@@ -15,11 +15,11 @@ import orjson
 from tokenyard import lang
 from tokenyard.base import Slo
 from tokenyard.config import Settings
-from tokenyard.engine.requests import ns_from_ms
-from tokenyard.engine.sampling_defaults import read_sampling_defaults
+from tokenyard.engine.frontend.input_processor import ns_from_ms
+from tokenyard.engine.frontend.sampling_defaults import read_sampling_defaults
 from tokenyard.offline import LLM
 from tokenyard.policy.registry import POLICIES
-from tokenyard.server.app import create_app
+from tokenyard.server.http.app import create_app
 from tokenyard.server.parse.detect import named
 from tokenyard.server.state import ServerOptions, ServerState
 
@@ -64,7 +64,7 @@ class LocalApi:
             return answer.status, b"".join([piece async for piece in answer.pieces])
 
     @asynccontextmanager
-    async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[lang.Answer]:
+    async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[lang.HttpAnswer]:
         """Ask for an answer, whose pieces may come as they are made. Leaving before its end cancels the request."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
         request = {"type": "http.request", "body": b"" if body is None else orjson.dumps(body), "more_body": False}
@@ -90,7 +90,7 @@ class LocalApi:
             if head is None:
                 work.result()
                 raise AssertionError("the server gave no answer")
-            yield lang.Answer(head["status"], _pieces(news, work))
+            yield lang.HttpAnswer(head["status"], _pieces(news, work))
         finally:
             work.cancel()
 

@@ -27,13 +27,13 @@ from tokenyard.base import (
     TextOptions,
 )
 from tokenyard.config import Settings
-from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.engine.frontend.sampling_defaults import read_sampling_defaults
+from tokenyard.engine.frontend.tokenizer_manager import TokenizerManager
+from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.in_process import engine_in_process
 from tokenyard.engine.processes.libraries import set_library_environment
-from tokenyard.engine.sampling_defaults import read_sampling_defaults
-from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.engine.tokenizer_manager import TokenizerManager
-from tokenyard.wiring import engine_config, located
+from tokenyard.wiring import engine_config, with_model_folder
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages of role and content, for the model's chat template."""
@@ -134,7 +134,7 @@ class LLM:
     def _start(self, settings: Settings) -> None:
         """Load the model, and begin to serve it from a thread with an event loop."""
         set_library_environment()
-        self.settings = located(settings)
+        self.settings = with_model_folder(settings)
         self._defaults = read_sampling_defaults(self.settings.model_path, self.settings.sampling_defaults)
         config = engine_config(self.settings)
         started: Future[TokenizerManager] = Future()
@@ -328,7 +328,7 @@ class LLM:
             raise EngineDeadError("the LLM was closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _answer(self, prompt: Prompt, spec: GenerateSpec) -> Generation:
+    async def _answer(self, prompt: Prompt, spec: GenerateReqInput) -> Generation:
         task = asyncio.current_task()
         assert task is not None
         self._answering.add(task)
@@ -340,7 +340,7 @@ class LLM:
                 generation.add(delta)
         return generation
 
-    async def _render(self, prompt: Prompt, spec: GenerateSpec) -> None:
+    async def _render(self, prompt: Prompt, spec: GenerateReqInput) -> None:
         """Put the prompt of a conversation into its spec."""
         if spec.text is None and spec.input_ids is None:
             spec.text = await self._manager.render_chat([dict(message) for message in prompt])  # type: ignore[arg-type]
@@ -354,7 +354,7 @@ class LLM:
         stated = {item.name: getattr(params, item.name) for item in fields(params)}
         return SamplingParams(**{**stated, **given})
 
-    def _spec(self, prompt: Prompt, params: base.SamplingParams, *, stream: bool = False) -> GenerateSpec:
+    def _spec(self, prompt: Prompt, params: base.SamplingParams, *, stream: bool = False) -> GenerateReqInput:
         """What the engine is asked; a conversation is still to be rendered. Raises InvalidRequestError."""
         stated = {item.name: getattr(params, item.name) for item in fields(params)}
         seed = stated.pop("seed")
@@ -362,7 +362,7 @@ class LLM:
             sampling = msgspec.convert(stated, base.SamplingParams)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"a sampling parameter has the wrong type: {error}") from error
-        spec = GenerateSpec(sampling=sampling, seed=seed, text_options=TextOptions(stream=stream))
+        spec = GenerateReqInput(sampling=sampling, seed=seed, text_options=TextOptions(stream=stream))
         if isinstance(prompt, str):
             spec.text = prompt
         elif not _is_conversation(prompt):

@@ -11,20 +11,20 @@ from tokenyard.base import ConfigError
 from tokenyard.cache.eviction import get_eviction_policy
 from tokenyard.config import Settings
 from tokenyard.config.rules import split_address
-from tokenyard.engine.adapters import parse_adapters
-from tokenyard.engine.processes.config import EngineConfig, NodesConfig, TierConfig, TransferConfig
-from tokenyard.engine.watch.recording import load_prior
-from tokenyard.executor.hub import find_model
+from tokenyard.engine.frontend.lora_registry import parse_adapters
+from tokenyard.engine.processes.engine_config import DisaggConfig, EngineConfig, KvStoreConfig, NodesConfig
+from tokenyard.engine.scheduler_process.build_scheduler import load_prior
+from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.lora_config import read_lora_config
 from tokenyard.policy.priority_function import load_priority_function
 from tokenyard.policy.registry import create_policy
 
-LONGEST_CONTEXT_TOKENS = 1 << 20
+MAX_CONTEXT_TOKENS = 1 << 20
 TEST_NET = "192.0.2.1"
 """An address that belongs to nobody (RFC 5737)."""
 
 
-def located(settings: Settings) -> Settings:
+def with_model_folder(settings: Settings) -> Settings:
     """Effective settings with the model's folder in place of its name on the hub, downloaded if need be.
 
     Raises ConfigError for settings that contradict each other and for a model that is not there.
@@ -33,7 +33,7 @@ def located(settings: Settings) -> Settings:
     own_tokenizer = chosen.tokenizer_path == chosen.model_path and not chosen.skip_tokenizer_init
     if chosen.executor == "mock" and not own_tokenizer:
         return chosen
-    found = find_model(chosen.model_path)
+    found = resolve_model_path(chosen.model_path)
     if chosen.executor == "torch" and not (found / "config.json").is_file():
         raise ConfigError(f"there is no config.json in {found}; give the folder of a Hugging Face checkpoint")
     folder = str(found)
@@ -45,10 +45,10 @@ def engine_config(settings: Settings) -> EngineConfig:
     if settings.node_rank:
         raise ConfigError("--node-rank is for `tokenyard serve`: only node 0 has a scheduler")
     # The engine takes the context length from the loaded model; here it only must not be in the way.
-    scheduler = settings.scheduler_settings(context_length=settings.context_length or LONGEST_CONTEXT_TOKENS)
+    scheduler = settings.scheduler_settings(context_length=settings.context_length or MAX_CONTEXT_TOKENS)
     create_policy(scheduler.schedule_policy, scheduler)
     get_eviction_policy(scheduler.radix_eviction_policy)
-    load_prior(settings.believed_costs())
+    load_prior(settings.prior_costs())
     if settings.priority_function:
         load_priority_function(settings.priority_function)
     alike = {item.name for item in fields(EngineConfig)} & {item.name for item in fields(Settings)}
@@ -59,10 +59,10 @@ def engine_config(settings: Settings) -> EngineConfig:
         "executor_options": executor_options(settings, adapters),
         "scheduler": scheduler,
         "overlap": not settings.disable_overlap_schedule,
-        "cost_profile": settings.believed_costs(),
+        "cost_profile": settings.prior_costs(),
         "kv_events_topic": events_topic(settings),
-        "nodes": nodes_config(settings),
-        "transfer": TransferConfig(
+        "nodes": make_nodes_config(settings),
+        "transfer": DisaggConfig(
             role=settings.disaggregation_mode,
             prefill_engines=settings.prefill_engines,
             backend=settings.disaggregation_transfer_backend,
@@ -72,14 +72,14 @@ def engine_config(settings: Settings) -> EngineConfig:
             lease_s=settings.disaggregation_lease_s,
             beat_s=settings.disaggregation_beat_s,
         ),
-        "tiers": TierConfig(
+        "tiers": KvStoreConfig(
             enabled=settings.enable_hierarchical_cache,
             backend=settings.hicache_storage_backend,
             url=settings.hicache_storage_url,
             host_ratio=settings.hicache_ratio,
             host_gb=settings.hicache_size,
             folder=settings.hicache_storage_dir,
-            most_gb=settings.hicache_storage_gb,
+            max_gb=settings.hicache_storage_gb,
             min_free_gb=settings.hicache_storage_min_free_gb,
             write_mb_s=settings.hicache_storage_write_mb_s,
             prefetch_policy=settings.hicache_storage_prefetch_policy,
@@ -90,7 +90,7 @@ def engine_config(settings: Settings) -> EngineConfig:
     return EngineConfig(**{name: getattr(settings, name) for name in alike} | derived)
 
 
-def nodes_config(settings: Settings) -> NodesConfig:
+def make_nodes_config(settings: Settings) -> NodesConfig:
     """The machines of a divided model, and which of them this is."""
     host, port = split_address(settings.dist_init_addr) or ("", 0)
     return NodesConfig(
@@ -115,7 +115,7 @@ def executor_options(settings: Settings, adapters: Mapping[str, str]) -> dict[st
     """
     options = settings.executor_options()
     if settings.executor == "torch" and adapters and settings.max_lora_rank is None:
-        options["lora_rank"] = max(read_lora_config(Path(folder)).most_rank for folder in adapters.values())
+        options["lora_rank"] = max(read_lora_config(Path(folder)).max_rank for folder in adapters.values())
     return options
 
 

@@ -72,13 +72,13 @@ def test_what_a_store_has_beyond_what_is_cached():
     known = np.arange(10, dtype=np.int32)
     asked = []
 
-    def reach(digests):
+    def count_stored(digests):
         asked.extend(digests)
         return len(digests)
 
-    below = stored_prefix(known, "", 3, 3, reach)
+    below = stored_prefix(known, "", 3, 3, count_stored)
     assert (below.first, below.found, below.tokens) == (1, 2, 9)
     assert asked == below.digests[1:] == block_digests(known, ROOT, 3)[1:]
-    assert stored_prefix(known[:9], "", 3, 3, reach).tokens == 8, "the last token is left to compute"
-    assert stored_prefix(known[:9], "", 6, 3, reach) is None
+    assert stored_prefix(known[:9], "", 3, 3, count_stored).tokens == 8, "the last token is left to compute"
+    assert stored_prefix(known[:9], "", 6, 3, count_stored) is None
     assert stored_prefix(known, "", 3, 3, lambda digests: 0) is None

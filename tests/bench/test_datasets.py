@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from tokenyard.base import ConfigError
 from tokenyard.bench.datasets import (
+    DatasetRow,
     Lengths,
-    Prompt,
     SharedPrefix,
     Vocabulary,
     json_lines,
@@ -102,7 +102,7 @@ def test_json_lines(tmp_path):
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     first, second, third = json_lines(path, 3, 16)
-    assert first == Prompt("a", 0, 3, 1.5, "chat", {"priority": 2})
+    assert first == DatasetRow("a", 0, 3, 1.5, "chat", {"priority": 2})
     assert (second.content, second.prompt_tokens, second.output_tokens) == ([1, 2, 3], 3, 4)
     assert (third.content[0]["content"], third.output_tokens) == ("b", 16)
     with pytest.raises(ConfigError, match="times"):

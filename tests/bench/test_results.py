@@ -9,13 +9,13 @@ from tokenyard.bench.backends import (
     BACKENDS,
     ChatBackend,
     CompletionsBackend,
-    Measurement,
     NativeBackend,
+    RequestFuncOutput,
     RequestOptions,
 )
-from tokenyard.bench.datasets import Prompt
-from tokenyard.bench.load import Run
-from tokenyard.bench.metrics import Targets, peak_concurrency, peak_tokens_per_s, summarize
+from tokenyard.bench.datasets import DatasetRow
+from tokenyard.bench.load_generator import BenchResult
+from tokenyard.bench.results import Targets, peak_concurrency, peak_tokens_per_s, summarize
 from tokenyard.bench.table import append_line, remarks, serving_table
 from tokenyard.cli import bench_arguments
 
@@ -23,7 +23,7 @@ OPTIONS = RequestOptions("m", True, {"top_k": 3})
 
 
 def answer(times, *, sent_s=0.0, prompt=10, name="", error=""):
-    made = Measurement(service_class=name, sent_s=sent_s, prompt_tokens=prompt, error=error)
+    made = RequestFuncOutput(service_class=name, sent_s=sent_s, prompt_tokens=prompt, error=error)
     for time in times:
         made.arrived(time, 1)
         made.output_tokens += 1
@@ -38,7 +38,7 @@ def run():
         answer([2.0], sent_s=0.9, name="batch"),
         answer([], sent_s=1.0, name="batch", error="503: full"),
     ]
-    return Run(answers, 4.0)
+    return BenchResult(answers, 4.0)
 
 
 def numbers_of(run, targets="ttft:1000,tpot:200"):
@@ -80,7 +80,7 @@ def test_peaks(run):
 
 
 def test_events_with_several_tokens_share_their_time():
-    made = Measurement()
+    made = RequestFuncOutput()
     made.arrived(1.0, 1)
     made.arrived(1.4, 4)
     assert made.gaps_s == pytest.approx([0.1] * 4)
@@ -100,7 +100,9 @@ def test_table_has_its_rows_in_order(run):
 
 
 def test_a_run_without_answers_has_a_table():
-    assert "Successful requests:                     0" in serving_table(numbers_of(Run([], 0.0)), cache_report=True)
+    assert "Successful requests:                     0" in serving_table(
+        numbers_of(BenchResult([], 0.0)), cache_report=True
+    )
 
 
 def test_remarks_name_failures_and_a_late_client(run):
@@ -125,13 +127,13 @@ def test_backends_of_the_command_line_are_those_there_are():
 
 
 def test_bodies():
-    native = NativeBackend(OPTIONS).body(Prompt([1, 2], 2, 7, extra={"priority": 1}))
+    native = NativeBackend(OPTIONS).body(DatasetRow([1, 2], 2, 7, extra={"priority": 1}))
     assert native["input_ids"] == [1, 2]
     assert native["sampling_params"]["max_new_tokens"] == 7
     assert (native["top_k"], native["priority"]) == (3, 1)
-    assert NativeBackend(OPTIONS).body(Prompt("x", 1, 7))["text"] == "x"
-    assert CompletionsBackend(OPTIONS).body(Prompt("x", 1, 7))["prompt"] == "x"
-    assert ChatBackend(OPTIONS).body(Prompt("x", 1, 7))["messages"] == [{"role": "user", "content": "x"}]
+    assert NativeBackend(OPTIONS).body(DatasetRow("x", 1, 7))["text"] == "x"
+    assert CompletionsBackend(OPTIONS).body(DatasetRow("x", 1, 7))["prompt"] == "x"
+    assert ChatBackend(OPTIONS).body(DatasetRow("x", 1, 7))["messages"] == [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -140,11 +142,11 @@ def test_bodies():
 )
 def test_content_that_a_backend_does_not_take(kind, content):
     with pytest.raises(ConfigError, match="--backend"):
-        kind(OPTIONS).body(Prompt(content, 0, 1))
+        kind(OPTIONS).body(DatasetRow(content, 0, 1))
 
 
 def test_completions_count_tokens_by_usage():
-    backend, made = CompletionsBackend(OPTIONS), Measurement()
+    backend, made = CompletionsBackend(OPTIONS), RequestFuncOutput()
     assert backend.read({"choices": [{"text": "a"}]}, made) == 1
     assert backend.read({"choices": [{"text": ""}]}, made) == 0
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
@@ -153,7 +155,7 @@ def test_completions_count_tokens_by_usage():
 
 
 def test_native_events_are_cumulative():
-    backend, made = NativeBackend(OPTIONS), Measurement()
+    backend, made = NativeBackend(OPTIONS), RequestFuncOutput()
     for tokens, text in ((1, "a"), (4, "abcd")):
         meta = {"completion_tokens": tokens, "prompt_tokens": 5, "cached_tokens": 2, "finish_reason": None}
         assert backend.read({"text": text, "meta_info": meta}, made) == (1 if tokens == 1 else 3)

@@ -99,8 +99,8 @@ def test_a_split_inherits_age_hits_and_priority():
     tree.insert(key_of(9), ints(9))
     tree.record_hit(lower)
     upper = tree.match(key_of(1, 2)).node
-    assert (upper.created, upper.hits, upper.priority) == (lower.created, 1, 5)
-    assert upper.access > lower.access
+    assert (upper.creation_tick, upper.hits, upper.priority) == (lower.creation_tick, 1, 5)
+    assert upper.last_access_tick > lower.last_access_tick
 
 
 def test_fifo_keeps_its_order_through_a_split():
@@ -134,7 +134,7 @@ def test_a_duplicate_insert_raises_the_priority():
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
 def test_the_order_survives_thousands_of_leaves_that_come_are_used_and_go(policy):
     tree, pages, rng = RadixCache(eviction_policy=policy), Pages(), np.random.default_rng(7)
-    rank = EVICTION_POLICIES[policy]
+    eviction_rank = EVICTION_POLICIES[policy]
     for step in range(4000):
         tree.insert(key_of(step), pages.take(1), priority=int(rng.integers(3)))
         node = tree.match(key_of(int(rng.integers(step + 1)))).node
@@ -146,6 +146,6 @@ def test_the_order_survives_thousands_of_leaves_that_come_are_used_and_go(policy
             tree.evict(1)
     tree.check()
     (root,) = tree._roots.values()
-    expected = [int(node.pages[0]) for node in sorted(root.children.values(), key=rank)]
+    expected = [int(node.pages[0]) for node in sorted(root.children.values(), key=eviction_rank)]
     assert [int(tree.evict(1)[0]) for _ in expected] == expected
     tree.check()

@@ -62,10 +62,10 @@ def test_peek_changes_nothing():
     recorder = Recorder()
     tree.listeners.append(recorder)
     node = tree.match(key_of(1, 2, 3, 4, 5, 6, 7, 8)).node
-    stamp = node.access
+    stamp = node.last_access_tick
     assert tree.peek(key_of(1, 2, 3, 99)) == 3
     assert tree.peek(key_of(1, 2), namespace="other") == 0
-    assert (node.access, recorder.heard) == (stamp, [])
+    assert (node.last_access_tick, recorder.heard) == (stamp, [])
 
 
 def test_insert_tells_what_was_there_and_keeps_only_the_rest():

@@ -8,7 +8,7 @@ import pytest
 from tokenyard.base import ExecutorInfo
 from tokenyard.cli.main import main
 from tokenyard.cost import get_profile, load_profile
-from tokenyard.cost.calibration import MOST_KV_TOKENS, Point, Rig, measure_all, points
+from tokenyard.cost.calibration import MAX_KV_TOKENS, CalibrationPoint, CalibrationRunner, measure_all, points
 from tokenyard.executor.mock import MockExecutor
 
 CONFIG = {
@@ -36,7 +36,7 @@ def test_points_fit_the_device_and_begin_with_the_quick_ones(info):
     for point in found:
         assert max(point.context + 1, point.prefix + point.chunk) <= info.context_length
         tokens = point.rows * (point.context + 1) + point.prefix + point.chunk
-        assert tokens <= min(info.num_pages * info.page_size, MOST_KV_TOKENS)
+        assert tokens <= min(info.num_pages * info.page_size, MAX_KV_TOKENS)
         assert point.rows < info.max_pool_rows
 
 
@@ -48,15 +48,17 @@ def test_a_device_with_much_memory_is_asked_about_fifty_steps():
 
 def test_the_measured_work_is_that_of_the_point():
     cost = get_profile("h100", "llama-3-8b").cost()
-    rig = Rig(MockExecutor(make_info(), cost, sleep=False, check_kv=False))
-    work, seconds = rig.measure(Point(rows=8, context=100, chunk=64, prefix=512))
+    rig = CalibrationRunner(MockExecutor(make_info(), cost, sleep=False, check_kv=False))
+    work, seconds = rig.measure(CalibrationPoint(rows=8, context=100, chunk=64, prefix=512))
     assert (work.tokens, work.rows, work.decode_context) == (72, 9, 808)
     assert work.chunk_area == 64 * (512 + 32)
     assert seconds == cost.step(work)
 
 
 def test_measuring_ends_when_its_time_is_up():
-    rig = Rig(MockExecutor(make_info(), get_profile("h100", "llama-3-8b").cost(), sleep=False, check_kv=False))
+    rig = CalibrationRunner(
+        MockExecutor(make_info(), get_profile("h100", "llama-3-8b").cost(), sleep=False, check_kv=False)
+    )
     clock = iter(np.arange(100.0))
     assert len(list(measure_all(rig, points(make_info()), lambda: next(clock), 5.0))) == 4
 

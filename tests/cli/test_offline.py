@@ -16,7 +16,7 @@ import pytest
 from tokenyard import LLM, SamplingParams
 from tokenyard.base import ConfigError, EngineDeadError, InvalidRequestError
 from tokenyard.config import DEMO_MODEL
-from tokenyard.engine.sampling_defaults import read_sampling_defaults
+from tokenyard.engine.frontend.sampling_defaults import read_sampling_defaults
 from tokenyard.engine.text.chat_template import load_chat_template
 from tokenyard.tape.codec import Tape
 from tokenyard.tape.replay import Replay

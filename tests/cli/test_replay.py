@@ -8,8 +8,8 @@ from tokenyard.base import SamplingParams
 from tokenyard.cli.main import main
 from tokenyard.cost import get_profile, save_profile
 from tokenyard.offline import LLM
-from tokenyard.sim.reading import ReadOptions
-from tokenyard.sim.traces import read_trace
+from tokenyard.sim.traces.formats import read_trace
+from tokenyard.sim.traces.read_options import ReadOptions
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ from tokenyard.cli.flags import Parser
 from tokenyard.cli.goodput import add_goodput_arguments, run_goodput
 from tokenyard.cli.main import main
 from tokenyard.cli.simulate import add_simulate_arguments, run_simulate
-from tokenyard.cli.simulation import load_tokenizer, load_workload, make_setup, print_outcomes
+from tokenyard.cli.simulation_arguments import load_tokenizer, load_workload, make_setup, print_outcomes
 from tokenyard.config import DEMO_MODEL
 from tokenyard.cost import get_profile, save_profile
-from tokenyard.sim.engine import simulate
-from tokenyard.sim.metrics import summary
-from tokenyard.sim.synthetic import synthetic
+from tokenyard.sim.report.summary import summary
+from tokenyard.sim.simulate import simulate
+from tokenyard.sim.traces.synthetic import synthetic
 
 SMALL = ["--synthetic", "plain", "--limit", "60", "--request-rate", "20"]
 

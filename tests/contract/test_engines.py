@@ -9,9 +9,9 @@ from tests.engine.engines import mock_config, one_for_many
 from tests.engine.test_engine import FOR_EVER, collect, spec, until
 from tokenyard import LLM
 from tokenyard.base import ConfigError, InvalidRequestError, LogprobOptions, SamplingParams
+from tokenyard.engine.frontend.io_struct import GenerateReqInput
 from tokenyard.engine.processes.in_process import engine_in_process
 from tokenyard.engine.processes.launch import running_engine
-from tokenyard.engine.spec import GenerateSpec
 
 PROMPT = "Once upon a time"
 
@@ -45,7 +45,7 @@ def with_engine(request):
 
 def of_ids(count, *, seed=7, **options):
     sampling = SamplingParams(**{"max_new_tokens": 100, "ignore_eos": True} | options)
-    return GenerateSpec(input_ids=list(range(5, 5 + count)), sampling=sampling, seed=seed)
+    return GenerateReqInput(input_ids=list(range(5, 5 + count)), sampling=sampling, seed=seed)
 
 
 def told(deltas):
@@ -165,7 +165,7 @@ def test_a_model_goes_on_with_an_answer_as_it_would_have_itself(torch_engine, sa
 
     def answer(cut=0, tokens=()):
         params = SamplingParams(max_new_tokens=24, **sampling)
-        made = GenerateSpec(text=PROMPT, sampling=params, seed=11, output_ids=list(tokens[:cut]) or None)
+        made = GenerateReqInput(text=PROMPT, sampling=params, seed=11, output_ids=list(tokens[:cut]) or None)
         return torch_engine(made)
 
     _, tokens, *end = told(answer())

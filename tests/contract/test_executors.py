@@ -9,7 +9,7 @@ import pytest
 from tests.contract.plans import ALL_LOGPROBS, all_pages, chunk, decode, run
 from tokenyard.base import StepWork, TokenyardError
 from tokenyard.cost import get_profile
-from tokenyard.cost.calibration import quick_belief
+from tokenyard.cost.calibration import quick_calibration
 from tokenyard.executor.mock import load_executor as load_mock
 
 PROMPT = list(range(10, 27))
@@ -26,7 +26,7 @@ def make_mock(page_size):
 
 def make_torch(page_size):
     pytest.importorskip("torch", reason="the package torch is not installed")
-    from tokenyard.executor.load import load_executor
+    from tokenyard.executor.model_loader import load_executor
 
     return load_executor(
         str(DEMO_MODEL), device="cpu", dtype="float32", page_size=page_size, max_total_tokens=256, max_pool_rows=4
@@ -36,7 +36,7 @@ def make_torch(page_size):
 def make_checked(page_size):
     """Torch once more, with backends that check every layer and every step."""
     pytest.importorskip("torch", reason="the package torch is not installed")
-    from tests.executor.checking import load_checked
+    from tests.executor.checked_backends import load_checked
 
     return load_checked(
         str(DEMO_MODEL), device="cpu", dtype="float32", page_size=page_size, max_total_tokens=256, max_pool_rows=4
@@ -46,7 +46,7 @@ def make_checked(page_size):
 def make_virtual(page_size):
     """A model over two ranks that are threads."""
     pytest.importorskip("torch", reason="the package torch is not installed")
-    from tests.executor.virtual import load_virtual
+    from tests.executor.thread_ranks import load_virtual
 
     return load_virtual(
         str(DEMO_MODEL), 2, device="cpu", dtype="float32", page_size=page_size, max_total_tokens=256, max_pool_rows=4
@@ -70,7 +70,7 @@ def executor(request):
 
 def two_processes(**size):
     pytest.importorskip("torch", reason="the package torch is not installed")
-    from tokenyard.executor.parallel.divided import load_executor
+    from tokenyard.executor.distributed.load import load_executor
 
     options = {"device": "cpu", "dtype": "float32", "page_size": 4, "max_total_tokens": 256, "max_pool_rows": 4}
     executor = load_executor(str(DEMO_MODEL), **size, **options)
@@ -187,8 +187,8 @@ def test_a_prompts_vector_does_not_depend_on_its_chunks(executor, pooling):
 def test_steps_that_measure_a_device_leave_no_trace(page_size):
     executor = make_torch(page_size)
     before = answer(executor, 1, [17], 6, first_page=1)
-    belief = quick_belief(executor, get_profile("cpu", "demo").cost(), time.monotonic)
-    assert belief.step(StepWork(tokens=1, rows=1, decode_rows=1)) > 0.0
+    calibrated = quick_calibration(executor, get_profile("cpu", "demo").cost(), time.monotonic)
+    assert calibrated.step(StepWork(tokens=1, rows=1, decode_rows=1)) > 0.0
     assert answer(executor, 1, [17], 6, first_page=1) == before
     assert answer(executor, 0, [5, 9, 3], 6, first_page=40) == before
     executor.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.scheduler.harness import make_info
-from tests.sim.small import setup, workload
+from tests.sim.small_workloads import setup, workload
 from tokenyard.base import (
     Cancel,
     Request,
@@ -27,10 +27,10 @@ from tokenyard.cost import OnlineCost
 from tokenyard.policy import POLICIES
 from tokenyard.scheduler import Scheduler
 from tokenyard.scheduler.row_list import RowList
-from tokenyard.scheduler.state import first_belief
-from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.synthetic import synthetic
-from tokenyard.sim.workload import Workload
+from tokenyard.scheduler.scheduler_state import prior_cost_model
+from tokenyard.sim.simulate import Outcome, Setup, simulate
+from tokenyard.sim.traces.synthetic import synthetic
+from tokenyard.sim.traces.workload import Workload
 
 CONTEXT, EOS, FILLER, MS = 64, 2, 5, 1_000_000
 BESIDE: tuple[dict[str, Any], ...] = (
@@ -82,7 +82,7 @@ class Twins:
 
     def __init__(self, chosen: SchedulerSettings, pages: int) -> None:
         info = make_info(pages, chosen.page_size, chosen.max_running_requests, CONTEXT)
-        self.single, self.repeating = (Scheduler(chosen, info, first_belief(info)) for _ in range(2))
+        self.single, self.repeating = (Scheduler(chosen, info, prior_cost_model(info)) for _ in range(2))
         self.now = 1
         self.most_at_once = 1
 
@@ -200,7 +200,7 @@ def test_a_plan_is_repeated_up_to_the_first_limit():
 
 @pytest.mark.parametrize(
     ("changes", "cost"),
-    [({"max_in_flight": 2}, None), ({}, OnlineCost(first_belief(make_info())))],
+    [({"max_in_flight": 2}, None), ({}, OnlineCost(prior_cost_model(make_info())))],
     ids=["overlap", "learning"],
 )
 def test_what_looks_at_every_step_keeps_single_steps(changes, cost):

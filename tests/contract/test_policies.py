@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.policy.lines import admissions, make_yard
+from tests.policy.waiting_order import admissions, make_yard
 from tokenyard.base import TenantSettings
 from tokenyard.policy import POLICIES, create_policy
 

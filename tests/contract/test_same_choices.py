@@ -10,17 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.sim.small import setup
-from tokenyard.router.choice import POLICIES
-from tokenyard.router.exchange import Exchange
-from tokenyard.router.front import Incoming
-from tokenyard.router.load import preempts_by
+from tests.sim.small_workloads import setup
+from tokenyard.router.client_connection import ClientRequest
 from tokenyard.router.proxy import Router
-from tokenyard.router.settings import RouterSettings
-from tokenyard.sim.engine import simulate
-from tokenyard.sim.fleet import Fleet
-from tokenyard.sim.router import SimRouter
-from tokenyard.sim.synthetic import synthetic
+from tokenyard.router.proxy_exchange import Exchange
+from tokenyard.router.router_settings import RouterSettings
+from tokenyard.routing.choice import POLICIES
+from tokenyard.routing.load import preempts_by
+from tokenyard.sim.fleet.fleet_settings import Fleet
+from tokenyard.sim.fleet.sim_router import SimRouter
+from tokenyard.sim.simulate import simulate
+from tokenyard.sim.traces.synthetic import synthetic
 
 ARRIVES, BEGINS, ENDS = range(3)
 REPLICAS, ROOM = 4, 5
@@ -61,7 +61,9 @@ class Driven:
         }
         body |= {"priority": request.priority} if request.priority is not None else {}
         body |= {"deadline_ms": request.deadline_ns / 1e6} if request.deadline_ns is not None else {}
-        incoming = Incoming(b"POST", b"/v1/completions", [], True, False, json.dumps(body).encode(), "/v1/completions")
+        incoming = ClientRequest(
+            b"POST", b"/v1/completions", [], True, False, json.dumps(body).encode(), "/v1/completions"
+        )
         front = SimpleNamespace(fail=lambda error: None, end=lambda keep=True: None)
         self.exchanges[request.number] = self.router._data(front, incoming)
 

@@ -11,19 +11,20 @@ from types import SimpleNamespace
 import pytest
 
 from tests.engine.test_placing import Wires, batch, submits
-from tests.sim.small import setup
+from tests.sim.small_workloads import setup
 from tokenyard.base import Finish, SamplingParams, TenantSettings, TextOptions
-from tokenyard.engine import ranks, streams, tokenizer_manager
+from tokenyard.engine.detokenizer.assembler import TextAssembler
+from tokenyard.engine.frontend import data_parallel_controller as ranks
+from tokenyard.engine.frontend import streams, tokenizer_manager
+from tokenyard.engine.frontend.io_struct import GenerateReqInput
+from tokenyard.engine.frontend.tokenizer_manager import TokenizerManager
 from tokenyard.engine.processes.messages import Heartbeat
-from tokenyard.engine.spec import GenerateSpec
 from tokenyard.engine.text.chat_template import ChatTemplate
-from tokenyard.engine.text.text_assembler import TextAssembler
-from tokenyard.engine.tokenizer_manager import TokenizerManager
-from tokenyard.router.balance import LOAD_BALANCE_METHODS, Balancer
-from tokenyard.sim.fleet import Fleet
+from tokenyard.routing.balance import LOAD_BALANCE_METHODS, RankBalancer
+from tokenyard.sim.fleet.fleet_settings import Fleet
+from tokenyard.sim.fleet.simulation import Simulation
 from tokenyard.sim.outcome import executor_info
-from tokenyard.sim.run import Run
-from tokenyard.sim.synthetic import synthetic
+from tokenyard.sim.traces.synthetic import synthetic
 
 RANKS = 4
 LIMITS = {"*": TenantSettings(max_running=2, max_queued=9)}
@@ -53,7 +54,7 @@ class Told:
             "_note_finish",
             lambda run, number, finish: (finish.finished_ns, "ended", finish.number, number, finish),
         )
-        run = Run(traffic, chosen)
+        run = Simulation(traffic, chosen)
         routing = run._routing
         begin = routing.first_token
 
@@ -70,13 +71,13 @@ class Told:
         self.events.sort(key=lambda event: event[0])
 
     def _note(self, monkeypatch, name, event):
-        original = getattr(Run, name)
+        original = getattr(Simulation, name)
 
         def noted(run, *args):
             self.events.append(event(run, *args))
             original(run, *args)
 
-        monkeypatch.setattr(Run, name, noted)
+        monkeypatch.setattr(Simulation, name, noted)
 
 
 @pytest.mark.parametrize(("method", "blind", "settings"), CASES)
@@ -102,7 +103,9 @@ async def replayed(told, traffic, method, chosen, blind, monkeypatch):
         monkeypatch.setattr(module, "time", times)
     wires, info = Wires(), executor_info(chosen)
     pool = chosen.profile.kv_pool_tokens
-    balancer = Balancer(method, RANKS, pool // chosen.settings.page_size * chosen.settings.page_size, chosen.settings)
+    balancer = RankBalancer(
+        method, RANKS, pool // chosen.settings.page_size * chosen.settings.page_size, chosen.settings
+    )
     manager = TokenizerManager(
         info, None, ChatTemplate({}, {}), wires, assembler=TextAssembler(None), balancer=balancer
     )
@@ -146,7 +149,7 @@ async def replayed(told, traffic, method, chosen, blind, monkeypatch):
 
 async def read(manager, request, rank):
     sampling = SamplingParams(max_new_tokens=10**4, ignore_eos=True)
-    spec = GenerateSpec(
+    spec = GenerateReqInput(
         input_ids=request.prompt_ids.tolist(),
         sampling=sampling,
         text_options=TextOptions(stream=True),

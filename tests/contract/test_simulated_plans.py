@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.sim.small import setup, workload
+from tests.sim.small_workloads import setup, workload
 from tokenyard.base import NS_PER_S, StepPlan, Submit
 from tokenyard.executor.mock import MockExecutor
 from tokenyard.scheduler import Scheduler
-from tokenyard.sim.engine import Setup, executor_info, simulate
-from tokenyard.sim.synthetic import synthetic
-from tokenyard.sim.workload import Workload
+from tokenyard.sim.simulate import Setup, executor_info, simulate
+from tokenyard.sim.traces.synthetic import synthetic
+from tokenyard.sim.traces.workload import Workload
 
 OUTPUT_TOKENS = 24
 """All answers have this length: the mock does not know the workload's own."""

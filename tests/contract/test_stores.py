@@ -6,12 +6,12 @@ import threading
 import numpy as np
 import pytest
 
-from tests.transfer.fake_valkey import FakeValkey
+from tests.kv_store.fake_valkey import FakeValkey
 from tokenyard.base.blocks import block_digests
-from tokenyard.transfer.layers import LayeredStore
-from tokenyard.transfer.remote import RemoteStore
-from tokenyard.transfer.slab import SLOT_HEAD_BYTES, SlabStore
-from tokenyard.transfer.store import BlockFormat, MemoryStore, block_buffer, padded
+from tokenyard.kv_store.layered import LayeredStore
+from tokenyard.kv_store.remote import RemoteStore
+from tokenyard.kv_store.slab import SLOT_HEAD_BYTES, SlabStore
+from tokenyard.kv_store.store import BlockFormat, MemoryStore, block_buffer, padded
 
 FORM = BlockFormat("model", "float32", 64, 4, 4000)
 BLOCKS = 5
@@ -66,10 +66,10 @@ def test_what_is_put_can_be_got(store):
 def test_a_prompt_reaches_as_far_as_there_is_no_gap(store):
     for place in (0, 1, 3):
         store.put(DIGESTS[place], content(place))
-    assert store.reach(DIGESTS) == 2
-    assert store.reach(DIGESTS[3:]) == 1
-    assert store.reach([]) == 0
-    assert store.guess(DIGESTS) == (len(DIGESTS) if shared(store) else 2)
+    assert store.count_stored(DIGESTS) == 2
+    assert store.count_stored(DIGESTS[3:]) == 1
+    assert store.count_stored([]) == 0
+    assert store.count_maybe_stored(DIGESTS) == (len(DIGESTS) if shared(store) else 2)
 
 
 def test_what_was_not_used_for_longest_makes_way_and_ends_of_prompts_before_their_beginnings(store):
@@ -79,7 +79,7 @@ def test_what_was_not_used_for_longest_makes_way_and_ends_of_prompts_before_thei
         store.put(DIGESTS[place], content(place))
     store.touch(DIGESTS[:BLOCKS])
     store.put(DIGESTS[7], content(7))
-    assert store.reach(DIGESTS) == BLOCKS - 1
+    assert store.count_stored(DIGESTS) == BLOCKS - 1
     assert holds(store, 7)
     store.touch(DIGESTS[: BLOCKS - 1])
     store.put(DIGESTS[8], content(8))
@@ -92,7 +92,7 @@ def test_what_was_not_used_for_longest_makes_way_and_ends_of_prompts_before_thei
 def test_a_store_that_was_cleared_is_empty_and_of_use(store):
     store.put(DIGESTS[0], content(0))
     store.clear()
-    assert (store.blocks, store.reach(DIGESTS)) == (0, 0)
+    assert (store.blocks, store.count_stored(DIGESTS)) == (0, 0)
     store.put(DIGESTS[1], content(1))
     assert holds(store, 1)
 

@@ -7,18 +7,18 @@ import pytest
 
 from tokenyard.base import ExecutorInfo, StepWork, WindowGroup
 from tokenyard.cost import get_profile, unknown_cpu
-from tokenyard.cost.calibration import Point, Rig, measure_all, points, quick_belief
+from tokenyard.cost.calibration import CalibrationPoint, CalibrationRunner, measure_all, points, quick_calibration
 from tokenyard.executor.mock import MockExecutor
 
 PRIOR = unknown_cpu()
 STEPS = (
-    Point(rows=1, context=30),
-    Point(rows=16, context=300),
-    Point(rows=64, context=1000),
-    Point(chunk=100),
-    Point(chunk=1000),
-    Point(chunk=400, prefix=1500),
-    Point(rows=8, context=500, chunk=200),
+    CalibrationPoint(rows=1, context=30),
+    CalibrationPoint(rows=16, context=300),
+    CalibrationPoint(rows=64, context=1000),
+    CalibrationPoint(chunk=100),
+    CalibrationPoint(chunk=1000),
+    CalibrationPoint(chunk=400, prefix=1500),
+    CalibrationPoint(rows=8, context=500, chunk=200),
 )
 
 
@@ -35,24 +35,26 @@ def clock(step_s):
 
 @pytest.mark.parametrize("profile", ["h100/llama-3-8b", "a100/llama-2-7b", "cpu/demo", "cpu/smollm2-135m"])
 def test_a_few_steps_make_a_belief_right_that_was_far_off(profile):
-    belief = quick_belief(executor(profile), PRIOR, clock(0.01))
-    rig = Rig(executor(profile))
+    calibrated = quick_calibration(executor(profile), PRIOR, clock(0.01))
+    rig = CalibrationRunner(executor(profile))
     for point in STEPS:
         work, seconds = rig.measure(point)
-        assert belief.step(work) == pytest.approx(seconds, rel=0.2), point
-    assert belief.links == PRIOR.links
+        assert calibrated.step(work) == pytest.approx(seconds, rel=0.2), point
+    assert calibrated.links == PRIOR.links
 
 
 def test_a_slow_device_is_asked_about_few_steps_and_still_believed():
-    belief = quick_belief(executor("a100/llama-3-70b"), PRIOR, clock(0.2))
-    work, seconds = Rig(executor("a100/llama-3-70b")).measure(Point(rows=1, context=16))
-    assert belief.step(work) == pytest.approx(seconds, rel=0.2)
+    calibrated = quick_calibration(executor("a100/llama-3-70b"), PRIOR, clock(0.2))
+    work, seconds = CalibrationRunner(executor("a100/llama-3-70b")).measure(CalibrationPoint(rows=1, context=16))
+    assert calibrated.step(work) == pytest.approx(seconds, rel=0.2)
 
 
 def test_a_small_pool_is_asked_about_what_fits_it():
-    belief = quick_belief(executor("cpu/demo", context_length=64, num_pages=8, max_pool_rows=2), PRIOR, clock(0.0))
-    work, seconds = Rig(executor("cpu/demo")).measure(Point(chunk=16))
-    assert belief.step(work) == pytest.approx(seconds, rel=0.3)
+    calibrated = quick_calibration(
+        executor("cpu/demo", context_length=64, num_pages=8, max_pool_rows=2), PRIOR, clock(0.0)
+    )
+    work, seconds = CalibrationRunner(executor("cpu/demo")).measure(CalibrationPoint(chunk=16))
+    assert calibrated.step(work) == pytest.approx(seconds, rel=0.3)
 
 
 class PageTables:
@@ -87,7 +89,7 @@ class PageTables:
 def test_steps_read_pages_of_their_own_in_every_group_of_layers(windows, page_size):
     inner = executor("cpu/demo", page_size=page_size, windows=windows)
     followed = PageTables(inner)
-    belief = quick_belief(followed, PRIOR, clock(0.0))
-    assert belief.step(StepWork(tokens=1, rows=1, decode_rows=1)) > 0.0
-    measured = list(measure_all(Rig(followed), points(inner.info), clock(0.0), 1.0))
+    calibrated = quick_calibration(followed, PRIOR, clock(0.0))
+    assert calibrated.step(StepWork(tokens=1, rows=1, decode_rows=1)) > 0.0
+    measured = list(measure_all(CalibrationRunner(followed), points(inner.info), clock(0.0), 1.0))
     assert {bool(work.decode_rows) for work, _ in measured} == {True, False}

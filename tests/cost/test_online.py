@@ -42,15 +42,15 @@ def test_a_busy_device_is_foretold_its_mean_time(kind, factor):
     truth = get_profile("cpu", "demo").cost()
     online = OnlineCost(scaled(truth.terms, factor))
     rng = random.Random(3)
-    took_s = foretold_s = 0.0
+    took_s = predicted_s = 0.0
     for turn in range(4000):
         work = some_work(rng)
         seconds = truth.step(work) * (1.0 + rng.expovariate(2.0))
         if turn > 1000 and (work.prefill_tokens > 0) == (kind == "prefill"):
             took_s += seconds
-            foretold_s += online.step(work)
+            predicted_s += online.step(work)
         online.learn(work, seconds)
-    assert foretold_s == pytest.approx(took_s, rel=0.04)
+    assert predicted_s == pytest.approx(took_s, rel=0.04)
 
 
 def test_a_step_that_stood_still_changes_little():

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "tokenyard" / "demo_model"
 MARKERS = {"<|startoftext|>", "<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"}
-LARGEST_WEIGHTS_BYTES = 12_000_000
+MAX_WEIGHTS_BYTES = 12_000_000
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
@@ -54,7 +54,7 @@ def test_ids_in_the_configurations_agree_with_the_tokenizer() -> None:
 def test_weights_are_small_and_bf16_and_have_the_configured_shapes() -> None:
     config, tensors = read_json("config.json"), tensor_headers()
     hidden, width, layers = config["hidden_size"], config["head_dim"], config["num_hidden_layers"]
-    assert (FOLDER / "model.safetensors").stat().st_size < LARGEST_WEIGHTS_BYTES
+    assert (FOLDER / "model.safetensors").stat().st_size < MAX_WEIGHTS_BYTES
     assert {tensor["dtype"] for tensor in tensors.values()} == {"BF16"}
     assert len(tensors) == layers * 9 + 2
     assert tensors["model.embed_tokens.weight"]["shape"] == [config["vocab_size"], hidden]

@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 from tokenyard.cli.main import build_parser
-from tokenyard.engine.requests import LEVEL_NAMES
-from tokenyard.router.control import OPEN_PATHS
-from tokenyard.router.index import PrefixIndex
-from tokenyard.router.metrics import Metrics as RouterMetrics
-from tokenyard.router.settings import RouterSettings
+from tokenyard.engine.frontend.input_processor import LEVEL_NAMES
+from tokenyard.router.admin_routes import OPEN_PATHS
+from tokenyard.router.router_metrics import RouterMetrics as RouterMetrics
+from tokenyard.router.router_settings import RouterSettings
 from tokenyard.router.workers import Workers
-from tokenyard.server import metrics
+from tokenyard.routing.index import PrefixIndex
+from tokenyard.server.metrics import prometheus as metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -14,7 +14,7 @@ from tests.deploy.test_manifests import DEPLOY, documents
 from tests.e2e.servers import ROOT
 from tokenyard.cli.main import build_parser
 from tokenyard.on_ray.addresses_file import write_addresses
-from tokenyard.on_ray.autoscaling import wanted
+from tokenyard.on_ray.autoscaling import engines_wanted
 
 ENVIRONMENT = ROOT / ".venv-clients" / "ray"
 SCRIPT = Path(__file__).parent / "on_a_cluster.py"
@@ -52,7 +52,7 @@ def test_the_router_beside_the_head_reads_what_the_feed_writes():
     ],
 )
 def test_engines_for_a_load(queued_s, fullness, engines):
-    assert wanted(queued_s, fullness, target_s=2.0) == engines
+    assert engines_wanted(queued_s, fullness, target_s=2.0) == engines
 
 
 def test_the_file_of_addresses_is_replaced_whole_and_only_on_a_change(tmp_path):

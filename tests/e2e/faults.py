@@ -26,8 +26,9 @@ IDLE_WITHIN_S = 15.0
 class Outcome:
     """What a fault did.
 
-    `ends` counts how streams ended: "done", "error event", a status such as "503", "hung up" (by us) or "cut" (closed
-    with no word, which no client can read). `pages`: "conserved", or what is missing; "" where the server ended.
+    `ends` counts how streams ended: "done", "error event", a status such as "503", "disconnected" (by us) or "cut"
+    (closed with no word, which no client can read). `pages`: "conserved", or what is missing; "" where the server
+    ended.
     """
 
     fault: str
@@ -52,7 +53,7 @@ class Stream:
         self.data = b""
 
     async def read(self, *, hang_up_after: int | None = None) -> str:
-        """Send it, read to the end, and return how it ended; hangs up after so many events if that is given."""
+        """Send it, read to the end, and return how it ended; disconnects after so many events if that is given."""
         try:
             reader, writer = await asyncio.open_connection(*self._address, limit=1 << 20)
         except OSError:
@@ -62,7 +63,7 @@ class Stream:
         try:
             if hang_up_after is not None and hang_up_after < 0:
                 writer.write(whole[: random.Random(hang_up_after).randrange(len(whole))])
-                return "hung up"
+                return "disconnected"
             writer.write(whole)
             return await self._events(reader, hang_up_after)
         except ConnectionError:
@@ -78,7 +79,7 @@ class Stream:
             if self._ended():
                 break
             if hang_up_after is not None and self.data.count(b"data: ") >= hang_up_after:
-                return "hung up"
+                return "disconnected"
         return self._verdict()
 
     def _ended(self) -> bool:
@@ -211,7 +212,7 @@ def break_detokenizer(
 
 def break_ranks(streams: int, ranks: int, signals: tuple[signal.Signals, ...], tokens: int = 60) -> Outcome:
     """Send each rank in turn, under all streams, one of `signals` after the other: SIGKILL ends it, SIGSTOP makes it
-    stand still. It is started again, and every stream goes on as if nothing had been. `last_end_s` is of the slowest.
+    are stalled. It is started again, and every stream goes on as if nothing had been. `last_end_s` is of the slowest.
     """
 
     async def work(server: Server) -> tuple[Counter[str], float, list[str]]:
@@ -308,7 +309,7 @@ def hang_up(streams: int) -> Outcome:
         while await _used_tokens(server) and time.monotonic() < begin + IDLE_WITHIN_S:
             await asyncio.sleep(0.02)
         seconds = time.monotonic() - begin
-        return Counter({"hung up": sum(task.cancelled() for task in tasks)}), seconds, [f"{held} tokens were held"]
+        return Counter({"disconnected": sum(task.cancelled() for task in tasks)}), seconds, [f"{held} tokens were held"]
 
     room = ("--max-running-requests", str(streams), "--max-total-tokens", str(1024 * streams))
     return _surviving("all clients hang up at once", ("--mock-step-ms", "30", *room), work)

@@ -64,7 +64,7 @@ def test_a_stream_outlives_the_ranks_of_its_model(form, number, victim):
     finally:
         assert server.close() == 0
     if victim:
-        why = "was killed by signal 9" if number == signal.SIGKILL else "stands still"
+        why = "was killed by signal 9" if number == signal.SIGKILL else "is stalled"
         name = "tensor-parallel rank 1" if form == "tp" else "pipeline stage 0"
         assert f"{name} {why}, so all 2 ranks of the model end" in server.log
 
@@ -99,7 +99,7 @@ def test_a_stream_outlives_the_ranks_that_share_mlps(number):
         assert not {group[0] for group in tp_ranks(server)[1]} & {*before}
     finally:
         assert server.close() == 0
-    why = "has gone" if number == signal.SIGKILL else "stands still"
+    why = "has gone" if number == signal.SIGKILL else "is stalled"
     assert f"data-parallel rank 1 {why}, so all 2 ranks of the model end" in server.log
 
 
@@ -150,8 +150,8 @@ def test_a_stream_outlives_the_ranks_of_another_node(monkeypatch):
         pid = tp_ranks(server)[1][0][1]
         assert streamed(server, lambda: os.kill(pid, signal.SIGSTOP), max_tokens=60) == expected
         assert not alive(pid)
-        server.wait_for("node 1: tensor-parallel rank 1 stands still, so all 2 ranks of the model end")
-        node.wait_for("tensor-parallel rank 1 stands still, so all ranks of node 1 end")
+        server.wait_for("node 1: tensor-parallel rank 1 is stalled, so all 2 ranks of the model end")
+        node.wait_for("tensor-parallel rank 1 is stalled, so all ranks of node 1 end")
 
         def replace_node():
             nonlocal node

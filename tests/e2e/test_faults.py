@@ -50,14 +50,14 @@ def test_a_killed_server_leaves_no_process_behind():
 
 def test_clients_that_hang_up_lose_no_pages():
     outcome = faults.disconnects(4 * STREAMS)
-    assert set(outcome.ends) == {"hung up", "done"}
+    assert set(outcome.ends) == {"disconnected", "done"}
     assert outcome.pages == "conserved"
     assert outcome.exit_status == 0
 
 
 def test_clients_that_hang_up_free_their_kv_within_a_second():
     outcome = faults.hang_up(STREAMS)
-    assert outcome.ends == {"hung up": STREAMS}
+    assert outcome.ends == {"disconnected": STREAMS}
     assert int(outcome.notes[0].split()[0]) >= STREAMS
     assert outcome.last_end_s < 1.0
     assert outcome.pages == "conserved"

@@ -18,8 +18,8 @@ from tests.e2e.servers import Server
 from tokenyard.base import SchedulerSettings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.cost import get_profile
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.traces import read_trace
+from tokenyard.sim.simulate import Setup, simulate
+from tokenyard.sim.traces.formats import read_trace
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").is_file(), reason="the demo model is not there")
 QUEUE, SEATS = 8, 8

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.world
 KEY = "the-admin-key"
 PLAYWRIGHT = "playwright==1.65.2"
 ENVIRONMENT = ROOT / ".venv-clients" / "playwright"
-SCRIPT = Path(__file__).parent / "look_at_pages.py"
+SCRIPT = Path(__file__).parent / "check_pages.py"
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ SECRET = "wholly secret words"
 
 
 def ask(server, number, **more):
-    """One streamed completion; every fifth client hangs up in the middle."""
+    """One streamed completion; every fifth client disconnects in the middle."""
     body = {
         "prompt": f"{SECRET}, {WORDS[number % 5]} and {WORDS[number % 3]} " * (1 + number % 4),
         "max_tokens": 5 + number % 23,
@@ -58,7 +58,7 @@ def check(path, log):
     assert report.difference is None, (report.difference, log)
     assert report.plans == report.equal > 20
     assert SECRET.encode() not in data
-    assert tape.cut_off_bytes == 0
+    assert tape.truncated_bytes == 0
     kinds = {type(record.body).__name__ for record in tape.records()}
     assert {"Submit", "Planned", "Committed", "Idled", "Flush"} <= kinds
     return kinds

@@ -1,9 +1,9 @@
 """A scheduler process that gets ready and then meets a broken device."""
 
 from tokenyard.engine.processes.child import run_child
-from tokenyard.engine.processes.config import ChildReport
-from tokenyard.engine.processes.driver import DeviceBrokenError
-from tokenyard.engine.processes.scheduler_loop import load_executor
+from tokenyard.engine.processes.engine_config import ChildReport
+from tokenyard.engine.scheduler_process.driver import DeviceBrokenError
+from tokenyard.engine.scheduler_process.scheduler_loop import load_executor
 
 
 def work(task, report):

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack, contextmanager
 
 from tests.engine.text_helpers import DEMO_TOKENIZER
-from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.executor.mock import load_executor
 
 DEMO_FOLDER = DEMO_TOKENIZER.parent

@@ -2,10 +2,11 @@
 
 import time
 
-from tokenyard.engine.processes import scheduler_loop, scheduler_process
 from tokenyard.engine.processes.child import run_child
-from tokenyard.engine.processes.scheduler_loop import SchedulerLoop
-from tokenyard.engine.watch.liveness import BEAT_EVERY_S
+from tokenyard.engine.scheduler_process import process as scheduler_process
+from tokenyard.engine.scheduler_process import scheduler_loop
+from tokenyard.engine.scheduler_process.health.liveness import HEARTBEAT_INTERVAL_S
+from tokenyard.engine.scheduler_process.scheduler_loop import SchedulerLoop
 from tokenyard.executor import mock
 
 LOAD_S = 2.5
@@ -21,7 +22,7 @@ class HeardBeforeItRuns(SchedulerLoop):
     """Lets a heartbeat go out before the first turn of the loop, which it otherwise may or may not."""
 
     def run(self):
-        time.sleep(BEAT_EVERY_S)
+        time.sleep(HEARTBEAT_INTERVAL_S)
         super().run()
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from tokenyard import LLM
 from tokenyard.base import ConfigError, InvalidRequestError, Request, SamplingParams
-from tokenyard.engine.adapters import parse_adapters
-from tokenyard.engine.processes.messages import UNASKED, Call
-from tokenyard.engine.watch.adapters import AdapterLoader
-from tokenyard.transfer.identity import adapter_digest
+from tokenyard.engine.frontend.lora_registry import parse_adapters
+from tokenyard.engine.processes.messages import UNASKED, RpcRequest
+from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader
+from tokenyard.kv_layout.model_digest import adapter_digest
 
 
 def make_adapter(folder, content=b"weights"):
@@ -79,7 +79,7 @@ def test_more_adapters_than_memory_has_room_for_are_all_served(llm, tmp_path):
 
 
 class Memory:
-    """As much of an executor and a core as an AdapterLoader needs: what is in memory, and what requests have."""
+    """As much of an executor and a core as an LoraLoader needs: what is in memory, and what requests have."""
 
     def __init__(self):
         self.held, self.reads, self.used, self.events = set(), [], set(), []
@@ -88,7 +88,7 @@ class Memory:
         self.held.add(adapter)
         self.reads.append(adapter)
 
-    def drop_adapter(self, adapter):
+    def unload_adapter(self, adapter):
         self.held.discard(adapter)
 
     def uses_adapter(self, adapter):
@@ -99,9 +99,9 @@ class Memory:
 
 
 def test_adapters_beyond_the_limit_are_freed_by_use_and_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("tokenyard.engine.watch.adapters.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("tokenyard.engine.scheduler_process.attachments.lora.POLL_INTERVAL_S", 0.0)
     memory, arrived, replies = Memory(), queue.Queue(), []
-    loader = AdapterLoader(memory, memory, arrived.put, replies.append, 2)
+    loader = LoraLoader(memory, memory, arrived.put, replies.append, 2)
     keys = {}
 
     def read_one():
@@ -114,7 +114,7 @@ def test_adapters_beyond_the_limit_are_freed_by_use_and_read_again(tmp_path, mon
     for call_id, name in enumerate("abc", 1):
         folder = str(make_adapter(tmp_path / name, name.encode()))
         keys[name] = f"{name}#{adapter_digest(folder)}"
-        loader.call(Call(call_id, "load_adapter", {"adapter": keys[name], "folder": folder}))
+        loader.call(RpcRequest(call_id, "load_adapter", {"adapter": keys[name], "folder": folder}))
         read_one()
     assert [(reply.call_id, reply.refusal) for reply in replies] == [(1, ""), (2, ""), (3, "")]
     assert memory.held == {keys["b"], keys["c"]}
@@ -136,12 +136,12 @@ def test_adapters_beyond_the_limit_are_freed_by_use_and_read_again(tmp_path, mon
     loader.poll()
     assert memory.held == {keys["b"], keys["c"]}
     # One that was freed can be unloaded, and is then unknown; a process that starts again reads what it has room for.
-    loader.call(Call(9, "drop_adapter", {"adapter": keys["a"]}))
+    loader.call(RpcRequest(9, "unload_adapter", {"adapter": keys["a"]}))
     loader.poll()
     assert replies[-1].call_id == 9
     with pytest.raises(InvalidRequestError):
         request("a", 6)
-    loader.call(Call(UNASKED, "load_adapter", {"adapter": keys["a"], "folder": str(tmp_path / "a")}))
+    loader.call(RpcRequest(UNASKED, "load_adapter", {"adapter": keys["a"], "folder": str(tmp_path / "a")}))
     assert len(memory.reads) == 5
     assert request("a", 7).awaits_adapter
     memory.used = {keys["a"]}
@@ -152,16 +152,16 @@ def test_adapters_beyond_the_limit_are_freed_by_use_and_read_again(tmp_path, mon
 
 def test_a_read_that_takes_long_is_logged_with_the_adapter(tmp_path, monkeypatch, caplog):
     memory, arrived = Memory(), queue.Queue()
-    loader = AdapterLoader(memory, memory, arrived.put, lambda reply: None, None)
+    loader = LoraLoader(memory, memory, arrived.put, lambda reply: None, None)
     folder = str(make_adapter(tmp_path / "a"))
     for limit_s, lines in ((1e9, 0), (0.0, 1)):
-        monkeypatch.setattr("tokenyard.engine.watch.adapters.SLOW_READ_S", limit_s)
-        loader.call(Call(1, "load_adapter", {"adapter": f"a#{adapter_digest(folder)}", "folder": folder}))
+        monkeypatch.setattr("tokenyard.engine.scheduler_process.attachments.lora.SLOW_READ_S", limit_s)
+        loader.call(RpcRequest(1, "load_adapter", {"adapter": f"a#{adapter_digest(folder)}", "folder": folder}))
         assert loader.reading == [f"a#{adapter_digest(folder)}"]
         call = arrived.get(timeout=30)
         loader.call(call)
         assert loader.reading == []
-        loader.call(Call(2, "drop_adapter", call.arguments))
+        loader.call(RpcRequest(2, "unload_adapter", call.arguments))
         loader.poll()
         assert len([line for line in caplog.messages if f"reading adapter a#{adapter_digest(folder)}" in line]) == lines
     loader.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokenyard.base import ConfigError, ContextLengthError, InvalidRequestError
-from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template, render_within
+from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template, render_with_timeout
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared"
 CASES = SHARED / "chat_templates" / "chat_template_cases.jsonl"
@@ -252,8 +252,8 @@ def test_an_endless_template_is_ended():
 
     async def twice():
         with pytest.raises(InvalidRequestError, match=r"longer than 0\.05 s"):
-            await render_within(template, MESSAGES, timeout_s=0.05)
-        return await render_within(ChatTemplate({"default": PLAIN}, {}), MESSAGES)
+            await render_with_timeout(template, MESSAGES, timeout_s=0.05)
+        return await render_with_timeout(ChatTemplate({"default": PLAIN}, {}), MESSAGES)
 
     assert asyncio.run(twice()) == "[user]Hi>"
 
@@ -298,7 +298,7 @@ def test_broken_template_files_are_named(tmp_path):
 
 def test_a_prompt_that_cannot_fit_is_ended_while_it_is_written():
     with pytest.raises(ContextLengthError, match="1000 characters"):
-        render("{% for i in range(90000) %}{{ i }} {% endfor %}", most_chars=1000)
+        render("{% for i in range(90000) %}{{ i }} {% endfor %}", max_chars=1000)
 
 
 @pytest.mark.parametrize("where", ["arguments", "template variables"])

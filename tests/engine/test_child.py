@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from tokenyard.engine.processes import child
-from tokenyard.engine.processes.config import ChildTask, EngineConfig
+from tokenyard.engine.processes.engine_config import ChildTask, EngineConfig
 from tokenyard.engine.processes.logs import set_up_logging
 
 
@@ -76,7 +76,7 @@ def test_a_flood_is_taken_in_turns():
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     pull.bind("inproc://flood")
     push.connect("inproc://flood")
-    for i in range(child.MOST_FRAMES_AT_ONCE + 3):
+    for i in range(child.MAX_FRAMES_PER_POLL + 3):
         push.send(str(i).encode())
     first, rest = child.receive_all(pull), child.receive_all(pull)
     assert (len(first), rest) == (256, [b"256", b"257", b"258"])

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.router.choices import Taped
+from tests.routing.choices import Taped
 from tokenyard.base import Request, SamplingParams
-from tokenyard.router.balance import LOAD_BALANCE_METHODS, Balancer
-from tokenyard.router.choice import make_policy, prompt_key
-from tokenyard.router.index import token_prompt
-from tokenyard.router.load import Speed, TargetState
-from tokenyard.sim.fleet import Fleet
-from tokenyard.sim.router import Call, Places, SimRouter
+from tokenyard.routing.balance import LOAD_BALANCE_METHODS, RankBalancer
+from tokenyard.routing.choice import make_policy, prompt_key
+from tokenyard.routing.index import token_prompt
+from tokenyard.routing.load import TargetLoad, TtftModel
+from tokenyard.sim.fleet.fleet_settings import Fleet
+from tokenyard.sim.fleet.sim_router import FleetLayout, RoutedRequest, SimRouter
 
 RANKS, POOL = 4, 1 << 14
 
@@ -45,12 +45,12 @@ def drive(choose):
 
 
 def named_states():
-    speed = Speed()
-    return [TargetState(f"rank {rank}", speed) for rank in range(RANKS)]
+    speed = TtftModel()
+    return [TargetLoad(f"rank {rank}", speed) for rank in range(RANKS)]
 
 
 def chosen_by_ranks(method):
-    tape, balancer = [], Balancer(method, RANKS, POOL)
+    tape, balancer = [], RankBalancer(method, RANKS, POOL)
     balancer.policy = Taped(balancer.policy, tape)
 
     def choose(number, prompt, now):
@@ -61,16 +61,16 @@ def chosen_by_ranks(method):
 
 
 def chosen_by_simulator(method):
-    tape, router = [], SimRouter(method, Places(1, RANKS, True, 10**6, [POOL]), Fleet(), 0)
+    tape, router = [], SimRouter(method, FleetLayout(1, RANKS, True, 10**6, [POOL]), Fleet(), 0)
     router._policy = Taped(router._policy, tape)
     for target, named in zip(router.targets, named_states(), strict=True):
-        router.index.forget(target.name)
+        router.index.remove_target(target.name)
         target.name, target.salt = named.name, named.salt
         router.index.limit(target.name, POOL // 64)
 
     def choose(number, prompt, now):
         blocks = token_prompt(prompt)
-        call = Call(Request(number, "", prompt, SamplingParams()), router, blocks, prompt_key(blocks.digests))
+        call = RoutedRequest(Request(number, "", prompt, SamplingParams()), router, blocks, prompt_key(blocks.digests))
         router.dispatch(call, now)
         return call.sent
 

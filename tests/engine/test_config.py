@@ -6,9 +6,9 @@ import pytest
 
 from tests.engine.engines import mock_config
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.engine.processes.config import ChildReport, ChildTask, decode_report, decode_task, encode_line
-from tokenyard.engine.processes.scheduler_loop import load_executor
-from tokenyard.engine.watch.recording import load_prior
+from tokenyard.engine.processes.engine_config import ChildReport, ChildTask, decode_report, decode_task, encode_line
+from tokenyard.engine.scheduler_process.build_scheduler import load_prior
+from tokenyard.engine.scheduler_process.scheduler_loop import load_executor
 
 
 def test_the_model_decides_page_size_context_and_steps_in_flight():

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.engine.calls import flush, replies, snapshot
 from tests.engine.engines import watched_mock
+from tests.engine.verb_calls import flush, replies, snapshot
 from tokenyard.base import (
     NS_PER_S,
     Cancel,
@@ -22,19 +22,19 @@ from tokenyard.base import (
     SetPolicy,
     Submit,
 )
-from tokenyard.engine.processes.driver import (
+from tokenyard.engine.processes.messages import RpcReply
+from tokenyard.engine.scheduler_process.driver import (
     FIRST_RETRY_NS,
     HELD_TEXTS,
-    LONGEST_RETRY_NS,
+    MAX_RETRY_NS,
     DeviceBrokenError,
     Driver,
 )
-from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
-from tokenyard.engine.processes.messages import Reply
-from tokenyard.engine.watch.liveness import HeartbeatThread, LoopState, heartbeat_age_s
-from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.engine.scheduler_process.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.scheduler_process.health.liveness import HeartbeatThread, LoopState, heartbeat_age_s
+from tokenyard.engine.scheduler_process.health.step_log import StepLog
 from tokenyard.scheduler import Scheduler
-from tokenyard.scheduler.lifecycle import HELD_BY, Gate
+from tokenyard.scheduler.row_state import HELD_BY, Gate
 
 LOOPS = [(event_loop_normal, 1), (event_loop_overlap, 2)]
 both_loops = pytest.mark.parametrize(("loop", "depth"), LOOPS, ids=["normal", "overlap"])
@@ -153,7 +153,7 @@ def test_control_messages_are_answered(loop, depth):
     port = ScriptedPort([submit(1)], [flush(5), snapshot(6)])
     run(loop, depth, port)
     found = replies(port)
-    assert found[5] == Reply(5, True)
+    assert found[5] == RpcReply(5, True)
     assert found[6].value["running"] == 0
 
 
@@ -257,14 +257,14 @@ def test_work_that_cannot_be_planned_is_looked_at_again_soon(loop, depth, caplog
     run(loop, depth, port)
     assert port.waited[0] == FIRST_RETRY_NS
     assert port.waited == sorted(port.waited)
-    assert port.waited[-3:] == [LONGEST_RETRY_NS] * 3
+    assert port.waited[-3:] == [MAX_RETRY_NS] * 3
     assert len(port.tokens()[1]) == 4
     (line,) = [record.getMessage() for record in caplog.records]
     assert "no step can be planned although 1 requests wait: 1 paused;" in line
 
 
 class Adapters:
-    """As much of an AdapterLoader as the driver needs; all adapters are being read."""
+    """As much of an LoraLoader as the driver needs; all adapters are being read."""
 
     reading = ("slow#1",)
 
@@ -342,7 +342,7 @@ def test_a_long_device_step_is_alive_and_a_hung_loop_is_not():
 
 
 def test_heartbeats_go_on_during_a_step(monkeypatch):
-    monkeypatch.setattr("tokenyard.engine.watch.liveness.BEAT_EVERY_S", 0.02)
+    monkeypatch.setattr("tokenyard.engine.scheduler_process.health.liveness.HEARTBEAT_INTERVAL_S", 0.02)
     state, beats = LoopState(), []
     thread = HeartbeatThread(state, beats.append, lambda: None)
     thread.start()

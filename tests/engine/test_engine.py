@@ -23,10 +23,10 @@ from tokenyard.base import (
     TextOptions,
     TokenyardError,
 )
+from tokenyard.engine.frontend.io_struct import GenerateReqInput
 from tokenyard.engine.processes import supervisor
 from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.processes.supervisor import CHILD_MODULES
-from tokenyard.engine.spec import GenerateSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 FOR_EVER = 900
@@ -34,7 +34,7 @@ FOR_EVER = 900
 
 def spec(text="Once upon a time", *, tokens=12, stream=True, **options):
     sampling = {name: options.pop(name) for name in ("n", "stop", "temperature") if name in options}
-    return GenerateSpec(
+    return GenerateReqInput(
         text=text,
         sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True, **sampling),
         text_options=TextOptions(stream=stream),
@@ -272,7 +272,7 @@ def test_abort_pause_continue_and_flush():
 
 def test_wrong_requests_cost_no_other_request(in_engine):
     async def work(manager):
-        for wrong in (GenerateSpec(input_ids=[]), GenerateSpec(input_ids=[10**6]), spec("word " * 2000)):
+        for wrong in (GenerateReqInput(input_ids=[]), GenerateReqInput(input_ids=[10**6]), spec("word " * 2000)):
             with pytest.raises(InvalidRequestError):
                 await collect(manager, wrong)
         assert await text_of(manager, spec())
@@ -283,7 +283,7 @@ def test_wrong_requests_cost_no_other_request(in_engine):
 def test_token_ids_alone_need_no_detokenizer(before):
     async def work(manager):
         assert manager.tokenizer is None
-        wanted = GenerateSpec(input_ids=[5, 6, 7], sampling=SamplingParams(max_new_tokens=6, ignore_eos=True))
+        wanted = GenerateReqInput(input_ids=[5, 6, 7], sampling=SamplingParams(max_new_tokens=6, ignore_eos=True))
         wanted.text_options.stream = True
         deltas = await collect(manager, wanted)
         assert sum(len(delta.token_ids) for delta in deltas) == 6
@@ -389,10 +389,10 @@ class Heard:
     def __init__(self):
         self.told = []
 
-    def rank_given_up(self, rank):
+    def rank_abandoned(self, rank):
         self.told.append(f"rank {rank}")
 
-    def engine_died(self, reason):
+    def engine_dead(self, reason):
         self.told.append(reason)
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tokenyard.base import Cancel, InvalidRequestError, OpenGate, Request, SamplingParams
-from tokenyard.engine.watch import grammars
-from tokenyard.engine.watch.grammars import GrammarCompiler
-from tokenyard.scheduler.lifecycle import Gate
+from tokenyard.engine.scheduler_process.attachments import grammar as grammars
+from tokenyard.engine.scheduler_process.attachments.grammar import GrammarCompiler
+from tokenyard.scheduler.row_state import Gate
 
 
 class Compiling:
@@ -62,7 +62,7 @@ def test_a_wrong_one_ends_its_request_and_no_other(compiling):
 
 
 def test_one_that_takes_too_long_is_given_up_and_later_ones_are_told_that_all_is_busy(compiling, monkeypatch):
-    monkeypatch.setattr(grammars, "LONGEST_S", 0.2)
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.2)
     events = outcome(compiling, "slow", "slow", "good")
     causes = {event.numbers[0]: event.cause for event in events if isinstance(event, Cancel)}
     assert causes == {10: "invalid", 20: "invalid", 30: "queue_full"}

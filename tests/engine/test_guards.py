@@ -9,18 +9,25 @@ import types
 import numpy as np
 import pytest
 
-from tests.engine.calls import choose, replies, snapshot
 from tests.engine.engines import mock_config, watched_mock
 from tests.engine.test_driver import LOOPS, ScriptedPort, both_loops, run, submit
+from tests.engine.verb_calls import choose, replies, snapshot
 from tokenyard.base import ConfigError, SchedulerSettings, SetPolicy
-from tokenyard.engine.processes.driver import Driver
 from tokenyard.engine.processes.launch import running_engine
-from tokenyard.engine.watch.guards import MOST_MISTAKES, STALL_NS, WINDOW_CALLS, StalledError, StallGuard, broken_off
-from tokenyard.engine.watch.liveness import LoopState
-from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.engine.scheduler_process.driver import Driver
+from tokenyard.engine.scheduler_process.health.guards import (
+    MAX_VIOLATIONS,
+    STALL_NS,
+    WINDOW_CALLS,
+    StalledError,
+    StallGuard,
+    interrupt_after,
+)
+from tokenyard.engine.scheduler_process.health.liveness import LoopState
+from tokenyard.engine.scheduler_process.health.step_log import StepLog
 from tokenyard.policy import Policy
 from tokenyard.tape.codec import Origin, Tape
-from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.recorder import RecordingScheduler
 from tokenyard.tape.replay import replay
 
 
@@ -131,7 +138,7 @@ def test_a_stalling_policy_makes_way_for_fcfs_and_a_tape_shows_when(loop, depth,
         enable_priority_scheduling=True,
     )
     sink = Sink()
-    core = Recorder(Origin(settings, executor.info), sink, None, "test")
+    core = RecordingScheduler(Origin(settings, executor.info), sink, None, "test")
     port = ScriptedPort([submit(number, tokens=2) for number in range(1, 10)], [snapshot(1)])
     loop(Driver(core, executor, port, log=StepLog(0), state=LoopState()))
     assert {finish.reason for finish in port.finished().values()} == {"length"}
@@ -156,7 +163,7 @@ def test_a_slow_tape_is_not_counted_as_the_policys_time(loop, depth, own_policie
 
     executor = watched_mock(step_ms=0.0, max_total_tokens=128, max_pool_rows=8)
     settings = SchedulerSettings(max_in_flight=depth, schedule_policy="my_policies:Quick", policy_options={})
-    core = Recorder(Origin(settings, executor.info), SlowSink(), None, "test")
+    core = RecordingScheduler(Origin(settings, executor.info), SlowSink(), None, "test")
     port = ScriptedPort([submit(number, tokens=4) for number in range(1, 4)], [snapshot(1)])
     loop(Driver(core, executor, port, log=StepLog(0), state=LoopState()))
     assert {finish.reason for finish in port.finished().values()} == {"length"}
@@ -186,17 +193,17 @@ def test_only_what_the_guarded_function_calls_is_broken_off():
         while time.monotonic() < end:
             pass
 
-    with broken_off(0.01, inside=guarded.__code__):
+    with interrupt_after(0.01, inside=guarded.__code__):
         spin()
         assert "longer than 0.01 s" in guarded(spin)
     spin()
-    with pytest.raises(StalledError), broken_off(0.01):
+    with pytest.raises(StalledError), interrupt_after(0.01):
         spin()
 
 
 def test_outside_the_main_thread_nothing_is_broken_off():
     def work():
-        with broken_off(0.001):
+        with interrupt_after(0.001):
             time.sleep(0.02)
         done.append(True)
 
@@ -238,8 +245,8 @@ def stalls(policy, steps_ns):
 
 def test_only_own_policies_are_watched_and_only_for_what_happens_again_and_again():
     slow, fine = STALL_NS + 1, STALL_NS
-    assert stalls("my:Policy", [slow] * 9) == MOST_MISTAKES
-    assert stalls("priority+my:Policy", [slow, fine] * 9) == 2 * MOST_MISTAKES - 1
+    assert stalls("my:Policy", [slow] * 9) == MAX_VIOLATIONS
+    assert stalls("priority+my:Policy", [slow, fine] * 9) == 2 * MAX_VIOLATIONS - 1
     assert stalls("lpm", [slow] * 9) is None
     assert stalls("my:Policy", [fine] * 9) is None
     assert stalls("my:Policy", [slow, *[fine] * (WINDOW_CALLS // 2)] * 9) is None

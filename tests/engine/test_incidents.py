@@ -1,7 +1,7 @@
 """Lines about refusals and lost places: at once, then rate-limited, and no count is lost."""
 
 from tokenyard.base import NS_PER_S, Finish
-from tokenyard.engine.watch.incidents import Incidents
+from tokenyard.engine.scheduler_process.health.incidents import Incidents
 
 
 def refused(cause, count=1):

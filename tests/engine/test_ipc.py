@@ -30,12 +30,12 @@ from tokenyard.base import (
 from tokenyard.engine.processes.ipc import (
     FROM_SCHEDULER,
     TO_API,
+    TO_DETOKENIZER,
     TO_SCHEDULER,
-    TO_TEXT,
     ProtocolError,
     SocketDirectory,
 )
-from tokenyard.engine.processes.messages import Call, Fence, Fenced, Heartbeat, Reply, TextBatch
+from tokenyard.engine.processes.messages import Fence, Fenced, Heartbeat, RpcReply, RpcRequest, TextBatch
 
 
 def int32(*values):
@@ -71,10 +71,10 @@ MESSAGES = [
         for message in (Submit(REQUEST), Cancel([1]), Update(1, 2), Pause("retract", [3]), Resume())
     ),
     *((TO_SCHEDULER, message) for message in (StopFound(1, 2, "x"), OpenGate(1, 4), SetPolicy("lpm", {"a": 1.5}))),
-    *((TO_SCHEDULER, message) for message in (Flush(), Call(1, "explain", {"number": 3}))),
-    *((FROM_SCHEDULER, message) for message in (BATCH, BEAT, Reply(1, True), Reply(2, {"x": [b"y"]}))),
-    *((TO_TEXT, message) for message in (BATCH, BEAT, Reply(1, refusal="no"), Fence(3, [1, 2**40]))),
-    *((TO_API, message) for message in (TEXT, BATCH, BEAT, Reply(1), FENCED)),
+    *((TO_SCHEDULER, message) for message in (Flush(), RpcRequest(1, "explain", {"number": 3}))),
+    *((FROM_SCHEDULER, message) for message in (BATCH, BEAT, RpcReply(1, True), RpcReply(2, {"x": [b"y"]}))),
+    *((TO_DETOKENIZER, message) for message in (BATCH, BEAT, RpcReply(1, refusal="no"), Fence(3, [1, 2**40]))),
+    *((TO_API, message) for message in (TEXT, BATCH, BEAT, RpcReply(1), FENCED)),
 ]
 
 

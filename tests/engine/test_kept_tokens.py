@@ -4,7 +4,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tokenyard.config import DEMO_MODEL
-from tokenyard.engine.text.incremental import IncrementalText
+from tokenyard.engine.detokenizer.incremental import IncrementalDetokenizer
 
 
 def test_only_the_kept_special_tokens_are_shown():
@@ -16,7 +16,7 @@ def test_only_the_kept_special_tokens_are_shown():
     prompt = np.array(words, np.int32)
 
     def text(keep):
-        incremental = IncrementalText(tokenizer, prompt, True, keep)
+        incremental = IncrementalDetokenizer(tokenizer, prompt, True, keep)
         return "".join(incremental.add(token) for token in ids) + incremental.flush()
 
     mark = tokenizer.id_to_token(kept)

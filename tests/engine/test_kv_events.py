@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import zmq
 
-from tests.engine.calls import flush
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, submit
+from tests.engine.verb_calls import flush
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.cache.kv_events import block_hashes, root_hash
-from tokenyard.cache.radix import make_key
-from tokenyard.engine.processes.driver import Driver
-from tokenyard.engine.processes.event_loop import event_loop_normal
-from tokenyard.engine.processes.messages import UNASKED, Call
-from tokenyard.engine.watch.kv_events import END, KEPT_BATCHES, KvEventPublisher, is_own
-from tokenyard.engine.watch.liveness import LoopState
-from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.cache.radix_cache import make_key
+from tokenyard.engine.processes.messages import UNASKED, RpcRequest
+from tokenyard.engine.scheduler_process.attachments.kv_events import END, KEPT_BATCHES, KvEventPublisher, is_own
+from tokenyard.engine.scheduler_process.driver import Driver
+from tokenyard.engine.scheduler_process.event_loop import event_loop_normal
+from tokenyard.engine.scheduler_process.health.liveness import LoopState
+from tokenyard.engine.scheduler_process.health.step_log import StepLog
 from tokenyard.scheduler import Scheduler
 
 
@@ -31,7 +31,7 @@ class Kept:
     def publish(self, events):
         self.events += events
 
-    publish_all = publish
+    publish_snapshot = publish
 
 
 def run(*groups, **settings):
@@ -121,7 +121,7 @@ def asked_again(publisher, number):
 def test_what_was_missed_can_be_asked_for_again():
     asked = []
     publisher = KvEventPublisher(
-        "tcp://127.0.0.1:*", topic="t", replay_endpoint="tcp://127.0.0.1:*", tell_all=lambda: asked.append(1)
+        "tcp://127.0.0.1:*", topic="t", replay_endpoint="tcp://127.0.0.1:*", request_snapshot=lambda: asked.append(1)
     )
     try:
         assert asked_again(publisher, 0) == []
@@ -138,7 +138,9 @@ def test_what_is_too_old_is_told_anew_as_a_whole():
     publisher = KvEventPublisher(
         "tcp://127.0.0.1:*",
         replay_endpoint="tcp://127.0.0.1:*",
-        tell_all=lambda: threading.Thread(target=publisher.publish_all, args=(["cleared", "all"],)).start(),
+        request_snapshot=lambda: threading.Thread(
+            target=publisher.publish_snapshot, args=(["cleared", "all"],)
+        ).start(),
     )
     try:
         for number in range(KEPT_BATCHES + 5):
@@ -150,7 +152,7 @@ def test_what_is_too_old_is_told_anew_as_a_whole():
 
 
 def test_a_driver_tells_the_whole_cache_when_asked():
-    call = Call(UNASKED, "tell_kv")
+    call = RpcRequest(UNASKED, "tell_kv")
     events, _ = run([submit(1, range(2, 10))], [call], enable_kv_events=True)
     told = events[[event["type"] for event in events].index("AllBlocksCleared", 1) :]
     before = events[: -len(told)]

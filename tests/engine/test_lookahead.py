@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 
 from tests.e2e.servers import alive
-from tests.engine.calls import choose, replies, snapshot
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, submit
+from tests.engine.verb_calls import choose, replies, snapshot
 from tokenyard.base import ConfigError, Finish, SchedulerSettings, SetPolicy, TokenBatch
-from tokenyard.engine.processes.driver import Driver
-from tokenyard.engine.processes.event_loop import event_loop_normal, event_loop_overlap
-from tokenyard.engine.watch import lookahead_client as module
-from tokenyard.engine.watch.liveness import LoopState
-from tokenyard.engine.watch.lookahead_client import COMMAND, LookaheadClient
-from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.engine.scheduler_process.attachments import lookahead as module
+from tokenyard.engine.scheduler_process.attachments.lookahead import COMMAND, LookaheadClient
+from tokenyard.engine.scheduler_process.driver import Driver
+from tokenyard.engine.scheduler_process.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.scheduler_process.health.liveness import LoopState
+from tokenyard.engine.scheduler_process.health.step_log import StepLog
 from tokenyard.scheduler import Scheduler
 from tokenyard.tape.codec import Origin, Tape
-from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.recorder import RecordingScheduler
 from tokenyard.tape.replay import replay
 
-ODD = Path(__file__).with_name("odd_lookahead.py")
+ODD = Path(__file__).with_name("bad_lookahead.py")
 ROOT = ODD.parents[2]
 OPTIONS = {"interval_s": 0.1, "cpu_share": 1.0, "among": "fcfs+slo"}
 FAULTS = [
@@ -56,7 +56,7 @@ def odd(*mode):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(module, "POLL_NS", 1_000_000)
-    monkeypatch.setattr(module, "FIRST_PAUSE_NS", 20_000_000)
+    monkeypatch.setattr(module, "MIN_BACKOFF_NS", 20_000_000)
     monkeypatch.setattr(module, "ENVIRONMENT", {"PYTHONPATH": str(ROOT)})
 
 
@@ -130,7 +130,7 @@ def test_what_is_not_better_changes_nothing():
 def test_a_fault_leaves_the_policy_is_said_once_and_tried_again(mode, monkeypatch, caplog):
     if mode in ("deaf", "sleeps"):
         monkeypatch.setattr(module, "STALL_NS", 300_000_000)
-    monkeypatch.setattr(module, "MOST_UNSENT_BYTES", 200_000)
+    monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 200_000)
     with Yard(odd(mode)) as yard:
         pids = set()
 
@@ -161,7 +161,7 @@ def test_pauses_between_trials_grow(monkeypatch):
 
         yard.turn_until(failed_often)
         assert pauses == [40_000_000, 80_000_000, 160_000_000, 320_000_000]
-        monkeypatch.setattr(module, "LONGEST_PAUSE_NS", 400_000_000)
+        monkeypatch.setattr(module, "MAX_BACKOFF_NS", 400_000_000)
         yard.turn_until(lambda: yard.state["failures"] == 5)
         assert yard.lookahead._pause_ns == 400_000_000
 
@@ -255,7 +255,7 @@ def test_the_loop_changes_its_policy_and_people_choose():
     executor = watched_mock(step_ms=1.0, max_total_tokens=512, max_pool_rows=8)
     settings = SchedulerSettings(schedule_policy="adaptive", policy_options=OPTIONS)
     sink = io.BytesIO()
-    core = Recorder(Origin(settings, executor.info), sink, None, "test")
+    core = RecordingScheduler(Origin(settings, executor.info), sink, None, "test")
     lookahead = LookaheadClient(core, settings, odd("better"))
     numbers = iter(range(100_000))
     seen = []

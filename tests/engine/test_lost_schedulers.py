@@ -13,7 +13,7 @@ from tests.engine import slow_to_load
 from tests.engine.engines import mock_config
 from tests.engine.test_engine import FOR_EVER, spec, titled, until
 from tokenyard.base import LogprobOptions
-from tokenyard.engine import failover
+from tokenyard.engine.frontend import failover
 from tokenyard.engine.processes import launch, supervisor
 from tokenyard.engine.processes.launch import running_engine
 
@@ -202,10 +202,10 @@ def with_own_code(**settings):
     "policy", ["Swallows", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Measures", "Exits"))]
 )
 def test_a_policy_that_ends_or_stops_its_process_makes_way_for_fcfs(policy, monkeypatch, caplog):
-    monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.own_code")
+    monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.user_code")
 
     async def main():
-        async with running_engine(with_own_code(schedule_policy=f"tests.engine.own_code:{policy}")) as manager:
+        async with running_engine(with_own_code(schedule_policy=f"tests.engine.user_code:{policy}")) as manager:
             readings = await asyncio.gather(*(read_whole(manager, tokens=400, n=2) for _ in range(3)))
             for reading in readings:
                 same(readings[0], reading)
@@ -220,22 +220,22 @@ def test_a_policy_that_ends_or_stops_its_process_makes_way_for_fcfs(policy, monk
 
 def test_a_priority_function_that_never_ends_is_left_out():
     async def main():
-        own = {"priority_function": "tests.engine.own_code:swallows", "max_running_requests": 1}
+        own = {"priority_function": "tests.engine.user_code:swallows", "max_running_requests": 1}
         async with running_engine(with_own_code(**own, enable_priority_scheduling=True)) as manager:
             await asyncio.gather(*(read_whole(manager, tokens=20) for _ in range(3)))
             assert (await manager.snapshot())["priority_function"] == ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.own_code")
+        patch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.user_code")
         asyncio.run(main())
 
 
 def test_a_policy_chosen_while_it_ran_is_not_chosen_again_after_it_hung(monkeypatch):
-    monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.own_code")
+    monkeypatch.setitem(supervisor.CHILD_MODULES, "scheduler", "tests.engine.user_code")
 
     async def main():
         async with running_engine(with_own_code(schedule_policy="lpm")) as manager:
-            await manager.set_policy("tests.engine.own_code:Swallows", {})
+            await manager.set_policy("tests.engine.user_code:Swallows", {})
             await read_whole(manager, tokens=20)
             assert (await manager.snapshot())["policy"] == "lpm"
 
@@ -297,7 +297,7 @@ def test_a_full_queue_takes_back_what_was_accepted():
 
 
 def test_a_request_that_ends_its_scheduler_again_and_again_ends_with_an_error(monkeypatch):
-    monkeypatch.setattr(failover, "MOST_MOVES", 1)
+    monkeypatch.setattr(failover, "MAX_RESUBMITS", 1)
 
     async def main():
         async with running_engine(engine()) as manager:
@@ -357,7 +357,7 @@ def test_a_scheduler_that_stands_still_is_ended_and_started_again(monkeypatch, c
 
     asyncio.run(main())
     assert "last heard" in caplog.text
-    assert "no sign of life from the scheduler" in caplog.text
+    assert "no heartbeat from the scheduler" in caplog.text
     assert "Fatal Python error: Aborted" in capfd.readouterr().err
 
 

@@ -10,10 +10,10 @@ from tests.engine.engines import mock_config
 from tests.engine.test_engine import spec, until
 from tests.engine.test_lost_schedulers import Reading, begun, read_whole
 from tokenyard.base import LogprobOptions, Request, SamplingParams, TextOptions, TokenyardError
-from tokenyard.engine import paused
-from tokenyard.engine.paused import PausedRequests, decode, encode, record_of, specs_of
+from tokenyard.engine.frontend import paused_requests as paused
+from tokenyard.engine.frontend.paused_requests import PausedRequests, decode, encode, record_of, specs_of
+from tokenyard.engine.frontend.streams import Stream
 from tokenyard.engine.processes.launch import running_engine
-from tokenyard.engine.streams import Stream
 
 ANSWER = {7: [11, 12, 13, 14]}
 
@@ -89,7 +89,7 @@ def test_a_request_that_goes_on_while_its_record_is_written_has_none(tmp_path):
 
 
 def test_the_oldest_record_makes_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(paused, "MOST_RECORDS", 2)
+    monkeypatch.setattr(paused, "MAX_RECORDS", 2)
 
     async def main():
         records = PausedRequests(str(tmp_path), "m")
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_costs_the_record_only(tmp_path):
 
 def on_disk(config, folder):
     """The settings with a store in a folder."""
-    more = {"enabled": True, "backend": "disk", "folder": str(folder), "most_gb": 0.1, "min_free_gb": 0.0}
+    more = {"enabled": True, "backend": "disk", "folder": str(folder), "max_gb": 0.1, "min_free_gb": 0.0}
     config.tiers = replace(config.tiers, **more)
     config.scheduler = replace(config.scheduler, enable_hierarchical_cache=True)
     return config

@@ -14,16 +14,16 @@ from tokenyard.base import (
     Started,
     Submit,
     TenantSettings,
-    TenantUse,
+    TenantUsage,
     TextOptions,
     TokenBatch,
 )
+from tokenyard.engine.detokenizer.assembler import TextAssembler
+from tokenyard.engine.frontend.io_struct import GenerateReqInput
+from tokenyard.engine.frontend.tokenizer_manager import TokenizerManager
 from tokenyard.engine.processes.messages import Heartbeat
-from tokenyard.engine.spec import GenerateSpec
 from tokenyard.engine.text.chat_template import ChatTemplate
-from tokenyard.engine.text.text_assembler import TextAssembler
-from tokenyard.engine.tokenizer_manager import TokenizerManager
-from tokenyard.router.balance import Balancer
+from tokenyard.routing.balance import RankBalancer
 
 
 class Wires:
@@ -41,7 +41,7 @@ class Wires:
     def fence(self, fence):
         pass
 
-    def reset_text(self):
+    def reset_detokenizer(self):
         pass
 
     def close(self):
@@ -54,7 +54,7 @@ def with_ranks(work, size=2, **settings):
     async def main():
         wires = Wires()
         info = watched_mock(step_ms=0.0, max_total_tokens=1024).info
-        balancer = Balancer("shortest_queue", size, 1024, SchedulerSettings(**settings))
+        balancer = RankBalancer("shortest_queue", size, 1024, SchedulerSettings(**settings))
         manager = TokenizerManager(
             info, None, ChatTemplate({}, {}), wires, assembler=TextAssembler(None), balancer=balancer
         )
@@ -71,7 +71,7 @@ def with_ranks(work, size=2, **settings):
 
 def spec(tokens=3, **options):
     sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-    return GenerateSpec(input_ids=[5, 6, 7], sampling=sampling, text_options=TextOptions(stream=True), **options)
+    return GenerateReqInput(input_ids=[5, 6, 7], sampling=sampling, text_options=TextOptions(stream=True), **options)
 
 
 def asked(manager, **options):
@@ -144,7 +144,7 @@ def test_other_ends_are_told_at_once():
 
 def test_what_a_tenant_uses_is_told_to_all_other_ranks():
     async def work(manager, sent):
-        use = TenantUse(["a"], [7], [9.0])
+        use = TenantUsage(["a"], [7], [9.0])
         manager.outputs.receive(use, 1)
         assert [sent[rank] for rank in range(3)] == [[use], [], [use]]
 
@@ -164,7 +164,7 @@ def test_what_waits_for_a_rank_goes_elsewhere_when_that_is_out_for_good():
         await asyncio.sleep(0.01)
         other = 1 - home
         assert not submits(sent[other])
-        manager.failover.rank_given_up(home)
+        manager.failover.rank_abandoned(home)
         moved, waiting = submits(sent[other])
         assert (moved.number, moved.output_ids.tolist(), waiting.number) == (first.number, [8], held.number)
         assert Pause(numbers=[held.number]) in sent[other]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.engine.calls import snapshot
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, both_loops
+from tests.engine.verb_calls import snapshot
 from tokenyard.base import (
     ConfigError,
     Finish,
@@ -26,21 +26,21 @@ from tokenyard.base import (
     Update,
 )
 from tokenyard.config import Settings
-from tokenyard.engine.processes.driver import Driver
-from tokenyard.engine.watch.attainment import Attainment
-from tokenyard.engine.watch.guards import MOST_MISTAKES, WINDOW_CALLS, Mistakes
-from tokenyard.engine.watch.liveness import LoopState
-from tokenyard.engine.watch.priority_updates import (
+from tokenyard.engine.scheduler_process.attachments.priority import (
     BUDGET_NS,
     PERIOD_NS,
     SLICE_NS,
     PriorityUpdates,
     create_priority_updates,
 )
-from tokenyard.engine.watch.step_log import StepLog
+from tokenyard.engine.scheduler_process.driver import Driver
+from tokenyard.engine.scheduler_process.health.guards import MAX_VIOLATIONS, WINDOW_CALLS, ViolationCounter
+from tokenyard.engine.scheduler_process.health.liveness import LoopState
+from tokenyard.engine.scheduler_process.health.recent_attainment import SloAttainment
+from tokenyard.engine.scheduler_process.health.step_log import StepLog
 from tokenyard.scheduler import Scheduler
 from tokenyard.tape.codec import Origin, Tape
-from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.recorder import RecordingScheduler
 from tokenyard.tape.replay import replay
 from tokenyard.wiring import engine_config
 
@@ -182,10 +182,10 @@ def mistakes():
 def test_the_third_mistake_switches_it_off(clock, function, why, caplog):
     bench = Bench(function)
     bench.hook._clock = clock
-    for number in range(1, MOST_MISTAKES + 3):
+    for number in range(1, MAX_VIOLATIONS + 3):
         bench.submit(request(number))
         bench.poll()
-        off = number >= MOST_MISTAKES
+        off = number >= MAX_VIOLATIONS
         assert (bench.hook.describe().startswith("off (mod:f ")) is off
     assert why in bench.hook.describe()
     assert sum("switched off" in line for line in caplog.messages) == 1
@@ -193,13 +193,13 @@ def test_the_third_mistake_switches_it_off(clock, function, why, caplog):
 
 
 def test_rare_mistakes_are_forgiven():
-    counted = Mistakes()
+    counted = ViolationCounter()
     assert not any(counted.count(call % (WINDOW_CALLS // 2) == 0) for call in range(1, 1000))
-    assert [counted.count(True) for _ in range(MOST_MISTAKES)][-1]
+    assert [counted.count(True) for _ in range(MAX_VIOLATIONS)][-1]
 
 
 def test_attainment_counts_the_latest_answers_of_each_class():
-    kept, ms = Attainment(), 10**6
+    kept, ms = SloAttainment(), 10**6
 
     def finish(number, first_ms, last_ms, ttft_ms=10, reason="length", cause=""):
         times = {"arrival_ns": 1, "first_token_ns": 1 + first_ms * ms, "finished_ns": 1 + last_ms * ms}
@@ -237,7 +237,7 @@ def by_tenant(view, system):
 def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth, monkeypatch):
     # However slow the machine is, all four requests are asked about before the first step.
     for limit in ("BUDGET_NS", "SLICE_NS"):
-        monkeypatch.setattr(f"tokenyard.engine.watch.priority_updates.{limit}", 10_000_000_000)
+        monkeypatch.setattr(f"tokenyard.engine.scheduler_process.attachments.priority.{limit}", 10_000_000_000)
     executor = watched_mock(step_ms=0.0, max_total_tokens=64, max_pool_rows=8)
     origin = Origin(
         SchedulerSettings(
@@ -250,7 +250,7 @@ def test_boosts_order_the_queue_and_stand_on_the_tape(loop, depth, monkeypatch):
         executor.info,
     )
     sink = Sink()
-    core = Recorder(origin, sink, b"key", "test")
+    core = RecordingScheduler(origin, sink, b"key", "test")
     hook = PriorityUpdates(by_tenant, "mod:f", core)
     burst = [Submit(request(number, tenant="late but urgent" if number == 4 else "")) for number in range(1, 5)]
     port = ScriptedPort(burst, [snapshot(1)])

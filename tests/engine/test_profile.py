@@ -6,19 +6,19 @@ from collections import defaultdict
 
 import pytest
 
-from tests.engine.calls import replies
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import ScriptedPort, both_loops, run, submit
-from tokenyard.engine.processes.messages import Call
-from tokenyard.engine.watch import profile
+from tests.engine.verb_calls import replies
+from tokenyard.engine.processes.messages import RpcRequest
+from tokenyard.engine.scheduler_process.health import profiler
 
 
 def start(call_id):
-    return Call(call_id, "start_profile")
+    return RpcRequest(call_id, "start_profile")
 
 
 def stop(call_id):
-    return Call(call_id, "stop_profile")
+    return RpcRequest(call_id, "stop_profile")
 
 
 def profiled(loop, depth):
@@ -35,22 +35,22 @@ def test_steps_and_what_the_host_does_are_on_the_timeline(loop, depth):
     for event in json.loads(profiled(loop, depth)):
         if event["ph"] == "X":
             spans[event["tid"], event["name"]].append(event)
-    host = {name for tid, name in spans if tid == profile.LOOP}
+    host = {name for tid, name in spans if tid == profiler.LOOP}
     assert {"plan", "launch", "wait for the device", "commit", "send"} <= host
-    steps = [event for (tid, _), found in spans.items() if tid == profile.DEVICE for event in found]
+    steps = [event for (tid, _), found in spans.items() if tid == profiler.DEVICE for event in found]
     assert {event["name"] for event in steps} >= {"EXTEND", "DECODE"}
     assert sum(event["args"]["tokens"] for event in steps) == 3 + 2 + 2 * 3
-    assert len(spans[profile.LOOP, "commit"]) == len(steps)
+    assert len(spans[profiler.LOOP, "commit"]) == len(steps)
     for event in steps:
         assert event["dur"] >= 0
-        commits = [one["ts"] for one in spans[profile.LOOP, "commit"]]
+        commits = [one["ts"] for one in spans[profiler.LOOP, "commit"]]
         assert any(start >= event["ts"] + event["dur"] for start in commits), "a step is done before its commit"
 
 
 @both_loops
 def test_device_steps_do_not_overlap(loop, depth):
     events = json.loads(profiled(loop, depth))
-    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == profile.DEVICE)
+    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == profiler.DEVICE)
     assert all(end <= begin + 1e-3 for (_, end), (begin, _) in itertools.pairwise(steps))
 
 
@@ -65,7 +65,7 @@ def test_one_profile_at_a_time(loop, depth):
 
 @both_loops
 def test_a_long_profile_is_bounded(loop, depth, monkeypatch):
-    monkeypatch.setattr(profile, "MOST_EVENTS", 10)
+    monkeypatch.setattr(profiler, "MAX_EVENTS", 10)
     events = json.loads(profiled(loop, depth))
     assert len(events) == 11
     assert "events dropped" in events[-1]["args"]["name"]
@@ -74,13 +74,13 @@ def test_a_long_profile_is_bounded(loop, depth, monkeypatch):
 def test_nothing_is_left_on_the_driver():
     class Bare:
         def __getattr__(self, name):
-            if name not in profile.VERBS:
+            if name not in profiler.VERBS:
                 raise AttributeError(name)
             return lambda: None
 
     bare = Bare()
-    timeline = profile.StepProfile(bare)
-    assert set(vars(bare)) == set(profile.VERBS)
+    timeline = profiler.StepProfile(bare)
+    assert set(vars(bare)) == set(profiler.VERBS)
     timeline.stop()
     assert vars(bare) == {}
     with pytest.raises(AttributeError):

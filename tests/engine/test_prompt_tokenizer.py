@@ -11,11 +11,11 @@ from tokenyard.base import ContextLengthError, InvalidRequestError
 from tokenyard.engine.text import prompt_tokenizer
 from tokenyard.engine.text.prompt_tokenizer import (
     BYTES_AT_A_TIME,
-    LEAST_TOKEN_BYTES,
+    MIN_LONGEST_TOKEN_BYTES,
     PIECE_CHARS,
-    ByteRoom,
+    ByteSemaphore,
     PromptTokenizer,
-    longest_token_bytes,
+    max_token_bytes,
 )
 
 DEMO = Tokenizer.from_file(str(DEMO_TOKENIZER))
@@ -49,16 +49,16 @@ def test_a_text_beyond_the_bytes_of_its_tokens_is_refused_unseen():
     tokenizer = Watched()
     prompts = PromptTokenizer(tokenizer, 1000)
     with pytest.raises(ContextLengthError, match="bytes"):
-        asyncio.run(prompts.ids("x" * (prompts.most_bytes + 1), True))
+        asyncio.run(prompts.ids("x" * (prompts.max_bytes + 1), True))
     with pytest.raises(ContextLengthError):
-        asyncio.run(prompts.ids("é" * (prompts.most_bytes // 2 + 1), True))
+        asyncio.run(prompts.ids("é" * (prompts.max_bytes // 2 + 1), True))
     assert tokenizer.given == 0
 
 
 def test_a_text_that_is_surely_too_long_is_tokenized_a_little_beyond_the_limit_only():
     tokenizer = Watched()
     prompts = PromptTokenizer(tokenizer, 10_000)
-    text = "a b " * (prompts.most_bytes // 4)
+    text = "a b " * (prompts.max_bytes // 4)
     with pytest.raises(ContextLengthError):
         asyncio.run(prompts.ids(text, True))
     assert tokenizer.given < len(text) / 4
@@ -73,10 +73,10 @@ def test_a_long_text_that_just_fits_is_tokenized_as_one(text):
 
 def test_a_text_that_is_only_counted_may_be_longer():
     text = "a b " * 2000
-    found = asyncio.run(PromptTokenizer(DEMO, 10).ids(text, True, any_length=True))
+    found = asyncio.run(PromptTokenizer(DEMO, 10).ids(text, True, allow_too_long=True))
     assert len(found) == len(DEMO.encode(text).ids)
     with pytest.raises(ContextLengthError):
-        asyncio.run(PromptTokenizer(DEMO, 10).ids("a" * 1_000_001, True, any_length=True))
+        asyncio.run(PromptTokenizer(DEMO, 10).ids("a" * 1_000_001, True, allow_too_long=True))
 
 
 def test_without_a_tokenizer_text_is_refused():
@@ -121,7 +121,7 @@ def test_a_caller_that_goes_gives_its_room_back_when_its_thread_ends_and_not_bef
 
 def test_room_is_given_in_order_and_not_lost_to_those_who_stop_waiting():
     async def work():
-        room, order = ByteRoom(10), []
+        room, order = ByteSemaphore(10), []
 
         async def one(name, size):
             taken = await room.take(size)
@@ -146,11 +146,11 @@ def test_room_is_given_in_order_and_not_lost_to_those_who_stop_waiting():
         ({"Ġ" * 40: 0, "a": 1}, decoders.ByteLevel(), 40),
         ({"\u2581" * 40: 0, "a": 1}, decoders.Metaspace(), 40),
         ({"é" * 40: 0, "a": 1}, decoders.WordPiece(), 80),
-        ({"a": 0}, decoders.ByteLevel(), LEAST_TOKEN_BYTES),
+        ({"a": 0}, decoders.ByteLevel(), MIN_LONGEST_TOKEN_BYTES),
     ],
 )
 def test_the_longest_token_in_bytes(vocabulary, decoder, longest):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoder
-    assert longest_token_bytes(tokenizer) == longest
+    assert max_token_bytes(tokenizer) == longest

@@ -13,7 +13,7 @@ from tokenyard.base import (
     InvalidRequestError,
     OverloadedError,
     Pause,
-    RanksLeft,
+    RanksRemaining,
     Request,
     Resume,
     SamplingParams,
@@ -21,11 +21,11 @@ from tokenyard.base import (
     SetPolicy,
     TenantSettings,
 )
-from tokenyard.engine.client import SchedulerClient
-from tokenyard.engine.continuation import begun_answers, continued
-from tokenyard.engine.processes.messages import Fenced, Heartbeat, Reply
-from tokenyard.engine.ranks import Ranks, merged
-from tokenyard.router.balance import Balancer
+from tokenyard.engine.frontend.continuation import answers_so_far, continuation_requests
+from tokenyard.engine.frontend.data_parallel_controller import DataParallelController, merge_counters
+from tokenyard.engine.frontend.scheduler_client import SchedulerClient
+from tokenyard.engine.processes.messages import Fenced, Heartbeat, RpcReply
+from tokenyard.routing.balance import RankBalancer
 
 
 def beat(*, doing="idle", doing_ns=0, counters=None):
@@ -47,9 +47,9 @@ def test_a_call_gets_its_own_reply():
             ("explain", {"number": 5}),
             ("explain", {"number": 6}),
         ]
-        one.hear(Reply(sent[1].call_id, 60))
-        one.hear(Reply(sent[0].call_id))
-        one.hear(Reply(99, "nobody asked"))
+        one.handle_message(RpcReply(sent[1].call_id, 60))
+        one.handle_message(RpcReply(sent[0].call_id))
+        one.handle_message(RpcReply(99, "nobody asked"))
         assert await asyncio.gather(*calls) == [None, 60]
 
     asyncio.run(main())
@@ -60,7 +60,7 @@ def test_a_call_can_be_refused_or_come_to_nothing():
         one, sent = client()
         refused = asyncio.create_task(one.call("set_policy", None, name="x", options={}))
         await asyncio.sleep(0)
-        one.hear(Reply(sent[0].call_id, refusal="there is no x"))
+        one.handle_message(RpcReply(sent[0].call_id, refusal="there is no x"))
         with pytest.raises(ConfigError, match="there is no x"):
             await refused
         with pytest.raises(OverloadedError, match=r"within 0\.01 s"):
@@ -82,12 +82,12 @@ def test_a_call_can_be_refused_or_come_to_nothing():
 def test_heartbeats_say_how_a_scheduler_is():
     one, _ = client()
     assert one.age_s(time.monotonic_ns()) == math.inf
-    assert (one.counters, one.last_heard) == ({}, "nothing")
-    one.hear(beat(counters={"running": 2}))
+    assert (one.counters, one.describe_heartbeat) == ({}, "nothing")
+    one.handle_message(beat(counters={"running": 2}))
     assert one.age_s(time.monotonic_ns()) < 1.0
     assert one.counters == {"running": 2}
     for doing in ("host", "policy", "priority function"):
-        one.hear(beat(doing=doing, doing_ns=5 * 10**9))
+        one.handle_message(beat(doing=doing, doing_ns=5 * 10**9))
         assert one.age_s(time.monotonic_ns()) >= 5.0
 
 
@@ -97,10 +97,10 @@ def asked(number=1, *, prompt=(5, 6, 7), **options):
 
 def joined(size, method="shortest_queue", sources=None, **settings):
     """Ranks of which each has sent a heartbeat, and their clients by rank."""
-    ranks = Ranks(Balancer(method, size, 4096, SchedulerSettings(**settings)))
+    ranks = DataParallelController(RankBalancer(method, size, 4096, SchedulerSettings(**settings)))
     clients = [client(rank, 10 + rank)[0] for rank in range(size)]
     for one in reversed(clients):
-        one.hear(beat())
+        one.handle_message(beat())
         ranks.join(one)
     return ranks, clients
 
@@ -128,7 +128,7 @@ def test_the_rank_that_is_asked_for_is_taken_and_an_unknown_one_is_refused():
     ranks.leave(11, OverloadedError("gone"), 0)
     assert ranks.choose(asked(), 1)[0] is clients[0], "better another one than none"
     with pytest.raises(InvalidRequestError, match="one rank, 0"):
-        Ranks().check_rank(1)
+        DataParallelController().check_rank(1)
 
 
 def test_a_silent_rank_gets_no_new_requests_while_another_is_well():
@@ -205,16 +205,16 @@ def test_a_rank_that_is_out_for_good_leaves_its_part_to_the_others():
     ranks.leave(clients[home].source, OverloadedError("gone"), 0)
     absent, _ = ranks.choose(asked(tenant="small"))
     absent.send(Cancel([4]))
-    assert ranks.give_up(home) == (absent, [Cancel([4])])
+    assert ranks.remove_rank(home) == (absent, [Cancel([4])])
     client_left, place = ranks.choose(asked(tenant="small"))
     assert (client_left, place.rank) == (clients[1 - home], 1 - home)
     again, sent = client(1 - home, 31)
     ranks.join(again)
-    assert sent == [RanksLeft(1, 5)]
+    assert sent == [RanksRemaining(1, 5)]
 
 
 def test_what_comes_while_no_scheduler_runs_waits_for_the_next_one():
-    ranks = Ranks()
+    ranks = DataParallelController()
     first, _ = client(0, 1)
     ranks.join(first)
     ranks.pause(Pause())
@@ -233,13 +233,13 @@ def test_what_comes_while_no_scheduler_runs_waits_for_the_next_one():
 
 def test_a_policy_that_was_chosen_is_told_to_who_comes_later_unless_it_is_distrusted():
     async def main():
-        ranks = Ranks()
+        ranks = DataParallelController()
         first, sent = client(0, 1)
         ranks.join(first)
         choosing = asyncio.create_task(ranks.set_policy("my:Policy", {"a": 1}))
         await asyncio.sleep(0.01)
         (call,) = sent
-        first.hear(Reply(call.call_id))
+        first.handle_message(RpcReply(call.call_id))
         await choosing
         second, sent = client(1, 2)
         ranks.join(second)
@@ -254,7 +254,7 @@ def test_a_policy_that_was_chosen_is_told_to_who_comes_later_unless_it_is_distru
 
 def test_no_call_waits_for_a_scheduler_that_is_started_again():
     async def main():
-        ranks = Ranks()
+        ranks = DataParallelController()
         with pytest.raises(OverloadedError, match="started again"):
             await ranks.call("flush", bool)
         assert await ranks.snapshot(1.0) == {}
@@ -267,9 +267,9 @@ def test_counters_of_several_ranks_are_those_of_one_engine():
     one = {"running": 2, "now": 5, "new_token_ratio": 0.5, "counters": {"steps": 3}} | alike
     other = {"running": 1, "now": 7, "new_token_ratio": 0.75, "counters": {"steps": 4}} | alike
     both = {"running": 3, "now": 7, "new_token_ratio": 0.625, "counters": {"steps": 7}} | alike
-    assert merged([one, other]) == both
-    assert merged([one]) == one
-    assert merged([]) == {}
+    assert merge_counters([one, other]) == both
+    assert merge_counters([one]) == one
+    assert merge_counters([]) == {}
 
 
 def request(answers=1, output=()):
@@ -279,22 +279,22 @@ def request(answers=1, output=()):
 
 def test_a_request_that_has_not_begun_goes_on_as_it_is():
     whole = request(3)
-    assert continued(whole, {0, 1, 2}, {}) == [whole]
-    assert continued(whole, {0, 1, 2}, {11: []}) == [whole]
+    assert continuation_requests(whole, {0, 1, 2}, {}) == [whole]
+    assert continuation_requests(whole, {0, 1, 2}, {11: []}) == [whole]
 
 
 def test_answers_that_have_begun_go_on_by_their_own_number_and_seed():
-    parts = continued(request(3), {0, 2}, {12: [5, 6]})
+    parts = continuation_requests(request(3), {0, 2}, {12: [5, 6]})
     assert [(one.number, one.sampling.n, one.sampling.seed, one.output_ids.tolist()) for one in parts] == [
         (10, 1, 40, []),
         (12, 1, 42, [5, 6]),
     ]
-    (kept,) = continued(request(output=[7]), {0}, {})
+    (kept,) = continuation_requests(request(output=[7]), {0}, {})
     assert kept.output_ids.tolist() == [7], "what it brought with it itself is not lost"
-    (grown,) = continued(request(output=[7]), {0}, {10: [7, 8]})
+    (grown,) = continuation_requests(request(output=[7]), {0}, {10: [7, 8]})
     assert grown.output_ids.tolist() == [7, 8]
 
 
 def test_tokens_are_told_apart_by_their_counts():
     fenced = Fenced(1, np.array([3, 5, 9]), np.array([2, 0, 1], np.int32), np.array([7, 8, 9], np.int32))
-    assert begun_answers(fenced) == {3: [7, 8], 5: [], 9: [9]}
+    assert answers_so_far(fenced) == {3: [7, 8], 5: [], 9: [9]}

@@ -3,10 +3,10 @@
 import numpy as np
 
 from tokenyard.base import Request, SamplingParams
-from tokenyard.engine import recent
-from tokenyard.engine.client import SchedulerClient
-from tokenyard.engine.recent import RecentRequests
-from tokenyard.engine.streams import Stream
+from tokenyard.engine.frontend import recent_requests
+from tokenyard.engine.frontend.recent_requests import RecentRequests
+from tokenyard.engine.frontend.scheduler_client import SchedulerClient
+from tokenyard.engine.frontend.streams import Stream
 
 
 def stream(number, rid, answers=1, source=0):
@@ -26,7 +26,7 @@ def test_ids_and_numbers_find_each_other():
 
 
 def test_the_oldest_are_forgotten(monkeypatch):
-    monkeypatch.setattr(recent, "MOST_RECENT", 3)
+    monkeypatch.setattr(recent_requests, "MAX_RECENT_REQUESTS", 3)
     book = RecentRequests()
     for number in range(1, 21):
         book.add(stream(number, f"r{number}"))

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.calls import flush, snapshot
 from tests.engine.engines import mock_config
 from tests.engine.test_driver import LOOPS, FailingExecutor, ScriptedPort, submit, watched_mock
+from tests.engine.verb_calls import flush, snapshot
 from tokenyard.base import Cancel, ConfigError, SetPolicy, StepWork, Submit
-from tokenyard.engine.processes.driver import Driver
 from tokenyard.engine.processes.messages import Heartbeat
-from tokenyard.engine.watch.liveness import LoopState
-from tokenyard.engine.watch.recording import TapeFile, build_core, measure_prior, open_tape
-from tokenyard.engine.watch.step_log import StepLog
-from tokenyard.engine.watch.watchdog import Watchdog
+from tokenyard.engine.scheduler_process.build_scheduler import TapeFile, build_scheduler, measure_prior, open_tape
+from tokenyard.engine.scheduler_process.driver import Driver
+from tokenyard.engine.scheduler_process.health.liveness import LoopState
+from tokenyard.engine.scheduler_process.health.step_log import StepLog
+from tokenyard.engine.scheduler_process.health.watchdog import Watchdog
 from tokenyard.executor.mock import load_executor as load_mock
 from tokenyard.scheduler import Scheduler
 from tokenyard.tape.codec import Tape
@@ -32,7 +32,7 @@ def recorded_run(path, loop, depth, port, executor, **options):
     for name, value in options.items():
         setattr(config, name, value)
     tape = open_tape(config)
-    loop(Driver(build_core(config, executor.info, tape), executor, port, log=StepLog(0), state=LoopState()))
+    loop(Driver(build_scheduler(config, executor.info, tape), executor, port, log=StepLog(0), state=LoopState()))
     tape.close()
     return Tape(path.read_bytes(), path.name)
 
@@ -66,7 +66,7 @@ def test_a_plain_tape_is_a_choice(tmp_path):
 def test_without_a_tape_there_is_nothing_in_between():
     config = mock_config()
     assert open_tape(config) is None
-    assert type(build_core(config, watched_mock().info, None)) is Scheduler
+    assert type(build_scheduler(config, watched_mock().info, None)) is Scheduler
 
 
 def test_a_tape_that_is_there_is_kept_and_nobody_else_may_read_the_new_one(tmp_path):
@@ -111,11 +111,14 @@ def test_a_full_disk_ends_the_tape_but_not_the_serving(caplog):
 def watched(monkeypatch):
     """A watchdog of one second, and what it has done."""
     done = []
-    monkeypatch.setattr("tokenyard.engine.watch.watchdog.os._exit", lambda code: done.append(f"exit {code}"))
     monkeypatch.setattr(
-        "tokenyard.engine.watch.watchdog.faulthandler.dump_traceback", lambda **_: done.append("stacks")
+        "tokenyard.engine.scheduler_process.health.watchdog.os._exit", lambda code: done.append(f"exit {code}")
     )
-    core = build_core(mock_config(), watched_mock().info, None)
+    monkeypatch.setattr(
+        "tokenyard.engine.scheduler_process.health.watchdog.faulthandler.dump_traceback",
+        lambda **_: done.append("stacks"),
+    )
+    core = build_scheduler(mock_config(), watched_mock().info, None)
     dog = Watchdog(1.0, core, lambda report: done.append(report.failure), lambda: done.append("save"))
     return dog, done
 

@@ -14,8 +14,8 @@ from tokenyard.base import (
     InvalidRequestError,
     SamplingParams,
 )
-from tokenyard.engine.requests import RequestMaker
-from tokenyard.engine.spec import GenerateSpec
+from tokenyard.engine.frontend.input_processor import InputProcessor
+from tokenyard.engine.frontend.io_struct import GenerateReqInput
 
 INFO = ExecutorInfo("m", "cpu", "float32", 2048, 20, (1,), 1, 100, 8)
 
@@ -26,13 +26,13 @@ def tokenizer():
 
 
 def make(spec, tokenizer=None, info=INFO):
-    maker = RequestMaker(info, tokenizer)
+    maker = InputProcessor(info, tokenizer)
     ids = asyncio.run(maker.token_ids(spec))
     return maker.make(spec, *ids, number=1, rid="r", arrival_ns=5)
 
 
 def of_ids(count, **sampling):
-    return GenerateSpec(input_ids=list(range(2, 2 + count)), sampling=SamplingParams(**sampling))
+    return GenerateReqInput(input_ids=list(range(2, 2 + count)), sampling=SamplingParams(**sampling))
 
 
 def test_everything_reaches_the_request():
@@ -49,21 +49,21 @@ def test_everything_reaches_the_request():
 def test_texts_of_any_length_are_tokenized(tokenizer, length):
     text = "word " * length
     info = ExecutorInfo("m", "cpu", "float32", 2048, 10**5, (1,), 1, 10**5, 8)
-    spec = GenerateSpec(text=text, add_special_tokens=False)
+    spec = GenerateReqInput(text=text, add_special_tokens=False)
     assert make(spec, tokenizer, info).prompt_ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def test_a_text_with_a_token_that_the_model_does_not_know_is_refused(tokenizer):
     small = replace(INFO, vocab_size=int(max(tokenizer.encode("Hello there").ids)))
     with pytest.raises(InvalidRequestError, match="is not in the vocabulary"):
-        make(GenerateSpec(text="Hello there"), tokenizer, small)
+        make(GenerateReqInput(text="Hello there"), tokenizer, small)
 
 
 def test_the_tokenizers_end_mark_ends_answers_too(tokenizer):
     mark = tokenizer.id_to_token(7)
 
     def stops(eos_token, info=INFO, **sampling):
-        maker = RequestMaker(info, tokenizer, eos_token)
+        maker = InputProcessor(info, tokenizer, eos_token)
         spec = of_ids(3, **sampling)
         ids = asyncio.run(maker.token_ids(spec))
         return maker.make(spec, *ids, number=1, rid="r", arrival_ns=5).sampling.stop_token_ids
@@ -106,22 +106,22 @@ def test_seeds_are_drawn_when_not_given():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (GenerateSpec(), "exactly one"),
-        (GenerateSpec(text="a", input_ids=[1]), "exactly one"),
-        (GenerateSpec(text="a"), "no tokenizer"),
-        (GenerateSpec(input_ids=[]), "empty"),
-        (GenerateSpec(text=""), "empty"),
-        (GenerateSpec(input_ids=[2048]), "token id 2048 is not in the vocabulary of 2048"),
-        (GenerateSpec(input_ids=[-1]), "token id -1"),
-        (GenerateSpec(input_ids=[1.5]), "whole numbers"),
-        (GenerateSpec(input_ids=[[1]]), "flat list"),
+        (GenerateReqInput(), "exactly one"),
+        (GenerateReqInput(text="a", input_ids=[1]), "exactly one"),
+        (GenerateReqInput(text="a"), "no tokenizer"),
+        (GenerateReqInput(input_ids=[]), "empty"),
+        (GenerateReqInput(text=""), "empty"),
+        (GenerateReqInput(input_ids=[2048]), "token id 2048 is not in the vocabulary of 2048"),
+        (GenerateReqInput(input_ids=[-1]), "token id -1"),
+        (GenerateReqInput(input_ids=[1.5]), "whole numbers"),
+        (GenerateReqInput(input_ids=[[1]]), "flat list"),
         (of_ids(20), "20 tokens"),
         (of_ids(3, temperature=-1.0), "temperature"),
         (of_ids(3, stop=["x"]), "stop_token_ids"),
         (of_ids(3, stop_token_ids=[9999]), "stop_token_ids names a token"),
         (of_ids(3, logit_bias={9999: 1.0}), "logit_bias names a token"),
-        (GenerateSpec(input_ids=[1], deadline_ms=-1.0), "deadline_ms"),
-        (GenerateSpec(input_ids=[1], deadline_ms=float("nan")), "deadline_ms"),
+        (GenerateReqInput(input_ids=[1], deadline_ms=-1.0), "deadline_ms"),
+        (GenerateReqInput(input_ids=[1], deadline_ms=float("nan")), "deadline_ms"),
     ],
 )
 def test_wrong_specs_are_refused_with_the_reason(spec, words):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tokenyard.base import ConfigError
-from tokenyard.engine.sampling_defaults import read_sampling_defaults
+from tokenyard.engine.frontend.sampling_defaults import read_sampling_defaults
 
 
 def folder(path, content):

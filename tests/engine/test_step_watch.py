@@ -3,7 +3,7 @@
 import numpy as np
 
 from tokenyard.base import NS_PER_S, StepPlan
-from tokenyard.engine.watch.step_watch import BIN_NS, FORGOTTEN_NS, StepWatch
+from tokenyard.engine.scheduler_process.health.step_history import BIN_NS, IDLE_TIMEOUT_NS, StepHistory
 
 
 def plan(prefill, decodes, num_steps=1):
@@ -15,7 +15,7 @@ def plan(prefill, decodes, num_steps=1):
 
 
 def test_work_of_a_quarter_second_is_one_bin():
-    watch = StepWatch()
+    watch = StepHistory()
     watch.add(plan(32, 2), 0.010, None, 10 * BIN_NS)
     watch.add(plan(0, 4), 0.004, None, 10 * BIN_NS + 5)
     watch.add(plan(0, 3, num_steps=5), 0.010, None, 12 * BIN_NS)
@@ -28,7 +28,7 @@ def test_work_of_a_quarter_second_is_one_bin():
 
 
 def test_it_is_forgotten_when_nobody_asks():
-    watch = StepWatch()
+    watch = StepHistory()
     watch.latest(1, NS_PER_S)
-    assert not watch.forgotten(NS_PER_S + FORGOTTEN_NS)
-    assert watch.forgotten(NS_PER_S + FORGOTTEN_NS + 1)
+    assert not watch.expired(NS_PER_S + IDLE_TIMEOUT_NS)
+    assert watch.expired(NS_PER_S + IDLE_TIMEOUT_NS + 1)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tokenyard.base import EngineDeadError, Finish, OverloadedError, Request, SamplingParams, TokenLogprobs
-from tokenyard.engine import streams
-from tokenyard.engine.client import SchedulerClient
+from tokenyard.engine.frontend import streams
+from tokenyard.engine.frontend.scheduler_client import SchedulerClient
+from tokenyard.engine.frontend.streams import Stream, StreamTable
 from tokenyard.engine.processes.messages import TextBatch
-from tokenyard.engine.streams import Stream, StreamTable
 
 
 def news(numbers, *, text="x", token=7, done=1, finished=(), logprobs=()):
@@ -99,7 +99,7 @@ def test_a_reader_that_has_left_is_told_of_ends_that_it_has_not_read_and_then_fo
         assert stream.take().finish.reason == "stop"
         await table.deliver([news([1], finished=[Finish(1, "length")])])
         told = []
-        table.leave(stream, told.append)
+        table.detach(stream, told.append)
         assert table._left.keys() == {2}
         await table.deliver([news([2], finished=[Finish(2, "abort", completion_tokens=4)])])
         assert [(delta.index, delta.finish.reason, delta.completion_tokens) for delta in told] == [
@@ -117,7 +117,7 @@ def test_the_end_of_an_answer_counts_even_if_its_stream_fails_before_it_is_read(
         await table.deliver([news([1], finished=[Finish(1, "length")])])
         stream.fail(OverloadedError("too slow"))
         told = []
-        table.leave(stream, told.append)
+        table.detach(stream, told.append)
         assert [(delta.index, delta.finish.reason) for delta in told] == [(0, "length")]
         assert table._left.keys() == {2}
 
@@ -128,10 +128,10 @@ def test_the_ends_of_a_lost_scheduler_reach_those_who_wait_for_them_after_their_
     async def main():
         table, (stream, other) = opened(2, 1)
         told = []
-        table.leave(stream, told.append)
+        table.detach(stream, told.append)
         other.client = SchedulerClient(lambda message: None)
-        table.leave(other, told.append)
-        table.end_left(stream.client, Finish(0, "abort", cause="failed"))
+        table.detach(other, told.append)
+        table.end_detached(stream.client, Finish(0, "abort", cause="failed"))
         ends = [(delta.index, delta.finish.number, delta.finish.cause, delta.prompt_tokens) for delta in told]
         assert ends == [(0, 1, "failed", 5), (1, 2, "failed", 5)]
         assert table._left.keys() == {3}
@@ -251,7 +251,7 @@ def test_others_have_their_turn_while_the_news_of_many_streams_come():
 
 
 def test_a_reader_that_is_too_slow_loses_its_stream(monkeypatch):
-    monkeypatch.setattr(streams, "MOST_PENDING_TOKENS", 3)
+    monkeypatch.setattr(streams, "MAX_PENDING_TOKENS", 3)
 
     async def main():
         table, (slow, other) = opened(1, 1)

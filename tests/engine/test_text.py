@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.engine.text_helpers import Run, batch, demo, gpt2, started
 from tests.examples import examples
 from tokenyard.base import Finish, InvalidRequestError, TokenLogprobs
+from tokenyard.engine.detokenizer.assembler import TextAssembler
+from tokenyard.engine.detokenizer.stop_strings import StopHit, StopMatcher
 from tokenyard.engine.processes.messages import Fence
-from tokenyard.engine.text.stop_strings import StopHit, StopMatcher
-from tokenyard.engine.text.text_assembler import TextAssembler
 
 EOS = "<|endoftext|>"
 

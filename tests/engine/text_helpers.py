@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tokenyard.base import Finish, Started, TextOptions, TokenBatch
-from tokenyard.engine.text.text_assembler import TextAssembler
+from tokenyard.engine.detokenizer.assembler import TextAssembler
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared"
 DEMO_TOKENIZER = Path(__file__).resolve().parents[2] / "tokenyard" / "demo_model" / "tokenizer.json"

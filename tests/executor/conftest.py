@@ -3,7 +3,7 @@ import torch
 
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import DEVICE, saver
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.native.library import NoLibraryError, load_library
 
 

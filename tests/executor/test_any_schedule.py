@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import DEVICE, greedy, judge, prompt_of
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 
 CASE = "qwen3-layers"
 ANSWER_TOKENS = 6

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import CASES, DEVICE, EXPERT_CASES, FAMILY_CASES, prompt_of
-from tokenyard.executor.load import load_executor
-from tokenyard.executor.models.families import ARCHITECTURES
-from tokenyard.executor.models.reading import read_model_config
+from tokenyard.executor.model_loader import load_executor
+from tokenyard.executor.models.architectures import ARCHITECTURES
+from tokenyard.executor.models.hf_config import read_model_config
 
 SIZES = {
     "vocab_size": 40_000,

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, MistralConfig
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import VOCAB, prompt_of
 from tokenyard.base import ConfigError
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
 
 try:

@@ -9,7 +9,7 @@ import torch
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import greedy, logits, prompt_of
 from tokenyard.base import ConfigError, DeviceLostError, LogprobOptions
-from tokenyard.executor.parallel.joined import load_executor
+from tokenyard.executor.distributed.dp_attention import load_executor
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_total_tokens": 512, "max_pool_rows": 8}
 ALL = LogprobOptions(output=True, top=3, prompt_from=0)
@@ -60,7 +60,7 @@ def test_each_rank_answers_as_the_whole_model(folder, tmp_path, case):
         judge(case, first, (1, 2))
         # The other one had no step of its own.
         members = [rank.ranks.member for rank in ranks]
-        assert [member.idle_rounds for member in members] == [0, members[1].rounds]
+        assert [member.idle_steps for member in members] == [0, members[1].rounds]
         with ThreadPoolExecutor(2) as threads:
             jobs = [threads.submit(judge, case, first, (3, 4, 0)), threads.submit(judge, case, second, (2, 5))]
         for job in jobs:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tokenyard.base import DRAFT, LAST_SAMPLED, AcceptanceRecord, LogprobOptions, RowStart, SamplingParams, StepPlan
-from tokenyard.executor.drafts import Lookup, NgramDrafter, compared, confirmed_runs
+from tokenyard.base import DRAFT, LAST_SAMPLED, AcceptanceRate, LogprobOptions, RowStart, SamplingParams, StepPlan
+from tokenyard.executor.drafter import NgramDrafter, NgramIndex, accepted_runs, count_accepted
 
 
 def ints(*values):
@@ -52,7 +52,7 @@ def test_a_proposal_is_what_followed_the_longest_and_latest_match():
     found = 0
     for _ in range(400):
         ids = [rng.randint(0, 3) for _ in range(rng.randint(1, 30))]
-        lookup = Lookup(ints(*ids[:1]))
+        lookup = NgramIndex(ints(*ids[:1]))
         lookup.append(ids[1:])
         most = rng.randint(1, 9)
         expected = slow_proposal(ids, most)
@@ -63,22 +63,22 @@ def test_a_proposal_is_what_followed_the_longest_and_latest_match():
 
 @pytest.mark.parametrize("ids", [[], [5], [5, 5], [1, 2, 3, 4, 5]])
 def test_what_never_occurred_before_has_no_drafts(ids):
-    assert not len(Lookup(ints(*ids)).propose(4))
+    assert not len(NgramIndex(ints(*ids)).propose(4))
 
 
 def test_the_record_follows_what_was_sampled_whether_verified_or_not():
-    record = AcceptanceRecord()
+    record = AcceptanceRate()
     for _ in range(50):
-        record.observe(*compared(ints(1, 2, 3), ints(1, 2, 3, 9)))
+        record.observe(*count_accepted(ints(1, 2, 3), ints(1, 2, 3, 9)))
     assert record.chance > 950
     for _ in range(50):
-        record.observe(*compared(ints(1, 2, 3), ints(7)))
+        record.observe(*count_accepted(ints(1, 2, 3), ints(7)))
     assert record.chance < 20
     before = record.chance
-    record.observe(*compared(ints(), ints(7)))
+    record.observe(*count_accepted(ints(), ints(7)))
     assert record.chance == before, "a step without drafts says nothing of them"
     for _ in range(50):
-        record.observe(*compared(ints(1, 2, 3), ints(1)))
+        record.observe(*count_accepted(ints(1, 2, 3), ints(1)))
     assert record.chance > 950, "a row that went without drafts gets them back"
 
 
@@ -86,14 +86,14 @@ def test_a_row_yields_the_samples_that_confirm_its_drafts_and_the_one_after():
     plan = plan_of([1, 4, 3, 5], [1, 4, 3, 1], 1, 2)
     inputs = ints(7, 20, 21, 22, 23, 30, 31, 32, 40, 41, 42, 43, 44)
     sampled = ints(8, 21, 22, 99, 50, 98, 32, 33, 45)
-    tokens, accepted = confirmed_runs(plan, inputs, sampled)
+    tokens, accepted = accepted_runs(plan, inputs, sampled)
     assert accepted.tolist() == [1, 3, 1, 1]
     assert tokens.tolist() == [8, 21, 22, 99, 98, 45]
 
 
 def test_a_chunk_that_is_not_the_last_yields_nothing():
     plan = plan_of([2, 4], [2, 0], 0, 1)
-    tokens, accepted = confirmed_runs(plan, ints(1, 5, 9, 9, 9, 9), ints(5, 6))
+    tokens, accepted = accepted_runs(plan, ints(1, 5, 9, 9, 9, 9), ints(5, 6))
     assert accepted.tolist() == [2, 0]
     assert tokens.tolist() == [5, 6]
 

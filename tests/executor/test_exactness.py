@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.executor.tiny_models import CASES, DEVICE, greedy, logits, prompt_of
-from tokenyard.executor.attention.attend import ByProducts, Fused
+from tokenyard.executor.attention.torch_native import MatmulAttention, SdpaAttention
 
 TOKENS = 10
 
@@ -52,11 +52,13 @@ def test_rows_sample_at_several_positions(make_driver, backend, case):
     assert torch.equal(ticket.tokens.cpu(), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("attend", [Fused, ByProducts])
+@pytest.mark.parametrize("attend", [SdpaAttention, MatmulAttention])
 @pytest.mark.parametrize("case", ["llama-odd", "mistral-window", "qwen3-layers"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_rows_of_unlike_length_decode_together_with_chunks(make_driver, monkeypatch, attend, case, page_size):
-    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device, spec: attend(spec))
+    monkeypatch.setattr(
+        "tokenyard.executor.attention.gathered.choose_torch_attention", lambda device, spec: attend(spec)
+    )
     run_chunks_beside_decodes(make_driver(case, page_size=page_size), case)
 
 
@@ -88,13 +90,15 @@ def test_long_prompts_in_chunks_of_any_size(make_driver, backend, case, chunk):
     assert driver.generate(driver.start(prompt), 2, chunk=chunk) == greedy(case, prompt, 2)
 
 
-@pytest.mark.parametrize("attend", [Fused, ByProducts])
+@pytest.mark.parametrize("attend", [SdpaAttention, MatmulAttention])
 @pytest.mark.parametrize("case", ["llama", "llama-odd", "mistral-window", "qwen2-window"])
 @pytest.mark.parametrize("chunk", [None, 50, 70])
 def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, chunk):
-    monkeypatch.setattr("tokenyard.executor.attention.gather.MASK_ELEMENTS", 4000)
-    monkeypatch.setattr(ByProducts, "key_multiple", 24)
-    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device, spec: attend(spec))
+    monkeypatch.setattr("tokenyard.executor.attention.gathered.MASK_ELEMENTS", 4000)
+    monkeypatch.setattr(MatmulAttention, "key_multiple", 24)
+    monkeypatch.setattr(
+        "tokenyard.executor.attention.gathered.choose_torch_attention", lambda device, spec: attend(spec)
+    )
     driver = make_driver(case, page_size=4)
     prompt = prompt_of(150, seed=3)
     assert driver.generate(driver.start(prompt), 2, chunk=chunk) == greedy(case, prompt, 2)
@@ -102,7 +106,7 @@ def test_long_chunks_attend_in_blocks(make_driver, monkeypatch, attend, case, ch
 
 def test_what_a_decode_gathers_is_bounded_and_grows_seldom(make_driver, monkeypatch):
     # A token's keys and values in one layer of the tiny llama take 192 bytes.
-    monkeypatch.setattr("tokenyard.executor.attention.gather.GATHER_BYTES", 192 * 150)
+    monkeypatch.setattr("tokenyard.executor.attention.gathered.GATHER_BYTES", 192 * 150)
     driver = make_driver("llama")
     prompts = [prompt_of(length, seed=length) for length in (30, 33, 34, 41, 70)]
     sequences = [driver.start(prompt) for prompt in prompts]
@@ -121,7 +125,7 @@ def test_on_a_cpu_keys_attend_in_whole_blocks(make_driver, monkeypatch):
     # A kernel is made for each shape: one more key at every step would make one at every step.
     shapes = set()
 
-    class Watched(ByProducts):
+    class Watched(MatmulAttention):
         def decode(self, layer, q, k, v, mask):
             shapes.add(k.shape)
             return super().decode(layer, q, k, v, mask)
@@ -130,7 +134,9 @@ def test_on_a_cpu_keys_attend_in_whole_blocks(make_driver, monkeypatch):
             assert k.shape[1] % self.key_multiple == 0
             return super().chunk(layer, q, k, v, start, mask)
 
-    monkeypatch.setattr("tokenyard.executor.attention.gather.choose_attend", lambda device, spec: Watched(spec))
+    monkeypatch.setattr(
+        "tokenyard.executor.attention.gathered.choose_torch_attention", lambda device, spec: Watched(spec)
+    )
     driver = make_driver("llama")
     prompt = prompt_of(50, seed=1)
     assert driver.generate(driver.start(prompt), 20, chunk=30) == greedy("llama", prompt, 20)
@@ -219,7 +225,7 @@ def test_an_idle_plan_does_nothing(make_driver, backend):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_formats_stay_near_float32(folder, make_driver, dtype):
-    from tokenyard.executor.load import load_executor
+    from tokenyard.executor.model_loader import load_executor
 
     prompt = prompt_of(40, seed=13)
     driver = make_driver("qwen3")

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.executor.little_room import serve_in_little_room
+from tests.executor.small_pool import serve_with_small_pool
 from tests.executor.tiny_models import DEVICE, EXPERT_CASES, logits, prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.executor.layers.linear import Linear
-from tokenyard.executor.layers.mlp import Experts, GatedMlp
-from tokenyard.executor.load import load_executor
-from tokenyard.executor.models.reading import read_model_config
+from tokenyard.executor.layers.mlp import GatedMlp, SparseMoe
+from tokenyard.executor.model_loader import load_executor
+from tokenyard.executor.models.hf_config import read_model_config
 
 TOKENS = 10
 
@@ -35,7 +35,7 @@ def test_greedy_tokens_do_not_depend_on_the_schedule(folder, case, backend):
         max_pool_rows=9,
         **backend,
     )
-    serve_in_little_room(executor, case)
+    serve_with_small_pool(executor, case)
 
 
 def test_an_expert_that_no_token_chose_is_not_computed():
@@ -43,7 +43,7 @@ def test_an_expert_that_no_token_chose_is_not_computed():
         raise AssertionError("computed")
 
     down, gate_up = Linear(torch.eye(4)), Linear(torch.ones(8, 4))
-    experts = Experts(Linear(torch.tensor([[1.0] * 4, [0.0] * 4])), [GatedMlp(gate_up, down), broken], 1, True)
+    experts = SparseMoe(Linear(torch.tensor([[1.0] * 4, [0.0] * 4])), [GatedMlp(gate_up, down), broken], 1, True)
     x = torch.full((3, 4), 0.5)
     torch.testing.assert_close(experts(x), GatedMlp(gate_up, down)(x))
     assert experts(x[:0]).shape == (0, 4)

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.executor.driver import Driver
-from tests.executor.little_room import serve_in_little_room
+from tests.executor.small_pool import serve_with_small_pool
 from tests.executor.tiny_models import DEVICE, FAMILY_CASES, greedy, judge, logits, prompt_of
 from tokenyard.base import ConfigError
-from tokenyard.executor.load import load_executor, read_folder_config
-from tokenyard.executor.models.reading import read_model_config
+from tokenyard.executor.model_loader import load_executor, read_folder_config
+from tokenyard.executor.models.hf_config import read_model_config
 
 TOKENS = 10
 
@@ -42,7 +42,7 @@ def test_greedy_tokens_do_not_depend_on_the_schedule(folder, backend, case):
     executor = load_executor(
         folder(case), device=DEVICE, dtype="float32", page_size=4, max_total_tokens=120, max_pool_rows=9, **backend
     )
-    serve_in_little_room(executor, case)
+    serve_with_small_pool(executor, case)
 
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt-oss"])

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tests.executor import fake_flashinfer
-from tests.executor.little_room import run_all_kinds
-from tests.executor.pretend_gpu import Watch, pretend_driver
+from tests.executor.meta_device import Watch, pretend_driver
+from tests.executor.small_pool import run_all_kinds
 from tests.executor.test_windows import load, small_pools, yard_of  # noqa: F401
 from tests.executor.tiny_models import greedy, prompt_of
 from tokenyard.base import ConfigError
 from tokenyard.executor import backends
 from tokenyard.executor.attention import flashinfer
 from tokenyard.executor.attention.flashinfer import FlashInferAttention, why_not
-from tokenyard.executor.load import read_folder_config
+from tokenyard.executor.model_loader import read_folder_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 

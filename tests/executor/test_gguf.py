@@ -17,8 +17,8 @@ from tokenyard.base import ConfigError
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.gguf_file.folder import folder_of_gguf
 from tokenyard.executor.gguf_file.tokenizer import SPLITS
-from tokenyard.executor.hub import find_model
-from tokenyard.executor.load import load_executor, read_folder_config
+from tokenyard.executor.hf_hub import resolve_model_path
+from tokenyard.executor.model_loader import load_executor, read_folder_config
 
 TEXTS = ("Once upon a time", " don't   stop\n\nnow 12345", "<|user|>hi<|end|>", "Zażółć 漢字 🙂", "")
 
@@ -72,7 +72,7 @@ def test_kinds_in_blocks_of_256_there_and_back(tmp_path, wide_model, kind):
 def test_config_tokens_template_and_ends_are_those_of_the_folder(tmp_path):
     path = tmp_path / "demo.gguf"
     write_gguf(DEMO_MODEL, path)
-    folder = find_model(str(path))
+    folder = resolve_model_path(str(path))
     found, expected = read_folder_config(folder), read_folder_config(DEMO_MODEL)
     assert replace(found, dtype="bfloat16", norm_eps=expected.norm_eps) == expected
     assert found.norm_eps == pytest.approx(expected.norm_eps)
@@ -115,7 +115,7 @@ def test_other_kinds_compute_what_transformers_does(tmp_path, folder, case, arch
 def test_text_is_split_as_the_name_says(tmp_path, name, text, words):
     path = tmp_path / "demo.gguf"
     write_gguf(DEMO_MODEL, path, pre=name)
-    tokenizer = Tokenizer.from_file(str(find_model(str(path)) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(resolve_model_path(str(path)) / "tokenizer.json"))
     assert [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words
     assert name in (*SPLITS, "smollm")
 
@@ -131,14 +131,14 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path):
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=says) as caught:
-            find_model(str(tmp_path / name))
+            resolve_model_path(str(tmp_path / name))
         assert "\n" not in str(caught.value)
     write_gguf(DEMO_MODEL, tmp_path / "pre.gguf", pre="unheard-of")
     with pytest.raises(ConfigError, match="named 'unheard-of'"):
-        find_model(str(tmp_path / "pre.gguf"))
+        resolve_model_path(str(tmp_path / "pre.gguf"))
     write_gguf(DEMO_MODEL, tmp_path / "kind.gguf", architecture="gemma")
     with pytest.raises(ConfigError, match="kind 'gemma'"):
-        find_model(str(tmp_path / "kind.gguf"))
+        resolve_model_path(str(tmp_path / "kind.gguf"))
     write_gguf(DEMO_MODEL, tmp_path / "layers.gguf", block_count=6)
     with pytest.raises(ConfigError, match=r"has no tensor 'blk\.5"):
         load_executor(str(tmp_path / "layers.gguf"), device="cpu", dtype="float32", max_total_tokens=64)
@@ -160,4 +160,4 @@ def test_llama_3s_factors_are_recognised(tmp_path, folder):
         patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
         write_gguf(source, path)
     with pytest.raises(ConfigError, match="none of Llama 3's"):
-        find_model(str(path))
+        resolve_model_path(str(path))

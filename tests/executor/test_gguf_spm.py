@@ -13,12 +13,30 @@ from tests.executor.stories260k import SOURCE, convert, read_pieces
 from tokenyard.base import ConfigError
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor.gguf_file.spm import SPACE
-from tokenyard.executor.hub import find_model
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.hf_hub import resolve_model_path
+from tokenyard.executor.model_loader import load_executor
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LETTERS = [SPACE, "\n", *"abcdefg"]
-JOINED = ["ab", "bc", "abc", "▁a", "▁ab", "cd", "de", "cde", "▁▁", "ef", "fg", "efg", "▁abc", "gg", "ggg", "\n▁", "dea"]
+DP_ATTENTION = [
+    "ab",
+    "bc",
+    "abc",
+    "▁a",
+    "▁ab",
+    "cd",
+    "de",
+    "cde",
+    "▁▁",
+    "ef",
+    "fg",
+    "efg",
+    "▁abc",
+    "gg",
+    "ggg",
+    "\n▁",
+    "dea",
+]
 SPACES = [SPACE * 3, SPACE * 4, "<tag>"]
 
 
@@ -28,10 +46,18 @@ def cache(tmp_path, monkeypatch):
 
 
 def vocabulary(user_defined):
-    tokens = ["<unk>", "<s>", "</s>", *BYTES, *LETTERS, *JOINED, *(SPACES if user_defined else ())]
-    kinds = [2, 3, 3, *[6] * 256, *[1] * len(LETTERS), *[1] * len(JOINED), *[4] * (len(SPACES) if user_defined else 0)]
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, *LETTERS, *DP_ATTENTION, *(SPACES if user_defined else ())]
+    kinds = [
+        2,
+        3,
+        3,
+        *[6] * 256,
+        *[1] * len(LETTERS),
+        *[1] * len(DP_ATTENTION),
+        *[4] * (len(SPACES) if user_defined else 0),
+    ]
     # Joined pieces before letters, the order of the list being the order of their worth.
-    scores = [0.0] * 259 + [-1000.0] * len(LETTERS) + [-float(at) for at in range(len(JOINED))]
+    scores = [0.0] * 259 + [-1000.0] * len(LETTERS) + [-float(at) for at in range(len(DP_ATTENTION))]
     return tokens, scores + [0.0] * (len(tokens) - len(scores)), kinds
 
 
@@ -66,7 +92,7 @@ def best_pair_first(text, tokens, scores, kinds, prefix):
 def test_random_texts(tmp_path, prefix, user_defined):
     path, spm = tmp_path / "model.gguf", vocabulary(user_defined)
     write_gguf(DEMO_MODEL, path, spm=(*spm, prefix))
-    tokenizer = Tokenizer.from_file(str(find_model(str(path)) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(resolve_model_path(str(path)) / "tokenizer.json"))
     rng = random.Random(4)
     for _ in range(400):
         text = "".join(rng.choices("abcdefg   \né漢<tag>", k=rng.randint(0, 30)))
@@ -81,7 +107,7 @@ def test_what_cannot_be_rebuilt_is_refused(tmp_path):
     tokens, scores, kinds = vocabulary(False)
     write_gguf(DEMO_MODEL, tmp_path / "short.gguf", spm=(tokens, scores[:-1], kinds))
     with pytest.raises(ConfigError, match="lacks a score or a type for each of"):
-        find_model(str(tmp_path / "short.gguf"))
+        resolve_model_path(str(tmp_path / "short.gguf"))
 
 
 @pytest.mark.skipif(not SOURCE.exists(), reason="needs shared/models/stories260K beside the checkout")
@@ -93,7 +119,7 @@ def test_a_real_model_tells_its_story(tmp_path):
     kinds = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
     path = tmp_path / "stories.gguf"
     write_gguf(tmp_path / "folder", path, spm=(tokens, scores, kinds))
-    tokenizer = Tokenizer.from_file(str(find_model(str(path)) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(resolve_model_path(str(path)) / "tokenizer.json"))
     assert tokenizer.encode(expected["expected_text"]).ids == expected["greedy_token_ids"]
     driver = Driver(load_executor(str(path), device="cpu", dtype="float32", max_total_tokens=512, max_pool_rows=2))
     output = driver.generate(driver.start([1]), 200)

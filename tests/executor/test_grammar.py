@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import tokenyard
 from tokenyard.base import InvalidRequestError, RowStart, SamplingParams, StepPlan
-from tokenyard.executor.grammar import GrammarRows, GrammarStore, RowMasks
+from tokenyard.executor.grammar import GrammarCache, GrammarRows, VocabMasks
 
 TOKENIZER = (Path(tokenyard.__file__).parent / "demo_model" / "tokenizer.json").read_text()
 VOCABULARY, EOS = 2048, 6
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def store():
-    return GrammarStore(VOCABULARY, (EOS,))
+    return GrammarCache(VOCABULARY, (EOS,))
 
 
 def plan(row: int, epoch: int, *, starts: list[RowStart] = ()) -> StepPlan:
@@ -41,7 +41,7 @@ def plan(row: int, epoch: int, *, starts: list[RowStart] = ()) -> StepPlan:
     )
 
 
-def begun(store: GrammarStore, grammar: str, output: list[int] = ()) -> GrammarRows:
+def begun(store: GrammarCache, grammar: str, output: list[int] = ()) -> GrammarRows:
     store.compile(grammar, lambda: TOKENIZER)
     rows = GrammarRows(store, VOCABULARY, CPU)
     known = np.array([5, 5, *output], np.int32)
@@ -193,7 +193,7 @@ def test_a_mask_wins_over_a_bias_that_leaves_nothing():
     values[0, 2] = 0.0
     logits = torch.zeros(2, 4)
     logits[1, 2] = float("-inf")
-    RowMasks(np.array([1]), values).apply(logits)
+    VocabMasks(np.array([1]), values).apply(logits)
     assert logits[1].argmax() == 2
     assert (logits[0] == 0).all()
 
@@ -254,7 +254,7 @@ def test_an_answer_begun_against_its_grammar_fails_instead_of_ending_early(store
 
 def test_a_tokenizer_that_cannot_be_used_is_refused():
     with pytest.raises(InvalidRequestError, match="tokenizer"):
-        GrammarStore(VOCABULARY, (EOS,)).compile('start: "a"', lambda: "{}")
+        GrammarCache(VOCABULARY, (EOS,)).compile('start: "a"', lambda: "{}")
 
 
 def metaspace(kind: str, *more: str) -> Tokenizer:
@@ -281,7 +281,7 @@ def metaspace(kind: str, *more: str) -> Tokenizer:
 def test_random_choices_with_a_metaspace_tokenizer_keep_to_the_grammar(kind, pattern):
     tokenizer = metaspace(kind)
     size, before = tokenizer.get_vocab_size(), tokenizer.encode("the").ids
-    own, grammar = GrammarStore(size, (1,)), f"start: /{pattern}/"
+    own, grammar = GrammarCache(size, (1,)), f"start: /{pattern}/"
     own.compile(grammar, tokenizer.to_str)
     for seed in range(6):
         rows = GrammarRows(own, size, CPU)
@@ -295,7 +295,7 @@ def test_random_choices_with_a_metaspace_tokenizer_keep_to_the_grammar(kind, pat
 def test_metaspace_with_tokens_for_bytes_is_refused():
     tokenizer = metaspace("bpe", "<0x0A>")
     with pytest.raises(InvalidRequestError, match="this model's tokenizer cannot be used with grammars"):
-        GrammarStore(tokenizer.get_vocab_size(), (1,)).compile("start: /[a-z]+/", tokenizer.to_str)
+        GrammarCache(tokenizer.get_vocab_size(), (1,)).compile("start: /[a-z]+/", tokenizer.to_str)
 
 
 def test_a_complete_grammar_ends_its_row_without_another_step(store):

@@ -8,8 +8,8 @@ import torch
 
 from tokenyard.executor.kv_copies import DeviceBlocks
 from tokenyard.executor.kv_pool import KvPool
-from tokenyard.transfer.layout import PoolView, map_pages
-from tokenyard.transfer.store import block_buffer
+from tokenyard.kv_layout.layout import PoolView, map_pages
+from tokenyard.kv_store.store import block_buffer
 
 PAGES, PAGE = 9, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.contract.plans import chunk, decode
 from tests.executor.tiny_models import greedy, prompt_of
 from tokenyard.base import TokenyardError
-from tokenyard.executor.attention.gather import PADDING_SHARE, PADDING_TOKENS, group_by_length
-from tokenyard.executor.future_map import FutureMap, Unsampled
+from tokenyard.executor.attention.gathered import PADDING_SHARE, PADDING_TOKENS, group_by_length
+from tokenyard.executor.future_map import DelayedSamplingRows, FutureMap
 from tokenyard.executor.layers.linear import Linear
 from tokenyard.executor.layers.norm import RMSNorm
 
@@ -69,17 +69,17 @@ def test_no_step_reads_a_token_that_is_not_sampled_yet(make_driver):
 
 
 def test_a_row_that_starts_anew_does_not_wait_for_a_step_that_was_lost():
-    unsampled = Unsampled(4)
+    unsampled = DelayedSamplingRows(4)
     unsampled.launch(decode(1, [2], [5], delay_sampling=True))
     unsampled.launch(chunk(2, 2, [7, 8, 9], 0, 3))
     unsampled.launch(decode(3, [2], [3]))
 
 
-@given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=50), most_tokens=st.integers(1, 300_000))
-def test_groups_hold_every_row_once_and_pad_little(lengths, most_tokens):
-    groups = group_by_length(np.array(lengths), most_tokens)
+@given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=50), max_group_tokens=st.integers(1, 300_000))
+def test_groups_hold_every_row_once_and_pad_little(lengths, max_group_tokens):
+    groups = group_by_length(np.array(lengths), max_group_tokens)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
     for group in groups:
         members = [lengths[i] for i in group]
         assert max(members) - min(members) <= max(PADDING_TOKENS, PADDING_SHARE * max(members))
-        assert len(members) == 1 or len(members) * max(members) <= most_tokens
+        assert len(members) == 1 or len(members) * max(members) <= max_group_tokens

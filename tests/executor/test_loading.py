@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
-from tokenyard.executor.hub import find_model
+from tokenyard.executor.distributed.tensor import TensorParallelShard
+from tokenyard.executor.hf_hub import resolve_model_path
 from tokenyard.executor.kv_pool import choose_num_pages, kv_bytes_per_token
-from tokenyard.executor.load import (
+from tokenyard.executor.model_loader import (
     _device_of_rank,
     _prepare_cuda,
     choose_device,
@@ -21,8 +22,7 @@ from tokenyard.executor.load import (
     load_executor,
     read_folder_config,
 )
-from tokenyard.executor.models.reading import read_model_config
-from tokenyard.executor.parallel.shards import Shard
+from tokenyard.executor.models.hf_config import read_model_config
 
 
 @pytest.fixture
@@ -229,9 +229,9 @@ def test_options_out_of_range_are_refused(copy):
 def test_auto_dtype_follows_the_device(copy, monkeypatch):
     config = read_folder_config(copy)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr("tokenyard.executor.load.cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr("tokenyard.executor.model_loader.cpu_has_bfloat16", lambda: True)
     assert choose_dtype("auto", cpu, config) == torch.bfloat16
-    monkeypatch.setattr("tokenyard.executor.load.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("tokenyard.executor.model_loader.cpu_has_bfloat16", lambda: False)
     assert choose_dtype("auto", cpu, config) == torch.float32
     assert choose_dtype("auto", cuda, config) == torch.bfloat16
 
@@ -256,12 +256,14 @@ def test_a_device_has_one_name(monkeypatch):
 def test_ranks_of_a_divided_model_have_a_gpu_each(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    shards = [Shard(rank, 2, None, None) for rank in range(2)]
+    shards = [TensorParallelShard(rank, 2, None, None) for rank in range(2)]
     places = [_device_of_rank("auto", rank, 2, shard) for rank in range(2) for shard in shards]
     assert places == [(torch.device("cuda", place), 1) for place in range(4)]
     with pytest.raises(ConfigError, match="--tp-size and --dp-size ask for 6 CUDA devices, but torch sees 4"):
         _device_of_rank("auto", 0, 3, shards[0])
-    on_two_nodes = [_device_of_rank("auto", 0, 1, Shard(rank, 8, None, None), nodes=2)[0].index for rank in range(8)]
+    on_two_nodes = [
+        _device_of_rank("auto", 0, 1, TensorParallelShard(rank, 8, None, None), nodes=2)[0].index for rank in range(8)
+    ]
     assert on_two_nodes == [0, 1, 2, 3] * 2
 
 
@@ -283,4 +285,4 @@ def test_a_gpu_computes_exactly_and_needs_no_graph_per_length(monkeypatch):
 def test_pointers_of_git_lfs_are_told(tmp_path, name):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     with pytest.raises(ConfigError, match="git lfs pull"):
-        find_model(str(tmp_path))
+        resolve_model_path(str(tmp_path))

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.executor.lora_maker import save_adapter
 from tokenyard.base import ConfigError
-from tokenyard.executor.load import read_folder_config
-from tokenyard.executor.lora_files import read_adapter
+from tokenyard.executor.lora_weights import read_adapter
+from tokenyard.executor.model_loader import read_folder_config
 
-MOST_RANK = 8
+MAX_RANK = 8
 
 
 @pytest.fixture
@@ -54,12 +54,12 @@ def put(name, make):
 
 def refused(adapter, config, match):
     with pytest.raises(ConfigError, match=match) as caught:
-        read_adapter(adapter, config, MOST_RANK)
+        read_adapter(adapter, config, MAX_RANK)
     assert "\n" not in str(caught.value)
 
 
 def test_a_good_one_is_read(adapter, config):
-    weights = read_adapter(adapter, config, MOST_RANK)
+    weights = read_adapter(adapter, config, MAX_RANK)
     assert len(weights.pairs) == 7 * config.num_layers
     pair = weights.pairs[1, "down_proj"]
     assert (pair.a.shape, pair.b.shape, pair.scale) == ((4, config.intermediate_size), (config.hidden_size, 4), 2.0)
@@ -124,7 +124,7 @@ def test_weights_that_do_not_fit(adapter, config, change, match):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_of_half_precision_are_looked_at_too(adapter, config, dtype):
     change_tensors(adapter, put(FIRST, lambda a: a.to(dtype)))
-    read_adapter(adapter, config, MOST_RANK)
+    read_adapter(adapter, config, MAX_RANK)
     change_tensors(adapter, put(FIRST, lambda a: a.index_fill(0, torch.tensor([1]), float("inf"))))
     refused(adapter, config, "not finite")
 

@@ -12,9 +12,9 @@ from tests.executor.driver import Driver
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo
 from tokenyard.config import DEMO_MODEL
-from tokenyard.executor.parallel import leader, life, members
-from tokenyard.executor.parallel.divided import load_executor
-from tokenyard.executor.parallel.handshake import Report, check_report
+from tokenyard.executor.distributed import child_ranks, process_watch, rank0
+from tokenyard.executor.distributed.load import load_executor
+from tokenyard.executor.distributed.rank_messages import RankReport, check_report
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_total_tokens": 256, "max_pool_rows": 4}
 SOON_S = 20.0
@@ -50,7 +50,7 @@ def test_a_rank_that_is_killed_ends_all_also_when_nothing_runs(executor):
         driver.generate(sequence, 1)
     assert listen(executor)[1] == reasons
     executor.close()
-    assert life.state_of(pid) == ""
+    assert process_watch.state_of(pid) == ""
 
 
 def test_a_rank_that_is_stopped_ends_all_within_a_step(executor):
@@ -59,10 +59,10 @@ def test_a_rank_that_is_stopped_ends_all_within_a_step(executor):
     sequence = driver.start(prompt_of(9, seed=2))
     driver.generate(sequence, 2)
     os.kill(executor.describe_ranks()[1]["pid"], signal.SIGSTOP)
-    with pytest.raises(DeviceLostError, match="rank 1 stands still"):
+    with pytest.raises(DeviceLostError, match="rank 1 is stalled"):
         driver.generate(sequence, 3)
     assert heard.wait(SOON_S)
-    assert reasons == ["tensor-parallel rank 1 stands still"]
+    assert reasons == ["tensor-parallel rank 1 is stalled"]
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_start_says_why():
 
 def refused_by_followers(**options):
     """Load with options that only the other ranks are told."""
-    ranks = leader.Ranks(str(DEMO_MODEL), 2, OPTIONS | options)
+    ranks = rank0.ModelRanks(str(DEMO_MODEL), 2, OPTIONS | options)
     try:
         ranks.agree(INFO)
     finally:
@@ -97,16 +97,16 @@ def looks(watch, clock, seconds):
 
 def test_who_slept_itself_gives_the_others_time():
     clock = Clock()
-    watch, own = life.Watch(clock), os.getpid()
+    watch, own = process_watch.ProcessWatch(clock), os.getpid()
     alive_ns = watch.look()
     looks(watch, clock, 9.0)
-    assert not watch.stands_still(own, alive_ns)
-    assert not watch.stands_still(own, 0)
+    assert not watch.is_stalled(own, alive_ns)
+    assert not watch.is_stalled(own, 0)
     clock.now_s += 60.0
     looks(watch, clock, 9.0)
-    assert not watch.stands_still(own, alive_ns)
+    assert not watch.is_stalled(own, alive_ns)
     looks(watch, clock, 2.0)
-    assert watch.stands_still(own, alive_ns)
+    assert watch.is_stalled(own, alive_ns)
 
 
 @pytest.mark.slow
@@ -116,13 +116,13 @@ def test_a_rank_with_other_settings_is_refused():
 
 
 def test_a_rank_that_is_late_is_named(monkeypatch):
-    monkeypatch.setattr(members, "START_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(child_ranks, "START_TIMEOUT_S", 0.01)
     with pytest.raises(EngineDeadError, match=r"^tensor-parallel rank 1 has not started within 0.01 s"):
         refused_by_followers()
 
 
 def test_a_rank_that_ends_while_it_starts_is_named(monkeypatch):
-    monkeypatch.setattr(members, "FOLLOWER_MODULE", "tests.engine.broken_child")
+    monkeypatch.setattr(child_ranks, "RANK_PROCESS_MODULE", "tests.engine.broken_child")
     with pytest.raises(EngineDeadError, match=r"^tensor-parallel rank 1 .* while it started"):
         refused_by_followers()
 
@@ -130,10 +130,10 @@ def test_a_rank_that_ends_while_it_starts_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("report", "error"),
     [
-        (Report(info=replace(INFO, dtype="bfloat16")), "has dtype 'bfloat16', but rank 0 has 'float32'"),
-        (Report(info=replace(INFO, page_size=16)), "has page_size 16, but rank 0 has 4"),
-        (Report(info=INFO, version="0.0.1"), r"runs Tokenyard 0\.0\.1, rank 0 runs"),
-        (Report(failure="the checkpoint has no tensor", wrong_settings=True), "the checkpoint has no tensor"),
+        (RankReport(info=replace(INFO, dtype="bfloat16")), "has dtype 'bfloat16', but rank 0 has 'float32'"),
+        (RankReport(info=replace(INFO, page_size=16)), "has page_size 16, but rank 0 has 4"),
+        (RankReport(info=INFO, version="0.0.1"), r"runs Tokenyard 0\.0\.1, rank 0 runs"),
+        (RankReport(failure="the checkpoint has no tensor", wrong_settings=True), "the checkpoint has no tensor"),
     ],
 )
 def test_reports_are_compared(report, error):
@@ -142,4 +142,4 @@ def test_reports_are_compared(report, error):
 
 
 def test_ranks_may_have_room_for_different_numbers_of_pages():
-    assert check_report("rank 1", Report(info=replace(INFO, num_pages=30, device="cuda:1")), INFO) == 30
+    assert check_report("rank 1", RankReport(info=replace(INFO, num_pages=30, device="cuda:1")), INFO) == 30

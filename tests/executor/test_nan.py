@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from tests.executor.driver import GREEDY, Driver
 from tests.executor.tiny_models import DEVICE, greedy, judge, prompt_of
 from tokenyard.base import SamplingParams
-from tokenyard.executor.load import load_executor
-from tokenyard.executor.sampling.draw import NAN_MARK, mark_nan, unmark_nan
+from tokenyard.executor.model_loader import load_executor
+from tokenyard.executor.sampling.top_k_top_p import NAN_MARK, mark_nan, unmark_nan
 
 DAMAGED = 7
 PROMPT = [token for token in prompt_of(12, seed=3) if token != DAMAGED]

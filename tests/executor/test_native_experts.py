@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.models.config import ExpertsConfig, ModelConfig, RopeConfig
-from tokenyard.executor.native.engine import NativeEngine, address
-from tokenyard.executor.native.experts import NativeExperts
+from tokenyard.executor.models.config import ModelConfig, MoeConfig, RopeConfig
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
+from tokenyard.executor.native.moe import NativeMoe
+from tokenyard.executor.native.runtime import NativeRuntime, address
 
 try:
     LIBRARY = load_library()
@@ -44,7 +44,7 @@ class Drawn:
 
 
 def config_of(hidden=48, inter=40, count=7, active=3, *, normed=True, bias=False, activation="silu", limit=0.0):
-    experts = ExpertsConfig(count, active, inter, normed, frozenset({0}), bias)
+    experts = MoeConfig(count, active, inter, normed, frozenset({0}), bias)
     return ModelConfig(
         *("", 1, hidden, inter, 1, 1, 1, 64, 1e-6, 64),
         rope=RopeConfig(),
@@ -56,7 +56,7 @@ def config_of(hidden=48, inter=40, count=7, active=3, *, normed=True, bias=False
 
 
 def layer_of(config, weights, dtype, level=None, threads=2):
-    return NativeExperts(NativeEngine(LIBRARY, threads, level), dtype, config, weights, 0)
+    return NativeMoe(NativeRuntime(LIBRARY, threads, level), dtype, config, weights, 0)
 
 
 def computed(layer, x):
@@ -196,4 +196,4 @@ def test_no_memory_is_said_in_one_line():
     functions = SimpleNamespace(ty_experts_new=lambda *given: None)
     engine = SimpleNamespace(functions=functions, active_dtype=lambda dtype: dtype, pool=None, level=0)
     with pytest.raises(ConfigError, match="no memory for the packed weights"):
-        NativeExperts(engine, torch.float32, config_of(), Drawn(torch.float32), 0)
+        NativeMoe(engine, torch.float32, config_of(), Drawn(torch.float32), 0)

@@ -14,8 +14,8 @@ import torch
 from tokenyard.executor.attention.backend import AttentionSpec
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.native.attention import NativeAttention
-from tokenyard.executor.native.engine import DTYPES, NativeEngine, address
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
+from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address
 
 try:
     LIBRARY = load_library()
@@ -29,7 +29,7 @@ NAN = float("nan")
 
 
 def engine(level, threads=2):
-    return NativeEngine(LIBRARY, threads, level)
+    return NativeRuntime(LIBRARY, threads, level)
 
 
 def random(*shape, seed, dtype=torch.float32):

@@ -6,7 +6,7 @@ import torch
 from tests.executor.driver import Driver
 from tests.executor.lora_maker import merged, save_adapter
 from tests.executor.tiny_models import prompt_of
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
 
 try:

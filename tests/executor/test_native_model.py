@@ -8,10 +8,10 @@ import torch
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import greedy, judge, prompt_of
 from tokenyard.base import ConfigError
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.native import library
-from tokenyard.executor.native.engine import MOST_THREADS, choose_threads, pinned_cores, why_not
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
+from tokenyard.executor.native.runtime import MAX_THREADS, choose_threads, pinned_cores, why_not
 
 try:
     LIBRARY = load_library()
@@ -210,7 +210,7 @@ def test_odd_numbers_of_threads_do_no_harm(monkeypatch, given, expected):
     assert 1 <= found <= 4096
     assert expected is None or found == expected
     assert choose_threads(3) == 3
-    assert choose_threads(10**9) == MOST_THREADS
+    assert choose_threads(10**9) == MAX_THREADS
 
 
 def test_threads_that_are_ignored_are_named(monkeypatch, caplog):

@@ -11,16 +11,22 @@ import torch
 
 from tests.executor.driver import Driver
 from tests.executor.test_tensor_parallel import OPTIONS, assert_equal_bits, watch_logits
+from tests.executor.thread_ranks import load_virtual
 from tests.executor.tiny_models import prompt_of
-from tests.executor.virtual import load_virtual
 from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError
 from tokenyard.base.frames import HandshakeError
-from tokenyard.executor.load import load_executor as load_part
-from tokenyard.executor.parallel import links
-from tokenyard.executor.parallel.divided import load_executor
-from tokenyard.executor.parallel.links import Beat, Ended, Plan, open_link, own_hello
-from tokenyard.executor.parallel.node import Node
-from tokenyard.executor.parallel.nodes import NodeTerms, meet_nodes
+from tokenyard.executor.distributed import node_connection
+from tokenyard.executor.distributed.load import load_executor
+from tokenyard.executor.distributed.node_connection import (
+    NodeEnded,
+    NodeHeartbeat,
+    NodePlan,
+    open_node_connection,
+    own_hello,
+)
+from tokenyard.executor.distributed.remote_nodes import MultiNodeConfig, meet_nodes
+from tokenyard.executor.distributed.worker_node import WorkerNode
+from tokenyard.executor.model_loader import load_executor as load_part
 
 SIZES = {"max_total_tokens": 512, "max_pool_rows": 8, "page_size": 4}
 LONG_S = 60.0
@@ -33,7 +39,7 @@ def free_port():
 
 def terms_of(number, port, **changes):
     given = {"count": 2, "host": "127.0.0.1", "secret": "s", "timeout_s": LONG_S, "weights": "w"}
-    return NodeTerms(number=number, port=port, **given | changes)
+    return MultiNodeConfig(number=number, port=port, **given | changes)
 
 
 def both(left, right):
@@ -58,8 +64,8 @@ def ends(here="secret", there="secret"):
     """Both ends of a connection, or what came of the handshake."""
     left, right = tcp_pair()
     return both(
-        lambda: open_link(left, own_hello(0), here.encode(), dialled=False),
-        lambda: open_link(right, own_hello(1), there.encode(), dialled=True),
+        lambda: open_node_connection(left, own_hello(0), here.encode(), dialled=False),
+        lambda: open_node_connection(right, own_hello(1), there.encode(), dialled=True),
     )
 
 
@@ -72,12 +78,12 @@ def tcp_pair():
 def test_messages_arrive_in_order_and_none_that_nobody_signed():
     (node_0, hello), (node_1, _) = ends()
     assert hello.node == 1
-    node_1.send(Plan(b"a" * 100_000))
-    node_1.send(Beat())
-    assert [node_0.receive(), node_0.receive()] == [Plan(b"a" * 100_000), Beat()]
-    sealed = links.frame(node_1._signs.close(links._encoder.encode(Ended("x"))))
+    node_1.send(NodePlan(b"a" * 100_000))
+    node_1.send(NodeHeartbeat())
+    assert [node_0.receive(), node_0.receive()] == [NodePlan(b"a" * 100_000), NodeHeartbeat()]
+    sealed = node_connection.frame(node_1._signs.close(node_connection._encoder.encode(NodeEnded("x"))))
     node_1._sock.sendall(sealed)
-    assert node_0.receive() == Ended("x")
+    assert node_0.receive() == NodeEnded("x")
     node_1._sock.sendall(sealed)
     with pytest.raises(HandshakeError, match="did not sign"):
         node_0.receive()
@@ -92,15 +98,17 @@ def test_an_end_with_another_secret_is_told_so():
 def test_an_end_of_another_version_is_told_so():
     left, right = tcp_pair()
     here, there = both(
-        lambda: open_link(left, own_hello(0), b"", dialled=False),
-        lambda: open_link(right, links.Hello("0.0.1", sys.byteorder, 1, b"n" * 32), b"", dialled=True),
+        lambda: open_node_connection(left, own_hello(0), b"", dialled=False),
+        lambda: open_node_connection(
+            right, node_connection.NodeHello("0.0.1", sys.byteorder, 1, b"n" * 32), b"", dialled=True
+        ),
     )
     assert "it runs Tokenyard 0.0.1, this node runs" in here.message
     assert "this node runs 0.0.1" in there.message
 
 
 def node_of(port, options=OPTIONS, number=1, path="", size=2, form="tensor", **changes):
-    return Node(terms_of(number, port, **changes), path, options, form, size)
+    return WorkerNode(terms_of(number, port, **changes), path, options, form, size)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +132,7 @@ def test_a_node_that_does_not_fit_is_refused_and_another_one_waited_for(node, co
             node_of(terms.port, **node).run()
         node_of(terms.port).run()
 
-    present, ended = both(lambda: [node.close(Ended("")) or node.number for node in meet_nodes(terms, facts)], come)
+    present, ended = both(lambda: [node.close(NodeEnded("")) or node.number for node in meet_nodes(terms, facts)], come)
     assert present == [1]
     assert ended is None
 
@@ -153,7 +161,7 @@ class TwoNodes:
         self.node = node_of(terms.port, OPTIONS | SIZES, path=path, timeout_s=0.5, **changes)
         self.ended, self.result = threading.Event(), None
         threading.Thread(target=self._follow, daemon=True).start()
-        given = {name: getattr(terms, name) for name in NodeTerms.__slots__}
+        given = {name: getattr(terms, name) for name in MultiNodeConfig.__slots__}
         self.executor = load_executor(path, **{f"{self.flag}_size": 2}, nodes=given, **OPTIONS, **SIZES)
 
     @property

@@ -15,10 +15,10 @@ from tests.executor.test_tensor_parallel import OPTIONS, SERVED, assert_equal_bi
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError, DeviceLostError
 from tokenyard.config import DEMO_MODEL
-from tokenyard.executor.load import load_executor
-from tokenyard.executor.parallel import life
-from tokenyard.executor.parallel.divided import load_executor as load_divided
-from tokenyard.executor.parallel.stages import Stage
+from tokenyard.executor.distributed import process_watch
+from tokenyard.executor.distributed.load import load_executor as load_divided
+from tokenyard.executor.distributed.pipeline_stages import PipelineStage
+from tokenyard.executor.model_loader import load_executor
 
 TOKENS = 8
 
@@ -88,7 +88,7 @@ class AtCollect:
 
 def load_in_turn(path, size, **options):
     mail = Mail()
-    stages = [Stage(rank, size, mail.of(rank), lambda info: info) for rank in range(size)]
+    stages = [PipelineStage(rank, size, mail.of(rank), lambda info: info) for rank in range(size)]
     parts = [load_executor(path, **options, part=stage) for stage in stages]
     for other in parts[1:]:
         other.pages.tensor, other.pages._host = parts[0].pages.tensor, parts[0].pages._host
@@ -166,7 +166,7 @@ def test_stages_work_ahead_of_what_is_collected(stages):
     sequence = driver.start(prompt_of(24, seed=5))
     flying = [driver.launch((sequence, 8)) for _ in range(3)]
     while stages.describe_ranks()[1]["step"] < flying[-1][0].step:
-        assert life.state_of(stages.describe_ranks()[1]["pid"])
+        assert process_watch.state_of(stages.describe_ranks()[1]["pid"])
     assert [len(stages.collect(ticket).tokens) for _, _, ticket in flying] == [0, 0, 1]
 
 

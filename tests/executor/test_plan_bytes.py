@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.contract.plans import chunk, decode, int32
 from tokenyard.base import StepPlan
 from tokenyard.base.plan_bytes import decode_plan, encode_plan
-from tokenyard.executor.parallel.ring import RING_BYTES, RingReader, RingWriter, SharedMemory
+from tokenyard.executor.distributed.shm_broadcast import RING_BYTES, RingReader, RingWriter, SharedMemory
 
 NUMBERS = st.integers(-2, 2**31 - 1)
 

@@ -9,7 +9,7 @@ from tests.executor.tiny_models import judge, prompt_of
 from tests.scheduler.harness import Yard
 from tokenyard.base import SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 
 
 @pytest.mark.parametrize("impl", ["torch", "native"])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.executor.driver import Driver
 from tests.executor.tiny_models import prompt_of
 from tokenyard.base import ConfigError
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.quantized import AWQ_ORDER
 
 GROUP = 16

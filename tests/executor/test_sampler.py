@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.executor.tiny_models import DEVICE
-from tests.executor.triton_here import MISSING
+from tests.executor.triton_available import MISSING
 from tokenyard.base import RowStart, SamplingParams
-from tokenyard.executor.native.drawing import NativeDrawer
-from tokenyard.executor.native.engine import NativeEngine
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
-from tokenyard.executor.sampling import draw
+from tokenyard.executor.native.runtime import NativeRuntime
+from tokenyard.executor.native.sampling import NativeSamplingBackend
+from tokenyard.executor.sampling import top_k_top_p
 from tokenyard.executor.sampling.noise import signed_seed, uniform
 from tokenyard.executor.sampling.sampler import Sampler
 
@@ -27,14 +27,14 @@ try:
         raise NoLibraryError("native kernels are for the CPU")
     LIBRARY = load_library()
     for number in LIBRARY.levels():
-        engine = NativeEngine(LIBRARY, 2, number)
-        DRAWERS[LEVELS[number]] = lambda vocab, engine=engine: NativeDrawer(engine, vocab)
+        engine = NativeRuntime(LIBRARY, 2, number)
+        DRAWERS[LEVELS[number]] = lambda vocab, engine=engine: NativeSamplingBackend(engine, vocab)
 except NoLibraryError as error:
     DRAWERS["native"] = lambda vocab, error=error: pytest.skip(f"no native library: {error}")
 if not MISSING:
-    from tokenyard.executor.attention.triton.draw import TritonDrawer
+    from tokenyard.executor.attention.triton.sampling_kernels import TritonSamplingBackend
 
-    DRAWERS[SLOWLY if DEVICE == "cpu" else "triton"] = lambda vocab: TritonDrawer()
+    DRAWERS[SLOWLY if DEVICE == "cpu" else "triton"] = lambda vocab: TritonSamplingBackend()
 
 
 @pytest.fixture(autouse=True, params=DRAWERS)
@@ -119,18 +119,20 @@ def test_filters_keep_what_the_naive_version_keeps(vocab):
     logits = random_logits(len(cases), vocab, seed=4)
     top_k = torch.tensor([vocab if case.top_k < 1 else min(case.top_k, vocab) for case in cases])
     top_p = torch.tensor([case.top_p for case in cases])
-    together = draw.drop_by_rank(logits, top_k, top_p, int(top_k.max()))
+    together = top_k_top_p.apply_top_k_top_p(logits, top_k, top_p, int(top_k.max()))
     for row, case in enumerate(cases):
         kept = set(torch.isfinite(together[row]).nonzero().flatten().tolist())
         assert kept == set(naive_probabilities(logits[row], case))
-        alone = draw.drop_by_rank(logits[row : row + 1], top_k[row : row + 1], top_p[row : row + 1], int(top_k[row]))
+        alone = top_k_top_p.apply_top_k_top_p(
+            logits[row : row + 1], top_k[row : row + 1], top_p[row : row + 1], int(top_k[row])
+        )
         assert torch.equal(alone[0], together[row])
 
 
 def test_a_long_top_k_beside_a_short_nucleus():
     logits = random_logits(2, 5000, seed=6)
     params = [SamplingParams(top_k=2000, top_p=0.97), SamplingParams(top_p=0.3)]
-    found = draw.drop_by_rank(logits, torch.tensor([2000, 5000]), torch.tensor([0.97, 0.3]), 5000)
+    found = top_k_top_p.apply_top_k_top_p(logits, torch.tensor([2000, 5000]), torch.tensor([0.97, 0.3]), 5000)
     for row, case in enumerate(params):
         kept = set(torch.isfinite(found[row]).nonzero().flatten().tolist())
         assert kept == set(naive_probabilities(logits[row], case))
@@ -138,7 +140,7 @@ def test_a_long_top_k_beside_a_short_nucleus():
 
 def test_tokens_as_likely_as_the_last_stay_in():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
-    kept = draw.drop_by_rank(logits, torch.tensor([2]), torch.tensor([1.0]), 2)
+    kept = top_k_top_p.apply_top_k_top_p(logits, torch.tensor([2]), torch.tensor([1.0]), 2)
     assert torch.isfinite(kept).tolist() == [[False, True, True, True, False]]
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tests.executor.driver import Driver
 from tests.executor.stories260k import SOURCE, convert, read_pieces
 from tests.executor.tiny_models import DEVICE
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 
 pytestmark = pytest.mark.skipif(not SOURCE.exists(), reason="needs shared/models/stories260K beside the checkout")
 

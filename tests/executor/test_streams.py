@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tokenyard.executor import streams
+from tokenyard.executor import cuda_streams
 
 
 class Stream:
@@ -25,10 +25,10 @@ def test_results_leave_behind_the_step_on_a_stream_of_their_own(monkeypatch):
         yield
         log.append(("off", stream))
 
-    monkeypatch.setattr(streams, "_copy_stream", lambda device: own)
-    monkeypatch.setattr(streams, "_current_stream", lambda: "the step's")
+    monkeypatch.setattr(cuda_streams, "_copy_stream", lambda device: own)
+    monkeypatch.setattr(cuda_streams, "_current_stream", lambda: "the step's")
     monkeypatch.setattr(torch.cuda, "stream", on)
-    with streams.Copies(torch.device("cuda:0")).after_step():
+    with cuda_streams.HostCopies(torch.device("cuda:0")).after_step():
         log.append("copies")
     assert log == [("waits for", "the step's"), ("on", own), "copies", ("off", own)]
 
@@ -43,15 +43,15 @@ def test_inputs_go_up_on_a_stream_of_their_own_and_the_step_follows(monkeypatch)
         yield
         log.append(("off", stream))
 
-    monkeypatch.setattr(streams, "_upload_stream", lambda device: uploads)
-    monkeypatch.setattr(streams, "_current_stream", lambda: steps)
+    monkeypatch.setattr(cuda_streams, "_upload_stream", lambda device: uploads)
+    monkeypatch.setattr(cuda_streams, "_current_stream", lambda: steps)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(("in use on", stream)))
-    assert streams.uploaded(torch.ones(2), torch.device("meta")).device.type == "meta"
+    assert cuda_streams.uploaded(torch.ones(2), torch.device("meta")).device.type == "meta"
     assert log == [("on", uploads), ("off", uploads), ("waits for", uploads), ("in use on", steps)]
 
 
 def test_on_a_cpu_nothing_is_copied():
-    copies, tensor = streams.Copies(torch.device("cpu")), torch.zeros(3)
+    copies, tensor = cuda_streams.HostCopies(torch.device("cpu")), torch.zeros(3)
     with copies.after_step():
         assert copies.to_host(tensor) is tensor

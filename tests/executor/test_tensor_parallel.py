@@ -12,16 +12,16 @@ from safetensors import safe_open
 from tests.executor.driver import Driver
 from tests.executor.test_grammar import TOKENIZER
 from tests.executor.test_pieces import assert_copies_serve
+from tests.executor.thread_ranks import load_virtual
 from tests.executor.tiny_models import greedy, logits, prompt_of
-from tests.executor.virtual import load_virtual
 from tests.matrix.test_grammar_exactness import DelayedYard
 from tokenyard.base import ConfigError, LogprobOptions, OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
 from tokenyard.executor import weights
-from tokenyard.executor.load import load_executor, read_folder_config
-from tokenyard.executor.parallel.divided import load_executor as load_divided
-from tokenyard.executor.parallel.shards import kv_heads
-from tokenyard.scheduler.lifecycle import Gate
+from tokenyard.executor.distributed.load import load_executor as load_divided
+from tokenyard.executor.distributed.tensor import kv_heads
+from tokenyard.executor.model_loader import load_executor, read_folder_config
+from tokenyard.scheduler.row_state import Gate
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1}
 ALL = LogprobOptions(output=True, top=3, prompt_from=0)

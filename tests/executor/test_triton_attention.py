@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from tests.executor.tiny_models import DEVICE
-from tests.executor.triton_here import need_triton
+from tests.executor.triton_available import need_triton
 
 need_triton()
 
-from tests.executor.checking import CheckedAttention  # noqa: E402
+from tests.executor.checked_backends import CheckedAttention  # noqa: E402
 from tokenyard.executor.attention.backend import AttentionSpec  # noqa: E402
 from tokenyard.executor.attention.triton.backend import FEW_QUERIES, TritonAttention, cut  # noqa: E402
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable  # noqa: E402

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.executor.triton_here import need_triton
+from tests.executor.triton_available import need_triton
 
 need_triton()
 
@@ -16,8 +16,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tokenyard.executor.attention.triton import attend, draw, layers
-from tokenyard.executor.sampling.draw import Draws
+from tokenyard.executor.attention.triton import attention_kernel as attend
+from tokenyard.executor.attention.triton import sampling_kernels as draw
+from tokenyard.executor.attention.triton import layer_kernels as layers
+from tokenyard.executor.sampling.top_k_top_p import Draws
 from tokenyard.executor.sampling.rows import SamplingRows
 
 class Caught(Exception):
@@ -67,7 +69,7 @@ layers.silu_gate(x, x)
 qkv = torch.zeros(6, heads + 2 * kv_heads, head_dim, dtype=dtype)
 cos_sin, weight = torch.zeros(6, 2, 1, head_dim // 2), qkv[0, kv_heads:].contiguous()
 layers.rotate_and_store(qkv, cos_sin, long, keys, keys, weight, 1e-5)
-drawer, logits = draw.TritonDrawer(), torch.zeros(6, 50000)
+drawer, logits = draw.TritonSamplingBackend(), torch.zeros(6, 50000)
 drawer.draw(logits, Draws(long, long, long, drawer.likeliest(logits), SamplingRows(8, 50000, (), torch.device("cpu"))))
 """
 

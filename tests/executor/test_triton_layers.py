@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.executor.tiny_models import DEVICE
-from tests.executor.triton_here import need_triton
+from tests.executor.triton_available import need_triton
 
 need_triton()
 
-from tokenyard.executor.attention.triton.layers import add_norm, norm, rotate_and_store, silu_gate  # noqa: E402
+from tokenyard.executor.attention.triton.layer_kernels import add_norm, norm, rotate_and_store, silu_gate  # noqa: E402
 from tokenyard.executor.layers.mlp import silu  # noqa: E402
 from tokenyard.executor.layers.norm import RMSNorm  # noqa: E402
 from tokenyard.executor.layers.rotary import rotate  # noqa: E402

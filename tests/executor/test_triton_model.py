@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.executor.little_room import run_all_kinds
+from tests.executor.small_pool import run_all_kinds
 from tests.executor.tiny_models import DEVICE, greedy, logits, prompt_of
-from tests.executor.triton_here import need_triton
+from tests.executor.triton_available import need_triton
 
 need_triton()
 
-from tokenyard.executor.graphs import RecordedModel  # noqa: E402
-from tokenyard.executor.load import read_folder_config  # noqa: E402
+from tokenyard.executor.cuda_graph_runner import CudaGraphRunner  # noqa: E402
+from tokenyard.executor.model_loader import read_folder_config  # noqa: E402
 
 TRITON = {"model_impl": "torch", "attention_backend": "triton"}
 
@@ -46,7 +46,7 @@ def test_recorded_decodes_ask_the_host_for_nothing(make_driver, folder):
     driver = make_driver("qwen3-layers", page_size=4, **TRITON)
     executor, config = driver.executor, read_folder_config(Path(folder("qwen3-layers")))
     with torch.inference_mode():
-        executor.model = RecordedModel(executor.model, config, 4, torch.device(DEVICE), lambda work: work)
+        executor.model = CudaGraphRunner(executor.model, config, 4, torch.device(DEVICE), lambda work: work)
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 21)]
     rows = [driver.start(prompt) for prompt in prompts]
     driver.step(*[(row, None) for row in rows])

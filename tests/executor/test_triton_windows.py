@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from tests.executor.tiny_models import DEVICE, greedy, prompt_of
-from tests.executor.triton_here import need_triton
+from tests.executor.triton_available import need_triton
 
 need_triton()
 
-from tests.executor.checking import CheckedAttention  # noqa: E402
+from tests.executor.checked_backends import CheckedAttention  # noqa: E402
 from tests.executor.test_windows import load, small_pools, yard_of  # noqa: E402, F401
 from tokenyard.base import SamplingParams  # noqa: E402
-from tokenyard.executor.attention.grouped import GroupedPooledAttention  # noqa: E402
+from tokenyard.executor.attention.hybrid import HybridFusedKvWriteAttention  # noqa: E402
 from tokenyard.executor.attention.triton.backend import TritonAttention  # noqa: E402
-from tokenyard.executor.graphs import RecordedModel  # noqa: E402
-from tokenyard.executor.load import read_folder_config  # noqa: E402
+from tokenyard.executor.cuda_graph_runner import CudaGraphRunner  # noqa: E402
+from tokenyard.executor.model_loader import read_folder_config  # noqa: E402
 
 TOKENS = 2
 
@@ -48,7 +48,7 @@ def test_each_group_attends_as_float64_does(folder):
         checked.append(CheckedAttention(TritonAttention(pool, pages, spec, heads), pool, pages, spec))
         return checked[-1]
 
-    model.attention = GroupedPooledAttention(make, executor.kv_pool, executor.pages, model.attention_spec)
+    model.attention = HybridFusedKvWriteAttention(make, executor.kv_pool, executor.pages, model.attention_spec)
     answers(executor, "qwen3-layers", [prompt_of(length, seed=length) for length in (24, 6)])
     assert len(checked) == 2
     assert min(one.checked for one in checked) > 1
@@ -70,7 +70,7 @@ def test_rows_that_fill_up_a_recorded_step_write_to_page_0_of_both_pools(folder)
         return play
 
     with torch.inference_mode():
-        executor.model = RecordedModel(executor.model, config, 4, torch.device(DEVICE), record)
+        executor.model = CudaGraphRunner(executor.model, config, 4, torch.device(DEVICE), record)
     answers(executor, "qwen3-layers", [prompt_of(length, seed=length) for length in (5, 4, 3)], chunk=64)
     assert 4 in played
     for window_slots, slots in written:

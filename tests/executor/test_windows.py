@@ -10,7 +10,7 @@ from tests.scheduler.harness import Yard
 from tokenyard.base import ConfigError, Pause, Resume, SamplingParams, SchedulerSettings
 from tokenyard.cache import windows
 from tokenyard.executor import kv_pool
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 
 TOKENS = 6
 
@@ -18,7 +18,7 @@ TOKENS = 6
 @pytest.fixture(autouse=True)
 def small_pools(monkeypatch):
     monkeypatch.setattr(windows, "MARGIN_TOKENS", 2)
-    monkeypatch.setattr(kv_pool, "LEAST_WINDOW_TOKENS", 24)
+    monkeypatch.setattr(kv_pool, "MIN_WINDOW_TOKENS", 24)
 
 
 def load(folder, case, page_size, tokens, **options):

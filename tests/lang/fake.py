@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from tokenyard.lang.values import Piece, Prompt
+from tokenyard.lang.values import ProgramPrompt, StreamPiece
 
 
 class FakeBackend:
@@ -13,14 +13,14 @@ class FakeBackend:
     def __init__(self, answer: str = "abcd") -> None:
         self.answer = answer
         self.liked: list[str] = []
-        self.asked: list[tuple[Prompt, dict[str, Any]]] = []
-        self.warmed: list[Prompt] = []
+        self.asked: list[tuple[ProgramPrompt, dict[str, Any]]] = []
+        self.warmed: list[ProgramPrompt] = []
         self.running = self.most_running = 0
         self.delay_s = 0.0
 
     async def generate(
-        self, prompt: Prompt, sampling: dict[str, Any], *, logprobs: bool = False
-    ) -> AsyncIterator[Piece]:
+        self, prompt: ProgramPrompt, sampling: dict[str, Any], *, logprobs: bool = False
+    ) -> AsyncIterator[StreamPiece]:
         self.asked.append((prompt, sampling))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -30,12 +30,12 @@ class FakeBackend:
             raise RuntimeError("the back end failed")
         text = self.liked[0] if "regex" in sampling and self.liked else self.answer
         for at in range(0, len(text), 2):
-            yield Piece(text[at : at + 2], {"completion_tokens": at + 2})
+            yield StreamPiece(text[at : at + 2], {"completion_tokens": at + 2})
 
-    async def warm(self, prompt: Prompt) -> None:
+    async def cache_prefix(self, prompt: ProgramPrompt) -> None:
         self.warmed.append(prompt)
 
-    async def score(self, prompt: Prompt, choices: Sequence[str], *, alone: bool = False) -> list[list[float]]:
+    async def score(self, prompt: ProgramPrompt, choices: Sequence[str], *, alone: bool = False) -> list[list[float]]:
         if alone:
             return [[-9.0 if choice == self.liked[-1] else -1.0] for choice in choices]
         return [[-1.0 - self.liked.index(choice)] * len(choice) for choice in choices]

@@ -5,7 +5,7 @@ import pytest
 from tests.server.conftest import Running
 from tests.server.fake import FakeManager
 from tokenyard import lang
-from tokenyard.lang.endpoint import Endpoint, EndpointError
+from tokenyard.lang.runtime_endpoint import Endpoint, EndpointError
 from tokenyard.server.state import ServerOptions
 
 

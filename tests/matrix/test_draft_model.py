@@ -12,7 +12,7 @@ from tests.matrix.test_exactness import needs_native
 from tests.matrix.test_speculation_exactness import varied
 from tests.scheduler.harness import Yard
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 
 TOKENS = 30
 OTHER_SEED = 7
@@ -149,7 +149,7 @@ def test_sampled_answers_are_those_without_drafts_and_equal_models_draw_alike(fo
 
 
 def test_it_catches_up_with_a_prompt_longer_than_it_takes_in_at_once(folder, monkeypatch):
-    monkeypatch.setattr("tokenyard.executor.draft_model.MOST_TAKEN_IN", 8)
+    monkeypatch.setattr("tokenyard.executor.draft_model.MAX_CATCH_UP_TOKENS", 8)
     yard = make_yard(load(folder, "qwen3", draft=folder("qwen3")))
     prompt = prompt_of(60, seed=3)
     number = yard.submit(prompt, max_new=TOKENS)

@@ -16,7 +16,7 @@ import torch
 from tests.executor.tiny_models import CASES, DEVICE, greedy, prompt_of
 from tests.scheduler.harness import Yard
 from tokenyard.base import SchedulerSettings
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.executor.native.library import NoLibraryError, load_library
 
 REQUESTS, TOKENS = 32, 12

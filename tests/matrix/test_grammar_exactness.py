@@ -12,9 +12,9 @@ from tests.executor.test_grammar import TOKENIZER
 from tests.scheduler.harness import Yard
 from tokenyard.base import NO_TOKENS, Int32Array, OpenGate, SamplingParams, SchedulerSettings
 from tokenyard.config import DEMO_MODEL
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.scheduler.counters import Counters
-from tokenyard.scheduler.lifecycle import Gate
+from tokenyard.scheduler.row_state import Gate
 
 GRAMMARS = (
     'start: %json {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}',

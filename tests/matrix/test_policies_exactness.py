@@ -10,7 +10,7 @@ from tests.executor.tiny_models import DEVICE, greedy
 from tests.matrix.test_exactness import TOKENS, prompts
 from tests.scheduler.harness import Yard
 from tokenyard.base import Pause, Resume, SchedulerSettings, Update
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 from tokenyard.policy import POLICIES
 
 CASE = "qwen2"

@@ -9,7 +9,7 @@ from tests.executor.tiny_models import DEVICE, greedy, prompt_of
 from tests.matrix.test_exactness import needs_native
 from tests.scheduler.harness import Yard
 from tokenyard.base import SamplingParams, SchedulerSettings
-from tokenyard.executor.load import load_executor
+from tokenyard.executor.model_loader import load_executor
 
 TOKENS = 40
 

@@ -5,10 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from tests.policy.clocked import S
+from tests.policy.timed_scheduler import S
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import ConfigError, SchedulerSettings, SetPolicy
-from tokenyard.policy.adaptive import CANDIDATES, Adaptive, Judge, Outlook, Pace, Score
+from tokenyard.policy.adaptive import (
+    CANDIDATES,
+    AdaptiveOptions,
+    AdaptivePolicy,
+    CandidateScore,
+    CandidateSelector,
+    LookaheadPacer,
+)
 
 SETTINGS = SchedulerSettings(schedule_policy="adaptive")
 
@@ -20,13 +27,13 @@ def options(**values):
 def look(judge, met, ttft=None, now=0):
     """One look, with the share met (and time to first token) by candidate; returns the name changed to."""
     ttft = ttft or {}
-    scores = [Score(name, met[name], ttft.get(name, 0.5)) for name in judge.wanted()]
+    scores = [CandidateScore(name, met[name], ttft.get(name, 0.5)) for name in judge.wanted()]
     event = judge.take(scores, now)
     return None if event is None else event.name
 
 
 def test_a_change_needs_the_same_one_to_be_clearly_better_twice_in_a_row():
-    judge = Judge(["fcfs", "slo", "lpm"])
+    judge = CandidateSelector(["fcfs", "slo", "lpm"])
     assert look(judge, {"fcfs": 0.8, "slo": 0.9, "lpm": 0.7}) is None
     assert judge.wanted() == ["fcfs", "slo"]
     assert look(judge, {"fcfs": 0.8, "slo": 0.9}, now=7) == "slo"
@@ -38,7 +45,7 @@ def test_a_change_needs_the_same_one_to_be_clearly_better_twice_in_a_row():
 
 
 def test_once_is_not_enough_and_between_does_not_count():
-    judge = Judge(["fcfs", "slo", "lpm"])
+    judge = CandidateSelector(["fcfs", "slo", "lpm"])
     for _ in range(3):
         assert look(judge, {"fcfs": 0.8, "slo": 0.9, "lpm": 0.7}) is None
         assert look(judge, {"fcfs": 0.8, "slo": 0.8}) is None
@@ -47,14 +54,14 @@ def test_once_is_not_enough_and_between_does_not_count():
 
 
 def test_the_best_of_those_that_were_better_twice_is_taken():
-    judge = Judge(["fcfs", "slo", "lpm"])
+    judge = CandidateSelector(["fcfs", "slo", "lpm"])
     assert look(judge, {"fcfs": 0.5, "slo": 0.8, "lpm": 0.7}) is None
     assert look(judge, {"fcfs": 0.5, "slo": 0.8, "lpm": 0.9}) == "lpm"
 
 
 @pytest.mark.parametrize(("better", "changes"), [(0.824, False), (0.8241, True)])
 def test_the_margin_is_three_percent_of_what_there_is(better, changes):
-    judge = Judge(["fcfs", "slo"])
+    judge = CandidateSelector(["fcfs", "slo"])
     look(judge, {"fcfs": 0.8, "slo": better})
     assert (look(judge, {"fcfs": 0.8, "slo": better}) == "slo") == changes
 
@@ -72,7 +79,7 @@ def test_the_margin_is_three_percent_of_what_there_is(better, changes):
     ],
 )
 def test_where_the_shares_are_equal_the_time_to_first_token_decides(met, ttft, changes):
-    judge = Judge(["fcfs", "slo"])
+    judge = CandidateSelector(["fcfs", "slo"])
     for _ in range(2):
         found = look(
             judge, dict(zip(judge.candidates, met, strict=True)), dict(zip(judge.candidates, ttft, strict=True))
@@ -81,9 +88,9 @@ def test_where_the_shares_are_equal_the_time_to_first_token_decides(met, ttft, c
 
 
 def test_a_current_one_that_cannot_be_beaten_may_stand_alone():
-    judge = Judge(["fcfs", "slo"])
+    judge = CandidateSelector(["fcfs", "slo"])
     look(judge, {"fcfs": 0.5, "slo": 0.9})
-    assert judge.take([Score("fcfs", 1.0, 0.01)], 0) is None
+    assert judge.take([CandidateScore("fcfs", 1.0, 0.01)], 0) is None
     assert judge.wanted() == ["fcfs", "slo"]
     assert look(judge, {"fcfs": 0.5, "slo": 0.9}) is None
 
@@ -91,9 +98,9 @@ def test_a_current_one_that_cannot_be_beaten_may_stand_alone():
 @pytest.mark.parametrize("met", [0.0, 0.5, 0.97, 0.9708, 0.98, 1.0])
 @pytest.mark.parametrize("ttft_s", [0.0, 0.09, 0.2, 5.0])
 def test_what_cannot_be_beaten_is_beaten_by_nobody(met, ttft_s):
-    current = Score("fcfs", met, ttft_s)
-    others = [Score("slo", other / 1000, wait / 100) for other in range(1001) for wait in (0, 5, 20)]
-    others += [Score("slo", met, wait / 100) for wait in range(100)]
+    current = CandidateScore("fcfs", met, ttft_s)
+    others = [CandidateScore("slo", other / 1000, wait / 100) for other in range(1001) for wait in (0, 5, 20)]
+    others += [CandidateScore("slo", met, wait / 100) for wait in range(100)]
     assert current.beatable == any(other.clearly_better(current) for other in others)
 
 
@@ -101,29 +108,29 @@ def test_what_cannot_be_beaten_is_beaten_by_nobody(met, ttft_s):
     "scores",
     [
         [],
-        [Score("fcfs", math.nan, 0.1), Score("slo", 0.5, 0.1)],
-        [Score("fcfs", 0.5, 0.1), Score("slo", 1.01, 0.1)],
-        [Score("fcfs", 0.5, -1.0), Score("slo", 0.5, 0.1)],
-        [Score("fcfs", 0.5, 0.1), Score("slo", 0.5, math.inf)],
-        [Score("slo", 0.9, 0.1), Score("fcfs", 0.5, 0.1)],
-        [Score("fcfs", 0.9, 0.1), Score("os:system", 0.95, 0.1)],
-        [Score("slo", 0.9, 0.1)],
+        [CandidateScore("fcfs", math.nan, 0.1), CandidateScore("slo", 0.5, 0.1)],
+        [CandidateScore("fcfs", 0.5, 0.1), CandidateScore("slo", 1.01, 0.1)],
+        [CandidateScore("fcfs", 0.5, -1.0), CandidateScore("slo", 0.5, 0.1)],
+        [CandidateScore("fcfs", 0.5, 0.1), CandidateScore("slo", 0.5, math.inf)],
+        [CandidateScore("slo", 0.9, 0.1), CandidateScore("fcfs", 0.5, 0.1)],
+        [CandidateScore("fcfs", 0.9, 0.1), CandidateScore("os:system", 0.95, 0.1)],
+        [CandidateScore("slo", 0.9, 0.1)],
     ],
 )
 def test_scores_that_make_no_sense_are_refused_and_nothing_changes(scores):
-    judge = Judge(["fcfs", "slo"])
+    judge = CandidateSelector(["fcfs", "slo"])
     with pytest.raises(ValueError, match="out of range"):
         judge.take(scores, 0)
     assert (judge.current, judge.looks, judge.scores) == ("fcfs", 0, [])
 
 
 def test_the_candidates_that_other_settings_leave():
-    assert Outlook.of(SETTINGS).candidates == tuple(CANDIDATES)
-    assert Outlook.of(options(among="fcfs+slo + fcfs")).candidates == ("fcfs", "slo")
+    assert AdaptiveOptions.of(SETTINGS).candidates == tuple(CANDIDATES)
+    assert AdaptiveOptions.of(options(among="fcfs+slo + fcfs")).candidates == ("fcfs", "slo")
     without_cache = replace(SETTINGS, disable_radix_cache=True)
-    assert Outlook.of(without_cache).candidates == ("slo", "short-first", "fcfs-time", "fcfs")
+    assert AdaptiveOptions.of(without_cache).candidates == ("slo", "short-first", "fcfs-time", "fcfs")
     paced = replace(SETTINGS, enable_dynamic_chunking=True)
-    assert "fcfs-time" not in Outlook.of(paced).candidates
+    assert "fcfs-time" not in AdaptiveOptions.of(paced).candidates
 
 
 @pytest.mark.parametrize(
@@ -139,7 +146,7 @@ def test_the_candidates_that_other_settings_leave():
 )
 def test_wrong_options_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
-        Adaptive(settings)
+        AdaptivePolicy(settings)
 
 
 def test_a_policy_may_come_with_changes_which_end_with_it():
@@ -175,18 +182,18 @@ def test_what_was_learnt_of_answers_outlives_a_change():
 
 
 def test_looks_keep_to_their_share_of_a_core_and_calm_times_save_up():
-    outlook = Outlook.of(options(interval_s=5.0, cpu_share=0.05))
-    pace, now, spent = Pace(outlook, 0), 0, 0.0
+    adaptive_options = AdaptiveOptions.of(options(interval_s=5.0, cpu_share=0.05))
+    pace, now, spent = LookaheadPacer(adaptive_options, 0), 0, 0.0
     for cpu_s in [0.1] * 20 + [2.0] * 10 + [0.1] * 5:
         assert pace.next_ns - now >= 5 * S
         now = pace.next_ns
         assert spent <= 0.05 * now / S + 2.0
         spent += cpu_s
-        pace.looked(now, cpu_s)
+        pace.record_lookahead(now, cpu_s)
     # One second was left of the first hundred seconds' five, so the second of the dear looks still came soon.
-    calm = Pace(outlook, 0)
+    calm = LookaheadPacer(adaptive_options, 0)
     for _ in range(20):
-        calm.looked(calm.next_ns, 0.1)
+        calm.record_lookahead(calm.next_ns, 0.1)
     first = calm.next_ns
-    calm.looked(first, 2.0)
+    calm.record_lookahead(first, 2.0)
     assert calm.next_ns == first + 5 * S

@@ -6,19 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.policy.clocked import MS, S, make_clocked, prompt
-from tests.policy.lines import line, row
+from tests.policy.timed_scheduler import MS, S, make_clocked, prompt
+from tests.policy.waiting_order import line, row
 from tokenyard.base import Cancel, Pause, Resume, SamplingParams, Slo, SloTargets, Update
 from tokenyard.cost import LinearCost, LinearTerms
-from tokenyard.policy.answer_lengths import FEWEST_TO_JUDGE
-from tokenyard.policy.deadline import MOST_PUT_LAST, _largest_of_late, _smallest_in_time
+from tokenyard.policy.deadline import MAX_DEFERRED, _rows_to_defer, _rows_to_restore
+from tokenyard.policy.output_lengths import MIN_LENGTHS
 
 
 def due(ms):
     return {"slo": Slo(ttft_ns=round(ms * MS))}
 
 
-def put_last(yard):
+def defer(yard):
     table, queue = yard.scheduler.state.table, yard.scheduler.state.policy.queue
     return sorted(int(table.number[row]) for lane in queue.lanes() for row in lane[queue.last[lane]])
 
@@ -98,7 +98,7 @@ def test_priorities_come_before_deadlines_and_before_who_is_put_last():
     hopeless = yard.submit(prompt(5000), priority=2, **due(60))
     none = yard.submit(prompt(100), **due(1800))
     assert line(yard) == [urgent, hopeless, low, none]
-    assert put_last(yard) == [hopeless]
+    assert defer(yard) == [hopeless]
     yard.apply(Update(none, priority=9))
     assert line(yard) == [none, urgent, hopeless, low]
 
@@ -122,7 +122,7 @@ def test_the_largest_request_of_those_that_cannot_all_be_met_is_put_last():
     small = [yard.submit(prompt(1000), **due(480 + index)) for index in range(3)]
     large = yard.submit(prompt(3000), **due(470))
     assert line(yard) == [*small, large]
-    assert put_last(yard) == [large]
+    assert defer(yard) == [large]
 
 
 def test_nobody_is_put_last_while_all_deadlines_can_be_met():
@@ -130,7 +130,7 @@ def test_nobody_is_put_last_while_all_deadlines_can_be_met():
     for index in range(8):
         yard.submit(prompt(1000), **due(1200 + index))
     line(yard)
-    assert put_last(yard) == []
+    assert defer(yard) == []
 
 
 def test_whoever_cannot_be_met_even_alone_does_not_cost_others_their_place():
@@ -138,7 +138,7 @@ def test_whoever_cannot_be_met_even_alone_does_not_cost_others_their_place():
     others = [yard.submit(prompt(500), **due(400)) for _ in range(3)]
     hopeless = yard.submit(prompt(3000), **due(450))
     assert line(yard) == [*others, hopeless]
-    assert put_last(yard) == [hopeless]
+    assert defer(yard) == [hopeless]
 
 
 def test_whoever_is_put_last_is_served_when_nobody_else_wants_to_be():
@@ -196,7 +196,7 @@ def test_whoever_is_held_back_for_a_while_stays_last():
 def test_as_few_as_possible_are_put_last(jobs):
     jobs.sort(key=lambda job: job[1])
     work, deadlines = np.array([job[0] for job in jobs], float), np.array([job[1] for job in jobs], float)
-    chosen = _largest_of_late(0.0, work, deadlines, np.ones(len(work), bool))
+    chosen = _rows_to_defer(0.0, work, deadlines, np.ones(len(work), bool))
     kept = [place for place in range(len(jobs)) if place not in chosen]
     assert feasible(work, deadlines, kept)
     assert not any(feasible(work, deadlines, more) for more in combinations(range(len(jobs)), len(kept) + 1))
@@ -208,17 +208,17 @@ def feasible(work, deadlines, kept):
 
 
 def test_a_walk_puts_a_bounded_number_last_and_the_next_step_goes_on():
-    count = 3 * MOST_PUT_LAST
+    count = 3 * MAX_DEFERRED
     work, deadlines = np.full(count, 10.0), np.full(count, 25.0)
-    assert len(_largest_of_late(0.0, work, deadlines, np.ones(len(work), bool))) == MOST_PUT_LAST
+    assert len(_rows_to_defer(0.0, work, deadlines, np.ones(len(work), bool))) == MAX_DEFERRED
     yard = make_clocked(schedule_policy="slo")
     for _ in range(count):
         yard.submit(prompt(1000), **due(400))
     line(yard)
-    assert len(put_last(yard)) == MOST_PUT_LAST
+    assert len(defer(yard)) == MAX_DEFERRED
     for _ in range(3):
         line(yard)
-    assert len(put_last(yard)) == count - 3
+    assert len(defer(yard)) == count - 3
 
 
 def test_whoever_is_put_last_returns_once_its_deadline_can_be_met():
@@ -228,12 +228,12 @@ def test_whoever_is_put_last_returns_once_its_deadline_can_be_met():
     assert line(yard) == [*small, large]
     yard.now += 100 * MS
     line(yard)
-    assert put_last(yard) == [large], "as long as there is no time for it"
+    assert defer(yard) == [large], "as long as there is no time for it"
     for number in small[:3]:
         yard.apply(Cancel([number]))
     yard.now += 100 * MS
     assert line(yard) == [small[3], large]
-    assert put_last(yard) == []
+    assert defer(yard) == []
 
 
 @given(
@@ -243,7 +243,7 @@ def test_whoever_is_put_last_returns_once_its_deadline_can_be_met():
 def test_whoever_returns_is_in_time_and_makes_nobody_late(jobs):
     jobs.sort(key=lambda job: job[1])
     work, deadlines, left_out = (np.array(column) for column in zip(*jobs, strict=True))
-    found = _smallest_in_time(0.0, work.astype(float), deadlines.astype(float), left_out)
+    found = _rows_to_restore(0.0, work.astype(float), deadlines.astype(float), left_out)
     assert all(left_out[found])
 
     def in_time(places):
@@ -265,8 +265,8 @@ def test_a_decoding_request_that_lost_its_pages_comes_back_in_front():
     yard.scheduler.state.retract(row(yard, running), "out of pages", 0)
     yard.now += 2 * S
     assert line(yard)[0] == running
-    assert running not in put_last(yard)
-    assert put_last(yard) == waiting
+    assert running not in defer(yard)
+    assert defer(yard) == waiting
 
 
 # ---- bounded waiting ---------------------------------------------------------------------------------------------
@@ -425,12 +425,12 @@ def test_slo_meets_more_targets_than_the_others_when_too_much_comes():
 )
 def test_the_walk_chooses_the_largest_that_may_wait_before_each_late_one(work, due, may_wait, chosen):
     arrays = (np.array(work, float), np.array(due, float), np.array(may_wait, bool))
-    assert _largest_of_late(0.0, *arrays) == chosen
+    assert _rows_to_defer(0.0, *arrays) == chosen
 
 
 def test_a_deadline_leaves_time_for_an_answer_as_long_as_those_before():
     yard = make_clocked(schedule_policy="edf", slo_tpot_ms=10.0)
-    for _ in range(FEWEST_TO_JUDGE):
+    for _ in range(MIN_LENGTHS):
         yard.submit(prompt(100), max_new=21)
     yard.rest()
     queue, table = yard.scheduler.state.policy.queue, yard.scheduler.state.table

@@ -1,7 +1,7 @@
 import pytest
 
-from tests.policy.clocked import make_clocked, prompt
-from tests.policy.lines import admissions, line, row
+from tests.policy.timed_scheduler import make_clocked, prompt
+from tests.policy.waiting_order import admissions, line, row
 from tokenyard.base import SetPolicy, TenantSettings
 from tokenyard.policy.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
 

@@ -3,15 +3,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.policy.clocked import make_clocked, prompt
-from tests.policy.lines import row
+from tests.policy.timed_scheduler import make_clocked, prompt
+from tests.policy.waiting_order import row
 from tokenyard.base import ConfigError, SchedulerSettings
 from tokenyard.policy.headroom import (
-    FIRST_GUESS_TOKENS,
+    DEFAULT_OUTPUT_TOKENS,
     POOL_SHARE,
     HistoryHeadroom,
     NoHeadroom,
-    PastFuture,
+    PastFutureHeadroom,
     create_headroom,
 )
 
@@ -33,7 +33,7 @@ def test_history_holds_back_the_mean_residual_length_for_each_decode_and_newcome
     yard, _ = running([10, 10])
     newcomer = yard.submit(prompt(10), max_new=500)
     headroom, views = HistoryHeadroom(), views_of(yard)
-    assert headroom.running_tokens(views) == 2 * FIRST_GUESS_TOKENS
+    assert headroom.running_tokens(views) == 2 * DEFAULT_OUTPUT_TOKENS
     for output in (10, 30):
         headroom.finished(output)
     # E[o^2] / (2 E[o]) = (100 + 900) / (2 * 40)
@@ -57,7 +57,7 @@ def test_history_forgets_what_is_long_ago():
 
 def test_past_future_holds_back_the_peak_of_the_forecast():
     yard, _ = running([100, 40])
-    headroom, views = PastFuture(), views_of(yard)
+    headroom, views = PastFutureHeadroom(), views_of(yard)
     for _ in range(50):
         headroom.finished(21)
     # Both have written 1 of 21 tokens: 20 more each, and both end in the same step.
@@ -69,7 +69,7 @@ def test_past_future_counts_what_ends_before_the_peak():
     yard, numbers = running([100, 40])
     table = yard.scheduler.state.table
     table.limit[row(yard, numbers[0])] = 104
-    headroom, views = PastFuture(), views_of(yard)
+    headroom, views = PastFutureHeadroom(), views_of(yard)
     for _ in range(50):
         headroom.finished(201)
     # The first ends after 4 more of its tokens and gives back 101 and 4; until then both grow, later only one does:
@@ -80,7 +80,7 @@ def test_past_future_counts_what_ends_before_the_peak():
 def test_past_future_adds_newcomers_of_the_same_step_up():
     yard, _ = running([50])
     first, second = (row(yard, yard.submit(prompt(30), max_new=500)) for _ in range(2))
-    headroom, views = PastFuture(), views_of(yard)
+    headroom, views = PastFutureHeadroom(), views_of(yard)
     for _ in range(20):
         headroom.finished(11)
     headroom.running_tokens(views)
@@ -92,7 +92,7 @@ def test_past_future_adds_newcomers_of_the_same_step_up():
 
 def test_a_forecast_does_not_flicker():
     yard, _ = running([50, 60, 70])
-    headroom, views = PastFuture(), views_of(yard)
+    headroom, views = PastFutureHeadroom(), views_of(yard)
     for output in range(1, 200):
         headroom.finished(output)
     assert headroom.running_tokens(views) == headroom.running_tokens(views)
@@ -134,7 +134,7 @@ def test_an_unknown_name_is_refused_with_the_choices():
 
 
 def test_growth_is_never_negative():
-    headroom = PastFuture()
+    headroom = PastFutureHeadroom()
     yard, _ = running([10])
     views = views_of(yard)
     views.running = np.empty(0, np.int32)

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.policy.lines import line, make_yard, put_into_tree, row
+from tests.policy.waiting_order import line, make_yard, put_into_tree, row
 from tokenyard.base import ConfigError, SchedulerSettings, Update
 from tokenyard.policy import create_policy
 

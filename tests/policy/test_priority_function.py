@@ -5,7 +5,7 @@ import pytest
 
 from tokenyard.base import ConfigError
 from tokenyard.policy.priority_function import (
-    MOST_BOOST,
+    MAX_BOOST,
     RequestView,
     SystemView,
     by_service_class,
@@ -52,7 +52,7 @@ def test_a_wrong_path_says_what_is_wrong(module, path, message):
         load_priority_function(path)
 
 
-@pytest.mark.parametrize(("answer", "boost"), [(1, 1), (2.6, 3), (-0.4, 0), (1e30, MOST_BOOST), (-1e30, -MOST_BOOST)])
+@pytest.mark.parametrize(("answer", "boost"), [(1, 1), (2.6, 3), (-0.4, 0), (1e30, MAX_BOOST), (-1e30, -MAX_BOOST)])
 def test_answers_become_whole_levels_within_bounds(answer, boost):
     assert to_boost(answer) == boost
 

@@ -5,11 +5,11 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from tests.policy.clocked import COST, ClockedYard, S
+from tests.policy.timed_scheduler import COST, ClockedYard, S
 from tests.scheduler.harness import make_info
 from tokenyard.base import ConfigError, SchedulerSettings, Slo, TenantSettings
 from tokenyard.base.declare import declarations
-from tokenyard.base.ranges import MOST_PRIORITY
+from tokenyard.base.ranges import MAX_PRIORITY
 from tokenyard.config import Settings
 from tokenyard.cost import LinearCost, LinearTerms
 from tokenyard.wiring import engine_config
@@ -163,7 +163,7 @@ def test_absurd_numbers_are_refused_with_the_flag_and_the_range(name, value):
         ),
         ({"priority_aging_s": 2000.0}, "above 0 and at most 1000, or 0 (no aging)"),
         ({"strict_level_share": 1.0}, "--strict-level-share is 1; it must be at least 0.001 and at most 0.999"),
-        ({"default_priority_value": 10**30, **PRIORITIES}, f"at most {MOST_PRIORITY}"),
+        ({"default_priority_value": 10**30, **PRIORITIES}, f"at most {MAX_PRIORITY}"),
         ({"default_priority_value": 1}, "--default-priority-value needs --enable-priority-scheduling"),
         ({"schedule_low_priority_values_first": True}, "needs --enable-priority-scheduling"),
         ({"abort_on_priority_when_disabled": True, **PRIORITIES}, "drop one of the two"),

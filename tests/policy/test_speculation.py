@@ -5,7 +5,7 @@ import pytest
 
 from tokenyard.base import StepWork
 from tokenyard.cost import LinearCost, LinearTerms
-from tokenyard.policy.speculation import Pace, worthwhile_drafts
+from tokenyard.policy.speculation import TpotSlack, drafts_to_verify
 
 NO_CHUNKS = StepWork()
 
@@ -18,8 +18,8 @@ def chosen(cost, most, chances, chunks=NO_CHUNKS, ahead_ms=None, tpot_ms=50.0):
     columns = [np.array(column, np.int32) for column in ([100] * len(most), most, chances)]
     pace = None
     if ahead_ms is not None:
-        pace = Pace(np.array(ahead_ms) / 1e3, np.full(len(most), tpot_ms / 1e3))
-    return worthwhile_drafts(cost, chunks, *columns, pace).tolist()
+        pace = TpotSlack(np.array(ahead_ms) / 1e3, np.full(len(most), tpot_ms / 1e3))
+    return drafts_to_verify(cost, chunks, *columns, pace).tolist()
 
 
 def test_below_the_floor_drafts_cost_nothing_and_all_are_verified():

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from tests.policy.clocked import MS, S, make_clocked, prompt
-from tests.policy.lines import admissions, row
+from tests.policy.timed_scheduler import MS, S, make_clocked, prompt
+from tests.policy.waiting_order import admissions, row
 from tokenyard.base import ConfigError, SchedulerSettings, TenantSettings
 
 
@@ -60,7 +60,7 @@ def test_borrowed_kv_is_told():
 
 
 def test_names_that_clients_make_up_take_no_room_beyond_a_number_of_them(monkeypatch):
-    monkeypatch.setattr("tokenyard.scheduler.table.MOST_TENANTS", 10)
+    monkeypatch.setattr("tokenyard.scheduler.request_table.MAX_TENANTS", 10)
     yard = limited(named=TenantSettings(max_running=1), rows=4)
     table = yard.scheduler.state.table
     for place in range(15):

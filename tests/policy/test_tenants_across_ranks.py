@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.policy.clocked import MS, S, make_clocked, prompt
-from tokenyard.base import RanksLeft, TenantSettings
-from tokenyard.policy.tenants import part, ranks_of_tenant, tenant_part
+from tests.policy.timed_scheduler import MS, S, make_clocked, prompt
+from tokenyard.base import RanksRemaining, TenantSettings
+from tokenyard.policy.tenant_limits import rank_share, ranks_of_tenant, tenant_rank_share
 
 EVERY_NS = 100 * MS
 LAG_NS = 50 * MS
@@ -34,7 +34,7 @@ class Ranks:
                     yard.scheduler.apply(use, yard.now)
         if self.now % EVERY_NS == 0:
             for yard in self.yards:
-                if (use := yard.scheduler.drain_tenant_use()) is not None:
+                if (use := yard.scheduler.drain_tenant_usage()) is not None:
                     self.late.append((self.now + LAG_NS, yard, use))
 
     def served(self, numbers):
@@ -78,7 +78,7 @@ def test_a_rate_is_that_of_the_engine_wherever_the_requests_are(places):
 
 def silent(ranks):
     for yard in ranks.yards:
-        yard.scheduler.drain_tenant_use = lambda: None
+        yard.scheduler.drain_tenant_usage = lambda: None
     return ranks
 
 
@@ -114,11 +114,14 @@ def test_when_ranks_go_others_take_over_what_they_had_of_the_limits():
     for size in (2, 3, 4, 7):
         for most in range(1, 30):
             tenants, left = {"a": TenantSettings(max_running=most, max_queued=2 * most)}, list(range(size))
-            serving, own = ranks_of_tenant(tenants, "a", size), tenant_part(tenants["a"], size)
+            serving, own = ranks_of_tenant(tenants, "a", size), tenant_rank_share(tenants["a"], size)
             while len(left) > 1:
                 left.remove(left[(most + size) % len(left)])
                 before, had, gone = serving, own, set(serving) - set(left)
-                serving, own = ranks_of_tenant(tenants, "a", size, left), tenant_part(tenants["a"], size, len(left))
+                serving, own = (
+                    ranks_of_tenant(tenants, "a", size, left),
+                    tenant_rank_share(tenants["a"], size, len(left)),
+                )
                 assert set(before) - gone <= set(serving) <= set(left), "no rank that is left leaves the tenant"
                 assert serving
                 assert own.max_running >= had.max_running
@@ -138,7 +141,7 @@ def test_a_scheduler_starts_more_of_a_tenant_when_its_part_grows():
 
     assert state_after(2) == (2, 0, 0)
     assert state_after(4) == (2, 3, 1), "its part of the queue is 3"
-    yard.scheduler.apply(RanksLeft(1), yard.now)
+    yard.scheduler.apply(RanksRemaining(1), yard.now)
     assert state_after(4) == (4, 4, 1), "all of the queue, which has 6, and all 4 places"
 
 
@@ -146,12 +149,12 @@ def test_counts_of_a_tenant_are_parted_and_never_add_up_to_more():
     for size in (1, 2, 3, 4, 7):
         for most in range(1, 30):
             tenant = TenantSettings(max_running=most, max_queued=2 * most)
-            serving, own = ranks_of_tenant({"a": tenant}, "a", size), tenant_part(tenant, size)
+            serving, own = ranks_of_tenant({"a": tenant}, "a", size), tenant_rank_share(tenant, size)
             assert len(set(serving)) == len(serving) > 0
             assert most - own.max_running < len(serving) * own.max_running <= most
             assert len(serving) * own.max_queued <= 2 * most
-            assert sum(part(most, rank, size) for rank in range(size)) == most
+            assert sum(rank_share(most, rank, size) for rank in range(size)) == most
     assert ranks_of_tenant({"*": TenantSettings()}, "a", 4) == range(4)
     small = {"*": TenantSettings(max_running=1)}
     assert {ranks_of_tenant(small, f"t{number}", 4)[0] for number in range(50)} == {0, 1, 2, 3}
-    assert part(-1, 2, 3) == -1
+    assert rank_share(-1, 2, 3) == -1

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.policy.clocked import COST, MS, S, make_clocked, prompt
+from tests.policy.timed_scheduler import COST, MS, S, make_clocked, prompt
 from tokenyard.base import Slo, StepWork, step_work
 from tokenyard.cost import LinearCost, LinearTerms, get_profile
 from tokenyard.executor.mock import FixedStepCost
 from tokenyard.policy.prefill_time import PrefillTime
-from tokenyard.policy.time_budget import PATIENCE_STEPS
+from tokenyard.policy.time_budget import MAX_DENIED_STEPS
 
 H100 = get_profile("h100", "llama-3-8b").cost()
 
@@ -131,7 +131,7 @@ def test_prefill_moves_on_although_there_is_never_time_for_a_chunk():
     yard.turn()
     yard.submit(prompt(1000), max_new=1, slo=Slo(ttft_ns=600 * S))
     before = len(yard.plans)
-    for _ in range(3 * (PATIENCE_STEPS + 1)):
+    for _ in range(3 * (MAX_DENIED_STEPS + 1)):
         yard.turn()
     with_chunk = [plan.step for plan in yard.plans[before:] if chunks(plan)]
     assert len(with_chunk) == 3

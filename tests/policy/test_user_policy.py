@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.policy.lines import line, make_yard, put_into_tree
+from tests.policy.waiting_order import line, make_yard, put_into_tree
 from tokenyard.base import ConfigError, SchedulerSettings, TenantSettings
 from tokenyard.policy import POLICIES, Policy, create_policy
-from tokenyard.policy.speculation import Pace
+from tokenyard.policy.speculation import TpotSlack
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 S = 10**9
@@ -230,9 +230,9 @@ class Spoiler(Policy):
     "answer",
     [
         *(ValueError("oops"), 7),
-        Pace(np.zeros(1), np.ones(1)),
-        Pace(np.array([0.0, np.nan]), np.ones(2)),
-        Pace(np.zeros(2), np.zeros(2)),
+        TpotSlack(np.zeros(1), np.ones(1)),
+        TpotSlack(np.array([0.0, np.nan]), np.ones(2)),
+        TpotSlack(np.zeros(2), np.zeros(2)),
     ],
     ids=["raises", "no pace", "too short", "no number", "a target of 0"],
 )
@@ -279,7 +279,7 @@ class Circles(Policy):
     def order(self, views):
         return iter(views.waiting.tolist()[::-1])
 
-    def outranked(self, views, asker):
+    def outranked(self, views, preemptor):
         return iter(views.running.tolist())
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.server.fake import FakeManager
-from tokenyard.server.app import HOT_ROUTES, create_app
+from tokenyard.server.http.app import HOT_ROUTES, create_app
 from tokenyard.server.state import ServerOptions, ServerState
 
 scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**70) | st.floats() | st.text(max_size=8)

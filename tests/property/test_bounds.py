@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.policy.lines import make_yard, watch_admissions
-from tokenyard.policy.levels import HIGH, LOW, NORMAL
+from tests.policy.waiting_order import make_yard, watch_admissions
+from tokenyard.policy.service_levels import HIGH, LOW, NORMAL
 
 S = 10**9
 PROMPTS = st.integers(1, 40)

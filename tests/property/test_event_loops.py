@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.calls import replies, snapshot
 from tests.engine.engines import watched_mock
 from tests.engine.test_driver import LOOPS, ScriptedPort, run, submit
+from tests.engine.verb_calls import replies, snapshot
 from tests.examples import examples
 from tokenyard.base import Cancel, StopFound
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.policy.clocked import make_clocked, prompt
+from tests.policy.timed_scheduler import make_clocked, prompt
 from tokenyard.base import TenantSettings
 
 POOL, LONGEST, QUANTUM = 160, 60, 50
@@ -79,7 +79,7 @@ def draft_for(yard, numbers):
     def told(ticket):
         result, step = collect(ticket), ticket.plan.step
         plan = next(plan for plan in reversed(yard.plans) if plan.step == step)
-        owners = [yard.scheduler.number_in(plan, place) for place in range(len(plan.pool_rows))]
+        owners = [yard.scheduler.request_number(plan, place) for place in range(len(plan.pool_rows))]
         result.drafted = np.where([owner in numbers for owner in owners], result.drafted, 0).astype(np.int32)
         result.chances[:] = 900
         return result

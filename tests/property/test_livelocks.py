@@ -8,10 +8,10 @@ import pytest
 from benchmarks.livelock_search import shrink
 from tests.examples import ALL
 from tests.scheduler.program_runs import run_program
-from tests.scheduler.programs import Job, Program, make_program
-from tokenyard.policy.compose import OrderOnly, Wrapper
+from tests.scheduler.random_programs import Job, Program, make_program
+from tokenyard.policy.wrappers import NonPreemptive, Wrapper
 
-MOST_TOKENS = 200
+MAX_TOKENS = 200
 BLOCKS, SEEDS = 8 if ALL else 2, 200
 
 
@@ -19,7 +19,7 @@ BLOCKS, SEEDS = 8 if ALL else 2, 200
 def test_random_programs_end(block):
     for seed in range(block * SEEDS, (block + 1) * SEEDS):
         program = make_program(seed)
-        if sum(job.most_tokens for job in program.jobs) <= MOST_TOKENS:
+        if sum(job.most_tokens for job in program.jobs) <= MAX_TOKENS:
             outcome = run_program(program)
             assert not outcome.failure, f"python -m benchmarks.livelock_search --one {seed}"
 
@@ -33,7 +33,7 @@ def two_levels(**more):
 
 def test_two_rules_that_undo_each_other_are_found_and_shrunk(monkeypatch):
     assert not run_program(two_levels()).failure
-    monkeypatch.setattr(OrderOnly, "outranked", Wrapper.outranked)
+    monkeypatch.setattr(NonPreemptive, "outranked", Wrapper.outranked)
     program = two_levels(enable_mixed_chunk=True, page_size=2)
     kind = run_program(program).kind
     assert kind in ("livelock:", "thrash:", "recomputed:")

@@ -18,9 +18,9 @@ import pytest
 from tests.examples import ALL
 from tests.scheduler.harness import Yard, make_info
 from tests.scheduler.program_runs import BrokenRun, ProgramRun
-from tests.scheduler.programs import Job, make_program
-from tokenyard.base import Reach, SchedulerSettings, TenantSettings
-from tokenyard.scheduler.lifecycle import State
+from tests.scheduler.random_programs import Job, make_program
+from tokenyard.base import KvAvailable, SchedulerSettings, TenantSettings
+from tokenyard.scheduler.row_state import RowState
 
 SEEDS = 40
 ENOUGH = math.inf if ALL else 10
@@ -48,7 +48,7 @@ def programs(count=SEEDS, **settings):
         if "enable_priority_scheduling" in program.settings and "enable_priority_scheduling" not in settings:
             continue
         kept = {name: value for name, value in program.settings.items() if name not in dropped}
-        script = [entry for entry in program.script if isinstance(entry[1], Job | Reach)]
+        script = [entry for entry in program.script if isinstance(entry[1], Job | KvAvailable)]
         yield replace(program, settings=kept | settings, script=script)
 
 
@@ -92,16 +92,16 @@ class UrgencyWatch(Watched):
         assert self.keys.setdefault(number, key) == key, "the key changes with the place"
         return key
 
-    def on_preempt(self, victim, asker):
+    def on_preempt(self, victim, preemptor):
         self.times += 1
         held = sum(self.key(row) for row in self.holders())
-        assert held - self.key(victim) + self.key(asker) < held
-        self.waits_for[int(self.state.table.number[victim])] = int(self.state.table.number[asker])
+        assert held - self.key(victim) + self.key(preemptor) < held
+        self.waits_for[int(self.state.table.number[victim])] = int(self.state.table.number[preemptor])
 
     def on_admit(self, row):
         super().on_admit(row)
-        asker = self.state.table.row_of(self.waits_for.pop(int(self.state.table.number[row]), -1))
-        if asker is not None and self.state.table.state[asker] == State.WAITING:
+        preemptor = self.state.table.row_of(self.waits_for.pop(int(self.state.table.number[row]), -1))
+        if preemptor is not None and self.state.table.state[preemptor] == RowState.WAITING:
             raise BrokenRun("undone: a victim is back before the request that it gave way to")
 
 
@@ -125,9 +125,9 @@ class LevelWatch(Watched):
         self.sunk[number] = level
         return level
 
-    def on_preempt(self, victim, asker):
+    def on_preempt(self, victim, preemptor):
         self.times += 1
-        assert self.level(asker) < self.level(victim)
+        assert self.level(preemptor) < self.level(victim)
 
 
 @pytest.mark.parametrize("quantum", [1, 4])
@@ -143,17 +143,17 @@ class ShareWatch(Watched):
         limits, size = self.state.limits, self.state.memory.page_size
         return limits.measures(self.state.table, rows, self.state.memory.num_pages * size)["borrowed_tokens"]
 
-    def on_preempt(self, victim, asker):
+    def on_preempt(self, victim, preemptor):
         self.times += 1
         holders = self.holders()
         before, left = self.borrowed(holders), holders[holders != victim]
         assert self.borrowed(left) < before
         table, total = self.state.table, self.state.memory.num_pages * self.state.memory.page_size
-        tenant = table.request(asker).tenant
-        same = left[table.tenant[left] == table.tenant[asker]]
+        tenant = table.request(preemptor).tenant
+        same = left[table.tenant[left] == table.tenant[preemptor]]
         # Tokens of steps in flight do not count, as a row would lose them with its place.
         used = int((np.minimum(table.planned[same], table.known[same]) - table.hit[same]).sum())
-        assert used + int(table.target[asker]) <= SHARES["tenants"][tenant].kv_share * total
+        assert used + int(table.target[preemptor]) <= SHARES["tenants"][tenant].kv_share * total
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "vtc", "short-first", "lpm"])
@@ -171,7 +171,7 @@ class PageWatch(Watched):
     def on_retract(self, row, why):
         super().on_retract(row, why)
         state, number = self.state, int(self.state.table.number[row])
-        if state.table.state[row] == State.RUNNING:
+        if state.table.state[row] == RowState.RUNNING:
             self.times += 1
             self.short[number] = state.observer.counters.finished + state.observer.counters.aborted
             assert len(state.running) + len(state.prefilling) > 1, "the last row gives its pages to no other"
@@ -212,7 +212,7 @@ def test_prefills_that_hold_all_pages_leave_them_to_the_oldest():
     retract, left = state.retract, []
 
     def watched(row, why, now):
-        if state.table.state[row] == State.PREFILL:
+        if state.table.state[row] == RowState.PREFILL:
             assert row == state.prefilling.rows[-1]
             left.append(len(state.prefilling))
         retract(row, why, now)

@@ -11,15 +11,15 @@ import pytest
 
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import NS_PER_S, SchedulerSettings
-from tokenyard.scheduler.lifecycle import State
+from tokenyard.scheduler.row_state import RowState
 
 PRIORITIES = {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": 1}
-AGING_S, PROMOTE_S, LONGEST_WAIT_S = 0.005, 0.05, 0.2
+AGING_S, PROMOTE_S, MAX_WAIT_S = 0.005, 0.05, 0.2
 DEADLINE_S = 0.2
 ALONE_S = 0.16
 """What its prefill takes alone, by the belief of a small CPU."""
 
-MOST_OVERTAKEN, MOST_TURNS = 100, 2000
+MAX_OVERTAKEN, MAX_TURNS = 100, 2000
 SHORT = (
     {"headroom": "ratio"},
     {"headroom": "none", "retraction_policy": "length"},
@@ -64,7 +64,7 @@ class Flood:
 
         def watched_admit(row, hit, now):
             long = table.row_of(self.long)
-            if table.state[long] == State.WAITING and table.seq[row] > table.seq[long]:
+            if table.state[long] == RowState.WAITING and table.seq[row] > table.seq[long]:
                 tokens = int(table.target[row]) - hit
                 long_tokens = int(table.target[long] - table.matchable[long])
                 self.passed.append(Passed(self.since_ns, now, int(table.arrival_ns[row]), tokens, long_tokens))
@@ -79,7 +79,7 @@ class Flood:
 
     def run(self):
         """Run until the long request has its answer; what passed it."""
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             while len(self.yard.scheduler.state.waiting) < 4:
                 self.add()
             self.yard.advance(self.depth)
@@ -127,13 +127,13 @@ def none_after(seconds):
 
 def bounded(flood, passed):
     for since_ns in {other.since_ns for other in passed}:
-        assert sum(other.tokens for other in passed if other.since_ns == since_ns) <= MOST_OVERTAKEN
+        assert sum(other.tokens for other in passed if other.since_ns == since_ns) <= MAX_OVERTAKEN
 
 
 MLFQ = {"schedule_policy": "mlfq", "policy_options": {"quantum_tokens": 8, "promote_s": PROMOTE_S}}
-SLO = {"slo_chunk_tokens": 4, "slo_ttft_ms": 1.0, "slo_ttft_scale": 0.0, "slo_max_wait_s": LONGEST_WAIT_S}
+SLO = {"slo_chunk_tokens": 4, "slo_ttft_ms": 1.0, "slo_ttft_scale": 0.0, "slo_max_wait_s": MAX_WAIT_S}
 LEVELS = {"enable_service_levels": True, "service_level_quantum_tokens": 16}
-BOUND = {"max_overtaken_tokens": MOST_OVERTAKEN}
+BOUND = {"max_overtaken_tokens": MAX_OVERTAKEN}
 CASES = {
     "fcfs": ({}, {}, {}, none),
     "hrrn": ({"schedule_policy": "hrrn"}, {}, {}, shorter),
@@ -151,7 +151,7 @@ CASES = {
         {"deadline_ns": 5_000_000},
         none_after(DEADLINE_S),
     ),
-    "slo": (SLO | {"schedule_policy": "slo"}, {}, {}, none_after(LONGEST_WAIT_S + ALONE_S)),
+    "slo": (SLO | {"schedule_policy": "slo"}, {}, {}, none_after(MAX_WAIT_S + ALONE_S)),
     "vtc": ({"schedule_policy": "vtc"}, {"tenant": "a"}, {"tenant": "b"}, anything),
     "dlpm": ({"schedule_policy": "dlpm"}, {"tenant": "a"}, {"tenant": "b"}, anything),
     "levels": (LEVELS, {"service_class": "low"}, {"service_class": "high"}, anything),

@@ -17,7 +17,7 @@ from tokenyard.cache import (
     make_key,
     root_hash,
 )
-from tokenyard.cache.node import Node
+from tokenyard.cache.tree_node import TreeNode
 
 NUM_PAGES = 60
 NAMESPACES = st.sampled_from(["", "", "salt"])
@@ -56,13 +56,13 @@ class RadixMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(sorted(EVICTION_POLICIES)))
     def start(self, policy):
-        self.rank = EVICTION_POLICIES[policy]
+        self.eviction_rank = EVICTION_POLICIES[policy]
         self.tree = RadixCache(self.page_size, policy, enable_kv_events=True)
         self.shadow = Shadow()
         self.tree.listeners.append(self.shadow)
         self.allocator = PageAllocator(NUM_PAGES)
         self.held: dict[str, dict[Prefix, int]] = {"": {}, "salt": {}}
-        self.locks: list[tuple[Node, str, Prefix]] = []
+        self.lock_ref: list[tuple[TreeNode, str, Prefix]] = []
         self.blocks: set[int] = set()
 
     def tokens(self, kinds, extra=0):
@@ -79,7 +79,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     def protected(self):
         """Every (namespace, prefix) on the path of a lock."""
-        return {(name, prefix[:n]) for _, name, prefix in self.locks for n in range(1, len(prefix) + 1)}
+        return {(name, prefix[:n]) for _, name, prefix in self.lock_ref for n in range(1, len(prefix) + 1)}
 
     def expect_pages(self, node, namespace, kinds):
         """The pages along `node` are the model's pages of `kinds`."""
@@ -145,13 +145,13 @@ class RadixMachine(RuleBasedStateMachine):
         self.expect_pages(match.node, namespace, kinds[:present])
         if lock:
             self.tree.lock(match.node)
-            self.locks.append((match.node, namespace, tuple(kinds[:present])))
+            self.lock_ref.append((match.node, namespace, tuple(kinds[:present])))
 
-    @precondition(lambda self: self.locks)
+    @precondition(lambda self: self.lock_ref)
     @rule(pick=PICK, kinds=PAGE_KINDS, priority=st.integers(-1, 2), move_lock=st.booleans())
     def extend(self, pick, kinds, priority, move_lock):
-        index = pick % len(self.locks)
-        node, namespace, prefix = self.locks[index]
+        index = pick % len(self.lock_ref)
+        node, namespace, prefix = self.lock_ref[index]
         pages = self.take(len(kinds))
         if pages is None:
             return
@@ -165,17 +165,17 @@ class RadixMachine(RuleBasedStateMachine):
         if move_lock:
             self.tree.lock(inserted.node)
             self.tree.unlock(node)
-            self.locks[index] = (inserted.node, namespace, tuple(whole))
+            self.lock_ref[index] = (inserted.node, namespace, tuple(whole))
 
-    @precondition(lambda self: self.locks)
+    @precondition(lambda self: self.lock_ref)
     @rule(pick=PICK)
     def unlock(self, pick):
-        self.tree.unlock(self.locks.pop(pick % len(self.locks))[0])
+        self.tree.unlock(self.lock_ref.pop(pick % len(self.lock_ref))[0])
 
-    @precondition(lambda self: self.locks)
+    @precondition(lambda self: self.lock_ref)
     @rule(pick=PICK)
     def record_hit(self, pick):
-        self.tree.record_hit(self.locks[pick % len(self.locks)][0])
+        self.tree.record_hit(self.lock_ref[pick % len(self.lock_ref)][0])
 
     @rule(count=st.integers(-1, 20))
     def evict(self, count):
@@ -185,17 +185,19 @@ class RadixMachine(RuleBasedStateMachine):
     @rule()
     def evict_one(self):
         leaves = [node for node in self.shadow.nodes if not node.children and not node.locked]
-        assert len({self.rank(node) for node in leaves}) == len(leaves), "the order would be a matter of chance"
-        expected = min(leaves, key=self.rank).pages[-1]
+        assert len({self.eviction_rank(node) for node in leaves}) == len(leaves), (
+            "the order would be a matter of chance"
+        )
+        expected = min(leaves, key=self.eviction_rank).pages[-1]
         before = {page for held in self.held.values() for page in held.values()}
         self.expect_eviction(1)
         after = {page for held in self.held.values() for page in held.values()}
         assert before - after == {expected}
 
-    @precondition(lambda self: self.locks or self.tree.total_pages > NUM_PAGES // 2)
+    @precondition(lambda self: self.lock_ref or self.tree.total_pages > NUM_PAGES // 2)
     @rule()
     def clear(self):
-        if self.locks:
+        if self.lock_ref:
             before = self.tree.total_pages
             try:
                 self.tree.clear()

@@ -242,7 +242,7 @@ class WindowedMachine(SchedulerMachine):
     def windows(self, data, tokens, page_size):
         windows.MARGIN_TOKENS = data.draw(st.sampled_from([0, 2, 9]))
         window, share = data.draw(st.sampled_from([1, 2, 5, 12])), data.draw(st.sampled_from([0.2, 0.5, 0.8]))
-        return WindowGroup(window, max(windows.least_pages(window, page_size), int(share * tokens) // page_size))
+        return WindowGroup(window, max(windows.min_window_pages(window, page_size), int(share * tokens) // page_size))
 
     def teardown(self):
         try:

@@ -12,7 +12,7 @@ from tests.examples import examples
 from tests.scheduler.harness import check_branch, hit_by_definition
 from tokenyard.base import LogprobOptions, Request, SamplingParams, SchedulerSettings, WindowGroup
 from tokenyard.scheduler.memory import KvMemory
-from tokenyard.scheduler.table import RequestTable
+from tokenyard.scheduler.request_table import RequestTable
 from tokenyard.scheduler.waiting_index import WaitingIndex
 
 # Few different tokens and repeated blocks, so that keys share prefixes and part in the middle of runs.
@@ -183,8 +183,8 @@ class Windowed:
         found = memory.tree.pages(inserted.node)[:present]
         if present:
             windows.replace(0, 0, pages[:present].copy(), found)
-        windows.let_go(found)
-        windows.let_go(pages[present:])
+        windows.release_pages(found)
+        windows.release_pages(pages[present:])
         memory.allocator.free(pages[:present])
 
     def lose(self) -> None:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 
 from tokenyard.router.proxy import Router
-from tokenyard.router.settings import RouterSettings
+from tokenyard.router.router_settings import RouterSettings
 
 FAST = {
     "health_check_interval_secs": 0.05,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.fakes import STREAM_HEAD, FakeWorker, answer, event, parse_answer, routing
-from tokenyard.router.front import FrontConnection
+from tokenyard.router.client_connection import ClientConnection
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 SMUGGLING = {
@@ -487,7 +487,7 @@ def test_any_bytes_are_requests_or_an_error(parts):
             seen.append(request)
             front.answer(200, b"")
 
-        front, transport = FrontConnection(handler, set(), 1000), Recorded()
+        front, transport = ClientConnection(handler, set(), 1000), Recorded()
         front.connection_made(transport)
         for part in parts:
             front.data_received(part)

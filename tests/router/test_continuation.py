@@ -6,7 +6,14 @@ import json
 import pytest
 
 from tests.router.fakes import DONE, LAST, STREAM_HEAD, FakeWorker, answer, event, routing
-from tokenyard.router.continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS, CHAT, COMPLETIONS, Continuation, way_of
+from tokenyard.router.stream_continuation import (
+    BY_OUTPUT_IDS,
+    BY_PROMPT_IDS,
+    CHAT,
+    COMPLETIONS,
+    Continuation,
+    continuation_mode,
+)
 
 OURS = {"continues_output_ids": True}
 LENGTH = 12
@@ -240,24 +247,24 @@ def test_another_engine_goes_on_with_prompt_and_answer_as_its_prompt(path):
     [{"tools": [{}]}, {"response_format": {"type": "json"}}, {"presence_penalty": 1}, {"logprobs": 1}, {"n": 3}],
 )
 def test_another_engine_is_not_asked_what_it_cannot_do(fields):
-    assert way_of(COMPLETIONS, {"prompt": "x", "stream": True, **fields}, ours=False, foreign=True) == ""
+    assert continuation_mode(COMPLETIONS, {"prompt": "x", "stream": True, **fields}, ours=False, foreign=True) == ""
 
 
 def test_ways():
     plain = {"prompt": "x", "stream": True}
-    assert way_of(COMPLETIONS, plain, ours=True, foreign=False) == BY_OUTPUT_IDS
-    assert way_of(COMPLETIONS, plain, ours=False, foreign=True) == BY_PROMPT_IDS
-    assert way_of(COMPLETIONS, plain, ours=False, foreign=False) == ""
-    assert way_of(COMPLETIONS, {**plain, "stream": False}, ours=True, foreign=False) == ""
-    assert way_of(COMPLETIONS, {**plain, "prompt": ["a", "b"]}, ours=True, foreign=False) == ""
-    assert way_of("/generate", plain, ours=True, foreign=False) == ""
+    assert continuation_mode(COMPLETIONS, plain, ours=True, foreign=False) == BY_OUTPUT_IDS
+    assert continuation_mode(COMPLETIONS, plain, ours=False, foreign=True) == BY_PROMPT_IDS
+    assert continuation_mode(COMPLETIONS, plain, ours=False, foreign=False) == ""
+    assert continuation_mode(COMPLETIONS, {**plain, "stream": False}, ours=True, foreign=False) == ""
+    assert continuation_mode(COMPLETIONS, {**plain, "prompt": ["a", "b"]}, ours=True, foreign=False) == ""
+    assert continuation_mode("/generate", plain, ours=True, foreign=False) == ""
 
 
 def test_a_text_that_looks_like_token_ids_is_left_alone():
-    going_on = Continuation(COMPLETIONS, {"stream": True}, BY_OUTPUT_IDS)
+    continuation = Continuation(COMPLETIONS, {"stream": True}, BY_OUTPUT_IDS)
     text = json.dumps({"choices": [{"text": ',"token_ids":[1,2]', "finish_reason": None}]}).encode()
-    told = going_on.feed(b"data: " + text[:-3] + b', "token_ids": [5]}]}\n\n')
-    assert going_on.tokens == [5]
+    told = continuation.feed(b"data: " + text[:-3] + b', "token_ids": [5]}]}\n\n')
+    assert continuation.tokens == [5]
     assert json.loads(told[6:])["choices"][0]["text"] == ',"token_ids":[1,2]'
     assert "token_ids" not in json.loads(told[6:])["choices"][0]
 
@@ -265,10 +272,10 @@ def test_a_text_that_looks_like_token_ids_is_left_alone():
 def test_pieces_of_events_are_put_together():
     stream = b"".join(b'data: {"choices":[{"text":"%d","token_ids":[%d]}]}\n\n' % (i, i) for i in range(20))
     for size in (1, 7, 50, 5000):
-        going_on = Continuation(COMPLETIONS, {"stream": True}, BY_OUTPUT_IDS)
-        told = b"".join(going_on.feed(stream[i : i + size]) for i in range(0, len(stream), size))
+        continuation = Continuation(COMPLETIONS, {"stream": True}, BY_OUTPUT_IDS)
+        told = b"".join(continuation.feed(stream[i : i + size]) for i in range(0, len(stream), size))
         assert told == b"".join(b'data: {"choices":[{"text":"%d"}]}\n\n' % i for i in range(20))
-        assert going_on.tokens == list(range(20))
+        assert continuation.tokens == list(range(20))
 
 
 def test_an_answer_that_is_no_stream_goes_by_the_usual_rules():
@@ -291,11 +298,11 @@ def test_offsets_of_log_probabilities_count_from_the_beginning():
     def offsets_of(event):
         return json.loads(event[6:])["choices"][0]["logprobs"]["text_offset"]
 
-    going_on = Continuation(COMPLETIONS, {"stream": True, "logprobs": 1}, BY_OUTPUT_IDS)
-    assert offsets_of(going_on.feed(said(0, 3))) == [0, 3]
-    going_on.go_on()
-    assert offsets_of(going_on.feed(said(0))) == [6]
-    assert offsets_of(going_on.feed(said(3, 6))) == [9, 12]
-    going_on.go_on()
-    assert offsets_of(going_on.feed(said(0))) == [15]
-    assert going_on.feed(b'data: {"choices":[],"usage":{}}\n\n').startswith(b'data: {"id":"i","choices":[]')
+    continuation = Continuation(COMPLETIONS, {"stream": True, "logprobs": 1}, BY_OUTPUT_IDS)
+    assert offsets_of(continuation.feed(said(0, 3))) == [0, 3]
+    continuation.resume_stream()
+    assert offsets_of(continuation.feed(said(0))) == [6]
+    assert offsets_of(continuation.feed(said(3, 6))) == [9, 12]
+    continuation.resume_stream()
+    assert offsets_of(continuation.feed(said(0))) == [15]
+    assert continuation.feed(b'data: {"choices":[],"usage":{}}\n\n').startswith(b'data: {"id":"i","choices":[]')

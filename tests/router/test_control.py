@@ -13,9 +13,9 @@ from aiohttp import web
 from tests.router.fakes import FakeWorker, answer, routing
 from tokenyard.base import ConfigError
 from tokenyard.router import discovery
-from tokenyard.router.discovery import Discovery, Source, read_file, ready_pods, resolve, sources
+from tokenyard.router.discovery import Discovery, DiscoverySource, read_file, ready_pods, resolve, sources
 from tokenyard.router.proxy import Router
-from tokenyard.router.settings import RouterSettings
+from tokenyard.router.router_settings import RouterSettings
 
 
 def run(coroutine):
@@ -372,7 +372,7 @@ class TestDiscovery:
     def test_workers_follow_their_source_and_leave_others_alone(self):
         async def main():
             async with FakeWorker() as worker, routing(worker) as (router, _):
-                follower = Discovery(router, Source("file", lambda: read_file(None)))
+                follower = Discovery(router, DiscoverySource("file", lambda: read_file(None)))
                 urls = ("http://10.0.0.1:1", "http://10.0.0.2:1/", "10.0.0.2:1", "ftp://no", worker.url)
                 follower.apply([("http://10.0.0.3:1", "cook"), *((url, "") for url in urls)])
                 assert sorted(str(w.url) for w in router.workers) == [
@@ -453,7 +453,7 @@ def test_a_dead_file_changes_nothing(tmp_path):
         path = tmp_path / "workers"
         async with FakeWorker() as worker, routing(ready=False, discovery_interval_secs=0.1) as (router, _):
             path.write_text(worker.url)
-            task = asyncio.create_task(Discovery(router, Source("file", lambda: read_file(path))).run())
+            task = asyncio.create_task(Discovery(router, DiscoverySource("file", lambda: read_file(path))).run())
             await _until(lambda: len(router.workers) == 1)
             path.unlink()
             await asyncio.sleep(0.25)

@@ -7,10 +7,10 @@ import pytest
 
 from tests.router.fakes import DONE, LAST, STREAM_HEAD, FakeWorker, answer, event, routing
 from tokenyard.base import ConfigError
-from tokenyard.router.choice import Features, PolicyOptions, make_policy
-from tokenyard.router.disagg import batch_size
-from tokenyard.router.load import TargetState
+from tokenyard.router.disagg_exchange import batch_size
 from tokenyard.router.workers import DECODE, PREFILL, Workers
+from tokenyard.routing.choice import PolicyOptions, RequestFeatures, make_policy
+from tokenyard.routing.load import TargetLoad
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_port": 5600}
 
@@ -279,11 +279,11 @@ def test_roles_by_the_api():
 
 def test_decode_goes_where_there_is_room_for_kv():
     policy = make_policy("kv_room", PolicyOptions())
-    small, large = TargetState("small", kv_tokens=1000), TargetState("large", kv_tokens=10_000)
+    small, large = TargetLoad("small", kv_tokens=1000), TargetLoad("large", kv_tokens=10_000)
     small.context_tokens, large.context_tokens = 300, 900
-    assert policy.rank(Features(100), [small, large]).order == [1, 0]
+    assert policy.rank(RequestFeatures(100), [small, large]).order == [1, 0]
     small.kv_tokens = 0
-    assert policy.rank(Features(100), [small, large]).order == [0, 1], "without the sizes, by tokens in flight"
+    assert policy.rank(RequestFeatures(100), [small, large]).order == [0, 1], "without the sizes, by tokens in flight"
 
 
 @pytest.mark.parametrize(

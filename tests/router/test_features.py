@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenyard.base import InvalidRequestError
-from tokenyard.router.features import parse_body
+from tokenyard.router.request_features import parse_body
 
 TEXTS = st.text("aé€\0", max_size=6)
 LEAVES = st.sampled_from([None, True, 0, -1, 7, 2**70, 1.5, -1e300, "", "high"]) | TEXTS
@@ -92,7 +92,7 @@ def test_an_adapters_prefixes_are_apart_however_it_is_named(prompt):
 
 
 def test_the_key_is_that_of_the_beginning_and_the_same_everywhere():
-    code = 'from tokenyard.router.features import parse_body; print(parse_body(b\'{"prompt": "abc"}\').key)'
+    code = 'from tokenyard.router.request_features import parse_body; print(parse_body(b\'{"prompt": "abc"}\').key)'
     keys = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(2)}
     assert keys == {f"{parse_body(body(prompt='abc')).key}\n"}
     assert parse_body(body(prompt="x" * 2000 + "y")).key == parse_body(body(prompt="x" * 2000 + "z")).key
@@ -115,7 +115,7 @@ def test_the_router_needs_neither_torch_nor_a_tokenizer():
     code = (
         "import sys\n"
         "for name in ('torch', 'tokenizers', 'safetensors', 'jinja2', 'fastapi'): sys.modules[name] = None\n"
-        "import tokenyard.router.serve, tokenyard.cli.route\n"
+        "import tokenyard.router.process, tokenyard.cli.route\n"
         "from tokenyard.cli.main import build_parser\n"
         "build_parser('route')"
     )

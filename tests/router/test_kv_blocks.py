@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenyard.base.blocks import block_digests
-from tokenyard.router.index import KvBlocks
+from tokenyard.routing.index import BlockHashTranslator
 
 TOKENS = list(range(1000, 1400))
 DIGESTS = block_digests(np.array(TOKENS, np.int32))
@@ -26,14 +26,14 @@ def stored(first, count, size, *, form="map", parent="usual", name=lambda i: 700
 @pytest.mark.parametrize("form", ["map", "array"])
 @pytest.mark.parametrize("size", [1, 16, 32, 64, 100, 128, 400])
 def test_blocks_of_any_page_size_become_ours(form, size):
-    blocks = KvBlocks()
+    blocks = BlockHashTranslator()
     found, _, _ = blocks.apply(stored(0, 400 // size, size, form=form))
     assert found == DIGESTS[: (400 // size) * size // 64]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.sampled_from([1, 5, 16, 48]))
 def test_it_does_not_matter_how_events_cut_a_prompt(cuts, size):
-    blocks, found, first = KvBlocks(), [], 0
+    blocks, found, first = BlockHashTranslator(), [], 0
     for count in cuts:
         count = min(count, 400 // size - first)
         if count > 0:
@@ -43,7 +43,7 @@ def test_it_does_not_matter_how_events_cut_a_prompt(cuts, size):
 
 
 def test_a_block_of_ours_goes_with_any_of_its_parts():
-    blocks = KvBlocks()
+    blocks = BlockHashTranslator()
     blocks.apply(stored(0, 16, 16))
     assert blocks.apply({"type": "BlockRemoved", "block_hashes": [7000 + 15], "medium": "GPU"})[1] == [DIGESTS[3]]
     assert blocks.apply(["BlockRemoved", [7000 + 12]])[1] == [DIGESTS[3]]
@@ -52,7 +52,7 @@ def test_a_block_of_ours_goes_with_any_of_its_parts():
 
 
 def test_everything_can_go_at_once():
-    blocks = KvBlocks()
+    blocks = BlockHashTranslator()
     blocks.apply(stored(0, 4, 64))
     assert blocks.apply({"type": "AllBlocksCleared"}) == ([], [], True)
     assert blocks.apply(["AllBlocksCleared"])[2] is True
@@ -61,10 +61,10 @@ def test_everything_can_go_at_once():
 
 def test_hashes_may_be_anything_and_roots_can_be_named():
     for name in (lambda i: -5 - i, lambda i: b"hash%d" % i, lambda i: f"h{i}"):
-        blocks = KvBlocks()
+        blocks = BlockHashTranslator()
         assert blocks.apply(stored(0, 2, 64, name=name))[0] == DIGESTS[:2]
         assert blocks.apply(stored(2, 1, 64, name=name))[0] == DIGESTS[2:3]
-    assert KvBlocks().apply(stored(0, 2, 64, parent=42))[0] == []
+    assert BlockHashTranslator().apply(stored(0, 2, 64, parent=42))[0] == []
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,6 @@ def test_hashes_may_be_anything_and_roots_can_be_named():
     ],
 )
 def test_what_is_no_event_changes_nothing(event):
-    blocks = KvBlocks()
+    blocks = BlockHashTranslator()
     assert blocks.apply(event) == ([], [], False)
     assert blocks.apply(stored(0, 2, 64))[0] == DIGESTS[:2]

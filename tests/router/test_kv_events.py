@@ -13,10 +13,10 @@ from tokenyard.base import ConfigError
 from tokenyard.base.blocks import block_digests
 from tokenyard.cli.route import make_tokenize
 from tokenyard.config import DEMO_MODEL
-from tokenyard.engine.watch.kv_events import KvEventPublisher
-from tokenyard.router.index import PrefixIndex
-from tokenyard.router.kv_events import Follower, KvEvents
-from tokenyard.router.settings import RouterSettings
+from tokenyard.engine.scheduler_process.attachments.kv_events import KvEventPublisher
+from tokenyard.router.kv_event_subscriber import KvEventSubscriber, KvEventSubscriptions
+from tokenyard.router.router_settings import RouterSettings
+from tokenyard.routing.index import PrefixIndex
 
 TOKENS = list(range(128))
 DIGESTS = block_digests(np.array(TOKENS, np.int32))
@@ -54,7 +54,7 @@ def test_the_index_follows_what_a_worker_publishes():
         publisher = zmq.Context.instance().socket(zmq.PUB)
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         async with FakeWorker() as worker, routing(worker) as (router, client):
-            events = KvEvents(router, f"tcp://{{host}}:{port}")
+            events = KvEventSubscriptions(router, f"tcp://{{host}}:{port}")
             task = asyncio.create_task(events.run())
             name = str(router.workers.find("w0").url)
             number = 0
@@ -83,9 +83,9 @@ def test_the_index_follows_what_a_worker_publishes():
 
 def test_numbers_that_begin_anew_and_gaps():
     index = PrefixIndex(1 << 20)
-    follower = Follower(index, "w")
+    follower = KvEventSubscriber(index, "w")
     assert follower.missing(message(5, STORED)) is None
-    assert Follower(index, "w", from_start=True).missing(message(5, STORED)) == 0
+    assert KvEventSubscriber(index, "w", from_start=True).missing(message(5, STORED)) == 0
     follower.take(message(5, STORED))
     assert (follower.missing(message(6)), follower.missing(message(9))) == (None, 6)
     follower.take(message(9))
@@ -103,7 +103,7 @@ def test_what_was_missed_is_asked_for_again():
         publisher.publish([STORED])
         try:
             async with FakeWorker() as worker, routing(worker) as (router, _):
-                events = KvEvents(router, ends[0], ends[1])
+                events = KvEventSubscriptions(router, ends[0], ends[1])
                 task = asyncio.create_task(events.run())
                 name = str(router.workers.find("w0").url)
                 await _until(lambda: router.index.match(name, DIGESTS) == 2)
@@ -137,19 +137,19 @@ def test_what_was_missed_is_asked_for_again():
 )
 def test_junk_is_ignored(frames):
     index = PrefixIndex(1 << 20)
-    Follower(index, "w").take(frames)
+    KvEventSubscriber(index, "w").take(frames)
     assert index.bytes == 0
 
 
 def test_ranks_have_ports_of_their_own():
     async def main():
         async with FakeWorker(info={"dp_size": 2}) as worker, routing(worker) as (router, _):
-            events = KvEvents(router, "tcp://{host}:5557")
+            events = KvEventSubscriptions(router, "tcp://{host}:5557")
             targets = router.workers.find("w0").targets
             assert [events.endpoint(target) for target in targets] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
             for wrong in ("5557", "tcp://host", "ipc:///x:1"):
                 with pytest.raises(ConfigError, match="give an endpoint"):
-                    KvEvents(router, wrong)
+                    KvEventSubscriptions(router, wrong)
 
     asyncio.run(main())
     with pytest.raises(ConfigError, match="--tokenizer"):

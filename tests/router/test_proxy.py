@@ -422,7 +422,7 @@ def test_probes_never_take_a_request_down_with_them():
             routing(worker, health_check_interval_secs=0.05) as (router, client),
         ):
             for _ in range(150):
-                router.health.look_now(router.workers.find("w0"))
+                router.health.check_now(router.workers.find("w0"))
                 assert (await client.complete()).status == 200
             assert router.metrics.retries == 0
 

@@ -114,7 +114,7 @@ class Yard:
         memory = self.scheduler.state.memory
         if memory.windows is not None:
             memory.windows.check(self._window_users())
-            assert 0 <= memory._coming_windows <= memory.windows.num_pages
+            assert 0 <= memory._pending_window_pages <= memory.windows.num_pages
 
     def _window_users(self) -> np.ndarray:
         """How many rows use the window page of each page, by what rows and those that have left hold now."""
@@ -126,7 +126,7 @@ class Yard:
         for pool_row, held in rows:
             first = int(memory.windows.first[pool_row])
             np.add.at(users, memory.pool.page_table[pool_row, first : memory.pages_for(held)], 1)
-        for _, pages in memory._deferred:
+        for _, pages in memory._pending_frees:
             users[pages[memory.windows.of[pages] > 0]] += 1
         return users
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.scheduler.harness import check_books, check_hits
-from tests.scheduler.programs import ANSWER, EOS, Job, Program
+from tests.scheduler.random_programs import ANSWER, EOS, Job, Program
 from tokenyard.base import (
-    Arrived,
     ConfigError,
     Event,
-    HoldEnded,
+    KvLoaded,
     Load,
     OpenGate,
+    PagesReleased,
     Resume,
     SetPolicy,
     StepPlan,
@@ -34,13 +34,13 @@ from tokenyard.base import (
     StopFound,
 )
 from tokenyard.scheduler import Scheduler
-from tokenyard.scheduler.lifecycle import Gate
+from tokenyard.scheduler.row_state import Gate
 
 RECOMPUTED = 8
-LONGEST_TRANSFER = 6
+MAX_TRANSFER = 6
 """Turns of the event loop within which KV has come or gone."""
 
-MOST_EMPTY_TURNS = 2000
+MAX_EMPTY_TURNS = 2000
 HOUR_NS = 3600 * 10**9
 
 
@@ -182,8 +182,8 @@ class ProgramRun:
         """The table row `row` is about to take a place, for the first time or again."""
         self._progress.advances += not self.scheduler.state.table.admitted_ns[row]
 
-    def on_preempt(self, victim: int, asker: int) -> None:
-        """The row `victim` is about to give way to the waiting row `asker`; `on_retract` follows."""
+    def on_preempt(self, victim: int, preemptor: int) -> None:
+        """The row `victim` is about to give way to the waiting row `preemptor`; `on_retract` follows."""
 
     def _watch_places(self) -> None:
         state = self.scheduler.state
@@ -197,9 +197,9 @@ class ProgramRun:
             self.on_admit(row)
             admit(row, hit, now)
 
-        def watched_preempted(row: int, asker: int) -> None:
-            self.on_preempt(row, asker)
-            preempted(row, asker)
+        def watched_preempted(row: int, preemptor: int) -> None:
+            self.on_preempt(row, preemptor)
+            preempted(row, preemptor)
 
         state.retract, state.admit, state.limits.preempted = watched_retract, watched_admit, watched_preempted
 
@@ -257,21 +257,21 @@ class ProgramRun:
             self.outcome.allowed += RECOMPUTED * self._pool_tokens
             self._most_steps += (1 + RECOMPUTED) * self._pool_tokens
             self._progress.advances += 1
-            if isinstance(event, Arrived):
+            if isinstance(event, KvLoaded):
                 self._loading.discard(event.number)
             self.scheduler.apply(event, self.now)
 
     def _begin_transfers(self) -> None:
         size = self.scheduler.state.settings.page_size
-        for move in self.scheduler.drain_transfers():
-            ended: Event = HoldEnded(move.number)
+        for move in self.scheduler.drain_moves():
+            ended: Event = PagesReleased(move.number)
             if isinstance(move, Load):
                 if move.number in self._loading:
                     raise BrokenRun(f"load: request {move.number} is loaded before its first load has ended")
                 self._loading.add(move.number)
                 wanted = len(move.pages) * size
-                ended = Arrived(move.number, move.start + self._links.choice((wanted, self._links.randint(0, wanted))))
-            self._transfers.append((self._turns + self._links.randint(0, LONGEST_TRANSFER), ended))
+                ended = KvLoaded(move.number, move.start + self._links.choice((wanted, self._links.randint(0, wanted))))
+            self._transfers.append((self._turns + self._links.randint(0, MAX_TRANSFER), ended))
 
     def _plan(self) -> bool:
         self.outcome.events += 1
@@ -342,7 +342,7 @@ class ProgramRun:
         return np.array([row is not None and table.epoch[row] == epoch for row, epoch in rows], bool)
 
     def _wait(self) -> bool:
-        """Nothing is in flight and nothing was planned: wait for a time-out or the next event."""
+        """Nothing is in flight and nothing was planned: wait for a timeout or the next event."""
         scheduler = self.scheduler
         if self._transfers:
             self._turns = min(end for end, _ in self._transfers)
@@ -354,8 +354,8 @@ class ProgramRun:
         if scheduler.has_work and (reason := self._standstill()):
             raise BrokenRun(f"standstill: {reason}; wakeup {wakeup}")
         self._empty_turns += 1
-        if self._empty_turns > MOST_EMPTY_TURNS:
-            raise BrokenRun(f"spin: {MOST_EMPTY_TURNS} wakeups in a row with nothing to do")
+        if self._empty_turns > MAX_EMPTY_TURNS:
+            raise BrokenRun(f"spin: {MAX_EMPTY_TURNS} wakeups in a row with nothing to do")
         if self._script:
             self._turns += 1
             self.now = self.now + self._program.step_ns

@@ -3,13 +3,13 @@
 import pytest
 
 from tests.scheduler.harness import STEP_NS, Yard, make_info
-from tokenyard.base import Cancel, ForgetAdapter, OpenGate, SchedulerSettings, StepPlan
-from tokenyard.scheduler.lifecycle import Gate
+from tokenyard.base import Cancel, OpenGate, SchedulerSettings, StepPlan, UnloadAdapter
+from tokenyard.scheduler.row_state import Gate
 
-PATIENCE_STEPS = 5
+MAX_DENIED_STEPS = 5
 
 
-def make_yard(slots=2, patience=PATIENCE_STEPS, *, rows=8, pages=400, **settings):
+def make_yard(slots=2, patience=MAX_DENIED_STEPS, *, rows=8, pages=400, **settings):
     settings = {"max_running_requests": rows, "context_length": 64, **settings}
     wanted = SchedulerSettings(
         enable_lora=True,
@@ -75,7 +75,7 @@ def newcomers(yard, lora, every, until):
     return steps
 
 
-@pytest.mark.parametrize("patience", [PATIENCE_STEPS, 20])
+@pytest.mark.parametrize("patience", [MAX_DENIED_STEPS, 20])
 def test_a_request_is_passed_over_for_a_stated_time_only(patience):
     # `a` never leaves the one slot by itself: its requests overlap.
     yard = make_yard(1, patience)
@@ -132,7 +132,7 @@ def unused_claimed_slot(aging_s=0.0):
     yard.submit([5] * 4, lora="a", max_new=12, priority=5)
     yard.advance()
     late = yard.submit([6] * 4, lora="x", max_new=2, priority=0)
-    for _ in range(PATIENCE_STEPS + 2):
+    for _ in range(MAX_DENIED_STEPS + 2):
         yard.advance()
     assert yard.scheduler.snapshot(yard.now).measures["lora_slots_claimed"] == 1
 
@@ -163,7 +163,7 @@ def test_a_slot_that_was_claimed_in_vain_is_claimed_again_only_once_it_was_used(
     yard, _, flood = unused_claimed_slot()
     for number in range(3):
         yard.submit([9] * 4, lora=f"y{number}", max_new=2, priority=0)
-    for _ in range(3 * PATIENCE_STEPS):
+    for _ in range(3 * MAX_DENIED_STEPS):
         flood()
         yard.advance()
         assert yard.scheduler.snapshot(yard.now).measures["lora_slots_claimed"] == 0
@@ -178,7 +178,7 @@ def test_a_request_whose_claim_was_in_vain_is_behind_those_that_were_passed_over
     for _ in range(3):
         yard.advance()
     table = yard.scheduler.state.table
-    assert table.passed_over_ns[table.row_of(first)] == 0 < table.passed_over_ns[table.row_of(second)]
+    assert table.skipped_since_ns[table.row_of(first)] == 0 < table.skipped_since_ns[table.row_of(second)]
     table.priority[table.row_of(second)] = 0
     while first not in yard.finished or second not in yard.finished:
         yard.submit([5] * 4, lora="a", max_new=12, priority=9)
@@ -216,13 +216,13 @@ def test_what_is_forgotten_leaves_slot_and_cache():
         yard.run()
     again = yard.submit([5] * 20, lora="a")
     with pytest.raises(ValueError, match="in use"):
-        yard.apply(ForgetAdapter("a"))
+        yard.apply(UnloadAdapter("a"))
     yard.run()
     assert yard.finished[again].cached_tokens == 19
     assert not yard.scheduler.uses_adapter("a")
     cached = yard.scheduler.snapshot(yard.now).cached_tokens
-    yard.apply(ForgetAdapter("a"))
-    yard.apply(ForgetAdapter("never seen"))
+    yard.apply(UnloadAdapter("a"))
+    yard.apply(UnloadAdapter("never seen"))
     assert yard.scheduler.snapshot(yard.now).cached_tokens < cached - 19
     # Its slot is the first to be taken, and nothing of it is hit any more; what others cached is.
     for lora, hit, slot in (("c", 0, 1), ("a", 0, 2), ("", 19, 0)):

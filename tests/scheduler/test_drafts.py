@@ -15,7 +15,7 @@ from tokenyard.executor.mock import FixedStepCost, MockExecutor
 from tokenyard.policy import POLICIES
 from tokenyard.scheduler.planner import Planner
 from tokenyard.tape.codec import Origin, Tape
-from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.recorder import RecordingScheduler
 from tokenyard.tape.replay import replay
 
 ANSWERS = (3, 30)
@@ -227,7 +227,7 @@ def test_a_tape_holds_what_drafts_became():
     info = make_info(40, 4, 6, 64)
     yard = make_yard(3, 0.6, 2)
     file = io.BytesIO()
-    yard.scheduler = Recorder(Origin(settings, info), file, b"key", "test")
+    yard.scheduler = RecordingScheduler(Origin(settings, info), file, b"key", "test")
     submit_some(yard)
     tickets = []
     while True:
@@ -248,7 +248,7 @@ def test_two_groups_verify_together_where_reading_the_weights_takes_the_time(flo
     cost = LinearCost(LinearTerms(0.0, floor_ms, 0.0, 0.1, 0.0, 0.0))
     planner = Planner(SimpleNamespace(cost=cost))
     ready, starts = np.array([True, False, False, False]), np.full(4, 50, np.int32)
-    assert planner._better_together(np.full(4, 3, np.int32), ready, starts) == together
+    assert planner._should_wait_to_verify(np.full(4, 3, np.int32), ready, starts) == together
     # Rows that only decode keep the device busy, so nobody waits for others.
-    assert not planner._better_together(np.array([0, 3, 3, 3], np.int32), ready, starts)
-    assert not planner._better_together(np.full(4, 3, np.int32), np.ones(4, bool), starts)
+    assert not planner._should_wait_to_verify(np.array([0, 3, 3, 3], np.int32), ready, starts)
+    assert not planner._should_wait_to_verify(np.full(4, 3, np.int32), np.ones(4, bool), starts)

@@ -6,8 +6,8 @@ import msgspec
 
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import SchedulerSettings
-from tokenyard.policy.levels import HIGH, NORMAL
-from tokenyard.scheduler.live_view import MOST_ROWS
+from tokenyard.policy.service_levels import HIGH, NORMAL
+from tokenyard.scheduler.live_view import MAX_ROWS
 
 
 def yard(**settings):
@@ -31,7 +31,7 @@ def test_groups_count_all_rows_by_state_level_and_tenant():
     seen = view_of(one)
     counted = {(group.state, group.level, group.tenant): group.requests for group in seen.groups}
     assert counted == {("waiting", HIGH, "acme"): 35, ("waiting", HIGH, ""): 35, ("waiting", NORMAL, ""): 1}
-    assert len(seen.rows) == MOST_ROWS
+    assert len(seen.rows) == MAX_ROWS
     assert seen.rows[1].tenant == "acme"
     one.advance()
     states = {row.state for row in view_of(one).rows}

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.policy.clocked import make_clocked, prompt
+from tests.policy.timed_scheduler import make_clocked, prompt
 from tokenyard.base import NS_PER_S, Pause, Resume, SetPolicy, Update
-from tokenyard.scheduler.priority_inversion import MOST_LEVELS, PriorityInversion
+from tokenyard.scheduler.priority_inversion import MAX_LEVELS, PriorityInversion
 
 PRIORITIES = {"enable_priority_scheduling": True, "disable_priority_preemption": True, "rows": 1}
 VERBS = ("enqueued", "admitted", "removed")
@@ -38,9 +38,9 @@ def test_it_agrees_with_looking_at_everybody_at_every_moment(moves):
 
 def test_its_books_stay_small_whatever_priorities_come():
     books = PriorityInversion()
-    for level in range(10 * MOST_LEVELS):
+    for level in range(10 * MAX_LEVELS):
         books.admitted(1, level * 1000, level)
-    assert len(books._spent) == MOST_LEVELS
+    assert len(books._spent) == MAX_LEVELS
     books.enqueued(2, 10**9, 10_000)
     assert books.removed(2, 10_005) == 5
 

@@ -15,7 +15,7 @@ from tokenyard.base import (
     SetPolicy,
     StopFound,
 )
-from tokenyard.scheduler import State
+from tokenyard.scheduler import RowState
 
 
 def settings(**changes) -> SchedulerSettings:
@@ -328,7 +328,7 @@ def test_a_row_that_lost_its_place_drops_its_result():
     yard.commit()
     assert number not in yard.tokens
     row = yard.scheduler.state.table.row_of(number)
-    assert yard.scheduler.state.table.state[row] == State.WAITING
+    assert yard.scheduler.state.table.state[row] == RowState.WAITING
 
 
 def test_identical_prompts_at_once_end_on_one_copy():
@@ -347,4 +347,4 @@ def test_the_request_table_grows():
         yard.submit([3 + index % 90, 5], max_new=1)
     yard.run()
     assert len(yard.finished) == 600
-    assert np.all(yard.scheduler.state.table.state == State.FREE)
+    assert np.all(yard.scheduler.state.table.state == RowState.FREE)

@@ -5,11 +5,11 @@ import pytest
 
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import (
-    Arrived,
-    HoldEnded,
+    KvAvailable,
+    KvLoaded,
     Load,
+    PagesReleased,
     Pause,
-    Reach,
     Request,
     Resume,
     SamplingParams,
@@ -17,8 +17,8 @@ from tokenyard.base import (
     Store,
 )
 from tokenyard.base.blocks import BLOCK_TOKENS, block_digests, root_digest
-from tokenyard.transfer.layout import PoolView, map_pages
-from tokenyard.transfer.store import MemoryStore, block_buffer
+from tokenyard.kv_layout.layout import PoolView, map_pages
+from tokenyard.kv_store.store import MemoryStore, block_buffer
 
 PAGE = 16
 CONTEXT = 512
@@ -63,25 +63,25 @@ class Below:
     def submit(self, tokens: list[int], **fields) -> int:
         """Submit a prompt as an engine does that looks into its store."""
         digests = block_digests(np.array(tokens, np.int32), root_digest(namespace(**fields)))
-        reach = self.store.reach(digests) * BLOCK_TOKENS
+        reach = self.store.count_stored(digests) * BLOCK_TOKENS
         number = self.yard.submit(tokens, awaits_kv=reach > 0, **fields)
         self.digests[number] = digests
         if reach:
-            self.yard.apply(Reach(number, reach))
+            self.yard.apply(KvAvailable(number, reach))
         return number
 
     def collect(self) -> None:
-        for wanted in self.yard.scheduler.drain_transfers():
+        for wanted in self.yard.scheduler.drain_moves():
             (self.offers if isinstance(wanted, Store) else self.loads).append(wanted)
 
     def keep(self, offer: Store, *, fails: bool = False) -> None:
         """Store an offer, and let go of its pages."""
         digests = block_digests(offer.tokens, root_digest(offer.namespace))
         for place, digest in enumerate(digests if not fails else []):
-            if not self.store.reach([digest]):
+            if not self.store.count_stored([digest]):
                 self.pool.gather(offer.pages[place * PER_BLOCK :][:PER_BLOCK], self.block)
                 self.store.put(digest, self.block)
-        self.yard.apply(HoldEnded(offer.number))
+        self.yard.apply(PagesReleased(offer.number))
 
     def bring(self, load: Load, most: int = CONTEXT) -> None:
         """Load at most so many tokens, and say so."""
@@ -92,7 +92,7 @@ class Below:
                 break
             self.pool.scatter(self.block, PER_BLOCK, page, load.pages[index : index + 1])
             at += PAGE
-        self.yard.apply(Arrived(load.number, at))
+        self.yard.apply(KvLoaded(load.number, at))
 
     def serve(self, number: int) -> list[int]:
         """Run until a request has ended and all that was offered is stored."""
@@ -130,16 +130,18 @@ def test_names_of_blocks_depend_on_the_name_space():
     tokens = prompt()
     below = Below(make_yard())
     below.serve(below.submit(tokens, cache_salt="one"))
-    assert below.store.reach(block_digests(np.array(tokens, np.int32))) == 0
+    assert below.store.count_stored(block_digests(np.array(tokens, np.int32))) == 0
     other = Below(make_yard(), below.store)
-    assert not other.yard.scheduler.state.table.reach[other.yard.scheduler.state.table.row_of(other.submit(tokens))]
+    assert not other.yard.scheduler.state.table.loadable_tokens[
+        other.yard.scheduler.state.table.row_of(other.submit(tokens))
+    ]
     salted = other.submit(tokens, cache_salt="one")
     other.serve(salted)
     assert other.yard.finished[salted].cached_tokens == 192
 
 
 def offered_tokens(yard: Yard) -> list[int]:
-    return [len(one.tokens) for one in yard.scheduler.drain_transfers() if isinstance(one, Store)]
+    return [len(one.tokens) for one in yard.scheduler.drain_moves() if isinstance(one, Store)]
 
 
 def test_selective_stores_what_is_hit_and_nothing_else():
@@ -185,7 +187,7 @@ def test_a_request_that_loses_its_place_is_swapped_out(policy, depth):
         while below.offers:
             below.keep(below.offers.pop())
     digests = block_digests(np.array(tokens + below.yard.tokens[number], np.int32))
-    assert below.store.reach(digests) == 3, "all whole blocks of the prompt and of the answer so far"
+    assert below.store.count_stored(digests) == 3, "all whole blocks of the prompt and of the answer so far"
     below.yard.apply(Resume([number]))
     assert below.serve(number) == whole
 
@@ -197,8 +199,8 @@ def test_no_more_is_locked_than_a_part_of_the_pool():
     yard.run()
     state = yard.scheduler.state
     assert (state.stores.offered, state.stores.waiting) == (1, 3), "an eighth of the pool, and at least one"
-    (offer,) = yard.scheduler.drain_transfers()
-    yard.apply(HoldEnded(offer.number))
+    (offer,) = yard.scheduler.drain_moves()
+    yard.apply(PagesReleased(offer.number))
     yard.launch()
     assert (state.stores.offered, state.stores.waiting) == (1, 2)
     assert not yard.scheduler.flush(yard.now), "pages are being read"
@@ -218,14 +220,14 @@ def test_a_request_that_needs_what_is_being_stored_waits_for_it():
     yard = make_yard(pages=20)
     yard.submit(prompt(200))
     yard.run()
-    (offer, *_) = yard.scheduler.drain_transfers()
+    (offer, *_) = yard.scheduler.drain_moves()
     large = yard.submit(prompt(250, seed=2))
     yard.run()
     assert large not in yard.finished
     while yard.scheduler.state.memory.holds:
-        yard.apply(HoldEnded(offer.number))
+        yard.apply(PagesReleased(offer.number))
         yard.run()
-        offer = next((one for one in yard.scheduler.drain_transfers()), offer)
+        offer = next((one for one in yard.scheduler.drain_moves()), offer)
     yard.run()
     assert yard.finished[large].reason == "length"
 
@@ -236,7 +238,7 @@ def test_all_is_offered_as_the_engine_ends():
         yard.submit(prompt(100, seed=seed))
     yard.run()
     assert offered_tokens(yard) == []
-    yard.scheduler.store_everything(yard.now)
+    yard.scheduler.store_whole_cache(yard.now)
     assert offered_tokens(yard)
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import Cancel, Pause, Resume, SchedulerSettings
-from tokenyard.scheduler import history
-from tokenyard.scheduler.history import RequestHistory, Start
-from tokenyard.scheduler.timings import StageClock
+from tokenyard.scheduler import request_history
+from tokenyard.scheduler.request_history import AdmissionRecord, RequestHistory
+from tokenyard.scheduler.stage_clock import StageClock
 
 
 def settings(**changes) -> SchedulerSettings:
@@ -140,21 +140,21 @@ def test_a_refusal_has_a_cause():
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(history, "ENDS_KEPT", 3)
-    monkeypatch.setattr(history, "STARTS_KEPT", 4)
-    monkeypatch.setattr(history, "NUMBERS_TOLD", 2)
+    monkeypatch.setattr(request_history, "MAX_FINISH_RECORDS", 3)
+    monkeypatch.setattr(request_history, "MAX_ADMISSION_RECORDS", 4)
+    monkeypatch.setattr(request_history, "MAX_REPORTED_NUMBERS", 2)
     yard = Yard(settings(), make_info())
     numbers = [yard.submit([5 + index, 6], max_new=1) for index in range(5)]
     yard.run()
     assert [yard.scheduler.explain(number, yard.now) is None for number in numbers] == [True, True, False, False, False]
     book = RequestHistory()
     for seq in range(10):
-        book.started(Start(now=seq, seq=seq, number=seq, tokens=2))
-    earlier, later, complete = book.starts_between(8, 4, 9)
+        book.started(AdmissionRecord(now=seq, seq=seq, number=seq, tokens=2))
+    earlier, later, complete = book.admissions_between(8, 4, 9)
     assert (earlier.requests, earlier.tokens, earlier.numbers) == (2, 4, [6, 7])
     assert later.numbers == [9]
     assert not complete
-    assert book.starts_between(8, 6, 9)[2]
+    assert book.admissions_between(8, 6, 9)[2]
 
 
 def test_nothing_is_known_of_a_number_that_never_came():

@@ -11,21 +11,21 @@ import pytest
 
 from tests.scheduler.harness import Yard, make_info
 from tokenyard.base import (
-    Arrived,
     Cancel,
     Flush,
     Handover,
-    HoldEnded,
+    KvAvailable,
+    KvLoaded,
     Load,
     OpenGate,
+    PagesReleased,
     Pause,
-    Reach,
     Resume,
     SamplingParams,
     SchedulerSettings,
 )
 from tokenyard.base.blocks import BLOCK_TOKENS, block_digests
-from tokenyard.scheduler import Gate, State
+from tokenyard.scheduler import Gate, RowState
 
 PAGE = 16
 CONTEXT = 512
@@ -82,16 +82,16 @@ class Pair:
         assert not d.launch(), "the gate is shut"
         offer = self._prefill(tokens) if self.says("want") else None
         if offer is not None and self.says("offer") and self.says("reach"):
-            d.apply(Reach(number, offer.tokens))
+            d.apply(KvAvailable(number, offer.tokens))
         else:
             d.apply(OpenGate(number, Gate.KV))
         while number not in d.finished:
             step(d, self.depth)
-            for load in d.scheduler.drain_transfers():
+            for load in d.scheduler.drain_moves():
                 self._load(load, offer)
         if offer is not None:
             # Done where all went well, else the lease runs out.
-            p.apply(HoldEnded(offer.number))
+            p.apply(PagesReleased(offer.number))
         return d.tokens[number]
 
     def _prefill(self, tokens: list[int]) -> Handover:
@@ -100,21 +100,21 @@ class Pair:
         p.run(self.depth)
         assert p.finished[number].reason == "handover"
         assert p.finished[number].completion_tokens == 1
-        (offer,) = p.scheduler.drain_transfers()
+        (offer,) = p.scheduler.drain_moves()
         assert p.scheduler.state.memory.holds == 1
         assert not p.scheduler.flush(p.now), "held pages are in use"
         return offer
 
     def _load(self, load: Load, offer: Handover) -> None:
         row = self.d.scheduler.state.table.row_of(load.number)
-        assert self.d.scheduler.state.table.state[row] == State.LOADING
+        assert self.d.scheduler.state.table.state[row] == RowState.LOADING
         first, arrived = load.start // PAGE, load.start
         if self.says("load") and self.says("read"):
             copy_marks(self.p, offer.pages[first : first + len(load.pages)], self.d, load.pages)
             arrived = load.start + len(load.pages) * PAGE
         if not self.says("arrived"):
             arrived = load.start
-        self.d.apply(Arrived(load.number, arrived))
+        self.d.apply(KvLoaded(load.number, arrived))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -134,9 +134,9 @@ def test_prefill_there_decode_here_whatever_message_is_lost(depth, broken):
 
 def loading(yard: Yard, tokens: list[int], **fields) -> tuple[int, Load]:
     number = yard.submit(tokens, awaits_kv=True, **fields)
-    yard.apply(Reach(number, len(tokens)))
+    yard.apply(KvAvailable(number, len(tokens)))
     assert not yard.launch()
-    (load,) = yard.scheduler.drain_transfers()
+    (load,) = yard.scheduler.drain_moves()
     return number, load
 
 
@@ -154,7 +154,7 @@ def test_pages_that_are_being_written_are_nobody_elses(leave):
     yard.run()
     assert not set(load.pages.tolist()) & {page for plan in yard.plans for page in plan.page_ids.tolist()}
     assert other not in yard.finished, "it waits for the pages"
-    yard.apply(Arrived(number, 0))
+    yard.apply(KvLoaded(number, 0))
     assert not memory.holds
     yard.apply(Resume([number]))
     yard.run()
@@ -168,17 +168,17 @@ def test_a_second_load_begins_only_after_the_first_has_ended():
     number, first = loading(yard, tokens, max_new=12)
     yard.apply(Pause(numbers=[number]))
     yard.apply(Resume([number]))
-    yard.apply(Reach(number, len(tokens)))
+    yard.apply(KvAvailable(number, len(tokens)))
     assert not yard.launch(), "its first load still writes"
-    assert not yard.scheduler.drain_transfers()
+    assert not yard.scheduler.drain_moves()
     assert not yard.scheduler.requeued(9)
-    yard.apply(Arrived(number, first.start + len(first.pages) * PAGE))
+    yard.apply(KvLoaded(number, first.start + len(first.pages) * PAGE))
     table = yard.scheduler.state.table
-    assert table.state[table.row_of(number)] == State.WAITING, "what came was not for the pages that it has now"
+    assert table.state[table.row_of(number)] == RowState.WAITING, "what came was not for the pages that it has now"
     assert not yard.scheduler.state.memory.holds
     assert not yard.launch()
-    (second,) = yard.scheduler.drain_transfers()
-    yard.apply(Arrived(number, second.start))
+    (second,) = yard.scheduler.drain_moves()
+    yard.apply(KvLoaded(number, second.start))
     yard.run()
     assert yard.tokens[number] == answer_of(tokens)
     assert yard.scheduler.idle() is None
@@ -189,7 +189,7 @@ def test_a_load_that_was_given_up_is_named_again_once_it_has_ended():
     number, load = loading(yard, prompt())
     yard.apply(Pause(numbers=[number]))
     assert not yard.scheduler.requeued(9)
-    yard.apply(Arrived(number, load.start))
+    yard.apply(KvLoaded(number, load.start))
     assert [one.number for one in yard.scheduler.requeued(9)] == [number]
 
 
@@ -200,13 +200,13 @@ def test_loads_given_up_again_and_again_lose_no_pages():
     for _ in range(3):
         yard.apply(Pause(numbers=[number]))
         yard.apply(Resume([number]))
-        yard.apply(Reach(number, 200))
+        yard.apply(KvAvailable(number, 200))
         yard.launch()
-        loads += len(yard.scheduler.drain_transfers())
+        loads += len(yard.scheduler.drain_moves())
         yard.check()
     yard.apply(Cancel([number]))
     for _ in range(loads):
-        yard.apply(Arrived(number, 0))
+        yard.apply(KvLoaded(number, 0))
     assert yard.scheduler.idle() is None
     assert yard.scheduler.state.memory.allocator.available == 64
 
@@ -221,12 +221,12 @@ def test_a_loading_row_counts_wherever_a_place_counts():
     assert (snapshot.loading, snapshot.waiting, snapshot.prefilling) == (1, 1, 0)
     yard.now += 2 * 10**9
     yard.launch()
-    assert set(yard.finished) == {waiting}, "its queue time-out is over, its run time-out has begun"
+    assert set(yard.finished) == {waiting}, "its queue timeout is over, its run timeout has begun"
     yard.now += 4 * 10**9
     yard.launch()
     assert yard.finished[number].cause == "run_timeout"
     assert yard.scheduler.state.memory.held_pages == len(load.pages)
-    yard.apply(Arrived(number, 0))
+    yard.apply(KvLoaded(number, 0))
     assert yard.scheduler.idle() is None
 
 
@@ -265,24 +265,24 @@ def test_a_store_of_blocks_fills_the_tree_once_for_all_that_want_it():
     writer = make_yard()
     number = writer.submit(common, handover=True)
     writer.run()
-    (handover,) = writer.scheduler.drain_transfers()
+    (handover,) = writer.scheduler.drain_moves()
     store.keep(writer, common, handover)
-    writer.apply(HoldEnded(number))
+    writer.apply(PagesReleased(number))
     reader = make_yard()
     prompts = [[*common, *prompt(10 + i, seed=i)] for i in range(5)]
     numbers = [reader.submit(tokens, awaits_kv=True) for tokens in prompts]
     for number, tokens in zip(numbers, prompts, strict=True):
-        reader.apply(Reach(number, store.reach(tokens)))
+        reader.apply(KvAvailable(number, store.reach(tokens)))
     plain = reader.submit(prompt(40, seed=99))
     while len(reader.finished) < 6:
         step(reader, 1)
-        loads = reader.scheduler.drain_transfers()
+        loads = reader.scheduler.drain_moves()
         if loads and plain not in reader.finished:
             reader.run()
             assert plain in reader.finished, "those without a hit are never blocked"
         for load in loads:
             tokens = prompts[numbers.index(load.number)]
-            reader.apply(Arrived(load.number, store.fill(reader, tokens, load)))
+            reader.apply(KvLoaded(load.number, store.fill(reader, tokens, load)))
     assert store.reads == 1, "one load for all rows"
     assert [reader.tokens[n] for n in numbers] == [answer_of(tokens, 4) for tokens in prompts]
     assert [reader.finished[n].cached_tokens for n in numbers] == [256] * 5
@@ -293,13 +293,13 @@ def test_those_that_wait_for_a_load_go_on_when_it_fails():
     yard, common = make_yard(), prompt(128)
     number, load = loading(yard, common)
     other = yard.submit([*common, 5], awaits_kv=True)
-    yard.apply(Reach(other, 128))
+    yard.apply(KvAvailable(other, 128))
     assert not yard.launch()
-    assert not yard.scheduler.drain_transfers()
-    yard.apply(Arrived(number, 15))
+    assert not yard.scheduler.drain_moves()
+    yard.apply(KvLoaded(number, 15))
     yard.run()
-    for load in yard.scheduler.drain_transfers():
-        yard.apply(Arrived(load.number, 0))
+    for load in yard.scheduler.drain_moves():
+        yard.apply(KvLoaded(load.number, 0))
     yard.run()
     assert yard.tokens[number] == answer_of(common, 4)
     assert yard.tokens[other] == answer_of([*common, 5], 4)
@@ -319,7 +319,7 @@ def test_random_loads_holds_and_ends_keep_the_books(depth):
             fields = {"handover": True} if rng.random() < 0.3 else {"awaits_kv": rng.random() < 0.7}
             new = yard.submit(tokens, sampling=SamplingParams(max_new_tokens=rng.randint(0, 9)), **fields)
             if fields.get("awaits_kv"):
-                yard.apply(rng.choice((Reach(new, rng.randint(0, 300)), OpenGate(new, Gate.KV))))
+                yard.apply(rng.choice((KvAvailable(new, rng.randint(0, 300)), OpenGate(new, Gate.KV))))
         elif happens < 0.32:
             yard.apply(Cancel([number]))
         elif happens < 0.4:
@@ -328,27 +328,27 @@ def test_random_loads_holds_and_ends_keep_the_books(depth):
         elif happens < 0.43:
             yard.apply(Flush())
         step(yard, depth)
-        for wanted in yard.scheduler.drain_transfers():
+        for wanted in yard.scheduler.drain_moves():
             if isinstance(wanted, Load):
                 loads.append(wanted)
             else:
                 held.append(wanted.number)
         if (loads and rng.random() < 0.4) or turn > 360:
             for load in loads:
-                yard.apply(Arrived(load.number, load.start))
+                yard.apply(KvLoaded(load.number, load.start))
             loads = []
         if held and rng.random() < 0.3:
-            yard.apply(HoldEnded(held.pop()))
+            yard.apply(PagesReleased(held.pop()))
     for load in loads:
-        yard.apply(Arrived(load.number, load.start))
+        yard.apply(KvLoaded(load.number, load.start))
     for number in held:
-        yard.apply(HoldEnded(number))
+        yard.apply(PagesReleased(number))
     while yard.scheduler.has_work:
         yard.run(depth)
-        for wanted in yard.scheduler.drain_transfers():
-            yard.apply(Arrived(wanted.number, 0) if isinstance(wanted, Load) else HoldEnded(wanted.number))
-    for wanted in yard.scheduler.drain_transfers():
-        yard.apply(HoldEnded(wanted.number))
+        for wanted in yard.scheduler.drain_moves():
+            yard.apply(KvLoaded(wanted.number, 0) if isinstance(wanted, Load) else PagesReleased(wanted.number))
+    for wanted in yard.scheduler.drain_moves():
+        yard.apply(PagesReleased(wanted.number))
     assert yard.scheduler.idle() is None
     assert not yard.scheduler.state.memory.holds
 
@@ -357,23 +357,23 @@ def test_random_loads_holds_and_ends_keep_the_books(depth):
 def test_a_first_token_that_ends_the_answer_needs_no_pages(token, reason):
     yard = make_yard()
     number = yard.submit(prompt(), max_new=1 if reason == "length" else 9, awaits_kv=True)
-    yard.apply(Reach(number, 192, token))
+    yard.apply(KvAvailable(number, 192, token))
     assert yard.tokens[number] == [token]
     assert (yard.finished[number].reason, yard.finished[number].completion_tokens) == (reason, 1)
     assert not yard.launch()
-    assert not yard.scheduler.drain_transfers()
+    assert not yard.scheduler.drain_moves()
 
 
 def test_a_first_token_is_delivered_at_once_and_only_once():
     tokens, expected = prompt(), answer_of(prompt())
     yard = make_yard(pages=14)
     number = yard.submit(tokens, max_new=12, awaits_kv=True)
-    yard.apply(Reach(number, len(tokens), expected[0]))
-    yard.apply(Reach(number, len(tokens), expected[0] + 1))
+    yard.apply(KvAvailable(number, len(tokens), expected[0]))
+    yard.apply(KvAvailable(number, len(tokens), expected[0] + 1))
     assert yard.tokens[number] == expected[:1]
     assert not yard.launch()
-    (load,) = yard.scheduler.drain_transfers()
-    yard.apply(Arrived(number, load.start))
+    (load,) = yard.scheduler.drain_moves()
+    yard.apply(KvLoaded(number, load.start))
     yard.run()
     assert yard.tokens[number] == expected
     assert yard.finished[number].completion_tokens == 12
@@ -384,6 +384,6 @@ def test_prompts_of_less_than_a_block_are_loaded_too():
     yard, tokens = make_yard(), prompt(40)
     number, load = loading(yard, tokens)
     assert len(load.pages) == 2
-    yard.apply(Arrived(number, 0))
+    yard.apply(KvLoaded(number, 0))
     yard.run()
     assert yard.tokens[number] == answer_of(tokens, 4)

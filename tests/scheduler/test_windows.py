@@ -141,7 +141,7 @@ def test_a_prefix_that_was_put_into_the_tree_is_a_hit():
     yard = make_yard(window_pages=60, check_kv=False)
     memory = yard.scheduler.state.memory
     for ids in (prompt_of(1, 30), prompt_of(1, 45)):
-        memory.adopt(np.array(ids, np.int32))
+        memory.insert_prefix(np.array(ids, np.int32))
         yard.check()
     assert hit_of(yard, [*prompt_of(1, 45), 5, 6]) == 45
     assert yard.scheduler.idle() is None
@@ -157,7 +157,7 @@ def test_a_group_of_windows_and_stores_below_exclude_each_other():
 def test_random_traffic_gives_the_tokens_of_a_pool_that_keeps_all(seed):
     rng = random.Random(seed)
     page_size, depth = rng.choice([1, 4]), rng.choice([1, 2, 3])
-    least = windows.least_pages(WINDOW, page_size)
+    least = windows.min_window_pages(WINDOW, page_size)
     options = {
         "tokens": rng.choice([160, 240, 600]),
         "page_size": page_size,

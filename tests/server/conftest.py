@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from tests.server.fake import FakeManager
-from tokenyard.server.app import create_app
+from tokenyard.server.http.app import create_app
 from tokenyard.server.state import ServerOptions, ServerState
 
 POLL_S = 0.01

@@ -21,9 +21,9 @@ from tokenyard.base import (
     SloTargets,
     TokenLogprobs,
 )
-from tokenyard.engine.adapters import Adapter
-from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.engine.streams import Ended, Reader
+from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.engine.frontend.lora_registry import LoraAdapter
+from tokenyard.engine.frontend.streams import Ended, Reader
 from tokenyard.engine.text.prompt_tokenizer import PromptTokenizer
 
 WORDS = "hello world the quick brown fox jumps over a lazy dog answer ; é 你好".split()  # noqa: SIM905
@@ -39,7 +39,7 @@ VIEW: dict[str, Any] = {
     "step_budget_s": 0.05,
     "step_budget_tokens": 2048,
     "bins": [
-        {"index": 7, "steps": 2, "prefill": 64, "decode": 6, "busy_ms": 9.0, "longest_ms": 6.0, "foretold_ms": 8.0}
+        {"index": 7, "steps": 2, "prefill": 64, "decode": 6, "busy_ms": 9.0, "longest_ms": 6.0, "predicted_ms": 8.0}
     ],
     "counters": {"waiting": 2, "running": 3, "policy": "fcfs", "counters": {"generated_tokens": 9}},
 }
@@ -61,10 +61,10 @@ class FakeAdapters:
     """One adapter, and no way to load others."""
 
     def __init__(self) -> None:
-        self.loaded = {"tuned": Adapter("tuned", "tuned#0", "/adapters/tuned")}
+        self.loaded = {"tuned": LoraAdapter("tuned", "tuned#0", "/adapters/tuned")}
 
-    async def load(self, name: str, folder: str) -> Adapter:
-        self.loaded[name] = Adapter(name, f"{name}#0", folder)
+    async def load(self, name: str, folder: str) -> LoraAdapter:
+        self.loaded[name] = LoraAdapter(name, f"{name}#0", folder)
         return self.loaded[name]
 
     async def unload(self, name: str) -> None:
@@ -77,7 +77,7 @@ class FakeGenerator:
     """Answers with the words of WORDS in turn, one a delta, or with the pieces of `answer`."""
 
     context_length = 64
-    most_prompt_bytes = 64 * 32
+    max_prompt_bytes = 64 * 32
     ranks = 1
     records = None
 
@@ -86,7 +86,7 @@ class FakeGenerator:
         self.template_sources: dict[str, str] = {}
         self.response_template: Any = None
         self.answer: list[str] | None = None
-        self.specs: list[GenerateSpec] = []
+        self.specs: list[GenerateReqInput] = []
         self.closed: list[str] = []
         self.calls: list[Any] = []
         self.delay_s = 0.0
@@ -100,11 +100,11 @@ class FakeGenerator:
         texts = [message.get("content") or "" for message in messages]
         return " ".join(text if isinstance(text, str) else "".join(part["text"] for part in text) for text in texts)
 
-    async def tokenize(self, text: str, add_special_tokens: bool, *, any_length: bool = False) -> Int32Array:
+    async def tokenize(self, text: str, add_special_tokens: bool, *, allow_too_long: bool = False) -> Int32Array:
         prompts = PromptTokenizer(self.tokenizer, self.context_length)
-        return await prompts.ids(text, add_special_tokens, any_length=any_length)
+        return await prompts.ids(text, add_special_tokens, allow_too_long=allow_too_long)
 
-    async def feed(self, spec: GenerateSpec, reader: Reader, ended: Ended) -> None:
+    async def feed(self, spec: GenerateReqInput, reader: Reader, ended: Ended) -> None:
         if spec.rank is not None and spec.rank >= self.ranks:
             raise InvalidRequestError(f"there is no rank {spec.rank}", param="data_parallel_rank", code="unknown_rank")
         self.specs.append(spec)
@@ -127,7 +127,7 @@ class FakeGenerator:
             self.closed.append(spec.rid)
             raise
 
-    async def _pool(self, spec: GenerateSpec, reader: Reader) -> None:
+    async def _pool(self, spec: GenerateReqInput, reader: Reader) -> None:
         """The vector of a prompt: how often it has the words number 1, 2, 3 and 4."""
         given = spec.input_ids if spec.input_ids is not None else await self.tokenize(spec.text or "", True)
         counts = np.array([sum(int(token) == word for token in given) for word in range(1, 5)], np.float32)
@@ -135,7 +135,7 @@ class FakeGenerator:
         await reader(OutputDelta(0, "", [], len(given), 0, 0, end))
 
 
-def check_length(spec: GenerateSpec, prompt: int, answer: list[str] | None, most: int) -> int:
+def check_length(spec: GenerateReqInput, prompt: int, answer: list[str] | None, most: int) -> int:
     """The tokens of the answer, or what the engine raises for a prompt that does not fit."""
     count = spec.sampling.max_new_tokens if answer is None else len(answer)
     if not prompt:
@@ -146,7 +146,7 @@ def check_length(spec: GenerateSpec, prompt: int, answer: list[str] | None, most
 
 
 def delta(
-    spec: GenerateSpec, prompt: list[int], index: int, place: int, count: int, answer: list[str] | None
+    spec: GenerateReqInput, prompt: list[int], index: int, place: int, count: int, answer: list[str] | None
 ) -> OutputDelta:
     """One token of an answer."""
     token = place % len(WORDS) + 1
@@ -156,7 +156,7 @@ def delta(
     return OutputDelta(index, text, [token], len(prompt), place + 1, 2, end, logprobs(spec, prompt, place, token))
 
 
-def logprobs(spec: GenerateSpec, prompt: list[int], place: int, token: int) -> list[TokenLogprobs]:
+def logprobs(spec: GenerateReqInput, prompt: list[int], place: int, token: int) -> list[TokenLogprobs]:
     """Those that a request wants of one token, and with the first one those of its prompt."""
     if spec.logprobs is None:
         return []
@@ -224,7 +224,7 @@ class FakeControl:
     async def rank_snapshots(self, timeout_s: float = 2.0) -> dict[int, dict[str, Any]]:
         return {rank: await self.snapshot() for rank in range(self.ranks) if rank not in self.down}
 
-    def losses(self) -> int:
+    def lost_schedulers(self) -> int:
         return self.lost
 
     def rank_ages_s(self) -> dict[int, float]:

@@ -9,20 +9,20 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState as UvicornState
 
-from tokenyard.server import http
-from tokenyard.server.connections import LEAST_BODY_BYTES_PER_S, SCARCE_FACTOR, ConnectionLimits, Sweep
-from tokenyard.server.http import LONGEST_HEAD_BYTES, HttpProtocol
-from tokenyard.server.stream import Reply, read_body
+from tokenyard.server.http import protocol
+from tokenyard.server.http.connections import MIN_BODY_BYTES_PER_S, SCARCE_FACTOR, ConnectionLimits, ConnectionSweeper
+from tokenyard.server.http.protocol import MAX_HEADER_BYTES, HttpProtocol
+from tokenyard.server.http.streaming import HttpResponse, read_body
 
 LIMITS = ConnectionLimits()
 HEAD = b"POST /generate HTTP/1.1\r\n"
-TOO_LONG = HEAD + b"X-Big: " + b"a" * LONGEST_HEAD_BYTES + b"\r\n\r\n"
+TOO_LONG = HEAD + b"X-Big: " + b"a" * MAX_HEADER_BYTES + b"\r\n\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
 
 
 @pytest.fixture(autouse=True)
 def no_lingering(monkeypatch):
-    monkeypatch.setattr(http, "LINGER_S", 0.001)
+    monkeypatch.setattr(protocol, "LINGER_S", 0.001)
 
 
 class Transport:
@@ -60,7 +60,7 @@ async def never(scope, receive, send):
 
 
 async def echo(scope, receive, send):
-    await Reply(send).whole(await read_body(receive, 10**9))
+    await HttpResponse(send).whole(await read_body(receive, 10**9))
 
 
 def connect(app=never, state=None, limits=LIMITS):
@@ -74,7 +74,7 @@ def connect(app=never, state=None, limits=LIMITS):
 @pytest.fixture
 def sent():
     """Makes a connection on which some pieces have come, after the server has had its turn."""
-    # The loop stands still in between, so that open requests stay open.
+    # The loop is stalled in between, so that open requests stay open.
     loop = asyncio.new_event_loop()
 
     async def send(pieces, app, limits):
@@ -91,14 +91,14 @@ def sent():
     loop.close()
 
 
-@pytest.mark.parametrize("endless", [b"X-Big: " + b"a" * LONGEST_HEAD_BYTES, b"X-A: b\r\n" * LONGEST_HEAD_BYTES])
+@pytest.mark.parametrize("endless", [b"X-Big: " + b"a" * MAX_HEADER_BYTES, b"X-A: b\r\n" * MAX_HEADER_BYTES])
 @pytest.mark.parametrize("begin", [HEAD, CHUNKED + b"0\r\n"])
 def test_headers_and_trailers_without_an_end_are_refused(sent, begin, endless):
-    connection = sent(begin, *[endless[at : at + 4096] for at in range(0, 2 * LONGEST_HEAD_BYTES, 4096)])
+    connection = sent(begin, *[endless[at : at + 4096] for at in range(0, 2 * MAX_HEADER_BYTES, 4096)])
     assert connection.transport.closed
     assert connection.transport.written.count(b" 431 ") == 1
     assert b"headers_too_large" in connection.transport.written
-    assert len(connection.headers) < LONGEST_HEAD_BYTES / 4
+    assert len(connection.headers) < MAX_HEADER_BYTES / 4
 
 
 @pytest.mark.parametrize("behind", [b"", HEAD + b"\r\n", b"\x16\x03"])
@@ -111,7 +111,7 @@ def test_a_long_head_that_comes_all_at_once_is_refused_too(sent, behind):
 
 
 def test_a_client_that_still_sends_gets_the_refusal_and_no_reset(monkeypatch):
-    monkeypatch.setattr(http, "LINGER_S", 0.5)
+    monkeypatch.setattr(protocol, "LINGER_S", 0.5)
 
     def ask(address):
         with socket.create_connection(address) as client:
@@ -148,7 +148,7 @@ def test_what_is_no_http_behind_a_request_is_not_put_into_its_answer(sent):
 
 
 def test_a_chunk_line_without_an_end_is_refused(sent):
-    assert sent(CHUNKED, b"5;x=" + b"a" * LONGEST_HEAD_BYTES).transport.closed
+    assert sent(CHUNKED, b"5;x=" + b"a" * MAX_HEADER_BYTES).transport.closed
 
 
 def test_trailers_are_not_kept(sent):
@@ -158,9 +158,9 @@ def test_trailers_are_not_kept(sent):
 
 
 def test_a_long_body_and_many_requests_on_a_connection_are_no_long_head(sent):
-    long = HEAD + b"Content-Length: %d\r\n\r\n" % (2 * LONGEST_HEAD_BYTES)
-    body = b"x" * 2 * LONGEST_HEAD_BYTES
-    chunks = CHUNKED + b"1\r\nx\r\n" * LONGEST_HEAD_BYTES + b"0\r\n\r\n"
+    long = HEAD + b"Content-Length: %d\r\n\r\n" % (2 * MAX_HEADER_BYTES)
+    body = b"x" * 2 * MAX_HEADER_BYTES
+    chunks = CHUNKED + b"1\r\nx\r\n" * MAX_HEADER_BYTES + b"0\r\n\r\n"
     connection = sent(long[:30], long[30:], body, chunks, long, body)
     assert not connection.transport.closed
     assert not connection.transport.written
@@ -179,7 +179,7 @@ def test_a_long_body_and_many_requests_on_a_connection_are_no_long_head(sent):
 )
 def test_a_client_that_keeps_the_server_waiting_loses_its_connection(sent, pieces, timeout_s, says):
     connection, now = sent(*pieces), time.monotonic()
-    sweep = Sweep(LIMITS)
+    sweep = ConnectionSweeper(LIMITS)
     sweep.run([connection], now + timeout_s - 1)
     assert not connection.transport.closed
     sweep.run([connection], now + timeout_s + 1)
@@ -191,7 +191,7 @@ def test_a_client_that_keeps_the_server_waiting_loses_its_connection(sent, piece
 def test_a_long_answer_is_waited_for_and_silence_after_it_is_not(sent):
     asked = HEAD + b"Content-Length: 2\r\n\r\nhi"
     working, done, now = sent(asked), sent(asked, app=echo), time.monotonic()
-    Sweep(LIMITS).run([working, done], now + 10**6)
+    ConnectionSweeper(LIMITS).run([working, done], now + 10**6)
     assert (working.transport.closed, done.transport.closed) == (False, True)
 
 
@@ -199,15 +199,15 @@ def test_half_a_second_request_does_not_cost_the_answer_to_the_first(sent):
     asked = HEAD + b"Content-Length: 2\r\n\r\nhi"
     for more in (HEAD, CHUNKED):
         connection = sent(asked, more)
-        Sweep(LIMITS).run([connection], time.monotonic() + 10**6)
+        ConnectionSweeper(LIMITS).run([connection], time.monotonic() + 10**6)
         assert not connection.transport.closed
         assert not connection.transport.written
 
 
 def test_a_large_body_has_the_time_that_it_needs_at_a_low_rate(sent):
-    size = 50 * LEAST_BODY_BYTES_PER_S
+    size = 50 * MIN_BODY_BYTES_PER_S
     connection = sent(HEAD + b"Content-Length: %d\r\n\r\n" % (2 * size), b"x" * size)
-    sweep, begin = Sweep(LIMITS), time.monotonic()
+    sweep, begin = ConnectionSweeper(LIMITS), time.monotonic()
     sweep.run([connection], begin + LIMITS.body_timeout_s + 49)
     assert not connection.transport.closed
     sweep.run([connection], begin + LIMITS.body_timeout_s + 51)
@@ -217,9 +217,9 @@ def test_a_large_body_has_the_time_that_it_needs_at_a_low_rate(sent):
 def test_time_outs_are_short_while_connections_are_scarce(sent):
     idle, now = [sent() for _ in range(4)], time.monotonic()
     soon = now + LIMITS.idle_timeout_s * SCARCE_FACTOR + 1
-    Sweep(ConnectionLimits(most=8)).run(idle, soon)
+    ConnectionSweeper(ConnectionLimits(max_connections=8)).run(idle, soon)
     assert not any(connection.transport.closed for connection in idle)
-    Sweep(ConnectionLimits(most=4)).run(idle, soon)
+    ConnectionSweeper(ConnectionLimits(max_connections=4)).run(idle, soon)
     assert all(connection.transport.closed for connection in idle)
 
 
@@ -227,7 +227,7 @@ def test_a_client_that_reads_nothing_of_its_answer_loses_its_connection(sent):
     patient = ConnectionLimits(idle_timeout_s=10**9)
     stalled, slow = sent(limits=patient), sent(limits=patient)
     stalled.transport.unread = slow.transport.unread = 1000
-    sweep, now = Sweep(patient), time.monotonic()
+    sweep, now = ConnectionSweeper(patient), time.monotonic()
     for second in range(0, int(LIMITS.unread_timeout_s) + 20, 10):
         slow.transport.unread -= 1
         sweep.run([stalled, slow], now + second)
@@ -235,8 +235,8 @@ def test_a_client_that_reads_nothing_of_its_answer_loses_its_connection(sent):
 
 
 def test_beyond_the_limit_only_probes_are_answered():
-    async def ask(path, most):
-        state, limits = UvicornState(), ConnectionLimits(most=most)
+    async def ask(path, max_connections):
+        state, limits = UvicornState(), ConnectionLimits(max_connections=max_connections)
         silent = connect(state=state, limits=limits)
         late = connect(echo, state, limits)
         late.data_received(b"GET %s HTTP/1.1\r\n\r\n" % path)
@@ -254,7 +254,7 @@ def test_beyond_the_limit_only_probes_are_answered():
 
 def test_beyond_the_reserve_the_oldest_silent_connection_makes_room():
     async def crowd():
-        state, limits = UvicornState(), ConnectionLimits(most=2, probes=2)
+        state, limits = UvicornState(), ConnectionLimits(max_connections=2, probes=2)
         return [connect(state=state, limits=limits) for _ in range(7)]
 
     closed = [connection.transport.closed for connection in asyncio.run(crowd())]
@@ -265,11 +265,11 @@ def test_the_limit_leaves_room_for_the_other_files_of_the_process():
     import resource
 
     limits = ConnectionLimits.of_process()
-    assert 0 < limits.most + limits.probes < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert 0 < limits.max_connections + limits.probes < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def test_a_peer_that_vanishes_is_noticed():
-    from tokenyard.server.serving import listen
+    from tokenyard.server.http.server import listen
 
     with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         accepted = listener.accept()[0]

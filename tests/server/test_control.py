@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.fake import FakeManager
-from tokenyard.server.middleware import ADMIN_PATHS, OPEN_PATHS
+from tokenyard.server.http.api_keys import ADMIN_PATHS, OPEN_PATHS
 
 
 def test_probes_of_a_healthy_server(server):

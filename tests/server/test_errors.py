@@ -7,7 +7,7 @@ import pytest
 from tests.server.fake import finish
 from tokenyard.base import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, OverloadedError
 from tokenyard.base.timings import AbortCause
-from tokenyard.server.errors import NO_FAILURE, failure, outcome_of
+from tokenyard.server.http.errors import NO_FAILURE, failure, outcome_of
 
 STATUSES = {
     "invalid": 400,

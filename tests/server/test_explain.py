@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.server.fake import FakeManager
-from tokenyard.base import Explanation, RequestTimings, Starts
+from tokenyard.base import AdmittedRequests, Explanation, RequestTimings
 from tokenyard.cli.main import main
 
 COURSE = RequestTimings(
@@ -27,8 +27,8 @@ TOLD = Explanation(
     prompt_tokens=20,
     cached_tokens=8,
     completion_tokens=5,
-    earlier=Starts(1, 30, [1]),
-    later=Starts(2, 50, [3, 9]),
+    earlier=AdmittedRequests(1, 30, [1]),
+    later=AdmittedRequests(2, 50, [3, 9]),
     complete=True,
     reason="length",
 )

@@ -1,4 +1,4 @@
-"""What happens when something breaks, and when a client hangs up."""
+"""What happens when something breaks, and when a client disconnects."""
 
 import json
 import socket

@@ -9,8 +9,8 @@ from tests.executor.test_grammar import TOKENIZER
 from tests.server.fake import FakeManager
 from tests.server.parse.texts import TOOLS
 from tokenyard.base import InvalidRequestError
-from tokenyard.server.grammars import after_thought, forced_calls, strict_calls, wanted
-from tokenyard.server.parse.families import FAMILIES
+from tokenyard.server.openai.structured_outputs import after_reasoning, forced_calls, grammar_of, strict_calls
+from tokenyard.server.parse.model_formats import FAMILIES
 from tokenyard.server.protocol import ChatRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -51,14 +51,14 @@ def body(**fields) -> ChatRequest:
     ],
 )
 def test_each_wish_takes_what_fits_and_nothing_else(vocabulary, fields, good, bad):
-    grammar = wanted(body(**fields)).text()
+    grammar = grammar_of(body(**fields)).text()
     assert takes(vocabulary, grammar, good)
     assert not takes(vocabulary, grammar, bad)
 
 
 def test_strict_false_ignores_what_cannot_be_enforced(vocabulary):
     form = {"type": "json_schema", "json_schema": {"schema": SCHEMA | {"not": {}}, "strict": False}}
-    assert takes(vocabulary, wanted(body(response_format=form)).text(), '{"a": 1}')
+    assert takes(vocabulary, grammar_of(body(response_format=form)).text(), '{"a": 1}')
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_strict_false_ignores_what_cannot_be_enforced(vocabulary):
 )
 def test_schemas_too_large_to_enforce_are_refused_by_their_size(schema, words):
     with pytest.raises(InvalidRequestError, match=words):
-        wanted(body(json_schema=schema))
+        grammar_of(body(json_schema=schema))
 
 
 @pytest.mark.parametrize(("structures", "triggers"), [(1025, 1), (1, 65)])
@@ -78,16 +78,16 @@ def test_tags_beyond_counting_are_refused(structures, triggers):
     tag = {"begin": "<f>", "schema": {}, "end": "</f>"}
     many = {"structures": [tag] * structures, "triggers": ["<f"] * triggers}
     with pytest.raises(InvalidRequestError, match="at most"):
-        wanted(body(structural_tag=many))
+        grammar_of(body(structural_tag=many))
 
 
 def test_many_properties_that_are_required_are_no_harm():
     names = [f"p{i}" for i in range(5000)]
-    assert wanted(body(json_schema={"properties": {name: {} for name in names}, "required": names}))
+    assert grammar_of(body(json_schema={"properties": {name: {} for name in names}, "required": names}))
 
 
 def test_white_space_is_bounded(vocabulary):
-    grammar = wanted(body(json_schema=SCHEMA)).text()
+    grammar = grammar_of(body(json_schema=SCHEMA)).text()
     assert takes(vocabulary, grammar, '{\n    "a": 1\n}')
     assert not takes(vocabulary, grammar, '{"a":' + " " * 30 + "1}")
 
@@ -95,7 +95,7 @@ def test_white_space_is_bounded(vocabulary):
 @pytest.mark.parametrize("prompt", ["assistant\n<think>\n", "assistant\n", "assistant\n<think>\n\n</think>\n\n"])
 def test_reasoning_stands_before_the_form(vocabulary, prompt):
     form = FAMILIES["hermes"]
-    grammar = after_thought(wanted(body(json_schema=SCHEMA)), form, prompt, {}).text()
+    grammar = after_reasoning(grammar_of(body(json_schema=SCHEMA)), form, prompt, {}).text()
     opened, closed = prompt.endswith("<think>\n"), "</think>" in prompt
     assert takes(vocabulary, grammar, 'so {"x"\n</think>\n\n{"a": 1}') == opened
     assert takes(vocabulary, grammar, '{"a": 1}') == (not opened)

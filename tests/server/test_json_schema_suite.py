@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.executor.test_grammar import TOKENIZER
 from tokenyard.base import InvalidRequestError
-from tokenyard.server.grammars import Grammar, schema_rule
+from tokenyard.server.openai.structured_outputs import Grammar, schema_rule
 
 SUITE = Path(__file__).resolve().parents[2] / "../shared/prompts/JSON-Schema-Test-Suite-draft7-2020-12.tar.zst"
 BASELINE = Path(__file__).with_name("json_schema_baseline.json")

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tokenyard.base import InvalidRequestError
-from tokenyard.server.large_bodies import INLINE_BYTES, MOST_CONTAINERS, MOST_STRINGS, MOST_VALUES, check_parts
+from tokenyard.server.http.large_bodies import INLINE_BYTES, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, check_parts
 from tokenyard.server.protocol import CompletionRequest, parse
 
 TEXT = 'a, {"b": [1, 2]}, "c\\" d", ' * 200_000
@@ -15,10 +15,10 @@ TEXT = 'a, {"b": [1, 2]}, "c\\" d", ' * 200_000
 @pytest.mark.parametrize(
     "body",
     [
-        b"[" + b"1," * (MOST_VALUES + 1) + b"1]",
-        b"[" + b"{}," * (MOST_CONTAINERS + 1) + b"{}]",
-        b'{"a":"x","b":' + b"[" * MOST_CONTAINERS + b" " * INLINE_BYTES,
-        b"{" + b'"k":"",' * (MOST_STRINGS // 2 + 1) + b'"k":""}',
+        b"[" + b"1," * (MAX_VALUES + 1) + b"1]",
+        b"[" + b"{}," * (MAX_CONTAINERS + 1) + b"{}]",
+        b'{"a":"x","b":' + b"[" * MAX_CONTAINERS + b" " * INLINE_BYTES,
+        b"{" + b'"k":"",' * (MAX_STRINGS // 2 + 1) + b'"k":""}',
     ],
 )
 def test_too_many_parts_are_refused(body):
@@ -29,7 +29,7 @@ def test_too_many_parts_are_refused(body):
 def test_text_that_is_full_of_json_is_text():
     body = json.dumps({"prompt": TEXT, "echo": True}).encode()
     assert body.count(b",") > 600_000
-    assert body.count(b"{") > MOST_CONTAINERS
+    assert body.count(b"{") > MAX_CONTAINERS
     check_parts(body)
     assert parse(body, CompletionRequest).prompt == TEXT
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tokenyard.server.live import PERIOD_S, ROW, tiers_of
+from tokenyard.server.native.live_feed import PERIOD_S, ROW, tiers_of
 from tokenyard.ui.files import SERVER_PAGE
 
 

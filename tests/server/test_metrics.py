@@ -5,12 +5,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.fake import finish
 from tokenyard.base import RequestTimings, SloTargets
-from tokenyard.engine.spec import GenerateSpec
-from tokenyard.engine.watch.slo_targets import met_slo, targets_met
-from tokenyard.server.control import totals_of
-from tokenyard.server.loads import load_of
-from tokenyard.server.metrics import COMPAT, Metrics
-from tokenyard.server.picker import gauges_text
+from tokenyard.engine.frontend.io_struct import GenerateReqInput
+from tokenyard.engine.scheduler_process.health.slo_attainment import met_slo, targets_met
+from tokenyard.server.metrics.endpoint_picker import gauges_text
+from tokenyard.server.metrics.loads import load_of
+from tokenyard.server.metrics.prometheus import COMPAT, Metrics
+from tokenyard.server.native.control_routes import totals_of
 
 MS = 1_000_000
 
@@ -34,7 +34,7 @@ def counted(*ends):
 def test_waiting_and_starvation_are_told_by_class():
     long = finish("length", output=1)
     long.timings = RequestTimings(queue_ns=31_000 * MS)
-    found = counted((long, GenerateSpec(service_class="flex")), (finish("stop"), GenerateSpec()))
+    found = counted((long, GenerateReqInput(service_class="flex")), (finish("stop"), GenerateReqInput()))
     assert found["starvation_total", "low"] == 1
     assert found["queue_wait_seconds_count", "low"] == 1
     assert found["queue_wait_seconds_sum", "normal"] == 0.001
@@ -42,7 +42,7 @@ def test_waiting_and_starvation_are_told_by_class():
 
 
 def test_made_up_classes_add_no_label():
-    found = counted((finish("stop"), GenerateSpec(service_class="somebodysname")))
+    found = counted((finish("stop"), GenerateReqInput(service_class="somebodysname")))
     assert found["queue_wait_seconds_count", "normal"] == 1
     assert not [key for key in found if "somebodysname" in key]
 
@@ -50,14 +50,16 @@ def test_made_up_classes_add_no_label():
 def test_lost_places_are_told_by_reason():
     end = finish("length")
     end.timings = RequestTimings(preemptions=2, page_shortages=1)
-    found = counted((end, GenerateSpec(service_class="high")))
+    found = counted((end, GenerateReqInput(service_class="high")))
     assert found["lost_places_total", "high", "preempted"] == 2
     assert found["lost_places_total", "high", "out_of_pages"] == 1
     assert ("lost_places_total", "high", "paused") not in found
 
 
 def test_refusals_are_told_by_cause_and_do_not_count_as_waiting():
-    ends = [(finish("abort", cause=cause), GenerateSpec()) for cause in ("queue_full", "queue_timeout", "cancelled")]
+    ends = [
+        (finish("abort", cause=cause), GenerateReqInput()) for cause in ("queue_full", "queue_timeout", "cancelled")
+    ]
     found = counted(*ends)
     assert found["rejected_requests_total", "queue_full"] == 1
     assert found["rejected_requests_total", "queue_timeout"] == 1
@@ -73,7 +75,7 @@ def promised(reason, output=0, ttft_ms=0.0, tpot_ms=1000.0, deadline_ms=0.0, **m
 
 
 def test_goodput_counts_requests_that_met_all_their_targets():
-    plain, high = GenerateSpec(), GenerateSpec(service_class="high")
+    plain, high = GenerateReqInput(), GenerateReqInput(service_class="high")
     found = counted(
         (promised("length", 5, ttft_ms=10_000), plain),
         (promised("length", 7, deadline_ms=0.5), high),
@@ -116,14 +118,14 @@ def test_one_token_has_no_time_per_token():
 
 @pytest.mark.parametrize(("deadline_ms", "stage"), [(0.5, "queue"), (1.5, "prefill"), (2.5, "decode")])
 def test_a_missed_deadline_is_told_by_where_the_request_was(deadline_ms, stage):
-    found = counted((promised("length", 3, deadline_ms=deadline_ms), GenerateSpec()))
+    found = counted((promised("length", 3, deadline_ms=deadline_ms), GenerateReqInput()))
     assert found["deadline_misses_total", "normal", stage] == 1
 
 
 def test_inversion_is_told_by_class():
     end = finish("length", output=1)
     end.timings = RequestTimings(inverted_ns=1_500 * MS)
-    found = counted((end, GenerateSpec(service_class="high")), (finish("stop"), GenerateSpec()))
+    found = counted((end, GenerateReqInput(service_class="high")), (finish("stop"), GenerateReqInput()))
     assert found["priority_inversion_seconds_total", "high"] == 1.5
     assert ("priority_inversion_seconds_total", "normal") not in found
 

@@ -14,7 +14,7 @@ def test_a_profile_holds_steps_and_streams(server):
     times = {phase: [event["ts"] for event in events if event["ph"] == phase] for phase in "be"}
     assert min(times["b"]) == times["b"][0]
     assert max(times["e"]) == times["e"][0]
-    assert len(server.state.watcher_makers) == 1
+    assert len(server.state.observer_factories) == 1
 
 
 def test_starting_twice_or_stopping_nothing_is_refused(server):

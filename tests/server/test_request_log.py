@@ -6,7 +6,7 @@ import time
 
 from tests.server.fake import FakeManager
 from tokenyard.engine.processes.logs import JsonFormatter
-from tokenyard.sim.traces import read_trace
+from tokenyard.sim.traces.formats import read_trace
 
 
 def lines(caplog):

@@ -7,8 +7,8 @@ import pytest
 from tests.server.fake import FakeManager
 from tests.server.test_messages import stream_of
 from tests.server.test_tool_calls import ANSWER, HERMES
-from tokenyard.server.errors import HttpError
-from tokenyard.server.response_store import ResponseStore
+from tokenyard.server.http.errors import HttpError
+from tokenyard.server.openai.response_store import ResponseStore
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
 NOW = {"type": "function", "name": "now", "parameters": {"type": "object"}}
@@ -174,7 +174,7 @@ def test_a_response_is_not_kept_against_the_clients_wish(start):
 
 def test_the_store_is_bounded_in_number_bytes_and_time_and_by_tenant():
     now = [0.0]
-    store = ResponseStore(most=3, most_bytes=200, longest_s=10.0, clock=lambda: now[0])
+    store = ResponseStore(max_responses=3, max_bytes=200, max_age_s=10.0, clock=lambda: now[0])
 
     def kept(name, tenant=""):
         try:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokenyard.server import serving
-from tokenyard.server.serving import DUE_COLLECTIONS, LONGEST_UNCOLLECTED_S, STALLED_S, YOUNG, DrainingServer
+from tokenyard.server.http import server as serving
+from tokenyard.server.http.server import DUE_COLLECTIONS, MAX_UNCOLLECTED_S, STALLED_S, YOUNG, DrainingServer
 from tokenyard.server.state import ServerOptions, ServerState
 
 
@@ -52,7 +52,7 @@ def test_an_idle_server_with_nothing_new_is_left_alone(collector):
 def test_a_server_that_is_never_idle_collects_now_and_then(collector):
     server = DrainingServer(ServerState(ServerOptions()), shutdown_timeout_s=1.0)
     with server.state.open_request("a"):
-        server._collected_s -= LONGEST_UNCOLLECTED_S + 1.0
+        server._collected_s -= MAX_UNCOLLECTED_S + 1.0
         for _ in range(3):
             server._collect_garbage()
     assert collector.collections[2] == 1

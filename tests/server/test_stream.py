@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenyard.engine.spec import OutputDelta
-from tokenyard.server.answers import Answer, usage_of, usage_so_far
-from tokenyard.server.errors import HttpError
-from tokenyard.server.stream import ChunkWriter, ClientGoneError, closing_event, read_body, while_connected
+from tokenyard.engine.frontend.io_struct import OutputDelta
+from tokenyard.server.http.errors import HttpError
+from tokenyard.server.http.generate import CompletionOutput, usage_of, usage_so_far
+from tokenyard.server.http.streaming import ChunkWriter, ClientGoneError, closing_event, read_body, while_connected
 
 HEAD = {"id": "x", "object": "o", "created": 1, "model": 'quo"te'}
 
@@ -42,7 +42,7 @@ def test_plain_and_full_agree():
     assert payload(writer.plain("a")) == payload(writer.full("a"))
     assert payload(writer.full("a", usage={"n": 1}))["usage"] == {"n": 1}
     delta = OutputDelta(0, "a", [5, 6], prompt_tokens=7, completion_tokens=9, cached_tokens=4)
-    answer = Answer()
+    answer = CompletionOutput()
     answer.add(delta, keep=False)
     assert payload(writer.counted("a", usage_so_far(delta))) == payload(writer.full("a", usage=usage_of([answer], 1)))
     assert payload(writer.role())["choices"][0]["delta"] == {"role": "assistant", "content": ""}

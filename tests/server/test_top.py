@@ -6,12 +6,12 @@ from tests.server.fake import HOT
 from tests.server.test_live import events as live_events
 from tokenyard.base import TokenyardError
 from tokenyard.cli.main import main
-from tokenyard.cli.top import Seen, events
+from tokenyard.cli.top import LiveState, events
 from tokenyard.cli.top_screen import screen
 
 
 def seen_of(server):
-    seen = Seen()
+    seen = LiveState()
     for tick in live_events(server, 2):
         seen.take(tick)
     return seen

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.server.fake import FakeManager, finish
-from tokenyard.server.tracing import QuietExporter, Tracing, open_tracing, stages
+from tokenyard.server.metrics.tracing import QuietExporter, Tracing, open_tracing, stages
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -23,7 +23,7 @@ def traced(start):
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     server = start(FakeManager())
-    server.state.watcher_makers.append(Tracing(provider).watcher)
+    server.state.observer_factories.append(Tracing(provider).watcher)
     return server, exporter
 
 

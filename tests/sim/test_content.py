@@ -1,6 +1,6 @@
 import numpy as np
 
-from tokenyard.sim.content import (
+from tokenyard.sim.traces.prompt_ids import (
     ANSWER_STREAM,
     EOS_TOKEN,
     VOCAB_SIZE,

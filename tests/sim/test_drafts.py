@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.sim.small import setup, workload
+from tests.sim.small_workloads import setup, workload
 from tokenyard.base import ConfigError
-from tokenyard.sim.drafts import NO_DRAFT, RIGHT, WRONG, DrawnMarks, RecordedMarks, Speculation
-from tokenyard.sim.engine import simulate
-from tokenyard.sim.metrics import summary
-from tokenyard.sim.synthetic import synthetic
-from tokenyard.sim.taped import History
+from tokenyard.sim.engine.speculation import NO_DRAFT, RIGHT, WRONG, DrawnMarks, RecordedMarks, Speculation
+from tokenyard.sim.report.summary import summary
+from tokenyard.sim.simulate import simulate
+from tokenyard.sim.traces.synthetic import synthetic
+from tokenyard.sim.traces.tape_workload import TapeHistory
 from tokenyard.tape.codec import Tape
 from tokenyard.tape.replay import replay
 
@@ -129,13 +129,13 @@ def test_what_a_tape_tells_of_drafts_serves_the_same_requests_alike(overlap):
     tape = io.BytesIO()
     was = simulate(requests, chosen, tape=tape)
     origin = Tape(tape.getvalue(), "sim").header.origin
-    history = History(origin)
+    history = TapeHistory(origin)
     assert replay(Tape(tape.getvalue(), "sim"), history).difference is None
     again = simulate(requests, replace(chosen, speculation=history.speculation))
     assert again.counters["accepted_draft_tokens"] == pytest.approx(was.counters["accepted_draft_tokens"], rel=0.05)
     assert again.sim_seconds == pytest.approx(was.sim_seconds, rel=0.03)
     plain = io.BytesIO()
     simulate(requests, replace(chosen, speculation=None), tape=plain)
-    history = History(origin)
+    history = TapeHistory(origin)
     replay(Tape(plain.getvalue(), "sim"), history)
     assert history.speculation is None

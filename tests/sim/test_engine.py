@@ -3,12 +3,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.sim.small import setup, workload
+from tests.sim.small_workloads import setup, workload
 from tokenyard.base import ConfigError, Slo, StepWork
-from tokenyard.sim.content import ANSWER_STREAM, SegmentContent
-from tokenyard.sim.engine import FINISHED, REJECTED, SloTargets, simulate
-from tokenyard.sim.metrics import length_classes, summary
-from tokenyard.sim.synthetic import synthetic
+from tokenyard.sim.report.summary import length_classes, summary
+from tokenyard.sim.simulate import FINISHED, REJECTED, DefaultSlo, simulate
+from tokenyard.sim.traces.prompt_ids import ANSWER_STREAM, SegmentContent
+from tokenyard.sim.traces.synthetic import synthetic
 
 
 def test_one_request_takes_its_prefill_and_its_decode_steps():
@@ -150,7 +150,7 @@ def test_cache_aware_routing_keeps_prefixes_together():
 
 def test_a_wrong_belief_about_cost_changes_no_time_of_the_device():
     traffic = workload((0.0, 1000, 5))
-    right, wrong = simulate(traffic, setup()), simulate(traffic, setup(belief_scale=2.0, learn=True))
+    right, wrong = simulate(traffic, setup()), simulate(traffic, setup(prior_scale=2.0, learn=True))
     assert right.e2e_s[0] == wrong.e2e_s[0]
 
 
@@ -202,6 +202,6 @@ def test_setups_that_cannot_work_are_refused(change, complaint):
 
 def test_targets_that_nobody_can_meet_are_refused():
     with pytest.raises(ConfigError, match="SLO"):
-        SloTargets(tpot_s=0.0)
+        DefaultSlo(tpot_s=0.0)
     with pytest.raises(ConfigError, match="both 0"):
-        SloTargets(ttft_s=0.0, ttft_scale=0.0)
+        DefaultSlo(ttft_s=0.0, ttft_scale=0.0)

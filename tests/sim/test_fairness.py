@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.sim.small import setup
-from tokenyard.sim.engine import simulate
-from tokenyard.sim.fairness import gap_bound, service_gap
-from tokenyard.sim.synthetic import synthetic
+from tests.sim.small_workloads import setup
+from tokenyard.sim.report.service_gap import gap_bound, service_gap
+from tokenyard.sim.simulate import simulate
+from tokenyard.sim.traces.synthetic import synthetic
 
 NS = 10**9
 

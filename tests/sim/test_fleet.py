@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from tests.sim.small import setup
+from tests.sim.small_workloads import setup
 from tokenyard.base import NS_PER_S, ConfigError, TenantSettings
-from tokenyard.sim.engine import simulate
-from tokenyard.sim.fleet import Drain, Fault, Fleet, read_fleet
-from tokenyard.sim.fleet_charts import POINTS, _over_time
-from tokenyard.sim.metrics import fleet_summary
-from tokenyard.sim.synthetic import synthetic
-from tokenyard.sim.workers import router_queue, worker_figures
+from tokenyard.sim.fleet.fleet_settings import Drain, Fault, Fleet, read_fleet
+from tokenyard.sim.report.fleet_charts import POINTS, _over_time
+from tokenyard.sim.report.scheduler_figures import router_queue, worker_figures
+from tokenyard.sim.report.summary import fleet_summary
+from tokenyard.sim.simulate import simulate
+from tokenyard.sim.traces.synthetic import synthetic
 
 CACHED = {"disable_radix_cache": False}
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenyard.sim.lengths import FEWEST_LIKE, draw_lengths, survival_weights
+from tokenyard.sim.traces.censored_lengths import MIN_SIMILAR, draw_lengths, survival_weights
 
 
 def columns(*values):
@@ -37,7 +37,7 @@ def test_a_draw_is_one_of_the_known_lengths_beyond_what_was_seen():
 
 
 def test_like_is_the_class_and_within_it_the_tenant_where_enough_is_known():
-    many = FEWEST_LIKE
+    many = MIN_SIMILAR
     lengths = columns(*[10] * many, *[200] * many, *[3000] * 2, 1, 1, 1)
     seen = columns(*[-1] * (2 * many + 2), 0, 0, 0)
     classes = columns(*[0] * many, *[1] * (many + 2), 0, 1, 1)

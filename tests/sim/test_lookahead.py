@@ -8,12 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.sim.small import setup, workload
+from tests.sim.small_workloads import setup, workload
 from tokenyard.base import NS_PER_S, Pause, Request, SamplingParams, SchedulerSettings, SetPolicy, Slo, Submit
-from tokenyard.policy.adaptive import CANDIDATES, Score
-from tokenyard.scheduler.lifecycle import State
+from tokenyard.policy.adaptive import CANDIDATES, CandidateScore
 from tokenyard.scheduler.lookahead_state import (
-    MOST_WAITING,
+    MAX_WAITING,
     LookaheadQuery,
     LookaheadReply,
     RequestArrived,
@@ -22,12 +21,13 @@ from tokenyard.scheduler.lookahead_state import (
     decode_reply,
     encode,
 )
-from tokenyard.sim.engine import executor_info, simulate
-from tokenyard.sim.forecast import Traffic, forecast
-from tokenyard.sim.lookahead import Fork, drafter_of, look_ahead
-from tokenyard.sim.replica import Replica, SimExecutor
-from tokenyard.sim.synthetic import plain, shared_prefix
-from tokenyard.sim.workload import Workload
+from tokenyard.scheduler.row_state import RowState
+from tokenyard.sim.engine.forecast import RecentTraffic, forecast
+from tokenyard.sim.engine.lookahead import CandidateRun, look_ahead, make_drafter
+from tokenyard.sim.engine.sim_scheduler import SimExecutor, SimScheduler
+from tokenyard.sim.simulate import executor_info, simulate
+from tokenyard.sim.traces.synthetic import plain, shared_prefix
+from tokenyard.sim.traces.workload import Workload
 from tokenyard.tape.codec import Origin, Tape
 from tokenyard.tape.replay import replay
 
@@ -38,14 +38,14 @@ class Yard:
     """A replica that serves a workload up to some moment, and the traffic that it saw."""
 
     def __init__(self, work: Workload, until_s: float, **settings):
-        self.traffic = Traffic()
+        self.traffic = RecentTraffic()
         context = work.max_prompt_tokens + work.max_output_tokens + 1
         chosen = SchedulerSettings(page_size=16, context_length=context, **settings)
         run = replace(setup(), settings=chosen)
-        origin = Origin(chosen, executor_info(run), run.belief(), learns=False)
+        origin = Origin(chosen, executor_info(run), run.prior(), learns=False)
         self.scheduler = origin.scheduler()
-        executor = SimExecutor(origin.info, run.belief(), work.output_tokens, distinct_tokens=True)
-        self.replica = Replica(self.scheduler, executor, lambda finish: self.traffic.take(RequestEnded.of(finish)))
+        executor = SimExecutor(origin.info, run.prior(), work.output_tokens, distinct_tokens=True)
+        self.replica = SimScheduler(self.scheduler, executor, lambda finish: self.traffic.take(RequestEnded.of(finish)))
         self.now = round(until_s * NS_PER_S)
         for index in range(len(work)):
             request = work.request(index)
@@ -85,11 +85,11 @@ def test_a_look_foresees_what_a_change_brings(busy):
 
 def test_a_look_knows_of_drafts(busy):
     state = busy.scheduler.lookahead_state(busy.now)
-    assert drafter_of(state, 10, 10) is None
-    running = state.rows["state"] == State.RUNNING
+    assert make_drafter(state, 10, 10) is None
+    running = state.rows["state"] == RowState.RUNNING
     plain_score = look_ahead(busy.traffic, state, ["fcfs"], 4.0, 0)[0]
     state.rows["drafts"] = np.where(running, 4, 0)
-    state.rows["draft_chance"] = np.where(running, 950, 0)
+    state.rows["acceptance_rate"] = np.where(running, 950, 0)
     with_drafts = look_ahead(busy.traffic, state, ["fcfs"], 4.0, 0)[0]
     assert with_drafts.ttft_s < plain_score.ttft_s
     assert with_drafts.met > plain_score.met
@@ -98,11 +98,11 @@ def test_a_look_knows_of_drafts(busy):
 
 def test_a_look_changes_nothing():
     before = Yard(plain(400, 25.0, 1), 10.0)
-    looked = Yard(plain(400, 25.0, 1), 10.0)
-    looked.look(horizon_s=3.0)
-    for yard in (before, looked):
+    record_lookahead = Yard(plain(400, 25.0, 1), 10.0)
+    record_lookahead.look(horizon_s=3.0)
+    for yard in (before, record_lookahead):
         yard.replica.advance(40 * NS_PER_S)
-    assert before.replica.decision_hash() == looked.replica.decision_hash()
+    assert before.replica.decision_hash() == record_lookahead.replica.decision_hash()
 
 
 def test_lengths_to_come_are_not_known():
@@ -126,7 +126,7 @@ def test_who_runs_goes_on_from_what_is_computed(busy):
     moment, future = busy.scheduler.lookahead_state(busy.now), busy.future()
     running = int((moment.rows["state"] == 3).sum())
     assert future.running == running > 20
-    fork = Fork(moment, future, SetPolicy("fcfs"))
+    fork = CandidateRun(moment, future, SetPolicy("fcfs"))
     state = fork._scheduler.state
     assert len(state.running) + len(fork._scheduler.drain().finished) == running
     for row in state.running.rows.tolist():
@@ -144,7 +144,7 @@ def test_a_forward_run_drains(work):
     yard.traffic.arrivals.clear()
     moment = yard.scheduler.lookahead_state(yard.now)
     for name in NAMES:
-        fork = Fork(moment, yard.future(), CANDIDATES[name])
+        fork = CandidateRun(moment, yard.future(), CANDIDATES[name])
         fork.score(name, yard.now + 10_000 * NS_PER_S)
         assert not fork._scheduler.has_work
         assert fork._scheduler.idle() is None
@@ -177,7 +177,7 @@ def test_arrivals_of_long_ago_are_forgotten():
 def test_common_prefixes_are_found_again_in_the_forward_run():
     yard = Yard(shared_prefix(400, 20.0, 1), 15.0)
     future = yard.future()
-    fork = Fork(yard.scheduler.lookahead_state(yard.now), future, SetPolicy("lpm"))
+    fork = CandidateRun(yard.scheduler.lookahead_state(yard.now), future, SetPolicy("lpm"))
     seated = fork._scheduler.state.observer.counters.hit_tokens
     fork.score("lpm", yard.now + 10 * NS_PER_S)
     counters = fork._scheduler.state.observer.counters
@@ -185,7 +185,7 @@ def test_common_prefixes_are_found_again_in_the_forward_run():
     assert (counters.hit_tokens - seated) / come > 0.6
     # What only one request had is nobody's prefix.
     alone = Yard(plain(400, 20.0, 1), 15.0)
-    fork = Fork(alone.scheduler.lookahead_state(alone.now), alone.future(), SetPolicy("lpm"))
+    fork = CandidateRun(alone.scheduler.lookahead_state(alone.now), alone.future(), SetPolicy("lpm"))
     fork.score("lpm", alone.now + 10 * NS_PER_S)
     assert fork._scheduler.state.observer.counters.hit_tokens == 0
 
@@ -194,7 +194,7 @@ def test_the_cache_holds_what_ended_lately_and_open_requests_keep_their_prefixes
     work = shared_prefix(400, 30.0, 1)
     yard = Yard(work, 12.0, max_running_requests=8)
     moment, future = yard.scheduler.lookahead_state(yard.now), yard.future()
-    tree = Fork(moment, future, SetPolicy("lpm"))._scheduler.state.memory.tree
+    tree = CandidateRun(moment, future, SetPolicy("lpm"))._scheduler.state.memory.tree
     real = yard.scheduler.state.memory.tree
     assert 0.7 < tree.total_pages / real.total_pages < 1.1
     numbers = moment.rows["number"].tolist()
@@ -244,7 +244,7 @@ def test_of_a_long_queue_a_part_is_taken_and_who_is_held_back_is_left_out():
     yard.scheduler.pause(Pause(numbers=[2000, 1999]), yard.now)
     rows = yard.scheduler.lookahead_state(yard.now).rows
     waiting = rows["number"][rows["state"] == 1]
-    assert len(waiting) == MOST_WAITING
+    assert len(waiting) == MAX_WAITING
     assert (waiting[0], waiting[-1]) == (1, 1998)
     assert np.diff(waiting).max() <= 5
 
@@ -258,7 +258,7 @@ def test_messages_survive_the_way(busy):
     ):
         found = decode(encode(message))
         assert encode(found) == encode(message)
-    answer = LookaheadReply(7, [Score("slo", 0.5, 0.1, 10, 5)], 0.25)
+    answer = LookaheadReply(7, [CandidateScore("slo", 0.5, 0.1, 10, 5)], 0.25)
     assert decode_reply(encode(answer)) == answer
 
 

@@ -7,9 +7,9 @@ import re
 
 import numpy as np
 
-from tokenyard.sim.charts import Chart
-from tokenyard.sim.colours import colours_of
-from tokenyard.sim.page import Report, Row, Section, Table, page
+from tokenyard.sim.report.colours import colours_of
+from tokenyard.sim.report.html_page import Report, Row, Section, Table, page
+from tokenyard.sim.report.svg_charts import Chart
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 

@@ -7,17 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sim.small import setup
-from tokenyard.sim import trial as trials
-from tokenyard.sim.engine import simulate
-from tokenyard.sim.plan import Interval, Planner
-from tokenyard.sim.synthetic import synthetic
-from tokenyard.sim.trial import (
-    Option,
-    Sized,
+from tests.sim.small_workloads import setup
+from tokenyard.sim.planner import trial as trials
+from tokenyard.sim.planner.capacity_plan import CapacityPlanner, ConfidenceInterval
+from tokenyard.sim.planner.trial import (
+    FleetOption,
     Sizing,
-    Traffic,
+    SizingResult,
     Trial,
+    TrialTraffic,
     attained,
     busiest,
     guess,
@@ -25,13 +23,15 @@ from tokenyard.sim.trial import (
     sized,
     smallest,
 )
+from tokenyard.sim.simulate import simulate
+from tokenyard.sim.traces.synthetic import synthetic
 
 SLOW = {"slo_ttft_ms": 300.0, "slo_ttft_scale": 0.0}
 
 
 def option(policy="fcfs", price=None, most=64, **changes):
     settings = {"schedule_policy": policy, "disable_radix_cache": False, **SLOW}
-    return Option(setup(settings=settings, router="predicted_ttft", **changes), policy, price, most)
+    return FleetOption(setup(settings=settings, router="predicted_ttft", **changes), policy, price, most)
 
 
 @given(answer=st.integers(1, 80), start=st.integers(1, 60), most=st.integers(1, 60))
@@ -80,23 +80,23 @@ def test_the_busiest_part_is_found():
 def test_a_trial_is_a_simulation_of_its_part_of_the_trace():
     traffic = synthetic("plain", 100, 60.0, seed=1)
     kind = option()
-    whole = attained(traffic, Trial(kind, 2, Traffic(0, 100)))
+    whole = attained(traffic, Trial(kind, 2, TrialTraffic(0, 100)))
     assert whole == pytest.approx(simulate(traffic, kind.fleet(2)).met.mean())
-    first = attained(traffic, Trial(kind, 2, Traffic(0, 40)))
+    first = attained(traffic, Trial(kind, 2, TrialTraffic(0, 40)))
     assert first == pytest.approx(simulate(traffic.limited(40), kind.fleet(2)).met.mean(), abs=0.03)
-    assert attained(traffic, Trial(kind, 2, Traffic(0, 40), slower=20.0)) < first
+    assert attained(traffic, Trial(kind, 2, TrialTraffic(0, 40), slower=20.0)) < first
 
 
 def test_a_hopeless_trial_ends_early_with_a_bound():
     traffic = synthetic("plain", 300, 120.0, seed=1)
-    trial = Trial(option(), 1, Traffic(0, 300))
+    trial = Trial(option(), 1, TrialTraffic(0, 300))
     bound, whole = attained(traffic, trial, 0.99), attained(traffic, trial)
     assert whole <= bound < 0.99
 
 
 def test_a_size_is_that_of_brute_force():
     traffic = synthetic("plain", 100, 100.0, seed=2)
-    kind, part = option(), Traffic(0, 100)
+    kind, part = option(), TrialTraffic(0, 100)
     sizing = Sizing(kind, part, 0.9)
     found = sized(traffic, sizing)
     every = [attained(traffic, Trial(kind, count, part)) for count in range(1, found.replicas + 1)]
@@ -107,8 +107,8 @@ def test_a_size_is_that_of_brute_force():
 
 
 def test_a_known_start_changes_nothing(monkeypatch):
-    monkeypatch.setattr(trials, "SHORTEST_PART", 30)
-    traffic, begin = synthetic("plain", 240, 100.0, seed=2), Sizing(option(), Traffic(0, 240), 0.97)
+    monkeypatch.setattr(trials, "MIN_PART_REQUESTS", 30)
+    traffic, begin = synthetic("plain", 240, 100.0, seed=2), Sizing(option(), TrialTraffic(0, 240), 0.97)
     found = sized(traffic, begin)
     for start in (1, found.replicas, found.replicas + 2):
         again = sized(traffic, replace(begin, start=start))
@@ -118,18 +118,18 @@ def test_a_known_start_changes_nothing(monkeypatch):
 
 
 def test_an_interval_is_that_of_the_seeds_where_they_differ():
-    low, high = Interval((0.4, 0.5, 0.6), 10**6).bounds
+    low, high = ConfidenceInterval((0.4, 0.5, 0.6), 10**6).bounds
     assert (low, high) == pytest.approx((0.5 - 4.30 * 0.1 / 3**0.5, 0.5 + 4.30 * 0.1 / 3**0.5))
-    assert Interval((0.9, 1.0), 10**6).bounds[1] == 1.0
+    assert ConfidenceInterval((0.9, 1.0), 10**6).bounds[1] == 1.0
 
 
 def test_an_interval_is_never_empty():
-    low, high = Interval((1.0, 1.0, 1.0), 1000).bounds
+    low, high = ConfidenceInterval((1.0, 1.0, 1.0), 1000).bounds
     assert 0.9955 < low < 0.997
     assert high == 1.0
-    assert Interval((0.0,), 1000).bounds == pytest.approx((0.0, 1.0 - low))
-    assert Interval((0.9, 0.9), 100).bounds == pytest.approx((0.8256, 0.9448), abs=1e-4)  # Wilson 1927
-    assert Interval((0.9,), 100).bounds == Interval((0.9, 0.9), 100).bounds
+    assert ConfidenceInterval((0.0,), 1000).bounds == pytest.approx((0.0, 1.0 - low))
+    assert ConfidenceInterval((0.9, 0.9), 100).bounds == pytest.approx((0.8256, 0.9448), abs=1e-4)  # Wilson 1927
+    assert ConfidenceInterval((0.9,), 100).bounds == ConfidenceInterval((0.9, 0.9), 100).bounds
 
 
 class Made:
@@ -146,7 +146,7 @@ class Made:
         need = self.need[sizing.option.policy] * sizing.slower * sizing.traffic.rate
         need += 1 if sizing.target > 0.99 else 0
         count = int(np.ceil(need - 1e-9))
-        return Sized(sizing, count if count <= sizing.option.most else None, 0.995, 3)
+        return SizingResult(sizing, count if count <= sizing.option.most else None, 0.995, 3)
 
     def attained(self, trial):
         return 0.995 if trial.replicas >= self.need[trial.option.policy] * trial.traffic.rate else 0.5
@@ -156,7 +156,7 @@ def test_the_cheapest_and_the_smallest_are_told_apart_and_asked_what_if():
     world = Made({"few": 2, "cheap": 5, "dear": 4})
     kinds = [option(price=price) for price in (4.0, 1.0, 3.0)]
     kinds = [replace(kind, policy=policy) for kind, policy in zip(kinds, world.need, strict=True)]
-    plan = Planner(synthetic("plain", 100, 10.0), 0.99, 3, world.each).plan(kinds)
+    plan = CapacityPlanner(synthetic("plain", 100, 10.0), 0.99, 3, world.each).plan(kinds)
     best, least = plan.finalists[plan.cheapest], plan.finalists[plan.smallest]
     assert (best.option.policy, best.replicas, best.cost) == ("cheap", 5, 5.0)
     assert (least.option.policy, least.devices) == ("few", 2)
@@ -171,10 +171,10 @@ def test_the_cheapest_and_the_smallest_are_told_apart_and_asked_what_if():
 def test_halving_looks_longer_at_the_better_half_only():
     world = Made({f"p{count}": count for count in range(1, 9)})
     kinds = [replace(option(), policy=policy) for policy in world.need]
-    plan = Planner(synthetic("plain", 16_000, 100.0), 0.99, 1, world.each).plan(kinds)
+    plan = CapacityPlanner(synthetic("plain", 16_000, 100.0), 0.99, 1, world.each).plan(kinds)
     assert world.words[:3] == ["round 1 of 3: 8 kinds", "round 2 of 3: 4 kinds", "round 3 of 3: 3 kinds"]
     assert plan.finalists[plan.cheapest].option.policy == "p1"
-    assert len(plan.left_out) == 5
+    assert len(plan.eliminated) == 5
 
 
 def test_a_fleet_that_misses_on_average_over_the_seeds_gets_one_more():
@@ -183,12 +183,12 @@ def test_a_fleet_that_misses_on_average_over_the_seeds_gets_one_more():
             return 0.95 if trial.replicas == 3 else 0.999
 
     world = Unlucky({"one": 3})
-    plan = Planner(synthetic("plain", 100, 10.0), 0.99, 3, world.each).plan([replace(option(), policy="one")])
+    plan = CapacityPlanner(synthetic("plain", 100, 10.0), 0.99, 3, world.each).plan([replace(option(), policy="one")])
     assert plan.finalists[0].replicas == 4
 
 
 def test_there_may_be_no_plan():
     world = Made({"one": 100})
-    planner = Planner(synthetic("plain", 100, 10.0), 0.99, 1, world.each)
+    planner = CapacityPlanner(synthetic("plain", 100, 10.0), 0.99, 1, world.each)
     assert planner.plan([replace(option(), policy="one")]) is None
-    assert [(one.replicas, one.attainment) for one in planner.left_out] == [(None, 0.995)]
+    assert [(one.replicas, one.attainment) for one in planner.eliminated] == [(None, 0.995)]

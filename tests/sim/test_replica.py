@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from tokenyard.base import NS_PER_S
-from tokenyard.sim.replica import MOST_RETRIES, NEVER_NS, Replica
+from tokenyard.sim.engine.sim_scheduler import MAX_RETRIES, NEVER_NS, SimScheduler
 
 
 class Stuck:
@@ -30,13 +30,13 @@ class Stuck:
 
 def test_it_is_tried_again_as_in_a_server():
     scheduler = Stuck(5 * NS_PER_S)
-    replica = Replica(scheduler, None, lambda finish: None)
+    replica = SimScheduler(scheduler, None, lambda finish: None)
     replica.advance(NEVER_NS)
     assert scheduler.asked == [second * NS_PER_S for second in range(6)]
 
 
 def test_what_never_can_be_planned_does_not_keep_the_simulator_for_ever():
     scheduler = Stuck(NEVER_NS)
-    replica = Replica(scheduler, None, lambda finish: None)
+    replica = SimScheduler(scheduler, None, lambda finish: None)
     replica.advance(NEVER_NS)
-    assert len(scheduler.asked) == MOST_RETRIES + 1
+    assert len(scheduler.asked) == MAX_RETRIES + 1

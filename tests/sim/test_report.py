@@ -6,15 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.sim.small import setup, workload
+from tests.sim.small_workloads import setup, workload
 from tokenyard.base import ConfigError
-from tokenyard.sim.charts import Chart, picture
-from tokenyard.sim.engine import simulate
-from tokenyard.sim.misses import missed
-from tokenyard.sim.presets import preset, preset_names
-from tokenyard.sim.report import _beyond, write_curves, write_report
-from tokenyard.sim.synthetic import synthetic
-from tokenyard.sim.timeline import MOST_SAMPLES, PerfettoTrace, Timeline
+from tokenyard.sim.engine.presets import preset, preset_names
+from tokenyard.sim.report.comparison import _beyond, write_curves, write_report
+from tokenyard.sim.report.slo_misses import missed
+from tokenyard.sim.report.svg_charts import Chart, picture
+from tokenyard.sim.report.timeline import MAX_SAMPLES, PerfettoTrace, Timeline
+from tokenyard.sim.simulate import simulate
+from tokenyard.sim.traces.synthetic import synthetic
 
 
 def marks(chart: Chart, tag: str) -> list[ElementTree.Element]:
@@ -163,7 +163,7 @@ def test_goodput_curves_have_a_line_per_setting(tmp_path):
 def test_a_long_timeline_is_thinned_out_evenly():
     timeline = Timeline()
     simulate(synthetic("plain", 300, 2.0), setup(), timeline)
-    assert MOST_SAMPLES / 2 <= len(timeline.samples) < MOST_SAMPLES
+    assert MAX_SAMPLES / 2 <= len(timeline.samples) < MAX_SAMPLES
     gaps = np.diff([sample.at_s for sample in timeline.samples])
     assert (gaps > 0).all()
 

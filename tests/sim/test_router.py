@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.sim.small import setup
+from tests.sim.small_workloads import setup
 from tokenyard.base import ConfigError
-from tokenyard.router.choice import POLICIES
-from tokenyard.sim.content import TokenContent
-from tokenyard.sim.engine import simulate
-from tokenyard.sim.fleet import Fault, Fleet
-from tokenyard.sim.metrics import summary
-from tokenyard.sim.router import Routing
-from tokenyard.sim.synthetic import synthetic
+from tokenyard.routing.choice import POLICIES
+from tokenyard.sim.fleet.fleet_settings import Fault, Fleet
+from tokenyard.sim.fleet.sim_router import SimRouting
+from tokenyard.sim.report.summary import summary
+from tokenyard.sim.simulate import simulate
+from tokenyard.sim.traces.prompt_ids import TokenContent
+from tokenyard.sim.traces.synthetic import synthetic
 
 CACHED = {"disable_radix_cache": False}
 
@@ -100,13 +100,13 @@ def test_faults_must_name_a_replica():
 def test_first_tokens_are_seen_when_they_come(monkeypatch):
     """What the router learns from, and what the client sees, is the first token and not the admission."""
     seen = {}
-    note = Routing.first_token
+    note = SimRouting.first_token
 
     def noted(routing, number, cached, now):
         seen.setdefault(number, now)
         note(routing, number, cached, now)
 
-    monkeypatch.setattr(Routing, "first_token", noted)
+    monkeypatch.setattr(SimRouting, "first_token", noted)
     outcome = simulate(synthetic("plain", 60, 20.0, seed=1), fleet())
     assert [seen[i] for i in range(60)] == outcome.first_token_ns.tolist()
     assert (outcome.first_token_ns > outcome.admitted_ns).all()

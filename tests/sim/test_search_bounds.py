@@ -3,13 +3,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.sim.small import setup, workload
+from tests.sim.small_workloads import setup, workload
 from tokenyard.base import ConfigError
 from tokenyard.cost import get_profile
-from tokenyard.sim.bounds import attainment_bound, endless_cache, least_work_s
-from tokenyard.sim.engine import SloTargets, simulate
-from tokenyard.sim.search import largest_scale
-from tokenyard.sim.synthetic import SYNTHETIC, synthetic
+from tokenyard.sim.planner.load_search import largest_scale
+from tokenyard.sim.planner.oracle_bounds import attainment_bound, endless_cache, min_work_s
+from tokenyard.sim.simulate import DefaultSlo, simulate
+from tokenyard.sim.traces.synthetic import SYNTHETIC, synthetic
 
 PROFILE = get_profile("h100", "llama-3-8b")
 
@@ -32,31 +32,31 @@ def test_a_target_that_is_always_met_is_told():
 def test_no_simulated_policy_beats_the_bound():
     for rate in (15.0, 25.0, 60.0):
         traffic = synthetic("plain", 300, rate, seed=7)
-        bound = attainment_bound(traffic, PROFILE, SloTargets())
+        bound = attainment_bound(traffic, PROFILE, DefaultSlo())
         for name in ("sglang-default", "vllm-default", "sarathi"):
             assert simulate(traffic, setup(name)).met.mean() <= bound + 1e-9
 
 
 def test_the_bound_bites_under_overload_and_grows_with_replicas():
     traffic = synthetic("plain", 2000, 60.0, seed=7)
-    one = attainment_bound(traffic, PROFILE, SloTargets())
-    two = attainment_bound(traffic, PROFILE, SloTargets(), replicas=2)
+    one = attainment_bound(traffic, PROFILE, DefaultSlo())
+    two = attainment_bound(traffic, PROFILE, DefaultSlo(), replicas=2)
     assert one < 0.95
     assert one < two
-    assert attainment_bound(traffic.scaled(0.01), PROFILE, SloTargets()) == 1.0
+    assert attainment_bound(traffic.scaled(0.01), PROFILE, DefaultSlo()) == 1.0
 
 
 def test_targets_of_a_requests_own_move_the_bound():
     traffic = synthetic("plain", 2000, 60.0, seed=7)
     patient = replace(traffic, slo_ttft_s=np.full(2000, 60.0), slo_tpot_s=np.full(2000, 1.0))
     due = replace(patient, deadline_s=np.full(2000, 0.5))
-    bounds = [attainment_bound(one, PROFILE, SloTargets()) for one in (due, traffic, patient)]
+    bounds = [attainment_bound(one, PROFILE, DefaultSlo()) for one in (due, traffic, patient)]
     assert bounds == sorted(set(bounds))
 
 
 def test_least_work_is_less_than_any_real_run_takes():
     traffic = workload((0.0, 5000, 50))
-    assert least_work_s(traffic, PROFILE)[0] < simulate(traffic, setup()).e2e_s[0]
+    assert min_work_s(traffic, PROFILE)[0] < simulate(traffic, setup()).e2e_s[0]
 
 
 @pytest.mark.parametrize("kind", ["shared-prefix", "multi-turn"])
@@ -80,14 +80,14 @@ def test_an_endless_cache_of_what_is_never_said_twice():
 def test_the_bound_counts_what_a_cache_saves():
     traffic = synthetic("shared-prefix", 1500, 25.0)
     reached = simulate(traffic, setup("vllm-default", {"disable_radix_cache": False})).met.mean()
-    assert attainment_bound(traffic, PROFILE, SloTargets()) < reached
-    assert attainment_bound(traffic, PROFILE, SloTargets(), 1, endless_cache(traffic, 16).shared_tokens) >= reached
+    assert attainment_bound(traffic, PROFILE, DefaultSlo()) < reached
+    assert attainment_bound(traffic, PROFILE, DefaultSlo(), 1, endless_cache(traffic, 16).shared_tokens) >= reached
 
 
 def test_prefill_alone_may_take_long_steps():
     traffic = workload(*[(0.0, 4096, 1)] * 10)
     assert simulate(traffic, setup()).met.all()
-    assert attainment_bound(traffic, PROFILE, SloTargets()) == 1.0
+    assert attainment_bound(traffic, PROFILE, DefaultSlo()) == 1.0
 
 
 @pytest.mark.parametrize("kind", sorted(SYNTHETIC))

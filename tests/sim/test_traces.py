@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tokenyard.base import ConfigError, Slo
-from tokenyard.sim.content import TokenContent, UniqueContent
-from tokenyard.sim.reading import ReadOptions
-from tokenyard.sim.recognise import recognised
-from tokenyard.sim.traces import TRACE_FORMATS, read_trace
-from tokenyard.sim.workload import NO_PRIORITY
+from tokenyard.sim.traces.detect_format import detect_format
+from tokenyard.sim.traces.formats import TRACE_FORMATS, read_trace
+from tokenyard.sim.traces.prompt_ids import TokenContent, UniqueContent
+from tokenyard.sim.traces.read_options import ReadOptions
+from tokenyard.sim.traces.workload import NO_PRIORITY
 
 TRACES = Path(__file__).resolve().parents[2] / "../shared/traces"
 
@@ -58,7 +58,7 @@ BAILIAN = {
 def test_bailian_counts_seconds_and_blocks_of_16_tokens(tmp_path):
     later = {**BAILIAN, "timestamp": 63.6, "hash_ids": [5, 6, 8]}
     path = write_lines(tmp_path / "b.jsonl", {**BAILIAN, "hash_ids": [5, 6, 7]}, later)
-    workload = read_trace(path, recognised(path))
+    workload = read_trace(path, detect_format(path))
     assert workload.arrival_s.tolist() == pytest.approx([0.0, 2.5])
     one, other = (workload.content.prompt_ids(place, 37) for place in (0, 1))
     assert (one == other).tolist() == [True] * 32 + [False] * 5
@@ -260,7 +260,7 @@ def test_files_cut_off_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["T.JSONL.GZ", "t"])
 def test_how_a_file_is_packed_is_read_off_its_bytes(tmp_path, name):
     (tmp_path / name).write_bytes(gzip.compress(json.dumps(GOOD).encode()))
-    assert len(read_trace(tmp_path / name, recognised(tmp_path / name))) == 1
+    assert len(read_trace(tmp_path / name, detect_format(tmp_path / name))) == 1
 
 
 def test_zstd_in_several_frames_or_cut_off(tmp_path):
@@ -547,7 +547,7 @@ def test_a_client_without_its_data_set_can_be_left_out(tmp_path):
 )
 def test_formats_are_recognised_by_their_first_lines(tmp_path, name, text, found):
     (tmp_path / name).write_text(text)
-    assert recognised(tmp_path / name) == found
+    assert detect_format(tmp_path / name) == found
 
 
 def test_folders_and_archives_are_recognised_by_what_they_hold(tmp_path):
@@ -559,16 +559,16 @@ def test_folders_and_archives_are_recognised_by_what_they_hold(tmp_path):
         (tmp_path / folder / name).write_text(text)
         with tarfile.open(tmp_path / f"{folder}.tar.gz", "w:gz") as archive:
             archive.add(tmp_path / folder / name, name)
-        assert recognised(tmp_path / folder) == recognised(tmp_path / f"{folder}.tar.gz") == found
+        assert detect_format(tmp_path / folder) == detect_format(tmp_path / f"{folder}.tar.gz") == found
 
 
 def test_an_array_is_told_from_lines(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([GOOD, GOOD]))
     with pytest.raises(ConfigError, match="one object a line"):
-        recognised(tmp_path / "a.json")
+        detect_format(tmp_path / "a.json")
 
 
 def test_a_file_that_is_not_recognised_asks_for_its_format(tmp_path):
     (tmp_path / "x.csv").write_text("when,in,out\n1,2,3\n")
     with pytest.raises(ConfigError, match="say which it is by --trace-format"):
-        recognised(tmp_path / "x.csv")
+        detect_format(tmp_path / "x.csv")

@@ -145,7 +145,7 @@ def test_pure_rooms_do_no_io():
 
 @pytest.mark.parametrize(
     "module",
-    ["tokenyard.sim", "tokenyard.scheduler", "tokenyard.executor.mock", "tokenyard.server", "tokenyard.router.serve"],
+    ["tokenyard.sim", "tokenyard.scheduler", "tokenyard.executor.mock", "tokenyard.server", "tokenyard.router.process"],
 )
 def test_imports_without_torch(module):
     code = f"import sys; sys.modules['torch'] = None; import {module}"

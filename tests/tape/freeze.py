@@ -31,7 +31,7 @@ from tokenyard.policy import POLICIES
 
 FOLDER = Path(__file__).parent / "frozen"
 REQUESTS = 36
-MOST_TURNS = 20_000
+MAX_TURNS = 20_000
 CONTEXT = 96
 TENANTS = {
     "a": TenantSettings(weight=2.0, tokens_per_s=9000.0, burst_tokens=64, kv_share=0.4),
@@ -79,7 +79,7 @@ def drive(yard: TapedYard, rng: random.Random, depth: int, switches: bool) -> No
     left, turns = REQUESTS, 0
     while left or yard.tickets or yard.scheduler.has_work:
         turns += 1
-        assert turns < MOST_TURNS, "the scheduler does not come to rest"
+        assert turns < MAX_TURNS, "the scheduler does not come to rest"
         for _ in range(min(left, rng.choice((0, 0, 1, 2)))):
             submit(yard, rng)
             left -= 1
@@ -152,7 +152,7 @@ def mock_yard(settings: SchedulerSettings) -> TapedYard:
 def torch_yard(settings: SchedulerSettings) -> TapedYard:
     """A yard on a tiny random model."""
     from tests.executor.tiny_models import judge
-    from tokenyard.executor.load import load_executor
+    from tokenyard.executor.model_loader import load_executor
 
     with tempfile.TemporaryDirectory() as folder:
         judge("qwen3-layers").save_pretrained(folder)

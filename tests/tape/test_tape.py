@@ -39,7 +39,7 @@ from tokenyard.executor.mock import MockExecutor
 from tokenyard.policy import POLICIES
 from tokenyard.tape.anonymizer import Anonymizer
 from tokenyard.tape.codec import KINDS, VERSION, Origin, Planned, Raised, Tape
-from tokenyard.tape.recorder import Recorder
+from tokenyard.tape.recorder import RecordingScheduler
 from tokenyard.tape.replay import replay
 
 KEY = b"a key for all tests"
@@ -49,7 +49,7 @@ TENANTS = {
 }
 
 
-class OpenRecorder(Recorder):
+class OpenRecorder(RecordingScheduler):
     """A recorder that lets the yard look inside."""
 
     @property
@@ -337,12 +337,12 @@ def test_a_truncated_tape_is_good_up_to_its_last_whole_record(lost):
     data = recording().file.getvalue()
     whole = Tape(data, "whole")
     cut = Tape(data[:-lost], "cut")
-    assert whole.cut_off_bytes == 0
+    assert whole.truncated_bytes == 0
     count = replay(cut).records
     assert replay(cut).difference is None
     assert count < replay(whole).records
     if lost == 1:
-        assert cut.cut_off_bytes > 0
+        assert cut.truncated_bytes > 0
 
 
 def with_header(data, change):

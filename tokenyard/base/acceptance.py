@@ -2,30 +2,30 @@
 
 from dataclasses import dataclass
 
-FIRST_CHANCE, FIRST_WEIGHT = 0.5, 2.0
-FADE = 0.9
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.5, 2.0
+DECAY = 0.9
 """What a row's record begins with, how many observations that is worth, and what is left of an old one in each step."""
 
-MOST_CHANCE = 990
+MAX_ACCEPTANCE_RATE = 990
 """In thousandths: no draft is taken for certain."""
 
 
 @dataclass(slots=True)
-class AcceptanceRecord:
+class AcceptanceRate:
     """How often a row's drafts were right, with old observations fading. Drafts count whether they were verified or
     not: a sampled token says either way whether the draft in its place was right.
     """
 
-    right: float = FIRST_CHANCE * FIRST_WEIGHT
-    tried: float = FIRST_WEIGHT
+    right: float = PRIOR_ACCEPTANCE * PRIOR_WEIGHT
+    tried: float = PRIOR_WEIGHT
 
     def observe(self, right: int, refused: bool) -> None:
         """Take in that `right` drafts in a row were what the row sampled, and whether the next one was not."""
         if right or refused:
-            self.right = FADE * self.right + right
-            self.tried = FADE * self.tried + right + refused
+            self.right = DECAY * self.right + right
+            self.tried = DECAY * self.tried + right + refused
 
     @property
     def chance(self) -> int:
         """The chance of a draft whose predecessors are right, in thousandths."""
-        return min(MOST_CHANCE, round(1000 * self.right / self.tried))
+        return min(MAX_ACCEPTANCE_RATE, round(1000 * self.right / self.tried))

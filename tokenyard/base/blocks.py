@@ -2,7 +2,7 @@
 
 Disk slots, shared stores, KV transfer, the router's index and look-ahead share these names, so a prefix has the same
 name in all of them; events of the prefix cache (`cache/kv_events.py`) have hashes of their own. Equal digests mean
-equal tokens from the root on, in one name space. The chain is that of prefix caching by hashed blocks (Kwon et al.
+equal tokens from the root on, in one namespace. The chain is that of prefix caching by hashed blocks (Kwon et al.
 2023), here with 16 bytes of BLAKE2b (RFC 7693).
 """
 
@@ -20,7 +20,7 @@ BLOCK_TOKENS = 64
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 ROOT = b""
-"""The digest that the first block of a prompt follows without a name space."""
+"""The digest that the first block of a prompt follows without a namespace."""
 
 
 def root_digest(namespace: str) -> bytes:
@@ -72,7 +72,7 @@ class StoredPrefix:
 
 
 def stored_prefix(
-    known: Int32Array, namespace: str, cached: int, block_tokens: int, reach: Callable[[list[bytes]], int]
+    known: Int32Array, namespace: str, cached: int, block_tokens: int, count_stored: Callable[[list[bytes]], int]
 ) -> StoredPrefix | None:
     """What a store has of a sequence's `known` tokens (int32[n]) beyond the first `cached`; None for less than a block.
 
@@ -81,7 +81,7 @@ def stored_prefix(
     if len(known) - 1 - cached < block_tokens:
         return None
     digests, first = block_digests(known, root_digest(namespace), block_tokens), cached // block_tokens
-    found = reach(digests[first:])
+    found = count_stored(digests[first:])
     tokens = min((first + found) * block_tokens, len(known) - 1)
     return StoredPrefix(digests, first, found, tokens) if tokens - cached >= block_tokens else None
 

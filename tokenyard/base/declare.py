@@ -5,7 +5,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from tokenyard.base.errors import ConfigError
-from tokenyard.base.ranges import Allowed
+from tokenyard.base.ranges import NumberRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Declaration:
 
     group: str
     help_text: str
-    allowed: Allowed | None = None
+    allowed: NumberRange | None = None
     choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     negated: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Declaration:
                 raise ConfigError(f"{name} is {item!r}; choose from {', '.join(self.choices)}")
 
 
-def setting(default: Any, group: str, help_text: str, allowed: Allowed | None = None, **more: Any) -> Any:
+def setting(default: Any, group: str, help_text: str, allowed: NumberRange | None = None, **more: Any) -> Any:
     """A dataclass field with its `Declaration`. `default` is a value, or a function that makes one: `dict`, `list`."""
     metadata = {"declaration": Declaration(group, help_text, allowed, **more)}
     if callable(default):

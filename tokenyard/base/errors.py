@@ -1,4 +1,4 @@
-"""Errors that users of Tokenyard can see. `server/errors.py` maps them to HTTP statuses by their codes."""
+"""Errors that users of Tokenyard can see. `server/http/errors.py` maps them to HTTP statuses by their codes."""
 
 
 class TokenyardError(Exception):

@@ -86,7 +86,7 @@ class OpenGate:
 
 
 @dataclass(slots=True)
-class Reach:
+class KvAvailable:
     """KV of the first `tokens` known tokens of a waiting request can be loaded, from a store below or from another
     engine, and loading it is faster than computing it. Opens `Gate.KV`. Ignored if the request no longer waits.
 
@@ -99,7 +99,7 @@ class Reach:
 
 
 @dataclass(slots=True)
-class Arrived:
+class KvLoaded:
     """The load that a `Load` asked for has succeeded or failed: the KV of the first `tokens` tokens is in its pages.
 
     Nothing writes to these pages any more. Tokens that did not arrive are computed. A request has one load at a time:
@@ -111,7 +111,7 @@ class Arrived:
 
 
 @dataclass(slots=True)
-class HoldEnded:
+class PagesReleased:
     """The reader outside has finished with the pages that a request with `handover` left, or those of a `Store`."""
 
     number: int
@@ -135,7 +135,7 @@ class Flush:
 
 
 @dataclass(slots=True)
-class ForgetAdapter:
+class UnloadAdapter:
     """The LoRA adapter `adapter` (`Request.lora`) was unloaded, and no request has it any more: its slot and what the
     prefix cache holds of it are freed.
     """
@@ -144,7 +144,7 @@ class ForgetAdapter:
 
 
 @dataclass(slots=True)
-class TenantUse:
+class TenantUsage:
     """What schedulers of other data-parallel ranks did for tenants since they last said so.
 
     Columns have one entry per tenant: its name, the tokens that count against its rate, and its service as the fair
@@ -157,7 +157,7 @@ class TenantUse:
 
 
 @dataclass(slots=True)
-class RanksLeft:
+class RanksRemaining:
     """Of the engine's data-parallel ranks only `ranks` are left, as the others are out for good: these keep the limits
     of tenants together from now on. max_queued_requests: this scheduler's part of the engine's, -1 for no limit.
     """
@@ -202,12 +202,12 @@ Event = (
     | OpenGate
     | SetPolicy
     | Flush
-    | Reach
-    | Arrived
-    | HoldEnded
-    | TenantUse
-    | ForgetAdapter
-    | RanksLeft
+    | KvAvailable
+    | KvLoaded
+    | PagesReleased
+    | TenantUsage
+    | UnloadAdapter
+    | RanksRemaining
     | TurnEnded
     | SessionEnded
     | WeightsUpdated
@@ -216,7 +216,7 @@ Event = (
 
 @dataclass(slots=True)
 class Load:
-    """Fill `pages` (int32[n]) with the KV of a request's tokens from `start` on, then send `Arrived`.
+    """Fill `pages` (int32[n]) with the KV of a request's tokens from `start` on, then send `KvLoaded`.
 
     state_slot: the slot for the recurrent states after the last of these tokens; -1 for a model without such layers.
     """
@@ -229,7 +229,7 @@ class Load:
 
 @dataclass(slots=True)
 class Handover:
-    """The KV of a request's first `tokens` tokens is in `pages` (int32[n]), held until `HoldEnded`.
+    """The KV of a request's first `tokens` tokens is in `pages` (int32[n]), held until `PagesReleased`.
 
     `token` is the first token of its answer. `state_slot` holds the recurrent states after those tokens, -1 for none.
     """
@@ -243,8 +243,8 @@ class Handover:
 
 @dataclass(slots=True)
 class Store:
-    """The KV of a prompt's first tokens may go to the store below: that of `tokens` (int32[n], from the root of
-    `namespace` on) is in `pages` (int32[n / page_size]), held until `HoldEnded(number)`. Numbers are below 0.
+    """The KV of a prompt's first tokens may go to the KV store: that of `tokens` (int32[n], from the root of
+    `namespace` on) is in `pages` (int32[n / page_size]), held until `PagesReleased(number)`. Numbers are below 0.
     `state_slot` holds the recurrent states after the last of them, -1 for none.
     """
 
@@ -255,7 +255,7 @@ class Store:
     state_slot: int = -1
 
 
-Move = Load | Handover | Store
+KvMove = Load | Handover | Store
 """What the scheduler wants done with the KV of some pages."""
 
 

@@ -13,7 +13,7 @@ from tokenyard.base.errors import TokenyardError
 
 NONCE_BYTES = 32
 TAG_BYTES = 16
-MOST_HELLO_BYTES = 32768
+MAX_HELLO_BYTES = 32768
 LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 
@@ -38,10 +38,10 @@ def prove(secret: bytes, by: bytes, to: bytes, *, dialled: bool) -> bytes:
 
 
 class Frames:
-    """Cuts what a socket brings into frames. `most` bytes are the largest frame that is taken now."""
+    """Cuts what a socket brings into frames. `max_frame_bytes` bytes are the largest frame that is taken now."""
 
     def __init__(self) -> None:
-        self.most = MOST_HELLO_BYTES
+        self.max_frame_bytes = MAX_HELLO_BYTES
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
@@ -53,8 +53,8 @@ class Frames:
         if len(self._buffer) < LENGTH.size:
             return None
         size = LENGTH.unpack_from(self._buffer)[0]
-        if size > self.most:
-            raise HandshakeError(f"a frame of {size} bytes; at most {self.most} are taken")
+        if size > self.max_frame_bytes:
+            raise HandshakeError(f"a frame of {size} bytes; at most {self.max_frame_bytes} are taken")
         end = LENGTH.size + size
         if len(self._buffer) < end:
             return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.base.plan import StepPlan
+from tokenyard.base.step_plan import StepPlan
 
 _HEAD = struct.Struct("=10q")
 """step; numbers of rows, tokens, page writes, window writes and state copies; decode_rows, verify_rows, num_steps and

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from tokenyard.base.plan import StepPlan, StepResult, StepWork
 from tokenyard.base.request import Int32Array, Int64Array, UInt8Array
+from tokenyard.base.step_plan import StepPlan, StepResult, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Executor(Protocol):
         served.
         """
 
-    def drop_adapter(self, adapter: str) -> None:
+    def unload_adapter(self, adapter: str) -> None:
         """Free the memory of an adapter that no row has any more; unknown ones are ignored."""
 
     def pieces(self, pages: Int32Array) -> KvPieces:
@@ -92,14 +92,14 @@ class Executor(Protocol):
 
 
 @runtime_checkable
-class DividedExecutor(Executor, Protocol):
+class DistributedExecutor(Executor, Protocol):
     """An executor whose model is divided among several processes. Raises DeviceLostError when one of them has gone."""
 
     def on_lost(self, tell: Callable[[str], None]) -> None:
         """Call `tell`, from another thread, with the reason when a process has gone; it may end this one."""
 
     def describe_ranks(self) -> list[dict[str, Any]]:
-        """What people should know of each process: tp_rank, pid, step (the latest), silent_s (since a sign of life)."""
+        """What people should know of each process: tp_rank, pid, step (the latest), silent_s (since a heartbeat)."""
 
 
 class BlockPool(Protocol):

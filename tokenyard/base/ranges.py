@@ -4,22 +4,22 @@ from dataclasses import dataclass
 
 from tokenyard.base.errors import ConfigError
 
-MOST = 1e12
+MAX_COUNT = 1e12
 """Larger counts and levels are mistakes, and would overflow their columns."""
 
-MOST_S = 1e9
+MAX_SECONDS = 1e9
 ABOVE_ZERO = 1e-6
-MOST_PRIORITY = 2**31 - 1
-LONGEST_MS = 1e10
+MAX_PRIORITY = 2**31 - 1
+MAX_MS = 1e10
 """Longer deadlines and targets are mistakes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class NumberRange:
     """From `least` to `most`, or the special value `other` with the meaning `meaning`."""
 
     least: float
-    most: float = MOST
+    most: float = MAX_COUNT
     other: float | None = None
     meaning: str = ""
 
@@ -28,16 +28,16 @@ class Allowed:
         if value is None or self.least <= value <= self.most or value == self.other:
             return
         rule = "above 0" if self.least == ABOVE_ZERO else f"at least {self.least:g}"
-        if self.most != MOST or not value < self.least:
+        if self.most != MAX_COUNT or not value < self.least:
             rule += f" and at most {self.most:.15g}"
         special = "" if self.other is None else f", or {self.other:g} ({self.meaning})"
         raise ConfigError(f"{name} is {value:.15g}; it must be {rule}{special}")
 
 
-ANY_COUNT = Allowed(0)
-POSITIVE_COUNT = Allowed(1)
-POSITIVE = Allowed(ABOVE_ZERO)
-SHARE = Allowed(0, 1)
-COUNT_OR_NO_LIMIT = Allowed(1, other=-1, meaning="no limit")
-SECONDS_OR_NO_LIMIT = Allowed(ABOVE_ZERO, MOST_S, other=-1, meaning="no limit")
-TARGET_MS = Allowed(ABOVE_ZERO, LONGEST_MS)
+ANY_COUNT = NumberRange(0)
+POSITIVE_COUNT = NumberRange(1)
+POSITIVE = NumberRange(ABOVE_ZERO)
+SHARE = NumberRange(0, 1)
+COUNT_OR_NO_LIMIT = NumberRange(1, other=-1, meaning="no limit")
+SECONDS_OR_NO_LIMIT = NumberRange(ABOVE_ZERO, MAX_SECONDS, other=-1, meaning="no limit")
+TARGET_MS = NumberRange(ABOVE_ZERO, MAX_MS)

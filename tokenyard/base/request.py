@@ -119,7 +119,7 @@ class Slo:
 
 
 def adapter_of(namespace: str) -> str:
-    """The adapter (`Request.lora`) in a name space of the prefix cache, "" for none."""
+    """The adapter (`Request.lora`) in a namespace of the prefix cache, "" for none."""
     return namespace.partition("\x00")[0]
 
 
@@ -129,7 +129,7 @@ def adapter_name(adapter: str) -> str:
 
 
 @dataclass(slots=True)
-class KvRoute:
+class BootstrapInfo:
     """Where the two halves of a request meet, one of which is prefilled and one decoded, by different engines.
 
     room: the name under which they meet. peer: host:port of the engine that prefills; "" for the half that goes there.
@@ -152,13 +152,14 @@ class Request:
     `priority` None means "none given", which ranks lowest. `output_ids` is int32[n]: an answer that was begun elsewhere
     or earlier and continues from there. It counts for limits, penalties, stops, seeds and usage as if it had been
     generated here, but is not delivered again; such a request has one answer. `awaits_kv` holds it back (Gate.KV) until
-    a `Reach` or `OpenGate` arrives for its KV, and `awaits_adapter` (Gate.ADAPTER) until its adapter has been read.
-    With `handover` it ends with its first token, and its pages are held for a reader outside until `HoldEnded`.
-    `grammar` is the grammar that the answer must follow, as Lark text; "" for none. `kv` is the other half of a request
-    that comes in two. With `pooling` the vector of the prompt is the answer, and `max_new_tokens` is 0. `prediction`
-    (int32[n]) is what the client expects of the answer, from which drafts may come; it changes no answer. `session` is
-    the conversation that the request is a turn of, "" for none, and `turn` its place there, counted from 0; a session
-    belongs to its tenant. `age_ns` is how old the request was at `arrival_ns`, as a router in front has measured it.
+    a `KvAvailable` or `OpenGate` arrives for its KV, and `awaits_adapter` (Gate.ADAPTER) until its adapter has been
+    read. With `handover` it ends with its first token, and its pages are held for a reader outside until
+    `PagesReleased`. `grammar` is the grammar that the answer must follow, as Lark text; "" for none. `kv` is the other
+    half of a request that comes in two. With `pooling` the vector of the prompt is the answer, and `max_new_tokens` is
+    0. `prediction` (int32[n]) is what the client expects of the answer, from which drafts may come; it changes no
+    answer. `session` is the conversation that the request is a turn of, "" for none, and `turn` its place there,
+    counted from 0; a session belongs to its tenant. `age_ns` is how old the request was at `arrival_ns`, as a router in
+    front has measured it.
     """
 
     number: int
@@ -181,7 +182,7 @@ class Request:
     awaits_kv: bool = False
     awaits_adapter: bool = False
     handover: bool = False
-    kv: KvRoute | None = None
+    kv: BootstrapInfo | None = None
     pooling: Pooling = ""
     prediction: Int32Array = field(default_factory=lambda: NO_TOKENS)
     session: str = ""

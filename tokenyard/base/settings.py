@@ -8,18 +8,18 @@ from tokenyard.base.ranges import (
     ABOVE_ZERO,
     ANY_COUNT,
     COUNT_OR_NO_LIMIT,
-    MOST_PRIORITY,
-    MOST_S,
+    MAX_PRIORITY,
+    MAX_SECONDS,
     POSITIVE,
     POSITIVE_COUNT,
     SECONDS_OR_NO_LIMIT,
     SHARE,
-    Allowed,
+    NumberRange,
 )
 
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
-MOST_WEIGHT = 10**6
+MAX_WEIGHT = 10**6
 ANY_TENANT = "*"
 """The name of the settings for all tenants that are not named."""
 
@@ -33,13 +33,16 @@ class TenantSettings:
     """
 
     weight: float = setting(
-        1.0, "tenant", "share of the service under vtc and dlpm, relative to other tenants", Allowed(ABOVE_ZERO, 1e6)
+        1.0,
+        "tenant",
+        "share of the service under vtc and dlpm, relative to other tenants",
+        NumberRange(ABOVE_ZERO, 1e6),
     )
     tokens_per_s: float = setting(
         0.0,
         "tenant",
         "rate at which prompt and output tokens may be used; 0 for no limit",
-        Allowed(ABOVE_ZERO, other=0, meaning="no limit"),
+        NumberRange(ABOVE_ZERO, other=0, meaning="no limit"),
     )
     burst_tokens: int = setting(16384, "tenant", "unused tokens of that rate that may be saved up", POSITIVE_COUNT)
     max_running: int = setting(-1, "tenant", "most running requests; -1 for no limit", COUNT_OR_NO_LIMIT)
@@ -64,7 +67,7 @@ class SharedSettings:
     page_size: int = setting(1, "device", "tokens in one KV page", POSITIVE_COUNT, aliases=("--block-size",))
 
     max_running_requests: int = setting(
-        256, "scheduler", "most requests running at once", Allowed(1, 1_000_000), aliases=("--max-num-seqs",)
+        256, "scheduler", "most requests running at once", NumberRange(1, 1_000_000), aliases=("--max-num-seqs",)
     )
     max_queued_requests: int = setting(
         -1,
@@ -76,7 +79,7 @@ class SharedSettings:
         2048,
         "scheduler",
         "most prefill tokens in one step; -1 for no chunking",
-        Allowed(1, other=-1, meaning="no chunking"),
+        NumberRange(1, other=-1, meaning="no chunking"),
         aliases=("--max-num-batched-tokens",),
     )
     max_prefill_tokens: int = setting(16384, "scheduler", "most prompt tokens admitted in one step", POSITIVE_COUNT)
@@ -106,7 +109,7 @@ class SharedSettings:
         32,
         "scheduler",
         "lpm: longest cached prefix of a request that may wait for another one with its prefix; -1 for none",
-        Allowed(0, other=-1, meaning="none"),
+        NumberRange(0, other=-1, meaning="none"),
         file_only=True,
     )
     in_batch_prefix_caching_deprioritize_threshold: int = setting(
@@ -176,7 +179,7 @@ class SharedSettings:
         8,
         "model",
         "most LoRA adapters in one step; further requests wait for a slot",
-        Allowed(1, 1024),
+        NumberRange(1, 1024),
         aliases=("--max-loras",),
     )
     lora_drain_wait_threshold: float = setting(
@@ -203,7 +206,7 @@ class SharedSettings:
         None,
         "urgency",
         "priority of requests that bring none; without it they rank lowest",
-        Allowed(-MOST_PRIORITY, MOST_PRIORITY),
+        NumberRange(-MAX_PRIORITY, MAX_PRIORITY),
     )
     abort_on_priority_when_disabled: bool = setting(
         False, "urgency", "refuse requests that bring a priority while priorities do not count"
@@ -212,7 +215,7 @@ class SharedSettings:
         5.0,
         "urgency",
         "seconds of waiting worth one level of priority; 0 for no aging",
-        Allowed(ABOVE_ZERO, 1000, other=0, meaning="no aging"),
+        NumberRange(ABOVE_ZERO, 1000, other=0, meaning="no aging"),
     )
     enable_service_levels: bool = setting(False, "urgency", "divide the queue by service class (high, normal, low)")
     service_level_weights: tuple[int, ...] = setting((8, 4, 1), "urgency", "shares of the levels high, normal and low")
@@ -220,13 +223,13 @@ class SharedSettings:
         1024, "urgency", "prompt tokens of one turn per unit of weight", POSITIVE_COUNT, file_only=True
     )
     strict_level_share: float = setting(
-        0.5, "urgency", "share of the prefill tokens that the strict level may take", Allowed(0.001, 0.999)
+        0.5, "urgency", "share of the prefill tokens that the strict level may take", NumberRange(0.001, 0.999)
     )
     max_overtaken_tokens: int = setting(
         -1,
         "urgency",
         "prompt tokens of later arrivals that may start before a waiting request; -1 for no limit",
-        Allowed(0, other=-1, meaning="no limit"),
+        NumberRange(0, other=-1, meaning="no limit"),
     )
     slo_ttft_ms: float = setting(1000.0, "urgency", "target for the first token of requests that bring none", ANY_COUNT)
     slo_ttft_scale: float = setting(
@@ -240,7 +243,7 @@ class SharedSettings:
         -1.0,
         "urgency",
         "longest wait that policy slo aims at for requests that missed their target; -1 for none",
-        Allowed(ABOVE_ZERO, MOST_S, other=-1, meaning="none"),
+        NumberRange(ABOVE_ZERO, MAX_SECONDS, other=-1, meaning="none"),
     )
     slo_reject: bool = setting(False, "urgency", "refuse requests that can no longer meet their target")
     slo_idle_step_ms: float = setting(
@@ -290,8 +293,8 @@ class SchedulerSettings(SharedSettings):
                 f"--chunked-prefill-size is {chunk}; it must be -1 (off) or a multiple of --page-size {self.page_size}",
             ),
             (
-                len(weights) == 3 and all(1 <= weight <= MOST_WEIGHT for weight in weights),
-                f"--service-level-weights must be three whole numbers from 1 to {MOST_WEIGHT}",
+                len(weights) == 3 and all(1 <= weight <= MAX_WEIGHT for weight in weights),
+                f"--service-level-weights must be three whole numbers from 1 to {MAX_WEIGHT}",
             ),
             (
                 self.uses_priorities or not self.schedule_low_priority_values_first,

@@ -87,7 +87,7 @@ class SloTargets:
 
 
 @dataclass(slots=True)
-class Starts:
+class AdmittedRequests:
     """Requests that got their first place while another one waited for its own.
 
     tokens: prompt tokens that they had to compute. numbers: the latest of them, oldest first.
@@ -113,8 +113,8 @@ class Explanation:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    earlier: Starts
-    later: Starts
+    earlier: AdmittedRequests
+    later: AdmittedRequests
     complete: bool
     reason: str = ""
     message: str = ""

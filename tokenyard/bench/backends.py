@@ -6,11 +6,11 @@ from typing import Any, Protocol
 from typing_extensions import override
 
 from tokenyard.base import ConfigError
-from tokenyard.bench.datasets import Prompt
+from tokenyard.bench.datasets import DatasetRow
 
 
 @dataclass(slots=True)
-class Measurement:
+class RequestFuncOutput:
     """The answer so far. Times are seconds since sending; a gap is the mean over the tokens of one event."""
 
     service_class: str = ""
@@ -36,15 +36,15 @@ class Measurement:
         self.arrivals.append((now_s, tokens))
 
 
-class Backend(Protocol):
+class RequestBackend(Protocol):
     """One kind of server."""
 
     path: str
 
-    def body(self, prompt: Prompt) -> dict[str, Any]:
+    def body(self, prompt: DatasetRow) -> dict[str, Any]:
         """The request's body. Raises ConfigError for content that this kind does not take."""
 
-    def read(self, event: dict[str, Any], answer: Measurement) -> int:
+    def read(self, event: dict[str, Any], answer: RequestFuncOutput) -> int:
         """Read an event into `answer`; returns the number of tokens in it."""
 
 
@@ -57,7 +57,7 @@ class RequestOptions:
     extra: dict[str, Any]
 
 
-class NativeBackend(Backend):
+class NativeBackend(RequestBackend):
     """`/generate` of Tokenyard and SGLang: cumulative text, and token counts in every event."""
 
     path = "/generate"
@@ -66,7 +66,7 @@ class NativeBackend(Backend):
         self._options = options
 
     @override
-    def body(self, prompt: Prompt) -> dict[str, Any]:
+    def body(self, prompt: DatasetRow) -> dict[str, Any]:
         content = prompt.content
         sampling = {"temperature": 0.0, "max_new_tokens": prompt.output_tokens, "ignore_eos": self._options.ignore_eos}
         if isinstance(content, list) and isinstance(content[0], dict):
@@ -75,7 +75,7 @@ class NativeBackend(Backend):
         return {name: content, "sampling_params": sampling, "stream": True, **self._options.extra, **prompt.extra}
 
     @override
-    def read(self, event: dict[str, Any], answer: Measurement) -> int:
+    def read(self, event: dict[str, Any], answer: RequestFuncOutput) -> int:
         meta = event["meta_info"]
         new = int(meta["completion_tokens"]) - answer.output_tokens
         answer.prompt_tokens = int(meta["prompt_tokens"])
@@ -87,7 +87,7 @@ class NativeBackend(Backend):
         return new
 
 
-class CompletionsBackend(Backend):
+class CompletionsBackend(RequestBackend):
     """`/v1/completions`: takes text or token ids; one piece of text per event, counts at the end."""
 
     path = "/v1/completions"
@@ -96,12 +96,12 @@ class CompletionsBackend(Backend):
         self._options = options
 
     @override
-    def body(self, prompt: Prompt) -> dict[str, Any]:
+    def body(self, prompt: DatasetRow) -> dict[str, Any]:
         if isinstance(prompt.content, list) and isinstance(prompt.content[0], dict):
             raise ConfigError("/v1/completions takes no messages; choose --backend openai-chat for this data set")
         return {"prompt": prompt.content, **self._common(prompt)}
 
-    def _common(self, prompt: Prompt) -> dict[str, Any]:
+    def _common(self, prompt: DatasetRow) -> dict[str, Any]:
         return {
             "model": self._options.model,
             "max_tokens": prompt.output_tokens,
@@ -114,7 +114,7 @@ class CompletionsBackend(Backend):
         }
 
     @override
-    def read(self, event: dict[str, Any], answer: Measurement) -> int:
+    def read(self, event: dict[str, Any], answer: RequestFuncOutput) -> int:
         """An event counts as one token; the usage at the end corrects the total."""
         if usage := event.get("usage"):
             answer.prompt_tokens = int(usage["prompt_tokens"])
@@ -137,7 +137,7 @@ class ChatBackend(CompletionsBackend):
     path = "/v1/chat/completions"
 
     @override
-    def body(self, prompt: Prompt) -> dict[str, Any]:
+    def body(self, prompt: DatasetRow) -> dict[str, Any]:
         content = prompt.content
         if isinstance(content, list) and isinstance(content[0], int):
             raise ConfigError("chat takes no token ids; choose --backend openai, or a data set of text")

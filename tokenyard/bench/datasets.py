@@ -9,25 +9,25 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tokenyard.base import ConfigError, Int32Array
-from tokenyard.sim.files import read_json_lines
-from tokenyard.sim.traces import read_trace
-from tokenyard.sim.workload import Workload
+from tokenyard.sim.traces.formats import read_trace
+from tokenyard.sim.traces.trace_files import read_json_lines
+from tokenyard.sim.traces.workload import Workload
 
-Content = str | list[int] | list[dict[str, Any]]
+PromptContent = str | list[int] | list[dict[str, Any]]
 
 REFIT_ROUNDS = 4
 """Random tokens joined to text seldom tokenize back into the same number; so often the text is cut or extended."""
 
 
 @dataclass(slots=True)
-class Prompt:
+class DatasetRow:
     """One request of a benchmark.
 
     `content` is text, token ids or messages; `prompt_tokens` is 0 where only the server can count. `arrival_s` is the
     time in the recording, None if there is none. `extra` goes into the request's body as it is.
     """
 
-    content: Content
+    content: PromptContent
     prompt_tokens: int
     output_tokens: int
     arrival_s: float | None = None
@@ -53,8 +53,8 @@ class Lengths:
         """Input and output lengths of `count` requests."""
         return self._draw(self.input_tokens, count, rng), self._draw(self.output_tokens, count, rng)
 
-    def _draw(self, most: int, count: int, rng: np.random.Generator) -> list[int]:
-        drawn: list[int] = rng.integers(max(int(most * self.ratio), 1), most + 1, count).tolist()
+    def _draw(self, max_length: int, count: int, rng: np.random.Generator) -> list[int]:
+        drawn: list[int] = rng.integers(max(int(max_length * self.ratio), 1), max_length + 1, count).tolist()
         return drawn
 
 
@@ -85,17 +85,19 @@ class Vocabulary:
         return text, len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def random_text(vocabulary: Vocabulary, count: int, lengths: Lengths, rng: np.random.Generator) -> list[Prompt]:
+def random_text(vocabulary: Vocabulary, count: int, lengths: Lengths, rng: np.random.Generator) -> list[DatasetRow]:
     """`count` independent prompts of random text."""
     inputs, outputs = lengths.draw(count, rng)
     made = [vocabulary.text(tokens, rng) for tokens in inputs]
-    return [Prompt(text, tokens, output) for (text, tokens), output in zip(made, outputs, strict=True)]
+    return [DatasetRow(text, tokens, output) for (text, tokens), output in zip(made, outputs, strict=True)]
 
 
-def random_ids(vocabulary: Vocabulary, count: int, lengths: Lengths, rng: np.random.Generator) -> list[Prompt]:
+def random_ids(vocabulary: Vocabulary, count: int, lengths: Lengths, rng: np.random.Generator) -> list[DatasetRow]:
     """`count` independent prompts of random token ids, of exactly the drawn lengths."""
     inputs, outputs = lengths.draw(count, rng)
-    return [Prompt(vocabulary.ids(tokens, rng), tokens, output) for tokens, output in zip(inputs, outputs, strict=True)]
+    return [
+        DatasetRow(vocabulary.ids(tokens, rng), tokens, output) for tokens, output in zip(inputs, outputs, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class SharedPrefix:
                 raise ConfigError(f"--gsp-{name} must be at least 1")
 
 
-def shared_prefix(vocabulary: Vocabulary, shape: SharedPrefix, rng: np.random.Generator) -> list[Prompt]:
+def shared_prefix(vocabulary: Vocabulary, shape: SharedPrefix, rng: np.random.Generator) -> list[DatasetRow]:
     """Each group's system prompt, followed by different questions; all prompts in random order."""
     prompts = []
     for _ in range(shape.groups):
@@ -124,11 +126,11 @@ def shared_prefix(vocabulary: Vocabulary, shape: SharedPrefix, rng: np.random.Ge
             question, _ = vocabulary.text(shape.question_tokens, rng)
             text = f"{system}\n\n{question}"
             tokens = len(vocabulary.tokenizer.encode(text, add_special_tokens=False).ids)
-            prompts.append(Prompt(text, tokens, shape.output_tokens))
+            prompts.append(DatasetRow(text, tokens, shape.output_tokens))
     return [prompts[place] for place in rng.permutation(len(prompts)).tolist()]
 
 
-def mooncake(vocabulary: Vocabulary, path: Path, count: int, seed: int) -> list[Prompt]:
+def mooncake(vocabulary: Vocabulary, path: Path, count: int, seed: int) -> list[DatasetRow]:
     """The first `count` requests of a Mooncake trace; prompts that share blocks there share tokens here.
 
     Raises ConfigError for a file that is no such trace.
@@ -139,17 +141,17 @@ def mooncake(vocabulary: Vocabulary, path: Path, count: int, seed: int) -> list[
     for index, tokens in enumerate(workload.prompt_tokens.tolist()):
         ids = ordinary[workload.content.prompt_ids(index, tokens) % len(ordinary)].tolist()
         arrival_s = float(workload.arrival_s[index])
-        prompts.append(Prompt(ids, tokens, int(workload.output_tokens[index]), arrival_s))
+        prompts.append(DatasetRow(ids, tokens, int(workload.output_tokens[index]), arrival_s))
     return prompts
 
 
-def json_lines(path: Path, count: int, default_output_tokens: int) -> list[Prompt]:
+def json_lines(path: Path, count: int, default_output_tokens: int) -> list[DatasetRow]:
     """The first `count` lines of a file of JSON objects.
 
     Each has `prompt` (text), `token_ids` or `messages`; it may have `output_tokens` (or `max_tokens`), `arrival_s`,
     `class` (a name to report by) and `body` (further fields of the request). Raises ConfigError naming the line.
     """
-    prompts: list[Prompt] = []
+    prompts: list[DatasetRow] = []
     for where, record in read_json_lines(path):
         if len(prompts) == count:
             break
@@ -159,7 +161,7 @@ def json_lines(path: Path, count: int, default_output_tokens: int) -> list[Promp
     return prompts
 
 
-def _prompt_of(record: dict[str, Any], where: str, default_output_tokens: int) -> Prompt:
+def _prompt_of(record: dict[str, Any], where: str, default_output_tokens: int) -> DatasetRow:
     """One line as a prompt."""
     found = [record[name] for name in ("prompt", "token_ids", "messages") if record.get(name)]
     if len(found) != 1:
@@ -173,7 +175,7 @@ def _prompt_of(record: dict[str, Any], where: str, default_output_tokens: int) -
     if not isinstance(extra, dict):
         raise ConfigError(f"{where}: body must be an object of request fields")
     tokens = len(found[0]) if isinstance(found[0], list) and "token_ids" in record else 0
-    return Prompt(found[0], tokens, output, arrival_s, str(record.get("class", "")), extra)
+    return DatasetRow(found[0], tokens, output, arrival_s, str(record.get("class", "")), extra)
 
 
 def poisson_arrivals(count: int, rate: float, rng: np.random.Generator) -> list[float]:
@@ -188,7 +190,7 @@ def poisson_arrivals(count: int, rate: float, rng: np.random.Generator) -> list[
     return arrivals
 
 
-def recorded_arrivals(prompts: list[Prompt]) -> list[float]:
+def recorded_arrivals(prompts: list[DatasetRow]) -> list[float]:
     """When each request was sent in the recording, from the first. Raises ConfigError if one has no time."""
     times = [prompt.arrival_s for prompt in prompts if prompt.arrival_s is not None]
     if len(times) != len(prompts):

@@ -8,12 +8,12 @@ import numpy as np
 
 from tokenyard.base import Float64Array
 from tokenyard.base.percent import percent
-from tokenyard.bench.backends import Measurement
-from tokenyard.bench.load import Run
-from tokenyard.bench.metrics import MS, Targets, tpot_s
-from tokenyard.sim.charts import Chart
-from tokenyard.sim.page import Report, Row, Section, Table, write_page
-from tokenyard.sim.report import distribution
+from tokenyard.bench.backends import RequestFuncOutput
+from tokenyard.bench.load_generator import BenchResult
+from tokenyard.bench.results import MS, Targets, tpot_s
+from tokenyard.sim.report.comparison import distribution
+from tokenyard.sim.report.html_page import Report, Row, Section, Table, write_page
+from tokenyard.sim.report.svg_charts import Chart
 
 MEASURED = "measured"
 BINS = 200
@@ -29,7 +29,12 @@ _COLUMNS = (("mean", "mean"), ("median", "median"), ("p90", "p90"), ("p95", "p95
 
 
 def write_bench_page(
-    path: Path, run: Run, targets: Targets, numbers: Mapping[str, Any], facts: Mapping[str, str], notes: Sequence[str]
+    path: Path,
+    run: BenchResult,
+    targets: Targets,
+    numbers: Mapping[str, Any],
+    facts: Mapping[str, str],
+    notes: Sequence[str],
 ) -> None:
     """Write the page of a run. `numbers` are those of `summarize`; `facts` say what was run."""
     good = [answer for answer in run.answers if not answer.error]
@@ -62,23 +67,23 @@ def _latencies(numbers: Mapping[str, Any]) -> Table:
     return Table("Latencies", [name for name, _ in _COLUMNS], rows)
 
 
-def _misses(run: Run, targets: Targets) -> list[Table]:
+def _misses(run: BenchResult, targets: Targets) -> list[Table]:
     """Requests that failed or were beyond a target, in all and by class."""
     classes = sorted({answer.service_class for answer in run.answers})
-    groups: dict[str, list[Measurement]] = {"all": list(run.answers)}
+    groups: dict[str, list[RequestFuncOutput]] = {"all": list(run.answers)}
     if len(classes) > 1:
         groups |= {name or "no class": [a for a in run.answers if a.service_class == name] for name in classes}
     names = {"ttft": "first token", "tpot": "time per token", "e2el": "end to end"}
     rows = []
-    for name, most_ms in targets.most_ms.items():
+    for name, max_ms in targets.max_ms.items():
         late = [sum(targets.beyond(name, answer) for answer in group) for group in groups.values()]
-        rows.append(_counts(f"{names[name]} beyond {most_ms:g} ms", late, groups))
+        rows.append(_counts(f"{names[name]} beyond {max_ms:g} ms", late, groups))
     rows.append(_counts("failed", [sum(bool(a.error) for a in group) for group in groups.values()], groups))
     missed = [sum(not targets.met(a) for a in group) for group in groups.values()]
     return [Table("", list(groups), [*rows, _counts("missed any", missed, groups)])]
 
 
-def _counts(name: str, counts: Sequence[int], groups: Mapping[str, Sequence[Measurement]]) -> Row:
+def _counts(name: str, counts: Sequence[int], groups: Mapping[str, Sequence[RequestFuncOutput]]) -> Row:
     sizes = [max(len(group), 1) for group in groups.values()]
     return Row(name, [f"{n} ({100.0 * n / size:.1f} %)" for n, size in zip(counts, sizes, strict=True)])
 
@@ -89,12 +94,12 @@ def _cdf(title: str, seconds: Sequence[float]) -> Chart:
     return chart
 
 
-def _further(good: Sequence[Measurement]) -> list[Chart]:
+def _further(good: Sequence[RequestFuncOutput]) -> list[Chart]:
     per_token = [time for answer in good if (time := tpot_s(answer)) is not None]
     return [_cdf("Time per output token", per_token), _cdf("End to end", [answer.latency_s for answer in good])]
 
 
-def _over_time(good: Sequence[Measurement]) -> list[Chart]:
+def _over_time(good: Sequence[RequestFuncOutput]) -> list[Chart]:
     sent = np.array([answer.sent_s for answer in good])
     some = np.unique(np.linspace(0, len(good) - 1, min(len(good), DOTS)).astype(np.int64))
     first = Chart("First token", "sent at (s)", "milliseconds", y_from_zero=True, group="sent")

@@ -8,10 +8,10 @@ from typing import Any
 
 from tokenyard.base import ConfigError
 from tokenyard.base.percent import percent
-from tokenyard.bench.backends import Measurement
+from tokenyard.bench.backends import RequestFuncOutput
 
 LABEL_WIDTH, WIDTH = 40, 50
-MOST_REASONS = 5
+MAX_REASONS = 5
 LATE_MS = 20.0
 
 _LATENCY_BLOCKS = (
@@ -102,10 +102,10 @@ def offline_table(numbers: Mapping[str, Any]) -> str:
     return "\n".join([_title("Offline Throughput Benchmark Result", "="), *body, "=" * WIDTH])
 
 
-def remarks(answers: Sequence[Measurement], numbers: Mapping[str, Any]) -> list[str]:
+def remarks(answers: Sequence[RequestFuncOutput], numbers: Mapping[str, Any]) -> list[str]:
     """Remarks below the table: why requests failed, and whether the client sent them in time."""
     reasons = Counter(answer.error for answer in answers if answer.error)
-    lines = [f"{count} failed: {reason}" for reason, count in reasons.most_common(MOST_REASONS)]
+    lines = [f"{count} failed: {reason}" for reason, count in reasons.most_common(MAX_REASONS)]
     late_ms = numbers["p99_send_delay_ms"]
     if late_ms > LATE_MS and numbers["max_concurrency"] is None:
         lines.append(f"the client was late: 1 % of the requests left {late_ms:.0f} ms or more after their time")

@@ -4,25 +4,25 @@ from tokenyard.cache.allocator import OutOfPages, PageAllocator
 from tokenyard.cache.eviction import EVICTION_POLICIES
 from tokenyard.cache.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, block_hashes, root_hash
 from tokenyard.cache.no_cache import NoCache
-from tokenyard.cache.node import Node
-from tokenyard.cache.radix import Insert, Match, RadixCache, make_key
+from tokenyard.cache.radix_cache import InsertResult, MatchResult, RadixCache, make_key
 from tokenyard.cache.req_to_token import OutOfRows, ReqToTokenPool
+from tokenyard.cache.tree_node import TreeNode
 
 __all__ = [
     "EVICTION_POLICIES",
     "BlocksCleared",
     "BlocksRemoved",
     "BlocksStored",
-    "Insert",
+    "InsertResult",
     "KvEvent",
-    "Match",
+    "MatchResult",
     "NoCache",
-    "Node",
     "OutOfPages",
     "OutOfRows",
     "PageAllocator",
     "RadixCache",
     "ReqToTokenPool",
+    "TreeNode",
     "block_hashes",
     "make_key",
     "root_hash",

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 
 from tokenyard.base import ConfigError
-from tokenyard.cache.node import Node
+from tokenyard.cache.tree_node import TreeNode
 
-EvictionPolicy = Callable[[Node], int]
+EvictionPolicy = Callable[[TreeNode], int]
 """A node's rank: the leaf with the smallest one is evicted first. No two leaves may share a rank. Ranks made of
-`access` or `created` are unique, because each tick of the tree stamps one path, and one path ends in one leaf.
+`last_access_tick` or `creation_tick` are unique, because each tick of the tree stamps one path, and one path ends in
+one leaf.
 """
 
 SLRU_PROTECTED_HITS = 1
@@ -20,43 +21,43 @@ _BUCKET = 512
 _FEW = 64
 
 
-def lru(node: Node) -> int:
+def lru(node: TreeNode) -> int:
     """Least recently used first."""
-    return node.access
+    return node.last_access_tick
 
 
-def lfu(node: Node) -> int:
+def lfu(node: TreeNode) -> int:
     """Fewest hits first, then least recently used."""
-    return (node.hits << _TICK_BITS) + node.access
+    return (node.hits << _TICK_BITS) + node.last_access_tick
 
 
-def fifo(node: Node) -> int:
+def fifo(node: TreeNode) -> int:
     """Oldest first, however often used."""
-    return node.created
+    return node.creation_tick
 
 
-def mru(node: Node) -> int:
+def mru(node: TreeNode) -> int:
     """Most recently used first, for scans longer than the cache."""
-    return -node.access
+    return -node.last_access_tick
 
 
-def filo(node: Node) -> int:
+def filo(node: TreeNode) -> int:
     """Youngest first."""
-    return -node.created
+    return -node.creation_tick
 
 
-def slru(node: Node) -> int:
+def slru(node: TreeNode) -> int:
     """Segmented LRU: nodes that were never hit again are on probation and are evicted before the protected ones.
 
     After Karedla, Love and Wherry, "Caching strategies to improve disk system performance" (1994), without their
     bound on the protected segment: when probation is empty, the protected leaves go in LRU order.
     """
-    return (int(node.hits >= SLRU_PROTECTED_HITS) << _TICK_BITS) + node.access
+    return (int(node.hits >= SLRU_PROTECTED_HITS) << _TICK_BITS) + node.last_access_tick
 
 
-def priority(node: Node) -> int:
+def priority(node: TreeNode) -> int:
     """Lowest priority first, then least recently used."""
-    return (node.priority << _TICK_BITS) + node.access
+    return (node.priority << _TICK_BITS) + node.last_access_tick
 
 
 EVICTION_POLICIES: dict[str, EvictionPolicy] = {
@@ -89,50 +90,50 @@ class EvictionQueue:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._ranks: list[list[int]] = [[]]
-        self._leaves: list[list[Node]] = [[]]
+        self._leaves: list[list[TreeNode]] = [[]]
         # Ranks in bucket b are at least bounds[b - 1] and below bounds[b].
         self._bounds: list[int] = []
 
     def __len__(self) -> int:
         return sum(map(len, self._ranks))
 
-    def push(self, node: Node) -> None:
+    def push(self, node: TreeNode) -> None:
         """Make `node` evictable; if it already is, rank it anew."""
-        if node.rank is not None:
+        if node.eviction_rank is not None:
             self.discard(node)
-        node.rank = rank = self._policy(node)
-        bucket = bisect_right(self._bounds, rank)
+        node.eviction_rank = eviction_rank = self._policy(node)
+        bucket = bisect_right(self._bounds, eviction_rank)
         ranks = self._ranks[bucket]
-        position = bisect_left(ranks, rank)
-        ranks.insert(position, rank)
+        position = bisect_left(ranks, eviction_rank)
+        ranks.insert(position, eviction_rank)
         self._leaves[bucket].insert(position, node)
         if len(ranks) > _BUCKET:
             self._divide(bucket)
 
-    def discard(self, node: Node) -> None:
+    def discard(self, node: TreeNode) -> None:
         """Make `node`, which must be in the queue, not evictable."""
-        assert node.rank is not None
-        bucket = bisect_right(self._bounds, node.rank)
+        assert node.eviction_rank is not None
+        bucket = bisect_right(self._bounds, node.eviction_rank)
         ranks = self._ranks[bucket]
-        position = bisect_left(ranks, node.rank)
+        position = bisect_left(ranks, node.eviction_rank)
         del ranks[position], self._leaves[bucket][position]
-        node.rank = None
+        node.eviction_rank = None
         if len(ranks) < _FEW and self._bounds:
             self._merge(max(bucket - 1, 0))
 
-    def first(self) -> Node:
+    def first(self) -> TreeNode:
         """The leaf to evict next. Raises IndexError if there is none."""
         return self._leaves[0][0]
 
-    def in_order(self) -> Iterator[Node]:
+    def in_order(self) -> Iterator[TreeNode]:
         """All leaves, the one to evict next first; the queue must not change meanwhile."""
         return chain.from_iterable(self._leaves)
 
     def check(self) -> None:
         """Raise AssertionError if a leaf is out of place or a bucket out of size. Walks all leaves; for tests."""
-        ranks = [rank for bucket in self._ranks for rank in bucket]
+        ranks = [eviction_rank for bucket in self._ranks for eviction_rank in bucket]
         leaves = [leaf for bucket in self._leaves for leaf in bucket]
-        assert [leaf.rank for leaf in leaves] == ranks, "a leaf is filed under another rank"
+        assert [leaf.eviction_rank for leaf in leaves] == ranks, "a leaf is filed under another rank"
         assert [self._policy(leaf) for leaf in leaves] == ranks, "a leaf was not ranked anew"
         assert all(low < high for low, high in pairwise(ranks)), "ranks are not in order"
         assert all(len(bucket) <= _BUCKET for bucket in self._ranks), "a bucket is too long"

@@ -1,6 +1,6 @@
 """Events for blocks that enter and leave the prefix cache, for routers that keep an index of it.
 
-A block is one page of tokens. Its hash covers the block, the hash of the block before it and so on up to the name space
+A block is one page of tokens. Its hash covers the block, the hash of the block before it and so on up to the namespace
 at the root, so equal hashes mean equal prefixes.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenyard.base import Int32Array
 from tokenyard.base.request import adapter_name, adapter_of
-from tokenyard.cache.node import TOKEN_BYTES, TOKEN_DTYPE, Node
+from tokenyard.cache.tree_node import TOKEN_BYTES, TOKEN_DTYPE, TreeNode
 
 HASH_BYTES = 8
 """Not the digests of `base.blocks`: consumers take a hash per page, and whole numbers of 64 bits only."""
@@ -107,7 +107,7 @@ class KvEventLog:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._hashes: dict[Node, list[int]] = {}
+        self._hashes: dict[TreeNode, list[int]] = {}
         self._events: list[KvEvent] = []
 
     def inserted(self, parent: Any, node: Any) -> None:
@@ -140,7 +140,7 @@ class KvEventLog:
         return events
 
     def _before(self, parent: Any) -> tuple[str, int | None]:
-        """The name space of a node's children, and the block that they follow, None for none."""
+        """The namespace of a node's children, and the block that they follow, None for none."""
         root = parent
         while root.parent is not None:
             root = root.parent

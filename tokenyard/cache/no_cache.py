@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 from tokenyard.base import Int32Array, PrefixListener
 from tokenyard.cache.kv_events import KvEvent
-from tokenyard.cache.node import NO_PAGES, Node
-from tokenyard.cache.radix import Insert, Match
+from tokenyard.cache.radix_cache import InsertResult, MatchResult
+from tokenyard.cache.tree_node import NO_PAGES, TreeNode
 
 
 class NoCache:
@@ -19,51 +19,51 @@ class NoCache:
     def __init__(self, page_size: int = 1) -> None:
         self.page_size = page_size
         self.listeners: list[PrefixListener] = []
-        self._root = Node(None)
+        self._root = TreeNode(None)
 
-    def match(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> Match:
+    def match(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> MatchResult:
         """No tokens, at the root."""
-        return Match(self._root, 0)
+        return MatchResult(self._root, 0)
 
-    def find(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> Match:
+    def find(self, key: bytes, namespace: str = "", max_tokens: int | None = None) -> MatchResult:
         """No tokens, at the root."""
-        return Match(self._root, 0)
+        return MatchResult(self._root, 0)
 
     def peek(self, key: bytes, namespace: str = "") -> int:
         """0 tokens."""
         return 0
 
-    def pages(self, node: Node) -> Int32Array:
+    def pages(self, node: TreeNode) -> Int32Array:
         """No pages."""
         return NO_PAGES.copy()
 
-    def insert(self, key: bytes, pages: Int32Array, namespace: str = "", priority: int = 0) -> Insert:
+    def insert(self, key: bytes, pages: Int32Array, namespace: str = "", priority: int = 0) -> InsertResult:
         """Keep nothing: all pages stay the caller's."""
-        return Insert(self._root, 0)
+        return InsertResult(self._root, 0)
 
-    def extend(self, node: Node, key_suffix: bytes, pages_suffix: Int32Array, priority: int = 0) -> Insert:
+    def extend(self, node: TreeNode, key_suffix: bytes, pages_suffix: Int32Array, priority: int = 0) -> InsertResult:
         """Keep nothing: all pages stay the caller's."""
-        return Insert(self._root, 0)
+        return InsertResult(self._root, 0)
 
-    def lock(self, node: Node) -> None:
+    def lock(self, node: TreeNode) -> None:
         """Do nothing."""
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: TreeNode) -> None:
         """Do nothing."""
 
-    def roots(self) -> Iterator[Node]:
+    def roots(self) -> Iterator[TreeNode]:
         """No roots."""
         return iter(())
 
-    def nodes(self, *roots: Node) -> Iterator[Node]:
+    def nodes(self, *roots: TreeNode) -> Iterator[TreeNode]:
         """No nodes."""
         return iter(())
 
-    def next_to_go(self, num_pages: int) -> list[Node]:
+    def eviction_candidates(self, num_pages: int) -> list[TreeNode]:
         """No leaves."""
         return []
 
-    def record_hit(self, node: Node) -> None:
+    def record_hit(self, node: TreeNode) -> None:
         """Do nothing."""
 
     def evict(self, num_pages: int) -> Int32Array:

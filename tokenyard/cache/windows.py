@@ -27,14 +27,14 @@ _BATCH_SHARE = 32
 """Evicting looks at all pages, so it makes room for at least this part of the pool, as a divisor, at a time."""
 
 
-def kept_tokens(window: int, page_size: int) -> int:
+def max_retained_tokens(window: int, page_size: int) -> int:
     """Most tokens before its next one whose window pages a row keeps."""
     return window - 1 + MARGIN_TOKENS + page_size - 1
 
 
-def least_pages(window: int, page_size: int) -> int:
+def min_window_pages(window: int, page_size: int) -> int:
     """The fewest window pages with which any prompt can be computed, a page at a time."""
-    return kept_tokens(window, page_size) // page_size + 4
+    return max_retained_tokens(window, page_size) // page_size + 4
 
 
 class WindowPages:
@@ -61,19 +61,19 @@ class WindowPages:
         self._tick = 0
 
     @property
-    def obtainable(self) -> int:
+    def available_pages(self) -> int:
         """Pages that are free or can be evicted."""
         return self.allocator.available + self.evictable
 
     @property
-    def kept_tokens(self) -> int:
+    def max_retained_tokens(self) -> int:
         """Most tokens before its next one whose window pages a row keeps."""
-        return kept_tokens(self.window, self.page_size)
+        return max_retained_tokens(self.window, self.page_size)
 
     @property
-    def most_chunk(self) -> int:
+    def max_chunk_tokens(self) -> int:
         """Most tokens of a prompt to compute at a time, in whole pages: two such chunks fit beside a window."""
-        pages = (self.num_pages - self.kept_tokens // self.page_size - 2) // 2
+        pages = (self.num_pages - self.max_retained_tokens // self.page_size - 2) // 2
         return max(pages, 1) * self.page_size
 
     # ---- prefixes --------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class WindowPages:
         """How many of a prefix's `count` pages are a hit: most that have window pages for all that the token after them
         sees. runs: the pages in parts (int32[n] each), the last part first; most are not drawn if all are a hit.
         """
-        first, seen, parts = count, self.seen_from(count * self.page_size), []
+        first, seen, parts = count, self.window_start_page(count * self.page_size), []
         while first > seen:
             parts.append(next(runs))
             first -= len(parts[-1])
@@ -92,22 +92,22 @@ class WindowPages:
         ends = np.arange(count + 1)
         # Of the pages before each end, the last one without a window page.
         absent = np.maximum.accumulate(np.concatenate(([-1], np.where(self.of[pages] == 0, ends[:-1], -1))))
-        return int(ends[absent < self._seen_from(ends * self.page_size)][-1])
+        return int(ends[absent < self._window_start_page(ends * self.page_size)][-1])
 
     def tail(self, pages: Int32Array) -> Int32Array:
         """Those of a prefix's `pages` that the token after them sees."""
-        return pages[self._seen_from(len(pages) * self.page_size) :]
+        return pages[self._window_start_page(len(pages) * self.page_size) :]
 
-    def seen_from(self, tokens: int) -> int:
+    def window_start_page(self, tokens: int) -> int:
         """The first page that the token after `tokens` tokens, which fill pages, sees."""
-        return int(self._seen_from(tokens))
+        return int(self._window_start_page(tokens))
 
-    def use(self, pages: Int32Array) -> None:
+    def retain(self, pages: Int32Array) -> None:
         """One more row uses the window pages of `pages` (int32[n], no page twice), which are there."""
         self.evictable -= int(np.count_nonzero(self.users[pages] == 0))
         self.users[pages] += 1
 
-    def let_go(self, pages: Int32Array) -> None:
+    def release_pages(self, pages: Int32Array) -> None:
         """One row less uses the window pages of `pages` (int32[n], one more time each for each time that it is there).
         Those of the tree without users can be evicted.
         """
@@ -115,26 +115,28 @@ class WindowPages:
         idle = np.unique(pages[self.users[pages] == 0])
         self.evictable += int(np.count_nonzero(self.of[idle]))
 
-    def keep_end(self, pages: Int32Array) -> None:
+    def protect_prefix_end(self, pages: Int32Array) -> None:
         """Prompts or answers end with `pages` (int32[n]): they stay longer than pages in the middle."""
         self._rank[pages] = _ENDS + self._ticks(len(pages))
 
     # ---- pages that come and go ------------------------------------------------------------------------------------
 
-    def attach(self, pages: Int32Array) -> None:
+    def allocate(self, pages: Int32Array) -> None:
         """Take a window page for each of `pages` (int32[n]), which a row has just taken. Raises OutOfPages, and takes
         nothing, if fewer are free and can be evicted.
         """
         missing = len(pages) - self.allocator.available
         if missing > self.evictable:
-            raise OutOfPages(f"{len(pages)} window pages asked for, {self.obtainable} of {self.num_pages} are there")
+            raise OutOfPages(
+                f"{len(pages)} window pages asked for, {self.available_pages} of {self.num_pages} are there"
+            )
         if missing > 0:
             self._evict(missing)
         self.of[pages] = self.allocator.alloc(len(pages))
         self.users[pages] = 1
         self._rank[pages] = self._ticks(len(pages))
 
-    def drop(self, pages: Int32Array) -> None:
+    def free_pages(self, pages: Int32Array) -> None:
         """`pages` (int32[n]) are free again: so are their window pages."""
         present = pages[self.of[pages] > 0]
         self.evictable -= int(np.count_nonzero(self.users[present] == 0))
@@ -152,7 +154,7 @@ class WindowPages:
         self.of[bare], self._rank[bare] = self.of[giving], self._rank[giving]
         self.users[bare] = self.users[giving]
         self.of[giving] = self.users[giving] = 0
-        self.use(found[~absent])
+        self.retain(found[~absent])
         if len(bare):
             self._tell(bare)
 
@@ -163,7 +165,7 @@ class WindowPages:
         behind their windows. Private pages give their window pages back.
         """
         first = self.first[pool_rows]
-        ends = np.maximum(np.maximum(computed - self.kept_tokens, 0) // self.page_size, first).astype(np.int32)
+        ends = np.maximum(np.maximum(computed - self.max_retained_tokens, 0) // self.page_size, first).astype(np.int32)
         counts = ends - first
         total = int(counts.sum())
         if not total:
@@ -172,27 +174,27 @@ class WindowPages:
         columns = np.arange(total) + np.repeat(first - np.cumsum(counts) + counts, counts)
         pages = page_table[np.repeat(pool_rows, counts), columns]
         private: BoolArray = columns >= np.repeat(cached_tokens // self.page_size, counts)
-        self.let_go(pages[~private])
+        self.release_pages(pages[~private])
         gone = pages[private]
         self.users[gone] = 0
         self._free(gone)
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
-    def seat(self, pool_row: int, pages: Int32Array) -> None:
+    def allocate_row(self, pool_row: int, pages: Int32Array) -> None:
         """A row begins behind a prefix of `pages` (int32[n]), whose tail it uses already. The hit shows that this end
         is worth keeping.
         """
-        self.first[pool_row] = self._seen_from(len(pages) * self.page_size)
-        self.keep_end(self.tail(pages))
+        self.first[pool_row] = self._window_start_page(len(pages) * self.page_size)
+        self.protect_prefix_end(self.tail(pages))
 
-    def leave(self, pool_row: int, pages: Int32Array) -> None:
+    def release_row(self, pool_row: int, pages: Int32Array) -> None:
         """A row ends whose first `pages` (int32[n]) are in the tree: it lets go of them, and their end is kept."""
         used = pages[int(self.first[pool_row]) :]
-        self.keep_end(used)
-        self.let_go(used)
+        self.protect_prefix_end(used)
+        self.release_pages(used)
 
-    def coming(self, pool_row: int, pages: Int32Array, private_from: int) -> int:
+    def pages_to_be_freed(self, pool_row: int, pages: Int32Array, private_from: int) -> int:
         """Window pages that will be free or evictable once a row with `pages` (int32[n]) has left; those from the index
         `private_from` on are private.
         """
@@ -213,7 +215,7 @@ class WindowPages:
         assert len(np.unique(self.of[present])) == np.count_nonzero(present), "a window page has two owners"
         assert self.allocator.available + np.count_nonzero(present) == self.num_pages, "window pages are lost"
 
-    def _seen_from(self, tokens: int | Int64Array) -> Int64Array:
+    def _window_start_page(self, tokens: int | Int64Array) -> Int64Array:
         found: Int64Array = np.maximum(np.asarray(tokens) - (self.window - 1), 0) // self.page_size
         return found
 
@@ -248,13 +250,13 @@ class WindowedAllocator(PageAllocator):
 
     def alloc(self, n: int) -> Int32Array:
         """Take `n` pages; see PageAllocator. Raises OutOfPages too if there are not as many window pages."""
-        if n > self._windows.obtainable:
-            raise OutOfPages(f"{n} window pages asked for, {self._windows.obtainable} are there")
+        if n > self._windows.available_pages:
+            raise OutOfPages(f"{n} window pages asked for, {self._windows.available_pages} are there")
         pages = super().alloc(n)
-        self._windows.attach(pages)
+        self._windows.allocate(pages)
         return pages
 
     def free(self, pages: Int32Array) -> None:
         """Give pages and their window pages back; see PageAllocator."""
         super().free(pages)
-        self._windows.drop(pages)
+        self._windows.free_pages(pages)

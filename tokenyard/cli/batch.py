@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from tokenyard.base import ConfigError
 from tokenyard.local import LocalApi
 from tokenyard.offline import LLM
-from tokenyard.server.middleware import ADMIN_PATHS, ADMIN_PREFIX
+from tokenyard.server.http.api_keys import ADMIN_PATHS, ADMIN_PREFIX
 
 AT_ONCE = 1024
 """Requests that are open side by side; the scheduler decides how many of them run."""

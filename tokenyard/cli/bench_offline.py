@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from tokenyard.base import ConfigError, SamplingParams
-from tokenyard.bench.datasets import Prompt
+from tokenyard.bench.datasets import DatasetRow
 from tokenyard.bench.table import append_line, offline_table
 from tokenyard.cli.bench_prompts import make_prompts
 from tokenyard.cli.flags import resolve
@@ -46,7 +46,7 @@ def bench_offline(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plain_content(prompt: Prompt) -> str | list[int]:
+def _plain_content(prompt: DatasetRow) -> str | list[int]:
     """A prompt's text or token ids. Raises ConfigError for messages."""
     content = prompt.content
     if isinstance(content, list) and isinstance(content[0], dict):

@@ -7,12 +7,12 @@ from tokenizers import Tokenizer
 
 from tokenyard.base import ConfigError
 from tokenyard.bench import datasets
-from tokenyard.bench.datasets import Lengths, Prompt, SharedPrefix, Vocabulary
+from tokenyard.bench.datasets import DatasetRow, Lengths, SharedPrefix, Vocabulary
 
 
 def make_prompts(
     args: argparse.Namespace, tokenizer: Tokenizer | None, rng: np.random.Generator, seed: int
-) -> list[Prompt]:
+) -> list[DatasetRow]:
     """The data set that the arguments ask for. Raises ConfigError if a file or the tokenizer is missing."""
     if args.num_prompts < 1:
         raise ConfigError(f"--num-prompts is {args.num_prompts}; it must be at least 1")

@@ -12,15 +12,15 @@ from rich.table import Table
 
 from tokenyard.base import ConfigError, ExecutorInfo
 from tokenyard.cli.flags import resolve
-from tokenyard.cli.simulation import check_output, progress_bar
+from tokenyard.cli.simulation_arguments import check_output, progress_bar
 from tokenyard.config import Settings
 from tokenyard.cost import LinearTerms, Profile, fit_terms, relative_errors, save_profile
-from tokenyard.cost.calibration import Measured, Rig, measure_all, points
-from tokenyard.cost.fit import FEWEST_SAMPLES
+from tokenyard.cost.calibration import CalibrationRunner, Measured, measure_all, points
+from tokenyard.cost.fit import MIN_SAMPLES
 from tokenyard.cost.profiles import LINKS_CPU, LINKS_GPU, POOR_ERROR
 from tokenyard.engine.processes.logs import set_up_logging
-from tokenyard.engine.processes.scheduler_loop import load_executor
-from tokenyard.wiring import engine_config, located
+from tokenyard.engine.scheduler_process.scheduler_loop import load_executor
+from tokenyard.wiring import engine_config, with_model_folder
 
 HELD_OUT_EVERY = 4
 
@@ -44,12 +44,12 @@ def calibrate(namespace: argparse.Namespace) -> int:
     check_output(namespace.output, "--output")
     if not namespace.seconds > 0.0:
         raise ConfigError(f"--seconds is {namespace.seconds}; it must be above 0")
-    settings = located(resolve(vars(namespace)).settings)
+    settings = with_model_folder(resolve(vars(namespace)).settings)
     set_up_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
     # A profile, and the simulator that reads it, have a pool of one kind only.
     executor = load_executor(engine_config(replace(settings, swa_full_tokens_ratio=0.0)))
     try:
-        measured, wanted = _measure(Rig(executor), executor.info, namespace.seconds)
+        measured, wanted = _measure(CalibrationRunner(executor), executor.info, namespace.seconds)
     finally:
         executor.close()
     terms, errors = fit_and_judge(measured)
@@ -61,7 +61,7 @@ def calibrate(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(rig: Rig, info: ExecutorInfo, seconds: float) -> tuple[list[Measured], int]:
+def _measure(rig: CalibrationRunner, info: ExecutorInfo, seconds: float) -> tuple[list[Measured], int]:
     """What was measured in time, and how many points were wanted. Raises ConfigError if that is too little."""
     wanted = points(info)
     measured: list[Measured] = []
@@ -70,7 +70,7 @@ def _measure(rig: Rig, info: ExecutorInfo, seconds: float) -> tuple[list[Measure
         for one in measure_all(rig, wanted, time.monotonic, seconds):
             measured.append(one)
             bar.update(task, completed=len(measured))
-    if len(measured) < FEWEST_SAMPLES + HELD_OUT_EVERY:
+    if len(measured) < MIN_SAMPLES + HELD_OUT_EVERY:
         raise ConfigError(
             f"only {len(measured)} of {len(wanted)} steps could be measured, too few to fit costs to; raise --seconds, "
             "--max-total-tokens or --context-length"

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.cli.fleet_table import print_fleets
-from tokenyard.cli.pool import Pool, add_ray_argument
-from tokenyard.cli.simulation import (
+from tokenyard.cli.simulation_arguments import (
     ORACLE,
     add_oracle_argument,
     add_run_arguments,
@@ -22,13 +21,14 @@ from tokenyard.cli.simulation import (
     progress_bar,
     write_numbers,
 )
+from tokenyard.cli.task_pool import TaskPool, add_ray_argument
 from tokenyard.cli.terminal import command_line
-from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.metrics import fleet_summary
-from tokenyard.sim.oracle import with_oracle
-from tokenyard.sim.report import write_report
-from tokenyard.sim.timeline import Timeline
-from tokenyard.sim.workload import Workload
+from tokenyard.sim.engine.oracle import with_oracle
+from tokenyard.sim.report.comparison import write_report
+from tokenyard.sim.report.summary import fleet_summary
+from tokenyard.sim.report.timeline import Timeline
+from tokenyard.sim.simulate import Outcome, Setup, simulate
+from tokenyard.sim.traces.workload import Workload
 
 REFRESH_S = 0.2
 
@@ -59,7 +59,7 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.ray is None:
         results = simulate_all(workload, setups, args.jobs, args.quiet)
     else:
-        with progress_bar(args.quiet) as bar, Pool(workload, args.jobs, bar, args.ray) as pool:
+        with progress_bar(args.quiet) as bar, TaskPool(workload, args.jobs, bar, args.ray) as pool:
             answers = pool.each("settings", simulated, list(setups.values()))
             results = dict(zip(setups, answers, strict=True))
     numbers = {name: fleet_summary(outcome) for name, (outcome, _) in results.items()}

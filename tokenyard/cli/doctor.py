@@ -21,7 +21,7 @@ from tokenyard.base import TokenyardError
 from tokenyard.base.version import __version__
 from tokenyard.cli.flags import Resolved, resolve
 from tokenyard.config import Settings
-from tokenyard.executor.hub import is_path
+from tokenyard.executor.hf_hub import is_path
 from tokenyard.executor.native.library import LEVELS, NoLibraryError, load_library
 
 PACKAGES = (

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from tokenyard.base.percent import percent
 from tokenyard.sim.outcome import Outcome
-from tokenyard.sim.workers import router_queue, worker_figures
+from tokenyard.sim.report.scheduler_figures import router_queue, worker_figures
 
 COLUMNS = ("requests", "share", "SLO", "TTFT s p50/p99", "waiting", "running", "hits", "busy")
-MOST_ROWS = 32
+MAX_ROWS = 32
 """Of larger fleets only so many workers are shown: those with the most requests."""
 
 
@@ -32,7 +32,7 @@ def fleet_table(name: str, outcome: Outcome) -> Table:
         "restarts": any(row["restarts"] for row in rows),
         "device": len({row["device"] for row in rows}) > 1,
     }
-    shown = sorted(rows, key=lambda row: -row["requests"])[:MOST_ROWS] if len(rows) > MOST_ROWS else rows
+    shown = sorted(rows, key=lambda row: -row["requests"])[:MAX_ROWS] if len(rows) > MAX_ROWS else rows
     caption = (
         "waiting, running: mean/most at a time; shares in %\n"
         f"at the routers: {_load(queue)} waiting, {queue['refused']} refused"

@@ -10,9 +10,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tokenyard.base import ConfigError
-from tokenyard.base.ranges import MOST_S, Allowed
-from tokenyard.cli.pool import Pool, add_ray_argument
-from tokenyard.cli.simulation import (
+from tokenyard.base.ranges import MAX_SECONDS, NumberRange
+from tokenyard.cli.simulation_arguments import (
     add_run_arguments,
     add_setting_names,
     check_named,
@@ -23,17 +22,18 @@ from tokenyard.cli.simulation import (
     progress_bar,
     write_numbers,
 )
+from tokenyard.cli.task_pool import TaskPool, add_ray_argument
 from tokenyard.cli.terminal import command_line
-from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.metrics import summary
-from tokenyard.sim.report import facts_of, slo_text, trust, write_curves
-from tokenyard.sim.search import largest_scale
-from tokenyard.sim.workload import Workload
+from tokenyard.sim.planner.load_search import largest_scale
+from tokenyard.sim.report.comparison import facts_of, slo_text, trust, write_curves
+from tokenyard.sim.report.summary import summary
+from tokenyard.sim.simulate import Outcome, Setup, simulate
+from tokenyard.sim.traces.workload import Workload
 
 SEARCH_RANGES = {
-    "tolerance": Allowed(1e-4, 0.5),
-    "max_rejected": Allowed(0, 1),
-    "max_wait_s": Allowed(0, MOST_S),
+    "tolerance": NumberRange(1e-4, 0.5),
+    "max_rejected": NumberRange(0, 1),
+    "max_wait_s": NumberRange(0, MAX_SECONDS),
 }
 
 
@@ -122,7 +122,7 @@ def run_goodput(args: argparse.Namespace) -> int:
         if args.ray is not None:
             given = {key: value for key, value in vars(args).items() if not callable(value)}
             jobs = [(given, name, targets) for name in args.names]
-            with Pool(workload, 1, bar, args.ray) as pool:
+            with TaskPool(workload, 1, bar, args.ray) as pool:
                 for name, (scales, points) in zip(args.names, pool.each("settings", searched, jobs), strict=True):
                     found[name], curves[name].points = scales, points
         for name, curve in curves.items():

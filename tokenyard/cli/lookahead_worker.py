@@ -15,8 +15,8 @@ import setproctitle
 
 from tokenyard.engine.processes.child import die_with_parent
 from tokenyard.scheduler.lookahead_state import LookaheadQuery, LookaheadReply, decode, encode
-from tokenyard.sim.forecast import Traffic
-from tokenyard.sim.lookahead import look_ahead
+from tokenyard.sim.engine.forecast import RecentTraffic
+from tokenyard.sim.engine.lookahead import look_ahead
 
 LENGTH = struct.Struct("<I")
 NICE = 10
@@ -27,7 +27,7 @@ STDOUT, STDERR = 1, 2
 
 def answer_all(questions: BinaryIO, answers: BinaryIO) -> None:
     """Answer every query until the input ends. Raises ValueError for bytes that are no message."""
-    traffic, counted_s = Traffic(), 0.0
+    traffic, counted_s = RecentTraffic(), 0.0
     while len(head := questions.read(LENGTH.size)) == LENGTH.size:
         message = decode(questions.read(LENGTH.unpack(head)[0]))
         if not isinstance(message, LookaheadQuery):

@@ -142,7 +142,7 @@ COMMANDS = (
     Command(
         "bench",
         "measure a running server, or the engine without one",
-        "tokenyard.cli.bench:bench",
+        "tokenyard.cli.bench_serve:bench",
         False,
         add_bench_arguments,
     ),
@@ -170,9 +170,9 @@ COMMANDS = (
     Command(
         "plan",
         "find the smallest and the cheapest fleet that serves a trace within its targets",
-        "tokenyard.cli.plan:run_plan",
+        "tokenyard.cli.capacity_plan:run_capacity_plan",
         False,
-        _arguments_of("tokenyard.cli.plan:add_plan_arguments"),
+        _arguments_of("tokenyard.cli.capacity_plan:add_capacity_plan_arguments"),
     ),
     Command(
         "calibrate",

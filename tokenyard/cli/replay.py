@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenyard.base import ConfigError
 from tokenyard.cli.flags import Flag, all_flags
-from tokenyard.cli.simulation import (
+from tokenyard.cli.simulation_arguments import (
     check_output,
     print_notes,
     print_outcomes,
@@ -16,12 +16,12 @@ from tokenyard.cli.simulation import (
 )
 from tokenyard.cli.terminal import command_line
 from tokenyard.cost import find_profile
-from tokenyard.sim.engine import Outcome, Setup, simulate
-from tokenyard.sim.files import read_bytes
-from tokenyard.sim.metrics import summary
-from tokenyard.sim.report import write_report
-from tokenyard.sim.taped import History, write_trace
-from tokenyard.sim.workload import Workload
+from tokenyard.sim.report.comparison import write_report
+from tokenyard.sim.report.summary import summary
+from tokenyard.sim.simulate import Outcome, Setup, simulate
+from tokenyard.sim.traces.tape_workload import TapeHistory, write_trace
+from tokenyard.sim.traces.trace_files import read_bytes
+from tokenyard.sim.traces.workload import Workload
 from tokenyard.tape.codec import Origin, Tape
 from tokenyard.tape.replay import Replay, ReplayReport
 
@@ -51,7 +51,7 @@ def replay(namespace: argparse.Namespace) -> int:
         check_output(Path(out) if out else None, flag)
     path = Path(namespace.file)
     tape = Tape(read_bytes(path), path.name)
-    history = History(tape.header.origin)
+    history = TapeHistory(tape.header.origin)
     run = Replay(tape, history, namespace.own_policies)
     report = run.run()
     print_report(tape, report)
@@ -98,8 +98,8 @@ def print_report(tape: Tape, report: ReplayReport) -> None:
     print(f"{tape.name}: written by Tokenyard {header.written_by}, {'anonymized' if header.anonymized else 'plain'}")
     seconds = report.span_ns / 1e9
     print(f"{report.records} records over {seconds:.3f} s; {report.equal} of {report.plans} plans are identical")
-    if tape.cut_off_bytes:
-        print(f"the tape is cut off: its last {tape.cut_off_bytes} bytes are not a complete record")
+    if tape.truncated_bytes:
+        print(f"the tape is cut off: its last {tape.truncated_bytes} bytes are not a complete record")
     if report.last_error:
         print(f"the last call raised an error here: {report.last_error}")
     if (found := report.difference) is not None:
@@ -108,7 +108,7 @@ def print_report(tape: Tape, report: ReplayReport) -> None:
         print(f"  here: {found.here}")
 
 
-def as_setup(origin: Origin, history: History) -> Setup:
+def as_setup(origin: Origin, history: TapeHistory) -> Setup:
     """What is simulated to be like the tape: its settings, and a device fitted to its steps."""
     profile = history.profile()
     if profile.error is not None:
@@ -130,7 +130,7 @@ def changed(setup: Setup, what_if: WhatIf) -> Setup:
     return replace(setup, profile=find_profile(what_if.profile), settings=settings, kv_pool_tokens=pool_tokens)
 
 
-def compare(history: History, lived: Outcome, was: Setup, what_if: WhatIf, namespace: argparse.Namespace) -> None:
+def compare(history: TapeHistory, lived: Outcome, was: Setup, what_if: WhatIf, namespace: argparse.Namespace) -> None:
     """Simulate the tape's traffic as it was and with other settings; print both beside what really happened."""
     workload: Workload = lived.workload
     outcomes = {

@@ -14,14 +14,14 @@ import setproctitle
 from tokenyard.base import Int32Array, TokenyardError
 from tokenyard.cli.flags import ENV_PREFIX, add_setting_flags, resolve_values, settings_of
 from tokenyard.engine.processes.logs import set_up_logging
-from tokenyard.router.features import Tokenize
-from tokenyard.router.settings import GROUPS, RouterSettings
+from tokenyard.router.request_features import Tokenize
+from tokenyard.router.router_settings import GROUPS, RouterSettings
 
 log = logging.getLogger(__name__)
 
 USAGE_ERROR = 2
 ENV = ENV_PREFIX + "ROUTE_"
-MOST_TOKENIZED_CHARS = 400_000
+MAX_TOKENIZED_CHARS = 400_000
 """A longer text is known by its bytes, as tokenizing it would hold up every stream."""
 
 
@@ -41,7 +41,7 @@ def route_settings(given: Mapping[str, Any], environ: Mapping[str, str] | None =
 
 def route(namespace: argparse.Namespace) -> int:
     """Route until told to stop. Returns 0 after a signal, 2 for wrong settings, in JSON where logs are."""
-    from tokenyard.router.serve import run, run_all
+    from tokenyard.router.process import run, run_all
 
     settings = route_settings(vars(namespace))
     setproctitle.setproctitle("tokenyard: router")
@@ -79,7 +79,7 @@ def make_tokenize(folder: str) -> Tokenize:
                 text, special = template.render(fields["messages"], tools=fields.get("tools") or None), False
         except Exception:
             return None  # the worker will say what is wrong with these messages
-        if not isinstance(text, str) or len(text) > MOST_TOKENIZED_CHARS:
+        if not isinstance(text, str) or len(text) > MAX_TOKENIZED_CHARS:
             return None
         ids = tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=special).ids
         return np.array(ids, np.int32)

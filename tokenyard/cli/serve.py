@@ -19,17 +19,17 @@ from rich.table import Table
 
 from tokenyard.base import ConfigError, ExecutorInfo, TokenyardError
 from tokenyard.cli.flags import resolve, unknown_variables
-from tokenyard.cli.node import serve_node
+from tokenyard.cli.serve_node import serve_node
 from tokenyard.config import Settings
-from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.launch import running_engine
 from tokenyard.engine.processes.logs import set_up_logging
 from tokenyard.local import server_options
-from tokenyard.server.connections import ConnectionLimits
-from tokenyard.server.serving import DrainingServer, listen, listen_at_path
+from tokenyard.server.http.connections import ConnectionLimits
+from tokenyard.server.http.server import DrainingServer, listen, listen_at_path
+from tokenyard.server.metrics.tracing import open_tracing
 from tokenyard.server.state import ServerState
-from tokenyard.server.tracing import open_tracing
-from tokenyard.wiring import engine_config, located
+from tokenyard.wiring import engine_config, with_model_folder
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def serve(namespace: argparse.Namespace) -> int:
     for warning in unknown_variables():
         log.warning("%s", warning)
     try:
-        settings = located(resolved)
+        settings = with_model_folder(resolved)
         if settings.node_rank:
             return serve_node(settings)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -117,7 +117,7 @@ def _tracing(settings: Settings, state: ServerState) -> Iterator[None]:
         yield
         return
     tracing = open_tracing(settings.otlp_traces_endpoint)
-    state.watcher_makers.append(tracing.watcher)
+    state.observer_factories.append(tracing.watcher)
     try:
         yield
     finally:
@@ -137,7 +137,7 @@ async def _run_engine(settings: Settings, config: EngineConfig, state: ServerSta
             while math.isinf(manager.health()) and not dead.is_set():
                 await asyncio.sleep(HEARTBEAT_POLL_S)
             if not dead.is_set():
-                server.settle()
+                server.freeze_gc()
                 state.set_ready(manager)
                 _print_box(settings, manager.info)
             await dead.wait()

@@ -10,9 +10,9 @@ from typing import BinaryIO
 from rich.progress import Progress
 
 from tokenyard.base import ConfigError, StepPlan, StepWork
-from tokenyard.cli.apart import print_transfers
+from tokenyard.cli.disagg_arguments import print_transfers
 from tokenyard.cli.fleet_table import print_fleets
-from tokenyard.cli.simulation import (
+from tokenyard.cli.simulation_arguments import (
     ORACLE,
     add_oracle_argument,
     add_run_arguments,
@@ -24,14 +24,14 @@ from tokenyard.cli.simulation import (
     write_numbers,
 )
 from tokenyard.cli.terminal import command_line
-from tokenyard.sim.bounds import attainment_bound, endless_cache
-from tokenyard.sim.engine import Setup, simulate
-from tokenyard.sim.metrics import fleet_summary
-from tokenyard.sim.oracle import with_oracle
-from tokenyard.sim.replica import StepObserver
-from tokenyard.sim.report import write_report
-from tokenyard.sim.timeline import PerfettoTrace, Timeline
-from tokenyard.sim.workload import Workload
+from tokenyard.sim.engine.oracle import with_oracle
+from tokenyard.sim.engine.sim_scheduler import StepObserver
+from tokenyard.sim.planner.oracle_bounds import attainment_bound, endless_cache
+from tokenyard.sim.report.comparison import write_report
+from tokenyard.sim.report.summary import fleet_summary
+from tokenyard.sim.report.timeline import PerfettoTrace, Timeline
+from tokenyard.sim.simulate import Setup, simulate
+from tokenyard.sim.traces.workload import Workload
 from tokenyard.tape.recorder import Core
 
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-NARROWEST = 40
+MIN_COLUMNS = 40
 """Columns below which neither help nor tables can be laid out; a narrower terminal breaks longer lines itself."""
 
 STDERR = 2
@@ -20,8 +20,8 @@ def prepare_terminal() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    if (columns := shutil.get_terminal_size().columns) < NARROWEST or "COLUMNS" in os.environ:
-        os.environ["COLUMNS"] = str(max(columns, NARROWEST))
+    if (columns := shutil.get_terminal_size().columns) < MIN_COLUMNS or "COLUMNS" in os.environ:
+        os.environ["COLUMNS"] = str(max(columns, MIN_COLUMNS))
 
 
 def fill_standard_files() -> None:

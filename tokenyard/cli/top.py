@@ -23,7 +23,7 @@ from tokenyard.cli.explain import DIRECT, KEY_VARIABLES, error_message
 from tokenyard.cli.top_screen import screen
 
 TIMEOUT_S = 30.0
-SEEN_S = 60.0
+HISTORY_S = 60.0
 BINS = 240
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 HOME, CLEAR_LINE, CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -40,7 +40,7 @@ def add_top_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class Seen:
+class LiveState:
     """What has come: the latest event, bins of the last minute by index, and totals a minute back."""
 
     server: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Seen:
             del self.bins[index]
         if "totals" in tick:
             self.totals.append(tick)
-        while len(self.totals) > 1 and self.totals[0]["at"] < tick["at"] - SEEN_S:
+        while len(self.totals) > 1 and self.totals[0]["at"] < tick["at"] - HISTORY_S:
             self.totals.popleft()
 
 
@@ -69,7 +69,7 @@ def top(args: argparse.Namespace) -> int:
         raise TokenyardError(f"--every is {args.every:g}; it must be above 0")
     once = args.once or not sys.stdout.isatty()
     key = args.key or next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), "")
-    seen = Seen()
+    seen = LiveState()
     with contextlib.suppress(KeyboardInterrupt), _screen(not once):
         for tick in events(args.url, key, 0.0 if once else args.every):
             seen.take(tick)

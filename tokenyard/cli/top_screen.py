@@ -8,12 +8,12 @@ from tokenyard.base.percent import percent
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PER_SECOND = 4
-LEAST_WIDTH = 60
-MOST_ROWS = 10
+MIN_WIDTH = 60
+MAX_ROWS = 10
 PREFILL, DECODE, STEPS, BUSY = 2, 3, 1, 4
 
 
-class SeenLike(Protocol):
+class LiveStateView(Protocol):
     """What has come so far (`cli.top.Seen`)."""
 
     server: Mapping[str, Any]
@@ -26,9 +26,9 @@ class SeenLike(Protocol):
         """Events of the last minute, oldest first."""
 
 
-def screen(seen: SeenLike, columns: int, lines: int | None) -> list[str]:
+def screen(seen: LiveStateView, columns: int, lines: int | None) -> list[str]:
     """The lines for a terminal of so many columns and lines (None for no limit), none too wide."""
-    width, tick = max(columns, LEAST_WIDTH), seen.tick
+    width, tick = max(columns, MIN_WIDTH), seen.tick
     found = [_title(seen)]
     if "counts" not in tick:
         found.append(tick.get("why") or f"the server is {tick.get('phase', 'not there')}")
@@ -37,7 +37,7 @@ def screen(seen: SeenLike, columns: int, lines: int | None) -> list[str]:
     return [line[: max(columns, 1)] for line in (found if lines is None else found[:lines])]
 
 
-def _title(seen: SeenLike) -> str:
+def _title(seen: LiveStateView) -> str:
     tick = seen.tick
     parts = [f"Tokenyard {seen.server.get('version', '')}", str(seen.server.get("model", "")), tick.get("phase", "")]
     parts += [f"policy {tick['policy']}"] if tick.get("policy") else []
@@ -45,18 +45,18 @@ def _title(seen: SeenLike) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def _growth(seen: SeenLike, read: Callable[[Mapping[str, Any]], float]) -> tuple[float, float]:
+def _growth(seen: LiveStateView, read: Callable[[Mapping[str, Any]], float]) -> tuple[float, float]:
     """How much a total has grown in the last minute, and in how many seconds."""
     first, last = seen.totals[0], seen.totals[-1]
     return read(last) - read(first), last["at"] - first["at"]
 
 
-def _per_second(seen: SeenLike, read: Callable[[Mapping[str, Any]], float]) -> float:
+def _per_second(seen: LiveStateView, read: Callable[[Mapping[str, Any]], float]) -> float:
     amount, seconds = _growth(seen, read)
     return amount / seconds if seconds > 0 else 0.0
 
 
-def _now(seen: SeenLike) -> list[str]:
+def _now(seen: LiveStateView) -> list[str]:
     tick = seen.tick
     counts, kv = tick["counts"], tick["kv"]
     placed = counts["running"] + counts["prefilling"] + counts["loading"]
@@ -78,7 +78,7 @@ def _share(part: float, whole: float) -> str:
     return f"{percent(part / whole)} %" if whole else "-"
 
 
-def _classes(seen: SeenLike, width: int) -> list[str]:
+def _classes(seen: LiveStateView, width: int) -> list[str]:
     """A line for each class that has requests or results: counts, a bar, and whether its targets were met."""
     tick, levels = seen.tick, list(seen.server.get("levels", ()))
     waiting: Counter[str] = Counter()
@@ -101,7 +101,7 @@ def _classes(seen: SeenLike, width: int) -> list[str]:
     return lines
 
 
-def _minute(seen: SeenLike, width: int) -> list[str]:
+def _minute(seen: LiveStateView, width: int) -> list[str]:
     """The last minute of steps as small curves."""
     cells = min(60, max(width - 42, 10))
     now = seen.tick["now"]
@@ -133,7 +133,7 @@ def _spark(values: Sequence[float]) -> str:
     return "".join(BLOCKS[min(8, -(-int(1000 * 8 * value / most) // 1000))] for value in values)
 
 
-def _rows(seen: SeenLike, width: int) -> list[str]:
+def _rows(seen: LiveStateView, width: int) -> list[str]:
     """The oldest requests, and the prefixes that saved most."""
     rows = seen.tick["rows"]
     lines = []
@@ -142,7 +142,7 @@ def _rows(seen: SeenLike, width: int) -> list[str]:
             f"{'request':<34}{'state':<9}{'age':>9}{'prompt':>8}{'cached':>8}{'written':>9}{'limit':>7}  tenant"
         )
     for rid, state, _, tenant, age, prompt, hit, _, known, limit, paused in sorted(rows, key=lambda row: -row[4])[
-        :MOST_ROWS
+        :MAX_ROWS
     ]:
         word = "paused" if paused else state
         lines.append(

@@ -1,8 +1,8 @@
 """All settings of a server, in one dataclass.
 
-Those that the scheduler core reads are declared in `tokenyard.base.settings`, the others in `config.declared`; what
-must hold between several of them is in `config.rules`. Flags, environment names and config-file keys follow from the
-declarations (`tokenyard.cli.flags`). Names follow SGLang, with vLLM's as aliases.
+Those that the scheduler core reads are declared in `tokenyard.base.settings`, the others in `config.server_settings`;
+what must hold between several of them is in `config.rules`. Flags, environment names and config-file keys follow from
+the declarations (`tokenyard.cli.flags`). Names follow SGLang, with vLLM's as aliases.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
@@ -12,8 +12,8 @@ from typing import Any
 from tokenyard.base import SchedulerSettings
 from tokenyard.base.declare import check_declared, check_rules, declarations
 from tokenyard.base.settings import SharedSettings
-from tokenyard.config.declared import GROUPS, POOL_TOKENS, ClassTargets, DeclaredSettings
 from tokenyard.config.rules import rules
+from tokenyard.config.server_settings import GROUPS, POOL_TOKENS, ClassTargets, DeclaredSettings
 
 __all__ = ["DEMO_MODEL", "GROUPS", "POOL_TOKENS", "ClassTargets", "Settings"]
 
@@ -64,7 +64,7 @@ class Settings(DeclaredSettings):
         secret = {name for name, declared in declarations(self).items() if declared.secret}
         return {name: value for name, value in asdict(self).items() if name not in secret}
 
-    def believed_costs(self) -> str:
+    def prior_costs(self) -> str:
         """Name of the cost profile that policies believe at first, "" where the device decides."""
         if self.cost_profile or self.executor != "mock" or self.mock_step_ms is not None:
             return self.cost_profile
@@ -90,7 +90,7 @@ class Settings(DeclaredSettings):
         }
         if self.executor == "mock":
             drafts = {"drafts": self._draft_tokens, "draft_right": self.mock_draft_acceptance or 0.0}
-            return {**common, "profile": self.believed_costs(), "step_ms": self.mock_step_ms, **drafts}
+            return {**common, "profile": self.prior_costs(), "step_ms": self.mock_step_ms, **drafts}
         return {
             **common,
             "device": self.device,

@@ -2,7 +2,7 @@
 
 from urllib.parse import urlsplit
 
-from tokenyard.config.declared import DeclaredSettings
+from tokenyard.config.server_settings import DeclaredSettings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Rules = tuple[tuple[bool, str], ...]
@@ -197,13 +197,13 @@ def _draft_rules(settings: DeclaredSettings) -> Rules:
 
 def _model_rules(settings: DeclaredSettings) -> Rules:
     """What the executor can serve."""
-    most_adapters = settings.max_loaded_loras
+    max_adapters = settings.max_loaded_loras
     return (
         (settings.mock_step_ms is None or settings.executor == "mock", "--mock-step-ms needs --executor mock"),
         *_draft_rules(settings),
         (
-            most_adapters is None or len(settings.lora_paths) <= most_adapters,
-            f"--lora-paths names {len(settings.lora_paths)} adapters; --max-loaded-loras is {most_adapters}",
+            max_adapters is None or len(settings.lora_paths) <= max_adapters,
+            f"--lora-paths names {len(settings.lora_paths)} adapters; --max-loaded-loras is {max_adapters}",
         ),
     )
 

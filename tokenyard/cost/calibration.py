@@ -26,7 +26,7 @@ PREFIX_TOKENS = (0, 512, 2048, 8192)
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = (16, 128, 512, 2048, 8192)
 MIXED_ROWS, MIXED_CHUNKS = (8, 64), (64, 512)
-MOST_KV_TOKENS = 1 << 19
+MAX_KV_TOKENS = 1 << 19
 """Attention gathers the KV that a step reads; more might not fit beside a pool that takes the rest of the memory."""
 
 REPEATS = 5
@@ -45,7 +45,7 @@ CONTEXT_WEIGHT = 1 / 64
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CalibrationPoint:
     """A kind of step: `rows` decodes with `context` tokens each, and a chunk of `chunk` tokens after `prefix`."""
 
     rows: int = 0
@@ -59,42 +59,47 @@ class Point:
         return self.rows * (1 + self.context * CONTEXT_WEIGHT) + self.chunk * (1 + self.prefix * PREFIX_WEIGHT)
 
 
-def points(info: ExecutorInfo) -> list[Point]:
+def points(info: ExecutorInfo) -> list[CalibrationPoint]:
     """What to measure on this device, quick steps first: chunks, decodes and both together, as its memory allows."""
-    chunks = [Point(chunk=chunk, prefix=prefix) for chunk in CHUNK_TOKENS for prefix in PREFIX_TOKENS]
-    decodes = [Point(rows=rows, context=context) for rows in DECODE_ROWS for context in CONTEXT_TOKENS]
-    both = [Point(rows, context, chunk) for rows in MIXED_ROWS for context in (128, 512) for chunk in MIXED_CHUNKS]
+    chunks = [CalibrationPoint(chunk=chunk, prefix=prefix) for chunk in CHUNK_TOKENS for prefix in PREFIX_TOKENS]
+    decodes = [CalibrationPoint(rows=rows, context=context) for rows in DECODE_ROWS for context in CONTEXT_TOKENS]
+    both = [
+        CalibrationPoint(rows, context, chunk)
+        for rows in MIXED_ROWS
+        for context in (128, 512)
+        for chunk in MIXED_CHUNKS
+    ]
     found = [point for point in (*chunks, *decodes, *both) if _fits(point, info)]
     return sorted(_thinned(found), key=lambda point: point.size)
 
 
 QUICK_POINTS = (
-    *(Point(rows=1, context=context) for context in (16, 512)),
-    *(Point(rows=8, context=context) for context in (16, 512)),
-    *(Point(chunk=chunk) for chunk in (16, 64, 128, 256, 512)),
-    *(Point(chunk=chunk, prefix=512) for chunk in (16, 128)),
+    *(CalibrationPoint(rows=1, context=context) for context in (16, 512)),
+    *(CalibrationPoint(rows=8, context=context) for context in (16, 512)),
+    *(CalibrationPoint(chunk=chunk) for chunk in (16, 64, 128, 256, 512)),
+    *(CalibrationPoint(chunk=chunk, prefix=512) for chunk in (16, 128)),
 )
 """What says most of a device in little time."""
 
 
-def quick_belief(executor: Executor, prior: LinearCost, now: Callable[[], float]) -> LinearCost:
+def quick_calibration(executor: Executor, prior: LinearCost, now: Callable[[], float]) -> LinearCost:
     """What a loaded executor's steps take, by a few of them: `prior` where they say nothing.
 
     It starts no further step `QUICK_S` seconds after the first, by the clock `now`. The executor is left as if rows had
     been served that ended.
     """
     wanted = sorted((point for point in QUICK_POINTS if _fits(point, executor.info)), key=lambda point: point.size)
-    measured = list(measure_all(Rig(executor), wanted, now, QUICK_S))
-    belief = OnlineCost(prior, forgetting=1.0)
+    measured = list(measure_all(CalibrationRunner(executor), wanted, now, QUICK_S))
+    calibrated = OnlineCost(prior, forgetting=1.0)
     for _ in range(QUICK_ROUNDS):
         for work, seconds in measured:
-            belief.learn(work, seconds)
-        belief.refit()
-    return LinearCost(belief.terms, prior.links)
+            calibrated.learn(work, seconds)
+        calibrated.refit()
+    return LinearCost(calibrated.terms, prior.links)
 
 
-def _fits(point: Point, info: ExecutorInfo) -> bool:
-    most = min(info.num_pages * info.page_size // 2, MOST_KV_TOKENS)
+def _fits(point: CalibrationPoint, info: ExecutorInfo) -> bool:
+    most = min(info.num_pages * info.page_size // 2, MAX_KV_TOKENS)
     longest = max(point.context + 1, point.prefix + point.chunk)
     pages, seen = _pages(point, info)
     return (
@@ -105,7 +110,7 @@ def _fits(point: Point, info: ExecutorInfo) -> bool:
     )
 
 
-def _pages(point: Point, info: ExecutorInfo) -> tuple[Int32Array, Int32Array]:
+def _pages(point: CalibrationPoint, info: ExecutorInfo) -> tuple[Int32Array, Int32Array]:
     """How many pages each row of a point has, and how many of them lie behind the window of its next token: int32[n]
     twice. Such pages have none in the layers with a window.
     """
@@ -117,14 +122,14 @@ def _pages(point: Point, info: ExecutorInfo) -> tuple[Int32Array, Int32Array]:
     return -(-ends // info.page_size), np.maximum(starts - (window - 1), 0) // info.page_size
 
 
-def _thinned(found: Sequence[Point]) -> list[Point]:
+def _thinned(found: Sequence[CalibrationPoint]) -> list[CalibrationPoint]:
     """Every second of the chunks after a prefix and of the decodes, whose terms need fewer points than the line."""
     plain = [point for point in found if not point.prefix and not (point.rows and not point.chunk)]
     others = [point for point in found if point not in plain]
     return plain + others[::2]
 
 
-class Rig:
+class CalibrationRunner:
     """Makes plans for points and measures them. Pages are dealt out shuffled, as they are after hours of serving."""
 
     def __init__(self, executor: Executor, seed: int = 0) -> None:
@@ -135,9 +140,9 @@ class Rig:
         self._window_pages = NO_TOKENS if self._info.windows is None else self._shuffled(self._info.windows.num_pages)
         self._step = 0
 
-    def measure(self, point: Point) -> Measured:
+    def measure(self, point: CalibrationPoint) -> Measured:
         """The point's work, and the median of its seconds over a few runs after one that does not count."""
-        self._run(self._hand_out(point))
+        self._run(self._allocate_pages(point))
         plan = self._plan(point)
         self._run(plan)
         times = [self._run(plan)]
@@ -150,7 +155,7 @@ class Rig:
         plan.step = self._step
         return self._executor.collect(self._executor.launch(plan)).seconds
 
-    def _hand_out(self, point: Point) -> StepPlan:
+    def _allocate_pages(self, point: CalibrationPoint) -> StepPlan:
         """A step without work that gives rows and pages to the point's requests, as if their prompts were computed."""
         lengths = [point.context + 1] * point.rows + [point.prefix + point.chunk] * bool(point.chunk)
         pages, seen = _pages(point, self._info)
@@ -178,7 +183,7 @@ class Rig:
             ],
         )
 
-    def _plan(self, point: Point) -> StepPlan:
+    def _plan(self, point: CalibrationPoint) -> StepPlan:
         chunks = int(point.chunk > 0)
         counts = _int32([1] * point.rows + [point.chunk] * chunks)
         total = point.rows + chunks
@@ -207,7 +212,9 @@ def _int32(values: npt.ArrayLike) -> Int32Array:
     return np.asarray(values, dtype=np.int32)
 
 
-def measure_all(rig: Rig, wanted: Sequence[Point], now: Callable[[], float], budget_s: float) -> Iterator[Measured]:
+def measure_all(
+    rig: CalibrationRunner, wanted: Sequence[CalibrationPoint], now: Callable[[], float], budget_s: float
+) -> Iterator[Measured]:
     """Measure the points in order until `budget_s` seconds have passed by the clock `now`; the rest is left out."""
     begin = now()
     for point in wanted:

@@ -9,25 +9,25 @@ import numpy.typing as npt
 from tokenyard.base import ConfigError, StepWork
 from tokenyard.cost.linear import MS_PER_S, LinearTerms
 
-Sample = tuple[StepWork, float]
+StepSample = tuple[StepWork, float]
 """A step's work and the seconds it took."""
 
-FITTED = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
-LEAST_FLOOR_MS = 1e-6
-FEWEST_SAMPLES = len(FITTED) + 2
+FITTED_TERMS = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
+MIN_FLOOR_MS = 1e-6
+MIN_SAMPLES = len(FITTED_TERMS) + 2
 
 
-def fit_terms(samples: Sequence[Sample]) -> LinearTerms:
+def fit_terms(samples: Sequence[StepSample]) -> LinearTerms:
     """The terms with the least squared relative error on `samples`, none below 0 (step_ms and the tp terms stay 0).
 
     Every number of tokens that occurs is tried as the border between steps on the floor and steps on the line in N. For
     a given border the terms are those of non-negative least squares. Its solution is the plain least-squares one on the
     terms above 0, so with six terms it is found by trying every subset. Raises ConfigError for fewer than
-    `FEWEST_SAMPLES` samples or a time that is not above 0.
+    `MIN_SAMPLES` samples or a time that is not above 0.
     """
-    if len(samples) < FEWEST_SAMPLES:
+    if len(samples) < MIN_SAMPLES:
         raise ConfigError(
-            f"{len(samples)} measured steps are too few to fit the cost terms; measure at least {FEWEST_SAMPLES}"
+            f"{len(samples)} measured steps are too few to fit the cost terms; measure at least {MIN_SAMPLES}"
         )
     if not all(seconds > 0.0 for _, seconds in samples):
         raise ConfigError("a measured step took no time; step times must be above 0")
@@ -35,18 +35,18 @@ def fit_terms(samples: Sequence[Sample]) -> LinearTerms:
     return min(tried, key=lambda terms: float(np.square(relative_errors(terms, samples)).sum()))
 
 
-def relative_errors(terms: LinearTerms, samples: Sequence[Sample]) -> npt.NDArray[np.float64]:
+def relative_errors(terms: LinearTerms, samples: Sequence[StepSample]) -> npt.NDArray[np.float64]:
     """float64[n], by how much each sample is predicted too long (above 0) or too short, as a share of its time."""
     return np.array([terms.step(work) / (seconds * MS_PER_S) - 1.0 for work, seconds in samples])
 
 
-def _fit_with_floor_below(samples: Sequence[Sample], tokens: int) -> LinearTerms:
+def _fit_with_floor_below(samples: Sequence[StepSample], tokens: int) -> LinearTerms:
     """The fit if steps of fewer than `tokens` tokens are on the floor."""
     rows = [_features(work, work.tokens < tokens) for work, _ in samples]
     shares = np.array(rows) / np.array([[seconds * MS_PER_S] for _, seconds in samples])
-    found = dict(zip(FITTED, _non_negative(shares, np.ones(len(samples))).tolist(), strict=True))
+    found = dict(zip(FITTED_TERMS, _non_negative(shares, np.ones(len(samples))).tolist(), strict=True))
     # The floor is at least where the line begins, and exactly there if no step is on the floor.
-    found["floor_ms"] = max(found["floor_ms"], found["dense_ms"] + found["token_ms"], LEAST_FLOOR_MS)
+    found["floor_ms"] = max(found["floor_ms"], found["dense_ms"] + found["token_ms"], MIN_FLOOR_MS)
     return LinearTerms(step_ms=0.0, **found)
 
 

@@ -8,11 +8,11 @@ from tokenyard.cost.linear import MS_PER_S, LinearCost, LinearTerms
 
 REFIT_STEPS = 32
 SWEEPS = 32
-LEAST_SHARE, MOST_SHARE = 0.2, 2.0
-SHORTEST_STEP_S, LONGEST_STEP_S = 1e-9, 1e6
+MIN_TERM_RATIO, MAX_TERM_RATIO = 0.2, 2.0
+MIN_STEP_S, MAX_STEP_S = 1e-9, 1e6
 """A measured time outside these bounds comes from a broken clock, and would overflow the floats of the fit."""
 
-FITTED = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
+FITTED_TERMS = ("floor_ms", "dense_ms", "token_ms", "context_ms", "area_ms", "row_ms")
 TYPICAL_MS = (5.0, 2.0, 0.02, 5e-5, 1e-6, 0.01)
 """Sizes of the fitted terms where the prior says zero, so that they can still be learnt."""
 
@@ -22,10 +22,10 @@ class OnlineCost:
 
     Errors count relative to the predicted time, so short decode steps weigh as much as long prefills. (Relative to the
     measured time, delayed steps would count less than others, and predictions for a busy device would be too short on
-    average.) A prediction below `LEAST_SHARE` or above `MOST_SHARE` of the measured time, from terms that are far off
-    or for a step that stalled, counts relative to that share of it. Old steps fade by `forgetting` per step (recursive
-    least squares with forgetting). The prior enters as a ridge of `prior_weight`, in units of squared shares of a
-    step's time, so a term that hardly matters in the measured steps stays as it is. Every `REFIT_STEPS` steps the
+    average.) A prediction below `MIN_TERM_RATIO` or above `MAX_TERM_RATIO` of the measured time, from terms that are
+    far off or for a step that stalled, counts relative to that share of it. Old steps fade by `forgetting` per step
+    (recursive least squares with forgetting). The prior enters as a ridge of `prior_weight`, in units of squared shares
+    of a step's time, so a term that hardly matters in the measured steps stays as it is. Every `REFIT_STEPS` steps the
     normal equations are solved by coordinate descent that keeps terms above or at zero. `relative_error` is the running
     mean of |predicted - measured| / measured, each step predicted before it is learnt.
 
@@ -45,9 +45,9 @@ class OnlineCost:
         self._forgetting = forgetting
         self._ridge = prior_weight
         self.terms = _folded(prior.terms)
-        self._prior = [float(getattr(self.terms, name)) for name in FITTED]
+        self._prior = [float(getattr(self.terms, name)) for name in FITTED_TERMS]
         self._unit = [value or typical for value, typical in zip(self._prior, TYPICAL_MS, strict=True)]
-        self._forget()
+        self._clear_statistics()
         self._since_refit = 0
         self.rejected_fits = 0
         self.steps_learned = 0
@@ -63,12 +63,12 @@ class OnlineCost:
 
     def learn(self, work: StepWork, seconds: float) -> None:
         """Take in a measured step; never raises. Empty steps and impossible times are ignored."""
-        if not SHORTEST_STEP_S <= seconds <= LONGEST_STEP_S or work.tokens <= 0:
+        if not MIN_STEP_S <= seconds <= MAX_STEP_S or work.tokens <= 0:
             return
         measured_ms = seconds * MS_PER_S
-        foretold_ms = self.terms.step(work)
-        self._note_error(abs(foretold_ms - measured_ms) / measured_ms)
-        self._accumulate(work, measured_ms, _scale(foretold_ms, measured_ms))
+        predicted_ms = self.terms.step(work)
+        self._note_error(abs(predicted_ms - measured_ms) / measured_ms)
+        self._accumulate(work, measured_ms, _scale(predicted_ms, measured_ms))
         self._since_refit += 1
         if self._since_refit >= REFIT_STEPS:
             self._since_refit = 0
@@ -98,29 +98,29 @@ class OnlineCost:
         """
         unit, gram = self._unit, self._gram
         prior = [value / one for value, one in zip(self._prior, unit, strict=True)]
-        x = [getattr(self.terms, name) / one for name, one in zip(FITTED, unit, strict=True)]
+        x = [getattr(self.terms, name) / one for name, one in zip(FITTED_TERMS, unit, strict=True)]
         for _ in range(SWEEPS):
             for i, row in enumerate(gram):
                 others = sum(row[j] * x[j] for j in range(len(x)) if j != i)
                 best = (self._moment[i] + self._ridge * prior[i] - others) / (row[i] + self._ridge)
                 x[i] = max(best, 0.0)
-        fitted = {name: value * one for name, value, one in zip(FITTED, x, unit, strict=True)}
-        if _believable(fitted):
+        fitted = {name: value * one for name, value, one in zip(FITTED_TERMS, x, unit, strict=True)}
+        if _is_plausible(fitted):
             self.terms = replace(self.terms, **fitted)
         else:
             self.rejected_fits += 1
-            self._forget()
+            self._clear_statistics()
 
-    def _forget(self) -> None:
+    def _clear_statistics(self) -> None:
         """Drop all measurements; the terms stay."""
-        self._gram = [[0.0] * len(FITTED) for _ in FITTED]
-        self._moment = [0.0] * len(FITTED)
+        self._gram = [[0.0] * len(FITTED_TERMS) for _ in FITTED_TERMS]
+        self._moment = [0.0] * len(FITTED_TERMS)
 
 
-def _believable(fitted: dict[str, float]) -> bool:
+def _is_plausible(fitted: dict[str, float]) -> bool:
     """Whether all terms are finite and make a step of one token take some time."""
     one_token_ms = max(fitted["floor_ms"], fitted["dense_ms"] + fitted["token_ms"])
-    return one_token_ms / MS_PER_S > SHORTEST_STEP_S and all(map(math.isfinite, fitted.values()))
+    return one_token_ms / MS_PER_S > MIN_STEP_S and all(map(math.isfinite, fitted.values()))
 
 
 def _folded(terms: LinearTerms) -> LinearTerms:
@@ -131,9 +131,9 @@ def _folded(terms: LinearTerms) -> LinearTerms:
     )
 
 
-def _scale(foretold_ms: float, measured_ms: float) -> float:
+def _scale(predicted_ms: float, measured_ms: float) -> float:
     """The time in ms that an error is relative to."""
-    return min(max(foretold_ms, LEAST_SHARE * measured_ms), MOST_SHARE * measured_ms)
+    return min(max(predicted_ms, MIN_TERM_RATIO * measured_ms), MAX_TERM_RATIO * measured_ms)
 
 
 def _features(terms: LinearTerms, work: StepWork) -> tuple[float, ...]:

@@ -96,11 +96,11 @@ class Profile:
         return LinearCost(self.terms, dict(self.links))
 
 
-REFERENCE = "the project's reference simulation"
-FITTED = "linear operators fitted to Vidur's tables; attention scaled from h100/llama-3-8b"
-FITTED_70B = f"{FITTED} (Llama-2-70B, the same shape); all-reduce estimated"
-GUESSED = "estimated for two server cores in float32; run `tokenyard calibrate` for your own"
-SINGLE_STEPS = "from single steps of the native kernels in bfloat16 on two cores (Zen 4); calibrate your own"
+SOURCE_REFERENCE = "the project's reference simulation"
+SOURCE_FITTED = "linear operators fitted to Vidur's tables; attention scaled from h100/llama-3-8b"
+SOURCE_FITTED_70B = f"{SOURCE_FITTED} (Llama-2-70B, the same shape); all-reduce estimated"
+SOURCE_ESTIMATED = "estimated for two server cores in float32; run `tokenyard calibrate` for your own"
+SOURCE_SINGLE_STEPS = "from single steps of the native kernels in bfloat16 on two cores (Zen 4); calibrate your own"
 
 _MODELS = {
     # KV bytes per token, context length
@@ -125,10 +125,10 @@ def _h100_profiles() -> list[Profile]:
     on_four = LinearTerms(1.0, 14.3, 10.2, 0.0523, 3.06e-5, 1.63e-6, tp_step_ms=1.6, tp_token_ms=0.0087)
     on_eight = LinearTerms(1.0, 8.4, 8.5, 0.0278, 1.53e-5, 8.1e-7, tp_step_ms=1.6, tp_token_ms=0.0102)
     return [
-        _profile("h100/llama-3-8b", llama_8b, 427_000, REFERENCE),
-        _profile("h100/llama-2-7b", llama_7b, 111_000, FITTED),
-        _profile("h100/llama-3-70b", on_four, 451_000, FITTED_70B, tp=4),
-        _profile("h100/llama-3-70b", on_eight, 1_330_000, FITTED_70B, tp=8),
+        _profile("h100/llama-3-8b", llama_8b, 427_000, SOURCE_REFERENCE),
+        _profile("h100/llama-2-7b", llama_7b, 111_000, SOURCE_FITTED),
+        _profile("h100/llama-3-70b", on_four, 451_000, SOURCE_FITTED_70B, tp=4),
+        _profile("h100/llama-3-70b", on_eight, 1_330_000, SOURCE_FITTED_70B, tp=8),
     ]
 
 
@@ -137,9 +137,11 @@ def _a100_profiles() -> list[Profile]:
     context_70b, area_70b = 1.53e-5 * A100_MEMORY_RATIO, 8.1e-7 * A100_COMPUTE_RATIO
     on_eight = LinearTerms(1.0, 14.2, 5.2, 0.0855, context_70b, area_70b, tp_step_ms=1.6, tp_token_ms=0.0153)
     return [
-        _profile("a100/llama-3-8b", LinearTerms(1.0, 9.7, 8.17, 0.06607, context_8b, area_8b), 427_000, FITTED),
-        _profile("a100/llama-2-7b", LinearTerms(1.0, 9.3, 2.17, 0.06418, 4 * context_8b, area_8b), 111_000, FITTED),
-        _profile("a100/llama-3-70b", on_eight, 1_330_000, FITTED_70B, tp=8),
+        _profile("a100/llama-3-8b", LinearTerms(1.0, 9.7, 8.17, 0.06607, context_8b, area_8b), 427_000, SOURCE_FITTED),
+        _profile(
+            "a100/llama-2-7b", LinearTerms(1.0, 9.3, 2.17, 0.06418, 4 * context_8b, area_8b), 111_000, SOURCE_FITTED
+        ),
+        _profile("a100/llama-3-70b", on_eight, 1_330_000, SOURCE_FITTED_70B, tp=8),
     ]
 
 
@@ -162,8 +164,8 @@ def _cpu_profiles() -> list[Profile]:
     smollm2 = LinearTerms(0.0, 7.5, 6.5, 0.53, 6e-4, 2.7e-4, 0.1)
     demo = LinearTerms(1.0, 2.0, 1.5, 0.05, 1e-4, 2e-6, 0.02)
     return [
-        _profile("cpu/smollm2-135m", smollm2, 65_536, SINGLE_STEPS, links=LINKS_CPU),
-        _profile("cpu/demo", demo, 65_536, GUESSED, links=LINKS_CPU),
+        _profile("cpu/smollm2-135m", smollm2, 65_536, SOURCE_SINGLE_STEPS, links=LINKS_CPU),
+        _profile("cpu/demo", demo, 65_536, SOURCE_ESTIMATED, links=LINKS_CPU),
     ]
 
 

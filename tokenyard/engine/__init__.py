@@ -1,1 +1,1 @@
-"""The processes of the engine: event loop, text side, tokenizer manager, and what starts and watches them."""
+"""The processes of an engine, one folder for each: API process, scheduler process, detokenizer."""

@@ -7,25 +7,25 @@ from functools import partial
 import torch
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec, PooledAttention
+from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec, FusedKvWriteAttention
 from tokenyard.executor.attention.flashinfer import FlashInferAttention
 from tokenyard.executor.attention.flashinfer import why_not as flashinfer_why_not
-from tokenyard.executor.attention.gather import GatherAttention
-from tokenyard.executor.attention.grouped import GroupedAttention, GroupedPooledAttention
+from tokenyard.executor.attention.gathered import GatherAttention
+from tokenyard.executor.attention.hybrid import HybridAttention, HybridFusedKvWriteAttention
 from tokenyard.executor.attention.triton.available import why_not as triton_why_not
 from tokenyard.executor.forward_batch import PageTable
 from tokenyard.executor.kv_pool import KvPool
-from tokenyard.executor.layers.summed import Joint
-from tokenyard.executor.models.backend import ModelBackend, TorchModel
+from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.models.decoder import Decoder
+from tokenyard.executor.models.model_backend import ModelBackend, TorchModel
 from tokenyard.executor.native.attention import NativeAttention
-from tokenyard.executor.native.drawing import NativeDrawer
-from tokenyard.executor.native.engine import NativeEngine, choose_threads, why_not
-from tokenyard.executor.native.experts import NativeExperts
 from tokenyard.executor.native.library import NoLibraryError, load_library
 from tokenyard.executor.native.model import NativeDecoder, NativeModel
-from tokenyard.executor.sampling.draw import Drawer
+from tokenyard.executor.native.moe import NativeMoe
+from tokenyard.executor.native.runtime import NativeRuntime, choose_threads, why_not
+from tokenyard.executor.native.sampling import NativeSamplingBackend
+from tokenyard.executor.sampling.top_k_top_p import SamplingBackend
 from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MODEL_IMPLS = ("auto", "torch", "native")
 ATTENTION_BACKENDS = ("auto", "gather", "native", "triton", "flashinfer")
 QUANTIZATIONS = ("none", "int8")
-MOST_INT8_INPUTS = 1 << 16
+MAX_INT8_INPUTS = 1 << 16
 """Sums of more products of bytes could leave 32 bits."""
 
 
@@ -46,7 +46,7 @@ class BackendChoice:
     deterministic: whether a token's result must be the same bit for bit under every schedule.
     """
 
-    engine: NativeEngine | None
+    engine: NativeRuntime | None
     native_model: bool
     kernels: str
     int8: bool = False
@@ -88,8 +88,8 @@ def choose_backends(
         return choice
     if not choice.native_model:
         raise ConfigError(f"quantization int8 needs a native model; this one's steps are computed by {choice.kernels}")
-    if max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim) > MOST_INT8_INPUTS:
-        raise ConfigError(f"quantization int8 takes products of at most {MOST_INT8_INPUTS} inputs; this model has more")
+    if max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim) > MAX_INT8_INPUTS:
+        raise ConfigError(f"quantization int8 takes products of at most {MAX_INT8_INPUTS} inputs; this model has more")
     return replace(choice, int8=True, kernels=f"int8 {choice.kernels}")
 
 
@@ -147,13 +147,13 @@ def _flashinfer(model_impl: str, config: ModelConfig, dtype: torch.dtype, device
 
 def _native_engine(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, threads: int
-) -> tuple[NativeEngine | None, str]:
+) -> tuple[NativeRuntime | None, str]:
     """Return the native kernels, or None and why they cannot serve."""
     reason = why_not(dtype, config.head_dim, device)
     if reason:
         return None, reason
     try:
-        return NativeEngine(load_library(), choose_threads(threads)), ""
+        return NativeRuntime(load_library(), choose_threads(threads)), ""
     except NoLibraryError as error:
         logger.warning("no native CPU kernels, so steps take up to three times as long: %s", error)
         return None, str(error)
@@ -166,15 +166,15 @@ def load_layers(
     device: torch.device,
     dtype: torch.dtype,
     context_length: int,
-    joint: Joint | None = None,
+    tp_comm: TensorParallelComm | None = None,
 ) -> Decoder | NativeDecoder:
-    """Take a model's weights, as the choice wants them; `joint`: see Decoder. Raises ConfigError if one is missing or
+    """Take a model's weights, as the choice wants them; `tp_comm`: see Decoder. Raises ConfigError if one is missing or
     misshapen.
     """
     if choice.engine is not None and choice.native_model:
         return NativeDecoder(choice.engine, config, weights, dtype, context_length, int8=choice.int8)
-    experts = None if choice.engine is None else partial(NativeExperts, choice.engine, dtype)
-    return Decoder(config, weights, device, context_length, joint, experts)
+    experts = None if choice.engine is None else partial(NativeMoe, choice.engine, dtype)
+    return Decoder(config, weights, device, context_length, tp_comm, experts)
 
 
 def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvPool, pages: PageTable) -> ModelBackend:
@@ -189,14 +189,14 @@ def make_model(choice: BackendChoice, layers: Decoder | NativeDecoder, pool: KvP
             return GatherAttention(pool, pages, spec)
         return NativeAttention(choice.engine, pool, pages, spec, layers.config.num_heads)
 
-    make = attend if pool.windows is None else partial(GroupedAttention, attend)
+    make = attend if pool.windows is None else partial(HybridAttention, attend)
     return TorchModel(layers, make(pool, pages, layers.attention_spec))
 
 
 def _on_a_gpu(choice: BackendChoice, layers: Decoder, pool: KvPool, pages: PageTable) -> TorchModel:
     """Torch's layers with Triton's kernels, or flashinfer's, or both."""
 
-    def attend(pool: KvPool, pages: PageTable, spec: AttentionSpec) -> PooledAttention:
+    def attend(pool: KvPool, pages: PageTable, spec: AttentionSpec) -> FusedKvWriteAttention:
         if choice.flashinfer:
             return FlashInferAttention(pool, pages, spec, layers.config.num_heads)
         # Here, because the package triton is not installed everywhere, and takes a second to import.
@@ -204,7 +204,7 @@ def _on_a_gpu(choice: BackendChoice, layers: Decoder, pool: KvPool, pages: PageT
 
         return TritonAttention(pool, pages, spec, layers.config.num_heads)
 
-    make = attend if pool.windows is None else partial(GroupedPooledAttention, attend)
+    make = attend if pool.windows is None else partial(HybridFusedKvWriteAttention, attend)
     attention = make(pool, pages, layers.attention_spec)
     if choice.triton:
         from tokenyard.executor.attention.triton.backend import TritonKernels
@@ -213,10 +213,10 @@ def _on_a_gpu(choice: BackendChoice, layers: Decoder, pool: KvPool, pages: PageT
     return TorchModel(layers, attention)
 
 
-def make_drawer(choice: BackendChoice, config: ModelConfig) -> Drawer | None:
+def make_sampling_backend(choice: BackendChoice, config: ModelConfig) -> SamplingBackend | None:
     """Return what chooses tokens by the kernels of a choice, None where torch does."""
     if choice.triton:
-        from tokenyard.executor.attention.triton.draw import TritonDrawer
+        from tokenyard.executor.attention.triton.sampling_kernels import TritonSamplingBackend
 
-        return TritonDrawer()
-    return NativeDrawer(choice.engine, config.vocab_size) if choice.engine is not None else None
+        return TritonSamplingBackend()
+    return NativeSamplingBackend(choice.engine, config.vocab_size) if choice.engine is not None else None

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tokenyard.base import AcceptanceRecord, Int32Array, Int64Array, StepPlan
-from tokenyard.executor.drafts import NO_DRAFTS, Choose, KeepTo, compared, sampled_runs
+from tokenyard.base import AcceptanceRate, Int32Array, Int64Array, StepPlan
+from tokenyard.executor.drafter import NO_DRAFTS, Choose, KeepTo, count_accepted, sampled_runs
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
 from tokenyard.executor.kv_pool import KvPool
-from tokenyard.executor.models.backend import ModelBackend
+from tokenyard.executor.models.model_backend import ModelBackend
 
-MOST_TAKEN_IN = 1024
+MAX_CATCH_UP_TOKENS = 1024
 """Tokens that the draft model takes in at once of what it has not seen."""
 
 ANEW_EVERY = 64
@@ -39,11 +39,11 @@ class _Row:
 
     epoch: int
     ids: list[int]
-    record: AcceptanceRecord
+    record: AcceptanceRate
     seen: int = -1
     drafts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
     forced: Int32Array = field(default_factory=lambda: NO_DRAFTS)
-    forced_record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
+    jump_forward_record: AcceptanceRate = field(default_factory=AcceptanceRate)
 
 
 class DraftTimes:
@@ -61,12 +61,12 @@ class DraftTimes:
         """A step of the large model took so long, without its drafts."""
         self._step_s = _mean(self._step_s, seconds)
 
-    def worthwhile(self, chance: float, most: int) -> int:
+    def worthwhile(self, chance: float, max_drafts: int) -> int:
         """How many drafts, each right with this chance if those before it are, give the most tokens per second."""
         if self._draft_s is None or not self._step_s:
-            return most
+            return max_drafts
         share, best, best_rate, expected = self._draft_s / self._step_s, 0, 1.0, 1.0
-        for count in range(1, most + 1):
+        for count in range(1, max_drafts + 1):
             expected += chance**count
             if expected / (1.0 + share * count) > best_rate:
                 best, best_rate = count, expected / (1.0 + share * count)
@@ -78,25 +78,25 @@ def _mean(old: float | None, new: float) -> float:
 
 
 class ModelDrafter:
-    """Drafts up to `most` tokens for each row, by a model of its own. Rows with log-probabilities have none.
+    """Drafts up to `max_drafts` tokens for each row, by a model of its own. Rows with log-probabilities have none.
 
     pool, pages: the draft model's KV, and the page table of both models. choose: see `Choose`. clock: in seconds.
     """
 
     def __init__(
         self,
-        most: int,
+        max_drafts: int,
         model: ModelBackend,
         pool: KvPool,
         pages: PageTable,
         choose: Choose,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._most, self._model, self._pages, self._choose, self._clock = most, model, pages, choose, clock
+        self._max_drafts, self._model, self._pages, self._choose, self._clock = max_drafts, model, pages, choose, clock
         self._device = pages.tensor.device
         self._valid = torch.zeros(pool.tensor.shape[2], dtype=torch.bool, device=self._device)
         self._rows: dict[int, _Row] = {}
-        self._overall = AcceptanceRecord()
+        self._overall = AcceptanceRate()
         self._started = 0
         self._times = DraftTimes()
         self._drafting_s = 0.0
@@ -151,27 +151,27 @@ class ModelDrafter:
             self._times.stepped(max(seconds - (self._drafting_s if plan.verify_rows else 0.0), 0.0))
         drafted, chances = np.zeros((2, len(accepted)), np.int32)
         for place, pool_row, row, run in sampled_runs(self._rows, plan, tokens, accepted):
-            right, refused = compared(row.drafts, run)
+            right, refused = count_accepted(row.drafts, run)
             if len(row.forced):
-                row.forced_record.observe(right, refused)
+                row.jump_forward_record.observe(right, refused)
             else:
                 row.record.observe(right, refused)
                 self._overall.observe(right, refused)
             row.ids += run.tolist()
             # Of refused drafts it has KV that is none of the row's tokens; the last token it has not seen.
             row.seen = min(row.seen, len(row.ids) - 1)
-            row.forced, _ = keep_to(pool_row, NO_DRAFTS, self._most)
+            row.forced, _ = keep_to(pool_row, NO_DRAFTS, self._max_drafts)
             row.drafts = row.forced
             if len(row.forced):
-                drafted[place], chances[place] = len(row.forced), row.forced_record.chance
+                drafted[place], chances[place] = len(row.forced), row.jump_forward_record.chance
                 continue
             chances[place] = row.record.chance
-            drafted[place] = self._times.worthwhile(row.record.chance / 1000, self._most)
+            drafted[place] = self._times.worthwhile(row.record.chance / 1000, self._max_drafts)
         return drafted, chances
 
-    def _record(self) -> AcceptanceRecord:
+    def _record(self) -> AcceptanceRate:
         """The record of a new row."""
-        record, overall = AcceptanceRecord(), self._overall
+        record, overall = AcceptanceRate(), self._overall
         if self._started % ANEW_EVERY:
             record.right = record.tried * overall.right / overall.tried
         self._started += 1
@@ -210,8 +210,8 @@ class ModelDrafter:
     def _take_in(self, pool_row: int, first: int, start: int) -> int:
         """Compute a row's tokens from `first` on, up to a few before `start`; returns how far it came."""
         ids = self._rows[pool_row].ids
-        while start - first >= MOST_TAKEN_IN:
-            chunk = ids[first : first + MOST_TAKEN_IN]
+        while start - first >= MAX_CATCH_UP_TOKENS:
+            chunk = ids[first : first + MAX_CATCH_UP_TOKENS]
             self._compute(np.array([pool_row], np.int32), np.array([first]), [chunk])
             first += len(chunk)
         return first

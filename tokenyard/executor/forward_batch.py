@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array, StepPlan
-from tokenyard.executor.streams import uploaded
+from tokenyard.executor.cuda_streams import uploaded
 
 
 @dataclass(slots=True)
@@ -78,10 +78,10 @@ def upload(columns: Sequence[npt.NDArray[Any]], device: torch.device) -> torch.T
     block = np.empty((len(columns), len(columns[0])), dtype=np.int64)
     for row, column in zip(block, columns, strict=True):
         row[:] = column
-    return send(block, device)
+    return to_device(block, device)
 
 
-def send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Send an array to the device without waiting for it; on a CPU the tensor shares the array's memory.
 
     Every array of a step goes this way: a copy out of memory that is not pinned waits for all work queued before it.

@@ -24,7 +24,7 @@ class FutureMap:
         self._last_token[pool_rows] = tokens
 
 
-class Unsampled:
+class DelayedSamplingRows:
     """Rows whose latest token a launched step has yet to sample, as its sampling was delayed.
 
     A step that reads such a token would read an older one. With two steps in flight that does not happen, as the first

@@ -18,31 +18,31 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import BoolArray, Int32Array, Int64Array, InvalidRequestError, StepPlan
-from tokenyard.executor.forward_batch import send
-from tokenyard.executor.grammar_refusal import explain_refusal
+from tokenyard.executor.forward_batch import to_device
+from tokenyard.executor.grammar_errors import explain_refusal
 
-MOST_COMPILED = 256
-MOST_COMPILED_CHARS = 16_000_000
-MOST_ITEMS = 5000
+MAX_COMPILED = 256
+MAX_COMPILED_CHARS = 16_000_000
+MAX_LARK_ITEMS = 5000
 """Ways to go on that a grammar may have open at one place. An object takes four for each optional property, and the
 server takes a thousand of these; a mask then costs tens of milliseconds.
 """
 
 
 ROWS_FOR_THREADS = 16
-MOST_THREADS = 8
+MAX_MASK_THREADS = 8
 """Threads that make masks where a step has many rows with grammars; fewer where the machine has fewer cores."""
 
 BYTE_MASKS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
 BYTE_MASKS = BYTE_MASKS.astype(np.float32)
 """float32[256, 8]: for each byte of a mask, 0 where a bit is set and -inf where it is not."""
 
-MOST_USED = 256
+MAX_SPARE_MATCHERS = 256
 """Matchers of each grammar that are kept for its next requests."""
 
 
 @dataclass(slots=True)
-class Matcher:
+class GrammarMatcher:
     """Follows one row's answer. A result is this answer's if it has the row's `epoch` and is of no step before `since`:
     the epochs of two owners of a pool row may be equal by chance.
 
@@ -58,7 +58,7 @@ class Matcher:
 
 
 @dataclass(slots=True)
-class RowMasks:
+class VocabMasks:
     """What some sampled positions allow. places: int64[k], on the host. values: float32[k, vocabulary] on the device, 0
     for allowed tokens and -inf for all others. withdrawn: int64[m], inputs of the plan that are drafts behind which
     nothing is known; what is sampled there must not count.
@@ -68,17 +68,17 @@ class RowMasks:
     values: torch.Tensor
     withdrawn: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def among(self, chosen: Int64Array) -> "RowMasks":
+    def among(self, chosen: Int64Array) -> "VocabMasks":
         """The masks of those of some sampled positions, int64[n] in rising order, that have one."""
         held = np.flatnonzero(np.isin(self.places, chosen))
         places = np.searchsorted(chosen, self.places[held])
-        return RowMasks(places, self.values[send(held, self.values.device)])
+        return VocabMasks(places, self.values[to_device(held, self.values.device)])
 
     def apply(self, logits: torch.Tensor) -> None:
         """Mask logits in place. A row that nothing would be left of follows its mask alone: a grammar wins over a bias
         and over the least number of tokens.
         """
-        places = send(self.places, logits.device)
+        places = to_device(self.places, logits.device)
         masked = logits[places] + self.values
         empty = masked.amax(dim=-1) == float("-inf")
         masked[empty] = self.values[empty]
@@ -91,13 +91,13 @@ class _Run:
     all that are sampled.
     """
 
-    matcher: Matcher
+    matcher: GrammarMatcher
     drafts: list[int]
     first_draft: int
     place: int
 
 
-class GrammarStore:
+class GrammarCache:
     """Compiled grammars by their text, the latest of them; may be used from several threads."""
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -129,7 +129,7 @@ class GrammarStore:
             raise InvalidRequestError(f"the grammar cannot be used: {reason}")
         with self._lock:
             self._compiled[text] = matcher
-            while len(self._compiled) > MOST_COMPILED or sum(map(len, self._compiled)) > MOST_COMPILED_CHARS:
+            while len(self._compiled) > MAX_COMPILED or sum(map(len, self._compiled)) > MAX_COMPILED_CHARS:
                 dropped, _ = self._compiled.popitem(last=False)
                 self._used.pop(dropped, None)
 
@@ -158,7 +158,7 @@ class GrammarStore:
         """Keep a matcher that is not needed any more for the next answer of the same grammar."""
         with self._lock:
             used = self._used.setdefault(text, []) if text in self._compiled else None
-            if used is not None and len(used) < MOST_USED and state.reset() and not state.is_error():
+            if used is not None and len(used) < MAX_SPARE_MATCHERS and state.reset() and not state.is_error():
                 used.append(state)
 
     def fresh(self, text: str) -> Any:
@@ -173,7 +173,7 @@ class GrammarStore:
     def _fresh(self, text: str) -> Any:
         import llguidance
 
-        limits = llguidance.LLParserLimits(max_items_in_row=MOST_ITEMS)
+        limits = llguidance.LLParserLimits(max_items_in_row=MAX_LARK_ITEMS)
         return llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
 
     def _read_tokenizer(self, llguidance: Any, text: str) -> Any:
@@ -187,11 +187,11 @@ class GrammarStore:
 class GrammarRows:
     """Matchers by pool row, for an executor: rows start, are masked before they are sampled, and take in tokens."""
 
-    def __init__(self, store: GrammarStore, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, store: GrammarCache, vocab_size: int, device: torch.device) -> None:
         self._store = store
         self._vocab_size = vocab_size
         self._device = device
-        self._matchers: dict[int, Matcher] = {}
+        self._matchers: dict[int, GrammarMatcher] = {}
         self._table: torch.Tensor | None = None
         self._executor: Any = None
 
@@ -207,9 +207,9 @@ class GrammarRows:
                 state.consume_tokens(known)
                 place = int(np.flatnonzero(plan.pool_rows == start.pool_row)[0])
                 epoch = int(plan.epochs[place])
-                self._matchers[start.pool_row] = Matcher(epoch, plan.step, state, start.grammar, used, known)
+                self._matchers[start.pool_row] = GrammarMatcher(epoch, plan.step, state, start.grammar, used, known)
 
-    def masks(self, plan: StepPlan) -> RowMasks | None:
+    def masks(self, plan: StepPlan) -> VocabMasks | None:
         """What the rows of a plan may say next, None where none has a grammar. Where a row verifies drafts (whose ids
         stand in the plan by now), each of its samples has the mask of the drafts before it.
         """
@@ -237,7 +237,7 @@ class GrammarRows:
             withdrawn += [run.first_draft + known - 1] if known <= len(run.drafts) else []
             kept += known
         masks = self._values(words[:kept])
-        return RowMasks(np.array(places, np.int64), masks, np.array(withdrawn, np.int64))
+        return VocabMasks(np.array(places, np.int64), masks, np.array(withdrawn, np.int64))
 
     def _runs(self, plan: StepPlan) -> list[_Run]:
         """The rows of a plan that have a grammar and verify drafts."""
@@ -275,16 +275,17 @@ class GrammarRows:
             matcher.state.unsafe_compute_mask_ptr(words[0].ctypes.data, size)
         return max(known, 1)
 
-    def drafts(self, pool_row: int, proposed: Int32Array, most: int) -> tuple[Int32Array, bool]:
-        """Drafts for a row, int32[n], of those that are `proposed` what its grammar allows, or up to `most` tokens that
-        it forces if these are more; and whether it forces any. A row without a grammar has what is proposed.
+    def drafts(self, pool_row: int, proposed: Int32Array, max_drafts: int) -> tuple[Int32Array, bool]:
+        """Drafts for a row, int32[n], of those that are `proposed` what its grammar allows, or up to `max_drafts`
+        tokens that it forces if these are more; and whether it forces any. A row without a grammar has what is
+        proposed.
         """
         matcher = self._matchers.get(pool_row)
         if matcher is None:
             return proposed, False
         if matcher.state.is_error() or matcher.state.is_stopped():
             return proposed[:0], False
-        forced = matcher.state.compute_ff_tokens()[:most]
+        forced = matcher.state.compute_ff_tokens()[:max_drafts]
         allowed = matcher.state.validate_tokens(proposed.tolist()) if len(proposed) else 0
         if matcher.state.is_error():
             self._renew(matcher)
@@ -292,7 +293,7 @@ class GrammarRows:
         drafts = proposed[:allowed] if allowed >= len(forced) else np.array(forced, np.int32)
         return drafts, bool(forced)
 
-    def _fill(self, words: npt.NDArray[np.uint32], matchers: list[Matcher]) -> None:
+    def _fill(self, words: npt.NDArray[np.uint32], matchers: list[GrammarMatcher]) -> None:
         """Write what each matcher allows as bits, uint32[matchers, words]; many of them in several threads."""
         size = words.shape[1] * 4
         if len(matchers) >= ROWS_FOR_THREADS:
@@ -310,7 +311,7 @@ class GrammarRows:
         import llguidance
 
         if self._executor is None:
-            self._executor = llguidance.LLExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+            self._executor = llguidance.LLExecutor(min(MAX_MASK_THREADS, os.cpu_count() or 1))
         return self._executor
 
     def consume(
@@ -340,7 +341,7 @@ class GrammarRows:
             ended[place] = matcher.state.is_stopped()
         return ended, failures
 
-    def _take_in(self, matcher: Matcher, run: list[int]) -> bool:
+    def _take_in(self, matcher: GrammarMatcher, run: list[int]) -> bool:
         """Take in the tokens of a row; False if the grammar does not allow them."""
         # A matcher in its error state allows the end alone, which would pass for a whole answer.
         done = not matcher.state.is_error() and all(self._consume_one(matcher.state, token) for token in run)
@@ -350,7 +351,7 @@ class GrammarRows:
         matcher.taken += run
         return done
 
-    def _renew(self, matcher: Matcher) -> None:
+    def _renew(self, matcher: GrammarMatcher) -> None:
         """Begin anew with a fresh one where one that was used before fails: what earlier answers have cost counts for
         the library's limits, and must not be this answer's fault.
         """
@@ -368,8 +369,8 @@ class GrammarRows:
             found = BYTE_MASKS.take(words.view(np.uint8), axis=0).reshape(len(words), -1)
             return torch.from_numpy(found[:, : self._vocab_size])
         if self._table is None:
-            self._table = send(BYTE_MASKS, self._device)
-        masks = send(words.view(np.uint8).astype(np.int32), self._device)
+            self._table = to_device(BYTE_MASKS, self._device)
+        masks = to_device(words.view(np.uint8).astype(np.int32), self._device)
         return torch.nn.functional.embedding(masks, self._table).flatten(1)[:, : self._vocab_size]
 
 

@@ -1,4 +1,4 @@
-"""Copies of KV between a device's pool and host memory, for the store below (`transfer.layout.BlockPool`)."""
+"""Copies of KV between a device's pool and host memory, for the KV store (`kv_layout.layout.BlockPool`)."""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ from tokenyard.executor.kv_pool import KvPool
 
 class DeviceBlocks:
     """The pages of a pool on a device, to gather blocks from and to scatter them into. A block is laid out as
-    `transfer.layout.PoolView` says.
+    `kv_layout.layout.PoolView` says.
 
     Copies run on a stream of their own, beside the steps: nobody writes pages that are gathered, and nobody reads
     those that are scattered into. Each call returns when its copy is done. One thread at a time may call.

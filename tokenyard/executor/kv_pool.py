@@ -18,7 +18,7 @@ HUGE_PAGE_BYTES = 2 << 20
 MADV_HUGEPAGE = 14
 CPU_DEFAULT_TOKENS = 32768
 CPU_DEFAULT_BYTES = 1 << 30
-LEAST_WINDOW_TOKENS, LEAST_WINDOW_PAGES = 128, 8
+MIN_WINDOW_TOKENS, MIN_WINDOW_PAGES = 128, 8
 """What a pool of windows has at least beside two windows, so that a prompt can be computed in chunks."""
 
 
@@ -103,7 +103,7 @@ def window_layers(config: ModelConfig) -> int:
     return sum(window > 0 for window in config.windows)
 
 
-def choose_window_group(config: ModelConfig, num_pages: int, page_size: int, ratio: float) -> WindowGroup | None:
+def choose_swa_pool(config: ModelConfig, num_pages: int, page_size: int, ratio: float) -> WindowGroup | None:
     """Return the group of the layers with a window beside a pool of `num_pages`, None where all layers keep all tokens.
 
     ratio: of its pages to those of the others (SGLang's swa_full_tokens_ratio), 0 for no group. A model with windows of
@@ -113,7 +113,7 @@ def choose_window_group(config: ModelConfig, num_pages: int, page_size: int, rat
     window = max(config.windows)
     if not ratio or not window:
         return None
-    least = -(-(2 * window + LEAST_WINDOW_TOKENS) // page_size) + LEAST_WINDOW_PAGES
+    least = -(-(2 * window + MIN_WINDOW_TOKENS) // page_size) + MIN_WINDOW_PAGES
     pages = max(int(ratio * num_pages), least)
     if pages >= num_pages:
         return None

@@ -15,8 +15,8 @@ from tokenyard.base import ConfigError
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
-MOST_CONFIG_BYTES = 1 << 20
-MOST_RANK = 4096
+MAX_CONFIG_BYTES = 1 << 20
+MAX_LORA_RANK = 4096
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What adapters can change, in every layer."""
@@ -53,7 +53,7 @@ class LoraConfig:
     base: str
 
     @property
-    def most_rank(self) -> int:
+    def max_rank(self) -> int:
         """The largest rank of any module."""
         return max(self.rank, *self.rank_pattern.values()) if self.rank_pattern else self.rank
 
@@ -71,8 +71,8 @@ def read_lora_config(folder: Path) -> LoraConfig:
     """Read the config in an adapter's folder. Raises ConfigError for what is no plain LoRA adapter."""
     path = folder / CONFIG_NAME
     try:
-        if path.stat().st_size > MOST_CONFIG_BYTES:
-            raise ConfigError(f"{path} has more than {MOST_CONFIG_BYTES} bytes; that is no adapter's config")
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes; that is no adapter's config")
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); an adapter's folder needs it") from error
@@ -116,8 +116,8 @@ def _read_fields(raw: Mapping[str, Any], path: Path) -> LoraConfig:
         alpha_pattern=alphas,
         base=str(raw.get("base_model_name_or_path") or ""),
     )
-    if not all(1 <= rank <= MOST_RANK for rank in (config.rank, *ranks.values())):
-        raise ConfigError(f"{path}: ranks (r, rank_pattern) must be from 1 to {MOST_RANK}")
+    if not all(1 <= rank <= MAX_LORA_RANK for rank in (config.rank, *ranks.values())):
+        raise ConfigError(f"{path}: ranks (r, rank_pattern) must be from 1 to {MAX_LORA_RANK}")
     if not all(math.isfinite(alpha) for alpha in (config.alpha, *alphas.values())):
         raise ConfigError(f"{path}: lora_alpha and alpha_pattern must be finite numbers")
     return config

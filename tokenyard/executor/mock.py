@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tokenyard.base import (
     DRAFT,
-    MOST_CHANCE,
+    MAX_ACCEPTANCE_RATE,
     NS_PER_S,
     ConfigError,
     CostModel,
@@ -30,7 +30,7 @@ from tokenyard.base import (
     step_work,
 )
 from tokenyard.cost import find_profile
-from tokenyard.executor.drafts import confirmed_runs
+from tokenyard.executor.drafter import accepted_runs
 from tokenyard.executor.kv_check import AdapterCheck, KvCheck, UInt64Array, history_marks, mix
 
 NEVER_EOS = int(np.iinfo(np.int64).max)
@@ -136,7 +136,7 @@ class MockExecutor:
         if plan.verify_rows:
             rows = np.repeat(plan.pool_rows, plan.samples)
             sampled = self._tokens(rows, plan.sampled_positions.astype(np.int32))
-            tokens, ticket.accepted = confirmed_runs(plan, plan.tokens, sampled)
+            tokens, ticket.accepted = accepted_runs(plan, plan.tokens, sampled)
         if self._kv is not None:
             accepted = chosen.astype(np.int32) if ticket.accepted is None else ticket.accepted
             self._kv.sampled(plan, tokens if ticket.accepted is not None else tokens[chosen], accepted)
@@ -154,7 +154,7 @@ class MockExecutor:
         if self._drafts:
             drafting = [row not in self._starts for row in ticket.plan.pool_rows.tolist()]
             result.drafted = np.where(ticket.plan.sampled & np.array(drafting), self._drafts, 0).astype(np.int32)
-            chance = min(MOST_CHANCE, round(1000 * self._draft_right))
+            chance = min(MAX_ACCEPTANCE_RATE, round(1000 * self._draft_right))
             result.chances = np.full(len(result.drafted), chance, np.int32)
         return result
 
@@ -164,7 +164,7 @@ class MockExecutor:
     def load_adapter(self, adapter: str, folder: str) -> None:
         """Take any adapter: its rows get tokens of their own."""
 
-    def drop_adapter(self, adapter: str) -> None:
+    def unload_adapter(self, adapter: str) -> None:
         """Do nothing: there is nothing to free."""
 
     def pieces(self, pages: Int32Array) -> KvPieces:

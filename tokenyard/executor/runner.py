@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from tokenyard.base import DRAFT, ConfigError, ExecutorInfo, Int32Array, KvPieces, StepPlan, StepResult, TokenyardError
-from tokenyard.executor.drafts import Choose, Drafter, confirmed_runs, drafts_to_confirm
+from tokenyard.executor.cuda_streams import HostCopies, StepTimer
+from tokenyard.executor.drafter import Choose, Drafter, accepted_runs, drafts_to_verify
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, build_batch, samples_of, upload
-from tokenyard.executor.future_map import FutureMap, Unsampled
-from tokenyard.executor.grammar import GrammarRows, GrammarStore
+from tokenyard.executor.future_map import DelayedSamplingRows, FutureMap
+from tokenyard.executor.grammar import GrammarCache, GrammarRows
 from tokenyard.executor.kv_copies import DeviceBlocks
 from tokenyard.executor.kv_pool import KvPool
-from tokenyard.executor.lora import Adapters
-from tokenyard.executor.models.backend import ModelBackend
+from tokenyard.executor.lora_manager import LoraManager
+from tokenyard.executor.models.model_backend import ModelBackend
 from tokenyard.executor.pooling import PooledRows
-from tokenyard.executor.sampling.draw import Drawer, mark_nan, unmark_nan
 from tokenyard.executor.sampling.logprobs import (
     LogprobPiece,
     join_pieces,
@@ -26,7 +26,7 @@ from tokenyard.executor.sampling.logprobs import (
     prompt_pieces,
 )
 from tokenyard.executor.sampling.sampler import Sampler
-from tokenyard.executor.streams import Copies, StepClock
+from tokenyard.executor.sampling.top_k_top_p import SamplingBackend, mark_nan, unmark_nan
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Ticket:
     """
 
     plan: StepPlan
-    clock: StepClock
+    clock: StepTimer
     logits: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
     pieces: list[LogprobPiece] = field(default_factory=list)
@@ -59,8 +59,8 @@ class ModelExecutor:
         info: ExecutorInfo,
         device: torch.device,
         drafter: Callable[[Choose], Drafter] | None = None,
-        drawer: Drawer | None = None,
-        adapters: Adapters | None = None,
+        sampling_backend: SamplingBackend | None = None,
+        adapters: LoraManager | None = None,
     ) -> None:
         """Start with free rows. drafter: made with what chooses tokens, None for no drafts. drawer: of sampled tokens,
         None for torch's own.
@@ -69,22 +69,22 @@ class ModelExecutor:
         self.kv_pool = pool
         self.model = model
         self._device = device
-        self._copies = Copies(device)
+        self._copies = HostCopies(device)
         self._adapters = adapters
         self.pages = pages
         self._future = FutureMap(info.max_pool_rows, device)
-        self._unsampled = Unsampled(info.max_pool_rows)
-        self._grammars = GrammarStore(info.vocab_size, info.eos_token_ids)
+        self._unsampled = DelayedSamplingRows(info.max_pool_rows)
+        self._grammars = GrammarCache(info.vocab_size, info.eos_token_ids)
         self._grammar_rows = GrammarRows(self._grammars, info.vocab_size, device)
         self._pooled = PooledRows()
-        self._sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device, drawer)
+        self._sampler = Sampler(info.max_pool_rows, info.vocab_size, info.eos_token_ids, device, sampling_backend)
         self._drafter = drafter(self._sampler.guess) if drafter is not None else None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
         """Start a step; see Executor. Raises TokenyardError if it reads what a step before it has yet to sample."""
         self._unsampled.launch(plan)
-        ticket = Ticket(plan, StepClock(self._device))
+        ticket = Ticket(plan, StepTimer(self._device))
         ticket.clock.start()
         self._sampler.take(plan.row_starts)
         self._grammar_rows.take(plan)
@@ -134,7 +134,7 @@ class ModelExecutor:
             tokens = np.full(len(plan.pool_rows), -1, dtype=np.int32)
             tokens[plan.sampled] = sampled
         else:
-            tokens, accepted = confirmed_runs(plan, plan.tokens, sampled)
+            tokens, accepted = accepted_runs(plan, plan.tokens, sampled)
         ended, failures = self._grammar_rows.consume(plan, tokens, accepted)
         vectors = {place: vector.numpy().tobytes() for place, vector in ticket.vectors}
         pieces = join_pieces(ticket.pieces)
@@ -158,7 +158,7 @@ class ModelExecutor:
             raise ConfigError("adapters are off here; start with --enable-lora")
         self._adapters.load(adapter, Path(folder))
 
-    def drop_adapter(self, adapter: str) -> None:
+    def unload_adapter(self, adapter: str) -> None:
         """Free the memory of an adapter; see Executor."""
         if self._adapters is not None:
             self._adapters.drop(adapter)
@@ -209,7 +209,7 @@ class ModelExecutor:
         samples = samples_of(plan)
         pool_rows = np.repeat(plan.pool_rows, samples)
         if plan.verify_rows:
-            drafts = drafts_to_confirm(plan, plan.tokens)
+            drafts = drafts_to_verify(plan, plan.tokens)
             tokens = self._sampler.sample_runs(logits, pool_rows, positions, drafts, masks)
         else:
             tokens = self._sampler.sample(logits, pool_rows, positions, masks)

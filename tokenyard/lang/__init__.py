@@ -11,8 +11,8 @@ lang.set_default_backend(lang.Endpoint("http://127.0.0.1:30000"))
 print(answer.run(question="Why is the sky blue?")["answer"])
 """
 
-from tokenyard.lang.endpoint import Endpoint, EndpointError
-from tokenyard.lang.expressions import (
+from tokenyard.lang.interpreter import ProgramState, ProgramStateGroup
+from tokenyard.lang.ir import (
     assistant,
     assistant_begin,
     assistant_end,
@@ -28,8 +28,8 @@ from tokenyard.lang.expressions import (
     user_end,
 )
 from tokenyard.lang.program import Program, function, set_default_backend
-from tokenyard.lang.state import Forks, ProgramState
-from tokenyard.lang.transport import Answer, Transport
+from tokenyard.lang.runtime_endpoint import Endpoint, EndpointError
+from tokenyard.lang.transport import HttpAnswer, Transport
 from tokenyard.lang.values import (
     greedy_token_selection,
     token_length_normalized,
@@ -40,12 +40,12 @@ RuntimeEndpoint = Endpoint
 """Its name in SGLang's programs."""
 
 __all__ = [
-    "Answer",
     "Endpoint",
     "EndpointError",
-    "Forks",
+    "HttpAnswer",
     "Program",
     "ProgramState",
+    "ProgramStateGroup",
     "RuntimeEndpoint",
     "Transport",
     "assistant",

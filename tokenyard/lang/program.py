@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tokenyard.lang.state import ProgramState
-from tokenyard.lang.values import Backend
+from tokenyard.lang.interpreter import ProgramState
+from tokenyard.lang.values import BaseBackend
 
-MOST_THREADS = 64
+MAX_THREADS = 64
 """Threads that run the bodies of a batch's programs. A body that only adds to its state is through at once, so that far
 more programs run than there are threads."""
 
-_default: list[Backend] = []
+_default: list[BaseBackend] = []
 
 
-def set_default_backend(backend: Backend) -> None:
+def set_default_backend(backend: BaseBackend) -> None:
     """Run programs that are given no back end on this one."""
     _default[:] = [backend]
 
@@ -42,7 +42,7 @@ class Program:
     def run(
         self,
         *arguments: Any,
-        backend: Backend | None = None,
+        backend: BaseBackend | None = None,
         stream: bool = False,
         max_new_tokens: int | None = None,
         stop: str | list[str] | None = None,
@@ -81,7 +81,7 @@ class Program:
         self,
         batch: Sequence[dict[str, Any]],
         *,
-        backend: Backend | None = None,
+        backend: BaseBackend | None = None,
         num_threads: int | str = "auto",
         progress_bar: bool = False,
         generator_style: bool = False,
@@ -98,12 +98,12 @@ class Program:
     def _run_all(
         self,
         batch: Sequence[dict[str, Any]],
-        backend: Backend | None,
+        backend: BaseBackend | None,
         num_threads: int | str,
         progress_bar: bool,
         wishes: dict[str, Any],
     ) -> Iterator[ProgramState]:
-        threads = MOST_THREADS if num_threads == "auto" else int(num_threads)
+        threads = MAX_THREADS if num_threads == "auto" else int(num_threads)
         chosen = _chosen(backend)
         with ThreadPoolExecutor(max(1, min(threads, len(batch)))) as pool:
 
@@ -147,7 +147,7 @@ def function(body: Callable[..., Any]) -> Program:
     return Program(body)
 
 
-def _chosen(backend: Backend | None) -> Backend:
+def _chosen(backend: BaseBackend | None) -> BaseBackend:
     if backend is not None:
         return backend
     if not _default:

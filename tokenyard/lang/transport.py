@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from tokenyard.lang.state import LOOP
+from tokenyard.lang.interpreter import LOOP
 
 
 @dataclass(slots=True)
-class Answer:
+class HttpAnswer:
     """An answer that begins: its HTTP status, and the pieces of its body as they come."""
 
     status: int
@@ -22,7 +22,7 @@ class Answer:
 class Transport(Protocol):
     """Takes requests to a server. Used on the language's own event loop."""
 
-    def ask(self, method: str, path: str, body: Any = None) -> AbstractAsyncContextManager[Answer]:
+    def ask(self, method: str, path: str, body: Any = None) -> AbstractAsyncContextManager[HttpAnswer]:
         """Ask for an answer; `body` goes as JSON. Leaving the block before the answer's end gives it up."""
 
 
@@ -36,10 +36,10 @@ class HttpTransport:
         self._open: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
-    async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[Answer]:
+    async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[HttpAnswer]:
         """Ask for an answer; see Transport."""
         async with self._session.request(method, self._url + path, json=body) as response:
-            yield Answer(response.status, response.content.iter_any())
+            yield HttpAnswer(response.status, response.content.iter_any())
 
     def close(self) -> None:
         """Close the connections."""

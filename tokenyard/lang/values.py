@@ -16,7 +16,7 @@ unconditional_likelihood_normalized: ChoicesMethod = "unconditional_likelihood_n
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ProgramPrompt:
     """What stands before a generated part: text, or messages of which the last may be one to go on with."""
 
     text: str = ""
@@ -27,21 +27,23 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Piece:
+class StreamPiece:
     """More of a generated part; `meta` is what the back end says of it, in the shape of SGLang's meta_info."""
 
     text: str
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-class Backend(Protocol):
+class BaseBackend(Protocol):
     """Answers prompts. All methods are called on the language's own event loop."""
 
-    def generate(self, prompt: Prompt, sampling: dict[str, Any], *, logprobs: bool = False) -> AsyncIterator[Piece]:
+    def generate(
+        self, prompt: ProgramPrompt, sampling: dict[str, Any], *, logprobs: bool = False
+    ) -> AsyncIterator[StreamPiece]:
         """Go on behind a prompt; `sampling` has the names of `sampling_params` of /generate."""
 
-    async def warm(self, prompt: Prompt) -> None:
+    async def cache_prefix(self, prompt: ProgramPrompt) -> None:
         """Compute a prompt so that what begins with it finds it in the prefix cache."""
 
-    async def score(self, prompt: Prompt, choices: Sequence[str], *, alone: bool = False) -> list[list[float]]:
+    async def score(self, prompt: ProgramPrompt, choices: Sequence[str], *, alone: bool = False) -> list[list[float]]:
         """Log-probabilities of the tokens of each choice behind the prompt, or with `alone` behind nothing."""

@@ -12,7 +12,7 @@ import ray
 from ray import serve
 
 from tokenyard.on_ray.addresses_file import write_addresses
-from tokenyard.on_ray.watchers import watchers
+from tokenyard.on_ray.replica_listeners import replica_listeners
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--app", default="default", help="name of Serve's application [default]")
     args = parser.parse_args()
     ray.init(args.address, log_to_driver=False, logging_level="warning")
-    watchers.append(lambda urls: write_addresses(args.file, urls))
+    replica_listeners.append(lambda urls: write_addresses(args.file, urls))
     # The first call has Serve tell of the replicas, and of changes from then on.
     serve.get_app_handle(args.app).check_health.remote().result()
     threading.Event().wait()

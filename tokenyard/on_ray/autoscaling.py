@@ -7,7 +7,7 @@ FULL = 0.8
 """More of an engine's places or KV pool should not be taken on average, so that a burst finds room."""
 
 
-class EnoughEngines:
+class PrefillQueueAutoscaling:
     """Serve's autoscaling policy: as many engines as leave each at most `target_s` of prefill waiting, and room.
 
     Serve applies its own bounds and delays to the answer.
@@ -21,10 +21,12 @@ class EnoughEngines:
         metrics = context.aggregated_metrics or {}
         if not metrics.get("queued_s"):
             return context.target_num_replicas, {}
-        return wanted(list(metrics["queued_s"].values()), list(metrics["fullness"].values()), self._target_s), {}
+        return engines_wanted(
+            list(metrics["queued_s"].values()), list(metrics["fullness"].values()), self._target_s
+        ), {}
 
 
-def wanted(queued_s: list[float], fullness: list[float], target_s: float) -> int:
+def engines_wanted(queued_s: list[float], fullness: list[float], target_s: float) -> int:
     """Engines that the load of those that run asks for, by seconds of prefill that wait at each and the share of each
     that is taken, or more than 1 where requests wait for a place.
     """

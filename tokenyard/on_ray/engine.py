@@ -18,19 +18,19 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from tokenyard.base import ConfigError
-from tokenyard.on_ray.autoscaling import EnoughEngines
+from tokenyard.on_ray.autoscaling import PrefillQueueAutoscaling
 from tokenyard.on_ray.request_router import ChoiceRouter
 from tokenyard.on_ray.server_process import ServerProcess
 
 ASK_TIMEOUT_S = 5.0
 DRAIN_S = 60.0
-PERIOD_S, LOOK_BACK_S = 1.0, 5.0
-MOST_ONGOING = 1000
+PERIOD_S, LOAD_WINDOW_S = 1.0, 5.0
+MAX_ONGOING = 1000
 KEY_VARIABLES = ("TOKENYARD_ADMIN_API_KEY", "TOKENYARD_API_KEY")
 HOP_BY_HOP = {"connection", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 
 
-class Engine:
+class EngineDeployment:
     """A replica. Serve restarts it when `check_health` raises, and drains it before it takes it away."""
 
     def __init__(self, flags: Sequence[str], drain_s: float) -> None:
@@ -43,7 +43,7 @@ class Engine:
         key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), "")
         self._own_headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
-        self._seats = 0
+        self._max_running_requests = 0
 
     async def __call__(self, request: Request) -> StreamingResponse:
         """Serve's own path: hand a request to the server and its answer back, piece by piece."""
@@ -79,15 +79,15 @@ class Engine:
         return await self._load()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's hook: what `EnoughEngines` knows of the load."""
+        """Serve's hook: what `PrefillQueueAutoscaling` knows of the load."""
         return await self._load()
 
     async def _load(self) -> dict[str, float]:
         """The work that waits, and how full the engine is: the larger share of its places and its KV pool."""
         if self._server.status is not None:
             return {}
-        if not self._seats:
-            self._seats = int((await self._get("/server_info"))["max_running_requests"])
+        if not self._max_running_requests:
+            self._max_running_requests = int((await self._get("/server_info"))["max_running_requests"])
         ranks = (await self._get("/v1/loads"))["data"]
         requests = sum(rank["running_requests"] + rank["queued_requests"] for rank in ranks)
         held = sum(rank["used_tokens"] + rank["queued_tokens"] for rank in ranks)
@@ -96,7 +96,7 @@ class Engine:
             "requests": float(requests),
             "queued_tokens": float(sum(rank["queued_tokens"] for rank in ranks)),
             "queued_s": sum(rank["queued_seconds"] for rank in ranks) / len(ranks),
-            "fullness": max(requests / (self._seats * len(ranks)), held / room if room else 0.0),
+            "fullness": max(requests / (self._max_running_requests * len(ranks)), held / room if room else 0.0),
         }
 
     async def _get(self, path: str) -> dict[str, Any]:
@@ -148,10 +148,10 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
         min_replicas=int(given.pop("min_engines", 1)),
         max_replicas=int(given.pop("max_engines", 4)),
         policy=AutoscalingPolicy(
-            policy_function=EnoughEngines, policy_kwargs={"target_s": float(given.pop("target_s", 2.0))}
+            policy_function=PrefillQueueAutoscaling, policy_kwargs={"target_s": float(given.pop("target_s", 2.0))}
         ),
         metrics_interval_s=PERIOD_S,
-        look_back_period_s=LOOK_BACK_S,
+        look_back_period_s=LOAD_WINDOW_S,
         upscale_delay_s=float(given.pop("upscale_delay_s", 5.0)),
         downscale_delay_s=float(given.pop("downscale_delay_s", 300.0)),
     )
@@ -163,12 +163,12 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
         request_routing_stats_period_s=PERIOD_S,
     )
     deployment = serve.deployment(
-        Engine,
+        EngineDeployment,
         name="Engine",
         autoscaling_config=scaling,
         request_router_config=router,
         ray_actor_options=resources,
-        max_ongoing_requests=MOST_ONGOING,
+        max_ongoing_requests=MAX_ONGOING,
         health_check_period_s=PERIOD_S,
         graceful_shutdown_timeout_s=drain_s + 2 * ASK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=PERIOD_S,

@@ -13,23 +13,23 @@ from typing import Any
 import orjson
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tokenyard.on_ray.watchers import replicas_changed
-from tokenyard.router.choice import DEFAULT_POLICY, Features, beginning_key, make_policy, text_key
-from tokenyard.router.load import Sent, Speed, TargetState
+from tokenyard.on_ray.replica_listeners import replicas_changed
+from tokenyard.routing.choice import DEFAULT_POLICY, RequestFeatures, make_policy, prefix_key, text_key
+from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel
 
 BYTES_PER_TOKEN = 4
 SESSION_HEADER = b"x-session-id"
 
 
 class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """Ranks replicas as `router.choice` does. Load is what was sent from here, or more where the engine says so."""
+    """Ranks replicas as `routing.choice` does. Load is what was sent from here, or more where the engine says so."""
 
     def initialize_state(self, policy: str = DEFAULT_POLICY) -> None:
         """Serve's hook: `policy` is one of `tokenyard route --policy`."""
         self._policy = make_policy(policy, sticky=True)
-        self._speed = Speed()
-        self._targets: dict[ReplicaID, TargetState] = {}
-        self._sent: dict[str, Sent] = {}
+        self._speed = TtftModel()
+        self._targets: dict[ReplicaID, TargetLoad] = {}
+        self._sent: dict[str, DispatchedRequest] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's hook: these run now."""
@@ -44,7 +44,7 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         """Serve's hook: replicas, the best first."""
         if not candidate_replicas:
             return []
-        features = Features(1) if pending_request is None else features_of(pending_request)
+        features = RequestFeatures(1) if pending_request is None else features_of(pending_request)
         ranking = self._policy.rank(features, [self._state(replica) for replica in candidate_replicas])
         return [[candidate_replicas[place]] for place in ranking.order]
 
@@ -52,7 +52,7 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         """Serve's hook: a replica took the request."""
         target = self._target(replica_id)
         features = features_of(pending_request)
-        sent = Sent(target, features.tokens, 0, time.monotonic())
+        sent = DispatchedRequest(target, features.tokens, 0, time.monotonic())
         self._sent[pending_request.metadata.internal_request_id] = sent
         self._policy.sent(features, target)
         asyncio.get_running_loop().call_later(sent.expected_s(), sent.prefilled)
@@ -62,12 +62,12 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         if sent := self._sent.pop(internal_request_id, None):
             sent.end()
 
-    def _target(self, replica_id: ReplicaID) -> TargetState:
+    def _target(self, replica_id: ReplicaID) -> TargetLoad:
         if replica_id not in self._targets:
-            self._targets[replica_id] = TargetState(replica_id.unique_id, self._speed)
+            self._targets[replica_id] = TargetLoad(replica_id.unique_id, self._speed)
         return self._targets[replica_id]
 
-    def _state(self, replica: RunningReplica) -> TargetState:
+    def _state(self, replica: RunningReplica) -> TargetLoad:
         """What was sent to a replica from here, or what its engine said last where that is more."""
         state, told = copy.copy(self._target(replica.replica_id)), replica.routing_stats
         if told.get("queued_tokens"):
@@ -77,19 +77,19 @@ class ChoiceRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return state
 
 
-def features_of(request: PendingRequest) -> Features:
+def features_of(request: PendingRequest) -> RequestFeatures:
     """What a policy may know: of an HTTP request by its headers, of a call of `Engine.ask` by its body."""
     session = getattr(request.metadata, "session_id", "")
     scope = getattr(request.args[0], "asgi_scope", None) if request.args else None
     if scope is not None:
         headers = dict(scope["headers"])
         session = session or headers.get(SESSION_HEADER, b"").decode("latin-1")
-        return Features(_tokens(int(headers.get(b"content-length", 0))), key=text_key(session), session=session)
+        return RequestFeatures(_tokens(int(headers.get(b"content-length", 0))), key=text_key(session), session=session)
     body = request.args[-1] if request.args else None
     if not isinstance(body, Mapping):
-        return Features(1, session=session)
+        return RequestFeatures(1, session=session)
     text = orjson.dumps(body.get("messages") or body.get("prompt") or body.get("text") or "")
-    return Features(_tokens(len(text)), key=beginning_key(text), session=session)
+    return RequestFeatures(_tokens(len(text)), key=prefix_key(text), session=session)
 
 
 def _tokens(size: int) -> int:

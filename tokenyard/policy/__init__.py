@@ -1,7 +1,7 @@
 """Which request is next, how much one step does, which request is preempted. Policies order; they never allocate."""
 
 from tokenyard.policy.base import Option, Policy
-from tokenyard.policy.order import best_first, in_groups
+from tokenyard.policy.queue_orders import best_first, in_groups
 from tokenyard.policy.registry import POLICIES, create_policy
 from tokenyard.policy.views import NO_DEADLINE, NO_PRIORITY, Columns, PrefixBranch, Views
 

@@ -1,7 +1,8 @@
 """`adaptive`: picks, among a few candidate settings, the one that would serve the recent traffic best.
 
 The policy itself is fcfs. Outside the core, every few seconds, the state is run a few seconds forward under each
-candidate by the simulator (sim/lookahead.py), and `Judge` says whether to change; the change enters as `SetPolicy`.
+candidate by the simulator (sim/engine/lookahead.py), and `CandidateSelector` says whether to change; the change enters
+as `SetPolicy`.
 """
 
 import difflib
@@ -16,11 +17,11 @@ from tokenyard.policy.base import Option, Policy, chosen_options
 MARGIN = 0.03
 """A candidate is clearly better if its score exceeds the current one's by this share."""
 
-LEAST_GAIN_S = 0.1
+MIN_GAIN_S = 0.1
 """The least gain in mean time to first token that counts; users do not notice a smaller one."""
 
-LATEST_SWITCHES = 16
-MOST_SAVED_S = 4.0
+MAX_SWITCHES_KEPT = 16
+MAX_SAVED_S = 4.0
 """The most CPU time that quiet periods save up, to be spent on several looks in a row."""
 
 CHANGEABLE = ("chunked_prefill_size", "enable_mixed_chunk", "step_budget")
@@ -41,7 +42,7 @@ NEED_TREE = ("lpm", "lpm-time")
 SEPARATOR = "+"
 
 
-class Adaptive(Policy):
+class AdaptivePolicy(Policy):
     """fcfs, until a look ahead finds something clearly better.
 
     Options: `interval_s` from one look to the next, `horizon_s` how far it goes, `cpu_share` of one core that looks may
@@ -65,12 +66,12 @@ class Adaptive(Policy):
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
-        Outlook.of(settings)
+        AdaptiveOptions.of(settings)
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """The parsed options of `adaptive`; see `Adaptive`."""
+class AdaptiveOptions:
+    """The parsed options of `adaptive`; see `AdaptivePolicy`."""
 
     candidates: tuple[str, ...]
     interval_s: float
@@ -78,11 +79,11 @@ class Outlook:
     cpu_share: float
 
     @classmethod
-    def of(cls, settings: SchedulerSettings) -> "Outlook":
+    def of(cls, settings: SchedulerSettings) -> "AdaptiveOptions":
         """The outlook that settings with the policy `adaptive` ask for. Raises ConfigError for unknown candidates, and
         if none can be used with the other settings.
         """
-        options = chosen_options(Adaptive, settings)
+        options = chosen_options(AdaptivePolicy, settings)
         names = [name.strip() for name in str(options["among"]).split(SEPARATOR)]
         for name in names:
             if name not in CANDIDATES:
@@ -119,7 +120,7 @@ def _usable(name: str, settings: SchedulerSettings) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class CandidateScore:
     """How a candidate did in a look ahead.
 
     met: the share of the judged `requests` that met their targets; a request that cannot be judged by the end of the
@@ -133,22 +134,24 @@ class Score:
     requests: int = 0
     steps: int = 0
 
-    def clearly_better(self, than: "Score") -> bool:
+    def clearly_better(self, than: "CandidateScore") -> bool:
         """Whether the share that met its targets is larger by `MARGIN`; if both shares are equal, whether first tokens
-        come sooner by `MARGIN` and by at least `LEAST_GAIN_S`.
+        come sooner by `MARGIN` and by at least `MIN_GAIN_S`.
         """
         if self.met != than.met:
             return self.met > than.met * (1.0 + MARGIN)
-        return self.ttft_s < min(than.ttft_s * (1.0 - MARGIN), than.ttft_s - LEAST_GAIN_S)
+        return self.ttft_s < min(than.ttft_s * (1.0 - MARGIN), than.ttft_s - MIN_GAIN_S)
 
     @property
     def beatable(self) -> bool:
         """Whether any score could be clearly better."""
-        return Score("", 1.0, 0.0).clearly_better(self) or Score("", self.met, 0.0).clearly_better(self)
+        return CandidateScore("", 1.0, 0.0).clearly_better(self) or CandidateScore("", self.met, 0.0).clearly_better(
+            self
+        )
 
 
 @dataclass(slots=True)
-class Switch:
+class PolicySwitch:
     """A change that was made at `at_ns`, and its reason in one line."""
 
     at_ns: int
@@ -157,15 +160,15 @@ class Switch:
 
 
 @dataclass(slots=True)
-class Judge:
+class CandidateSelector:
     """Keeps the current candidate until another one is clearly better in two looks in a row."""
 
     candidates: Sequence[str]
     current: str = ""
     looks: int = 0
     switches: dict[str, int] = field(default_factory=dict)
-    latest: deque[Switch] = field(default_factory=lambda: deque(maxlen=LATEST_SWITCHES))
-    scores: list[Score] = field(default_factory=list)
+    latest: deque[PolicySwitch] = field(default_factory=lambda: deque(maxlen=MAX_SWITCHES_KEPT))
+    scores: list[CandidateScore] = field(default_factory=list)
     _better: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -181,7 +184,7 @@ class Judge:
         """
         return [self.current, *(self._better or (name for name in self.candidates if name != self.current))]
 
-    def take(self, scores: Sequence[Score], now: int) -> SetPolicy | None:
+    def take(self, scores: Sequence[CandidateScore], now: int) -> SetPolicy | None:
         """Judge the scores of the `wanted` candidates, or of the first alone if no score can beat it. Returns the
         change to make, or None. Raises ValueError for scores of other candidates and for scores out of range.
         """
@@ -199,43 +202,43 @@ class Judge:
             return None
         self._better = []
         best = max(better, key=lambda score: (score.met, -score.ttft_s))
-        self.latest.append(Switch(now, best.name, _reason(best, present)))
+        self.latest.append(PolicySwitch(now, best.name, _reason(best, present)))
         self.switches[best.name] = self.switches.get(best.name, 0) + 1
         self.current = best.name
         return CANDIDATES[best.name]
 
 
-class Pace:
+class LookaheadPacer:
     """When the next look may start: `interval_s` after the one before, and later if looks would take more than
-    `cpu_share` of a core on average. Unused CPU time is saved up, to `MOST_SAVED_S`.
+    `cpu_share` of a core on average. Unused CPU time is saved up, to `MAX_SAVED_S`.
     """
 
-    def __init__(self, outlook: Outlook, now: int) -> None:
-        self._interval_ns = round(outlook.interval_s * NS_PER_S)
-        self._share = outlook.cpu_share
+    def __init__(self, adaptive_options: AdaptiveOptions, now: int) -> None:
+        self._interval_ns = round(adaptive_options.interval_s * NS_PER_S)
+        self._share = adaptive_options.cpu_share
         self._saved_s = 0.0
         self._as_of_ns = now
         self.next_ns = now + self._interval_ns
 
-    def looked(self, began_ns: int, cpu_s: float) -> None:
+    def record_lookahead(self, began_ns: int, cpu_s: float) -> None:
         """Note that a look that began at `began_ns` took `cpu_s` seconds of CPU time."""
         self._saved_s += self._share * max(began_ns - self._as_of_ns, 0) / NS_PER_S
-        self._saved_s = min(self._saved_s, MOST_SAVED_S) - cpu_s
+        self._saved_s = min(self._saved_s, MAX_SAVED_S) - cpu_s
         self._as_of_ns = began_ns
         pause_ns = max(self._interval_ns, round(-self._saved_s / self._share * NS_PER_S))
         self.next_ns = began_ns + pause_ns
 
 
-def _sensible(score: Score) -> bool:
+def _sensible(score: CandidateScore) -> bool:
     # Comparisons with NaN are false.
     return 0.0 <= score.met <= 1.0 and 0.0 <= score.ttft_s < 1e9
 
 
-def _reason(best: Score, present: Score) -> str:
+def _reason(best: CandidateScore, present: CandidateScore) -> str:
     """The reason for a switch from `present` to `best`, in one line."""
     if best.met != present.met:
         return f"{best.name} lets {best.met:.1%} of the requests meet their targets, {present.name} {present.met:.1%}"
     return f"{best.name} gives first tokens after {best.ttft_s:.2f} s on average, {present.name} {present.ttft_s:.2f} s"
 
 
-POLICIES: list[type[Policy]] = [Adaptive]
+POLICIES: list[type[Policy]] = [AdaptivePolicy]

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
-from tokenyard.policy.budget import BudgetRule, StepBudget
 from tokenyard.policy.headroom import Headroom, create_headroom
-from tokenyard.policy.speculation import Pace
+from tokenyard.policy.retraction import VictimRule, create_victim_rule
+from tokenyard.policy.speculation import TpotSlack
+from tokenyard.policy.step_budget import BudgetRule, StepBudget
 from tokenyard.policy.time_budget import create_budget_rule
 from tokenyard.policy.urgency import Urgency
-from tokenyard.policy.victim import VictimRule, create_victim_rule
 from tokenyard.policy.views import Columns, Views
 
 Option = float | int | str | bool
@@ -98,11 +98,11 @@ class Policy:
         """Running rows in the order in which they give way when pages run out."""
         return self.victim_rule.victims(views)
 
-    def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        """Running rows that rank strictly below the waiting row `asker` and may be preempted for it, worst first."""
+    def outranked(self, views: Views, preemptor: int) -> Iterator[int]:
+        """Running rows that rank strictly below the waiting row `preemptor` and may be preempted, worst first."""
         return iter(())
 
-    def pace(self, columns: Columns, rows: Int32Array, now: int) -> Pace | None:
+    def pace(self, columns: Columns, rows: Int32Array, now: int) -> TpotSlack | None:
         """How running `rows` stand against their target time per token, for the choice of drafts; None where targets do
         not count.
         """

@@ -13,24 +13,24 @@ import numpy as np
 from typing_extensions import override
 
 from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array, SchedulerSettings
-from tokenyard.policy.answer_lengths import AnswerPredictor
 from tokenyard.policy.base import Policy
 from tokenyard.policy.deadline_queue import DeadlineQueue, one_by_one
+from tokenyard.policy.output_lengths import OutputLengthPredictor
 from tokenyard.policy.prefill_time import PrefillTime
 from tokenyard.policy.priority import Priority
 from tokenyard.policy.slo_targets import ahead_of_ns, tpot_ns
-from tokenyard.policy.speculation import Pace
+from tokenyard.policy.speculation import TpotSlack
 from tokenyard.policy.time_budget import TimeBudgetRule
 from tokenyard.policy.views import Columns, Views
 
-WALK_INTERVAL_NS = 100_000_000
+DEFER_INTERVAL_NS = 100_000_000
 ANSWER_QUANTILE = 0.9
 """A deadline leaves time for an answer of this quantile of earlier answers' lengths."""
 
-MOST_PUT_LAST = 16
+MAX_DEFERRED = 16
 """Requests put last in one walk over a lane; if more have to be, the next step goes on."""
 
-MOST_BROUGHT_BACK = 16
+MAX_RESTORED = 16
 """Requests put last that one walk checks for whether they can meet their deadline after all."""
 
 ROOM_SHARE = 1 / 3
@@ -45,7 +45,7 @@ Work = Callable[[Int32Array], Float64Array]
 """Maps rows (int32[n]) to the time that each one's prefill takes in ns, float64[n]."""
 
 
-class EarliestDeadline(Policy):
+class EarliestDeadlineFirst(Policy):
     """The earliest deadline first, started or not, so that a long prefill gives way at the edge of a chunk.
 
     The first token of a request is due at arrival plus its target time to first token. With a deadline it is also due
@@ -74,7 +74,7 @@ class EarliestDeadline(Policy):
         self._priority = (
             Priority(strict, Policy(replace(strict, policy_options={}))) if settings.uses_priorities else None
         )
-        self._answers = AnswerPredictor(ANSWER_QUANTILE)
+        self._answers = OutputLengthPredictor(ANSWER_QUANTILE)
         self.queue = DeadlineQueue(settings, self._answers, self.urgency.levels if self._priority else None)
 
     @override
@@ -96,8 +96,8 @@ class EarliestDeadline(Policy):
         return self.queue.only(views.waiting)
 
     @override
-    def outranked(self, views: Views, asker: int) -> Iterator[int]:
-        return self._priority.outranked(views, asker) if self._priority else super().outranked(views, asker)
+    def outranked(self, views: Views, preemptor: int) -> Iterator[int]:
+        return self._priority.outranked(views, preemptor) if self._priority else super().outranked(views, preemptor)
 
     @override
     def victims(self, views: Views) -> Iterator[int]:
@@ -113,10 +113,10 @@ class EarliestDeadline(Policy):
             self._answers.learn(self.views.columns, row)
 
 
-class ServiceLevel(EarliestDeadline):
+class SloPolicy(EarliestDeadlineFirst):
     """Deadline order that meets as many deadlines as it can: if not all can be met, the largest requests are put last.
 
-    On arrivals and at least every `WALK_INTERVAL_NS` the policy walks through the prefills in deadline order. If the
+    On arrivals and at least every `DEFER_INTERVAL_NS` the policy walks through the prefills in deadline order. If the
     work up to one of them cannot be done by its deadline, the largest so far is put last, which leaves the fewest
     requests late (Moore and Hodgson 1968; the same idea as relegation in Niyama). It returns if a later walk finds that
     it can be in time after all. A request put last is served when no other waits. With `slo_max_wait_s` W, it competes
@@ -135,14 +135,14 @@ class ServiceLevel(EarliestDeadline):
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
         self._next_walk_ns = 0
-        self._relegated = 0
+        self._deferred_count = 0
 
     @override
     def begin_step(self, views: Views) -> None:
         self.views = views
         if self.queue.update(views) or views.now >= self._next_walk_ns:
-            self._next_walk_ns = views.now + WALK_INTERVAL_NS
-            self._walk(views)
+            self._next_walk_ns = views.now + DEFER_INTERVAL_NS
+            self._update_deferred(views)
 
     @override
     def candidates(self, views: Views) -> Iterator[int]:
@@ -150,9 +150,9 @@ class ServiceLevel(EarliestDeadline):
         lanes = self.queue.lanes()
         for lane in lanes:
             held = lane is lanes[-1] and self.settings.slo_max_wait_s > 0.0
-            yield from self._while_there_is_room(views, lane) if held else one_by_one(lane)
+            yield from self._admit_while_fits(views, lane) if held else one_by_one(lane)
 
-    def _while_there_is_room(self, views: Views, lane: Int32Array) -> Iterator[int]:
+    def _admit_while_fits(self, views: Views, lane: Int32Array) -> Iterator[int]:
         """The rows of `lane`. Once a row put last finds too little room, the rows that can wait are left out."""
         target = views.columns.target
         prefilling = set(views.prefilling.tolist())
@@ -172,7 +172,7 @@ class ServiceLevel(EarliestDeadline):
     def _can_wait(self, views: Views, rows: Int32Array) -> BoolArray:
         """Which rows are put last, not started and in the first half of their longest wait, bool[len(rows)]."""
         queue, half_ns = self.queue, self.settings.slo_max_wait_s * NS_PER_S / 2
-        early = queue.last[rows] & (queue.own_ns[rows] - views.now > half_ns)
+        early = queue.last[rows] & (queue.deferred_key_ns[rows] - views.now > half_ns)
         return early & ~np.isin(rows, views.prefilling)
 
     @override
@@ -184,24 +184,24 @@ class ServiceLevel(EarliestDeadline):
         return [row for lane in queue.lanes() for row in lane[queue.last[lane] & (queue.due_ns[lane] <= now)].tolist()]
 
     @override
-    def pace(self, columns: Columns, rows: Int32Array, now: int) -> Pace | None:
+    def pace(self, columns: Columns, rows: Int32Array, now: int) -> TpotSlack | None:
         targets_ns = (PACE_SHARE * tpot_ns(columns, rows, self.settings)).astype(np.int64)
-        return Pace(ahead_of_ns(columns, rows, targets_ns, now) / NS_PER_S, targets_ns / NS_PER_S)
+        return TpotSlack(ahead_of_ns(columns, rows, targets_ns, now) / NS_PER_S, targets_ns / NS_PER_S)
 
     @override
     def measures(self, rows: Int32Array) -> dict[str, float]:
         """Relegated: how often requests were put last so far; relegated_requests: those among
         `rows` that are.
         """
-        now = 0 if self.views is None else self.queue.count_last(self.views.columns, rows)
-        return {"relegated": self._relegated, "relegated_requests": now}
+        now = 0 if self.views is None else self.queue.count_deferred(self.views.columns, rows)
+        return {"relegated": self._deferred_count, "relegated_requests": now}
 
-    def _walk(self, views: Views) -> None:
+    def _update_deferred(self, views: Views) -> None:
         """Put last the rows that must be, most urgent lane first; the work of more urgent lanes comes first."""
         assert views.cost is not None
         time = PrefillTime.of(views.cost)
         times = self.time_rule.step_times(views, time)
-        work_ns = partial(_work_ns, views.columns, time, times.stretch)
+        work_ns = partial(_work_ns, views.columns, time, times.slowdown)
         start_ns = views.now + times.target_s * NS_PER_S
         bounded = self.settings.slo_max_wait_s > 0.0
         lanes = self.queue.lanes()
@@ -209,18 +209,18 @@ class ServiceLevel(EarliestDeadline):
             # Rows at the end of a lane have no time by which they must be done, and delay no other row.
             rows = lane if bounded else self.queue.with_deadline(lane)
             may_wait = ~(self.queue.last[rows] | (views.columns.first_token_ns[rows] > 0))
-            chosen = _largest_of_late(start_ns, work_ns(rows), self._must_be_done_ns(views.columns, rows), may_wait)
+            chosen = _rows_to_defer(start_ns, work_ns(rows), self._latest_finish_ns(views.columns, rows), may_wait)
             if chosen:
-                self.queue.put_last(rows[chosen])
-                self._relegated += len(chosen)
+                self.queue.defer(rows[chosen])
+                self._deferred_count += len(chosen)
             else:
-                self._bring_back(views.columns, lane, rows, start_ns, work_ns)
+                self._restore_deferred(views.columns, lane, rows, start_ns, work_ns)
             if lane is not lanes[-1]:
                 start_ns += float(work_ns(lane).sum())
-            if len(chosen) >= MOST_PUT_LAST:
+            if len(chosen) >= MAX_DEFERRED:
                 self._next_walk_ns = views.now
 
-    def _bring_back(
+    def _restore_deferred(
         self, columns: Columns, lane: Int32Array, walked: Int32Array, start_ns: float, work_ns: Work
     ) -> None:
         """Bring back the rows at the end of `lane` that can be in time after all without making a `walked` row late."""
@@ -230,39 +230,39 @@ class ServiceLevel(EarliestDeadline):
         if not len(back):
             return
         rows = np.concatenate((back, walked[~hopeful[walked]]))
-        due_ns = np.where(hopeful[rows], queue.due_ns[rows], self._must_be_done_ns(columns, rows))
+        due_ns = np.where(hopeful[rows], queue.due_ns[rows], self._latest_finish_ns(columns, rows))
         order = np.argsort(due_ns, kind="stable")
         rows = rows[order]
-        found = _smallest_in_time(start_ns, work_ns(rows), due_ns[order], hopeful[rows])
+        found = _rows_to_restore(start_ns, work_ns(rows), due_ns[order], hopeful[rows])
         if found:
-            queue.bring_back(rows[found])
+            queue.restore(rows[found])
 
-    def _must_be_done_ns(self, columns: Columns, rows: Int32Array) -> Float64Array:
+    def _latest_finish_ns(self, columns: Columns, rows: Int32Array) -> Float64Array:
         """When each prefill must be done, float64[len(rows)] in ns; inf for a row that already had its first token."""
         queue = self.queue
-        due_ns = np.where(queue.last[rows], queue.own_ns[rows], queue.due_ns[rows])
+        due_ns = np.where(queue.last[rows], queue.deferred_key_ns[rows], queue.due_ns[rows])
         must: Float64Array = np.where(columns.first_token_ns[rows] > 0, np.inf, due_ns)
         return must
 
 
-def _work_ns(columns: Columns, time: PrefillTime, stretch: float, rows: Int32Array) -> Float64Array:
+def _work_ns(columns: Columns, time: PrefillTime, slowdown: float, rows: Int32Array) -> Float64Array:
     """How long the steps take that finish each prefill, float64[len(rows)] in ns."""
     done = np.maximum(columns.planned[rows], columns.matchable[rows])
     seconds: Float64Array = time.rest_s(done, columns.target[rows] - done)
-    return seconds * (stretch * NS_PER_S)
+    return seconds * (slowdown * NS_PER_S)
 
 
-def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, may_wait: BoolArray) -> list[int]:
+def _rows_to_defer(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, may_wait: BoolArray) -> list[int]:
     """Places to leave out so that the others, done one after the other from `start_ns`, are in time.
 
     The arrays are in the order of work; only places that `may_wait` are chosen. A request that would be late even alone
-    is chosen first, as leaving out others cannot help it. At most `MOST_PUT_LAST` others are chosen.
+    is chosen first, as leaving out others cannot help it. At most `MAX_DEFERRED` others are chosen.
     """
     if not len(work_ns):
         return []
     alone = start_ns + work_ns > due_ns
     chosen: list[int] = np.flatnonzero(alone & may_wait).tolist()
-    most = len(chosen) + MOST_PUT_LAST
+    most = len(chosen) + MAX_DEFERRED
     size = np.where(may_wait & ~alone, work_ns, -1.0)
     spare = np.where(alone, np.inf, due_ns - start_ns - np.cumsum(np.where(alone & may_wait, 0.0, work_ns)))
     begin = 0
@@ -285,16 +285,16 @@ def _largest_of_late(start_ns: float, work_ns: Float64Array, due_ns: Float64Arra
     return chosen
 
 
-def _smallest_in_time(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, left_out: BoolArray) -> list[int]:
+def _rows_to_restore(start_ns: float, work_ns: Float64Array, due_ns: Float64Array, left_out: BoolArray) -> list[int]:
     """Places `left_out` that can be done in time after all without making another place late.
 
-    The arrays are in the order of work. The `MOST_BROUGHT_BACK` smallest are tried, the smallest first.
+    The arrays are in the order of work. The `MAX_RESTORED` smallest are tried, the smallest first.
     """
     spare = due_ns - start_ns - np.cumsum(np.where(left_out, 0.0, work_ns))
     needed = np.where(left_out | (spare < 0.0), np.inf, spare)
     places = np.flatnonzero(left_out)
     found: list[int] = []
-    for place in places[np.argsort(work_ns[places], kind="stable")][:MOST_BROUGHT_BACK].tolist():
+    for place in places[np.argsort(work_ns[places], kind="stable")][:MAX_RESTORED].tolist():
         work = work_ns[place]
         if min(spare[place], needed[place:].min()) >= work:
             spare[place:] -= work
@@ -304,4 +304,4 @@ def _smallest_in_time(start_ns: float, work_ns: Float64Array, due_ns: Float64Arr
     return found
 
 
-POLICIES: list[type[Policy]] = [EarliestDeadline, ServiceLevel]
+POLICIES: list[type[Policy]] = [EarliestDeadlineFirst, SloPolicy]

@@ -6,7 +6,7 @@ import numpy as np
 
 from tokenyard.base import NS_PER_S, BoolArray, CostModel, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.cost import unloaded_prefill_s
-from tokenyard.policy.answer_lengths import AnswerPredictor
+from tokenyard.policy.output_lengths import OutputLengthPredictor
 from tokenyard.policy.slo_targets import class_ttft_ns, tpot_ns
 from tokenyard.policy.views import NO_DEADLINE, Columns, Views
 
@@ -20,15 +20,19 @@ Urgencies = Callable[[Columns, Int32Array], Int64Array]
 
 
 class DeadlineQueue:
-    """Waiting and started prefills by (urgency, key, arrival); the key is the deadline, or `own_ns` for a row put last.
+    """Waiting and started prefills by (urgency, key, arrival); the key is the deadline, or `deferred_key_ns` for a row
+    put last.
 
     `update` finds which rows are new, left, or have a changed deadline or priority, in a handful of array operations a
-    step. Columns by table row: `due_ns`, when the first token is due; `own_ns`, the key of a row that is put last;
-    `last`, whether it is put last. `_seen` holds the sequence number of the request that is in a lane, `_computed_for`
-    of the one that `due_ns` was computed for. A row is in its lane as long as its `_mark` is the current tick.
+    step. Columns by table row: `due_ns`, when the first token is due; `deferred_key_ns`, the key of a row that is put
+    last; `last`, whether it is put last. `_seen` holds the sequence number of the request that is in a lane,
+    `_computed_for` of the one that `due_ns` was computed for. A row is in its lane as long as its `_mark` is the
+    current tick.
     """
 
-    def __init__(self, settings: SchedulerSettings, answers: AnswerPredictor, urgencies: Urgencies | None) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, answers: OutputLengthPredictor, urgencies: Urgencies | None
+    ) -> None:
         """`urgencies` maps rows to levels (larger is more urgent); None for one level. `answers` predicts answer
         lengths.
         """
@@ -36,7 +40,7 @@ class DeadlineQueue:
         self._answers = answers
         self._urgencies = urgencies
         self._lanes: dict[int, Int32Array] = {}
-        self.due_ns = self.own_ns = self._key = self._given = self._urgent = np.empty(0, np.int64)
+        self.due_ns = self.deferred_key_ns = self._key = self._given = self._urgent = np.empty(0, np.int64)
         self._seen = self._computed_for = self._mark = np.empty(0, np.int64)
         self.last: BoolArray = np.empty(0, np.bool_)
         self._tick = 0
@@ -79,12 +83,12 @@ class DeadlineQueue:
         for lane in self.lanes():
             yield from lane[wanted[lane]].tolist()
 
-    def put_last(self, rows: Int32Array) -> None:
-        """Put these rows where their `own_ns` belongs."""
+    def defer(self, rows: Int32Array) -> None:
+        """Put these rows where their `deferred_key_ns` belongs."""
         self.last[rows] = True
-        self._move(rows, self.own_ns[rows])
+        self._move(rows, self.deferred_key_ns[rows])
 
-    def bring_back(self, rows: Int32Array) -> None:
+    def restore(self, rows: Int32Array) -> None:
         """Put these rows, which were put last, back at their deadline."""
         self.last[rows] = False
         self._move(rows, self.due_ns[rows])
@@ -97,7 +101,7 @@ class DeadlineQueue:
         self._insert(rows)
         self._seen[rows] = seen
 
-    def count_last(self, columns: Columns, rows: Int32Array) -> int:
+    def count_deferred(self, columns: Columns, rows: Int32Array) -> int:
         """How many of `rows` are put last; rows that came after the last update are not."""
         known = rows[rows < len(self.last)]
         return int(np.count_nonzero(self.last[known] & (self._computed_for[known] == columns.seq[known])))
@@ -110,7 +114,7 @@ class DeadlineQueue:
         self._urgent[fresh] = self._urgency(columns, fresh)
         # A row that was held back for a while stays last; one that has begun to answer returns to its deadline.
         self.last[fresh] &= again & (columns.first_token_ns[fresh] == 0)
-        self._key[fresh] = np.where(self.last[fresh], self.own_ns[fresh], self.due_ns[fresh])
+        self._key[fresh] = np.where(self.last[fresh], self.deferred_key_ns[fresh], self.due_ns[fresh])
         self._insert(fresh[np.argsort(columns.seq[fresh], kind="stable")])
         self._seen[fresh] = columns.seq[fresh]
 
@@ -122,14 +126,14 @@ class DeadlineQueue:
         if given != NO_DEADLINE:
             # The whole answer is due then, so its first token has to come that much earlier.
             token_ns = int(tpot_ns(columns, np.array([row], np.int32), settings)[0])
-            given -= self._answers.foreseen(columns, row) * token_ns
+            given -= self._answers.predict_remaining(columns, row) * token_ns
         elif ttft <= 0:
             ttft = class_ttft_ns(settings, unloaded)
         # Nothing is due before it arrives, or it would pass requests whose deadline is over already, without end.
         due = max(min(given, arrival + ttft if ttft > 0 else FAR_NS, FAR_NS), arrival)
         self.due_ns[row] = due
         wait_s = settings.slo_max_wait_s
-        self.own_ns[row] = arrival + unloaded + round(wait_s * NS_PER_S) if wait_s > 0.0 else due + FAR_NS
+        self.deferred_key_ns[row] = arrival + unloaded + round(wait_s * NS_PER_S) if wait_s > 0.0 else due + FAR_NS
 
     def _insert(self, rows: Int32Array) -> None:
         """Put rows into their lanes, in the given order; among equal keys behind the rows already there."""
@@ -160,7 +164,7 @@ class DeadlineQueue:
         extra = capacity - len(self._mark)
         if extra <= 0:
             return
-        for name in ("due_ns", "own_ns", "_key", "_given", "_urgent", "_mark"):
+        for name in ("due_ns", "deferred_key_ns", "_key", "_given", "_urgent", "_mark"):
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(extra, np.int64))))
         for name in ("_seen", "_computed_for"):
             setattr(self, name, np.concatenate((getattr(self, name), np.full(extra, NO_REQUEST, np.int64))))

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from tokenyard.base import BoolArray, Float64Array, Int32Array, SchedulerSettings, TenantSettings
 from tokenyard.policy.base import Option, Policy
-from tokenyard.policy.order import in_groups
-from tokenyard.policy.tenants import TenantBook
+from tokenyard.policy.queue_orders import in_groups
+from tokenyard.policy.tenant_limits import TenantRegistry
 from tokenyard.policy.views import Columns, Views
 
 INPUT_WEIGHT = 1.0
@@ -32,7 +32,7 @@ class TenantService(Policy, ABC):
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
-        self._book = TenantBook(settings.tenants)
+        self._registry = TenantRegistry(settings.tenants)
         self._weight = np.empty(0, np.float64)
         self._charged = np.empty(0, np.int64)
         self._shared = settings.dp_size > 1
@@ -74,8 +74,8 @@ class TenantService(Policy, ABC):
     @override
     def served_elsewhere(self, tenant: int, name: str, service: float) -> None:
         """Accounts are those of the whole engine."""
-        if (settings := self._book.know(tenant, name)) is not None:
-            self._take_in([(tenant, settings)])
+        if (settings := self._registry.add_known_tenant(tenant, name)) is not None:
+            self._add_tenants([(tenant, settings)])
         self.serve(tenant, service / float(self._weight[tenant]))
 
     @override
@@ -106,11 +106,11 @@ class TenantService(Policy, ABC):
         self._weight = np.concatenate((self._weight, np.ones(tenants - len(self._weight))))
 
     def _learn(self, columns: Columns, rows: Int32Array) -> None:
-        self._take_in(self._book.learn(columns, rows))
+        self._add_tenants(self._registry.learn(columns, rows))
 
-    def _take_in(self, new: list[tuple[int, TenantSettings]]) -> None:
-        if len(self._book) > len(self._weight):
-            self.grow(len(self._book))
+    def _add_tenants(self, new: list[tuple[int, TenantSettings]]) -> None:
+        if len(self._registry) > len(self._weight):
+            self.grow(len(self._registry))
         for number, tenant in new:
             self._weight[number] = tenant.weight
 
@@ -239,12 +239,12 @@ class DeficitLongestPrefixMatch(TenantService):
             payers = left[self.credit[tenants] > 0.0]
             drawn = np.zeros(len(columns.seq), np.bool_)
             for equal in in_groups(payers, -columns.matchable[payers].astype(np.int64)):
-                for row in self._richest_first(equal, columns.tenant[equal]):
+                for row in self._by_credit(equal, columns.tenant[equal]):
                     drawn[row] = True
                     yield row
             left = left[~drawn[left]]
 
-    def _richest_first(self, rows: Int32Array, tenants: Int32Array) -> Iterator[int]:
+    def _by_credit(self, rows: Int32Array, tenants: Int32Array) -> Iterator[int]:
         """`rows` by tenant, the one with the most credit first, of each as long as its credit lasts."""
         present = np.flatnonzero(np.bincount(tenants)) if len(rows) > 1 else tenants
         for tenant in present[np.argsort(-self.credit[present], kind="stable")].tolist():

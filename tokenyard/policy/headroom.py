@@ -9,8 +9,8 @@ from typing_extensions import override
 from tokenyard.base import ConfigError, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.policy.views import Columns, Views, tokens_generated
 
-REMEMBERED_OUTPUTS = 1000
-FIRST_GUESS_TOKENS = 200
+MAX_OUTPUTS_KEPT = 1000
+DEFAULT_OUTPUT_TOKENS = 200
 POOL_SHARE = 0.97
 """Past-Future admission fills the pool no further than this, as its forecast is a sample."""
 
@@ -93,8 +93,8 @@ class RatioHeadroom(NoHeadroom):
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
         self._initial = min(settings.init_new_token_ratio * settings.schedule_conservativeness, 1.0)
-        self._least = self._initial * settings.min_new_token_ratio_factor
-        self._decay = (self._initial - self._least) / settings.new_token_ratio_decay_steps
+        self._min_ratio = self._initial * settings.min_new_token_ratio_factor
+        self._decay = (self._initial - self._min_ratio) / settings.new_token_ratio_decay_steps
         self.ratio = self._initial
 
     @override
@@ -110,7 +110,7 @@ class RatioHeadroom(NoHeadroom):
 
     @override
     def decoded(self) -> None:
-        self.ratio = max(self.ratio - self._decay, self._least)
+        self.ratio = max(self.ratio - self._decay, self._min_ratio)
 
     @override
     def retracted(self, columns: Columns, survivors: Int32Array) -> None:
@@ -129,7 +129,7 @@ class HistoryHeadroom(NoHeadroom):
     """Hold back the mean residual length E[o^2] / (2 E[o]) of past outputs for every decoding row and newcomer.
 
     A request in the middle of its answer has that much to come on average (renewal theory), for any distribution of
-    lengths. The last `REMEMBERED_OUTPUTS` outputs count; before the first one, `FIRST_GUESS_TOKENS` is assumed. No row
+    lengths. The last `MAX_OUTPUTS_KEPT` outputs count; before the first one, `DEFAULT_OUTPUT_TOKENS` is assumed. No row
     is predicted to grow beyond its own limit.
     """
 
@@ -141,7 +141,7 @@ class HistoryHeadroom(NoHeadroom):
     @property
     def residual_tokens(self) -> int:
         """Tokens that an answer has to come on average."""
-        return self._sum_of_squares // (2 * self._sum) if self._sum else FIRST_GUESS_TOKENS
+        return self._sum_of_squares // (2 * self._sum) if self._sum else DEFAULT_OUTPUT_TOKENS
 
     @override
     def running_tokens(self, views: Views) -> int:
@@ -157,13 +157,13 @@ class HistoryHeadroom(NoHeadroom):
         self._outputs.append(output_tokens)
         self._sum += output_tokens
         self._sum_of_squares += output_tokens**2
-        if len(self._outputs) > REMEMBERED_OUTPUTS:
+        if len(self._outputs) > MAX_OUTPUTS_KEPT:
             oldest = self._outputs.popleft()
             self._sum -= oldest
             self._sum_of_squares -= oldest**2
 
 
-class PastFuture(NoHeadroom):
+class PastFutureHeadroom(NoHeadroom):
     """Admit by the predicted peak of memory (Past-Future scheduler, Gong et al. 2025).
 
     Each row's output length is a draw from past outputs longer than what it has written; the draw is a fixed quantile
@@ -173,7 +173,7 @@ class PastFuture(NoHeadroom):
     """
 
     def __init__(self) -> None:
-        self._outputs: deque[int] = deque(maxlen=REMEMBERED_OUTPUTS)
+        self._outputs: deque[int] = deque(maxlen=MAX_OUTPUTS_KEPT)
         self._sorted: Int64Array | None = None
         self._held = np.empty(0, np.int64)
         self._rest = np.empty(0, np.int64)
@@ -211,7 +211,7 @@ class PastFuture(NoHeadroom):
         written = tokens_generated(columns, rows).astype(np.int64)
         limit = (columns.limit[rows] + 1 - columns.known[rows]).astype(np.int64)
         if self._sorted is None:
-            self._sorted = np.array(sorted(self._outputs) or [FIRST_GUESS_TOKENS], np.int64)
+            self._sorted = np.array(sorted(self._outputs) or [DEFAULT_OUTPUT_TOKENS], np.int64)
         longer = np.searchsorted(self._sorted, written, side="right")
         candidates = len(self._sorted) - longer
         quantile = columns.seq[rows] * GOLDEN_STEP % 1.0
@@ -221,7 +221,7 @@ class PastFuture(NoHeadroom):
         return rest
 
 
-class AnswerLimits(PastFuture):
+class MaxTokensHeadroom(PastFutureHeadroom):
     """Admit by the peak of the memory if every answer is as long as its max_new_tokens allows: no request is retracted.
 
     It suits clients that ask for no more tokens than they need.
@@ -247,8 +247,8 @@ def create_headroom(settings: SchedulerSettings) -> Headroom:
         return RatioHeadroom(settings)
     made: dict[str, type[NoHeadroom]] = {
         "history": HistoryHeadroom,
-        "past-future": PastFuture,
-        "limit": AnswerLimits,
+        "past-future": PastFutureHeadroom,
+        "limit": MaxTokensHeadroom,
         "none": NoHeadroom,
     }
     if settings.headroom not in made:

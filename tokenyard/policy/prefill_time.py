@@ -11,7 +11,7 @@ from tokenyard.base import CostModel, Float64Array, Int32Array, StepWork
 PROBE_TOKENS = 8192
 """Large enough that reading the weights no longer bounds the step and its time is linear in the tokens."""
 
-LEAST_TOKEN_S = 1e-9
+MIN_TOKEN_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PrefillTime:
         once = cost.step(_probe(PROBE_TOKENS, 0.0))
         token_s = (cost.step(_probe(2 * PROBE_TOKENS, 0.0)) - once) / PROBE_TOKENS
         area_s = (cost.step(_probe(PROBE_TOKENS, area)) - once) / area
-        return cls(max(token_s, LEAST_TOKEN_S), max(area_s, 0.0))
+        return cls(max(token_s, MIN_TOKEN_S), max(area_s, 0.0))
 
     def chunk_s(self, prefix: int, tokens: int) -> float:
         """Seconds that a chunk of `tokens` after `prefix` adds."""

@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from tokenyard.base import Int32Array, Int64Array, SchedulerSettings
 from tokenyard.policy.base import Policy
-from tokenyard.policy.compose import Wrapper
-from tokenyard.policy.order import best_first, in_groups
+from tokenyard.policy.queue_orders import best_first, in_groups
 from tokenyard.policy.views import Columns, Views
+from tokenyard.policy.wrappers import Wrapper
 
 _INT64_MAX = 2**63 - 1
 
@@ -60,7 +60,7 @@ class Priority(Wrapper):
         return self._in_order(views, views.waiting, self.rank(views.columns, views.waiting))
 
     @override
-    def outranked(self, views: Views, asker: int) -> Iterator[int]:
+    def outranked(self, views: Views, preemptor: int) -> Iterator[int]:
         """Started prefills give way too; among equals the latest arrival goes first.
 
         A row gives way only to one whose rank is strictly better: the order of candidates and the right to preempt are
@@ -69,7 +69,7 @@ class Priority(Wrapper):
         if self.settings.disable_priority_preemption:
             return iter(())
         columns, threshold = views.columns, self.settings.priority_scheduling_preemption_threshold
-        rows, one = np.concatenate((views.running, views.prefilling)), np.array([asker], np.int32)
+        rows, one = np.concatenate((views.running, views.prefilling)), np.array([preemptor], np.int32)
         keys = self.urgency.keys(columns, rows)
         border = int(self.urgency.keys(columns, one)[0]) + threshold * self.urgency.level_key
         below = (keys > min(border, _INT64_MAX)) & (self.rank(columns, rows) > self.rank(columns, one)[0])

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenyard.base import ConfigError
 
-MOST_BOOST = 10**6
+MAX_BOOST = 10**6
 """The most levels of urgency that a priority function can add or subtract."""
 
 
@@ -54,10 +54,10 @@ def load_priority_function(path: str) -> PriorityFunction:
 
 
 def to_boost(answer: object) -> int:
-    """A function's result as whole levels, cut to `MOST_BOOST`. Raises ValueError unless it is a finite number."""
+    """A function's result as whole levels, cut to `MAX_BOOST`. Raises ValueError unless it is a finite number."""
     if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
         raise ValueError(f"a priority function must return a finite number, not {answer!r}")
-    return max(-MOST_BOOST, min(MOST_BOOST, round(answer)))
+    return max(-MAX_BOOST, min(MAX_BOOST, round(answer)))
 
 
 def load_object(path: str, flag: str) -> Any:

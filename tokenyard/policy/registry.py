@@ -4,18 +4,18 @@ import difflib
 from copy import deepcopy
 
 from tokenyard.base import ConfigError, SchedulerSettings
-from tokenyard.policy import adaptive, deadline, fair, order, short
+from tokenyard.policy import adaptive, deadline, fair, queue_orders, sjf
 from tokenyard.policy.base import Policy
-from tokenyard.policy.compose import BoundedOvertaking
-from tokenyard.policy.levels import Levels
 from tokenyard.policy.priority import Priority
 from tokenyard.policy.priority_function import load_object
-from tokenyard.policy.user_policy import Guarded
+from tokenyard.policy.service_levels import ServiceLevels
+from tokenyard.policy.user_policy import GuardedPolicy
+from tokenyard.policy.wrappers import BoundedOvertaking
 
 _LISTED: list[type[Policy]] = [
     Policy,
-    *order.POLICIES,
-    *short.POLICIES,
+    *queue_orders.POLICIES,
+    *sjf.POLICIES,
     *deadline.POLICIES,
     *fair.POLICIES,
     *adaptive.POLICIES,
@@ -35,7 +35,7 @@ def create_policy(name: str, settings: SchedulerSettings) -> Policy:
     if settings.uses_priorities and not policy.ranks_priorities:
         policy = Priority(settings, policy)
     if settings.enable_service_levels:
-        policy = Levels(settings, policy)
+        policy = ServiceLevels(settings, policy)
     if settings.max_overtaken_tokens >= 0:
         policy = BoundedOvertaking(settings, policy)
     return policy
@@ -64,7 +64,7 @@ def load_policy(path: str) -> type[Policy]:
 
 def _guarded(policy: type[Policy], settings: SchedulerSettings, path: str) -> Policy:
     try:
-        return Guarded(settings, policy(deepcopy(settings)), path)
+        return GuardedPolicy(settings, policy(deepcopy(settings)), path)
     except ConfigError:
         raise
     except BaseException as error:

@@ -31,7 +31,7 @@ def tpot_ns(columns: Columns, rows: Int32Array, settings: SchedulerSettings) -> 
     return targets
 
 
-def ahead_ns(columns: Columns, rows: Int32Array, settings: SchedulerSettings, now: int) -> Int64Array:
+def tpot_slack_ns(columns: Columns, rows: Int32Array, settings: SchedulerSettings, now: int) -> Int64Array:
     """How long after `now` each decoding row's next token may come to keep its mean time per token, int64[n] in ns.
 
     The token after `g` tokens is due at first token + g * target; below 0 for rows that are late already. A row whose
@@ -41,7 +41,7 @@ def ahead_ns(columns: Columns, rows: Int32Array, settings: SchedulerSettings, no
 
 
 def ahead_of_ns(columns: Columns, rows: Int32Array, targets_ns: Int64Array, now: int) -> Int64Array:
-    """`ahead_ns` for other targets per token than the rows' own, int64[n] in ns."""
+    """`tpot_slack_ns` for other targets per token than the rows' own, int64[n] in ns."""
     first = columns.first_token_ns[rows]
     written = np.maximum(tokens_generated(columns, rows), 0)
     due = first + written * targets_ns

@@ -17,50 +17,50 @@ import numpy as np
 
 from tokenyard.base import CostModel, Float64Array, Int32Array, StepWork
 
-CHANCE_UNIT = 1000
+ACCEPTANCE_RATE_UNIT = 1000
 """Chances are integers in thousandths, so that a tape replays alike anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TpotSlack:
     """How decoding rows stand against their target time per token: float64[n], both in seconds.
 
-    ahead_s: how long each row's next token may take, below 0 if it is late already. tpot_s: its target per token.
+    slack_s: how long each row's next token may take, below 0 if it is late already. tpot_s: its target per token.
     """
 
-    ahead_s: Float64Array
+    slack_s: Float64Array
     tpot_s: Float64Array
 
 
-def worthwhile_drafts(
+def drafts_to_verify(
     cost: CostModel,
     chunks: StepWork,
     contexts: Int32Array,
-    most: Int32Array,
+    max_drafts: Int32Array,
     chances: Int32Array,
-    pace: Pace | None = None,
+    pace: TpotSlack | None = None,
 ) -> Int32Array:
-    """How many drafts each decoding row verifies: int32[n], at most `most`, and 0 where the chance is 0.
+    """How many drafts each decoding row verifies: int32[n], at most `max_drafts`, and 0 where the chance is 0.
 
     chunks: the prefill that the step does besides. contexts: int32[n], KV tokens that each row reads. most: int32[n],
     drafts that a row has ready. chances: int32[n], in thousandths, of each next draft if those before it are right.
     pace: how the rows stand against their targets, None where targets do not count.
     """
-    none = np.zeros(len(most), np.int32)
-    ready = (most > 0) & (chances > 0)
+    none = np.zeros(len(max_drafts), np.int32)
+    ready = (max_drafts > 0) & (chances > 0)
     if not ready.any():
         return none
-    rows, context = len(most), int(contexts.sum(dtype=np.int64))
+    rows, context = len(max_drafts), int(contexts.sum(dtype=np.int64))
     time = _StepTime(cost, chunks, rows, context)
     if pace is not None:
-        late_s = time.begun - pace.ahead_s
+        late_s = time.begun - pace.slack_s
         if (late_s[ready] > 0.0).any():
-            return _by_pace(time, most, chances, late_s, pace.tpot_s)
-    best = float(chances[ready].max()) / CHANCE_UNIT
+            return _by_tpot_slack(time, max_drafts, chances, late_s, pace.tpot_s)
+    best = float(chances[ready].max()) / ACCEPTANCE_RATE_UNIT
     if best * time.without <= rows * time.extra(1):
         # The first draft is the likeliest and no later one is cheaper.
         return none
-    gains = _gains(most, chances)
+    gains = _gains(max_drafts, chances)
     # Drafts that a row does not have gain 0, so they come last and are cut off.
     order = np.argsort(-gains, axis=None, kind="stable")[: np.count_nonzero(gains)]
     expected = rows + np.cumsum(gains.ravel()[order])
@@ -95,21 +95,21 @@ class _StepTime:
         )
 
 
-def _gains(most: Int32Array, chances: Int32Array) -> Float64Array:
+def _gains(max_drafts: Int32Array, chances: Int32Array) -> Float64Array:
     """float64[drafts, rows]: the chance that a row's draft is accepted, with all before it; 0 where it has none."""
-    places = np.arange(int(most.max()))[:, None]
-    each: Float64Array = np.where(places < most, chances / CHANCE_UNIT, 0.0)
+    places = np.arange(int(max_drafts.max()))[:, None]
+    each: Float64Array = np.where(places < max_drafts, chances / ACCEPTANCE_RATE_UNIT, 0.0)
     return each.cumprod(axis=0)
 
 
-def _by_pace(
-    time: _StepTime, most: Int32Array, chances: Int32Array, late_s: Float64Array, tpot_s: Float64Array
+def _by_tpot_slack(
+    time: _StepTime, max_drafts: Int32Array, chances: Int32Array, late_s: Float64Array, tpot_s: Float64Array
 ) -> Int32Array:
-    """`worthwhile_drafts` where some rows will be late by `late_s` (float64[n], below 0 for rows in time): first what
+    """`drafts_to_verify` where some rows will be late by `late_s` (float64[n], below 0 for rows in time): first what
     these need, likeliest first, then the others as in the rule without targets.
     """
-    rows, behind = len(most), late_s > 0.0
-    gains = _gains(most, chances)
+    rows, behind = len(max_drafts), late_s > 0.0
+    gains = _gains(max_drafts, chances)
     # A late row needs further tokens until it has one for each target time that has passed.
     had = np.cumsum(gains, axis=0) - gains
     needed = behind & (had < np.ceil(late_s / tpot_s)) & (gains > 0.0)
@@ -125,9 +125,9 @@ def _by_pace(
     return np.bincount(order[:taken] % rows, minlength=rows).astype(np.int32)
 
 
-def _counts(most: int) -> list[int]:
-    """The numbers of drafts that are tried: 1, 2, 4, ... and `most`."""
-    return [1 << power for power in range((most - 1).bit_length())] + [most]
+def _counts(max_drafts: int) -> list[int]:
+    """The numbers of drafts that are tried: 1, 2, 4, ... and `max_drafts`."""
+    return [1 << power for power in range((max_drafts - 1).bit_length())] + [max_drafts]
 
 
 def _count_in_time(rows: int, further: Float64Array, time: _StepTime, spare_s: float) -> int:

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from tokenyard.base import NS_PER_S, CostModel, SchedulerSettings, StepWork
-from tokenyard.policy.budget import UNLIMITED, BudgetRule, StepBudget, default_budget
 from tokenyard.policy.prefill_time import PrefillTime
-from tokenyard.policy.slo_targets import ahead_ns, tpot_ns
+from tokenyard.policy.slo_targets import tpot_ns, tpot_slack_ns
+from tokenyard.policy.step_budget import UNLIMITED, BudgetRule, StepBudget, default_budget
 from tokenyard.policy.views import Views
 
 STEP_SHARE = 0.92
 """A step takes at most this share of the tightest target per token, which leaves room for errors of the cost model."""
 
-LEAST_PREFILL_SHARE = 0.1
+MIN_PREFILL_SHARE = 0.1
 SAFETY_S = 0.001
-LEAST_PREFILLING = 4
-PATIENCE_STEPS = 8
+MIN_PREFILLING = 4
+MAX_DENIED_STEPS = 8
 S_PER_MS = 1e-3
 
 
@@ -74,11 +74,11 @@ class StepTimes:
     decoding: bool
 
     @property
-    def stretch(self) -> float:
+    def slowdown(self) -> float:
         """Seconds of steps that a second of prefill work takes under the present load."""
         if not self.decoding:
             return 1.05
-        return self.target_s / max(self.target_s - self.base_s, LEAST_PREFILL_SHARE * self.target_s)
+        return self.target_s / max(self.target_s - self.base_s, MIN_PREFILL_SHARE * self.target_s)
 
 
 class TimeBudgetRule(BudgetRule):
@@ -87,7 +87,7 @@ class TimeBudgetRule(BudgetRule):
     While anything decodes, a step takes at most `STEP_SHARE` of the tightest target. With `use_slack` it may take
     longer, up to `slo_idle_step_ms`, as long as every decoding request stays ahead of its mean target. While nothing
     decodes it takes `slo_idle_step_ms`. If decodes alone take longer than their target allows, that target is missed in
-    any case, and prefill gets as much time as they take. A chunk comes at least every `PATIENCE_STEPS` steps.
+    any case, and prefill gets as much time as they take. A chunk comes at least every `MAX_DENIED_STEPS` steps.
     """
 
     needs_cost = True
@@ -114,11 +114,11 @@ class TimeBudgetRule(BudgetRule):
         time = PrefillTime.of(views.cost)
         times = self.step_times(views, time)
         self._limit_s = times.limit_s
-        must = not times.decoding or self._denied_steps >= PATIENCE_STEPS
+        must = not times.decoding or self._denied_steps >= MAX_DENIED_STEPS
         requests = self._settings.prefill_max_requests
         self._last = TimeBudget(
             max_requests=requests if requests > 0 else UNLIMITED,
-            max_prefilling=max(self._settings.max_partial_prefills, LEAST_PREFILLING),
+            max_prefilling=max(self._settings.max_partial_prefills, MIN_PREFILLING),
             time=time,
             left_s=times.limit_s - times.base_s,
             left_tokens=max(self._settings.max_prefill_tokens, self._multiple),
@@ -140,8 +140,8 @@ class TimeBudgetRule(BudgetRule):
         target_s = STEP_SHARE * int(tpot_ns(columns, running, settings).min()) / NS_PER_S
         limit_s = target_s
         if self._use_slack:
-            ahead_s = int(ahead_ns(columns, running, settings, views.now).min()) / NS_PER_S
-            limit_s = max(target_s, min(idle_s, ahead_s - self._lag_s(target_s) - SAFETY_S))
+            slack_s = int(tpot_slack_ns(columns, running, settings, views.now).min()) / NS_PER_S
+            limit_s = max(target_s, min(idle_s, slack_s - self._lag_s(target_s) - SAFETY_S))
         if base_s >= limit_s:
             limit_s = 2.0 * base_s
         return StepTimes(limit_s, target_s, base_s, decoding=True)
@@ -157,10 +157,10 @@ class TimeBudgetRule(BudgetRule):
         return (self._settings.max_in_flight - 1) * max(last_s - target_s, 0.0)
 
 
-def prefill_stretch(views: Views, settings: SchedulerSettings, cost: CostModel) -> float:
+def prefill_slowdown(views: Views, settings: SchedulerSettings, cost: CostModel) -> float:
     """Seconds that a second of prefill takes on this device, as its decodes need what remains to keep their targets."""
     seen = replace(views, cost=cost)
-    return TimeBudgetRule(settings, use_slack=False).step_times(seen, PrefillTime.of(cost)).stretch
+    return TimeBudgetRule(settings, use_slack=False).step_times(seen, PrefillTime.of(cost)).slowdown
 
 
 def create_budget_rule(settings: SchedulerSettings) -> BudgetRule:

@@ -9,7 +9,7 @@ import numpy as np
 from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings
 from tokenyard.policy.views import NO_PRIORITY, Columns
 
-MOST_LEVEL, LEAST_LEVEL = 10**6, -(10**3)
+MAX_LEVEL, MIN_LEVEL = 10**6, -(10**3)
 """With aging, levels are cut to these bounds: sums of times must fit an int64, and requests without a priority, which
 rank below all others, must not wait for weeks because of a single very low priority.
 """
@@ -34,24 +34,24 @@ class Urgency:
         """Levels without aging, int64[len(rows)]; larger is more urgent, NO_PRIORITY is "none given"."""
         priority = columns.priority[rows]
         if self._default is not None:
-            priority = np.where(is_given(priority), priority, self._default)
+            priority = np.where(has_priority(priority), priority, self._default)
         level = _turned(priority) if self._low_first else priority
         boosted = _between(level, -_ROOM_FOR_BOOST, _ROOM_FOR_BOOST) + columns.boost[rows]
-        return np.where(is_given(level), boosted, NO_PRIORITY)
+        return np.where(has_priority(level), boosted, NO_PRIORITY)
 
     def keys(self, columns: Columns, rows: Int32Array) -> Int64Array:
         """Smaller is more urgent, int64[len(rows)]; without a priority, one level below the lowest ever seen."""
         levels = self.levels(columns, rows)
         if not self.aging_ns:
             return ~levels
-        given = is_given(levels)
-        levels = _between(levels, LEAST_LEVEL, MOST_LEVEL)
+        given = has_priority(levels)
+        levels = _between(levels, MIN_LEVEL, MAX_LEVEL)
         self._lowest = min(self._lowest, int(levels.min(initial=0, where=given)))
         levels = np.where(given, levels, self._lowest - 1)
         return columns.arrival_ns[rows] - self.aging_ns * levels
 
 
-def is_given(priority: Int64Array) -> BoolArray:
+def has_priority(priority: Int64Array) -> BoolArray:
     """Which priorities were given, bool[n]."""
     given: BoolArray = priority != NO_PRIORITY
     return given
@@ -64,5 +64,5 @@ def _between(levels: Int64Array, least: int, most: int) -> Int64Array:
 
 def _turned(priority: Int64Array) -> Int64Array:
     """Priorities where low ones are urgent, negated so that high ones are; "none given" stays the same."""
-    turned: Int64Array = np.where(is_given(priority), -np.maximum(priority, NO_PRIORITY + 1), NO_PRIORITY)
+    turned: Int64Array = np.where(has_priority(priority), -np.maximum(priority, NO_PRIORITY + 1), NO_PRIORITY)
     return turned

@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from tokenyard.base import CostModel, Int32Array, Request, SchedulerSettings, StepWork
 from tokenyard.policy.base import Policy, chosen_options
-from tokenyard.policy.budget import StepBudget
-from tokenyard.policy.compose import Wrapper
-from tokenyard.policy.speculation import Pace
+from tokenyard.policy.speculation import TpotSlack
+from tokenyard.policy.step_budget import StepBudget
 from tokenyard.policy.views import Columns, PrefixBranch, Views
+from tokenyard.policy.wrappers import Wrapper
 
 T = TypeVar("T")
 NO_ROWS: list[int] = []
@@ -106,7 +106,7 @@ def guarded_views(views: Views) -> Views:
     )
 
 
-class Guarded(Wrapper):
+class GuardedPolicy(Wrapper):
     """Passes on the answers of `inner` as long as they are valid.
 
     After the first exception of any kind, or the first invalid answer, such as a row that is unknown or named twice,
@@ -189,13 +189,13 @@ class Guarded(Wrapper):
         return iter([*rows, *(row for row in self.victim_rule.victims(views) if row not in chosen)])
 
     @override
-    def outranked(self, views: Views, asker: int) -> Iterator[int]:
+    def outranked(self, views: Views, preemptor: int) -> Iterator[int]:
         """The rows are drawn all at once, so that a mistake is found before any row is preempted.
 
         The user's order and right to preempt may disagree. So a row that was preempted before is preempted again only
         after a new token. Each preemption then needs a token, and rows cannot preempt each other for ever.
         """
-        rows = self.ask(lambda: [index(row) for row in self.inner.outranked(guarded_views(views), asker)], NO_ROWS)
+        rows = self.ask(lambda: [index(row) for row in self.inner.outranked(guarded_views(views), preemptor)], NO_ROWS)
         admitted = {*views.running.tolist(), *views.prefilling.tolist()}
         if not self._belong(rows, admitted, "outranked"):
             return iter(())
@@ -203,19 +203,19 @@ class Guarded(Wrapper):
         return (row for row in rows if not columns.retractions[row] or columns.known[row] > columns.target[row])
 
     @override
-    def pace(self, columns: Columns, rows: Int32Array, now: int) -> Pace | None:
-        return self.ask(lambda: self._pace(columns, rows, now), None)
+    def pace(self, columns: Columns, rows: Int32Array, now: int) -> TpotSlack | None:
+        return self.ask(lambda: self._tpot_slack(columns, rows, now), None)
 
-    def _pace(self, columns: Columns, rows: Int32Array, now: int) -> Pace | None:
+    def _tpot_slack(self, columns: Columns, rows: Int32Array, now: int) -> TpotSlack | None:
         pace = self.inner.pace(guarded_columns(columns), read_only(rows), now)
         if pace is None:
             return None
-        ahead_s, tpot_s = np.array(pace.ahead_s, float), np.array(pace.tpot_s, float)
-        if ahead_s.shape != rows.shape or tpot_s.shape != rows.shape:
+        slack_s, tpot_s = np.array(pace.slack_s, float), np.array(pace.tpot_s, float)
+        if slack_s.shape != rows.shape or tpot_s.shape != rows.shape:
             raise ValueError("pace must have a number for each row")
-        if not (np.isfinite(ahead_s).all() and np.isfinite(tpot_s).all() and (tpot_s > 0.0).all()):
+        if not (np.isfinite(slack_s).all() and np.isfinite(tpot_s).all() and (tpot_s > 0.0).all()):
             raise ValueError("pace must have finite numbers, and targets above 0")
-        return Pace(ahead_s, tpot_s)
+        return TpotSlack(slack_s, tpot_s)
 
     @override
     def admitted(self, row: int) -> None:
@@ -352,7 +352,7 @@ class GuardedBudget(StepBudget):
     tokens. Raises what reading `inner` raises.
     """
 
-    def __init__(self, guard: "Guarded", inner: StepBudget) -> None:
+    def __init__(self, guard: "GuardedPolicy", inner: StepBudget) -> None:
         self.prefill, self.with_decode = bool(inner.prefill), bool(inner.with_decode)
         # At least one unfinished prefill must be allowed, or a prompt larger than a chunk could never start.
         self.max_requests, self.max_prefilling = index(inner.max_requests), max(index(inner.max_prefilling), 1)
@@ -378,5 +378,5 @@ class GuardedBudget(StepBudget):
         self._guard.ask(lambda: self._inner.spend(prefix, tokens), None)
 
 
-ASKS = Guarded.ask.__code__
+ASK_CODE = GuardedPolicy.ask.__code__
 """The function that calls the user's code and catches its exceptions."""

@@ -81,7 +81,7 @@ class Views:
     running: rows that decode, in order of admission. free_tokens: KV tokens that are free, evictable or about to be
     released; total_tokens: the whole pool. free_rows: places for more running requests. prefill_steps_in_row:
     prefill-only steps since the last step that decoded. first_seq: `seq` of the row that has waited longest, rows held
-    back by a gate or a limit included. prefixes: the root over the waiting rows of all name spaces in the tree,
+    back by a gate or a limit included. prefixes: the root over the waiting rows of all namespaces in the tree,
     kept only for policies that need the tree.
     """
 

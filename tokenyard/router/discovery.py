@@ -15,8 +15,8 @@ import aiohttp
 
 from tokenyard.base import ConfigError
 from tokenyard.router.dispatch import Dispatcher
-from tokenyard.router.settings import RouterSettings
-from tokenyard.router.upstream import WorkerUrl
+from tokenyard.router.router_settings import RouterSettings
+from tokenyard.router.worker_connection import WorkerUrl
 from tokenyard.router.workers import DECODE, PREFILL
 
 log = logging.getLogger(__name__)
@@ -28,34 +28,34 @@ KUBERNETES_TIMEOUT_S = 10.0
 ROLE_LABEL = "llm-d.ai/role"
 """What pods are told apart by that only prefill or only decode, as in llm-d."""
 
-Found = tuple[str, str]
+DiscoveredWorker = tuple[str, str]
 """A worker's URL and its role (see `workers.Worker`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A way to find workers: `look` gives them, or raises OSError or ValueError, which changes nothing."""
+class DiscoverySource:
+    """A way to find workers: `discover` gives them, or raises OSError or ValueError, which changes nothing."""
 
     name: str
-    look: Callable[[], Coroutine[Any, Any, list[Found]]]
+    discover: Callable[[], Coroutine[Any, Any, list[DiscoveredWorker]]]
 
 
 class Discovery:
     """Keeps the workers of one source as that source has them now. Workers that others named are not touched."""
 
-    def __init__(self, router: Dispatcher, source: Source) -> None:
+    def __init__(self, router: Dispatcher, source: DiscoverySource) -> None:
         self._router, self._source = router, source
 
     async def run(self) -> None:
         """Look again and again."""
         while True:
             try:
-                self.apply(await self._source.look())
+                self.apply(await self._source.discover())
             except (OSError, ValueError, aiohttp.ClientError) as error:
                 log.warning("workers by %s: %s", self._source.name, error)
             await asyncio.sleep(self._router.settings.discovery_interval_secs)
 
-    def apply(self, found: list[Found]) -> None:
+    def apply(self, found: list[DiscoveredWorker]) -> None:
         """These are all workers of the source now."""
         wanted: dict[str, str] = {}
         for url, role in found:
@@ -75,35 +75,35 @@ class Discovery:
                     log.warning("workers by %s: %s", self._source.name, error.message)
 
 
-def sources(settings: RouterSettings) -> list[Source]:
+def sources(settings: RouterSettings) -> list[DiscoverySource]:
     """The sources that the settings name. Raises ConfigError for one that cannot be."""
     found = []
     if settings.worker_file:
-        found.append(Source("file", lambda: read_file(Path(settings.worker_file))))
+        found.append(DiscoverySource("file", lambda: read_file(Path(settings.worker_file))))
     if settings.worker_dns:
         host, _, port = settings.worker_dns.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"--worker-dns is {settings.worker_dns!r}; give host:port")
-        found.append(Source("dns", lambda: resolve(host, int(port))))
+        found.append(DiscoverySource("dns", lambda: resolve(host, int(port))))
     if settings.worker_selector:
-        found.append(Source("kubernetes", lambda: pods(settings)))
+        found.append(DiscoverySource("kubernetes", lambda: pods(settings)))
     return found
 
 
-async def read_file(path: Path) -> list[Found]:
+async def read_file(path: Path) -> list[DiscoveredWorker]:
     """One URL a line, with a role behind it where there is one; empty lines and what follows # are left out."""
     lines = [line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines()]
     return [(words[0], " ".join(words[1:])) for words in lines if words]
 
 
-async def resolve(host: str, port: int) -> list[Found]:
+async def resolve(host: str, port: int) -> list[DiscoveredWorker]:
     """A worker for every address of `host`."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = dict.fromkeys(str(entry[4][0]) for entry in found)
     return [(_url(address, port), "") for address in addresses]
 
 
-async def pods(settings: RouterSettings) -> list[Found]:
+async def pods(settings: RouterSettings) -> list[DiscoveredWorker]:
     """The ready pods that the selector matches, asked of the cluster that the router runs in."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
@@ -120,7 +120,7 @@ async def pods(settings: RouterSettings) -> list[Found]:
             return ready_pods(await answer.json(), settings.worker_port)
 
 
-def ready_pods(listed: dict[str, Any], port: int) -> list[Found]:
+def ready_pods(listed: dict[str, Any], port: int) -> list[DiscoveredWorker]:
     """The pods in a PodList that are ready and not about to go."""
     found = []
     for pod in listed.get("items", []):

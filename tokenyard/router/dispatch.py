@@ -9,35 +9,35 @@ from itertools import count
 from typing import Protocol
 
 from tokenyard.base import ConfigError, TokenyardError
-from tokenyard.router.choice import Features, PolicyOptions, Ranking, RoutePolicy, make_policy
 from tokenyard.router.errors import RouterError
-from tokenyard.router.features import BYTES_PER_TOKEN, Parsed
-from tokenyard.router.health import Health
-from tokenyard.router.index import PrefixIndex
-from tokenyard.router.load import Sent
-from tokenyard.router.metrics import Metrics
-from tokenyard.router.queue import Waiting, WaitingQueue
-from tokenyard.router.settings import RouterSettings
-from tokenyard.router.shared import Shared
+from tokenyard.router.health import HealthChecker
+from tokenyard.router.request_features import BYTES_PER_TOKEN, ParsedRequest
+from tokenyard.router.router_metrics import RouterMetrics
+from tokenyard.router.router_settings import RouterSettings
+from tokenyard.router.router_sync import RouterSync
 from tokenyard.router.workers import Target, Worker, Workers
+from tokenyard.routing.choice import PolicyOptions, Ranking, RequestFeatures, RoutePolicy, make_policy
+from tokenyard.routing.index import PrefixIndex
+from tokenyard.routing.load import DispatchedRequest
+from tokenyard.routing.queue import QueueEntry, WaitingQueue
 
 OVERLOADED = frozenset({429, 503})
-MOST_RETRY_TOKENS = 100.0
+MAX_RETRY_TOKENS = 100.0
 RATIO_STEP = 0.02
 
 
-class Waiter(Protocol):
+class PendingRequest(Protocol):
     """A request under way, as the dispatcher sees it. matched: how much of its prompt each target should hold.
     features: what the last policy that ranked targets for it was told.
     """
 
-    parsed: Parsed
-    features: Features | None
+    parsed: ParsedRequest
+    features: RequestFeatures | None
     matched: dict[Target, int]
-    waiting: "Waiting[Waiter] | None"
+    waiting: "QueueEntry[PendingRequest] | None"
 
     @property
-    def leaves_s(self) -> float:
+    def expires_s(self) -> float:
         """Until when it may wait."""
         ...
 
@@ -45,11 +45,11 @@ class Waiter(Protocol):
         """Whether a target would have room for it now."""
         ...
 
-    def leave_queue(self) -> None:
+    def dequeued(self) -> None:
         """Room has appeared."""
         ...
 
-    def give_up(self, error: TokenyardError) -> None:
+    def abort(self, error: TokenyardError) -> None:
         """End it with `error`, whatever is under way."""
         ...
 
@@ -58,8 +58,8 @@ class Waiter(Protocol):
         ...
 
 
-def _fits(waiter: Waiter) -> bool:
-    return waiter.fits()
+def _fits(request: PendingRequest) -> bool:
+    return request.fits()
 
 
 class Dispatcher:
@@ -73,8 +73,8 @@ class Dispatcher:
         self.id = uuid.uuid4().hex[:12]
         self.index = PrefixIndex(int(settings.index_mb * 1e6))
         self.workers = Workers(settings, self.index)
-        self.workers.on_change = self.room_appeared
-        self.metrics = Metrics()
+        self.workers.on_change = self.capacity_freed
+        self.metrics = RouterMetrics()
         options = PolicyOptions(
             settings.seed, settings.cache_threshold, settings.balance_abs_threshold, settings.balance_rel_threshold
         )
@@ -82,23 +82,25 @@ class Dispatcher:
         self.policy = make_policy(settings.policy, options, sticky=sticky)
         self.prefill_policy = make_policy(settings.prefill_policy, options, sticky=sticky)
         self.decode_policy = make_policy(settings.decode_policy, options)
-        self.queue: WaitingQueue[Waiter] = WaitingQueue(
+        self.queue: WaitingQueue[PendingRequest] = WaitingQueue(
             aging_s=settings.queue_aging_secs, weights=dict(_weights(settings.tenant_weights))
         )
-        self.exchanges: set[Waiter] = set()
+        self.exchanges: set[PendingRequest] = set()
         self.draining = False
         self.worker_headers: list[tuple[bytes, bytes]] = []
         if settings.worker_api_key:
             self.worker_headers = [(b"authorization", b"Bearer " + settings.worker_api_key.encode())]
-        self.health = Health(settings, self.workers, self.worker_headers)
+        self.health = HealthChecker(settings, self.workers, self.worker_headers)
         self.shared = (
-            Shared(settings.shared_url, self.id, self.workers, self.index, self.policy) if settings.shared_url else None
+            RouterSync(settings.shared_url, self.id, self.workers, self.index, self.policy)
+            if settings.shared_url
+            else None
         )
         self.bytes_per_token = BYTES_PER_TOKEN
-        self._prefilling: list[tuple[float, int, Sent]] = []
+        self._prefilling: list[tuple[float, int, DispatchedRequest]] = []
         self._order = count()
         self._serving = False
-        self._retry_tokens = MOST_RETRY_TOKENS / 10
+        self._retry_tokens = MAX_RETRY_TOKENS / 10
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
 
@@ -115,48 +117,50 @@ class Dispatcher:
         self.health.leave(worker)
         self.workers.remove(worker)
 
-    def came(self, waiter: Waiter) -> None:
+    def arrived(self, request: PendingRequest) -> None:
         """A request for the workers has come."""
         self.metrics.requests += 1
-        self._retry_tokens = min(self._retry_tokens + self.settings.retry_share, MOST_RETRY_TOKENS)
-        self.exchanges.add(waiter)
+        self._retry_tokens = min(self._retry_tokens + self.settings.retry_share, MAX_RETRY_TOKENS)
+        self.exchanges.add(request)
 
-    def rank(self, waiter: Waiter, targets: list[Target], policy: RoutePolicy) -> Ranking:
+    def rank(self, request: PendingRequest, targets: list[Target], policy: RoutePolicy) -> Ranking:
         """The policy's ranking of `targets`; notes on the request how much of its prompt each should hold."""
-        parsed, states = waiter.parsed, [target.state for target in targets]
+        parsed, states = request.parsed, [target.state for target in targets]
         prompt, matched = parsed.prompt, []
         if self._prefilling:
-            self._forget_prefilled()
+            self._expire_prefills()
         if prompt.digests and policy.needs_prefix:
             blocks = [self.index.match(state.name, prompt.digests) for state in states]
             matched = [round(prompt.share(held) * parsed.tokens) if held else 0 for held in blocks]
-            waiter.matched = dict(zip(targets, matched, strict=True))
-        waiter.features = Features(parsed.tokens, matched, parsed.key, parsed.session)
-        return policy.rank(waiter.features, states)
+            request.matched = dict(zip(targets, matched, strict=True))
+        request.features = RequestFeatures(parsed.tokens, matched, parsed.key, parsed.session)
+        return policy.rank(request.features, states)
 
-    def prefills(self, sent: Sent) -> None:
+    def prefills(self, sent: DispatchedRequest) -> None:
         """The first token of this answer will not be seen: take its prompt for computed when that is expected."""
         heapq.heappush(self._prefilling, (self.now() + sent.expected_s(), next(self._order), sent))
 
-    def _forget_prefilled(self) -> None:
+    def _expire_prefills(self) -> None:
         now, due = self.now(), self._prefilling
         while due and due[0][0] <= now:
             heapq.heappop(due)[2].prefilled()
 
-    def sent(self, waiter: Waiter, target: Target, reason: str, policy: RoutePolicy, *, prefills: bool = True) -> Sent:
+    def sent(
+        self, request: PendingRequest, target: Target, reason: str, policy: RoutePolicy, *, prefills: bool = True
+    ) -> DispatchedRequest:
         """Count a request that goes to `target` now by `policy`, before it is on its way. Without `prefills` another
         target computes its prompt.
         """
-        parsed, state, digests = waiter.parsed, target.state, waiter.parsed.prompt.digests
+        parsed, state, digests = request.parsed, target.state, request.parsed.prompt.digests
         self.metrics.reasons[reason] += 1
         self.metrics.chosen[target.name] += 1
-        if waiter.features is not None:
-            policy.sent(waiter.features, state)
+        if request.features is not None:
+            policy.sent(request.features, state)
         if digests and policy.needs_prefix:
             self.index.insert(state.name, digests)
         if self.shared is not None:
             self.shared.sent(state.name, parsed.prompt.digests, parsed.session)
-        return Sent(state, parsed.tokens, waiter.matched.get(target, 0), self.now(), prefills=prefills)
+        return DispatchedRequest(state, parsed.tokens, request.matched.get(target, 0), self.now(), prefills=prefills)
 
     def may_retry(self) -> bool:
         """Whether the retry budget holds another try; takes it if so."""
@@ -179,10 +183,10 @@ class Dispatcher:
         if status not in OVERLOADED:
             self._worker_failed(target)
 
-    def broke(self, target: Target) -> None:
+    def connection_failed(self, target: Target) -> None:
         """The connection broke before the answer was complete: the worker may have died."""
         self._worker_failed(target)
-        self.health.look_now(target.worker)
+        self.health.check_now(target.worker)
 
     def unreachable(self, target: Target, *, refused: bool) -> None:
         """There was no connecting. If that was `refused`, the worker is gone, and what it had cached with it."""
@@ -190,15 +194,17 @@ class Dispatcher:
         if refused and target.worker.healthy:
             self.workers.set_healthy(target.worker, False)
             self.workers.restarted(target.worker)
-        self.health.look_now(target.worker)
+        self.health.check_now(target.worker)
 
     def _worker_failed(self, target: Target) -> None:
         self.metrics.worker_errors[target.name] += 1
         target.breaker.failed(self.now())
 
-    def finished(self, waiter: Waiter, sent: Sent, prompt: int | None, cached: int | None) -> None:
+    def finished(
+        self, request: PendingRequest, sent: DispatchedRequest, prompt: int | None, cached: int | None
+    ) -> None:
         """An answer went well; learn from what it says of its prompt."""
-        parsed = waiter.parsed
+        parsed = request.parsed
         if prompt and not parsed.counted and parsed.prompt.size:
             self.bytes_per_token += RATIO_STEP * (parsed.prompt.size / prompt - self.bytes_per_token)
         if prompt is None or cached is None:
@@ -210,29 +216,29 @@ class Dispatcher:
 
     # The queue.
 
-    def enqueue(self, waiter: Waiter) -> None:
+    def enqueue(self, request: PendingRequest) -> None:
         """Let a request wait for room; if the queue is full, the least urgent one is refused."""
-        parsed, queue = waiter.parsed, self.queue
+        parsed, queue = request.parsed, self.queue
         if len(queue) >= self.settings.queue_size:
             lowest = queue.lowest(self.now())
             if lowest is None or lowest.priority >= parsed.priority:
-                waiter.give_up(RouterError(429, "the queue is full; try again later", code="queue_full"))
+                request.abort(RouterError(429, "the queue is full; try again later", code="queue_full"))
                 return
             queue.remove(lowest)
-            lowest.item.give_up(RouterError(429, "the queue is full; try again later", code="queue_full"))
-        deadline_s = waiter.leaves_s if parsed.deadline_ms is not None else math.inf
+            lowest.item.abort(RouterError(429, "the queue is full; try again later", code="queue_full"))
+        deadline_s = request.expires_s if parsed.deadline_ms is not None else math.inf
         self.metrics.queued += 1
-        waiter.waiting = queue.push(
-            waiter,
+        request.waiting = queue.push(
+            request,
             self.now(),
             tokens=parsed.tokens,
             priority=parsed.priority,
             tenant=parsed.tenant,
             deadline_s=deadline_s,
-            leaves_s=waiter.leaves_s,
+            expires_s=request.expires_s,
         )
 
-    def room_appeared(self) -> None:
+    def capacity_freed(self) -> None:
         """A request has ended, or a worker has come: see what is next, after what is under way."""
         if self.queue and not self._serving:
             self._serving = True
@@ -244,25 +250,25 @@ class Dispatcher:
             entry = self.queue.pop(self.now(), _fits)
             if entry is None:
                 return
-            entry.item.leave_queue()
+            entry.item.dequeued()
 
-    def cut_off(self) -> None:
+    def abort_all(self) -> None:
         """The time is over: end whatever is open."""
-        for waiter in list(self.exchanges):
-            waiter.give_up(RouterError(503, "the router is shutting down", code="draining"))
+        for request in list(self.exchanges):
+            request.abort(RouterError(503, "the router is shutting down", code="draining"))
 
     def sweep(self) -> None:
         """Four times a second: end what has stood still too long."""
         now = self.now()
-        self._forget_prefilled()
+        self._expire_prefills()
         for entry in self.queue.expired(now):
             late = entry.deadline_s <= now
             code, what = ("deadline", "its deadline has passed") if late else ("queue_timeout", "no worker had room")
             entry.item.waiting = None
-            entry.item.give_up(RouterError(503, f"the request waited here and {what}; try again later", code=code))
-        for waiter in list(self.exchanges):
-            waiter.check_time(now)
-        self.room_appeared()
+            entry.item.abort(RouterError(503, f"the request waited here and {what}; try again later", code=code))
+        for request in list(self.exchanges):
+            request.check_time(now)
+        self.capacity_freed()
 
 
 def _weights(texts: tuple[str, ...]) -> Iterator[tuple[str, float]]:

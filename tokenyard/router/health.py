@@ -8,22 +8,22 @@ from typing import Any
 import orjson
 from typing_extensions import override
 
-from tokenyard.router.settings import RouterSettings
-from tokenyard.router.upstream import Body, Reader, UpstreamConnection, body_of
-from tokenyard.router.wire import HOP_BY_HOP, ResponseHead, request_head
+from tokenyard.router.http1 import HOP_BY_HOP, ResponseHead, request_head
+from tokenyard.router.router_settings import RouterSettings
+from tokenyard.router.worker_connection import Body, ResponseReader, UpstreamConnection, body_of
 from tokenyard.router.workers import Worker, Workers
 
 log = logging.getLogger(__name__)
 
-FIRST_LOOK_S = 0.5
+FIRST_CHECK_S = 0.5
 """Between two looks at a worker that is not there yet, or has just failed."""
 
-LARGEST_ANSWER = 8 << 20
-MOST_MODELS = 1000
+MAX_RESPONSE_BYTES = 8 << 20
+MAX_MODELS = 1000
 INFO_PATHS = ("/server_info", "/get_server_info")
 
 
-class _Whole(Reader):
+class _BufferedReader(ResponseReader):
     """Reads an answer in one piece."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _Whole(Reader):
     @override
     def on_body(self, data: bytes, done: bool) -> None:
         self._size += len(data)
-        if self._size <= LARGEST_ANSWER:
+        if self._size <= MAX_RESPONSE_BYTES:
             self._parts.append(data)
         if done and not self.done.done():
             self.done.set_result((self._status, b"".join(self._parts)))
@@ -61,7 +61,7 @@ async def ask(
     headers: list[tuple[bytes, bytes]] | None = None,
 ) -> tuple[int, bytes]:
     """The status and body that a worker answers. Raises OSError (TimeoutError too) if it does not in time."""
-    target, reader = (worker.url.path + path).encode(), _Whole()
+    target, reader = (worker.url.path + path).encode(), _BufferedReader()
     fields = [(b"connection", b"close"), *(headers or [])]
     head = request_head(method.encode(), target, worker.url.authority.encode(), fields, len(body))
     connection: UpstreamConnection | None = None
@@ -75,7 +75,7 @@ async def ask(
             connection.drop(reader)
 
 
-class Health:
+class HealthChecker:
     """One task for each worker that looks at it now and then, and at once when a request has failed there."""
 
     def __init__(self, settings: RouterSettings, workers: Workers, headers: list[tuple[bytes, bytes]]) -> None:
@@ -96,7 +96,7 @@ class Health:
         if task is not None:
             task.cancel()
 
-    def look_now(self, worker: Worker) -> None:
+    def check_now(self, worker: Worker) -> None:
         """A request has failed there: do not wait for the next look."""
         event = self._wake.get(worker)
         if event is not None:
@@ -111,15 +111,15 @@ class Health:
         good = bad = 0
         while True:
             try:
-                wrong = await self._look(worker)
+                wrong = await self._check_worker(worker)
             except Exception:
                 log.exception("looking at %s failed", worker.name)
                 wrong = "looking at it failed"
             good, bad = (0, bad + 1) if wrong else (good + 1, 0)
-            self._judge(worker, good, bad, wrong)
+            self._update_health(worker, good, bad, wrong)
             await self._pause(worker, fast=worker.healthy is not True or bad > 0)
 
-    def _judge(self, worker: Worker, good: int, bad: int, wrong: str) -> None:
+    def _update_health(self, worker: Worker, good: int, bad: int, wrong: str) -> None:
         settings = self._settings
         if good and (worker.healthy is None or good >= settings.health_success_threshold):
             if not worker.healthy:
@@ -135,10 +135,10 @@ class Health:
         most_s = self._settings.health_check_interval_secs
         event = self._wake[worker]
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(event.wait(), min(most_s, FIRST_LOOK_S) if fast else most_s)
+            await asyncio.wait_for(event.wait(), min(most_s, FIRST_CHECK_S) if fast else most_s)
         event.clear()
 
-    async def _look(self, worker: Worker) -> str:
+    async def _check_worker(self, worker: Worker) -> str:
         """What is wrong with the worker, "" if it answers well; learns on the way what it serves."""
         path = self._settings.health_check_endpoint
         try:
@@ -169,7 +169,7 @@ class Health:
         status, body = await self._ask(worker, "/v1/models")
         cards = _object(body).get("data") if status == 200 else None
         if isinstance(cards, list):
-            known = [card for card in cards[:MOST_MODELS] if isinstance(card, dict) and isinstance(card.get("id"), str)]
+            known = [card for card in cards[:MAX_MODELS] if isinstance(card, dict) and isinstance(card.get("id"), str)]
             self._workers.set_models(worker, known)
         for path in INFO_PATHS:
             status, body = await self._ask(worker, path)

@@ -7,22 +7,22 @@ from itertools import count
 from typing_extensions import override
 
 from tokenyard.base import TokenyardError
-from tokenyard.router.control import Control, check_key
-from tokenyard.router.disagg import APART_PATHS, ApartExchange
+from tokenyard.router.admin_routes import Control, check_key
+from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest
+from tokenyard.router.disagg_exchange import DISAGG_PATHS, DisaggExchange
 from tokenyard.router.dispatch import Dispatcher
 from tokenyard.router.errors import RouterError
-from tokenyard.router.exchange import Exchange
-from tokenyard.router.features import Parsed, Tokenize, parse_body
-from tokenyard.router.front import FrontConnection, Incoming, Job
-from tokenyard.router.passing import RANK_HEADER, ROUTE_HEADER, Passing
-from tokenyard.router.settings import RouterSettings
+from tokenyard.router.header_forwarding import RANK_HEADER, ROUTE_HEADER, HeaderForwarding
+from tokenyard.router.proxy_exchange import Exchange
+from tokenyard.router.request_features import ParsedRequest, Tokenize, parse_body
+from tokenyard.router.router_settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
 DATA_PREFIXES = ("/v1/", "/api/")
 DATA_PATHS = frozenset({"/generate", "/tokenize", "/detokenize", "/rerank", "/classify", "/encode", "/completion"})
-MOST_HOPS = 8
-LONGEST_REQUEST_ID = 128
+MAX_HOPS = 8
+MAX_REQUEST_ID_CHARS = 128
 
 
 class Router(Dispatcher):
@@ -30,7 +30,7 @@ class Router(Dispatcher):
 
     def __init__(self, settings: RouterSettings, tokenize: Tokenize | None = None) -> None:
         super().__init__(settings)
-        self.connections: set[FrontConnection] = set()
+        self.connections: set[ClientConnection] = set()
         self._control = Control(self)
         self._tokenize = tokenize
         self._id = self.id.encode()
@@ -38,7 +38,7 @@ class Router(Dispatcher):
         self._id_head = str(uuid.uuid4()).rpartition("-")[0].encode()
         self._numbers = count()
         self._session_header = settings.session_header.lower().encode()
-        self._passing = Passing(
+        self._passing = HeaderForwarding(
             self._id, self.worker_headers, own_key=bool(settings.worker_api_key or settings.api_key)
         )
 
@@ -50,11 +50,11 @@ class Router(Dispatcher):
         for connection in list(self.connections):
             connection.check_time(now, self.settings.client_timeout_secs)
 
-    def new_connection(self) -> FrontConnection:
+    def new_connection(self) -> ClientConnection:
         """A protocol for a client that has connected."""
-        return FrontConnection(self.handle, self.connections, int(self.settings.max_body_mb * 1e6))
+        return ClientConnection(self.handle, self.connections, int(self.settings.max_body_mb * 1e6))
 
-    def handle(self, front: FrontConnection, request: Incoming) -> Job | None:
+    def handle(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
         """Answer a request, or begin to."""
         request.request_id = self._request_id(request)
         try:
@@ -73,7 +73,7 @@ class Router(Dispatcher):
             front.fail(RouterError(500, "the router met an internal error; its log says more", code="internal_error"))
         return None
 
-    def _data(self, front: FrontConnection, request: Incoming) -> Exchange:
+    def _data(self, front: ClientConnection, request: ClientRequest) -> Exchange:
         """A request for the workers. Raises TokenyardError for one that is refused here."""
         check_key(request, self.settings.api_key)
         if self.draining:
@@ -86,15 +86,15 @@ class Router(Dispatcher):
         for rank in (parsed.rank, parsed.prefill_rank, parsed.decode_rank):
             if rank is not None and not self.workers.has_rank(rank):
                 raise RouterError(400, f"no worker has the rank {rank}", code="unknown_rank")
-        kind = ApartExchange if self.workers.apart and request.path in APART_PATHS else Exchange
+        kind = DisaggExchange if self.workers.has_disagg_workers and request.path in DISAGG_PATHS else Exchange
         exchange = kind(self, self._passing, front, request, parsed)
-        self.came(exchange)
+        self.arrived(exchange)
         exchange.start()
         return exchange
 
-    def _parsed(self, request: Incoming) -> Parsed:
+    def _parsed(self, request: ClientRequest) -> ParsedRequest:
         if request.method != b"POST":
-            return Parsed()
+            return ParsedRequest()
         parsed = parse_body(
             request.body,
             bytes_per_token=self.bytes_per_token,
@@ -109,15 +109,15 @@ class Router(Dispatcher):
             parsed.session = request.get(self._session_header).decode("latin-1")
         return parsed
 
-    def _check_loop(self, request: Incoming) -> None:
+    def _check_loop(self, request: ClientRequest) -> None:
         """Raise RouterError (508) for a request that was here before, or came through too many routers."""
         hops = request.get(ROUTE_HEADER).replace(b" ", b"").split(b",")
-        if self._id in hops or len(hops) > MOST_HOPS:
+        if self._id in hops or len(hops) > MAX_HOPS:
             raise RouterError(508, "the request goes in a circle: a worker of this router is a router", code="loop")
 
-    def _request_id(self, request: Incoming) -> bytes:
+    def _request_id(self, request: ClientRequest) -> bytes:
         given = request.get(b"x-request-id")
-        if given and len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.decode().isprintable():
+        if given and len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.decode().isprintable():
             return given
         return b"%b-%012x" % (self._id_head, next(self._numbers))
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenyard.base import ConfigError
-from tokenyard.router.continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS
-from tokenyard.router.index import PrefixIndex
-from tokenyard.router.load import Speed, TargetState, finds_room, preempts_by
-from tokenyard.router.settings import RouterSettings
-from tokenyard.router.upstream import Pool, WorkerUrl
+from tokenyard.router.router_settings import RouterSettings
+from tokenyard.router.stream_continuation import BY_OUTPUT_IDS, BY_PROMPT_IDS
+from tokenyard.router.worker_connection import ConnectionPool, WorkerUrl
+from tokenyard.routing.index import PrefixIndex
+from tokenyard.routing.load import TargetLoad, TtftModel, preempts_by, target_has_capacity
 
-MOST_RANKS = 1024
+MAX_RANKS = 1024
 PREFILL, DECODE = "prefill", "decode"
 """Roles of workers that do only one half of the work."""
 
@@ -22,14 +22,14 @@ CLOSED = ("loading", "draining")
 """What our engines say of themselves while they live but take no requests."""
 
 
-class Breaker:
+class CircuitBreaker:
     """A circuit breaker (Nygard 2007): closed, open after failures in a row, then on trial until enough succeed."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._failures = self._successes = 0
         self.open_until_s = -math.inf
-        """A request may be sent from then on: at any time while it is closed, and on trial after the time-out."""
+        """A request may be sent from then on: at any time while it is closed, and on trial after the timeout."""
 
     @property
     def state(self) -> str:
@@ -64,13 +64,13 @@ class Target:
     worker: "Worker"
     rank: int | None
     name: str
-    state: TargetState
-    breaker: Breaker
+    state: TargetLoad
+    breaker: CircuitBreaker
     levels: Counter[int] = field(default_factory=Counter)
 
-    def has_room(self, priority: int) -> bool:
+    def has_capacity(self, priority: int) -> bool:
         """Whether a request of `priority` finds a place: a free one, or one that the engine takes from a lesser one."""
-        return finds_room(self.state, self.levels, self.worker.preempts_by, priority)
+        return target_has_capacity(self.state, self.levels, self.worker.preempts_by, priority)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +88,7 @@ class Worker:
     name: str
     url: WorkerUrl
     source: str
-    pool: Pool
+    pool: ConnectionPool
     targets: list[Target] = field(default_factory=list)
     healthy: bool | None = None
     draining: bool = False
@@ -135,11 +135,11 @@ class Workers:
         self._settings, self._index = settings, index
         self._by_url: dict[str, Worker] = {}
         self._made = 0
-        self._speeds: dict[frozenset[str], Speed] = {}
+        self._speeds: dict[frozenset[str], TtftModel] = {}
         self._routable: list[Target] = []
         self._by_model: dict[str, list[Target]] = {}
         self._prefilling: list[Target] = []
-        self.apart = False
+        self.has_disagg_workers = False
         """Whether there are workers that only decode."""
         self.adapters: frozenset[str] = frozenset()
         """Names of models that are adapters at some worker."""
@@ -160,7 +160,9 @@ class Workers:
         if str(url) in self._by_url:
             raise ConfigError(f"the worker {url} is there already; every worker is named once")
         context = self._tls() if url.scheme == "https" else None
-        worker = Worker(f"w{self._made}", url, source, Pool(url, context, self._settings.connect_timeout_secs))
+        worker = Worker(
+            f"w{self._made}", url, source, ConnectionPool(url, context, self._settings.connect_timeout_secs)
+        )
         worker.role, worker.bootstrap_port = role, self._settings.bootstrap_port
         self._made += 1
         self._by_url[str(url)] = worker
@@ -183,22 +185,22 @@ class Workers:
         worker.draining = True
         worker.pool.close()
         for target in worker.targets:
-            self._index.forget(target.state.name)
+            self._index.remove_target(target.state.name)
         self.changed()
 
     def set_ranks(self, worker: Worker, ranks: int) -> None:
         """Give the worker one target, or one for each of its `ranks` if there are several."""
-        wanted = [None] if ranks <= 1 else list(range(min(ranks, MOST_RANKS)))
+        wanted = [None] if ranks <= 1 else list(range(min(ranks, MAX_RANKS)))
         if [target.rank for target in worker.targets] == wanted:
             return
         for target in worker.targets:
-            self._index.forget(target.state.name)
+            self._index.remove_target(target.state.name)
         worker.targets = []
         for rank in wanted:
             suffix = "" if rank is None else f"@{rank}"
             room = self._settings.max_worker_requests
-            state = TargetState(f"{worker.url}{suffix}", self._speed_of(worker), room=room)
-            worker.targets.append(Target(worker, rank, worker.name + suffix, state, Breaker(self._settings)))
+            state = TargetLoad(f"{worker.url}{suffix}", self._speed_of(worker), room=room)
+            worker.targets.append(Target(worker, rank, worker.name + suffix, state, CircuitBreaker(self._settings)))
         self.changed()
 
     def set_models(self, worker: Worker, cards: list[dict[str, Any]]) -> None:
@@ -269,7 +271,7 @@ class Workers:
     def flushed(self, worker: Worker) -> None:
         """Its cache is empty."""
         for target in worker.targets:
-            self._index.drop(target.state.name)
+            self._index.clear_target(target.state.name)
 
     def set_healthy(self, worker: Worker, healthy: bool) -> None:
         """The worker may, or may no longer, get requests."""
@@ -286,7 +288,7 @@ class Workers:
         routable = [worker for worker in workers if worker.healthy and not worker.draining]
         self._routable = [target for worker in routable if worker.role != PREFILL for target in worker.targets]
         self._prefilling = [target for worker in routable if worker.role == PREFILL for target in worker.targets]
-        self.apart = any(worker.role == DECODE for worker in workers)
+        self.has_disagg_workers = any(worker.role == DECODE for worker in workers)
         self.adapters = frozenset[str]().union(*(worker.models - worker.bases for worker in workers))
         self._by_model.clear()
         self.on_change()
@@ -325,9 +327,9 @@ class Workers:
         for worker in self._by_url.values():
             worker.pool.close()
 
-    def _speed_of(self, worker: Worker) -> Speed:
+    def _speed_of(self, worker: Worker) -> TtftModel:
         """What targets of one model share."""
-        return self._speeds.setdefault(worker.bases, Speed())
+        return self._speeds.setdefault(worker.bases, TtftModel())
 
     def _tls(self) -> ssl.SSLContext:
         if self._context is None:

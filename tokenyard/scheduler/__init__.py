@@ -1,8 +1,8 @@
 """The scheduler core: events in, plans out. No IO, no clock, no torch."""
 
 from tokenyard.scheduler.counters import Counters
-from tokenyard.scheduler.lifecycle import Gate, State
+from tokenyard.scheduler.row_state import Gate, RowState
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.scheduler.snapshot import Snapshot
 
-__all__ = ["Counters", "Gate", "Scheduler", "Snapshot", "State"]
+__all__ = ["Counters", "Gate", "RowState", "Scheduler", "Snapshot"]

@@ -3,9 +3,9 @@
 import numpy as np
 
 from tokenyard.base import BoolArray, Int32Array, StepPlan, StepResult, step_work
-from tokenyard.scheduler.multi_step import append_but_last
+from tokenyard.scheduler.multi_step import append_earlier_steps
 from tokenyard.scheduler.planner import Planner
-from tokenyard.scheduler.state import SchedulerState
+from tokenyard.scheduler.scheduler_state import SchedulerState
 
 
 class Committer:
@@ -23,7 +23,7 @@ class Committer:
         state.memory.committed(plan.last_step)
         alive = state.table.epoch[rows] == plan.epochs
         if result.logprobs:
-            state.outbox.tell_logprobs(result.logprobs, state.table.number[rows], alive)
+            state.outbox.add_logprobs(result.logprobs, state.table.number[rows], alive)
         for place, vector in result.vectors.items():
             if alive[place]:
                 state.table.request_state(int(rows[place])).vector = vector
@@ -41,7 +41,7 @@ class Committer:
             alive = state.table.epoch[rows] == plan.epochs
             state.table.drafts[rows[alive]] = result.drafted[alive]
             if result.chances is not None:
-                state.table.draft_chance[rows[alive]] = result.chances[alive]
+                state.table.acceptance_rate[rows[alive]] = result.chances[alive]
         if ended:
             state.sweep()
         # Copying adapters to the device takes time that is none of the work.
@@ -58,7 +58,7 @@ class Committer:
             decoding = int(np.count_nonzero(alive[:decoding]))
             rows, counts, samples, tokens = rows[alive], counts[alive], samples[alive], tokens[..., alive]
         if plan.num_steps > 1:
-            append_but_last(state, plan, rows, tokens[:-1])
+            append_earlier_steps(state, plan, rows, tokens[:-1])
             tokens = tokens[-1]
         state.table.computed[rows] += counts
         ended = False
@@ -114,10 +114,10 @@ class Committer:
         """Give the computed prompts to the tree; end rows with max_new_tokens 0. Returns whether any row ended."""
         state, table, ended = self._state, self._state.table, False
         for row in rows.tolist():
-            self._publish(row)
+            self._cache_unfinished(row)
             if table.computed[row] < table.target[row]:
                 continue
-            state.memory.prompt_ends(int(table.pool_row[row]), int(table.computed[row]))
+            state.memory.prompt_computed(int(table.pool_row[row]), int(table.computed[row]))
             state.open_group(row)
             if table.request(row).sampling.max_new_tokens == 0:
                 state.end(row, "length", now)
@@ -128,9 +128,9 @@ class Committer:
                 table.first_token_ns[row] = now
         return ended
 
-    def _publish(self, row: int) -> None:
+    def _cache_unfinished(self, row: int) -> None:
         first = int(self._state.table.cached[row]) // self._state.memory.page_size
-        deduplicated = self._state.publish(row)
+        deduplicated = self._state.cache_unfinished(row)
         if len(deduplicated):
             self._planner.deduplicated(row, first, deduplicated)
 

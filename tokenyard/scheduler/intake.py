@@ -3,14 +3,14 @@
 import numpy as np
 
 from tokenyard.base import AbortCause, Request, Submit
-from tokenyard.scheduler.lifecycle import Gate
-from tokenyard.scheduler.state import SchedulerState
+from tokenyard.scheduler.row_state import Gate
+from tokenyard.scheduler.scheduler_state import SchedulerState
 
 Refusal = tuple[AbortCause, str]
 """Why a request is refused, in one word and in one sentence."""
 
 
-def take_in(state: SchedulerState, event: Submit, now: int) -> list[int]:
+def accept_request(state: SchedulerState, event: Submit, now: int) -> list[int]:
     """Let a request join the queue, one row per answer. Returns the rows, none for a request that ended at once.
 
     Raises ValueError for a number that is in use.
@@ -41,7 +41,7 @@ def _close_gates(state: SchedulerState, request: Request, rows: list[int]) -> No
     """Close the gates of what the rows of a request must wait for."""
     table = state.table
     if len(rows) > 1 and state.memory.tree.enabled:
-        table.request_state(rows[0]).followers = [request.number + answer for answer in range(1, len(rows))]
+        table.request_state(rows[0]).sibling_rows = [request.number + answer for answer in range(1, len(rows))]
         table.gates[rows[1:]] |= Gate.GROUP
     if request.grammar:
         table.gates[rows] |= Gate.GRAMMAR

@@ -31,7 +31,7 @@ class Interner:
         """Count one more user of this number."""
         self._users[number] += 1
 
-    def drop(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Count one user of this number less."""
         self._users[number] -= 1
         if not self._users[number]:

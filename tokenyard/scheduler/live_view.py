@@ -7,24 +7,29 @@ from itertools import islice
 import numpy as np
 
 from tokenyard.base import NS_PER_MS, Int32Array
-from tokenyard.cache.node import TOKEN_DTYPE, Node
-from tokenyard.scheduler.lifecycle import Gate, State
-from tokenyard.scheduler.state import SchedulerState
-from tokenyard.scheduler.table import MOST_TENANTS
+from tokenyard.cache.tree_node import TOKEN_DTYPE, TreeNode
+from tokenyard.scheduler.request_table import MAX_TENANTS
+from tokenyard.scheduler.row_state import Gate, RowState
+from tokenyard.scheduler.scheduler_state import SchedulerState
 
-STATES = {State.WAITING: "waiting", State.LOADING: "loading", State.PREFILL: "prefill", State.RUNNING: "running"}
-MOST_ROWS = 48
+STATES = {
+    RowState.WAITING: "waiting",
+    RowState.LOADING: "loading",
+    RowState.PREFILL: "prefill",
+    RowState.RUNNING: "running",
+}
+MAX_ROWS = 48
 """Single requests shown of those that wait, and of those that have a place; groups count all of them."""
 
-MOST_PREFIXES = 12
-MOST_NODES = 2048
+MAX_PREFIXES = 12
+MAX_NODES = 2048
 """Nodes looked at for hot prefixes: the walk must not grow with the tree."""
 
 HEAD_TOKENS = 32
 
 
 @dataclass(slots=True)
-class Group:
+class LiveGroup:
     """Requests of one state, level of service class and tenant. known: their tokens; held: those with KV of their own
     (on pages that no other row shares).
     """
@@ -38,7 +43,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class RowView:
+class LiveRow:
     """One request. hit, computed, known, limit: tokens, see `table.RequestTable`. gates: why it may not start, as bits
     of `lifecycle.Gate`. age_ms: since its arrival.
     """
@@ -58,9 +63,9 @@ class RowView:
 
 
 @dataclass(slots=True)
-class Prefix:
+class HotPrefix:
     """A run of the tree. begin: tokens before it from the root. hits: admissions that used it. in_use: whether a row
-    has locked it. head: its first token ids. salted: it is of a name space of its own.
+    has locked it. head: its first token ids. salted: it is of a namespace of its own.
     """
 
     begin: int
@@ -92,10 +97,10 @@ class LiveView:
     policies that do not bound time. step_budget_tokens: prompt tokens that a step may compute, -1 for no bound.
     """
 
-    groups: list[Group]
-    rows: list[RowView]
+    groups: list[LiveGroup]
+    rows: list[LiveRow]
     kv: KvOwners
-    prefixes: list[Prefix] | None
+    prefixes: list[HotPrefix] | None
     prefixes_cut: bool
     step_budget_s: float | None
     step_budget_tokens: int
@@ -115,12 +120,12 @@ def take_live_view(state: SchedulerState, now: int, *, prefixes: bool) -> LiveVi
     )
 
 
-def _groups(state: SchedulerState) -> list[Group]:
+def _groups(state: SchedulerState) -> list[LiveGroup]:
     table = state.table
     rows = np.concatenate([one.rows for one in (state.waiting, state.loading, state.prefilling, state.running)])
     if not len(rows):
         return []
-    keys = (table.state[rows].astype(np.int64) * 8 + table.service_level[rows]) * MOST_TENANTS * 2 + table.tenant[rows]
+    keys = (table.state[rows].astype(np.int64) * 8 + table.service_level[rows]) * MAX_TENANTS * 2 + table.tenant[rows]
     distinct, place = np.unique(keys, return_inverse=True)
     counts = np.bincount(place)
     known = np.bincount(place, table.known[rows])
@@ -128,22 +133,22 @@ def _groups(state: SchedulerState) -> list[Group]:
     names = table.tenant_names()
     groups = []
     for index, key in enumerate(distinct.tolist()):
-        head, tenant = divmod(key, MOST_TENANTS * 2)
+        head, tenant = divmod(key, MAX_TENANTS * 2)
         kind, level = divmod(head, 8)
-        group = Group(STATES[kind], level, names[tenant], int(counts[index]), int(known[index]), int(held[index]))
+        group = LiveGroup(STATES[kind], level, names[tenant], int(counts[index]), int(known[index]), int(held[index]))
         groups.append(group)
     return groups
 
 
-def _rows(state: SchedulerState, now: int) -> list[RowView]:
+def _rows(state: SchedulerState, now: int) -> list[LiveRow]:
     placed = np.concatenate([one.rows for one in (state.loading, state.prefilling, state.running)])
-    shown = [*state.waiting.rows[:MOST_ROWS].tolist(), *placed[:MOST_ROWS].tolist()]
+    shown = [*state.waiting.rows[:MAX_ROWS].tolist(), *placed[:MAX_ROWS].tolist()]
     return [_row(state, row, now) for row in shown]
 
 
-def _row(state: SchedulerState, row: int, now: int) -> RowView:
+def _row(state: SchedulerState, row: int, now: int) -> LiveRow:
     table = state.table
-    return RowView(
+    return LiveRow(
         number=int(table.number[row]),
         state=STATES[int(table.state[row])],
         level=int(table.service_level[row]),
@@ -173,26 +178,26 @@ def _owners(state: SchedulerState) -> KvOwners:
     )
 
 
-def _hot_prefixes(state: SchedulerState) -> tuple[list[Prefix], bool]:
+def _hot_prefixes(state: SchedulerState) -> tuple[list[HotPrefix], bool]:
     """The runs that saved most tokens, and whether there are nodes that were not looked at.
 
     A child is never hit more often than its parent, so the nodes with most hits are visited first.
     """
-    heap: list[tuple[int, int, Node, bool]] = []
+    heap: list[tuple[int, int, TreeNode, bool]] = []
     seen = 0
-    for root in islice(state.memory.tree.roots(), MOST_NODES):
-        seen += _push(heap, root, bool(root.namespace), MOST_NODES - seen, seen)
-    visited: list[tuple[Node, bool]] = []
+    for root in islice(state.memory.tree.roots(), MAX_NODES):
+        seen += _push(heap, root, bool(root.namespace), MAX_NODES - seen, seen)
+    visited: list[tuple[TreeNode, bool]] = []
     while heap:
         _, _, node, salted = heapq.heappop(heap)
         visited.append((node, salted))
-        seen += _push(heap, node, salted, MOST_NODES - seen, seen)
+        seen += _push(heap, node, salted, MAX_NODES - seen, seen)
     visited = [(node, salted) for node, salted in visited if node.hits]
-    best = heapq.nlargest(MOST_PREFIXES, visited, key=lambda one: one[0].hits * len(one[0].pages))
-    return [_prefix(node, salted) for node, salted in best], seen >= MOST_NODES
+    best = heapq.nlargest(MAX_PREFIXES, visited, key=lambda one: one[0].hits * len(one[0].pages))
+    return [_prefix(node, salted) for node, salted in best], seen >= MAX_NODES
 
 
-def _push(heap: list[tuple[int, int, Node, bool]], node: Node, salted: bool, most: int, seen: int) -> int:
+def _push(heap: list[tuple[int, int, TreeNode, bool]], node: TreeNode, salted: bool, most: int, seen: int) -> int:
     """Put up to `most` children of a node on the heap; how many. `seen` keeps equal hits in a fixed order."""
     children = list(islice(node.children.values(), max(most, 0)))
     for place, child in enumerate(children):
@@ -200,7 +205,7 @@ def _push(heap: list[tuple[int, int, Node, bool]], node: Node, salted: bool, mos
     return len(children)
 
 
-def _prefix(node: Node, salted: bool) -> Prefix:
+def _prefix(node: TreeNode, salted: bool) -> HotPrefix:
     ids: Int32Array = np.frombuffer(node.key, TOKEN_DTYPE)
     begin = node.depth_tokens - len(ids)
-    return Prefix(begin, len(ids), node.hits, node.locked, salted, ids[:HEAD_TOKENS].tolist())
+    return HotPrefix(begin, len(ids), node.hits, node.locked, salted, ids[:HEAD_TOKENS].tolist())

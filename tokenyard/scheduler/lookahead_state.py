@@ -12,14 +12,14 @@ import numpy as np
 
 from tokenyard.base import ExecutorInfo, Finish, Int64Array, Request, SchedulerSettings, Slo
 from tokenyard.cost import LinearCost, LinearTerms, OnlineCost
-from tokenyard.policy.adaptive import Score
-from tokenyard.scheduler.lifecycle import Gate
-from tokenyard.scheduler.state import SchedulerState, first_belief
+from tokenyard.policy.adaptive import CandidateScore
+from tokenyard.scheduler.row_state import Gate
+from tokenyard.scheduler.scheduler_state import SchedulerState, prior_cost_model
 
-MOST_WAITING = 500
+MAX_WAITING = 500
 """A longer queue is sampled to this length, spread evenly over the order of arrival."""
 
-BLOCK_TOKENS = 128
+LOOKAHEAD_BLOCK_TOKENS = 128
 COLUMNS = (
     "number",
     "state",
@@ -34,13 +34,13 @@ COLUMNS = (
     "ttft_ns",
     "tpot_ns",
     "drafts",
-    "draft_chance",
+    "acceptance_rate",
 )
 
 
 class RequestArrived(msgspec.Struct, array_like=True, frozen=True):
-    """A request arrived. blocks: int64, a chained checksum for each whole block of `BLOCK_TOKENS` prompt tokens, so
-    that prompts share a prefix as far as these agree. deadline_ns, ttft_ns and tpot_ns are 0 if it has none.
+    """A request arrived. blocks: int64, a chained checksum for each whole block of `LOOKAHEAD_BLOCK_TOKENS` prompt
+    tokens, so that prompts share a prefix as far as these agree. deadline_ns, ttft_ns and tpot_ns are 0 if it has none.
     """
 
     number: int
@@ -91,7 +91,7 @@ class RequestEnded(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LookaheadState(msgspec.Struct, array_like=True, frozen=True):
-    """The scheduler at `now`. rows: the int64[n] columns of `COLUMNS` for all that run, and at most `MOST_WAITING` of
+    """The scheduler at `now`. rows: the int64[n] columns of `COLUMNS` for all that run, and at most `MAX_WAITING` of
     those that wait and are not held back; plans in flight count as done. cached_tokens: KV in the tree that no request
     holds. new_token_ratio: the headroom's ratio, 0 if it has none. terms: the terms of the cost model.
     """
@@ -118,7 +118,7 @@ class LookaheadReply(msgspec.Struct, array_like=True, frozen=True):
     """The requested scores, and the seconds of CPU time since the last reply."""
 
     number: int
-    scores: list[Score]
+    scores: list[CandidateScore]
     cpu_s: float
 
 
@@ -130,8 +130,8 @@ def take_lookahead_state(state: SchedulerState, now: int) -> LookaheadState:
     """The state at `now`."""
     table, waiting = state.table, state.waiting.rows
     waiting = waiting[(table.gates[waiting] & ~Gate.GROUP) == 0]
-    if len(waiting) > MOST_WAITING:
-        waiting = waiting[np.linspace(0, len(waiting) - 1, MOST_WAITING).astype(np.int64)]
+    if len(waiting) > MAX_WAITING:
+        waiting = waiting[np.linspace(0, len(waiting) - 1, MAX_WAITING).astype(np.int64)]
     rows = np.concatenate((state.admitted_rows(), waiting))
     return LookaheadState(
         now=now,
@@ -146,12 +146,14 @@ def take_lookahead_state(state: SchedulerState, now: int) -> LookaheadState:
 
 def _terms(state: SchedulerState) -> LinearTerms:
     cost = state.cost
-    return cost.terms if isinstance(cost, LinearCost | OnlineCost) else first_belief(state.info).terms
+    return cost.terms if isinstance(cost, LinearCost | OnlineCost) else prior_cost_model(state.info).terms
 
 
 def block_chain(request: Request) -> Int64Array:
-    """Checksums (CRC-32) of the prompt up to the end of each whole block, int64[prompt tokens // BLOCK_TOKENS]."""
-    data, size = memoryview(request.prompt_ids.tobytes()), request.prompt_ids.itemsize * BLOCK_TOKENS
+    """Checksums (CRC-32) of the prompt up to the end of each whole block, int64[prompt tokens //
+    LOOKAHEAD_BLOCK_TOKENS].
+    """
+    data, size = memoryview(request.prompt_ids.tobytes()), request.prompt_ids.itemsize * LOOKAHEAD_BLOCK_TOKENS
     chain, checksum = [], zlib.crc32(request.namespace.encode())
     for end in range(size, len(data) + 1, size):
         checksum = zlib.crc32(data[end - size : end], checksum)

@@ -21,12 +21,12 @@ from tokenyard.base import Int32Array, SchedulerSettings, UsableListener, Window
 from tokenyard.base.request import adapter_of
 from tokenyard.cache.allocator import PageAllocator
 from tokenyard.cache.no_cache import NoCache
-from tokenyard.cache.radix import Match, RadixCache
+from tokenyard.cache.radix_cache import MatchResult, RadixCache
 from tokenyard.cache.req_to_token import ReqToTokenPool
 from tokenyard.cache.windows import WindowedAllocator, WindowPages
 
 NO_PAGES = np.empty(0, np.int32)
-NO_WINDOWS = "layers with windows keep KV for all tokens where KV moves"
+WINDOWS_UNSUPPORTED = "layers with windows keep KV for all tokens where KV moves"
 UNLIMITED = 2**31 - 1
 
 
@@ -51,7 +51,7 @@ class Release:
 
 
 @dataclass(slots=True)
-class Hold:
+class PageHold:
     """What a reader or writer outside the plans still uses: private pages, and the tree's up to the locked `node`."""
 
     pages: Int32Array
@@ -85,18 +85,18 @@ class KvMemory:
         self._releases: deque[Release] = deque()
         self._releasing_pages = 0
         self._unlocking_pages = 0
-        self._coming_windows = 0
-        self._deferred: deque[tuple[int, Int32Array]] = deque()
+        self._pending_window_pages = 0
+        self._pending_frees: deque[tuple[int, Int32Array]] = deque()
         self._committed = -1
-        self._holds: dict[int, Hold] = {}
+        self._holds: dict[int, PageHold] = {}
 
     @property
     def free_tokens(self) -> int:
         """Tokens that are free, can be evicted, or come back when the plans in flight have committed. Drafts in flight
         count as wrong.
         """
-        coming = self._releasing_pages + self._unlocking_pages + self.draft_pages
-        pages: int = self.allocator.available + self.tree.evictable_pages + coming
+        pages_to_be_freed = self._releasing_pages + self._unlocking_pages + self.draft_pages
+        pages: int = self.allocator.available + self.tree.evictable_pages + pages_to_be_freed
         return self.page_size * pages
 
     @property
@@ -104,18 +104,18 @@ class KvMemory:
         """The same for the layers with a window; without such a group, as many as for all."""
         if self.windows is None:
             return self.free_tokens
-        return self.page_size * (self.windows.obtainable + self._coming_windows + self.draft_pages)
+        return self.page_size * (self.windows.available_pages + self._pending_window_pages + self.draft_pages)
 
     @property
     def available_pages(self) -> int:
         """How many pages `take_pages` gives now at most."""
         pages: int = self.allocator.available + self.tree.evictable_pages
-        return pages if self.windows is None else min(pages, self.windows.obtainable)
+        return pages if self.windows is None else min(pages, self.windows.available_pages)
 
     @property
-    def most_chunk(self) -> int:
+    def max_chunk_tokens(self) -> int:
         """Most tokens of a prompt to compute at a time."""
-        return UNLIMITED if self.windows is None else self.windows.most_chunk
+        return UNLIMITED if self.windows is None else self.windows.max_chunk_tokens
 
     @property
     def releasing_pages(self) -> int:
@@ -138,7 +138,7 @@ class KvMemory:
 
     def take_pages(self, count: int) -> Int32Array | None:
         """`count` free pages, evicting only the shortfall; None, and nothing changed, if there are not enough now."""
-        if self.windows is not None and count > self.windows.obtainable:
+        if self.windows is not None and count > self.windows.available_pages:
             return None
         shortfall = count - self.allocator.available
         if shortfall > 0:
@@ -150,7 +150,7 @@ class KvMemory:
         pages: Int32Array = self.allocator.alloc(count)
         return pages
 
-    def take_in_turn(self, counts: list[int]) -> Int32Array:
+    def take_pages_per_step(self, counts: list[int]) -> Int32Array:
         """The pages that one `take_pages` per entry of `counts` would give. There must be enough."""
         total = sum(counts)
         if total <= self.allocator.available:
@@ -180,7 +180,7 @@ class KvMemory:
 
     def needed_from(self, tokens: int) -> int:
         """The first page of a prefix that counts for `usable` where a row begins behind `tokens` tokens or more."""
-        return 0 if self.windows is None else self.windows.seen_from(tokens)
+        return 0 if self.windows is None else self.windows.window_start_page(tokens)
 
     def _runs(self, node: Any, count: int) -> Iterator[Int32Array]:
         """The first `count` pages of the path to `node`, run by run, the last one first."""
@@ -201,29 +201,29 @@ class KvMemory:
         if self.windows is not None:
             self.windows.listeners.remove(listener.usable_changed)
 
-    def match(self, ids: bytes, namespace: str, max_tokens: int) -> Match:
+    def match(self, ids: bytes, namespace: str, max_tokens: int) -> MatchResult:
         """The longest usable prefix of `ids`, locked (`unlock` undoes it)."""
-        match: Match = self.tree.match(ids, namespace, max_tokens=max_tokens)
+        match: MatchResult = self.tree.match(ids, namespace, max_tokens=max_tokens)
         usable = self.usable(match.node, match.tokens)
         if usable < match.tokens:
             match = self.tree.match(ids, namespace, max_tokens=usable)
         if self.windows is not None:
-            self.windows.use(self.windows.tail(self.tree.pages(match.node)))
+            self.windows.retain(self.windows.tail(self.tree.pages(match.node)))
         self.tree.lock(match.node)
         return match
 
     def peek(self, ids: bytes, namespace: str, max_tokens: int | None = None) -> int:
         """The tokens that `match` would find, without any change to the tree."""
-        found: Match = self.tree.find(ids, namespace, max_tokens)
+        found: MatchResult = self.tree.find(ids, namespace, max_tokens)
         return self.usable(found.node, found.tokens)
 
-    def unlock(self, match: Match) -> None:
+    def unlock(self, match: MatchResult) -> None:
         """Undo `match`, after which no row began."""
         if self.windows is not None:
-            self.windows.let_go(self.windows.tail(self.tree.pages(match.node)))
+            self.windows.release_pages(self.windows.tail(self.tree.pages(match.node)))
         self.tree.unlock(match.node)
 
-    def seat(self, known_ids: Int32Array, node: Any, cached: int) -> tuple[int, Int32Array]:
+    def allocate_row(self, known_ids: Int32Array, node: Any, cached: int) -> tuple[int, Int32Array]:
         """Take a pool row, write the tokens and the pages of the locked prefix into it; return (pool row, pages)."""
         self.tree.record_hit(node)
         pool_row = self.pool.alloc_row()
@@ -231,7 +231,7 @@ class KvMemory:
         pages: Int32Array = self.tree.pages(node) if cached else NO_PAGES
         self.pool.page_table[pool_row, : len(pages)] = pages
         if self.windows is not None:
-            self.windows.seat(pool_row, pages)
+            self.windows.allocate_row(pool_row, pages)
         return pool_row, pages
 
     def advance(self, pool_rows: Int32Array, cached: Int32Array, computed: Int32Array) -> None:
@@ -239,18 +239,18 @@ class KvMemory:
         if self.windows is not None and len(pool_rows):
             self.windows.advance(self.pool.page_table, pool_rows, cached, computed)
 
-    def prompt_ends(self, pool_row: int, computed: int) -> None:
+    def prompt_computed(self, pool_row: int, computed: int) -> None:
         """A row has computed its prompt of `computed` tokens: other requests may begin there."""
         if self.windows is not None and self.tree.enabled:
             last = computed // self.page_size
-            first = max(last * self.page_size - self.windows.kept_tokens, 0) // self.page_size
-            self.windows.keep_end(self.pool.page_table[pool_row, first:last])
+            first = max(last * self.page_size - self.windows.max_retained_tokens, 0) // self.page_size
+            self.windows.protect_prefix_end(self.pool.page_table[pool_row, first:last])
 
     def measures(self) -> dict[str, float]:
         """Figures for metrics, by name: of the layers with a window, if they have a pool of their own."""
         if self.windows is None:
             return {}
-        used = self.windows.num_pages - self.windows.obtainable
+        used = self.windows.num_pages - self.windows.available_pages
         return {
             "window_kv_tokens": self.windows.num_pages * self.page_size,
             "window_kv_used_tokens": used * self.page_size,
@@ -260,7 +260,7 @@ class KvMemory:
         """The window page of each of `pages`, int32[n], 0 for none; int32[0] where no layers have such pages."""
         return NO_PAGES if self.windows is None else self.windows.of[pages]
 
-    def adopt(self, ids: Int32Array) -> None:
+    def insert_prefix(self, ids: Int32Array) -> None:
         """Put the whole pages of `ids` into the tree, as if a request had computed them; do nothing without room."""
         count = len(ids) // self.page_size
         pages = self.take_pages(count)
@@ -269,9 +269,9 @@ class KvMemory:
             present = inserted.present_tokens // self.page_size
             self.allocator.free(pages[:present])
             if self.windows is not None:
-                self.windows.let_go(pages[present:])
+                self.windows.release_pages(pages[present:])
 
-    def publish(
+    def cache_unfinished(
         self, pool_row: int, node: Any, cached: int, computed: int, priority: int, last_step: int
     ) -> tuple[Any, int, Int32Array]:
         """Give the tree the whole pages among tokens `cached .. computed` of a row that stays.
@@ -310,8 +310,10 @@ class KvMemory:
         self._unlocking_pages += release.unlocks
         if self.windows is not None:
             pages = self.pool.page_table[release.pool_row, : self.pages_for(release.held)]
-            release.window_pages = self.windows.coming(release.pool_row, pages, release.cached // self.page_size)
-            self._coming_windows += release.window_pages
+            release.window_pages = self.windows.pages_to_be_freed(
+                release.pool_row, pages, release.cached // self.page_size
+            )
+            self._pending_window_pages += release.window_pages
 
     def shrink(self, pool_rows: Int32Array, held: Int32Array, tokens: Int32Array) -> None:
         """Rows that `held` pages for so many tokens keep those for their first `tokens` (all int32[n]). No plan in
@@ -329,9 +331,9 @@ class KvMemory:
         if last_step <= self._committed:
             self.allocator.free(pages)
             return
-        self._deferred.append((last_step, pages))
+        self._pending_frees.append((last_step, pages))
         self._releasing_pages += len(pages)
-        self._coming_windows += int(np.count_nonzero(self.window_ids(pages)))
+        self._pending_window_pages += int(np.count_nonzero(self.window_ids(pages)))
 
     def committed(self, step: int) -> None:
         """Plan `step` has committed: give back the pages that waited for it."""
@@ -341,26 +343,26 @@ class KvMemory:
             if release.last_step <= step:
                 self._releasing_pages -= self._private_pages(release)
                 self._unlocking_pages -= release.unlocks
-                self._coming_windows -= release.window_pages
+                self._pending_window_pages -= release.window_pages
                 self._give_back(release)
             else:
                 self._releases.append(release)
-        for _ in range(len(self._deferred)):
-            last_step, pages = self._deferred.popleft()
+        for _ in range(len(self._pending_frees)):
+            last_step, pages = self._pending_frees.popleft()
             if last_step <= step:
                 self._releasing_pages -= len(pages)
-                self._coming_windows -= int(np.count_nonzero(self.window_ids(pages)))
+                self._pending_window_pages -= int(np.count_nonzero(self.window_ids(pages)))
                 self.allocator.free(pages)
             else:
-                self._deferred.append((last_step, pages))
+                self._pending_frees.append((last_step, pages))
 
     def hold_written(self, number: int, release: Release) -> None:
         """A row ended while its pages beyond `cached` are being written: hold them, and give back the rest."""
-        assert self.windows is None, NO_WINDOWS
+        assert self.windows is None, WINDOWS_UNSUPPORTED
         assert number not in self._holds, f"the pages of {number} are held already"
         size = self.page_size
         first, last = release.cached // size, self.pages_for(release.held)
-        self._holds[number] = Hold(self.pool.page_table[release.pool_row, first:last].copy())
+        self._holds[number] = PageHold(self.pool.page_table[release.pool_row, first:last].copy())
         self.tree.unlock(release.node)
         self.pool.free_row(release.pool_row)
 
@@ -369,7 +371,7 @@ class KvMemory:
 
         Returns all its pages (int32[n]). Legal only when no plan in flight contains the row.
         """
-        assert self.windows is None, NO_WINDOWS
+        assert self.windows is None, WINDOWS_UNSUPPORTED
         size, table = self.page_size, self.pool.page_table[release.pool_row]
         whole, last = release.computed // size, self.pages_for(release.computed)
         partial = table[whole:last].copy()
@@ -388,13 +390,13 @@ class KvMemory:
             partial = pages[release.cached // size :]
         self.allocator.free(table[last : self.pages_for(release.held)].copy())
         self.pool.free_row(release.pool_row)
-        self._holds[number] = Hold(partial, node)
+        self._holds[number] = PageHold(partial, node)
         return pages
 
     def hold_tree(self, number: int, node: Any) -> None:
         """Keep the tree's pages up to `node` from being evicted, while a reader outside is at them."""
         self.tree.lock(node)
-        self._holds[number] = Hold(NO_PAGES, node)
+        self._holds[number] = PageHold(NO_PAGES, node)
 
     def end_hold(self, number: int) -> None:
         """The reader or writer of `number` has ended; unknown numbers are ignored."""
@@ -405,7 +407,7 @@ class KvMemory:
         if hold.node is not None:
             self.tree.unlock(hold.node)
 
-    def forget_adapter(self, adapter: str) -> None:
+    def evict_adapter(self, adapter: str) -> None:
         """Free what the tree holds of prompts with this adapter, but for pages that are locked."""
         pages = self.tree.evict_namespaces(lambda namespace: adapter_of(namespace) == adapter)
         self.evicted_tokens += len(pages) * self.page_size
@@ -415,7 +417,7 @@ class KvMemory:
         """Empty the tree. Legal only while no row and no hold has pages."""
         self.allocator.free(self.tree.clear())
 
-    def idle_mismatch(self) -> str | None:
+    def find_leak(self) -> str | None:
         """With no request left: a description of leaked pages or rows, or None."""
         found = []
         held = self.allocator.available + self.tree.evictable_pages + self.held_pages
@@ -425,8 +427,8 @@ class KvMemory:
             found.append(f"{held} of {self.num_pages} pages accounted for")
         if self.tree.protected_pages and not self._holds:
             found.append(f"{self.tree.protected_pages} pages still locked")
-        if self.windows is not None and self.windows.obtainable != self.windows.num_pages and not self._holds:
-            found.append(f"{self.windows.obtainable} of {self.windows.num_pages} window pages accounted for")
+        if self.windows is not None and self.windows.available_pages != self.windows.num_pages and not self._holds:
+            found.append(f"{self.windows.available_pages} of {self.windows.num_pages} window pages accounted for")
         if self.pool.available_rows != self.pool.rows:
             found.append(f"{self.pool.available_rows} of {self.pool.rows} pool rows free")
         return "; ".join(found) or None
@@ -459,11 +461,11 @@ class KvMemory:
             if self.windows is not None:
                 pages = self.tree.pages(inserted.node)
                 self.windows.replace(release.pool_row, first, own, pages[first:duplicates])
-                self.windows.leave(release.pool_row, pages)
+                self.windows.release_row(release.pool_row, pages)
             self.allocator.free(np.concatenate((own, table[end:held])))
         else:
             if self.windows is not None:
-                self.windows.leave(release.pool_row, table[:first])
+                self.windows.release_row(release.pool_row, table[:first])
             self.allocator.free(table[first:held].copy())
         self.tree.unlock(release.node)
         self.pool.free_row(release.pool_row)

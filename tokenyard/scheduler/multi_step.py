@@ -9,22 +9,22 @@ import numpy as np
 
 from tokenyard.base import Int32Array, StepPlan
 from tokenyard.scheduler.memory import KvMemory
-from tokenyard.scheduler.state import SchedulerState
+from tokenyard.scheduler.scheduler_state import SchedulerState
 
 
-def possible_steps(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: int) -> int:
-    """To how many steps, at most `most`, `extend_plan` would extend `plan`. Changes nothing."""
+def possible_steps(state: SchedulerState, plan: StepPlan, rows: Int32Array, max_steps: int) -> int:
+    """To how many steps, at most `max_steps`, `extend_plan` would extend `plan`. Changes nothing."""
     if not _same_again(state, plan):
         return 1
-    further = _further(state, plan, rows, most)
+    further = _further(state, plan, rows, max_steps)
     return 1 + (further if _surely_fit(state.memory, plan, further) else _fitting(state.memory, plan, further))
 
 
-def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: int) -> None:
-    """Extend `plan`, the newest one, to up to `most` steps; its columns belong to table `rows` (int32[n])."""
+def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, max_steps: int) -> None:
+    """Extend `plan`, the newest one, to up to `max_steps` steps; its columns belong to table `rows` (int32[n])."""
     if not _same_again(state, plan):
         return
-    further = _take_pages(state.memory, plan, _further(state, plan, rows, most))
+    further = _take_pages(state.memory, plan, _further(state, plan, rows, max_steps))
     if not further:
         return
     plan.num_steps += further
@@ -36,7 +36,7 @@ def extend_plan(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: i
     state.charge_decode(rows, further)
 
 
-def append_but_last(state: SchedulerState, plan: StepPlan, rows: Int32Array, tokens: Int32Array) -> None:
+def append_earlier_steps(state: SchedulerState, plan: StepPlan, rows: Int32Array, tokens: Int32Array) -> None:
     """Append what `rows` sampled in all steps of a multi-step plan but the last; `tokens` is int32[num_steps - 1,
     rows].
 
@@ -73,10 +73,10 @@ def _same_again(state: SchedulerState, plan: StepPlan) -> bool:
     )
 
 
-def _further(state: SchedulerState, plan: StepPlan, rows: Int32Array, most: int) -> int:
-    """How many steps after the first keep to `most` and to the rows' limits."""
+def _further(state: SchedulerState, plan: StepPlan, rows: Int32Array, max_steps: int) -> int:
+    """How many steps after the first keep to `max_steps` and to the rows' limits."""
     # A row computes its last token at position limit - 1.
-    return max(min(most, int((state.table.limit[rows] - plan.starts).min())) - 1, 0)
+    return max(min(max_steps, int((state.table.limit[rows] - plan.starts).min())) - 1, 0)
 
 
 def _surely_fit(memory: KvMemory, plan: StepPlan, further: int) -> bool:
@@ -100,7 +100,7 @@ def _take_pages(memory: KvMemory, plan: StepPlan, further: int) -> int:
     steps, columns = np.nonzero(starts % memory.page_size == 0)
     if not len(steps):
         return further
-    pages = memory.take_in_turn(np.bincount(steps).tolist())
+    pages = memory.take_pages_per_step(np.bincount(steps).tolist())
     owners, places = plan.pool_rows[columns], starts[steps, columns] // memory.page_size
     memory.pool.page_table[owners, places] = pages
     plan.page_rows = np.concatenate((plan.page_rows, owners))

@@ -10,7 +10,7 @@ from tokenyard.base import (
     Finish,
     Int32Array,
     Int64Array,
-    Move,
+    KvMove,
     RowLogprobs,
     Started,
     TokenBatch,
@@ -26,7 +26,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._clear()
-        self._transfers: list[Move] = []
+        self._moves: list[KvMove] = []
 
     def _clear(self) -> None:
         self._numbers: list[Int64Array] = []
@@ -42,19 +42,19 @@ class Outbox:
         self._tokens.append(tokens)
         self._hits.append(hits)
 
-    def tell_logprobs(self, entries: list[RowLogprobs], numbers: Int64Array, alive: BoolArray) -> None:
+    def add_logprobs(self, entries: list[RowLogprobs], numbers: Int64Array, alive: BoolArray) -> None:
         """Log-probabilities from a step; `numbers` and `alive` are columns over the rows of its plan."""
         for entry in entries:
             if alive[entry.index]:
                 self.logprobs.extend(_per_token(int(numbers[entry.index]), entry))
 
-    def transfer(self, wanted: Move) -> None:
+    def transfer(self, wanted: KvMove) -> None:
         """KV to load into pages, to hand over from them, or to store."""
-        self._transfers.append(wanted)
+        self._moves.append(wanted)
 
-    def drain_transfers(self) -> list[Move]:
+    def drain_moves(self) -> list[KvMove]:
         """What is to be done with KV since the last call."""
-        transfers, self._transfers = self._transfers, []
+        transfers, self._moves = self._moves, []
         return transfers
 
     @property

@@ -6,7 +6,7 @@ import numpy as np
 
 from tokenyard.base import DRAFT, LAST_SAMPLED, Int32Array, RowStart, StepPlan
 from tokenyard.scheduler.memory import NO_PAGES, KvMemory
-from tokenyard.scheduler.table import RequestTable
+from tokenyard.scheduler.request_table import RequestTable
 
 
 @dataclass(slots=True)

@@ -4,15 +4,15 @@ import numpy as np
 
 from tokenyard.base import BoolArray, CostModel, Int32Array, StepWork
 from tokenyard.policy import Views
-from tokenyard.policy.speculation import worthwhile_drafts
-from tokenyard.scheduler.admission import PrefillAdder
+from tokenyard.policy.speculation import drafts_to_verify
 from tokenyard.scheduler.memory import NO_PAGES
 from tokenyard.scheduler.plan_builder import PlanBuilder
-from tokenyard.scheduler.state import SchedulerState
+from tokenyard.scheduler.prefill_adder import PrefillAdder
+from tokenyard.scheduler.scheduler_state import SchedulerState
 
 NO_ROWS = NO_PAGES
 
-TOGETHER_SHARE = 0.8
+VERIFY_TOGETHER_SHARE = 0.8
 """Two groups of rows verify together if that takes less than this share of the time of both; the device waits for the
 host then, whose time is not known here.
 """
@@ -32,7 +32,7 @@ class Planner:
         """
         while True:
             builder = self._new_builder()
-            gave_way = self._state.gave_way
+            retraction_count = self._state.retraction_count
             refused = self._fill(builder, now)
             if not builder.empty:
                 self._deduplicated.clear()
@@ -40,7 +40,7 @@ class Planner:
             if in_flight:
                 return None
             # A retraction changed the state, so another try may succeed.
-            if self._state.gave_way == gave_way and not self._break_deadlock(refused, now):
+            if self._state.retraction_count == retraction_count and not self._break_deadlock(refused, now):
                 return None
 
     def _fill(self, builder: PlanBuilder, now: int) -> int | None:
@@ -110,31 +110,31 @@ class Planner:
         if not len(rows):
             return
         if self._state.drafting:
-            drafts = self._worthwhile_drafts(builder, rows, starts, now)
+            drafts = self._drafts_to_verify(builder, rows, starts, now)
             # One token may be in flight, known to the device alone; of drafts in flight it is open how many count.
             known = table.known[rows]
             ready = (starts < known) | (starts == known) & (drafts == 0)
-            if self._better_together(drafts, ready, starts):
+            if self._should_wait_to_verify(drafts, ready, starts):
                 return
             rows, starts, drafts = rows[ready], starts[ready], drafts[ready]
             if not len(rows) or (drafts.any() and self._verify(builder, rows, starts, drafts)):
                 return
-        crossing = starts % memory.page_size == 0
-        pages = memory.take_pages(int(np.count_nonzero(crossing)))
+        needs_page = starts % memory.page_size == 0
+        pages = memory.take_pages(int(np.count_nonzero(needs_page)))
         if pages is None:
             survivors = self._retract_decode(rows, now)
             if len(survivors):
                 self._decode(builder, survivors, now)
             return
         if len(pages):
-            owners, columns = table.pool_row[rows[crossing]], starts[crossing] // memory.page_size
+            owners, columns = table.pool_row[rows[needs_page]], starts[needs_page] // memory.page_size
             memory.pool.page_table[owners, columns] = pages
             builder.write_pages(owners, columns, pages)
         table.planned[rows] = table.held[rows] = starts + 1
         builder.decode(rows, starts)
         self._state.charge_decode(rows)
 
-    def _better_together(self, drafts: Int32Array, ready: BoolArray, starts: Int32Array) -> bool:
+    def _should_wait_to_verify(self, drafts: Int32Array, ready: BoolArray, starts: Int32Array) -> bool:
         """Whether rows that are ready to verify should wait for the others, whose last step is in flight.
 
         Otherwise rows in two groups verify by turns for ever, each step with the time of a step of all, where that is
@@ -144,9 +144,9 @@ class Planner:
         if cost is None or not ready.any() or not waiting.any() or not drafts[ready].all():
             return False
         alone, others, all_s = (_verify_s(cost, drafts[one], starts[one]) for one in (ready, waiting, ready | waiting))
-        return all_s < TOGETHER_SHARE * (alone + others)
+        return all_s < VERIFY_TOGETHER_SHARE * (alone + others)
 
-    def _worthwhile_drafts(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array, now: int) -> Int32Array:
+    def _drafts_to_verify(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array, now: int) -> Int32Array:
         """How many drafts `rows`, which start at `starts` (int32[n]), should verify: int32[n]. Without a belief about
         times, as many as they have.
         """
@@ -158,7 +158,7 @@ class Planner:
         for chunk in builder.chunks:
             chunks.add_chunk(chunk.start, chunk.count)
         pace = self._state.policy.pace(table, rows, now)
-        return worthwhile_drafts(cost, chunks, starts + 1, most, table.draft_chance[rows], pace)
+        return drafts_to_verify(cost, chunks, starts + 1, most, table.acceptance_rate[rows], pace)
 
     def _verify(self, builder: PlanBuilder, rows: Int32Array, starts: Int32Array, drafts: Int32Array) -> bool:
         """Let `rows`, which start at `starts`, verify `drafts` drafts each (all int32[n]), of which some are above 0.

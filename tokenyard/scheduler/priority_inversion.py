@@ -6,7 +6,7 @@ waiting request.
 
 from collections import Counter
 
-MOST_LEVELS = 64
+MAX_LEVELS = 64
 """The most levels that are distinguished; the time of others counts for the nearest of them."""
 
 
@@ -19,7 +19,7 @@ class PriorityInversion:
     """
 
     def __init__(self) -> None:
-        self._seated: dict[int, int] = {}
+        self._admitted_count: dict[int, int] = {}
         self._held: Counter[int] = Counter()
         self._waiting: dict[int, tuple[int, int]] = {}
         self._spent: dict[int, int] = {}
@@ -34,14 +34,14 @@ class PriorityInversion:
     def admitted(self, row: int, level: int, now: int) -> int:
         """From `now` (ns) on the request in `row` has a place."""
         inverted_ns = self.removed(row, now)
-        self._seated[row] = level
+        self._admitted_count[row] = level
         self._held[level] += 1
         return inverted_ns
 
     def removed(self, row: int, now: int) -> int:
         """From `now` (ns) on the request in `row` neither waits nor has a place."""
         self._count(now)
-        level = self._seated.pop(row, None)
+        level = self._admitted_count.pop(row, None)
         if level is not None:
             self._held[level] -= 1
             if not self._held[level]:
@@ -55,7 +55,7 @@ class PriorityInversion:
         """Count the time since the last change for the least urgent admitted level."""
         if self._held and now > self._since_ns:
             level = min(self._held)
-            if level not in self._spent and len(self._spent) >= MOST_LEVELS:
+            if level not in self._spent and len(self._spent) >= MAX_LEVELS:
                 level = min(self._spent, key=lambda kept: (abs(kept - level), kept))
             self._spent[level] = self._spent.get(level, 0) + now - self._since_ns
         self._since_ns = max(now, self._since_ns)

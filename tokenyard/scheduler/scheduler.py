@@ -18,21 +18,20 @@ import numpy as np
 
 from tokenyard.base import (
     NS_PER_S,
-    Arrived,
     Cancel,
     CostModel,
     Event,
     ExecutorInfo,
     Explanation,
     Flush,
-    ForgetAdapter,
-    HoldEnded,
     Int32Array,
-    Move,
+    KvAvailable,
+    KvLoaded,
+    KvMove,
     OpenGate,
+    PagesReleased,
     Pause,
-    RanksLeft,
-    Reach,
+    RanksRemaining,
     Request,
     Resume,
     SchedulerSettings,
@@ -42,28 +41,29 @@ from tokenyard.base import (
     StepResult,
     StopFound,
     Submit,
-    TenantUse,
+    TenantUsage,
     TokenBatch,
     TurnEnded,
+    UnloadAdapter,
     Update,
     WeightsUpdated,
 )
 from tokenyard.cache.kv_events import KvEvent, KvRecord, kv_record
 from tokenyard.policy import NO_PRIORITY
 from tokenyard.policy.adaptive import changed
-from tokenyard.policy.priority_function import MOST_BOOST, RequestView
-from tokenyard.policy.time_budget import prefill_stretch
+from tokenyard.policy.priority_function import MAX_BOOST, RequestView
+from tokenyard.policy.time_budget import prefill_slowdown
 from tokenyard.scheduler.committer import Committer
-from tokenyard.scheduler.intake import take_in
-from tokenyard.scheduler.lifecycle import HELD_BY, Gate, State
+from tokenyard.scheduler.intake import accept_request
+from tokenyard.scheduler.kv_store_queue import KvStoreQueue
 from tokenyard.scheduler.live_view import LiveView, take_live_view
 from tokenyard.scheduler.lookahead_state import LookaheadState, take_lookahead_state
 from tokenyard.scheduler.multi_step import extend_plan, possible_steps
 from tokenyard.scheduler.plan_builder import PlanBuilder
 from tokenyard.scheduler.planner import Planner
+from tokenyard.scheduler.row_state import HELD_BY, Gate, RowState
+from tokenyard.scheduler.scheduler_state import SchedulerState
 from tokenyard.scheduler.snapshot import Snapshot, take_snapshot
-from tokenyard.scheduler.state import SchedulerState
-from tokenyard.scheduler.store_queue import StoreQueue
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class InFlightPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Requeued:
+class RequeuedRequest:
     """A request that lost its place and waits: all its tokens that are known, int32[n], and how many are cached."""
 
     number: int
@@ -104,12 +104,12 @@ class Scheduler:
             StopFound: self.stop_found,
             OpenGate: self.open_gate,
             SetPolicy: self.set_policy,
-            Reach: self.reach,
-            Arrived: self.arrived,
-            HoldEnded: self.hold_ended,
-            TenantUse: self.take_tenant_use,
-            RanksLeft: self.take_over_limits,
-            ForgetAdapter: self.forget_adapter,
+            KvAvailable: self.reach,
+            KvLoaded: self.arrived,
+            PagesReleased: self.hold_ended,
+            TenantUsage: self.add_tenant_usage,
+            RanksRemaining: self.set_remaining_ranks,
+            UnloadAdapter: self.unload_adapter,
             Flush: lambda event, now: self.flush(now),
             # On the tape for what comes; nothing here orders, evicts or refuses by them yet.
             TurnEnded: lambda event, now: None,
@@ -125,9 +125,9 @@ class Scheduler:
 
     def submit(self, event: Submit, now: int) -> None:
         """A request joins the queue, one row per answer; one that can never run or finds a full queue ends at once."""
-        rows = take_in(self.state, event, now)
+        rows = accept_request(self.state, event, now)
         if self._paused:
-            self._hold_clocks(rows, now)
+            self._pause_clocks(rows, now)
 
     def cancel(self, event: Cancel, now: int) -> None:
         """End the given requests, or all; numbers that are gone already are ignored."""
@@ -139,14 +139,14 @@ class Scheduler:
         self.state.sweep()
 
     def update(self, event: Update, now: int) -> None:
-        """Change a request's priority, boost (cut to `MOST_BOOST`) or deadline; a request that is gone is ignored."""
+        """Change a request's priority, boost (cut to `MAX_BOOST`) or deadline; a request that is gone is ignored."""
         row = self.state.table.row_of(event.number)
         if row is None:
             return
         if event.priority is not None:
             self.state.table.priority[row] = event.priority
         if event.boost is not None:
-            self.state.table.boost[row] = min(max(event.boost, -MOST_BOOST), MOST_BOOST)
+            self.state.table.boost[row] = min(max(event.boost, -MAX_BOOST), MAX_BOOST)
         if event.deadline_ns is not None:
             self.state.table.deadline_ns[row] = self.state.table.arrival_ns[row] + event.deadline_ns
         self.state.observer.moved(row, now)
@@ -156,10 +156,10 @@ class Scheduler:
         if event.numbers:
             rows = self.state.known_rows(event.numbers)
             for row in rows:
-                if self.state.table.state[row] != State.WAITING:
+                if self.state.table.state[row] != RowState.WAITING:
                     self.state.retract(row, "paused", now)
                 self.state.table.gates[row] |= Gate.PAUSED
-            self._hold_clocks(rows, now)
+            self._pause_clocks(rows, now)
             return
         self._paused = True
         if event.mode == "abort":
@@ -167,7 +167,7 @@ class Scheduler:
         elif event.mode == "retract":
             for row in self.state.admitted_rows().tolist():
                 self.state.retract(row, "paused", now)
-        self._hold_clocks(self.state.known_rows(self.state.table.numbers()), now)
+        self._pause_clocks(self.state.known_rows(self.state.table.numbers()), now)
 
     def resume(self, event: Resume, now: int) -> None:
         """Resume paused requests, or everything."""
@@ -176,9 +176,9 @@ class Scheduler:
             self.state.table.gates[rows] &= ~Gate.PAUSED
         else:
             self._paused = False
-        self._hold_clocks(rows, now)
+        self._pause_clocks(rows, now)
 
-    def _hold_clocks(self, rows: list[int], now: int) -> None:
+    def _pause_clocks(self, rows: list[int], now: int) -> None:
         """Count time as paused for those of `rows` that are held back now, and for no others."""
         table = self.state.table
         for row in rows:
@@ -201,27 +201,27 @@ class Scheduler:
         if row is not None:
             self.state.table.gates[row] &= ~event.gate
 
-    def reach(self, event: Reach, now: int) -> None:
+    def reach(self, event: KvAvailable, now: int) -> None:
         """KV of a waiting request's first tokens can be loaded; only whole pages of it count."""
         row = self.state.table.row_of(event.number)
         if row is None:
             return
         self.state.table.gates[row] &= ~Gate.KV
-        if self.state.table.state[row] == State.WAITING:
-            if event.token >= 0 and self._begin_answer(row, event.token, now):
+        if self.state.table.state[row] == RowState.WAITING:
+            if event.token >= 0 and self._begin_output(row, event.token, now):
                 return
             unit = self.state.memory.page_size
             usable = min(event.tokens, self.state.table.usable_tokens(row))
-            self.state.table.reach[row] = max(usable, 0) // unit * unit
+            self.state.table.loadable_tokens[row] = max(usable, 0) // unit * unit
 
-    def _begin_answer(self, row: int, token: int, now: int) -> bool:
+    def _begin_output(self, row: int, token: int, now: int) -> bool:
         """Take in and deliver the first token of a waiting row's answer; returns whether it ends the answer. Ignored if
         the answer has begun.
         """
         state, table = self.state, self.state.table
         if table.known[row] > table.prompt_tokens[row]:
             return False
-        state.begin_answer(row, token, now)
+        state.begin_output(row, token, now)
         if token in state.stop_token_ids(table.request(row).sampling):
             state.end(row, "stop", now, matched=token)
         elif table.known[row] > table.limit[row]:
@@ -231,34 +231,34 @@ class Scheduler:
         state.sweep()
         return True
 
-    def arrived(self, event: Arrived, now: int) -> None:
+    def arrived(self, event: KvLoaded, now: int) -> None:
         """A load has ended. If its row has ended or was retracted, the pages held for the load are freed now, and a row
         that waits may start again. A row has one load at a time, so that the event needs no name but its number.
         """
         row = self.state.table.row_of(event.number)
-        if row is None or self.state.table.state[row] != State.LOADING:
+        if row is None or self.state.table.state[row] != RowState.LOADING:
             self.state.end_hold(event.number)
         else:
             self.state.arrived(row, event.tokens, now)
 
-    def hold_ended(self, event: HoldEnded, now: int) -> None:
-        """The reader of a handed-over request, or of what was offered to the store below, has ended."""
+    def hold_ended(self, event: PagesReleased, now: int) -> None:
+        """The reader of a handed-over request, or of what was offered to the KV store, has ended."""
         self.state.end_hold(event.number)
         if self.state.stores is not None:
             self.state.stores.ended(event.number)
 
-    def take_tenant_use(self, event: TenantUse, now: int) -> None:
+    def add_tenant_usage(self, event: TenantUsage, now: int) -> None:
         """Other ranks have worked for tenants, whose rates and service are those of the whole engine."""
         for name, tokens, service in zip(event.tenants, event.tokens, event.service, strict=True):
             number = self.state.table.tenant_number(name)
-            self.state.limits.used_elsewhere(number, name, tokens)
+            self.state.limits.add_remote_usage(number, name, tokens)
             self.state.policy.served_elsewhere(number, name, service)
 
-    def take_over_limits(self, event: RanksLeft, now: int) -> None:
+    def set_remaining_ranks(self, event: RanksRemaining, now: int) -> None:
         """Ranks are out for good: this one's parts of the engine's limits grow."""
         settings = replace(self.state.settings, max_queued_requests=event.max_queued_requests)
         self.state.settings = settings
-        self.state.limits.keep_with(event.ranks)
+        self.state.limits.set_remaining_ranks(event.ranks)
 
     def set_policy(self, event: SetPolicy, now: int) -> None:
         """Order the queue by another policy. Raises ConfigError for an unknown name, or one that contradicts other
@@ -270,18 +270,18 @@ class Scheduler:
             # What the headroom has learnt about answers does not depend on the order of the queue.
             self.state.policy.headroom = headroom
 
-    def forget_adapter(self, event: ForgetAdapter, now: int) -> None:
+    def unload_adapter(self, event: UnloadAdapter, now: int) -> None:
         """An adapter was unloaded. Raises ValueError while requests have it."""
         if self.uses_adapter(event.adapter):
             raise ValueError(f"the adapter {event.adapter!r} is in use")
-        self.state.adapters.forget(event.adapter)
-        self.state.memory.forget_adapter(event.adapter)
+        self.state.adapters.unload(event.adapter)
+        self.state.memory.evict_adapter(event.adapter)
 
     def uses_adapter(self, adapter: str) -> bool:
         """Whether any request that waits or runs has this adapter."""
         table = self.state.table
         number = table.adapter_number(adapter)
-        return bool(number) and bool(((table.adapter == number) & (table.state != State.FREE)).any())
+        return bool(number) and bool(((table.adapter == number) & (table.state != RowState.FREE)).any())
 
     def time_policy(self, asked: Callable[[], None], answered: Callable[[], None]) -> None:
         """Have `asked` called before each question to a policy of the user's own, and `answered` after it, until
@@ -322,22 +322,22 @@ class Scheduler:
         builder = self._planner.plan(now, len(self._in_flight))
         return None if builder is None else self._launch(builder)
 
-    def multi_step(self, most: int) -> int:
-        """Extend the plan just made to up to `most` steps, if the next ones differ only in their positions.
+    def multi_step(self, max_steps: int) -> int:
+        """Extend the plan just made to up to `max_steps` steps, if the next ones differ only in their positions.
 
         Returns the number of steps. It is for a driver that knows the next events: no row may stop before the last of
-        these steps, and no event but `Submit` and no time-out may fall between the first step and the commit, which is
+        these steps, and no event but `Submit` and no timeout may fall between the first step and the commit, which is
         at the end of the last one. The state is then the same as after as many single steps. Pages are taken now;
         without enough, there are fewer steps.
         """
         pending = self._in_flight[-1]
-        extend_plan(self.state, pending.plan, pending.rows, most)
+        extend_plan(self.state, pending.plan, pending.rows, max_steps)
         return pending.plan.num_steps
 
-    def possible_steps(self, most: int) -> int:
+    def possible_steps(self, max_steps: int) -> int:
         """How many steps `multi_step(most)` would make of the plan just made. Changes nothing."""
         pending = self._in_flight[-1]
-        return possible_steps(self.state, pending.plan, pending.rows, most)
+        return possible_steps(self.state, pending.plan, pending.rows, max_steps)
 
     def commit(self, result: StepResult, now: int) -> None:
         """Apply the result of a step. Results come in the order of their plans; ValueError otherwise."""
@@ -347,7 +347,7 @@ class Scheduler:
         self._in_flight.popleft()
         self._committer.commit(pending.plan, pending.rows, result, now)
 
-    def number_in(self, plan: StepPlan, place: int) -> int | None:
+    def request_number(self, plan: StepPlan, place: int) -> int | None:
         """The number of the request in row `place` of a plan that waits for its commit; None if it has ended."""
         for pending in self._in_flight:
             if pending.plan is plan:
@@ -356,14 +356,14 @@ class Scheduler:
                     return int(self.state.table.number[row])
         return None
 
-    def _offer_stores(self, stores: StoreQueue) -> None:
+    def _offer_stores(self, stores: KvStoreQueue) -> None:
         for offer in stores.offer():
             self.state.outbox.transfer(offer)
 
-    def store_everything(self, now: int) -> None:
-        """Offer all that the prefix cache holds to the store below, as far as there is room, as the engine ends."""
+    def store_whole_cache(self, now: int) -> None:
+        """Offer all that the prefix cache holds to the KV store, as far as there is room, as the engine ends."""
         if self.state.stores is not None:
-            self.state.stores.everything()
+            self.state.stores.enqueue_all()
             self._offer_stores(self.state.stores)
 
     def _launch(self, builder: PlanBuilder) -> StepPlan:
@@ -396,18 +396,18 @@ class Scheduler:
             self._kv_events = self.state.memory.tree.drain_events()
         return self.state.outbox.drain()
 
-    def drain_transfers(self) -> list[Move]:
+    def drain_moves(self) -> list[KvMove]:
         """KV to load into pages, to hand over from them or to store, since the last call."""
-        return self.state.outbox.drain_transfers()
+        return self.state.outbox.drain_moves()
 
-    def drain_tenant_use(self) -> TenantUse | None:
+    def drain_tenant_usage(self) -> TenantUsage | None:
         """What other ranks must know of this one's work for tenants since the last call; None for nothing."""
-        tokens, service = self.state.limits.drain_used(), self.state.policy.drain_service()
+        tokens, service = self.state.limits.drain_tenant_usage(), self.state.policy.drain_service()
         tenants = sorted(tokens.keys() | service.keys())
         if not tenants:
             return None
         names = self.state.table.tenant_names()
-        return TenantUse(
+        return TenantUsage(
             [names[tenant] for tenant in tenants],
             [tokens.get(tenant, 0) for tenant in tenants],
             [service.get(tenant, 0.0) for tenant in tenants],
@@ -443,7 +443,7 @@ class Scheduler:
     def idle(self) -> str | None:
         """Called when no request is left. Returns a description of leaked pages, after a reset, or None."""
         self.state.policy.headroom.idle()
-        mismatch = self.state.memory.idle_mismatch()
+        mismatch = self.state.memory.find_leak()
         if mismatch is not None and not self.state.memory.holds:
             self.state.reset_memory()
         return mismatch
@@ -457,25 +457,25 @@ class Scheduler:
         """Tokens of a request's prompt that would be a hit in the prefix cache now."""
         return self.state.memory.peek(request.known_ids.tobytes(), request.namespace)
 
-    def requeued(self, most: int) -> list[Requeued]:
-        """The first `most` waiting requests that had a place before and of which no KV is known to be elsewhere, paused
-        ones last.
+    def requeued(self, max_steps: int) -> list[RequeuedRequest]:
+        """The first `max_steps` waiting requests that had a place before and of which no KV is known to be elsewhere,
+        paused ones last.
         """
         table, rows = self.state.table, self.state.waiting.rows
-        rows = rows[(table.retractions[rows] > 0) & (table.reach[rows] == 0)]
+        rows = rows[(table.retractions[rows] > 0) & (table.loadable_tokens[rows] == 0)]
         gates = table.gates[rows]
         found = []
-        for row in np.concatenate((rows[gates == 0], rows[gates == Gate.PAUSED]))[:most].tolist():
+        for row in np.concatenate((rows[gates == 0], rows[gates == Gate.PAUSED]))[:max_steps].tolist():
             known, namespace = table.request_state(row).known_ids, table.request(row).namespace
             cached = self.state.memory.peek(known.tobytes(), namespace)
-            found.append(Requeued(int(table.number[row]), namespace, known, cached))
+            found.append(RequeuedRequest(int(table.number[row]), namespace, known, cached))
         return found
 
     def outputs(self, numbers: list[int]) -> dict[int, list[int]]:
         """The output tokens so far of those of these requests that wait, as paused ones do, by number."""
         table, found = self.state.table, {}
         for row in self.state.known_rows(numbers):
-            if table.state[row] == State.WAITING:
+            if table.state[row] == RowState.WAITING:
                 known = table.request_state(row).known_ids
                 found[int(table.number[row])] = known[table.prompt_tokens[row] :].tolist()
         return found
@@ -484,13 +484,13 @@ class Scheduler:
         """Seconds by `cost` until the prompts that wait now are computed, and how many a second of prefill takes here
         beside the requests that decode.
         """
-        stretch = prefill_stretch(self.state.views(now), self.state.settings, cost)
-        return self.state.queued_work(cost)[1] * stretch, stretch
+        slowdown = prefill_slowdown(self.state.views(now), self.state.settings, cost)
+        return self.state.queued_work(cost)[1] * slowdown, slowdown
 
     def awaits_admission(self, number: int) -> bool:
         """Whether a request waits, or its KV is being loaded."""
         row = self.state.table.row_of(number)
-        return row is not None and self.state.table.state[row] in (State.WAITING, State.LOADING)
+        return row is not None and self.state.table.state[row] in (RowState.WAITING, RowState.LOADING)
 
     def waiting_numbers(self) -> list[int]:
         """The numbers of all requests that wait, in order of arrival."""
@@ -501,7 +501,7 @@ class Scheduler:
         """What a priority function may see of a waiting request; None if it does not wait."""
         table = self.state.table
         row = table.row_of(number)
-        if row is None or table.state[row] != State.WAITING:
+        if row is None or table.state[row] != RowState.WAITING:
             return None
         request, priority, prompt = table.request(row), int(table.priority[row]), int(table.prompt_tokens[row])
         return RequestView(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from tokenyard.scheduler.counters import Counters
-from tokenyard.scheduler.state import SchedulerState
+from tokenyard.scheduler.scheduler_state import SchedulerState
 
 
 @dataclass(slots=True)
@@ -11,7 +11,7 @@ class Snapshot:
     """The state at one moment. used_tokens: KV held by rows and locked prefixes; cached_tokens: evictable KV.
     held_tokens: KV held for a reader or writer outside. queued_tokens: of prompts, still to be computed, as if nothing
     of those that wait were cached; queued_s: seconds that this takes by the cost model.
-    unstored_tokens: KV evicted before it went to the store below; waiting_stores: prefixes that wait for that.
+    unstored_tokens: KV evicted before it went to the KV store; waiting_stores: prefixes that wait for that.
 
     step_time_error: running mean of |predicted - measured| / measured, None if no cost model learns. measures: figures
     of the policy and of the limits of tenants, by metric name (`Policy.measures`). overtaking: the policy's stated

@@ -3,7 +3,7 @@
 from collections import deque
 
 
-class Timeouts:
+class ExpiryQueue:
     """Requests in the order in which they expire. `timeout_s` below 0 disables it."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -11,7 +11,7 @@ class Timeouts:
         self._entries: deque[tuple[int, int]] = deque()
 
     def start(self, number: int, now: int) -> None:
-        """Start the time-out of request `number` at `now` (ns)."""
+        """Start the timeout of request `number` at `now` (ns)."""
         if self._timeout_ns is not None:
             self._entries.append((now + self._timeout_ns, number))
 

@@ -20,11 +20,11 @@ import numpy as np
 from tokenyard.base import Int32Array
 from tokenyard.scheduler.interner import Interner
 from tokenyard.scheduler.memory import KvMemory
-from tokenyard.scheduler.table import NO_GROUP, RequestTable
+from tokenyard.scheduler.request_table import NO_GROUP, RequestTable
 
 TOKEN_BYTES = 4
 NO_PAGE = b""
-_FEWEST_STALE = 64
+_MIN_STALE = 64
 _FEW_CHILDREN = 8
 
 
@@ -78,7 +78,7 @@ class Branch:
         """Update the heap entry of a child after a change of its weight."""
         child.entry = (-child.weight, child.birth, child)
         heapq.heappush(self.heap, child.entry)
-        if len(self.heap) > 2 * self._fresh_length + _FEWEST_STALE:
+        if len(self.heap) > 2 * self._fresh_length + _MIN_STALE:
             self.heap = [entry for entry in self.heap if entry[2].entry is entry]
             heapq.heapify(self.heap)
             self._fresh_length = len(self.heap)
@@ -89,7 +89,7 @@ class WaitingIndex:
     `base.UsableListener`.
 
     The state reports rows that start and stop waiting, the tree reports its changes. `forest` is above the roots of all
-    name spaces. Rows of one `prefix_group` share their first `group_tokens` tokens and their name space.
+    namespaces. Rows of one `prefix_group` share their first `group_tokens` tokens and their namespace.
     """
 
     def __init__(self, table: RequestTable, group_tokens: int) -> None:
@@ -145,7 +145,7 @@ class WaitingIndex:
         if table.prefix_group[row] == NO_GROUP and len(ids) >= self._group_tokens:
             name = (request.namespace, ids[: self._group_tokens].tobytes())
             table.prefix_group[row] = self._groups.take(name)
-        self._stand(row, self._tree.match(NO_PAGE, request.namespace).node)
+        self._place_row(row, self._tree.match(NO_PAGE, request.namespace).node)
 
     def remove(self, row: int) -> None:
         """`row` waits no longer."""
@@ -155,13 +155,13 @@ class WaitingIndex:
         del self._keys[row]
         branch, page = place
         _take_out(branch, page, row)
-        self._lose(branch, 1)
+        self._remove_weight(branch, 1)
 
     def forget(self, row: int) -> None:
         """The request in `row` has ended."""
         self.remove(row)
         if self._table.prefix_group[row] != NO_GROUP:
-            self._groups.drop(int(self._table.prefix_group[row]))
+            self._groups.release(int(self._table.prefix_group[row]))
             self._table.prefix_group[row] = NO_GROUP
 
     # ---- base.UsableListener ------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class WaitingIndex:
                 self._table.in_tree[row] = start + self._common(node.key, ids, start, usable)
         self._update_in(node, part)
         if whole:
-            self._sink(above, page, whole, node)
+            self._move_down(above, page, whole, node)
             self._table.in_tree[whole] = end
             self._table.matchable[whole] = node.tag.usable
 
@@ -205,7 +205,7 @@ class WaitingIndex:
         matched = self._table.in_tree[bucket] if bucket else ()
         reach = [row for row, tokens in zip(bucket, matched, strict=True) if tokens >= depth]
         if reach:
-            self._sink(above, page, reach, upper)
+            self._move_down(above, page, reach, upper)
 
     def evicted(self, node: Any) -> None:
         """A leaf was evicted: rows that belonged to it, or matched a part of it, belong to its parent."""
@@ -276,7 +276,7 @@ class WaitingIndex:
 
     # ---- moves -------------------------------------------------------------------------------------------------
 
-    def _stand(self, row: int, node: Any) -> None:
+    def _place_row(self, row: int, node: Any) -> None:
         """Put `row` at the deepest node that it matches, from `node` downwards."""
         ids, usable = self._keys[row]
         size = self._page_size
@@ -291,7 +291,7 @@ class WaitingIndex:
                 break
             node, page = child, NO_PAGE
             start = node.depth_tokens
-        self._gain(node)
+        self._add_weight(node)
         branch: Branch = node.tag
         branch.buckets.setdefault(page, {})[row] = None
         branch.own += 1
@@ -302,7 +302,7 @@ class WaitingIndex:
         if matched:
             self._update_in(node.children[page], [row])
 
-    def _sink(self, above: Branch, page: bytes, rows: list[int], node: Any) -> None:
+    def _move_down(self, above: Branch, page: bytes, rows: list[int], node: Any) -> None:
         """Move `rows` from a bucket of `above` to `node`, a child of its node."""
         branch: Branch | None = node.tag
         if branch is None:
@@ -323,7 +323,7 @@ class WaitingIndex:
         branch.weight += len(rows)
         above.weigh_child(branch)
 
-    def _gain(self, node: Any) -> None:
+    def _add_weight(self, node: Any) -> None:
         """Add one row at `node`: the weight of it and of all branches above grows by one."""
         while True:
             branch: Branch | None = node.tag
@@ -340,7 +340,7 @@ class WaitingIndex:
         self.forest.weight += 1
         self.forest.weigh_child(branch)
 
-    def _lose(self, branch: Branch, rows: int) -> None:
+    def _remove_weight(self, branch: Branch, rows: int) -> None:
         """Remove `rows` rows at `branch`: the weight of it and of all above falls; a branch of weight 0 is dropped."""
         while True:
             node = branch.node

@@ -4,28 +4,28 @@ import numpy as np
 
 from tokenyard.cache.windows import WindowPages
 from tokenyard.policy import Views
-from tokenyard.scheduler.state import SchedulerState
+from tokenyard.scheduler.scheduler_state import SchedulerState
 
 
-class WindowRoom:
+class WindowBudget:
     """How many window tokens a newcomer lacks beside what is reserved, and what victims would give."""
 
     def __init__(self, state: SchedulerState, windows: WindowPages) -> None:
         self._table, self._memory, self._windows = state.table, state.memory, windows
         chunk = state.settings.chunked_prefill_size
-        chunk = min(chunk, windows.most_chunk) if chunk > 0 else windows.most_chunk
-        self._most = windows.kept_tokens + chunk + 2 * windows.page_size
+        chunk = min(chunk, windows.max_chunk_tokens) if chunk > 0 else windows.max_chunk_tokens
+        self._max_chunk_tokens = windows.max_retained_tokens + chunk + 2 * windows.page_size
 
     def missing(self, hit: int, further: int, views: Views, chunk_rows: list[int], reserved: int) -> int:
         """Tokens of windows that a row lacks which begins behind `hit` tokens and grows by `further`.
 
         reserved: tokens that the admitted rows, those of `chunk_rows` among them, are expected to grow by.
         """
-        seen = hit - self._windows.seen_from(hit) * self._windows.page_size
+        seen = hit - self._windows.window_start_page(hit) * self._windows.page_size
         rows = np.unique(np.concatenate((views.running, views.prefilling, np.array(chunk_rows, np.int32))))
         held = self._table.held[rows] - self._table.verifying[rows]
-        growing = int(np.maximum(self._most - held, 0).sum())
-        need = min(seen + further, self._most) - seen
+        growing = int(np.maximum(self._max_chunk_tokens - held, 0).sum())
+        need = min(seen + further, self._max_chunk_tokens) - seen
         return need - (self._memory.free_window_tokens - min(reserved, growing))
 
     def gained(self, victims: list[int]) -> int:

@@ -8,16 +8,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tokenyard.base import ContextLengthError, Int32Array, InvalidRequestError
-from tokenyard.server.answers import Call
-from tokenyard.server.engine import Generator
-from tokenyard.server.parse.reading import OutputStyle
+from tokenyard.server.engine_client import GenerateClient
+from tokenyard.server.http.generate import RequestContext
+from tokenyard.server.parse.output_style import OutputStyle
 from tokenyard.server.protocol import ChatRequest, CompletionRequest
 
 MAX_TOKEN_ID = 2**31 - 1
 CHAT_BODY_BYTES = 16
 """Most bytes of a conversation's body for each byte of the longest prompt: escapes, field names, tools."""
 
-LEAST_CHAT_BODY_BYTES = 1_000_000
+MIN_CHAT_BODY_BYTES = 1_000_000
 
 
 @dataclass(slots=True)
@@ -29,23 +29,23 @@ class CompletionPrompt:
     echo: str = ""
 
 
-def check_chat_body(call: Call) -> None:
+def check_chat_body(call: RequestContext) -> None:
     """Raise ContextLengthError for the body of a conversation that is far larger than any prompt, before it is read."""
     check_length(call, len(call.body), "messages")
 
 
-def check_length(call: Call, size: int, param: str) -> None:
+def check_length(call: RequestContext, size: int, param: str) -> None:
     """Raise ContextLengthError for a conversation of `size` bytes, as JSON, if that is far more than any prompt."""
-    most = max(LEAST_CHAT_BODY_BYTES, CHAT_BODY_BYTES * call.manager.most_prompt_bytes)
-    if size > most:
+    max_ids = max(MIN_CHAT_BODY_BYTES, CHAT_BODY_BYTES * call.manager.max_prompt_bytes)
+    if size > max_ids:
         raise ContextLengthError(
-            f"the body has {size} bytes; with prompts of at most {call.manager.most_prompt_bytes} bytes, at most"
-            f" {most} are taken",
+            f"the body has {size} bytes; with prompts of at most {call.manager.max_prompt_bytes} bytes, at most"
+            f" {max_ids} are taken",
             param=param,
         )
 
 
-def check_messages(messages: list[dict[str, Any]], most_tokens: int) -> list[dict[str, Any]]:
+def check_messages(messages: list[dict[str, Any]], max_prompt_tokens: int) -> list[dict[str, Any]]:
     """The messages as they are. Raises InvalidRequestError for one without a role, or with content that is not text,
     and ContextLengthError for more messages and parts than tokens fit.
     """
@@ -61,8 +61,8 @@ def check_messages(messages: list[dict[str, Any]], most_tokens: int) -> list[dic
             raise InvalidRequestError(f"{where}.content must be a string or a list of parts", param="messages")
         parts = content if isinstance(content, list) else []
         pieces += len(parts)
-        if pieces > 2 * most_tokens:
-            raise ContextLengthError(f"so many messages do not fit into {most_tokens} tokens", param="messages")
+        if pieces > 2 * max_prompt_tokens:
+            raise ContextLengthError(f"so many messages do not fit into {max_prompt_tokens} tokens", param="messages")
         for part in parts:
             _check_part(part, where)
     return messages
@@ -88,7 +88,7 @@ def predicted_text(prediction: dict[str, Any] | None) -> str:
     return "".join(part["text"] for part in parts)
 
 
-async def chat_prompt(manager: Generator, body: ChatRequest, style: OutputStyle) -> str:
+async def chat_prompt(manager: GenerateClient, body: ChatRequest, style: OutputStyle) -> str:
     """The prompt text of a chat request, through the model's template."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -107,18 +107,18 @@ async def chat_prompt(manager: Generator, body: ChatRequest, style: OutputStyle)
     )
 
 
-def token_ids(value: list[Any], param: str, most: int) -> Int32Array:
-    """A JSON list as token ids, int32[n]. Raises ContextLengthError for more than `most`, before it looks at them, and
-    InvalidRequestError for anything but token ids.
+def token_ids(value: list[Any], param: str, max_ids: int) -> Int32Array:
+    """A JSON list as token ids, int32[n]. Raises ContextLengthError for more than `max_ids`, before it looks at them,
+    and InvalidRequestError for anything but token ids.
     """
-    if len(value) > most:
-        raise ContextLengthError(f"{param} has {len(value)} tokens; at most {most} are taken", param=param)
+    if len(value) > max_ids:
+        raise ContextLengthError(f"{param} has {len(value)} tokens; at most {max_ids} are taken", param=param)
     if not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in value):
         raise InvalidRequestError(f"{param} must hold token ids, which are whole numbers from 0", param=param)
     return np.array(value, dtype=np.int32)
 
 
-def split_prompts(call: Call, value: str | list[Any], param: str) -> list[str | Int32Array]:
+def split_prompts(call: RequestContext, value: str | list[Any], param: str) -> list[str | Int32Array]:
     """A string, a list of strings, a list of ids or a list of lists of ids, as a list of prompts.
 
     Raises InvalidRequestError for anything else or more prompts than are taken, ContextLengthError for too many ids.
@@ -127,19 +127,19 @@ def split_prompts(call: Call, value: str | list[Any], param: str) -> list[str | 
         return [value]
     if not value:
         raise InvalidRequestError(f"{param} must not be empty", param=param)
-    most_tokens, most_prompts = call.manager.context_length, call.state.options.max_prompts
+    max_prompt_tokens, most_prompts = call.manager.context_length, call.state.options.max_prompts
     if not isinstance(value[0], str | list):
-        return [token_ids(value, param, most_tokens)]
+        return [token_ids(value, param, max_prompt_tokens)]
     if len(value) > most_prompts:
         raise InvalidRequestError(f"{len(value)} prompts in one request; at most {most_prompts} are taken", param=param)
     if all(isinstance(item, str) for item in value):
         return value
     if all(isinstance(item, list) for item in value):
-        return [token_ids(item, param, most_tokens) for item in value]
+        return [token_ids(item, param, max_prompt_tokens) for item in value]
     raise InvalidRequestError(f"{param} must hold prompts of one kind: strings, or lists of token ids", param=param)
 
 
-async def completion_prompts(call: Call, body: CompletionRequest) -> list[CompletionPrompt]:
+async def completion_prompts(call: RequestContext, body: CompletionRequest) -> list[CompletionPrompt]:
     """All prompts of a completion request. With echo and logprobs a text is tokenized here, for its token names."""
     values = split_prompts(call, body.prompt, "prompt")
     tokenizer = call.manager.tokenizer

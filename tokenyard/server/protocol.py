@@ -14,14 +14,14 @@ import msgspec
 import orjson
 
 from tokenyard.base import InvalidRequestError
-from tokenyard.server.large_bodies import beside_the_loop, check_parts
+from tokenyard.server.http.large_bodies import check_parts, run_off_loop
 
 log = logging.getLogger(__name__)
 
-MOST_SEEN, MOST_TOLD = 1000, 20
+MAX_SEEN_FIELDS, MAX_LOGGED_FIELDS = 1000, 20
 """Names of unknown fields that are remembered, and that one request may write to the log."""
 
-MOST_ENTRIES = {
+MAX_ENTRIES = {
     "stop": 128,
     "stop_token_ids": 1024,
     "logit_bias": 20_000,
@@ -79,7 +79,7 @@ class SamplingFields:
 
 
 @dataclass(kw_only=True)
-class UrgencyFields:
+class SchedulingFields:
     """The client, how urgent its request is, what it may share with others, and its data-parallel rank."""
 
     rid: str | list[str] | None = None
@@ -98,7 +98,7 @@ class UrgencyFields:
 
 
 @dataclass(kw_only=True)
-class TransferFields:
+class DisaggFields:
     """Where the other half of a request is that comes in two (see `kv_routes`)."""
 
     kv_transfer_params: dict[str, Any] | None = None
@@ -108,7 +108,7 @@ class TransferFields:
 
 
 @dataclass(kw_only=True)
-class RefusedFields:
+class UnsupportedFields:
     """What clients of SGLang, vLLM and older APIs may ask for and this server cannot do; see `refuse_unsupported`."""
 
     custom_logit_processor: Any = None
@@ -132,7 +132,7 @@ class RefusedFields:
 
 
 @dataclass(kw_only=True)
-class IdleFields:
+class IgnoredFields:
     """What clients may send that changes nothing here: hints, and wishes that are met anyway."""
 
     metadata: dict[str, Any] | None = None
@@ -148,7 +148,7 @@ class IdleFields:
 
 
 @dataclass(kw_only=True)
-class OpenAIFields(SamplingFields, UrgencyFields, TransferFields, RefusedFields, IdleFields):
+class OpenAIFields(SamplingFields, SchedulingFields, DisaggFields, UnsupportedFields, IgnoredFields):
     """What chat and text completions have in common."""
 
     model: str | None = None
@@ -210,7 +210,7 @@ class NativeSampling(SamplingFields):
 
 
 @dataclass(kw_only=True)
-class NativeRequest(UrgencyFields, TransferFields, RefusedFields):
+class NativeRequest(SchedulingFields, DisaggFields, UnsupportedFields):
     """`POST /generate`, one prompt or a batch."""
 
     text: str | list[str] | None = None
@@ -313,7 +313,7 @@ def parse(body: bytes, kind: type[T], *, strict: bool = False) -> T:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise InvalidRequestError("the body must be a JSON object")
-    _look_for_unknown(content, kind, strict)
+    _check_unknown_fields(content, kind, strict)
     _check_entries(content)
     sampling = content.get("sampling_params")
     for part in sampling if isinstance(sampling, list) else [sampling]:
@@ -327,7 +327,7 @@ def parse(body: bytes, kind: type[T], *, strict: bool = False) -> T:
 
 def _check_entries(content: dict[str, Any]) -> None:
     """Raise InvalidRequestError for a list or an object with more entries than are looked at."""
-    for name, most in MOST_ENTRIES.items():
+    for name, most in MAX_ENTRIES.items():
         value = content.get(name)
         if isinstance(value, list | dict) and len(value) > most:
             raise InvalidRequestError(f"{name} has {len(value)} entries; at most {most} are taken", param=name)
@@ -335,13 +335,13 @@ def _check_entries(content: dict[str, Any]) -> None:
 
 async def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> T:
     """`parse`, beside the event loop where the body is large."""
-    return await beside_the_loop(body, lambda: parse(body, kind, strict=strict))
+    return await run_off_loop(body, lambda: parse(body, kind, strict=strict))
 
 
 _seen_unknown: set[str] = set()
 
 
-def _look_for_unknown(content: dict[str, Any], kind: type[Any], strict: bool) -> None:
+def _check_unknown_fields(content: dict[str, Any], kind: type[Any], strict: bool) -> None:
     """Refuse fields that `kind` does not have, or log each name the first time it is seen."""
     known = [field.name for field in fields(kind)]
     unknown = content.keys() - set(known)
@@ -351,10 +351,12 @@ def _look_for_unknown(content: dict[str, Any], kind: type[Any], strict: bool) ->
         hint = f"; near names: {', '.join(near)}" if near else "; /docs has all fields"
         raise InvalidRequestError(f"unknown field {name[:64]!r}{hint}", param=name[:64])
     new = sorted(unknown - _seen_unknown)
-    if new and len(_seen_unknown) < MOST_SEEN:
-        _seen_unknown.update(new[:MOST_SEEN])
-        more = f" and {len(new) - MOST_TOLD} more" if len(new) > MOST_TOLD else ""
-        log.warning("ignored unknown request fields: %s%s", ", ".join(word[:64] for word in new[:MOST_TOLD]), more)
+    if new and len(_seen_unknown) < MAX_SEEN_FIELDS:
+        _seen_unknown.update(new[:MAX_SEEN_FIELDS])
+        more = f" and {len(new) - MAX_LOGGED_FIELDS} more" if len(new) > MAX_LOGGED_FIELDS else ""
+        log.warning(
+            "ignored unknown request fields: %s%s", ", ".join(word[:64] for word in new[:MAX_LOGGED_FIELDS]), more
+        )
 
 
 def _readable(error: msgspec.ValidationError) -> InvalidRequestError:

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from tokenyard.base import InvalidRequestError, OverloadedError, Slo
-from tokenyard.engine.spec import GenerateSpec, OutputDelta
-from tokenyard.server.engine import Control, Engine, Generator
-from tokenyard.server.errors import HttpError
-from tokenyard.server.logprobs import TokenNames
-from tokenyard.server.metrics import Metrics
-from tokenyard.server.parse.reading import OutputStyle
-from tokenyard.server.request_log import RequestLog
-from tokenyard.server.response_store import ResponseStore
-from tokenyard.server.timeline import StreamProfile
+from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.server.engine_client import ControlClient, EngineClient, GenerateClient
+from tokenyard.server.http.errors import HttpError
+from tokenyard.server.metrics.prometheus import Metrics
+from tokenyard.server.metrics.request_log import RequestLog
+from tokenyard.server.metrics.request_timeline import StreamProfile
+from tokenyard.server.openai.logprobs import TokenNames
+from tokenyard.server.openai.response_store import ResponseStore
+from tokenyard.server.parse.output_style import OutputStyle
 
-MOST_NAMED = 20
+MAX_NAMED = 20
 """So many adapters are named to a client that asks for one that is not there."""
 
 Phase = Literal["loading", "ready", "draining"]
@@ -51,31 +51,31 @@ class ServerOptions:
     info: dict[str, Any] = field(default_factory=dict)
 
 
-class Watcher(Protocol):
+class RequestObserver(Protocol):
     """Follows one request from its arrival on."""
 
     def delta(self, delta: OutputDelta) -> None:
         """Take in news of one answer."""
 
 
-WatcherMaker = Callable[[GenerateSpec, Mapping[str, str]], Watcher]
+ObserverFactory = Callable[[GenerateReqInput, Mapping[str, str]], RequestObserver]
 """Makes what follows a request that came with these headers."""
 
 
 class ServerState:
     """The one object that all routes share."""
 
-    def __init__(self, options: ServerOptions, engine: Engine | None = None) -> None:
+    def __init__(self, options: ServerOptions, engine: EngineClient | None = None) -> None:
         self.options = options
         self.metrics = Metrics(options.model_name, options.metrics_compat, options.info.get("page_size", 1))
-        self.watcher_makers: list[WatcherMaker] = [lambda spec, headers: self.metrics.tracker(spec)]
+        self.observer_factories: list[ObserverFactory] = [lambda spec, headers: self.metrics.tracker(spec)]
         if options.log_requests:
-            self.watcher_makers.append(lambda spec, headers: RequestLog(spec, content=options.log_requests_content))
+            self.observer_factories.append(lambda spec, headers: RequestLog(spec, content=options.log_requests_content))
         self.responses = ResponseStore()
         self.phase: Phase = "loading"
         self.created_s = int(time.time())
         self._started_as = uuid.uuid4().hex
-        self._engine: Engine | None = None
+        self._engine: EngineClient | None = None
         self._names: TokenNames | None = None
         self._style: OutputStyle | None = None
         self._rids: set[str] = set()
@@ -83,7 +83,7 @@ class ServerState:
         if engine is not None:
             self.set_ready(engine)
 
-    def set_ready(self, engine: Engine) -> None:
+    def set_ready(self, engine: EngineClient) -> None:
         """The engine is ready: requests are taken from now on."""
         self._engine = engine
         self._names = TokenNames(engine.tokenizer)
@@ -95,23 +95,23 @@ class ServerState:
     @property
     def boot_id(self) -> str:
         """Changes whenever a cache is lost: when the server starts anew, and when one of its schedulers does."""
-        return f"{self._started_as}-{self._engine.losses() if self._engine is not None else 0}"
+        return f"{self._started_as}-{self._engine.lost_schedulers() if self._engine is not None else 0}"
 
     def start_draining(self) -> None:
         """Refuse new requests; open ones go on."""
         self.phase = "draining"
 
     @property
-    def generator(self) -> Generator:
+    def generator(self) -> GenerateClient:
         """What answers requests. Raises OverloadedError while it loads."""
         return self._loaded_engine()
 
     @property
-    def control(self) -> Control:
+    def control(self) -> ControlClient:
         """What watches and steers the engine. Raises OverloadedError while it loads."""
         return self._loaded_engine()
 
-    def _loaded_engine(self) -> Engine:
+    def _loaded_engine(self) -> EngineClient:
         if self._engine is None:
             raise OverloadedError("the model is still loading; try again soon", code="loading")
         return self._engine
@@ -128,7 +128,7 @@ class ServerState:
         assert self._style is not None
         return self._style
 
-    def admit(self) -> Generator:
+    def admit(self) -> GenerateClient:
         """What answers requests, for a new request. Raises OverloadedError while loading or draining."""
         if self.phase == "draining":
             raise OverloadedError("the server is shutting down", code="draining")
@@ -138,19 +138,19 @@ class ServerState:
         """Begin a timeline of the requests that come from now on."""
         self.stop_timeline()
         self._timeline = StreamProfile()
-        self.watcher_makers.append(self._timeline.watcher)
+        self.observer_factories.append(self._timeline.watcher)
 
     def stop_timeline(self) -> list[dict[str, Any]]:
         """End the timeline and return its events."""
         timeline, self._timeline = self._timeline, None
         if timeline is None:
             return []
-        self.watcher_makers.remove(timeline.watcher)
+        self.observer_factories.remove(timeline.watcher)
         return timeline.events
 
-    def watchers(self, spec: GenerateSpec, headers: Mapping[str, str]) -> list[Watcher]:
+    def watchers(self, spec: GenerateReqInput, headers: Mapping[str, str]) -> list[RequestObserver]:
         """What follows one request: metrics, and whatever else was asked for."""
-        return [make(spec, headers) for make in self.watcher_makers]
+        return [make(spec, headers) for make in self.observer_factories]
 
     @contextmanager
     def open_request(self, rid: str) -> Iterator[None]:
@@ -198,7 +198,7 @@ class ServerState:
         """Raise HttpError (404), which shows what was `given`, if no adapter of this name is loaded."""
         loaded = self.generator.adapters.loaded
         if adapter not in loaded:
-            served = ", ".join(map(repr, (self.options.model_name, *sorted(loaded)[:MOST_NAMED])))
+            served = ", ".join(map(repr, (self.options.model_name, *sorted(loaded)[:MAX_NAMED])))
             message = f"the model {given[:256]!r} does not exist; this server has {served}"
             raise HttpError("model_not_found", message, param=param)
 

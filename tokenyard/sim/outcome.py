@@ -15,25 +15,25 @@ from tokenyard.base import (
     SchedulerSettings,
 )
 from tokenyard.cost import LinearCost, Profile
-from tokenyard.policy.adaptive import Switch
-from tokenyard.policy.tenants import part
-from tokenyard.sim.content import EOS_TOKEN, VOCAB_SIZE
-from tokenyard.sim.drafts import Speculation
-from tokenyard.sim.fleet import Fleet
-from tokenyard.sim.kv.figures import Transfers
-from tokenyard.sim.kv.settings import Apart, Tiers
-from tokenyard.sim.kv.tiers import TierCounters
-from tokenyard.sim.workload import Workload
+from tokenyard.policy.adaptive import PolicySwitch
+from tokenyard.policy.tenant_limits import rank_share
+from tokenyard.sim.engine.speculation import Speculation
+from tokenyard.sim.fleet.fleet_settings import Fleet
+from tokenyard.sim.kv.disagg_settings import DisaggSettings, KvStoreSettings
+from tokenyard.sim.kv.kv_store import KvStoreCounters
+from tokenyard.sim.kv.transfer_figures import TransferTimes
+from tokenyard.sim.traces.prompt_ids import EOS_TOKEN, VOCAB_SIZE
+from tokenyard.sim.traces.workload import Workload
 
 UNFINISHED, FINISHED, REJECTED = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class SloTargets:
+class DefaultSlo:
     """The targets by which a request counts as met: TTFT at most max(`ttft_s`, `ttft_scale` x its unloaded prefill),
     and the mean time per output token at most `tpot_s`.
 
-    A request's own targets come before these; a deadline replaces the first token's target (as in `base.SloTargets`).
+    A request's own targets come before these; a deadline replaces the first token's target (as in `base.DefaultSlo`).
     """
 
     ttft_s: float = 1.0
@@ -62,7 +62,7 @@ class SloTargets:
 class Setup:
     """What is simulated: the engine's settings, the device's true costs, and around it the router and its replicas.
 
-    `belief_scale` is the factor by which the scheduler's first cost model is too slow, `learn` whether measured steps
+    `prior_scale` is the factor by which the scheduler's first cost model is too slow, `learn` whether measured steps
     correct it. Each of `replicas` engines has `dp_size` ranks, schedulers with a device of their own, which share the
     engine's `settings` as in a server.
     apart: further engines that compute prompts for these; their numbers follow those of the replicas.
@@ -80,19 +80,19 @@ class Setup:
     seed: int = 0
     host_s: float = 0.0
     kv_pool_tokens: int | None = None
-    belief_scale: float = 1.0
+    prior_scale: float = 1.0
     learn: bool = False
     oracle: bool = False
     fleet: Fleet = field(default_factory=Fleet)
-    apart: Apart | None = None
+    disagg: DisaggSettings | None = None
     speculation: Speculation | None = None
-    tiers: Tiers | None = None
+    kv_store: KvStoreSettings | None = None
 
     @property
-    def slo(self) -> SloTargets:
+    def slo(self) -> DefaultSlo:
         """The targets of requests without their own, from the scheduler's settings."""
         settings = self.settings
-        return SloTargets(settings.slo_ttft_ms / 1e3, settings.slo_ttft_scale, settings.slo_tpot_ms / 1e3)
+        return DefaultSlo(settings.slo_ttft_ms / 1e3, settings.slo_ttft_scale, settings.slo_tpot_ms / 1e3)
 
     @property
     def schedulers(self) -> int:
@@ -102,14 +102,16 @@ class Setup:
     @property
     def engines(self) -> int:
         """All engines, those that only prefill included."""
-        return self.replicas + (0 if self.apart is None else self.apart.prefill_replicas)
+        return self.replicas + (0 if self.disagg is None else self.disagg.prefill_replicas)
 
     @property
     def router_policy(self) -> str:
         """How routers choose: with prefill engines that they name, first the policy for those."""
-        apart = self.apart
+        disagg = self.disagg
         return (
-            self.router if apart is None or apart.mode == "both" else f"{apart.prefill_policy}, {apart.decode_policy}"
+            self.router
+            if disagg is None or disagg.mode == "both"
+            else f"{disagg.prefill_policy}, {disagg.decode_policy}"
         )
 
     @property
@@ -118,23 +120,25 @@ class Setup:
         return sum(self.dp_size * self.profile_of(replica).tp for replica in range(self.engines))
 
     def settings_of(self, rank: int) -> SchedulerSettings:
-        """The settings of one rank: its part of the engine's (as in `engine.processes.config`)."""
+        """The settings of one rank: its part of the engine's (as in `engine.processes.engine_config`)."""
         ranks, whole = self.dp_size, self.settings
         if ranks == 1:
             return whole
-        running, queued = (part(most, rank, ranks) for most in (whole.max_running_requests, whole.max_queued_requests))
+        running, queued = (
+            rank_share(most, rank, ranks) for most in (whole.max_running_requests, whole.max_queued_requests)
+        )
         return replace(whole, max_running_requests=running, max_queued_requests=queued, dp_size=ranks)
 
     def profile_of(self, replica: int) -> Profile:
         """The device of a replica."""
         return self.fleet.profiles.get(replica, self.profile)
 
-    def belief(self, replica: int = 0) -> LinearCost:
+    def prior(self, replica: int = 0) -> LinearCost:
         """The first cost model of the schedulers of a replica."""
         truth = self.profile_of(replica).cost()
-        if self.apart is not None:
-            truth.links["network"] = self.apart.link
-        return truth if self.belief_scale == 1.0 else LinearCost(truth.terms.scaled(self.belief_scale), truth.links)
+        if self.disagg is not None:
+            truth.links["network"] = self.disagg.link
+        return truth if self.prior_scale == 1.0 else LinearCost(truth.terms.scaled(self.prior_scale), truth.links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +174,15 @@ class Outcome:
     sent_ns: Int64Array
     unloaded_s: Float64Array
     counters: dict[str, int] = field(default_factory=dict)
-    switches: list[Switch] = field(default_factory=list)
+    switches: list[PolicySwitch] = field(default_factory=list)
     policy_note: str = ""
     sim_seconds: float = 0.0
     schedulers: list[SchedulerRun] = field(default_factory=list)
     wall_seconds: float = 0.0
     decision_hash: str = ""
     predicted_cached_tokens: int = 0
-    transfers: Transfers | None = None
-    tiers: TierCounters | None = None
+    transfers: TransferTimes | None = None
+    kv_store: KvStoreCounters | None = None
 
     @property
     def replica(self) -> Int32Array:

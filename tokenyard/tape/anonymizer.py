@@ -15,22 +15,22 @@ from tokenyard.base import (
     Cancel,
     Event,
     ExecutorInfo,
-    ForgetAdapter,
     Int32Array,
-    Reach,
+    KvAvailable,
     Request,
     SamplingParams,
     SchedulerSettings,
     SessionEnded,
     StopFound,
     Submit,
-    TenantUse,
+    TenantUsage,
     TextOptions,
     TurnEnded,
+    UnloadAdapter,
 )
 from tokenyard.base.request import NO_TOKENS
 from tokenyard.base.settings import ANY_TENANT
-from tokenyard.policy.levels import LEVEL_OF_CLASS
+from tokenyard.policy.service_levels import LEVEL_OF_CLASS
 
 NAME_BYTES = 8
 DRAW_BYTES = 8
@@ -74,11 +74,11 @@ class Anonymizer:
                 return replace(event, message="")
             case StopFound():
                 return replace(event, matched="")
-            case Reach():
+            case KvAvailable():
                 return replace(event, token=self.few_ids([event.token])[0])
-            case ForgetAdapter():
-                return ForgetAdapter(self.name(event.adapter))
-            case TenantUse():
+            case UnloadAdapter():
+                return UnloadAdapter(self.name(event.adapter))
+            case TenantUsage():
                 return replace(event, tenants=[self.tenant(name) for name in event.tenants])
             case TurnEnded() | SessionEnded():
                 return replace(event, session=self.name(event.session))

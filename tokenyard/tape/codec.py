@@ -5,9 +5,9 @@ after its length (uint32, little-endian); a record's length is followed by its k
 A tape that is cut off within its last record is valid up to that record.
 
 Version 2 has no HTTP statuses in `Cancel` any more. Version 1 is read as well: its `status` says nothing that the cause
-does not say. Version 3 has `Reach`, `Arrived` and `HoldEnded`; since version 4 a `Reach` may bring a token.
-Version 8 has sessions (`Request.session`, `TurnEnded`, `SessionEnded`), `Request.age_ns` and `WeightsUpdated`. A plan's
-digest covers its `state_copies` where there are any.
+does not say. Version 3 has `KvAvailable`, `KvLoaded` and `PagesReleased`; since version 4 a `KvAvailable` may bring a
+token. Version 8 has sessions (`Request.session`, `TurnEnded`, `SessionEnded`), `Request.age_ns` and `WeightsUpdated`. A
+plan's digest covers its `state_copies` where there are any.
 """
 
 import re
@@ -21,21 +21,20 @@ import msgspec
 import numpy as np
 
 from tokenyard.base import (
-    Arrived,
     Cancel,
     ConfigError,
     CostModel,
     Event,
     ExecutorInfo,
     Flush,
-    ForgetAdapter,
-    HoldEnded,
     Int32Array,
+    KvAvailable,
+    KvLoaded,
     LogprobOptions,
     OpenGate,
+    PagesReleased,
     Pause,
-    RanksLeft,
-    Reach,
+    RanksRemaining,
     Resume,
     SchedulerSettings,
     SessionEnded,
@@ -44,8 +43,9 @@ from tokenyard.base import (
     StepResult,
     StopFound,
     Submit,
-    TenantUse,
+    TenantUsage,
     TurnEnded,
+    UnloadAdapter,
     Update,
     WeightsUpdated,
 )
@@ -124,12 +124,12 @@ KINDS: tuple[type, ...] = (
     Committed,
     Idled,
     Raised,
-    Reach,
-    Arrived,
-    HoldEnded,
-    TenantUse,
-    ForgetAdapter,
-    RanksLeft,
+    KvAvailable,
+    KvLoaded,
+    PagesReleased,
+    TenantUsage,
+    UnloadAdapter,
+    RanksRemaining,
     TurnEnded,
     SessionEnded,
     WeightsUpdated,
@@ -198,7 +198,7 @@ class TapeEncoder:
 
     def planned(self, now: int, plan: StepPlan | None) -> bytes:
         """A plan that was made, None for nothing to do."""
-        return self.record(now, summarise(plan, self._anonymizer))
+        return self.record(now, plan_summary(plan, self._anonymizer))
 
     def committed(self, now: int, result: StepResult) -> bytes:
         """A result that the scheduler is about to take in."""
@@ -208,7 +208,7 @@ class TapeEncoder:
         return self.record(now, Committed(result.step, result.seconds, tokens, *optional))
 
 
-def summarise(plan: StepPlan | None, anonymizer: Anonymizer) -> Planned:
+def plan_summary(plan: StepPlan | None, anonymizer: Anonymizer) -> Planned:
     """What the tape says of a plan: a digest of all its bytes, ids anonymized, and a few sizes to tell plans apart."""
     if plan is None:
         return Planned(NO_PLAN)
@@ -261,7 +261,7 @@ class Tape:
         if unknown:
             names = ", ".join(unknown)
             raise ConfigError(f"{name}: this Tokenyard does not know the tape's {names}; another version wrote it")
-        self.cut_off_bytes = len(data) - self._end_of_last_record()
+        self.truncated_bytes = len(data) - self._end_of_last_record()
 
     def _header_bytes(self, begin: int) -> bytes:
         length_end = begin + _LENGTH.size

@@ -8,18 +8,18 @@ from tokenyard.base import (
     Event,
     Explanation,
     Flush,
-    Move,
+    KvMove,
     Request,
     StepPlan,
     StepResult,
-    TenantUse,
+    TenantUsage,
     TokenBatch,
 )
 from tokenyard.cache.kv_events import KvRecord
 from tokenyard.policy.priority_function import RequestView
 from tokenyard.scheduler.live_view import LiveView
 from tokenyard.scheduler.lookahead_state import LookaheadState
-from tokenyard.scheduler.scheduler import Requeued, Scheduler
+from tokenyard.scheduler.scheduler import RequeuedRequest, Scheduler
 from tokenyard.scheduler.snapshot import Snapshot
 from tokenyard.tape.anonymizer import Anonymizer
 from tokenyard.tape.codec import Header, Idled, Origin, Planned, Raised, TapeEncoder
@@ -35,7 +35,7 @@ class Sink(Protocol):
         """Write out the buffered bytes."""
 
 
-class Recorder:
+class RecordingScheduler:
     """Replaces the scheduler that `origin` describes, with the same methods; `Scheduler` documents them.
 
     A call is written before it is made, so a tape ends with the call that failed. The sink is flushed whenever there is
@@ -82,11 +82,11 @@ class Recorder:
             self._sink.flush()
         return plan
 
-    def multi_step(self, most: int) -> int:
+    def multi_step(self, max_steps: int) -> int:
         """Always 1: a tape has single steps."""
         return 1
 
-    def possible_steps(self, most: int) -> int:
+    def possible_steps(self, max_steps: int) -> int:
         """Always 1, too."""
         return 1
 
@@ -100,9 +100,9 @@ class Recorder:
             self._note_raised(error)
             raise
 
-    def number_in(self, plan: StepPlan, place: int) -> int | None:
+    def request_number(self, plan: StepPlan, place: int) -> int | None:
         """The number of the request in row `place` of a plan."""
-        return self.scheduler.number_in(plan, place)
+        return self.scheduler.request_number(plan, place)
 
     def idle(self) -> str | None:
         """Let the scheduler check its books."""
@@ -118,17 +118,17 @@ class Recorder:
         """All output since the last call."""
         return self.scheduler.drain()
 
-    def drain_transfers(self) -> list[Move]:
+    def drain_moves(self) -> list[KvMove]:
         """KV to load, to hand over or to store since the last call."""
-        return self.scheduler.drain_transfers()
+        return self.scheduler.drain_moves()
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request's prompt that the prefix cache holds now."""
         return self.scheduler.cached_tokens(request)
 
-    def requeued(self, most: int) -> list[Requeued]:
+    def requeued(self, max_steps: int) -> list[RequeuedRequest]:
         """The first waiting requests that had a place before."""
-        return self.scheduler.requeued(most)
+        return self.scheduler.requeued(max_steps)
 
     def outputs(self, numbers: list[int]) -> dict[int, list[int]]:
         """The output tokens so far of requests that wait."""
@@ -154,13 +154,13 @@ class Recorder:
         """Whether a request waits, or its KV is being loaded."""
         return self.scheduler.awaits_admission(number)
 
-    def store_everything(self, now: int) -> None:
-        """Offer the whole prefix cache to the store below; nothing is recorded, as the engine ends."""
-        self.scheduler.store_everything(now)
+    def store_whole_cache(self, now: int) -> None:
+        """Offer the whole prefix cache to the KV store; nothing is recorded, as the engine ends."""
+        self.scheduler.store_whole_cache(now)
 
-    def drain_tenant_use(self) -> TenantUse | None:
+    def drain_tenant_usage(self) -> TenantUsage | None:
         """What other ranks must know of this one's work for tenants since the last call."""
-        return self.scheduler.drain_tenant_use()
+        return self.scheduler.drain_tenant_usage()
 
     def kv_records(self) -> list[KvRecord]:
         """KV events since the last call, in wire form."""
@@ -218,5 +218,5 @@ class Recorder:
         self._sink.flush()
 
 
-Core = Scheduler | Recorder
+Core = Scheduler | RecordingScheduler
 """What an event loop drives."""

@@ -7,12 +7,12 @@ from typing import Protocol
 from tokenyard.base import ConfigError, Event, SetPolicy, StepPlan, StepResult, TokenBatch
 from tokenyard.scheduler.scheduler import Scheduler
 from tokenyard.tape.anonymizer import Anonymizer
-from tokenyard.tape.codec import NO_PLAN, Committed, Idled, Planned, Raised, Record, Tape, summarise
+from tokenyard.tape.codec import NO_PLAN, Committed, Idled, Planned, Raised, Record, Tape, plan_summary
 
-OWN_POLICY_MARK = ":"
+USER_POLICY_MARK = ":"
 
 
-class Observer(Protocol):
+class ReplayObserver(Protocol):
     """Called with each step of a replay."""
 
     def applied(self, event: Event, now: int) -> None:
@@ -52,7 +52,7 @@ class ReplayReport:
     last_error: str = ""
 
 
-def replay(tape: Tape, observer: Observer | None = None, *, own_policies: bool = False) -> ReplayReport:
+def replay(tape: Tape, observer: ReplayObserver | None = None, *, own_policies: bool = False) -> ReplayReport:
     """Replay `tape` to its end or to the first difference, after which later plans cannot be compared.
 
     A user-defined policy is code, so a tape that names one is refused without `own_policies`. Raises ConfigError for
@@ -64,8 +64,8 @@ def replay(tape: Tape, observer: Observer | None = None, *, own_policies: bool =
 class Replay:
     """The state of one replay. A call that raises must be followed by a `Raised` record on the tape."""
 
-    def __init__(self, tape: Tape, observer: Observer | None, own_policies: bool) -> None:
-        self._tape, self._observer, self._own_policies = tape, observer, own_policies
+    def __init__(self, tape: Tape, observer: ReplayObserver | None, own_policies: bool) -> None:
+        self._tape, self._observer, self._user_policies = tape, observer, own_policies
         origin = tape.header.origin
         self._check_policy(origin.settings.schedule_policy)
         self.scheduler: Scheduler = origin.scheduler()
@@ -132,7 +132,7 @@ class Replay:
             self._observer.on_output(self.scheduler.drain())
         if not tape.digest:
             return None
-        here = summarise(plan, self._plain)
+        here = plan_summary(plan, self._plain)
         if plan is not None:
             self._in_flight.append(plan)
             self.report.plans += 1
@@ -140,7 +140,7 @@ class Replay:
         return None if here == tape else (_plan_in_words(tape), _plan_in_words(here))
 
     def _check_policy(self, name: str) -> None:
-        if OWN_POLICY_MARK in name and not self._own_policies:
+        if USER_POLICY_MARK in name and not self._user_policies:
             raise ConfigError(
                 f"{self._tape.name} names the user-defined policy {name}; --own-policies allows loading its code"
             )

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.server.parse.texts import CASES, TOOLS, Case
-from tokenyard.server.parse.events import CallArguments, CallEnd, CallStart, ParsedMessage
-from tokenyard.server.parse.families import FAMILIES
-from tokenyard.server.parse.format import Format
-from tokenyard.server.parse.machine import OutputParser
+from tokenyard.server.parse.events import ParsedMessage, ToolCallArguments, ToolCallEnd, ToolCallStart
+from tokenyard.server.parse.format import OutputFormat
+from tokenyard.server.parse.model_formats import FAMILIES
+from tokenyard.server.parse.output_parser import OutputParser
 
 
-def parse(form: Format, pieces: list[str], prompt: str = "", **options: bool) -> ParsedMessage:
+def parse(form: OutputFormat, pieces: list[str], prompt: str = "", **options: bool) -> ParsedMessage:
     parser = OutputParser(form, prompt, tools=TOOLS, **options)
     message = ParsedMessage()
     for piece in pieces:
@@ -46,7 +46,7 @@ def test_every_cut_in_two_and_single_characters_give_the_same_message(case: Case
 def fragments() -> st.SearchStrategy[tuple[str, list[str]]]:
     """Hostile texts: markers, halves of markers and pieces of JSON in any order, cut anywhere."""
 
-    def of(form: Format) -> st.SearchStrategy[tuple[str, list[str]]]:
+    def of(form: OutputFormat) -> st.SearchStrategy[tuple[str, list[str]]]:
         markers = sorted(form.markers)
         parts = [*markers, *(marker[: len(marker) // 2] for marker in markers), '{"name": "now", "arguments": {}}']
         parts += [
@@ -97,16 +97,16 @@ def test_calls_begin_once_and_end_once_in_order(given_text):
     opened: list[int] = []
     current = None
     for event in events:
-        if isinstance(event, CallStart):
+        if isinstance(event, ToolCallStart):
             assert current is None
             assert event.index == len(opened)
             assert event.name
             opened.append(event.index)
             current = event.index
-        elif isinstance(event, CallArguments):
+        elif isinstance(event, ToolCallArguments):
             assert event.index == current
             assert event.text
-        elif isinstance(event, CallEnd):
+        elif isinstance(event, ToolCallEnd):
             assert event.index == current
             current = None
     assert current is None

@@ -9,14 +9,14 @@ from tests.engine.test_chat_template import CASES
 from tokenyard.base import InvalidRequestError
 from tokenyard.engine.text.chat_template import ChatTemplate
 from tokenyard.server.parse.events import ParsedMessage
-from tokenyard.server.parse.reading import OutputStyle
+from tokenyard.server.parse.output_style import OutputStyle
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "It.", "parameters": PARAMETERS}}
 ARGUMENTS = {"city": 'São "Paulo"', "days": 3}
 ASKED = {"role": "user", "content": "hi"}
 SAYS = "Let me see."
-FEWEST_TEMPLATES = 7
+MIN_TEMPLATES = 7
 UNREAD = ("openbmb/MiniCPM3-4B",)
 """They write calls as lines of Python within a code fence, which stay text."""
 
@@ -75,4 +75,4 @@ def test_calls_are_read_back(name, template, style, content, reasoning):
 def test_enough_templates_are_there():
     if not CASES.exists():
         pytest.skip("shared/chat_templates is not beside the checkout")
-    assert len(list(templates())) >= FEWEST_TEMPLATES
+    assert len(list(templates())) >= MIN_TEMPLATES

@@ -7,9 +7,9 @@ from transformers.utils.chat_parsing.response_parser import parse_response
 
 from tests.server.parse.test_machine import facts, parse
 from tests.server.parse.texts import TOOLS
-from tokenyard.server.parse.machine import OutputParser
-from tokenyard.server.parse.reading import OutputStyle
-from tokenyard.server.parse.template import format_of
+from tokenyard.server.parse.output_parser import OutputParser
+from tokenyard.server.parse.output_style import OutputStyle
+from tokenyard.server.parse.response_template import format_of
 
 CALL = {"type": "function", "function": "{content}"}
 TEMPLATE = {
@@ -57,7 +57,7 @@ def test_the_same_message_as_transformers(text, opened):
 def test_it_goes_before_what_the_chat_template_says():
     style = OutputStyle({"default": "[TOOL_CALLS]"}, response_template=TEMPLATE)
     assert style.form.name == "checkpoint"
-    assert style.call_form.shape is not None
+    assert style.tool_call_format.shape is not None
     assert OutputStyle({"default": "[TOOL_CALLS]"}, name="hermes", response_template=TEMPLATE).form.name == "hermes"
 
 
@@ -87,4 +87,4 @@ def test_its_calls_can_be_forced_and_are_read_back():
     form = format_of(TEMPLATE)
     text = f"{form.shape.before}now{form.shape.middle}{{}}{form.shape.after}"
     parser = OutputParser(form, tools=TOOLS)
-    assert [type(event).__name__ for event in parser.feed(text)][:1] == ["CallStart"]
+    assert [type(event).__name__ for event in parser.feed(text)][:1] == ["ToolCallStart"]

@@ -1,1 +1,1 @@
-"""The processes of the engine, their messages, and the loop of the scheduler process."""
+"""How the processes of an engine start, talk and end."""

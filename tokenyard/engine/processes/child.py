@@ -15,13 +15,13 @@ import setproctitle
 import zmq
 
 from tokenyard.base import ConfigError, TokenyardError
-from tokenyard.engine.processes.config import ChildReport, ChildTask, decode_task, encode_line
+from tokenyard.engine.processes.engine_config import ChildReport, ChildTask, decode_task, encode_line
 from tokenyard.engine.processes.logs import set_up_logging
 
 PR_SET_PDEATHSIG = 1
 STDIN = 0
 MODEL_NICE = 5
-MOST_FRAMES_AT_ONCE = 256
+MAX_FRAMES_PER_POLL = 256
 """More wait for the next turn, so that a flood of requests cannot hold up the running ones."""
 
 logger = logging.getLogger(__name__)
@@ -114,10 +114,10 @@ class Inbox:
 
 
 def receive_all(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """Return the frames that are there, at most MOST_FRAMES_AT_ONCE, without waiting."""
+    """Return the frames that are there, at most MAX_FRAMES_PER_POLL, without waiting."""
     frames: list[bytes] = []
     try:
-        while len(frames) < MOST_FRAMES_AT_ONCE:
+        while len(frames) < MAX_FRAMES_PER_POLL:
             frames.append(socket.recv(zmq.NOBLOCK))
     except zmq.Again:
         pass

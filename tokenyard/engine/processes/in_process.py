@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from tokenyard.base import NS_PER_S, ConfigError, ExecutorInfo
-from tokenyard.engine.client import Transmit
-from tokenyard.engine.processes.config import EngineConfig
-from tokenyard.engine.processes.launch import load_text_side, start_adapters
+from tokenyard.engine.detokenizer.assembler import TextAssembler
+from tokenyard.engine.frontend.scheduler_client import Transmit
+from tokenyard.engine.frontend.tokenizer_manager import TokenizerManager
+from tokenyard.engine.processes.engine_config import EngineConfig
+from tokenyard.engine.processes.launch import load_tokenizer_and_template, start_adapters
 from tokenyard.engine.processes.messages import Fence, FromScheduler, ToScheduler
-from tokenyard.engine.processes.scheduler_loop import SchedulerLoop
-from tokenyard.engine.text.text_assembler import TextAssembler
-from tokenyard.engine.tokenizer_manager import TokenizerManager
+from tokenyard.engine.scheduler_process.scheduler_loop import SchedulerLoop
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class QueuePort:
     def fence(self, fence: Fence) -> None:
         """The text side is in this process and is asked there."""
 
-    def reset_text(self) -> None:
+    def reset_detokenizer(self) -> None:
         """The text side ends with this process only."""
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerMana
     """
     if config.ranks > 1:
         raise ConfigError("an engine within one process has one rank; use `tokenyard serve` for --dp-size")
-    tokenizer, template = load_text_side(config)
+    tokenizer, template = load_tokenizer_and_template(config)
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[ExecutorInfo] = loop.create_future()
     ended = asyncio.Event()
@@ -89,7 +89,7 @@ async def engine_in_process(config: EngineConfig) -> AsyncIterator[TokenizerMana
 
     def died(reason: str) -> None:
         for manager in managers:
-            manager.failover.engine_died(reason)
+            manager.failover.engine_dead(reason)
 
     def run() -> None:
         try:

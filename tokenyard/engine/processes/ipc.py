@@ -17,11 +17,11 @@ import numpy as np
 import zmq
 
 from tokenyard.base import ConfigError, TokenyardError
-from tokenyard.engine.processes.messages import FromScheduler, ToApi, ToScheduler, ToText
+from tokenyard.engine.processes.messages import FromScheduler, ToApi, ToDetokenizer, ToScheduler
 
 Message = TypeVar("Message")
-LONGEST_SOCKET_PATH = 100
-LONGEST_SOCKET_NAME = "/scheduler-1000000"
+MAX_SOCKET_PATH = 100
+MAX_SOCKET_NAME = "/scheduler-1000000"
 RECONNECT_MS = 20
 HEAD = struct.Struct("<BI")
 
@@ -52,7 +52,7 @@ def _item_type(array_type: Any) -> Any:
 
 
 _TAGS: dict[type, int] = {
-    cls: tag for tag, cls in enumerate(dict.fromkeys(get_args(ToScheduler) + get_args(ToText) + get_args(ToApi)))
+    cls: tag for tag, cls in enumerate(dict.fromkeys(get_args(ToScheduler) + get_args(ToDetokenizer) + get_args(ToApi)))
 }
 """One tag for each class in all directions, as the scheduler's messages may also go straight to the API process."""
 
@@ -90,7 +90,7 @@ class Codec(Generic[Message]):
 
 TO_SCHEDULER: Codec[ToScheduler] = Codec(ToScheduler)
 FROM_SCHEDULER: Codec[FromScheduler] = Codec(FromScheduler)
-TO_TEXT: Codec[ToText] = Codec(ToText)
+TO_DETOKENIZER: Codec[ToDetokenizer] = Codec(ToDetokenizer)
 TO_API: Codec[ToApi] = Codec(ToApi)
 
 
@@ -121,7 +121,7 @@ class SocketDirectory:
     def __init__(self) -> None:
         """Raises ConfigError where the path is too long for a socket."""
         self.path = Path(tempfile.mkdtemp(prefix="tokenyard-"))
-        if len(str(self.path)) > LONGEST_SOCKET_PATH - len(LONGEST_SOCKET_NAME):
+        if len(str(self.path)) > MAX_SOCKET_PATH - len(MAX_SOCKET_NAME):
             self.close()
             raise ConfigError(f"the path {self.path} is too long for a socket; set TMPDIR to a shorter one")
 

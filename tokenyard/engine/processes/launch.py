@@ -12,43 +12,43 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from tokenyard.base import ExecutorInfo
-from tokenyard.engine.paused import PausedRequests
-from tokenyard.engine.processes.config import EngineConfig
+from tokenyard.engine.detokenizer.assembler import TextAssembler
+from tokenyard.engine.frontend.paused_requests import PausedRequests
+from tokenyard.engine.frontend.tokenizer_manager import TokenizerManager
+from tokenyard.engine.processes.engine_config import EngineConfig
 from tokenyard.engine.processes.ipc import SocketDirectory
 from tokenyard.engine.processes.link import SocketLink
 from tokenyard.engine.processes.supervisor import Supervisor
+from tokenyard.engine.scheduler_process.attachments.disagg import weights_digest
+from tokenyard.engine.scheduler_process.health.liveness import HEARTBEAT_INTERVAL_S
 from tokenyard.engine.text.chat_template import ChatTemplate, load_chat_template
-from tokenyard.engine.text.text_assembler import TextAssembler
 from tokenyard.engine.text.tokenizer_files import load_tokenizer
-from tokenyard.engine.tokenizer_manager import TokenizerManager
-from tokenyard.engine.watch.liveness import BEAT_EVERY_S
-from tokenyard.engine.watch.transfers import weights_digest
-from tokenyard.router.balance import Balancer
+from tokenyard.routing.balance import RankBalancer
 
 logger = logging.getLogger(__name__)
 
-LISTEN_EVERY_S = 0.5
+SILENCE_CHECK_INTERVAL_S = 0.5
 SILENT_TIMES = 3
 SILENCE_GRACE_S = 2.0
 """How much later than the watchdog inside the scheduler's process we act, which knows better what went wrong."""
 
-TEXT_TIMEOUT_S = 10.0
+DETOKENIZER_TIMEOUT_S = 10.0
 """How long the detokenizer may be silent, whose work is short whatever the model is; less with a shorter watchdog."""
 
-TEXT_QUIET_S = 2.5 * BEAT_EVERY_S
+DETOKENIZER_QUIET_S = 2.5 * HEARTBEAT_INTERVAL_S
 """While the detokenizer is silent for so long, nothing can be said of schedulers: it is the way of their heartbeats."""
 
 
 @asynccontextmanager
 async def running_engine(
-    config: EngineConfig, on_death: Callable[[str], None] = lambda reason: None
+    config: EngineConfig, on_engine_dead: Callable[[str], None] = lambda reason: None
 ) -> AsyncIterator[TokenizerManager]:
     """Start an engine's processes and yield their front when they are ready; stop them at the end.
 
-    `on_death` hears the reason if the engine dies in between; open requests have ended with it by then. Raises
+    `on_engine_dead` hears the reason if the engine dies in between; open requests have ended with it by then. Raises
     ConfigError for a tokenizer or template that cannot be loaded, EngineDeadError for a process that cannot start.
     """
-    tokenizer, template = load_text_side(config)
+    tokenizer, template = load_tokenizer_and_template(config)
 
     with SocketDirectory() as sockets:
         supervisor = Supervisor(config, sockets)
@@ -57,18 +57,18 @@ async def running_engine(
         link = SocketLink(sockets.endpoints)
         assembler = TextAssembler(None) if config.skip_tokenizer_init else None
         pool_tokens, on_disk = info.num_pages * info.page_size, config.tiers.disk_tokens(info.kv_bytes_per_token)
-        balancer = Balancer(config.load_balance_method, config.ranks, pool_tokens, config.scheduler, on_disk)
+        balancer = RankBalancer(config.load_balance_method, config.ranks, pool_tokens, config.scheduler, on_disk)
         manager = TokenizerManager(
             *(info, tokenizer, template, link),
             assembler=assembler,
-            on_death=on_death,
-            on_text_silent=supervisor.end_silent_text,
+            on_engine_dead=on_engine_dead,
+            on_detokenizer_silent=supervisor.kill_silent_detokenizer,
             balancer=balancer,
-            records=open_records(config, info),
+            records=open_paused_requests(config, info),
         )
         link.listen(manager.outputs.receive)
         supervisor.watch(manager.failover)
-        listener = asyncio.create_task(_end_when_silent(manager, supervisor, config.watchdog_timeout_s))
+        listener = asyncio.create_task(_kill_when_silent(manager, supervisor, config.watchdog_timeout_s))
         try:
             await start_adapters(manager, config)
             yield manager
@@ -78,8 +78,8 @@ async def running_engine(
             await supervisor.stop()
 
 
-def open_records(config: EngineConfig, info: ExecutorInfo) -> PausedRequests | None:
-    """The records of paused requests beside the store below; None if there is none on disk."""
+def open_paused_requests(config: EngineConfig, info: ExecutorInfo) -> PausedRequests | None:
+    """The records of paused requests beside the KV store; None if there is none on disk."""
     if not (config.tiers.enabled and config.tiers.folder):
         return None
     return PausedRequests(f"{config.tiers.folder}/paused", weights_digest(config, info))
@@ -100,24 +100,24 @@ def _warn_of_unknown_tokens(tokenizer: Tokenizer | None, info: ExecutorInfo) -> 
         )
 
 
-async def _end_when_silent(manager: TokenizerManager, supervisor: Supervisor, timeout_s: float) -> None:
-    """End processes whose heartbeats stay away: one that stands still altogether has no watchdog either.
+async def _kill_when_silent(manager: TokenizerManager, supervisor: Supervisor, timeout_s: float) -> None:
+    """End processes whose heartbeats stay away: one that is stalled altogether has no watchdog either.
 
-    Nothing is heard of schedulers while the detokenizer stands still, so that it is looked at first.
+    Nothing is heard of schedulers while the detokenizer is stalled, so that it is looked at first.
     """
     times_silent: Counter[int] = Counter()
     times_text_silent = 0
     while timeout_s:
-        await asyncio.sleep(LISTEN_EVERY_S)
-        text_age_s = manager.outputs.text_age_s()
+        await asyncio.sleep(SILENCE_CHECK_INTERVAL_S)
+        detokenizer_age_s = manager.outputs.detokenizer_age_s()
         # More than once, as heartbeats may wait in our own socket if it is this process that stood still.
-        silent = min(timeout_s, TEXT_TIMEOUT_S) + SILENCE_GRACE_S < text_age_s < math.inf
+        silent = min(timeout_s, DETOKENIZER_TIMEOUT_S) + SILENCE_GRACE_S < detokenizer_age_s < math.inf
         times_text_silent = times_text_silent + 1 if silent else 0
         if times_text_silent == SILENT_TIMES:
-            reason = f"no sign of life from the detokenizer for {text_age_s:.0f} s"
+            reason = f"no heartbeat from the detokenizer for {detokenizer_age_s:.0f} s"
             logger.critical("%s (see --watchdog-timeout-s); stacks follow", reason)
-            supervisor.end_silent_text(reason)
-        if TEXT_QUIET_S < text_age_s < math.inf:
+            supervisor.kill_silent_detokenizer(reason)
+        if DETOKENIZER_QUIET_S < detokenizer_age_s < math.inf:
             times_silent.clear()
             continue
         for client in manager.ranks.clients:
@@ -125,13 +125,13 @@ async def _end_when_silent(manager: TokenizerManager, supervisor: Supervisor, ti
             silent = timeout_s + SILENCE_GRACE_S < age_s < math.inf
             times_silent[client.source] = times_silent[client.source] + 1 if silent else 0
             if times_silent[client.source] == SILENT_TIMES:
-                reason = f"no sign of life from the scheduler for {age_s:.0f} s"
-                heard = client.last_heard
+                reason = f"no heartbeat from the scheduler for {age_s:.0f} s"
+                heard = client.describe_heartbeat
                 logger.critical("%s (see --watchdog-timeout-s); last heard: %s; stacks follow", reason, heard)
-                supervisor.end_silent(client.source, reason)
+                supervisor.kill_silent(client.source, reason)
 
 
-def load_text_side(config: EngineConfig) -> tuple[Tokenizer | None, ChatTemplate]:
+def load_tokenizer_and_template(config: EngineConfig) -> tuple[Tokenizer | None, ChatTemplate]:
     """Load the tokenizer and chat template, or neither with `skip_tokenizer_init`. Raises ConfigError."""
     if config.skip_tokenizer_init:
         return None, ChatTemplate({}, {})

@@ -8,11 +8,11 @@ from typing import Any
 
 import zmq
 
-from tokenyard.engine.client import Transmit
+from tokenyard.engine.frontend.scheduler_client import Transmit
 from tokenyard.engine.processes.ipc import (
     TO_API,
+    TO_DETOKENIZER,
     TO_SCHEDULER,
-    TO_TEXT,
     Endpoints,
     ProtocolError,
     pull_socket,
@@ -34,7 +34,7 @@ class SocketLink:
         self._context: zmq.Context[Any] = zmq.Context()
         self._inbox = pull_socket(self._context, endpoints.api)
         self._outboxes: dict[int, Any] = {}
-        self._to_text: Any = None
+        self._to_detokenizer: Any = None
         self._receive: Receive = lambda message, source: None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._inbox.fileno(), self._read)
@@ -58,15 +58,15 @@ class SocketLink:
 
     def fence(self, fence: Fence) -> None:
         """Have the detokenizer listen no more to a scheduler process that has ended."""
-        if self._to_text is None:
-            self._to_text = push_socket(self._context, self._endpoints.detokenizer)
-        self._to_text.send(TO_TEXT.encode(fence))
+        if self._to_detokenizer is None:
+            self._to_detokenizer = push_socket(self._context, self._endpoints.detokenizer)
+        self._to_detokenizer.send(TO_DETOKENIZER.encode(fence))
 
-    def reset_text(self) -> None:
+    def reset_detokenizer(self) -> None:
         """The detokenizer has ended: drop what is on its way there."""
-        if self._to_text is not None:
-            self._to_text.close(linger=0)
-            self._to_text = None
+        if self._to_detokenizer is not None:
+            self._to_detokenizer.close(linger=0)
+            self._to_detokenizer = None
 
     def close(self) -> None:
         """Close all sockets."""

@@ -1,7 +1,7 @@
 """The messages between the engine's processes, one tagged union per direction.
 
 API process -> scheduler: the events of `base`, and calls. Scheduler -> text side: one `TokenBatch` a step, heartbeats
-and replies, and where there are several ranks `TenantUse`, which the API process passes on to the others. API process
+and replies, and where there are several ranks `TenantUsage`, which the API process passes on to the others. API process
 -> text side: `Fence`. Text side -> API process: one `TextBatch` a step, `Fenced`, its own heartbeats and all else as it
 is. Text side -> scheduler: `StopFound`.
 """
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokenyard.base import Event, Finish, Int32Array, Int64Array, TenantUse, TokenBatch, TokenLogprobs
+from tokenyard.base import Event, Finish, Int32Array, Int64Array, TenantUsage, TokenBatch, TokenLogprobs
 
 Verb = Literal[
     "snapshot",
@@ -23,7 +23,7 @@ Verb = Literal[
     "tell_kv",
     "clear_store",
     "load_adapter",
-    "drop_adapter",
+    "unload_adapter",
     "adapter_read",
     "outputs",
 ]
@@ -34,15 +34,15 @@ UNASKED = 0
 """The id of a call whose reply nobody waits for."""
 
 
-class Call(msgspec.Struct):
-    """Do `verb` with `arguments`, and answer in a `Reply` with the same id."""
+class RpcRequest(msgspec.Struct):
+    """Do `verb` with `arguments`, and answer in a `RpcReply` with the same id."""
 
     call_id: int
     verb: Verb
     arguments: dict[str, Any] = {}
 
 
-class Reply(msgspec.Struct):
+class RpcReply(msgspec.Struct):
     """What a call returned, as plain data; `refusal` says why it was not done, "" if it was."""
 
     call_id: int
@@ -108,7 +108,7 @@ class Fenced(msgspec.Struct):
     tokens: Int32Array
 
 
-ToScheduler = Event | Call
-FromScheduler = TokenBatch | Heartbeat | Reply | TenantUse
-ToText = FromScheduler | Fence
-ToApi = TextBatch | TokenBatch | Heartbeat | Reply | TenantUse | Fenced
+ToScheduler = Event | RpcRequest
+FromScheduler = TokenBatch | Heartbeat | RpcReply | TenantUsage
+ToDetokenizer = FromScheduler | Fence
+ToApi = TextBatch | TokenBatch | Heartbeat | RpcReply | TenantUsage | Fenced

@@ -14,30 +14,30 @@ from itertools import chain
 from typing import Protocol
 
 from tokenyard.base import ConfigError, EngineDeadError, ExecutorInfo, TokenyardError
-from tokenyard.engine.processes.config import ChildReport, ChildTask, EngineConfig, decode_report, encode_line
+from tokenyard.engine.processes.engine_config import ChildReport, ChildTask, EngineConfig, decode_report, encode_line
 from tokenyard.engine.processes.ipc import SocketDirectory
 from tokenyard.engine.processes.libraries import child_environment
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
-MEETING_NAME = "ranks"
+RENDEZVOUS_NAME = "ranks"
 """The socket, in the engine's folder, by which ranks find each other that compute together."""
 
 STOP_WORD = b"stop\n"
-LONGEST_REPORT_BYTES = 1 << 20
+MAX_REPORT_BYTES = 1 << 20
 RESTART_PAUSES_S = (0.0, 1.0, 5.0, 20.0, 60.0)
 """How long to wait before each try to start a scheduler again; after the last one it is given up."""
 
-TEXT_START_S = 60.0
+DETOKENIZER_START_S = 60.0
 """How long a detokenizer may take to start again. A scheduler may take any time, as models are of any size."""
 
 STABLE_S = 300.0
 """A scheduler that has run for so long has all tries again."""
 
 CHILD_MODULES = {
-    "scheduler": "tokenyard.engine.processes.scheduler_process",
-    "detokenizer": "tokenyard.engine.processes.detokenizer",
+    "scheduler": "tokenyard.engine.scheduler_process.process",
+    "detokenizer": "tokenyard.engine.detokenizer.process",
 }
 
 
@@ -52,16 +52,16 @@ class Listener(Protocol):
         that is to be distrusted.
         """
 
-    def rank_given_up(self, rank: int) -> None:
+    def rank_abandoned(self, rank: int) -> None:
         """The rank is out for good, others are left."""
 
-    def text_lost(self) -> None:
+    def detokenizer_lost(self) -> None:
         """The detokenizer has ended; it is started again, and all schedulers with it."""
 
-    def text_ready(self) -> None:
+    def detokenizer_ready(self) -> None:
         """The detokenizer runs again."""
 
-    def engine_died(self, reason: str) -> None:
+    def engine_dead(self, reason: str) -> None:
         """The engine cannot go on."""
 
 
@@ -69,8 +69,8 @@ class Listener(Protocol):
 class Child:
     """A child process and the connection on which it reports that it is ready or why it ends.
 
-    rank, source: of a scheduler, as in `ChildTask`. silent: why it was ended from here, "" if it was not. begins_anew:
-    whether that was because the detokenizer ended. culprit: as in its last report.
+    rank, source: of a scheduler, as in `ChildTask`. silent: why it was ended from here, "" if it was not.
+    restarted_with_detokenizer: whether that was because the detokenizer ended. culprit: as in its last report.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Child:
     rank: int = 0
     source: int = 0
     silent: str = ""
-    begins_anew: bool = False
+    restarted_with_detokenizer: bool = False
     culprit: str = ""
 
     def kill(self) -> None:
@@ -187,7 +187,7 @@ class Supervisor:
             child.pipe.close()
         self._children = {}
 
-    def end_silent(self, source: int, reason: str) -> None:
+    def kill_silent(self, source: int, reason: str) -> None:
         """End a child process of which nothing is heard; it leaves the stacks of its threads in the log, if it can."""
         child = self._children.get(source)
         if child is not None:
@@ -196,11 +196,11 @@ class Supervisor:
                 child.process.send_signal(signal.SIGABRT)
                 child.process.send_signal(signal.SIGCONT)
 
-    def end_silent_text(self, reason: str) -> None:
+    def kill_silent_detokenizer(self, reason: str) -> None:
         """End a detokenizer of which nothing is heard, in the same way."""
         for child in self._children.values():
             if child.name == "detokenizer":
-                self.end_silent(child.source, reason)
+                self.kill_silent(child.source, reason)
 
     async def _spawn(self, name: str, rank: int = 0, *, config: EngineConfig | None = None, note: str = "") -> Child:
         """Start a process, which is among the children from then on."""
@@ -218,12 +218,12 @@ class Supervisor:
         if name == "scheduler":
             own = own.for_rank(rank)
             if own.enable_dp_attention:
-                meeting = {"meeting": str(self._sockets.path / MEETING_NAME)}
+                meeting = {"meeting": str(self._sockets.path / RENDEZVOUS_NAME)}
                 own = replace(own, executor_options=own.executor_options | meeting)
         task = ChildTask(own, os.getpid(), str(self._sockets.path), rank, source, note)
         assert process.stdin is not None
         process.stdin.write(encode_line(task))
-        reader, pipe = await asyncio.open_connection(sock=ours, limit=LONGEST_REPORT_BYTES)
+        reader, pipe = await asyncio.open_connection(sock=ours, limit=MAX_REPORT_BYTES)
         child = self._children[source] = Child(name, process, reader, pipe, rank, source)
         return child
 
@@ -242,9 +242,12 @@ class Supervisor:
             if clock() - began_s > STABLE_S:
                 tries = iter(RESTART_PAUSES_S)
             self._text_runs.clear()
-            self._listener.text_lost()
+            self._listener.detokenizer_lost()
             for scheduler in self._children.values():
-                scheduler.silent, scheduler.begins_anew = f"{reason}, so the schedulers start again", True
+                scheduler.silent, scheduler.restarted_with_detokenizer = (
+                    f"{reason}, so the schedulers start again",
+                    True,
+                )
                 scheduler.kill()
             started, reason = await self._start_again(child, reason, tries, self._config, "")
             if started is None:
@@ -252,7 +255,7 @@ class Supervisor:
                 return
             child = started
             self._text_runs.set()
-            self._listener.text_ready()
+            self._listener.detokenizer_ready()
             logger.warning("the detokenizer runs again")
 
     async def _watch_rank(self, child: Child) -> None:
@@ -268,13 +271,13 @@ class Supervisor:
                 return
             if clock() - began_s > STABLE_S:
                 tries, ends = iter(RESTART_PAUSES_S), 0
-            ends += not child.begins_anew
-            distrust = bool(child.culprit) or (ends > 1 and not child.begins_anew)
+            ends += not child.restarted_with_detokenizer
+            distrust = bool(child.culprit) or (ends > 1 and not child.restarted_with_detokenizer)
             self._listener.rank_lost(child.source, reason, distrust=distrust)
             if distrust and has_user_code(config):
                 note = f"no policy or function of the user's own, as that may be why {reason}"
                 config = without_user_code(config)
-            if child.begins_anew:
+            if child.restarted_with_detokenizer:
                 await self._text_runs.wait()
                 tries = chain((0.0,), tries)
             started, reason = await self._start_again(child, reason, tries, config, note)
@@ -296,10 +299,10 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             child = await self._spawn(name, rank, config=config, note=note)
             try:
-                await asyncio.wait_for(child.ready(), TEXT_START_S if name == "detokenizer" else None)
+                await asyncio.wait_for(child.ready(), DETOKENIZER_START_S if name == "detokenizer" else None)
                 return child, ""
             except (TokenyardError, TimeoutError) as error:
-                reason = str(error) or f"the {name} did not start within {TEXT_START_S:g} s"
+                reason = str(error) or f"the {name} did not start within {DETOKENIZER_START_S:g} s"
                 child.kill()
                 await child.end()
                 del self._children[child.source]
@@ -316,13 +319,13 @@ class Supervisor:
             left = self._config.ranks - self._given_up
             logger.critical("%s; rank %d is given up, %d of %d are left", reason, rank, left, self._config.ranks)
             assert self._listener is not None
-            self._listener.rank_given_up(rank)
+            self._listener.rank_abandoned(rank)
 
     def _die(self, reason: str) -> None:
         assert self._listener is not None
         if not self._stopping:
             self._stopping = True
-            self._listener.engine_died(reason)
+            self._listener.engine_dead(reason)
 
 
 def has_user_code(config: EngineConfig) -> bool:

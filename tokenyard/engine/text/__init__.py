@@ -1,1 +1,1 @@
-"""The text side of the engine: chat templates, tokenizers, incremental detokenization, stop strings."""
+"""Text to token ids: chat templates and tokenizers."""

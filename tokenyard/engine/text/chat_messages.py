@@ -12,7 +12,7 @@ REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class TemplateFeatures:
     """In which form a template wants what messages hold.
 
     parts: content that is a list of parts stays one, in place of their joined text. null_content: a message that only
@@ -25,7 +25,7 @@ class Wants:
     json_arguments: bool = False
 
 
-def wants_of(environment: Environment, source: str) -> Wants:
+def template_features(environment: Environment, source: str) -> TemplateFeatures:
     """What a template wants, read off its source: whether it loops over content, asks whether content is none, and
     joins arguments to strings without a filter such as tojson. Raises jinja2.TemplateSyntaxError.
     """
@@ -33,7 +33,7 @@ def wants_of(environment: Environment, source: str) -> Wants:
     names = _names_of_content(tree)
     joined = (_field(side) for total in tree.find_all(nodes.Add) for side in (total.left, total.right))
     filtered = (_field(step.node) for step in tree.find_all(nodes.Filter))
-    return Wants(
+    return TemplateFeatures(
         parts=any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)),
         null_content=any(test.name == "none" and _is_content(test.node, names) for test in tree.find_all(nodes.Test)),
         json_arguments="arguments" in joined and "arguments" not in filtered,
@@ -77,7 +77,7 @@ def _word(node: nodes.Node) -> str | None:
     return node.value if isinstance(node, nodes.Const) and isinstance(node.value, str) else None
 
 
-def ready_messages(messages: list[Message], wants: Wants) -> list[Message]:
+def normalize_messages(messages: list[Message], wants: TemplateFeatures) -> list[Message]:
     """Copies of `messages` in the form that a template wants.
 
     Other fields that are null are left out, and reasoning is given under each of its names.
@@ -85,7 +85,7 @@ def ready_messages(messages: list[Message], wants: Wants) -> list[Message]:
     return [_ready_message(message, wants) for message in messages]
 
 
-def _ready_message(message: Message, wants: Wants) -> Message:
+def _ready_message(message: Message, wants: TemplateFeatures) -> Message:
     ready = {name: value for name, value in message.items() if value is not None}
     if isinstance(ready.get("tool_calls"), list):
         ready["tool_calls"] = [_ready_call(call, wants) for call in ready["tool_calls"]]
@@ -97,7 +97,7 @@ def _ready_message(message: Message, wants: Wants) -> Message:
     return ready if reasoning is None else {"thinking": reasoning, **ready, "reasoning_content": reasoning}
 
 
-def _ready_call(call: Any, wants: Wants) -> Any:
+def _ready_call(call: Any, wants: TemplateFeatures) -> Any:
     """A tool call with its arguments in the form that is wanted; clients should send JSON text, some send objects."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or "arguments" not in function:

@@ -1,7 +1,7 @@
 """Chat templates: Jinja source that turns a list of messages into a prompt, rendered as HF transformers does.
 
-Templates come with a model and are untrusted code: they run in Jinja's immutable sandbox, and `render_within` ends
-one that takes too long or writes too much. What the sandbox cannot interrupt is a single huge operation inside one
+Templates come with a model and are untrusted code: they run in Jinja's immutable sandbox, and `render_with_timeout`
+ends one that takes too long or writes too much. What the sandbox cannot interrupt is a single huge operation inside one
 expression (such as multiplying a string by a billion).
 """
 
@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenyard.base import ConfigError, ContextLengthError, InvalidRequestError
-from tokenyard.engine.text.chat_messages import Message, Wants, ready_messages, wants_of
+from tokenyard.engine.text.chat_messages import Message, TemplateFeatures, normalize_messages, template_features
 from tokenyard.engine.text.model_files import read_json
 from tokenyard.engine.text.tokenizer_files import special_tokens
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MARK = "<<the last message ends here>> "
 """Ends with a space, which tells whether the template trims content."""
 
-MOST_CHARS = 64_000_000
+MAX_PROMPT_CHARS = 64_000_000
 RENDER_TIMEOUT_S = 10.0
 
 
@@ -87,7 +87,7 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
-        self._wants: dict[str, Wants] = {}
+        self._wants: dict[str, TemplateFeatures] = {}
         self.special_tokens = dict(special_tokens)
         self.sources = dict(sources)
         self.response_template: Any = None
@@ -95,7 +95,7 @@ class ChatTemplate:
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
-                self._wants[name] = wants_of(environment, source)
+                self._wants[name] = template_features(environment, source)
             except jinja2.TemplateSyntaxError as error:
                 raise ConfigError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
 
@@ -110,14 +110,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        most_chars: int = MOST_CHARS,
+        max_chars: int = MAX_PROMPT_CHARS,
     ) -> str:
         """Return the prompt. With tools the template named "tool_use" is taken if there is one.
 
         `continue_final_message` cuts the prompt right behind the last message's content, for the model to go on.
         Content may be a string or a list of text parts.
         Raises InvalidRequestError if there is no template, or with the message of a template that refuses, and
-        ContextLengthError once it has written more than `most_chars`.
+        ContextLengthError once it has written more than `max_chars`.
         """
         if continue_final_message:
             messages = _marked(messages)
@@ -125,17 +125,17 @@ class ChatTemplate:
             "documents": None,
             **(chat_template_kwargs or {}),
             **self.special_tokens,
-            "messages": ready_messages(messages, self._wants.get(self._choose(tools), Wants())),
+            "messages": normalize_messages(messages, self._wants.get(self._choose(tools), TemplateFeatures())),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self.render_variables(variables, most_chars)
+        text = self.render_variables(variables, max_chars)
         return _cut_at_mark(text) if continue_final_message else text
 
     def _choose(self, tools: Any) -> str:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
 
-    def render_variables(self, variables: Mapping[str, Any], most_chars: int = MOST_CHARS) -> str:
+    def render_variables(self, variables: Mapping[str, Any], max_chars: int = MAX_PROMPT_CHARS) -> str:
         """Render with exactly these variables; raises as `render` does."""
         template = self._templates.get(self._choose(variables.get("tools")))
         if template is None:
@@ -145,9 +145,9 @@ class ChatTemplate:
             for piece in template.generate(variables):
                 pieces.append(piece)
                 length += len(piece)
-                if length > most_chars:
+                if length > max_chars:
                     raise ContextLengthError(
-                        f"the prompt of the conversation has more than {most_chars} characters, which cannot fit",
+                        f"the prompt of the conversation has more than {max_chars} characters, which cannot fit",
                         param="messages",
                     )
         except (InvalidRequestError, TooSlowError, MemoryError):
@@ -202,7 +202,7 @@ class _Deadline:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(TooSlowError))
 
 
-async def render_within(
+async def render_with_timeout(
     template: ChatTemplate, messages: list[Message], timeout_s: float = RENDER_TIMEOUT_S, **options: Any
 ) -> str:
     """Render off the event loop; `options` are those of `ChatTemplate.render`.

@@ -26,28 +26,28 @@ COUNTED_BYTES_PER_TOKEN = 6
 PIECE_SLACK = 1.1
 """Cutting a text into pieces adds a token or two to each; a text is refused only beyond this factor."""
 
-LEAST_TOKEN_BYTES = 32
-LEAST_COUNTED_BYTES = 1_000_000
+MIN_LONGEST_TOKEN_BYTES = 32
+MIN_COUNTED_BYTES = 1_000_000
 """What is only counted may be so long, whatever the model's context is."""
 
 BYTES_AT_A_TIME = 4_000_000
-MOST_THREADS = 4
+MAX_TOKENIZER_THREADS = 4
 
 T = TypeVar("T")
 
 
-def longest_token_bytes(tokenizer: Tokenizer) -> int:
-    """The most bytes of text that one token of the vocabulary stands for; at least `LEAST_TOKEN_BYTES`.
+def max_token_bytes(tokenizer: Tokenizer) -> int:
+    """The most bytes of text that one token of the vocabulary stands for; at least `MIN_LONGEST_TOKEN_BYTES`.
 
     A byte-level vocabulary writes each byte as one character; others write a space as U+2581.
     """
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if "ByteLevel(" in repr(tokenizer.decoder):
-        return max(LEAST_TOKEN_BYTES, *map(len, vocabulary))
-    return max(LEAST_TOKEN_BYTES, *(len(text.replace("\u2581", " ").encode()) for text in vocabulary))
+        return max(MIN_LONGEST_TOKEN_BYTES, *map(len, vocabulary))
+    return max(MIN_LONGEST_TOKEN_BYTES, *(len(text.replace("\u2581", " ").encode()) for text in vocabulary))
 
 
-class ByteRoom:
+class ByteSemaphore:
     """Room for a number of bytes. Callers wait until there is enough, in order of their calls. For one event loop."""
 
     def __init__(self, size: int) -> None:
@@ -81,7 +81,7 @@ class ByteRoom:
                 place.set_result(None)
 
 
-class _Job:
+class _TokenizeTask:
     """One text on its way through a thread; `abandoned` tells the thread that the result is not wanted any more."""
 
     def __init__(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> None:
@@ -90,15 +90,15 @@ class _Job:
         self._add_special_tokens = add_special_tokens
         self.abandoned = False
 
-    def exceeds(self, most_tokens: int) -> bool:
-        """Whether the text has more than `most_tokens`, counted piece by piece up to there."""
+    def exceeds(self, max_prompt_tokens: int) -> bool:
+        """Whether the text has more than `max_prompt_tokens`, counted piece by piece up to there."""
         count = 0
         for start in range(0, len(self._text), PIECE_CHARS):
             if self.abandoned:
                 return True
             piece = self._text[start : start + PIECE_CHARS]
             count += len(self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0])
-            if count > PIECE_SLACK * most_tokens:
+            if count > PIECE_SLACK * max_prompt_tokens:
                 return True
         return False
 
@@ -112,51 +112,53 @@ class _Job:
 
 
 class PromptTokenizer:
-    """Tokenizes prompts of up to `most_tokens` tokens.
+    """Tokenizes prompts of up to `max_prompt_tokens` tokens.
 
-    `most_bytes` is the most bytes that so many tokens can stand for. Longer texts are refused without tokenizing
+    `max_bytes` is the most bytes that so many tokens can stand for. Longer texts are refused without tokenizing
     them, also where the tokenizer would leave parts out, such as spaces.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, most_tokens: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, max_prompt_tokens: int) -> None:
         self._tokenizer = tokenizer
-        self.most_tokens = most_tokens
-        self.most_bytes = most_tokens * (longest_token_bytes(tokenizer) if tokenizer is not None else LEAST_TOKEN_BYTES)
-        self._room = ByteRoom(BYTES_AT_A_TIME)
-        threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_bytes = max_prompt_tokens * (
+            max_token_bytes(tokenizer) if tokenizer is not None else MIN_LONGEST_TOKEN_BYTES
+        )
+        self._room = ByteSemaphore(BYTES_AT_A_TIME)
+        threads = max(1, min(MAX_TOKENIZER_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
 
-    async def ids(self, text: str, add_special_tokens: bool, *, any_length: bool = False) -> Int32Array:
+    async def ids(self, text: str, add_special_tokens: bool, *, allow_too_long: bool = False) -> Int32Array:
         """The token ids of a text, int32[n]; one that has a few tokens too many is returned whole.
 
         Raises InvalidRequestError without a tokenizer, and ContextLengthError for a text that surely has more than
-        `most_tokens`, after the work for little more than these. With `any_length` texts of up to
-        `LEAST_COUNTED_BYTES` are taken in any case.
+        `max_prompt_tokens`, after the work for little more than these. With `allow_too_long` texts of up to
+        `MIN_COUNTED_BYTES` are taken in any case.
         """
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise InvalidRequestError("this server has no tokenizer: send token ids instead of text", param="prompt")
         if len(text) <= INLINE_CHARS:
             return np.array(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
-        most = max(self.most_bytes, LEAST_COUNTED_BYTES) if any_length else self.most_bytes
+        most = max(self.max_bytes, MIN_COUNTED_BYTES) if allow_too_long else self.max_bytes
         size = len(text) if len(text) > most else len(text.encode("utf-8", "surrogatepass"))
         if size > most:
             raise self._too_long(size)
-        job = _Job(tokenizer, text, add_special_tokens)
-        counts_first = size > COUNTED_BYTES_PER_TOKEN * self.most_tokens and not any_length
+        job = _TokenizeTask(tokenizer, text, add_special_tokens)
+        counts_first = size > COUNTED_BYTES_PER_TOKEN * self.max_prompt_tokens and not allow_too_long
         # A piece at a time is in memory.
-        if counts_first and await self._run(job, PIECE_CHARS, lambda: job.exceeds(self.most_tokens)):
+        if counts_first and await self._run(job, PIECE_CHARS, lambda: job.exceeds(self.max_prompt_tokens)):
             raise self._too_long(size)
         return np.array(await self._run(job, size, job.ids), dtype=np.int32)
 
     def _too_long(self, size: int) -> ContextLengthError:
         return ContextLengthError(
-            f"the prompt has {size} bytes, which are more than {self.most_tokens} tokens, the most that this server"
-            " takes with at least one token of answer",
+            f"the prompt has {size} bytes, which are more than {self.max_prompt_tokens} tokens, the most that this"
+            " server takes with at least one token of answer",
             param="prompt",
         )
 
-    async def _run(self, job: _Job, size: int, work: Callable[[], T]) -> T:
+    async def _run(self, job: _TokenizeTask, size: int, work: Callable[[], T]) -> T:
         """Work in a thread; the room is given back when the thread is done, also if the caller has gone by then."""
         taken = await self._room.take(size)
         done = asyncio.get_running_loop().run_in_executor(self._pool, work)

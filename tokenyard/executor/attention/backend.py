@@ -43,7 +43,7 @@ class AttentionBackend(Protocol):
         """
 
 
-class Place(NamedTuple):
+class KvSlots(NamedTuple):
     """Where a layer's keys and values of a batch's tokens go: slots int64[T] of keys and values [slot, kv heads,
     head_dim].
     """
@@ -53,24 +53,24 @@ class Place(NamedTuple):
     values: torch.Tensor
 
 
-class PooledAttention(AttentionBackend, Protocol):
+class FusedKvWriteAttention(AttentionBackend, Protocol):
     """An AttentionBackend that can also attend behind kernels that write keys and values by themselves."""
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """Store keys and values and attend; see AttentionBackend."""
-        store(self.place(layer, batch), k, v)
+        set_kv_buffer(self.place(layer, batch), k, v)
         return self.attend(layer, q, batch)
 
-    def place(self, layer: int, batch: ForwardBatch) -> Place:
+    def place(self, layer: int, batch: ForwardBatch) -> KvSlots:
         """Return where a layer's keys and values of a prepared batch belong."""
 
     def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attend with keys and values that are in the pool: as `forward` behind its writes."""
 
 
-def store(place: Place, k: torch.Tensor, v: torch.Tensor) -> None:
+def set_kv_buffer(place: KvSlots, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write keys and values ([T, kv heads, head_dim]) to their place."""
     place.keys.index_copy_(0, place.slots, k)
     place.values.index_copy_(0, place.slots, v)

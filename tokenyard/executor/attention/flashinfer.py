@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenyard.executor.attention.backend import AttentionSpec, Place, PooledAttention
+from tokenyard.executor.attention.backend import AttentionSpec, FusedKvWriteAttention, KvSlots
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, pinned, upload
 from tokenyard.executor.kv_pool import KvPool
 from tokenyard.executor.models.config import ModelConfig
@@ -63,8 +63,9 @@ class _Keys:
     last: torch.Tensor
 
 
-class FlashInferAttention(PooledAttention):
-    """A PooledAttention by flashinfer: decodes by its decode wrapper, all other rows by that of prompts on a prefix.
+class FlashInferAttention(FusedKvWriteAttention):
+    """A FusedKvWriteAttention by flashinfer: decodes by its decode wrapper, all other rows by that of prompts on a
+    prefix.
 
     A step is planned once for each size of window. A plan depends on lengths, so steps cannot be recorded as CUDA
     graphs.
@@ -113,12 +114,12 @@ class FlashInferAttention(PooledAttention):
         if plan.taken is not None:
             plan.taken.record()
 
-    def place(self, layer: int, batch: ForwardBatch) -> Place:
-        """Where a layer's keys and values of a batch belong; see PooledAttention."""
-        return Place(batch.slots, *self._pool.layer(layer))
+    def place(self, layer: int, batch: ForwardBatch) -> KvSlots:
+        """Where a layer's keys and values of a batch belong; see FusedKvWriteAttention."""
+        return KvSlots(batch.slots, *self._pool.layer(layer))
 
     def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attend with keys and values that are in the pool; see PooledAttention."""
+        """Attend with keys and values that are in the pool; see FusedKvWriteAttention."""
         q, decodes, plan, window = q.contiguous(), batch.decode_rows, self._plans[-1], self._spec.windows[layer]
         shape = (-1, self._pages.page_size, self._kv_heads, self._head_dim)
         keys, values = (side.view(shape) for side in self._pool.layer(layer))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.gguf_file.families import own_facts
-from tokenyard.executor.gguf_file.reading import ARCHITECTURES, GgufFile
+from tokenyard.executor.gguf_file.architectures import own_facts
+from tokenyard.executor.gguf_file.gguf_reader import ARCHITECTURES, GgufFile
 from tokenyard.executor.gguf_file.tokenizer import write_tokenizer
 
 LINK = "model.gguf"

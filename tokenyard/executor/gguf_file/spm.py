@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.gguf_file.reading import GgufFile
+from tokenyard.executor.gguf_file.gguf_reader import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens."""

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tokenyard.base import ConfigError
-from tokenyard.executor.gguf_file.reading import GgufFile
+from tokenyard.executor.gguf_file.gguf_reader import GgufFile
 from tokenyard.executor.gguf_file.spm import CONTROL, USER_DEFINED, spm_tokenizer
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"

@@ -7,7 +7,7 @@ import torch
 
 from tokenyard.base import ConfigError
 from tokenyard.executor.gguf_file.dequantize import dequantized
-from tokenyard.executor.gguf_file.reading import GgufFile
+from tokenyard.executor.gguf_file.gguf_reader import GgufFile
 
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 IN_LAYER = {

@@ -53,7 +53,7 @@ class GatedMlp:
         return self.down(self._gated(gate, up))
 
 
-class Experts:
+class SparseMoe:
     """A mixture of experts: each token goes to the `active` experts that the router scores best.
 
     The scores are a softmax over all experts; with `normed` those of the chosen ones are scaled to sum to one. Only

@@ -36,7 +36,7 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsConfig:
+class MoeConfig:
     """A mixture of experts in the place of an MLP: each token takes the `active` best of `count` by the router.
 
     intermediate_size: of one expert. normed: whether the weights of the chosen experts sum to one. bias: whether router
@@ -60,7 +60,7 @@ class ModelConfig:
     attention_softcap, logit_softcap: what scores and logits are held below by a tanh, 0 for none. sinks: whether each
     head has a score that joins the softmax and has no value. activation: one of ACTIVATIONS. gate_limit: of
     clamped_swiglu. norm_offset: added to weights of norms. post_norms: whether attention and MLP are followed by norms
-    of their own. experts: None for a model without. takes_tokens, gives_logits: a stage of a pipeline may have neither
+    of their own. experts: None for a model without. has_embedding, has_lm_head: a stage of a pipeline may have neither
     embedding nor head; then it takes or gives hidden states. vocab_part: how many rows of them a rank has that shares
     them with others, 0 for all. eos_token_ids, dtype and quantization are what the
     checkpoint declares; dtype is "" where it declares none.
@@ -93,9 +93,9 @@ class ModelConfig:
     norm_offset: float = 0.0
     post_norms: bool = False
     embedding_scale: float = 1.0
-    experts: ExpertsConfig | None = None
-    takes_tokens: bool = True
-    gives_logits: bool = True
+    experts: MoeConfig | None = None
+    has_embedding: bool = True
+    has_lm_head: bool = True
     vocab_part: int = 0
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""

@@ -9,10 +9,10 @@ from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec
 from tokenyard.executor.forward_batch import ForwardBatch
 from tokenyard.executor.layers.fused import FusedKernels
 from tokenyard.executor.layers.linear import Linear, Product
-from tokenyard.executor.layers.mlp import Experts, GatedMlp, gating
+from tokenyard.executor.layers.mlp import GatedMlp, SparseMoe, gating
 from tokenyard.executor.layers.norm import RMSNorm
+from tokenyard.executor.layers.parallel import TensorParallelComm
 from tokenyard.executor.layers.rotary import Rotary, rotate
-from tokenyard.executor.layers.summed import Joint
 from tokenyard.executor.models.config import ModelConfig
 from tokenyard.executor.weights import Weights
 
@@ -23,7 +23,7 @@ class Decoder:
     """A decoder-only transformer that runs batches of tokens of many rows at once.
 
     Weights are taken by their Hugging Face names as the model is built; q, k and v are fused into one product, and so
-    are gate and up. Raises ConfigError if a weight is missing or misshapen. With a `joint` it is one rank's part of a
+    are gate and up. Raises ConfigError if a weight is missing or misshapen. With a `tp_comm` it is one rank's part of a
     model (see `parallel.shards`): config and weights are those of the part. make_experts: makes the experts of a layer
     from config, weights and the layer's number, None for torch's.
     """
@@ -34,31 +34,31 @@ class Decoder:
         weights: Weights,
         device: torch.device,
         context_length: int,
-        joint: Joint | None = None,
+        tp_comm: TensorParallelComm | None = None,
         make_experts: MakeExperts | None = None,
     ) -> None:
         self.config = config
         make_experts = make_experts or _experts
         embedding_shape = (config.vocab_part or config.vocab_size, config.hidden_size)
         tied = config.tied_embeddings
-        if config.takes_tokens or (config.gives_logits and tied):
+        if config.has_embedding or (config.has_lm_head and tied):
             table = weights.get("model.embed_tokens.weight", embedding_shape)
-            self._embedding = table.__getitem__ if joint is None else joint.embedding(table)
+            self._embedding = table.__getitem__ if tp_comm is None else tp_comm.embedding(table)
             # In the dtype of the weights, as transformers has it.
             self._embedding_scale = torch.tensor(config.embedding_scale, dtype=table.dtype).item()
         self._rotary = {
             rope: Rotary(rope, config.head_dim, context_length, device) for rope in dict.fromkeys(config.ropes)
         }
-        self._layers = [_Layer(config, weights, index, joint, make_experts) for index in range(config.num_layers)]
+        self._layers = [_Layer(config, weights, index, tp_comm, make_experts) for index in range(config.num_layers)]
         self._hidden_like = weights.get("model.layers.0.input_layernorm.weight", (config.hidden_size,))
         self.attention_spec = AttentionSpec(
             config.windows, config.score_scale, config.attention_softcap, _sinks(config, weights)
         )
-        if not config.gives_logits:
+        if not config.has_lm_head:
             return
         self._norm = _norm(config, weights, "model.norm")
         head = Linear(table if tied else weights.get("lm_head.weight", embedding_shape))
-        self._head: Product = head if joint is None else joint.head(head, config.vocab_size)
+        self._head: Product = head if tp_comm is None else tp_comm.head(head, config.vocab_size)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Run the layers: [T, hidden]. Keys and values of the batch's tokens are in the pool afterwards."""
@@ -73,7 +73,7 @@ class Decoder:
         """Compute norms, gates, and all from rotation to attention by these kernels, which attend as the attention
         backend given to `forward` does.
         """
-        if self.config.gives_logits:
+        if self.config.has_lm_head:
             self._norm.fuse(kernels)
         for layer in self._layers:
             layer.fuse(kernels)
@@ -113,7 +113,12 @@ class Decoder:
 
 class _Layer:
     def __init__(
-        self, config: ModelConfig, weights: Weights, index: int, joint: Joint | None, make_experts: MakeExperts
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        index: int,
+        tp_comm: TensorParallelComm | None,
+        make_experts: MakeExperts,
     ) -> None:
         prefix = f"model.layers.{index}"
         self._index = index
@@ -137,8 +142,8 @@ class _Layer:
         )
         output = _fused(weights, {f"{prefix}.self_attn.o_proj": hidden}, q_size, config.output_bias)
         mlp = _mlp(config, weights, index, make_experts)
-        self._output: Product = output if joint is None else joint.output(output)
-        self._mlp: Product = mlp if joint is None else joint.mlp(mlp)
+        self._output: Product = output if tp_comm is None else tp_comm.output(output)
+        self._mlp: Product = mlp if tp_comm is None else tp_comm.mlp(mlp)
         self._gated = mlp if isinstance(mlp, GatedMlp) else None
         self._kernels: FusedKernels | None = None
 
@@ -208,7 +213,7 @@ def _mlp(config: ModelConfig, weights: Weights, index: int, make_experts: MakeEx
     return make_experts(config, weights, index)
 
 
-def _experts(config: ModelConfig, weights: Weights, index: int) -> Experts:
+def _experts(config: ModelConfig, weights: Weights, index: int) -> SparseMoe:
     prefix, experts = f"model.layers.{index}.mlp", config.experts
     assert experts is not None
     router = _fused(weights, {f"{prefix}.gate": experts.count}, config.hidden_size, experts.bias)
@@ -216,7 +221,7 @@ def _experts(config: ModelConfig, weights: Weights, index: int) -> Experts:
         _gated_mlp(config, weights, f"{prefix}.experts.{expert}", experts.intermediate_size, experts.bias)
         for expert in range(experts.count)
     ]
-    return Experts(router, each, experts.active, experts.normed)
+    return SparseMoe(router, each, experts.active, experts.normed)
 
 
 def _gated_mlp(config: ModelConfig, weights: Weights, prefix: str, inter: int, bias: bool) -> GatedMlp:

@@ -7,14 +7,14 @@ import torch
 from tokenyard.executor.attention.backend import AttentionSpec
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable
 from tokenyard.executor.kv_pool import KvPool
-from tokenyard.executor.native.engine import DTYPES, NativeEngine, address, check, describe_step, int32s
-from tokenyard.executor.native.library import AttentionJob
+from tokenyard.executor.native.library import NativeAttentionTask
+from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, check, describe_step, int32s
 
 
 class NativeAttention:
     """An AttentionBackend for a CPU: decodes, chunks and rows of several queries, with no copy of keys to speak of."""
 
-    def __init__(self, engine: NativeEngine, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int) -> None:
+    def __init__(self, engine: NativeRuntime, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int) -> None:
         self._engine, self._pool, self._pages = engine, pool, pages
         self._spec, self._heads = spec, heads
         self._sinks = [layer.float().contiguous() for layer in spec.sinks]
@@ -47,7 +47,7 @@ class NativeAttention:
         values.index_copy_(0, batch.slots, v)
         queries = q.to(self._active).contiguous()
         out = torch.empty(len(q), self._heads * self._head_dim, dtype=self._active)
-        job = AttentionJob(
+        job = NativeAttentionTask(
             heads=self._heads,
             kv_heads=self._kv_heads,
             head_dim=self._head_dim,

@@ -27,7 +27,7 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD, ROUTER = range(6)
 Pointer = ctypes.c_void_p
 
 
-class Config(ctypes.Structure):
+class NativeConfig(ctypes.Structure):
     """ty_config of src/api.h."""
 
     _fields_ = (
@@ -40,7 +40,7 @@ class Config(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class NativeStep(ctypes.Structure):
     """ty_step of src/api.h."""
 
     _fields_ = (
@@ -65,7 +65,7 @@ class Step(ctypes.Structure):
     )
 
 
-class AttentionJob(ctypes.Structure):
+class NativeAttentionTask(ctypes.Structure):
     """ty_attention of src/api.h."""
 
     _fields_ = (
@@ -75,7 +75,7 @@ class AttentionJob(ctypes.Structure):
     )
 
 
-class ExpertLayers(ctypes.Structure):
+class NativeMoeLayers(ctypes.Structure):
     """ty_experts of src/api.h."""
 
     _fields_ = (
@@ -98,7 +98,7 @@ class Library:
             _declare(self.functions)
         except (OSError, AttributeError) as error:
             raise NoLibraryError(f"{path} cannot be loaded: {error}") from error
-        sizes = [ctypes.sizeof(kind) for kind in (Config, Step, AttentionJob, ExpertLayers)]
+        sizes = [ctypes.sizeof(kind) for kind in (NativeConfig, NativeStep, NativeAttentionTask, NativeMoeLayers)]
         if sizes != [self.functions.ty_size_of(i) for i in range(len(sizes))]:
             raise NoLibraryError(f"{path} was built from other sources")
         self.path = path
@@ -190,20 +190,20 @@ def _declare(functions: ctypes.CDLL) -> None:
         "ty_pool_new": (pointer, [number, pointer]),
         "ty_pool_free": (None, [pointer]),
         "ty_attention_new": (pointer, [pointer, *[number] * 5]),
-        "ty_attention_prepare": (number, [pointer, ctypes.POINTER(Step), pointer, number]),
-        "ty_attention_run": (number, [pointer, ctypes.POINTER(AttentionJob)]),
+        "ty_attention_prepare": (number, [pointer, ctypes.POINTER(NativeStep), pointer, number]),
+        "ty_attention_run": (number, [pointer, ctypes.POINTER(NativeAttentionTask)]),
         "ty_attention_free": (None, [pointer]),
-        "ty_model_new": (pointer, [pointer, number, ctypes.POINTER(Config)]),
+        "ty_model_new": (pointer, [pointer, number, ctypes.POINTER(NativeConfig)]),
         "ty_model_linear": (None, [pointer, number, number, pointer, pointer]),
         "ty_model_expert": (None, [pointer, number, number, number, pointer, pointer]),
         "ty_model_vector": (None, [pointer, number, number, pointer]),
         "ty_model_slots": (numbers, [pointer, number, numbers]),
         "ty_model_adapter": (None, [pointer, number, number, number, numbers, pointer, pointer]),
-        "ty_model_step": (number, [pointer, ctypes.POINTER(Step)]),
+        "ty_model_step": (number, [pointer, ctypes.POINTER(NativeStep)]),
         "ty_model_logits": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_residual": (number, [pointer, pointer, numbers, pointer]),
         "ty_model_free": (None, [pointer]),
-        "ty_experts_new": (pointer, [pointer, number, ctypes.POINTER(ExpertLayers)]),
+        "ty_experts_new": (pointer, [pointer, number, ctypes.POINTER(NativeMoeLayers)]),
         "ty_experts_linear": (None, [pointer, number, number, pointer, pointer]),
         "ty_experts_run": (number, [pointer, pointer, numbers, pointer]),
         "ty_experts_free": (None, [pointer]),

@@ -4,17 +4,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenyard.executor.lora import FUSED, no_memory
-from tokenyard.executor.lora_files import AdapterWeights, Shapes, projection_shapes
-from tokenyard.executor.native.engine import address
+from tokenyard.executor.lora_manager import FUSED, no_memory
+from tokenyard.executor.lora_weights import LoraWeights, Shapes, projection_shapes
 from tokenyard.executor.native.model import NativeDecoder
+from tokenyard.executor.native.runtime import address
 
 PRODUCTS = ("qkv", "output", "gate_up", "down")
 """Names in FUSED of the library's products, in its order."""
 
 
-class NativeSlots:
-    """SlotWeights of a NativeDecoder."""
+class NativeLoraPool:
+    """LoraMemoryPool of a NativeDecoder."""
 
     def __init__(self, decoder: NativeDecoder, slots: int, rank: int) -> None:
         """Make room for `slots` adapters of ranks up to `rank`. Raises ConfigError without memory."""
@@ -23,8 +23,8 @@ class NativeSlots:
         if self.slot_bytes < 0:
             raise no_memory(slots, rank)
 
-    def put(self, slot: int, weights: AdapterWeights) -> None:
-        """Copy an adapter into a slot; see SlotWeights."""
+    def put(self, slot: int, weights: LoraWeights) -> None:
+        """Copy an adapter into a slot; see LoraMemoryPool."""
         for layer in range(self._decoder.config.num_layers):
             shapes = projection_shapes(self._decoder.config, layer)
             for which, product in enumerate(PRODUCTS):
@@ -32,11 +32,11 @@ class NativeSlots:
                 if FUSED[product][0] in shapes:
                     self._put(slot, layer, which, {name: shapes[name] for name in FUSED[product]}, weights)
 
-    def begin(self, of_tokens: npt.NDArray[np.int64] | None) -> None:
-        """Take in the slots of a step's tokens; see SlotWeights."""
-        self._decoder.adapters = None if of_tokens is None else of_tokens.astype(np.int32)
+    def begin(self, slot_of_token: npt.NDArray[np.int64] | None) -> None:
+        """Take in the slots of a step's tokens; see LoraMemoryPool."""
+        self._decoder.adapters = None if slot_of_token is None else slot_of_token.astype(np.int32)
 
-    def _put(self, slot: int, layer: int, which: int, shapes: Shapes, weights: AdapterWeights) -> None:
+    def _put(self, slot: int, layer: int, which: int, shapes: Shapes, weights: LoraWeights) -> None:
         """Copy what an adapter changes of one product of these projections."""
         pairs = {name: pair for name in shapes if (pair := weights.pairs.get((layer, name))) is not None}
         rank = max((len(pair.a) for pair in pairs.values()), default=0)

@@ -16,9 +16,9 @@ from tokenyard.executor.layers.norm import RMSNorm
 from tokenyard.executor.layers.rotary import rotary_table
 from tokenyard.executor.models.config import ACTIVATIONS, ModelConfig
 from tokenyard.executor.models.decoder import fused_parts, norm_names
-from tokenyard.executor.native.engine import DTYPES, NativeEngine, address, check, describe_step, int32s
-from tokenyard.executor.native.experts import NO_MEMORY, describe_experts, take_experts, with_addresses
-from tokenyard.executor.native.library import DOWN, GATE_UP, HEAD, OUTPUT, QKV, Config, Step
+from tokenyard.executor.native.library import DOWN, GATE_UP, HEAD, OUTPUT, QKV, NativeConfig, NativeStep
+from tokenyard.executor.native.moe import NO_MEMORY, describe_moe, load_experts, with_addresses
+from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, check, describe_step, int32s
 from tokenyard.executor.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ class NativeDecoder:
 
     Weights are taken by their Hugging Face names, one after another, so that a second copy of the model never lies in
     memory. int8: those of products are rounded to bytes, with a scale for each output; embeddings stay. `adapters` is
-    set before a step: the slot of each token's adapter (see NativeSlots), None where no token has one. Raises
+    set before a step: the slot of each token's adapter (see NativeLoraPool), None where no token has one. Raises
     ConfigError if a weight is missing or misshapen or memory runs out.
     """
 
     def __init__(
         self,
-        engine: NativeEngine,
+        engine: NativeRuntime,
         config: ModelConfig,
         weights: Weights,
         dtype: torch.dtype,
@@ -72,11 +72,11 @@ class NativeDecoder:
         config, layers = self.config, range(self.config.num_layers)
         windows = int32s(config.windows)
         tables = (ctypes.c_void_p * len(layers))(*(address(self._cos_sin[rope]) for rope in config.ropes))
-        experts = None if config.experts is None else describe_experts(config, dtype, int8=int8)
+        experts = None if config.experts is None else describe_moe(config, dtype, int8=int8)
         having = int32s(tuple(self._has_experts(layer) for layer in layers))
         # As transformers has it, in the dtype of the weights.
         embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        wanted = Config(
+        wanted = NativeConfig(
             dtype=DTYPES[dtype],
             int8=int8,
             layers=config.num_layers,
@@ -132,7 +132,7 @@ class NativeDecoder:
     def _take_mlp(self, weights: Weights, layer: int) -> None:
         config, mlp = self.config, f"model.layers.{layer}.mlp"
         if self._has_experts(layer):
-            return take_experts(partial(self._expert, layer), config, weights, layer)
+            return load_experts(partial(self._expert, layer), config, weights, layer)
         hidden, inter = config.hidden_size, config.intermediate_size
         gate_up = {f"{mlp}.gate_proj": inter, f"{mlp}.up_proj": inter}
         self._fused(weights, layer, GATE_UP, gate_up, hidden, config.mlp_bias)
@@ -182,7 +182,7 @@ class NativeModel:
         check(self._functions.ty_model_step(self._decoder.model, ctypes.byref(step)))
         return logits
 
-    def _describe_windows(self, step: Step, batch: ForwardBatch) -> None:
+    def _describe_windows(self, step: NativeStep, batch: ForwardBatch) -> None:
         """Say where keys and values of layers with a window lie if they have a pool of their own."""
         pool, pages = self._pool.windows, self._pages.windows
         if pool is None or pages is None:

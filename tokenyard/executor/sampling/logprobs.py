@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tokenyard.base import RowLogprobs, StepPlan
-from tokenyard.executor.forward_batch import samples_of, send
+from tokenyard.executor.forward_batch import samples_of, to_device
 from tokenyard.executor.sampling.rows import LOGPROBS, SamplingRows
 
 PIECE_POSITIONS = 256
@@ -76,7 +76,7 @@ def prompt_pieces(
         start = rows.starts[int(plan.pool_rows[run.index])]
         logprobs = torch.log_softmax(logits_of(first, end), dim=-1)
         known = start.known_ids[run.position : run.position + run.count]
-        pieces.append(_piece([run], logprobs, send(known.astype(np.int64), logprobs.device)))
+        pieces.append(_piece([run], logprobs, to_device(known.astype(np.int64), logprobs.device)))
     return pieces
 
 
@@ -120,7 +120,7 @@ def keep_output(plan: StepPlan, rows: SamplingRows, logits: torch.Tensor) -> Out
             runs.append(LogprobRun(row, position, count, options.top, options.token_ids))
     if not runs:
         return None
-    on_device = send(np.array(places, dtype=np.int64), logits.device)
+    on_device = to_device(np.array(places, dtype=np.int64), logits.device)
     return OutputLogprobs(runs, on_device, torch.log_softmax(logits[on_device], dim=-1))
 
 
@@ -144,7 +144,7 @@ def _named_tokens(runs: list[LogprobRun], device: torch.device) -> torch.Tensor:
     """The tokens that runs name, int64[positions, the most of a run]; rows with fewer are filled up with token 0."""
     width = max(len(run.token_ids) for run in runs)
     rows = [run.token_ids + [0] * (width - len(run.token_ids)) for run in runs]
-    return send(np.repeat(np.array(rows, dtype=np.int64), [run.count for run in runs], axis=0), device)
+    return to_device(np.repeat(np.array(rows, dtype=np.int64), [run.count for run in runs], axis=0), device)
 
 
 def join_pieces(pieces: list[LogprobPiece]) -> list[RowLogprobs]:

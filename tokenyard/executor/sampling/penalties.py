@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tokenyard.base import Int32Array, RowStart
-from tokenyard.executor.forward_batch import send
+from tokenyard.executor.forward_batch import to_device
 from tokenyard.executor.sampling.rows import SamplingRows
 
 FIRST_CAPACITY = 8
@@ -35,7 +35,7 @@ class Penalties:
         if self._places[row] < 0:
             self._places[row] = self._new_place()
         place = int(self._places[row])
-        known = send(start.known_ids.astype(np.int64), self._sampled.device)
+        known = to_device(start.known_ids.astype(np.int64), self._sampled.device)
         prompt, answer = known[: start.prompt_tokens], known[start.prompt_tokens :]
         self._in_prompt[place].zero_().index_fill_(0, prompt, True)
         # Not bincount, which on a GPU asks for the largest id and so waits for the device.
@@ -63,7 +63,7 @@ class Penalties:
         self._sampled[self._device_places(pool_rows), tokens] += 1
 
     def _device_places(self, pool_rows: Int32Array) -> torch.Tensor:
-        return send(self._places[pool_rows], self._sampled.device)
+        return to_device(self._places[pool_rows], self._sampled.device)
 
     def _new_place(self) -> int:
         if not self._free:

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array, RowStart, SamplingParams
-from tokenyard.executor.forward_batch import send
+from tokenyard.executor.forward_batch import to_device
 from tokenyard.executor.sampling.noise import signed_seed
 
 RANDOM = 1
@@ -71,9 +71,9 @@ class SamplingRows:
             sampling = start.sampling
             floats[i] = [getattr(sampling, name) for name in _FLOATS]
             integers[i] = self._take_row(start), signed_seed(sampling.seed)
-        rows = send(np.array([start.pool_row for start in starts], dtype=np.int64), self._device)
-        self.floats[rows] = send(floats, self._device)
-        self.integers[rows] = send(integers, self._device)
+        rows = to_device(np.array([start.pool_row for start in starts], dtype=np.int64), self._device)
+        self.floats[rows] = to_device(floats, self._device)
+        self.integers[rows] = to_device(integers, self._device)
 
     def _take_row(self, start: RowStart) -> int:
         """Write what the host keeps of a row; returns its top_k, the vocabulary's size for "all"."""

@@ -5,9 +5,9 @@ import numpy.typing as npt
 import torch
 
 from tokenyard.base import Int32Array, RowStart
-from tokenyard.executor.forward_batch import send, upload
-from tokenyard.executor.grammar import RowMasks
-from tokenyard.executor.sampling import draw
+from tokenyard.executor.forward_batch import to_device, upload
+from tokenyard.executor.grammar import VocabMasks
+from tokenyard.executor.sampling import top_k_top_p
 from tokenyard.executor.sampling.penalties import Penalties
 from tokenyard.executor.sampling.rows import EDITED, MIN_P, PENALISED, RANDOM, RANKED, SamplingRows
 
@@ -28,11 +28,11 @@ class Sampler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
-        drawer: draw.Drawer | None = None,
+        sampling_backend: top_k_top_p.SamplingBackend | None = None,
     ) -> None:
         """Start with no rows. drawer: None chooses by torch."""
-        self._drawer = drawer
-        self._likeliest = draw.likeliest if drawer is None else drawer.likeliest
+        self._sampling_backend = sampling_backend
+        self._likeliest = top_k_top_p.likeliest if sampling_backend is None else sampling_backend.likeliest
         self.rows = SamplingRows(max_pool_rows, vocab_size, eos_token_ids, device)
         self._penalties = Penalties(max_pool_rows, vocab_size, device)
         self._device = device
@@ -44,7 +44,7 @@ class Sampler:
             self._penalties.take(start)
 
     def sample(
-        self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array, masks: RowMasks | None = None
+        self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array, masks: VocabMasks | None = None
     ) -> torch.Tensor:
         """Choose tokens: int64[n] on the device.
 
@@ -83,7 +83,7 @@ class Sampler:
         pool_rows: Int32Array,
         positions: Int64Array,
         drafts: Int32Array,
-        masks: RowMasks | None = None,
+        masks: VocabMasks | None = None,
     ) -> torch.Tensor:
         """`sample` where rows sample at several positions, each of which confirms a draft: int64[n] on the device.
 
@@ -111,7 +111,7 @@ class Sampler:
     def _edit(self, logits: torch.Tensor, pool_rows: Int32Array, positions: Int64Array, places: Int64Array) -> None:
         rows, ids, values = self.rows.edits_of(pool_rows, positions, places)
         index = upload((rows, ids), self._device)
-        logits[index[0], index[1]] += send(values.astype(np.float32), self._device)
+        logits[index[0], index[1]] += to_device(values.astype(np.float32), self._device)
 
     def _penalise(self, logits: torch.Tensor, pool_rows: Int32Array, places: Int64Array) -> None:
         own = pool_rows[places]
@@ -129,15 +129,15 @@ class Sampler:
         """Replace the tokens of the rows at `places` by drawn ones."""
         own = pool_rows[places]
         index = upload((places, own, positions[places]), self._device)
-        draws = draw.Draws(index[0], index[1], index[2], tokens, self.rows)
-        if self._drawer is not None:
-            tokens[index[0]] = self._drawer.draw(logits, draws)
+        draws = top_k_top_p.SamplingInputs(index[0], index[1], index[2], tokens, self.rows)
+        if self._sampling_backend is not None:
+            tokens[index[0]] = self._sampling_backend.draw(logits, draws)
             return
         scaled = logits[index[0]] / self.rows.temperature(index[1])[:, None]
         self._drop_by_rank(scaled, own)
         if (self.rows.kinds[own] & MIN_P).any():
-            scaled = draw.drop_by_min_p(scaled, self.rows.min_p(index[1]))
-        tokens[index[0]] = draw.draw(scaled, draws.uniforms())
+            scaled = top_k_top_p.apply_min_p(scaled, self.rows.min_p(index[1]))
+        tokens[index[0]] = top_k_top_p.draw(scaled, draws.uniforms())
 
     def _drop_by_rank(self, scaled: torch.Tensor, pool_rows: Int32Array) -> None:
         """Apply top_k and top_p, in place, to the rows that have one; ranking the others would be for nothing."""
@@ -146,7 +146,7 @@ class Sampler:
             return
         own = pool_rows[places]
         index = upload((places, own), self._device)
-        largest_k = int(self.rows.top_k[own].max())
-        scaled[index[0]] = draw.drop_by_rank(
-            scaled[index[0]], self.rows.device_top_k(index[1]), self.rows.top_p(index[1]), largest_k
+        max_k = int(self.rows.top_k[own].max())
+        scaled[index[0]] = top_k_top_p.apply_top_k_top_p(
+            scaled[index[0]], self.rows.device_top_k(index[1]), self.rows.top_p(index[1]), max_k
         )

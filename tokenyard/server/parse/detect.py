@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from tokenyard.base import ConfigError
-from tokenyard.server.parse.families import FAMILIES
-from tokenyard.server.parse.format import Format
+from tokenyard.server.parse.format import OutputFormat
+from tokenyard.server.parse.model_formats import FAMILIES
 
 NAMES_ELSEWHERE = {
     "qwen": "hermes",
@@ -34,7 +34,7 @@ NAMES_ELSEWHERE = {
 """What SGLang and vLLM call their parsers of these formats."""
 
 
-def detect(sources: Iterable[str]) -> Format | None:
+def detect(sources: Iterable[str]) -> OutputFormat | None:
     """The format whose marks stand in the sources of a model's chat templates, None for none."""
     text = "\n".join(sources)
     for family in FAMILIES.values():
@@ -43,7 +43,7 @@ def detect(sources: Iterable[str]) -> Format | None:
     return None
 
 
-def named(name: str) -> Format:
+def named(name: str) -> OutputFormat:
     """The format of this name. Raises ConfigError for an unknown one."""
     name = NAMES_ELSEWHERE.get(name, name)
     if name not in FAMILIES:

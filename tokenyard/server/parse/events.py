@@ -5,21 +5,21 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Content:
+class ContentText:
     """More of the answer itself."""
 
     text: str
 
 
 @dataclass(slots=True)
-class Reasoning:
+class ReasoningText:
     """More of what the model thinks before its answer."""
 
     text: str
 
 
 @dataclass(slots=True)
-class CallStart:
+class ToolCallStart:
     """A tool call begins. `index` counts the calls of one answer from 0; `id` is "" unless the text holds one."""
 
     index: int
@@ -28,7 +28,7 @@ class CallStart:
 
 
 @dataclass(slots=True)
-class CallArguments:
+class ToolCallArguments:
     """More of the JSON text of a call's arguments."""
 
     index: int
@@ -36,17 +36,17 @@ class CallArguments:
 
 
 @dataclass(slots=True)
-class CallEnd:
+class ToolCallEnd:
     """All arguments of a call have come, or the text ended within them."""
 
     index: int
 
 
-Event = Content | Reasoning | CallStart | CallArguments | CallEnd
+Event = ContentText | ReasoningText | ToolCallStart | ToolCallArguments | ToolCallEnd
 
 
 @dataclass(slots=True)
-class Call:
+class ParsedToolCall:
     """One tool call; `arguments` is JSON text as the model wrote it."""
 
     name: str
@@ -60,19 +60,19 @@ class ParsedMessage:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ParsedToolCall] = field(default_factory=list)
 
     def add(self, events: Iterable[Event]) -> None:
         """Take in events in their order."""
         for event in events:
             match event:
-                case Content(text):
+                case ContentText(text):
                     self.content += text
-                case Reasoning(text):
+                case ReasoningText(text):
                     self.reasoning += text
-                case CallStart(_, name, call_id):
-                    self.calls.append(Call(name, id=call_id))
-                case CallArguments(index, text):
+                case ToolCallStart(_, name, call_id):
+                    self.calls.append(ParsedToolCall(name, id=call_id))
+                case ToolCallArguments(index, text):
                     self.calls[index].arguments += text
-                case CallEnd():
+                case ToolCallEnd():
                     pass

@@ -59,7 +59,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class CallShape:
+class ToolCallShape:
     """How calls are written, for grammars that force one: `begin`, calls with `between` in between, `end`.
 
     A call is `before`, the tool's name, `middle`, its arguments and `after`. With `parameter` the arguments are not
@@ -76,7 +76,7 @@ class CallShape:
 
 
 @dataclass(frozen=True)
-class Format:
+class OutputFormat:
     """One family's way of writing.
 
     detect: all of these stand in the source of chat templates of the family. opened: (pattern of the prompt's end,
@@ -88,7 +88,7 @@ class Format:
     regions: Mapping[str, Region]
     detect: tuple[str, ...] = ()
     opened: tuple[tuple[str, str], ...] = ()
-    shape: CallShape | None = None
+    shape: ToolCallShape | None = None
     thinks: tuple[str, str] | None = None
     id_style: Literal["openai", "mistral"] = "openai"
 

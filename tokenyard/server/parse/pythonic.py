@@ -5,12 +5,12 @@ import json
 from typing import Any
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-LONGEST_CHARS = 200_000
+MAX_CALL_CHARS = 200_000
 
 
 def read_calls(text: str) -> list[tuple[str, str]] | None:
     """(name, arguments as JSON text) of each call; None for anything else than a list of calls with literals."""
-    if len(text) > LONGEST_CHARS:
+    if len(text) > MAX_CALL_CHARS:
         return None
     try:
         tree = ast.parse(text.strip(), mode="eval").body

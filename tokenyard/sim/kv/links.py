@@ -7,7 +7,7 @@ from tokenyard.base import NS_PER_S
 
 
 @dataclass(slots=True, eq=False)
-class Wire:
+class LinkDirection:
     """One direction of an engine's link. What is sent first arrives first; nothing overtakes.
 
     busy_ns: how long it has carried KV. moved_bytes: of KV.
@@ -19,21 +19,21 @@ class Wire:
     moved_bytes: int = 0
 
     @classmethod
-    def of(cls, bytes_per_s: float) -> "Wire":
+    def of(cls, bytes_per_s: float) -> "LinkDirection":
         """A wire of this speed."""
         return cls(NS_PER_S / bytes_per_s)
 
 
 @dataclass(slots=True)
-class Span:
+class LinkSpan:
     """A transfer's time on one wire, in ns."""
 
-    wire: Wire
+    wire: LinkDirection
     begin_ns: int
     end_ns: int
 
     @classmethod
-    def on(cls, wire: Wire, num_bytes: int, earliest_ns: int) -> "Span":
+    def on(cls, wire: LinkDirection, num_bytes: int, earliest_ns: int) -> "LinkSpan":
         """Behind all that the wire carries, from `earliest_ns` on."""
         begin, took = max(earliest_ns, wire.free_ns), round(num_bytes * wire.ns_per_byte)
         wire.free_ns = begin + took
@@ -60,8 +60,8 @@ class Transfer:
 
     num_bytes: int
     asked_ns: int
-    out: Span
-    into: Span
+    out: LinkSpan
+    into: LinkSpan
     ends: Callable[["Transfer"], None]
 
     @property
@@ -75,7 +75,7 @@ class Transfer:
         return max(self.out.end_ns, self.into.end_ns)
 
 
-class Traffic:
+class LinkScheduler:
     """All transfers between engines, in the order in which they were asked for.
 
     Both wires of a transfer are used in that order. The switch between them has a buffer, so that a transfer that waits
@@ -86,14 +86,14 @@ class Traffic:
         self._open: list[Transfer] = []
 
     def carry(
-        self, way_out: Wire, way_in: Wire, num_bytes: int, now: int, ends: Callable[[Transfer], None]
+        self, way_out: LinkDirection, way_in: LinkDirection, num_bytes: int, now: int, ends: Callable[[Transfer], None]
     ) -> Transfer:
         """Send KV from one engine to another, from `now` (ns) on. ends: called with the transfer, now and whenever
         another one that is stopped makes it end at another time.
         """
         self._open = [one for one in self._open if one.end_ns > now]
-        out = Span.on(way_out, num_bytes, now)
-        found = Transfer(num_bytes, now, out, Span.on(way_in, num_bytes, out.begin_ns), ends)
+        out = LinkSpan.on(way_out, num_bytes, now)
+        found = Transfer(num_bytes, now, out, LinkSpan.on(way_in, num_bytes, out.begin_ns), ends)
         self._open.append(found)
         ends(found)
         return found

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-LARGEST_HEAD = 256
+MAX_HEAD_DIM = 256
 
 
 def installed() -> bool:
@@ -24,6 +24,6 @@ def why_not(device: torch.device, head_dim: int) -> str:
         return f"Triton kernels need a CUDA device, not {device.type}"
     if not installed():
         return "the package triton is not installed (pip install triton)"
-    if head_dim > LARGEST_HEAD:
-        return f"Triton kernels take heads of at most {LARGEST_HEAD} dimensions, not {head_dim}"
+    if head_dim > MAX_HEAD_DIM:
+        return f"Triton kernels take heads of at most {MAX_HEAD_DIM} dimensions, not {head_dim}"
     return ""

@@ -4,9 +4,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenyard.executor.attention.backend import AttentionSpec, Place, PooledAttention
-from tokenyard.executor.attention.triton.attend import SPLITS, Blocks, Layer, attend, block_size
-from tokenyard.executor.attention.triton.layers import add_norm, norm, rotate_and_store, silu_gate
+from tokenyard.executor.attention.backend import AttentionSpec, FusedKvWriteAttention, KvSlots
+from tokenyard.executor.attention.triton.attention_kernel import (
+    SPLITS,
+    AttentionInputs,
+    QueryBlocks,
+    attend,
+    block_size,
+)
+from tokenyard.executor.attention.triton.layer_kernels import add_norm, norm, rotate_and_store, silu_gate
 from tokenyard.executor.forward_batch import ForwardBatch, PageTable, upload
 from tokenyard.executor.kv_pool import KvPool
 
@@ -16,7 +22,7 @@ FEW_SPLITS = 4
 """... of which they have fewer than decodes, as each of their queries needs scratch for each split."""
 
 
-class TritonAttention(PooledAttention):
+class TritonAttention(FusedKvWriteAttention):
     """An AttentionBackend by own kernels, straight over the page table: decodes, drafts to verify, and chunks."""
 
     def __init__(self, pool: KvPool, pages: PageTable, spec: AttentionSpec, heads: int) -> None:
@@ -28,7 +34,7 @@ class TritonAttention(PooledAttention):
         # A step of nothing but decodes needs no more than these, so nothing is sent to the device for it.
         self._numbers = torch.arange(len(pages.tensor), device=device)
         self._ones = torch.ones_like(self._numbers)
-        self._launches: list[Blocks] = []
+        self._launches: list[QueryBlocks] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Cut the step into blocks of queries; see AttentionBackend."""
@@ -48,20 +54,20 @@ class TritonAttention(PooledAttention):
             self._launches.append(self._split(tokens, sizes, size, FEW_SPLITS))
         if not few.all():
             tokens, sizes = upload(cut(firsts[~few], counts[~few], self._block_size), device)
-            self._launches.append(Blocks(tokens, sizes, self._block_size, 1))
+            self._launches.append(QueryBlocks(tokens, sizes, self._block_size, 1))
 
-    def place(self, layer: int, batch: ForwardBatch) -> Place:
-        """Where a layer's keys and values of a batch belong; see PooledAttention."""
-        return Place(batch.slots, *self._pool.layer(layer))
+    def place(self, layer: int, batch: ForwardBatch) -> KvSlots:
+        """Where a layer's keys and values of a batch belong; see FusedKvWriteAttention."""
+        return KvSlots(batch.slots, *self._pool.layer(layer))
 
     def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attend with keys and values that are in the pool; see PooledAttention."""
+        """Attend with keys and values that are in the pool; see FusedKvWriteAttention."""
         keys, values = self._pool.layer(layer)
         if q.stride(2) != 1 or q.stride(1) != self._head_dim:
             q = q.contiguous()
         out = torch.empty(len(q), self._heads, self._head_dim, dtype=q.dtype, device=q.device)
         spec = self._spec
-        how = Layer(
+        how = AttentionInputs(
             *(q, keys, values, spec.windows[layer], spec.scale, spec.softcap),
             self._sinks[layer] if self._sinks else None,
         )
@@ -69,11 +75,11 @@ class TritonAttention(PooledAttention):
             attend(blocks, how, self._pages.tensor, self._pages.page_size, batch.positions, batch.pool_rows, out)
         return out.flatten(1)
 
-    def _split(self, tokens: torch.Tensor, counts: torch.Tensor, size: int, splits: int) -> Blocks:
+    def _split(self, tokens: torch.Tensor, counts: torch.Tensor, size: int, splits: int) -> QueryBlocks:
         """Blocks whose keys are cut, with scratch for what the splits find."""
         lines = len(tokens) * size * self._heads * splits
         scratch = torch.empty(lines * (self._head_dim + 1), dtype=torch.float32, device=tokens.device)
-        return Blocks(tokens, counts, size, splits, scratch[lines:], scratch[:lines])
+        return QueryBlocks(tokens, counts, size, splits, scratch[lines:], scratch[:lines])
 
 
 class TritonKernels:
@@ -83,7 +89,7 @@ class TritonKernels:
     add_norm = staticmethod(add_norm)
     silu_gate = staticmethod(silu_gate)
 
-    def __init__(self, attention: PooledAttention) -> None:
+    def __init__(self, attention: FusedKvWriteAttention) -> None:
         self._attention = attention
 
     def attend(

@@ -1,0 +1,164 @@
+"""Recorded decode steps: their sizes, how batches are filled up, and that answers stay those of plain steps.
+
+There is no GPU here, so a recorder keeps the work itself and plays it again on the same memory.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.executor.tiny_models import greedy, prompt_of
+from tokenyard.base import ConfigError
+from tokenyard.executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes, why_not
+from tokenyard.executor.model_loader import choose_device, read_folder_config
+
+CPU = torch.device("cpu")
+
+
+class TableAttention:
+    """Attends by what lies on the device alone, as recorded attention must: all columns of the table, then a mask."""
+
+    def __init__(self, pool, pages, spec):
+        self.pool, self.pages, self.spec = pool, pages, spec
+
+    def prepare(self, batch):
+        # Lengths on the host are those of the recording; nobody may look at them.
+        batch.starts = None
+
+    def forward(self, layer, q, k, v, batch):
+        keys, values = self.pool.layer(layer)
+        keys[batch.slots], values[batch.slots] = k, v
+        every = torch.arange(self.pages.tensor.shape[1] * self.pages.page_size, device=q.device)
+        slots = self.pages.slots(batch.pool_rows[:, None], every).long()
+        group = q.shape[1] // keys.shape[1]
+        own_k, own_v = (side[slots].repeat_interleave(group, dim=2) for side in (keys, values))
+        scores = torch.einsum("thd,tnhd->thn", q, own_k) * self.spec.scale
+        hidden = every > batch.positions[:, None]
+        if self.spec.windows[layer]:
+            hidden |= every <= batch.positions[:, None] - self.spec.windows[layer]
+        weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
+        return torch.einsum("thn,tnhd->thd", weights, own_v).flatten(1)
+
+
+class Player:
+    """A Recorder that counts: `played` lists the sizes in the order that they were played."""
+
+    def __init__(self):
+        self.recorded, self.played = [], []
+
+    def __call__(self, work):
+        work()
+        number = len(self.recorded)
+        self.recorded.append(work)
+
+        def play():
+            self.played.append(number)
+            work()
+
+        return play
+
+
+@pytest.fixture
+def recorded(folder, make_driver):
+    """Make a driver whose decode steps of up to `largest` rows are recorded, and what plays them."""
+
+    def make(case, largest, page_size):
+        driver = make_driver(case, page_size=page_size)
+        executor, player = driver.executor, Player()
+        model = executor.model
+        model.attention = TableAttention(executor.kv_pool, executor.pages, model.attention_spec)
+        config = read_folder_config(Path(folder(case)))
+        with torch.inference_mode():
+            executor.model = CudaGraphRunner(model, config, largest, CPU, player)
+        return driver, player
+
+    return make
+
+
+@pytest.mark.parametrize(("case", "page_size"), [("llama", 1), ("qwen3-layers", 4)])
+def test_recorded_steps_answer_as_transformers_do(recorded, case, page_size):
+    driver, player = recorded(case, 4, page_size)
+    prompts = [prompt_of(length, seed=length) for length in (3, 40, 21, 30, 9)]
+    rows = [driver.start(prompt) for prompt in prompts]
+    driver.step(*[(row, None) for row in rows])
+    assert not player.played
+    # Sizes are recorded from large to small: 4, 2, 1. Five rows are too many; three are filled up to four.
+    for count, number in ((5, None), (4, 0), (3, 0), (1, 2), (2, 1), (3, 0)):
+        played = len(player.played)
+        driver.step(*[(row, 1) for row in rows[:count]])
+        assert player.played[played:] == ([] if number is None else [number])
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert row.output == greedy(case, prompt, len(row.output))
+
+
+def test_filled_up_rows_touch_nothing_but_page_0(recorded):
+    driver, player = recorded("llama", 4, 4)
+    pool = driver.executor.kv_pool.tensor
+    rows = [driver.start(prompt_of(5, seed=seed)) for seed in range(4)]
+    driver.step(*[(row, None) for row in rows])
+    driver.step(*[(row, 1) for row in rows])
+    before = pool.clone()
+    driver.step(*[(row, 1) for row in rows[1:]])
+    assert player.played == [0, 0]
+    changed = (pool != before).flatten(3).any(3).any(0).any(0)
+    owned = {row.pages[position // 4] * 4 + position % 4 for row in rows[1:] for position in (row.planned - 1,)}
+    assert set(changed.nonzero().flatten().tolist()) <= {0, *owned}
+    assert owned <= set(changed.nonzero().flatten().tolist())
+
+
+def test_a_step_with_a_chunk_is_computed_as_ever(recorded):
+    driver, player = recorded("llama", 4, 1)
+    row, late = driver.start(prompt_of(8, seed=1)), driver.start(prompt_of(20, seed=2))
+    driver.step((row, None))
+    driver.step((row, 1), (late, 7))
+    assert not player.played
+    driver.step((row, 1))
+    assert len(player.played) == 1
+
+
+def test_hidden_states_and_logits_of_a_played_step(recorded, make_driver):
+    driver, player = recorded("llama", 2, 1)
+    plain = make_driver("llama")
+    for each in (driver, plain):
+        row = each.start(prompt_of(8, seed=1))
+        each.step((row, None))
+        each.step((row, 1))
+    assert player.played == [1]
+    for name in ("logits", "hidden"):
+        with torch.inference_mode():
+            found, expected = (getattr(each.executor.model, name)(0, 1) for each in (driver, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 60, 64, 100, 256, 300, 512])
+def test_sizes_rise_to_the_largest_and_waste_little(largest):
+    sizes = capture_batch_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    for rows in range(4, largest + 1):
+        size = next(size for size in sizes if size >= rows)
+        assert (size - rows) / size < (0.2 if rows >= 40 else 0.5)
+    assert len(sizes) < 40
+
+
+def test_no_memory_says_what_to_lower(make_driver, folder):
+    driver = make_driver("llama")
+
+    def record(work):
+        raise torch.OutOfMemoryError
+
+    config = read_folder_config(Path(folder("llama")))
+    with pytest.raises(ConfigError, match="lower --cuda-graph-max-bs"):
+        CudaGraphRunner(driver.executor.model, config, 2, CPU, record)
+
+
+def test_why_steps_are_not_recorded(folder):
+    config, experts = (read_folder_config(Path(folder(case))) for case in ("llama", "qwen3-moe"))
+    cuda = torch.device("cuda:0")
+    plain = {"triton": True, "divided": False, "adapters": False}
+    assert not why_not(config, cuda, **plain)
+    assert "CUDA" in why_not(config, choose_device("cpu"), **plain)
+    assert "experts" in why_not(experts, cuda, **plain)
+    for name, word in (("triton", "attention"), ("divided", "ranks"), ("adapters", "adapters")):
+        assert word in why_not(config, cuda, **{**plain, name: not plain[name]})

@@ -1,0 +1,124 @@
+"""On a GPU a step only queues work: nothing in it waits for the device, and nothing mixes devices."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.executor.meta_device import GPU, UPLOADS, Waited, Watch, pretend_driver
+from tests.executor.test_cuda_graphs import TableAttention
+from tests.executor.tiny_models import prompt_of
+from tokenyard.base import LogprobOptions, SamplingParams
+from tokenyard.executor.cuda_graph_runner import CudaGraphRunner
+from tokenyard.executor.forward_batch import to_device
+from tokenyard.executor.model_loader import read_folder_config
+
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "random": SamplingParams(temperature=1.0, seed=3),
+    "filtered": SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, seed=4),
+    "nucleus": SamplingParams(temperature=0.7, top_p=0.9, seed=5),
+    "penalised": SamplingParams(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2),
+    "edited": SamplingParams(temperature=0.0, logit_bias={5: 2.0}, min_new_tokens=3),
+}
+REPORTED = LogprobOptions(output=True, top=2, prompt_from=0)
+
+
+@pytest.fixture
+def driver(folder, monkeypatch, request):
+    case, page_size = request.param
+    return pretend_driver(monkeypatch, read_folder_config(Path(folder(case))), page_size)
+
+
+CASES = pytest.mark.parametrize("driver", [("llama", 1), ("qwen3-layers", 4)], indirect=True, ids=str)
+
+
+@CASES
+@pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", [None, REPORTED], ids=["plain", "logprobs"])
+def test_a_step_waits_for_nothing(driver, sampling, options):
+    rows = [driver.start(prompt_of(length, seed=length), sampling, options) for length in (3, 120, 60)]
+    late = driver.start(prompt_of(90, seed=9), sampling, options, known=prompt_of(92, seed=9))
+    with Watch():
+        driver.launch(*[(row, None) for row in rows])
+        driver.launch(*[(row, 1) for row in rows])
+        for count in (40, None):
+            driver.launch((late, count), *[(row, 1) for row in rows])
+        driver.launch(*[(row, 1) for row in (*rows, late)])
+
+
+@CASES
+def test_rows_of_all_kinds_sample_together(driver):
+    rows = [driver.start(prompt_of(20, seed=5), sampling) for sampling in KINDS.values()]
+    with Watch():
+        driver.launch(*[(row, None) for row in rows])
+        _, _, ticket = driver.launch(*[(row, 1) for row in rows], delay=True)
+        driver.executor.sample(ticket)
+    assert ticket.tokens.device.type == "cpu"
+    assert ticket.tokens.shape == (len(KINDS),)
+
+
+class Kernels:
+    """A Drawer whose kernels are launched and nothing more."""
+
+    def likeliest(self, logits):
+        return torch.empty(len(logits), dtype=torch.int64, device=GPU)
+
+    def draw(self, logits, draws):
+        assert {column.device for column in (logits, draws.rows, draws.pool_rows, draws.positions)} == {GPU}
+        return torch.empty_like(draws.rows)
+
+
+@CASES
+def test_kernels_that_choose_tokens_are_not_waited_for(driver):
+    sampler = driver.executor._sampler
+    sampler._sampling_backend, sampler._likeliest = Kernels(), Kernels().likeliest
+    rows = [driver.start(prompt_of(20, seed=5), sampling) for sampling in KINDS.values()]
+    with Watch():
+        driver.launch(*[(row, None) for row in rows])
+        driver.launch(*[(row, 1) for row in rows])
+
+
+def test_a_recorded_step_waits_for_nothing(folder, monkeypatch):
+    config = read_folder_config(Path(folder("llama")))
+    driver, played = pretend_driver(monkeypatch, config, 4), []
+    executor = driver.executor
+    executor.model.attention = TableAttention(executor.kv_pool, executor.pages, executor.model.attention_spec)
+
+    def record(work):
+        work()
+        return lambda: played.append(work())
+
+    with torch.inference_mode():
+        executor.model = CudaGraphRunner(executor.model, config, 4, GPU, record)
+    rows = [driver.start(prompt_of(20, seed=5), sampling) for sampling in KINDS.values()][:3]
+    for row in rows:
+        # As if their prompts were computed: all rows decode.
+        row.planned = row.total - 1
+    with Watch():
+        driver.launch(*[(row, 1) for row in rows])
+        driver.launch(*[(row, 1) for row in rows])
+    assert len(played) == 2
+
+
+@CASES
+def test_the_watch_sees_what_waits(driver):
+    numbers = np.arange(4)
+    with Watch():
+        on_device = to_device(numbers, GPU)
+        with pytest.raises(Waited, match="blocking"):
+            torch.from_numpy(numbers).to(GPU)
+        with pytest.raises(Waited, match="waits for the step before"):
+            torch.from_numpy(numbers).pin_memory().to(GPU, non_blocking=True)
+        with pytest.raises(Waited, match="not pinned"), torch.cuda.stream(UPLOADS):
+            torch.from_numpy(numbers).to(GPU, non_blocking=True)
+        with pytest.raises(Waited, match="blocking"):
+            on_device.cpu()
+        with pytest.raises(Waited, match="blocking"):
+            torch.tensor([1, 2], device=GPU)
+        with pytest.raises(Waited, match="mixes"):
+            on_device + torch.from_numpy(numbers)
+        for wait in (torch.nonzero, torch.bincount, lambda t: t[0].item(), lambda t: t[t > 1], lambda t: bool(t.any())):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                wait(on_device)

@@ -1,0 +1,88 @@
+"""A model over several ranks within one process: the judge of what ranks in processes of their own compute.
+
+Each rank is a thread with its part of the weights and of the KV; sums are taken in the order of the ranks.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from tokenyard.executor.distributed.tensor import TensorParallelShard
+from tokenyard.executor.model_loader import load_executor
+
+
+class VirtualGroup:
+    """The ranks of one process. Each calls from its own thread."""
+
+    def __init__(self, size):
+        self.parts = [None] * size
+        self.barrier = threading.Barrier(size)
+
+    def of(self, rank):
+        return VirtualMember(self, rank)
+
+    def exchange(self, rank, tensor):
+        self.parts[rank] = tensor
+        self.barrier.wait()
+        found = list(self.parts)
+        self.barrier.wait()
+        return found
+
+
+class VirtualMember:
+    def __init__(self, group, rank):
+        self.group, self.rank = group, rank
+
+    def sum(self, part):
+        parts = self.group.exchange(self.rank, part)
+        total = parts[0].clone()
+        for other in parts[1:]:
+            total += other
+        return total
+
+    def broadcast_from_rank0(self, tensor):
+        return self.group.exchange(self.rank, tensor)[0]
+
+    def gather_to_rank0(self, part):
+        # Its owner may change it as soon as it has been sent.
+        parts = self.group.exchange(self.rank, part.clone())
+        return [] if self.rank else parts
+
+
+class VirtualModel:
+    """Rank 0's model as executors see it; the others compute each batch along."""
+
+    def __init__(self, models):
+        self.models = models
+        self.threads = ThreadPoolExecutor(len(models))
+
+    def step(self, batch):
+        return self._together(lambda model: model.step(replace(batch, attention={})))
+
+    def _together(self, work):
+        """Let each rank work in its thread; returns what rank 0 found."""
+        jobs = [self.threads.submit(torch.inference_mode()(work), model) for model in self.models]
+        found = [job.result() for job in jobs]
+        return found[0]
+
+    def logits(self, first, last):
+        return self._together(lambda model: model.logits(first, last))
+
+    def hidden(self, first, last):
+        return self.models[0].hidden(first, last)
+
+
+def load_virtual(model_path, size, **options):
+    """An executor over `size` ranks that are threads. The ranks share one page table."""
+    group = VirtualGroup(size)
+    parts = [
+        load_executor(model_path, **options, part=TensorParallelShard(rank, size, group.of(rank), lambda info: info))
+        for rank in range(size)
+    ]
+    first = parts[0]
+    for other in parts[1:]:
+        other.pages.tensor, other.pages._host = first.pages.tensor, first.pages._host
+    first.model = VirtualModel([executor.model for executor in parts])
+    return first

@@ -1,0 +1,175 @@
+"""`tokenyard bench serve`: load a running server and print the results."""
+
+import argparse
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tokenizers import Tokenizer
+
+from tokenyard.base import ConfigError
+from tokenyard.bench import datasets
+from tokenyard.bench.backends import BACKENDS, RequestBackend, RequestOptions
+from tokenyard.bench.datasets import DatasetRow
+from tokenyard.bench.load_generator import BenchResult, ServerClient, run_load
+from tokenyard.bench.report import write_bench_page
+from tokenyard.bench.results import Targets, summarize
+from tokenyard.bench.table import append_line, remarks, serving_table
+from tokenyard.cli.bench_prompts import make_prompts
+from tokenyard.cli.simulation_arguments import check_output
+from tokenyard.cli.terminal import command_line
+from tokenyard.engine.text.tokenizer_files import load_tokenizer
+
+
+def bench(namespace: argparse.Namespace) -> int:
+    """Run the benchmark that was asked for. Returns 0, or 1 if no request succeeded."""
+    if namespace.bench == "offline":
+        from tokenyard.cli.bench_offline import bench_offline
+
+        return bench_offline(namespace)
+    return asyncio.run(bench_serve(namespace))
+
+
+async def bench_serve(args: argparse.Namespace) -> int:
+    """Load a server and print the table. Raises ConfigError for wrong arguments, or if the server does not answer."""
+    targets = Targets.parse(args.goodput)
+    _check_counts(args)
+    base_url = args.base_url or f"http://{args.host}:{args.port}"
+    async with ServerClient(base_url, _headers(args.header)) as target:
+        backend = await _backend(target, args)
+        tokenizer = await _tokenizer(target, args.tokenizer)
+        rng = np.random.default_rng(args.seed)
+        prompts = make_prompts(args, tokenizer, rng, args.seed)
+        if args.use_trace_timestamps:
+            arrivals_s, rate = datasets.recorded_arrivals(prompts), "trace"
+        else:
+            arrivals_s, rate = datasets.poisson_arrivals(len(prompts), args.request_rate, rng), args.request_rate
+        for prompt in prompts:
+            backend.body(prompt)  # what the backend does not take is refused before anything is sent
+        await _warm_up(target, backend, prompts[: args.warmup_requests], flush=args.flush_cache)
+        run = await _measure(target, backend, prompts, arrivals_s, args.max_concurrency)
+        served = await _served(target)
+    numbers = {
+        "backend": args.backend,
+        "dataset_name": args.dataset_name,
+        "request_rate": rate,
+        "max_concurrency": args.max_concurrency,
+        **summarize(run, targets, tokenizer),
+    }
+    print(
+        f"{args.dataset_name} at {rate} requests/s against {served['model']} on {served['device']}; targets: {targets}"
+    )
+    print(serving_table(numbers, cache_report=args.cache_report))
+    notes = remarks(run.answers, numbers)
+    for line in notes:
+        print(line)
+    if args.report:
+        facts = {**served, "rate": f"{rate} requests/s", "targets": f"{targets} (ms)", "seed": str(args.seed)}
+        write_bench_page(args.report, run, targets, numbers, facts, notes)
+    if args.output_file:
+        details = {"requests": [asdict(answer) for answer in run.answers]} if args.output_details else {}
+        append_line(args.output_file, {**numbers, **details})
+    return 0 if numbers["completed"] else 1
+
+
+async def _served(target: ServerClient) -> dict[str, str]:
+    """What a report says of the server: what it answers of itself, else that it is unknown."""
+    try:
+        info = await target.get("/server_info")
+    except ConfigError:  # another server's page at that path, for one
+        info = None
+    info = info if isinstance(info, dict) else {}
+    model, device = info.get("served_model_name"), _device(info)
+    return {
+        "command": command_line(secret=("--header",)),
+        "server": target.base_url,
+        "model": str(model or "unknown"),
+        "device": device or "an unknown device",
+        "server version": str(info.get("version") or "unknown"),
+    }
+
+
+def _device(info: dict[str, Any]) -> str:
+    """The device that a server says that it runs on, "" if it does not."""
+    if info.get("executor") == "mock":
+        return "the mock executor"
+    return str(info.get("device") or "")
+
+
+def _check_counts(args: argparse.Namespace) -> None:
+    """Raise ConfigError for counts that cannot work."""
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ConfigError(f"--max-concurrency is {args.max_concurrency}; it must be at least 1")
+    if args.warmup_requests < 0:
+        raise ConfigError("--warmup-requests must not be negative")
+    check_output(args.report, "--report")
+    if args.output_details and not args.output_file:
+        raise ConfigError("--output-details needs --output-file")
+
+
+def _headers(words: list[str]) -> dict[str, str]:
+    """HTTP headers from `NAME: VALUE` words. Raises ConfigError."""
+    pairs = [word.partition(":") for word in words]
+    for name, colon, _ in pairs:
+        if not colon or not name.strip():
+            raise ConfigError(f"--header {name!r} is not of the form 'NAME: VALUE'")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+async def _backend(target: ServerClient, args: argparse.Namespace) -> RequestBackend:
+    """The chosen API, with the model to ask for."""
+    try:
+        extra = json.loads(args.extra_request_body)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--extra-request-body is not JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise ConfigError("--extra-request-body must be a JSON object")
+    model = args.bench_model
+    if model is None:
+        listed = await target.get("/v1/models")
+        if not listed or not listed.get("data"):
+            raise ConfigError(f"{target.base_url} lists no model; give --model")
+        model = listed["data"][0]["id"]
+    return BACKENDS[args.backend](RequestOptions(model, not args.disable_ignore_eos, extra))
+
+
+async def _tokenizer(target: ServerClient, path: str | None) -> Tokenizer | None:
+    """The tokenizer at `path`, else the server's own if its folder is on this machine."""
+    if path:
+        return load_tokenizer(path)
+    info = await target.get("/model_info") or {}
+    for found in (info.get("tokenizer_path"), info.get("model_path")):
+        if found and (Path(found) / "tokenizer.json").is_file():
+            return load_tokenizer(found)
+    return None
+
+
+async def _warm_up(target: ServerClient, backend: RequestBackend, prompts: list[DatasetRow], *, flush: bool) -> None:
+    """Wait for the warm-up answers. Raises ConfigError if one fails, as the measurement would fail too."""
+    for answer in await asyncio.gather(*(target.stream(backend, prompt) for prompt in prompts)):
+        if answer.error:
+            raise ConfigError(f"the warm-up request failed: {answer.error}; --warmup-requests 0 skips it")
+    if flush:
+        await target.flush_cache()
+
+
+async def _measure(
+    target: ServerClient, backend: RequestBackend, prompts: list[DatasetRow], arrivals_s: list[float], limit: int | None
+) -> BenchResult:
+    """The run, with a progress bar on a terminal."""
+    with _progress() as progress:
+        task = progress.add_task("requests", total=len(prompts))
+        return await run_load(
+            target, backend, prompts, arrivals_s, max_concurrency=limit, on_done=lambda: progress.advance(task)
+        )
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

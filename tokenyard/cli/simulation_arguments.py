@@ -1,0 +1,474 @@
+"""What `simulate`, `compare` and `goodput` share: their arguments, and the workload and setup those ask for."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from tokenyard.base import ConfigError, Int32Array, SchedulerSettings
+from tokenyard.base.percent import percent
+from tokenyard.base.ranges import NumberRange
+from tokenyard.cli.disagg_arguments import add_disagg_arguments, disagg_settings
+from tokenyard.cli.flags import Flag, all_flags
+from tokenyard.cli.kv_store_arguments import add_kv_store_arguments, kv_store_settings_of
+from tokenyard.config import POOL_TOKENS, Settings
+from tokenyard.cost import Profile, get_profile, load_profile
+from tokenyard.routing.choice import POLICIES
+from tokenyard.sim.engine.presets import preset, preset_names
+from tokenyard.sim.engine.speculation import Speculation
+from tokenyard.sim.fleet.fleet_settings import Fleet, read_fleet
+from tokenyard.sim.report.comparison import slo_text, trust
+from tokenyard.sim.simulate import DefaultSlo, Setup
+from tokenyard.sim.traces.detect_format import detect_format
+from tokenyard.sim.traces.formats import TRACE_FORMATS, read_trace
+from tokenyard.sim.traces.read_options import ReadOptions, Tokenize
+from tokenyard.sim.traces.synthetic import SYNTHETIC, synthetic
+from tokenyard.sim.traces.workload import Workload
+
+ORACLE = ", oracle"
+"""Follows the name of a setting whose run knew the true lengths of answers."""
+
+OUTPUT_FLAGS = ("json", "report", "perfetto", "tape")
+CONTEXT_RANGE = NumberRange(2, 1 << 22)
+MAX_HOST_US = 1e9
+MAX_SCHEDULERS = 4096
+ANY_WIDTH = 100_000
+
+
+def add_setting_names(parser: argparse.ArgumentParser) -> None:
+    """Which settings are put side by side."""
+    parser.add_argument(
+        "names",
+        nargs="+",
+        metavar="NAME",
+        help=f"presets ({', '.join(preset_names())}) or policies of --schedule-policy",
+    )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is served, what serves it, and how it is scheduled."""
+    add_workload_arguments(parser)
+    add_device_arguments(parser)
+    add_draft_arguments(parser)
+    add_scheduler_arguments(parser)
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is served: a trace or made-up traffic."""
+    group = parser.add_argument_group("workload")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="recorded traffic")
+    group.add_argument(
+        "--trace-format", choices=list(TRACE_FORMATS), help="format of the trace; by its first lines if absent"
+    )
+    group.add_argument(
+        "--bad-lines",
+        choices=("fail", "skip"),
+        default="fail",
+        help="what to do with a line of the trace that cannot be read: end, or leave it out and count it [fail]",
+    )
+    group.add_argument(
+        "--unknown-lengths",
+        choices=("draw", "skip"),
+        default="draw",
+        help="requests that were refused or broken off: draw the length of the answer from the others, or leave them "
+        "out [draw]",
+    )
+    group.add_argument("--synthetic", choices=list(SYNTHETIC), help="made-up traffic instead of a trace")
+    group.add_argument(
+        "--request-rate", type=float, default=5.0, metavar="R", help="made-up traffic: requests per second [5]"
+    )
+    group.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N requests; made-up traffic: N in all [1000]"
+    )
+    group.add_argument(
+        "--rate-scale", type=float, default=1.0, metavar="X", help="let requests arrive X times as fast [1]"
+    )
+    group.add_argument("--seed", type=int, default=0, help="seed of all random draws [0]")
+    group.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="folder or tokenizer.json, needed for traces of text"
+    )
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """What serves: the device's costs and the engines around it."""
+    group = parser.add_argument_group("device")
+    group.add_argument("--device", default="h100", help="device of the built-in cost profile [h100]")
+    group.add_argument(
+        "--model",
+        dest="profile_model",
+        default="llama-3-8b",
+        metavar="MODEL",
+        help="model of that profile [llama-3-8b]",
+    )
+    group.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="cost profile written by `tokenyard calibrate`, instead of a built-in one",
+    )
+    add_fleet_arguments(parser)
+    add_disagg_arguments(parser)
+    add_kv_store_arguments(parser)
+    group.add_argument(
+        "--host-us", type=float, default=0.0, metavar="US", help="CPU time of one step in microseconds [0]"
+    )
+    group.add_argument("--overlap", action="store_true", help="plan a step while the last one runs")
+    group.add_argument(
+        "--cost-error",
+        type=float,
+        default=0.0,
+        metavar="E",
+        help="relative error of the costs that the scheduler believes in (0.2: 20 %%) [0]",
+    )
+    group.add_argument(
+        "--learn-cost", action="store_true", help="let the scheduler correct these costs by the steps it sees"
+    )
+
+
+def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many engines there are, and what is in front of them."""
+    group = parser.add_argument_group("fleet")
+    group.add_argument("--replicas", type=int, default=1, metavar="R", help="engines behind a router [1]")
+    group.add_argument(
+        "--dp-size",
+        type=int,
+        default=1,
+        metavar="D",
+        help="ranks of each engine: schedulers with a device of their own, which share its limits [1]",
+    )
+    group.add_argument(
+        "--router", choices=list(POLICIES), default="round_robin", help="how the router chooses an engine [round_robin]"
+    )
+    group.add_argument(
+        "--fleet",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON: several routers, their queue, KV events, other devices, and a schedule of deaths, slow "
+        "engines, drains and joins (docs/simulator.md)",
+    )
+
+
+def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Speculative decoding: how many drafts there are, and how many of them are right."""
+    group = parser.add_argument_group("speculation")
+    group.add_argument(
+        "--speculative-num-draft-tokens",
+        dest="draft_tokens",
+        type=int,
+        default=0,
+        metavar="K",
+        help="most drafts of a request that one step verifies; 0 drafts nothing [0]",
+    )
+    group.add_argument(
+        "--draft-acceptance",
+        default="0.7",
+        metavar="A[-B]",
+        help="chance that a draft is right if those before it are; from a range each request draws its own [0.7]",
+    )
+    group.add_argument(
+        "--draft-coverage",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="share of output tokens for which there is a draft; prompt lookup finds few in new text [1]",
+    )
+    group.add_argument(
+        "--draft-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="time of the device for the drafts of a step, as a draft model takes [0]",
+    )
+
+
+def add_oracle_argument(group: argparse._ArgumentGroup) -> None:
+    """The switch that shows the ceiling of prediction beside the honest run."""
+    group.add_argument(
+        "--oracle",
+        action="store_true",
+        help="run once more with the true lengths of answers known: what prediction could gain at most",
+    )
+
+
+def scheduler_flags() -> list[Flag]:
+    """The server's flags that mean something to a simulated scheduler."""
+    names = {field.name for field in fields(SchedulerSettings)} - {"dp_size"} | {"max_total_tokens"}
+    return [flag for flag in all_flags() if flag.name in names]
+
+
+def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
+    """How it is scheduled: a preset and any of the server's scheduler flags, which win over the preset."""
+    group = parser.add_argument_group("scheduler")
+    group.add_argument(
+        "--preset", choices=preset_names(), help="settings of another engine; the server's own if absent"
+    )
+    for flag in scheduler_flags():
+        flag.add_to(group)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what would otherwise only show after the run, or not at all."""
+    checks = (
+        (args.seed >= 0, f"--seed is {args.seed}; it must be at least 0"),
+        (0.0 < args.request_rate < float("inf"), f"--request-rate is {args.request_rate}; it must be above 0"),
+        (0.0 <= args.host_us <= MAX_HOST_US, f"--host-us is {args.host_us}; it must be from 0 to {MAX_HOST_US:g}"),
+        (args.replicas >= 1, f"--replicas is {args.replicas}; it must be at least 1"),
+        (args.dp_size >= 1, f"--dp-size is {args.dp_size}; it must be at least 1"),
+        (args.replicas * args.dp_size <= MAX_SCHEDULERS, f"a fleet has at most {MAX_SCHEDULERS} schedulers"),
+        (args.cost_error > -1.0, f"--cost-error is {args.cost_error}; it must be above -1"),
+    )
+    for holds, message in checks:
+        if not holds:
+            raise ConfigError(message)
+    written = {f"--{name}": path for name in OUTPUT_FLAGS if (path := getattr(args, name, None)) is not None}
+    files = [path.resolve() for path in (*written.values(), args.trace, args.profile) if path is not None]
+    for flag, path in written.items():
+        check_output(path, flag)
+        if files.count(path.resolve()) > 1:
+            raise ConfigError(f"{flag} {path} is also another file of this run; name a separate file")
+
+
+def check_output(path: Path | None, flag: str) -> None:
+    """Raise ConfigError if no file can be written at `path`."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise ConfigError(f"{flag} {path} {what}; name a file")
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path} cannot be written; name another file")
+
+
+def load_workload(args: argparse.Namespace) -> Workload:
+    """The workload that the arguments ask for. Raises ConfigError if they name none, or two."""
+    if (args.trace is None) == (args.synthetic is None):
+        raise ConfigError("give either --trace FILE or --synthetic KIND")
+    if args.synthetic is not None:
+        made = synthetic(args.synthetic, 1000 if args.limit is None else args.limit, args.request_rate, args.seed)
+        return made.scaled(args.rate_scale)
+    tokenize = load_tokenizer(args.tokenizer) if args.tokenizer is not None else None
+    options = ReadOptions(
+        seed=args.seed,
+        tokenize=tokenize,
+        limit=args.limit,
+        skip_bad=args.bad_lines == "skip",
+        skip_unknown=args.unknown_lengths == "skip",
+    )
+    found = args.trace_format or detect_format(args.trace)
+    workload = read_trace(args.trace, found, options).scaled(args.rate_scale)
+    guess = () if args.trace_format else (f"{args.trace.name} is read as {found}, by its first lines",)
+    return replace(workload, remarks=guess + workload.remarks)
+
+
+def load_tokenizer(path: Path) -> Tokenize:
+    """A function from text to token ids. Raises ConfigError if `path` holds no tokenizer."""
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"--tokenizer {file} cannot be read: {error}") from None
+
+    def tokenize(text: str) -> Int32Array:
+        whole_characters = text.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs have no UTF-8
+        return np.array(tokenizer.encode(whole_characters, add_special_tokens=False).ids, np.int32)
+
+    return tokenize
+
+
+def make_setup(args: argparse.Namespace, workload: Workload, preset_name: str | None) -> Setup:
+    """What is simulated, from the arguments; `preset_name` None takes the server's own settings."""
+    profile = _profile_of(args)
+    given = _given_flags(args)
+    pool_tokens = given.pop("max_total_tokens", None)
+    longest = max(workload.max_output_tokens, int(workload.max_new_tokens.max()))
+    context = given.pop("context_length", workload.max_prompt_tokens + longest + 1)
+    CONTEXT_RANGE.check("--context-length", context)
+    POOL_TOKENS.check("--max-total-tokens", pool_tokens)
+    settings = replace(_base_settings(preset_name, context, profile), **given, max_in_flight=2 if args.overlap else 1)
+    settings.validate()
+    return Setup(
+        profile=profile,
+        settings=settings,
+        replicas=args.replicas,
+        dp_size=args.dp_size,
+        router=args.router,
+        seed=args.seed,
+        host_s=args.host_us / 1e6,
+        kv_pool_tokens=pool_tokens,
+        prior_scale=1.0 + args.cost_error,
+        learn=args.learn_cost,
+        fleet=read_fleet(args.fleet, args.profile_model) if args.fleet is not None else Fleet(),
+        disagg=disagg_settings(args),
+        speculation=_speculation(args),
+        kv_store=kv_store_settings_of(
+            args, enabled=settings.enable_hierarchical_cache and not settings.disable_radix_cache
+        ),
+    )
+
+
+def _speculation(args: argparse.Namespace) -> Speculation | None:
+    """What is drafted, None for nothing."""
+    if args.draft_tokens == 0:
+        return None
+    low, _, high = args.draft_acceptance.partition("-")
+    try:
+        acceptance = (float(low), float(high or low))
+    except ValueError:
+        message = f"--draft-acceptance is {args.draft_acceptance!r}; give a share such as 0.7, or a range 0.3-0.9"
+        raise ConfigError(message) from None
+    return Speculation(args.draft_tokens, acceptance, args.draft_coverage, draft_s=args.draft_ms / 1e3)
+
+
+def _profile_of(args: argparse.Namespace) -> Profile:
+    """`--profile`, a file or one that was read already, or else the built-in profile of the device."""
+    if isinstance(args.profile, Profile):
+        return args.profile
+    return load_profile(args.profile) if args.profile is not None else get_profile(args.device, args.profile_model)
+
+
+def check_named(args: argparse.Namespace) -> None:
+    """`check_arguments`, and ConfigError where a preset or policy is given by a flag and not as a name."""
+    check_arguments(args)
+    if args.preset is not None or args.schedule_policy is not None:
+        raise ConfigError("presets and policies are given as names here, not as --preset or --schedule-policy")
+    if getattr(args, "jobs", 1) < 1:
+        raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
+
+
+def named_setup(args: argparse.Namespace, workload: Workload, name: str) -> Setup:
+    """The setup called `name`: a preset, or the server's own settings with that policy."""
+    if name in preset_names():
+        return make_setup(args, workload, name)
+    return make_setup(argparse.Namespace(**{**vars(args), "schedule_policy": name}), workload, None)
+
+
+def _given_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The scheduler flags on the command line, by field name."""
+    words = [(flag, getattr(args, flag.name, None)) for flag in scheduler_flags()]
+    return {flag.name: flag.read(word, flag.positive[0]) for flag, word in words if word is not None}
+
+
+def _base_settings(preset_name: str | None, context_length: int, profile: Profile) -> SchedulerSettings:
+    if preset_name is not None:
+        return preset(preset_name, context_length)
+    return Settings(page_size=profile.page_size).scheduler_settings(context_length=context_length)
+
+
+def write_numbers(path: Path | None, numbers: object) -> None:
+    """Write `numbers` as JSON, unless `path` is None."""
+    if path is not None:
+        path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+
+
+def progress_bar(quiet: bool) -> Progress:
+    """A progress bar on stderr; silent if `quiet` or not on a terminal."""
+    console = Console(stderr=True, quiet=quiet)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+
+
+_ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("requests", lambda s: f"{s['requests']}"),
+    ("  length unknown, drawn", lambda s: f"{s['unknown_lengths']}" if s["unknown_lengths"] else "-"),
+    ("rejected", lambda s: f"{s['rejected']}"),
+    ("unfinished", lambda s: f"{s['unfinished']}"),
+    ("answers cut short", lambda s: f"{s['cut_short']}" if s["cut_short"] else "-"),
+    ("SLO attainment", lambda s: _share(s["slo_attainment"])),
+    ("  longest quarter", lambda s: _share(s["slo_attainment_by_length"]["longest_quarter"])),
+    ("  longest 5 %", lambda s: _share(s["slo_attainment_by_length"]["longest_5_percent"])),
+    ("  bound", lambda s: _share(s.get("bound_slo_attainment"))),
+    ("TTFT p50 / p99 (s)", lambda s: _pair(s["ttft_s"], "p50", "p99")),
+    ("TPOT p50 / p99 (s)", lambda s: _pair(s["tpot_s"], "p50", "p99")),
+    ("wait p99.9 / max (s)", lambda s: _pair(s["wait_s"], "p999", "max")),
+    ("late p99.9 / max (s)", lambda s: _pair(s["late_s"], "p999", "max")),
+    ("output tokens/s", lambda s: f"{s['throughput_tokens_per_s']:.0f}"),
+    ("prefix hit rate", lambda s: _share(s["prefix_hit_rate"])),
+    ("  and from tiers below", lambda s: _share(s["tiers"]["hit_rate"]) if "tiers" in s else "-"),
+    ("preemptions", lambda s: f"{s['preemptions']}"),
+    (
+        "drafts right / verified",
+        lambda s: f"{s['accepted_draft_tokens']} / {s['draft_tokens']}" if "draft_tokens" in s else "-",
+    ),
+    ("tokens per verify", lambda s: f"{s['tokens_per_verify']:.2f}" if s.get("tokens_per_verify") else "-"),
+    ("device busy", lambda s: _share(s["utilisation"])),
+    ("simulated / wall", lambda s: f"{s['sim_seconds']:.0f} s / {s['wall_seconds']:.1f} s"),
+    ("decision hash", lambda s: s["decision_hash"][:12]),
+)
+
+
+def print_outcomes(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print the main numbers of each setting side by side, in several tables where the terminal is too narrow."""
+    console = Console()
+    names = list(results)
+    console.print(Text(table_caption(next(iter(results.values())))), soft_wrap=True)
+    for most in range(len(names), 0, -1):
+        groups = [names[begin : begin + most] for begin in range(0, len(names), most)]
+        tables = [outcome_table({name: results[name] for name in group}) for group in groups]
+        unbounded = console.options.update(width=ANY_WIDTH)
+        if all(Measurement.get(console, unbounded, table).maximum <= console.width for table in tables):
+            break
+    for table in tables:
+        console.print(table)
+    for warning in dict.fromkeys(numbers["warning"] for numbers in results.values() if numbers["warning"]):
+        print_warning(console, warning)
+    print_notes(note for numbers in results.values() for note in numbers["trace_notes"])
+    for name, numbers in results.items():
+        if numbers["policy_note"]:
+            print(f"note: {name}: {numbers['policy_note']}")
+
+
+def table_caption(numbers: Mapping[str, Any]) -> str:
+    """What a table is about, in a line above it: trace, rate, device with how far its cost model is off, and SLO."""
+    slo = DefaultSlo(**numbers["slo"])
+    return (
+        f"{numbers['trace']} at {numbers['rate_per_s']:.4g} requests/s on {numbers['replicas']} x {numbers['profile']} "
+        f"(cost model error: {trust(numbers['profile_error'])}); SLO: {slo_text(slo)}"
+    )
+
+
+def print_warning(console: Console, warning: str) -> None:
+    """Print a warning on a line of its own that is not overlooked."""
+    console.print(Text(f"WARNING: {warning}", style="bold red"), soft_wrap=True)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print each different note once."""
+    for note in dict.fromkeys(notes):
+        print(f"note: {note}")
+
+
+def outcome_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The main numbers of each setting, side by side."""
+    table = Table()
+    table.add_column("")
+    for name in results:
+        table.add_column(escape(name), justify="right")
+    for label, cell in _ROWS:
+        cells = [cell(numbers) for numbers in results.values()]
+        if any(text != "-" for text in cells):
+            table.add_row(label, *cells)
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{percent(value)} %"
+
+
+def _pair(values: Mapping[str, float | None], low: str, high: str) -> str:
+    return " / ".join("-" if values[key] is None else f"{values[key]:.3g}" for key in (low, high))

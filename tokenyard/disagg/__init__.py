@@ -1,0 +1,1 @@
+"""Prefill and decode in different engines (PD disaggregation): the protocol, and the transports that carry KV."""

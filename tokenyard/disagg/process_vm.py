@@ -1,0 +1,92 @@
+"""Reads the memory of another process of this machine: one copy, without the other's help (process_vm_readv(2)).
+
+It takes one machine, one PID namespace, one user and the permission to trace. Whether all that holds is found out by
+reading a random number (`probe`).
+"""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tokenyard.base import Int32Array, Int64Array
+from tokenyard.kv_layout.layout import IOV_MAX, PageMap, runs, skip_bytes, spans
+
+PR_SET_PTRACER = 0x59616D61
+PROBE_BYTES = 32
+
+
+class Probe:
+    """A random number in the memory of this process; whoever can read it can read the KV as well."""
+
+    def __init__(self) -> None:
+        self.value = secrets.token_bytes(PROBE_BYTES)
+        self._place = ctypes.create_string_buffer(self.value, PROBE_BYTES)
+        self.address = ctypes.addressof(self._place)
+
+
+def machine_id() -> str:
+    """What processes have in common that can see each other's memory: machine, boot and PID namespace; "" for none."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
+    except OSError:
+        return ""
+
+
+def allow(pid: int) -> None:
+    """Let process `pid` read this one's memory, where the kernel lets parents only (Yama)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+def can_read(pid: int, address: int, value: bytes) -> bool:
+    """Whether the memory of process `pid` can be read: at `address` it must hold `value`."""
+    found = ctypes.create_string_buffer(len(value))
+    there = np.array([[address, len(value)]], np.int64)
+    here = np.array([[ctypes.addressof(found), len(value)]], np.int64)
+    try:
+        read_stretches(pid, there, here)
+    except (OSError, AttributeError):
+        return False
+    return found.raw == value
+
+
+def read_pages(pid: int, theirs: PageMap, their_pages: Int32Array, ours: PageMap, our_pages: Int32Array) -> int:
+    """Copy pages of process `pid` into pages of this one (int32[n] each); returns the bytes copied.
+
+    Raises OSError: ESRCH if the process is gone, EPERM without permission, EFAULT if its memory is.
+    """
+    starts = runs(their_pages, our_pages) if len(our_pages) else our_pages
+    there, here = spans(theirs, their_pages, starts), spans(ours, our_pages, starts)
+    return read_stretches(pid, there, here)
+
+
+def read_stretches(pid: int, there: Int64Array, here: Int64Array) -> int:
+    """Copy stretches of memory (int64[n, 2], addresses and equal lengths) from process `pid`; returns the bytes."""
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    call.restype = ctypes.c_ssize_t
+    copied = 0
+    for first in range(0, len(here), IOV_MAX):
+        to, origin = (np.ascontiguousarray(side[first : first + IOV_MAX]) for side in (here, there))
+        wanted, count = int(to[:, 1].sum()), ctypes.c_ulong(len(to))
+        while wanted:
+            addresses = (ctypes.c_void_p(to.ctypes.data), count, ctypes.c_void_p(origin.ctypes.data), count)
+            done = call(ctypes.c_int(pid), *addresses, ctypes.c_ulong(0))
+            if done <= 0:
+                error = ctypes.get_errno()
+                raise OSError(error, os.strerror(error))
+            copied += done
+            wanted -= done
+            if wanted:
+                # A call ends early at 2 GiB, or where a page of the other's memory is not there.
+                to, origin = skip_bytes(to, done), skip_bytes(origin, done)
+                count = ctypes.c_ulong(len(to))
+    return copied

@@ -1,0 +1,245 @@
+"""The prefill engine's side: prompts that others want computed, and pages that are kept for them."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tokenyard.base import Cancel, Handover, PagesReleased
+from tokenyard.disagg.protocol.messages import (
+    MAX_KEY_CHARS,
+    Action,
+    Beat,
+    Done,
+    Drop,
+    Gone,
+    Message,
+    Offer,
+    Prefill,
+    Send,
+    Timeouts,
+    Want,
+    pack_ids,
+)
+
+ENDED_KEPT = 1024
+
+
+@dataclass(slots=True)
+class PrefillJob:
+    """What is kept under one key.
+
+    peer: who wants it, None while nobody has asked yet. number: of the request that computes it, None while that has
+    not come yet. offer: once the KV is there. for_client: the request is one of the engine's own clients.
+    """
+
+    key: str
+    lease_until: int
+    peer: int | None = None
+    number: int | None = None
+    offer: Offer | None = None
+    for_client: bool = False
+
+
+class PrefillPeer:
+    """One prefill engine. `first_number` and up are the numbers of the requests that it submits.
+
+    What it wants done is in `take()`. `counters` counts how keys came to their ends.
+    """
+
+    def __init__(self, terms: Timeouts, boot_id: str, first_number: int, new_ticket: Callable[[], bytes]) -> None:
+        self.counters = {"offers": 0, "handed_over": 0, "dropped": 0, "leases_over": 0, "refused": 0}
+        self._timeouts = terms
+        self._boot_id = boot_id
+        self._next_number = first_number
+        self._new_ticket = new_ticket
+        self._jobs: dict[str, PrefillJob] = {}
+        self._by_number: dict[int, PrefillJob] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._actions: list[Action] = []
+        self.load_s, self.slowdown = 0.0, 1.0
+
+    def take(self) -> list[Action]:
+        """What is to be done since the last call."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    @property
+    def open_keys(self) -> int:
+        """How many keys something is kept under."""
+        return len(self._jobs)
+
+    @property
+    def held_keys(self) -> int:
+        """How many of them hold pages."""
+        return sum(job.offer is not None for job in self._jobs.values())
+
+    def owns(self, number: int) -> bool:
+        """Whether a request is one of those that compute for others."""
+        return number in self._by_number
+
+    def valid(self, key: str, ticket: bytes, now: int) -> Offer | None:
+        """The offer under a key if its lease holds and the ticket is right; None otherwise."""
+        job = self._jobs.get(key)
+        if job is None or job.offer is None or job.offer.ticket != ticket or now >= job.lease_until:
+            return None
+        return job.offer
+
+    # ---- what the decode side says ---------------------------------------------------------------------------------
+
+    def received(self, peer: int, message: Message, now: int) -> None:
+        """Take in a message; one that makes no sense here is ignored."""
+        match message:
+            case Want():
+                self._wanted(peer, message, now)
+            case Done():
+                self._read(peer, message.key, now)
+            case Drop():
+                if self._of(peer, message.key) is not None:
+                    self._drop(message.key, "dropped")
+            case Beat():
+                self._renew(peer, message, now)
+
+    def lost(self, peer: int, now: int) -> None:
+        """The connection is gone: nobody will read what was kept for it."""
+        for job in [job for job in self._jobs.values() if job.peer == peer]:
+            self._drop(job.key, "dropped")
+
+    def _wanted(self, peer: int, want: Want, now: int) -> None:
+        job = self._jobs.get(want.key)
+        if want.boot_id not in ("", self._boot_id):
+            self._refuse(peer, want.key, "restarted")
+        elif not 0 < len(want.key) <= MAX_KEY_CHARS:
+            self._refuse(peer, want.key[:MAX_KEY_CHARS], "bad key")
+        elif job is not None and job.peer is None:
+            self._attach(job, peer, now)
+        elif job is not None and job.peer == peer:
+            self._tell(job)
+        elif job is not None:
+            self._refuse(peer, want.key, "the key is in use")
+        elif want.key in self._ended:
+            self._refuse(peer, want.key, self._ended[want.key])
+        elif len(self._jobs) >= self._timeouts.max_open:
+            self._refuse(peer, want.key, "busy")
+        else:
+            job = self._jobs[want.key] = PrefillJob(want.key, now + self._timeouts.lease_ns, peer)
+            if not want.attach:
+                self._number(job, self._next_number)
+                self._actions.append(Prefill(self._next_number, want))
+                self._next_number += 1
+
+    def _attach(self, job: PrefillJob, peer: int, now: int) -> None:
+        """The reader of a key whose prompt came by another way has come."""
+        job.peer, job.lease_until = peer, now + self._timeouts.lease_ns
+        self._tell(job)
+
+    def _tell(self, job: PrefillJob) -> None:
+        """Send the offer, if it is there already, again if need be."""
+        if job.offer is not None and job.peer is not None:
+            self._actions.append(Send(job.peer, job.offer))
+            if not job.offer.tokens:
+                self._forget(job, "ended")
+
+    def _read(self, peer: int, key: str, now: int) -> None:
+        """The pages were read: say whether their lease held all the time, and give them back."""
+        job = self._of(peer, key)
+        if job is None or job.offer is None or now >= job.lease_until:
+            self._actions.append(Send(peer, Gone(key, self._ended.get(key, "the lease is over"))))
+            return
+        self._actions.append(Send(peer, Done(key)))
+        self._drop(key, "handed_over")
+
+    def _renew(self, peer: int, beat: Beat, now: int) -> None:
+        known = [key for key in beat.keys if self._of(peer, key) is not None]
+        for key in known:
+            if now < self._jobs[key].lease_until:
+                self._jobs[key].lease_until = now + self._timeouts.lease_ns
+        self._actions.append(Send(peer, Beat(known, self.load_s, self.slowdown)))
+
+    def _of(self, peer: int, key: str) -> PrefillJob | None:
+        job = self._jobs.get(key)
+        return job if job is not None and job.peer == peer else None
+
+    def _refuse(self, peer: int, key: str, why: str) -> None:
+        self.counters["refused"] += 1
+        self._actions.append(Send(peer, Gone(key, why)))
+
+    # ---- what the own scheduler says -------------------------------------------------------------------------------
+
+    def expect(self, key: str, number: int, now: int) -> bool:
+        """A request of this engine's own clients computes what somebody will want under `key`; False if it is taken."""
+        job = self._jobs.get(key)
+        if key in self._ended or (job is not None and job.number is not None):
+            return False
+        if job is None:
+            job = self._jobs[key] = PrefillJob(key, now + self._timeouts.lease_ns)
+        job.for_client = True
+        self._number(job, number)
+        return True
+
+    def handed_over(self, handover: Handover, now: int) -> None:
+        """The KV of a request is there and held."""
+        job = self._by_number.get(handover.number)
+        if job is None:
+            self._actions.append(PagesReleased(handover.number))
+            return
+        self._offer(job, handover.tokens, handover.token, pack_ids(handover.pages), now)
+
+    def finished(self, number: int, why: str, token: int, now: int) -> None:
+        """A request ended without a handover: `why` if it failed, "" if its first `token` ended the answer."""
+        job = self._by_number.get(number)
+        if job is None or job.offer is not None:
+            return
+        if why:
+            if job.peer is not None:
+                self._refuse(job.peer, job.key, why)
+            self._forget(job, why)
+        else:
+            self._offer(job, 0, token, b"", now)
+
+    def _offer(self, job: PrefillJob, tokens: int, token: int, pages: bytes, now: int) -> None:
+        terms = self._timeouts
+        job.lease_until = now + terms.lease_ns
+        job.offer = Offer(job.key, self._boot_id, tokens, token, pages, self._new_ticket(), terms.lease_ns)
+        self.counters["offers"] += 1
+        self._tell(job)
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: int) -> None:
+        """End what nobody has renewed in time."""
+        for job in [job for job in self._jobs.values() if now >= job.lease_until]:
+            if job.peer is None and job.offer is None:
+                # Its prompt waits in our own queue, whose timeouts are not those of a lease.
+                job.lease_until = now + self._timeouts.lease_ns
+                continue
+            if job.peer is not None:
+                self._actions.append(Send(job.peer, Gone(job.key, "the lease is over")))
+            self._drop(job.key, "leases_over")
+
+    def next_ns(self) -> int | None:
+        """When to call `tick` next; None for no such time."""
+        return min((job.lease_until for job in self._jobs.values()), default=None)
+
+    def _number(self, job: PrefillJob, number: int) -> None:
+        job.number = number
+        self._by_number[number] = job
+
+    def _drop(self, key: str, counted: str) -> None:
+        """Give back what a key holds, or stop computing it."""
+        job = self._jobs[key]
+        self.counters[counted] += 1
+        if job.number is not None:
+            held = job.offer is not None and job.offer.tokens
+            if held:
+                self._actions.append(PagesReleased(job.number))
+            elif job.offer is None and not job.for_client:
+                self._actions.append(Cancel([job.number], "the engine that wanted it does not any more", "client_gone"))
+        self._forget(job, "handed over" if counted == "handed_over" else "the lease is over")
+
+    def _forget(self, job: PrefillJob, why: str) -> None:
+        del self._jobs[job.key]
+        if job.number is not None:
+            del self._by_number[job.number]
+        self._ended[job.key] = why
+        if len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)

@@ -1,0 +1,103 @@
+"""Moves pages through a socket, straight from one KV pool into the other, with a checksum behind them.
+
+Stretches of memory are sent and received by vectored calls (writev(2), readv(2)), so that no Python object is made for
+a piece and the interpreter's lock is free meanwhile.
+"""
+
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from tokenyard.base import Int64Array, TokenyardError
+from tokenyard.kv_layout.checksum import Checksum
+from tokenyard.kv_layout.layout import IOV_MAX, skip_bytes, total_bytes
+
+BATCH_BYTES = 1 << 20
+TRAILER = struct.Struct("<QQ")
+"""How many bytes came before it, and their checksum."""
+
+
+class TransferError(TokenyardError):
+    """KV did not come through; it is computed instead."""
+
+    code = "transfer_failed"
+
+
+def send_pages(
+    sock: socket.socket, stretches: Int64Array, piece_bytes: int, timeout_s: float, valid: Callable[[], bool]
+) -> None:
+    """Send stretches of memory, then length and checksum. `valid` says before each batch whether the memory still holds
+    what was offered. Raises TransferError if it does not, OSError for a broken connection or a receiver that is stuck.
+    """
+    sock.setblocking(False)
+    check = Checksum(piece_bytes)
+    for batch in batches(stretches):
+        if not valid():
+            raise TransferError("the lease is over")
+        _move(sock, batch, timeout_s, "writev")
+        # While the other side reads.
+        check.add(batch)
+    sock.settimeout(timeout_s)
+    sock.sendall(TRAILER.pack(total_bytes(stretches), check.value))
+
+
+def receive_pages(sock: socket.socket, stretches: Int64Array, piece_bytes: int, timeout_s: float) -> None:
+    """Receive what `send_pages` sends. Raises TransferError for other bytes than were sent, OSError for a broken
+    connection or a sender that says nothing for `timeout_s`.
+    """
+    sock.setblocking(False)
+    check = Checksum(piece_bytes)
+    for batch in batches(stretches):
+        _move(sock, batch, timeout_s, "readv")
+        check.add(batch)
+    sock.settimeout(timeout_s)
+    trailer = b""
+    while len(trailer) < TRAILER.size:
+        part = sock.recv(TRAILER.size - len(trailer))
+        if not part:
+            raise TransferError("the sender stopped")
+        trailer += part
+    if TRAILER.unpack(trailer) != (total_bytes(stretches), check.value):
+        raise TransferError("checksum")
+
+
+def batches(stretches: Int64Array) -> list[Int64Array]:
+    """Cut stretches into parts of about `BATCH_BYTES`, each of so many stretches as one call takes."""
+    parts, left = [], stretches
+    while len(left):
+        head = left[:IOV_MAX]
+        ends = np.cumsum(head[:, 1])
+        whole = max(1, int(np.searchsorted(ends, BATCH_BYTES, side="right")))
+        parts.append(head[:whole])
+        left = left[whole:]
+    return parts
+
+
+def _move(sock: socket.socket, stretches: Int64Array, timeout_s: float, name: str) -> None:
+    """Write or read all of some stretches, waiting for the socket where need be."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), name)
+    call.restype = ctypes.c_ssize_t
+    left = np.ascontiguousarray(stretches)
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT if name == "writev" else select.POLLIN)
+    until = time.monotonic() + timeout_s
+    while len(left):
+        done = call(ctypes.c_int(sock.fileno()), ctypes.c_void_p(left.ctypes.data), ctypes.c_int(len(left)))
+        if done > 0:
+            left = skip_bytes(left, done)
+            until = time.monotonic() + timeout_s
+            continue
+        error = ctypes.get_errno()
+        if done == 0:
+            raise TransferError("the other side stopped")
+        if error not in (errno.EAGAIN, errno.EINTR):
+            raise OSError(error, os.strerror(error))
+        if not poller.poll(max(1, int(1000 * (until - time.monotonic())))) or time.monotonic() > until:
+            raise TransferError("nothing moves")

@@ -1,0 +1,1 @@
+"""The detokenizer process: token ids to text, and stop strings."""

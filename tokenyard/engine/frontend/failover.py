@@ -1,0 +1,177 @@
+"""What becomes of open requests when processes of the engine end: they go on elsewhere, or they end with it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from tokenyard.base import EngineDeadError, Finish, OverloadedError, Pause, Submit
+from tokenyard.engine.detokenizer.assembler import TextAssembler, ends_batch
+from tokenyard.engine.frontend.continuation import answers_so_far, continuation_requests, first_number, unknown_progress
+from tokenyard.engine.frontend.dispatch import Dispatcher
+from tokenyard.engine.frontend.outputs import OutputHandler
+from tokenyard.engine.frontend.scheduler_client import ProcessLink, SchedulerClient
+from tokenyard.engine.processes.messages import Fence, Fenced, RpcRequest
+
+logger = logging.getLogger(__name__)
+
+FENCE_TIMEOUT_S = 10.0
+"""How long the detokenizer may take to say how far the answers of a scheduler have come that has ended."""
+
+CLIENT_GONE = Finish(0, "abort", message="the client went away", cause="client_gone")
+"""The end of an answer that nobody reads any more, and that no scheduler has."""
+
+MAX_RESUBMITS = 3
+"""A request whose scheduler ends once more is given up: it may be what ends them."""
+
+
+class Failover:
+    """Hears which processes run and which have ended. Used from one event loop.
+
+    A scheduler that ends leaves its requests to others (see `rank_lost`). `on_engine_dead` hears why the engine ended,
+    if by itself; all open requests have ended by then. `on_detokenizer_silent` hears why the detokenizer is to be
+    ended: it does not answer. `assembler` is given where token ids become text in this process.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        outputs: OutputHandler,
+        link: ProcessLink,
+        assembler: TextAssembler | None,
+        on_engine_dead: Callable[[str], None],
+        on_detokenizer_silent: Callable[[str], None],
+    ) -> None:
+        self.death: str | None = None
+        """Why the engine has ended; None while it runs."""
+
+        self._dispatcher = dispatcher
+        self._ranks = dispatcher.ranks
+        self._streams = dispatcher.streams
+        self._outputs = outputs
+        self._link = link
+        self._assembler = assembler
+        self._on_engine_dead = on_engine_dead
+        self._on_detokenizer_silent = on_detokenizer_silent
+        self._lost: dict[int, tuple[SchedulerClient, asyncio.TimerHandle]] = {}
+        outputs.on_fenced = self._resubmit
+
+    def rank_ready(self, rank: int, source: int) -> None:
+        """A scheduler process runs; requests may go there, and those that have waited for one do."""
+        client = SchedulerClient(self._link.connect(source), rank, source)
+        self._ranks.join(client)
+        for absent in (self._ranks.absent, self._ranks.absent_rank(rank)):
+            for stream in self._streams.of(absent):
+                place = self._ranks.balancer.choose(stream.request, [rank], time.monotonic())
+                self._dispatcher.move(stream, client, place)
+
+    def rank_lost(self, source: int, reason: str, *, distrust: bool) -> None:
+        """A scheduler process has ended. Its requests go on elsewhere, each from the last token that came of it.
+
+        First the text side must say how far they are, so that none comes twice and none is missed (`Fence`). With
+        `distrust`, a policy of the user's own that was chosen while it ran may be the reason, and is not chosen again.
+        """
+        error = OverloadedError(f"the scheduler ended ({reason}) and is started again; try again soon")
+        client = self._ranks.leave(source, error, time.monotonic_ns())
+        if client is None or self.death is not None:
+            return
+        self._link.disconnect(source)
+        if distrust:
+            self._ranks.drop_user_policy()
+        fence = Fence(source, self._resumable_numbers(client, reason))
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(FENCE_TIMEOUT_S, self._on_detokenizer_silent, "the detokenizer does not answer")
+        self._lost[source] = client, timer
+        if self._ranks.all_restarting:
+            self._resubmit_from_streams(source)
+        elif self._assembler is None:
+            self._link.fence(fence)
+        else:
+            self._outputs.receive(self._assembler.fence(fence), source)
+
+    def _resumable_numbers(self, client: SchedulerClient, reason: str) -> list[int]:
+        """The open answers of a scheduler that has ended, without those of requests that are given up, which end."""
+        numbers: list[int] = []
+        for stream in self._streams.of(client):
+            stream.resubmits += 1
+            if stream.resubmits <= MAX_RESUBMITS or self._ranks.all_restarting:
+                numbers += stream.open_numbers
+                continue
+            message = f"the scheduler ended {stream.resubmits} times while this request was there: {reason}"
+            ends = [Finish(number, "abort", message=message, cause="failed") for number in stream.open_numbers]
+            self._outputs.add(ends_batch(ends))
+        return numbers
+
+    def _resubmit(self, fenced: Fenced) -> None:
+        """Send on what a scheduler that has ended left behind."""
+        if fenced.source not in self._lost:
+            return
+        lost, timer = self._lost.pop(fenced.source)
+        timer.cancel()
+        # The news before the fence are out, so what has not ended by them does not end any more.
+        self._streams.end_detached(lost, CLIENT_GONE)
+        streams = self._streams.of(lost)
+        begun = {
+            number: tokens for stream in streams for number, tokens in stream.delivered_tokens.items()
+        } | answers_so_far(fenced)
+        for stream in streams:
+            client, place = self._ranks.choose(stream.request)
+            self._dispatcher.move(stream, client, place)
+            for request in continuation_requests(stream.request, stream.open_answers, begun):
+                client.send(Submit(request, accepted=True))
+            if stream.paused:
+                client.send(Pause(numbers=stream.numbers))
+        if streams:
+            logger.warning("%d requests go on where their scheduler ended", len(streams))
+
+    def rank_abandoned(self, rank: int) -> None:
+        """A rank is out for good. What waits for it goes to others, in the same order."""
+        absent, events = self._ranks.remove_rank(rank)
+        for event in events:
+            stream = self._streams.of_number(first_number(event))
+            if stream is None or isinstance(event, RpcRequest):
+                continue
+            if stream.client is absent:
+                self._dispatcher.move(stream, *self._ranks.choose(stream.request))
+            stream.client.send(event)
+        self._streams.end_detached(absent, CLIENT_GONE)
+
+    def detokenizer_lost(self) -> None:
+        """The detokenizer has ended, and with it the state of all texts and some news of the schedulers. All of them
+        are started again; requests go on from the tokens that have come here.
+        """
+        self._ranks.all_restarting = True
+        self._outputs.detokenizer_lost()
+        self._link.reset_detokenizer()
+        for source in self._lost:
+            self._resubmit_from_streams(source)
+
+    def detokenizer_ready(self) -> None:
+        """A detokenizer runs again."""
+        self._ranks.all_restarting = False
+
+    def _resubmit_from_streams(self, source: int) -> None:
+        """Nobody can say any more how far the answers of a scheduler are: what has come here counts, and no more."""
+        self._outputs.ignore(source)
+        self._outputs.receive(unknown_progress(source), source)
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError once the engine has ended."""
+        if self.death is not None:
+            raise EngineDeadError(f"the engine stopped: {self.death}")
+
+    def engine_dead(self, reason: str) -> None:
+        """End everything that is open with EngineDeadError, and refuse everything from now on."""
+        if self.death is None:
+            logger.critical("the engine stopped: %s", reason)
+            self.end_all(reason)
+            self._on_engine_dead(reason)
+
+    def end_all(self, reason: str) -> None:
+        """The same where it is meant to end, with nobody to tell."""
+        self.death = self.death or reason
+        error = EngineDeadError(f"the engine stopped: {self.death}")
+        self._streams.fail_all(error)
+        self._ranks.close(error)
+        for _, timer in self._lost.values():
+            timer.cancel()

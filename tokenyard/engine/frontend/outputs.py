@@ -1,0 +1,115 @@
+"""What schedulers and the detokenizer say, on its way to the streams that wait for it."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from tokenyard.base import NS_PER_S, Cancel, TenantUsage, TokenBatch
+from tokenyard.engine.detokenizer.assembler import TextAssembler
+from tokenyard.engine.frontend.dispatch import Dispatcher
+from tokenyard.engine.processes.messages import Fenced, Heartbeat, RpcReply, TextBatch, ToApi
+
+logger = logging.getLogger(__name__)
+
+
+class OutputHandler:
+    """Takes in messages and hands each stream its deltas. Used from one event loop, on which it has a task.
+
+    `assembler` is given where token ids become text in this process. `on_fenced` hears how far the answers of a
+    scheduler are that has ended, once their streams have all of it.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, assembler: TextAssembler | None) -> None:
+        self.on_fenced: Callable[[Fenced], None] = lambda fenced: None
+        self._dispatcher = dispatcher
+        self._ranks = dispatcher.ranks
+        self._assembler = assembler
+        self._text_beat_ns = 0
+        self._pending_batches: list[TextBatch] = []
+        self._fenced: list[Fenced] = []
+        self._awaiting: list[asyncio.Future[None]] = []
+        self._ignored_sources: set[int] = set()
+        self._batch_ready = asyncio.Event()
+        self._deliverer = asyncio.get_running_loop().create_task(self._deliver())
+
+    def receive(self, message: ToApi, source: int) -> None:
+        """Take in a message of the text side or of scheduler process `source`."""
+        match message:
+            case TextBatch() if source not in self._ignored_sources:
+                self.add(self._dispatcher.retry_refused(message, source))
+            case Heartbeat() | RpcReply():
+                if (client := self._ranks.find(source)) is not None:
+                    client.handle_message(message)
+                elif isinstance(message, Heartbeat) and self._assembler is None and not self._ranks.all_restarting:
+                    self._text_beat_ns = message.sent_ns
+            case TokenBatch():
+                self._assemble(message, source)
+            case TenantUsage():
+                for client in self._ranks.clients:
+                    if client.source != source:
+                        client.send(message)
+            case Fenced():
+                self._fenced.append(message)
+                self._batch_ready.set()
+
+    def _assemble(self, batch: TokenBatch, source: int) -> None:
+        """Take in tokens where they become text in this process."""
+        client = self._ranks.find(source)
+        if client is None or self._assembler is None:
+            return
+        news, stops = self._assembler.step(batch, source)
+        for stop in stops:
+            client.send(stop)
+        self.add(self._dispatcher.retry_refused(news, source))
+
+    def add(self, batch: TextBatch) -> None:
+        """Hand these news to their streams soon."""
+        self._pending_batches.append(batch)
+        self._batch_ready.set()
+
+    def ignore(self, source: int) -> None:
+        """Drop what still comes of the answers of a scheduler process that has ended."""
+        self._ignored_sources.add(source)
+
+    async def delivered(self) -> None:
+        """Wait until the streams have all that has come so far."""
+        told = asyncio.get_running_loop().create_future()
+        self._awaiting.append(told)
+        self._batch_ready.set()
+        await told
+
+    async def _deliver(self) -> None:
+        """Hand news to their streams until closed; all that came during one round is the next one."""
+        while True:
+            await self._batch_ready.wait()
+            self._batch_ready.clear()
+            batches, self._pending_batches = self._pending_batches, []
+            fenced, self._fenced = self._fenced, []
+            awaiting, self._awaiting = self._awaiting, []
+            try:
+                for stream in await self._dispatcher.streams.deliver(batches):
+                    stream.client.send(Cancel(stream.numbers, "the client reads too slowly", "slow_reader"))
+                for one in fenced:
+                    self.on_fenced(one)
+            except Exception:
+                logger.exception("news from the engine could not be handed on")
+            for told in awaiting:
+                if not told.done():
+                    told.set_result(None)
+
+    def detokenizer_age_s(self) -> float:
+        """Return the seconds since the detokenizer was known to be well; infinite while none has said a word."""
+        return (time.monotonic_ns() - self._text_beat_ns) / NS_PER_S if self._text_beat_ns else math.inf
+
+    def detokenizer_lost(self) -> None:
+        """The detokenizer has ended; the next one has not said a word."""
+        self._text_beat_ns = 0
+
+    async def close(self) -> None:
+        """Deliver no more."""
+        self._deliverer.cancel()
+        await asyncio.gather(self._deliverer, return_exceptions=True)
+        for told in self._awaiting:
+            told.cancel()

@@ -1,0 +1,43 @@
+"""Which ids belong to which numbers and schedulers, for requests that are open or ended not long ago."""
+
+from collections import OrderedDict
+
+from tokenyard.engine.frontend.streams import Stream
+
+MAX_RECENT_REQUESTS = 4096
+
+
+class RecentRequests:
+    """The latest requests by id and by number. An id that is used again stands for its latest request."""
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[str, tuple[list[int], int]] = OrderedDict()
+        self._rids: OrderedDict[int, str] = OrderedDict()
+
+    def add(self, stream: Stream) -> None:
+        """A request has come, or has gone to another scheduler; the oldest is forgotten if there are too many."""
+        self._places.pop(stream.rid, None)
+        self._places[stream.rid] = stream.numbers, stream.client.source
+        self._rids.update(dict.fromkeys(stream.numbers, stream.rid))
+        if len(self._places) > MAX_RECENT_REQUESTS:
+            self._places.popitem(last=False)
+        while len(self._rids) > MAX_RECENT_REQUESTS + stream.answers:
+            self._rids.popitem(last=False)
+
+    def rids(self) -> list[str]:
+        """All ids, oldest first."""
+        return list(self._places)
+
+    def numbers(self, rid: str) -> list[int]:
+        """The numbers of a request's answers; none if it is not known."""
+        place = self._places.get(rid)
+        return [] if place is None else place[0]
+
+    def source(self, rid: str) -> int:
+        """The process number of the scheduler that has or had a request; -1 if it is not known."""
+        place = self._places.get(rid)
+        return -1 if place is None else place[1]
+
+    def rid(self, number: int) -> str | None:
+        """The id of the request that an answer belongs to; None if it is not known."""
+        return self._rids.get(number)

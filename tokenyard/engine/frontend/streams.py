@@ -1,0 +1,353 @@
+"""The open answers of the API process: which reader waits for what, with a bound on what a slow one leaves behind."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from dataclasses import replace
+from types import coroutine
+from typing import Any
+
+from tokenyard.base import NS_PER_S, Finish, OverloadedError, Request, TokenLogprobs, TokenyardError
+from tokenyard.engine.frontend.io_struct import OutputDelta
+from tokenyard.engine.frontend.scheduler_client import SchedulerClient
+from tokenyard.engine.processes.messages import TextBatch
+from tokenyard.routing.balance import Assignment
+
+Reader = Callable[[OutputDelta], Coroutine[Any, Any, None]]
+Ended = Callable[[OutputDelta], None]
+"""Told of the end of an answer whose reader has gone."""
+
+MAX_PENDING_TOKENS = 4096
+STREAMS_AT_ONCE = 32
+
+
+class Stream:
+    """The news of one request's answers, between the messages that bring them and the reader that takes them.
+
+    News that come before the reader took the last ones of the same answer become one delta with them, so that where
+    this process or a client is behind, it has fewer and larger pieces to deal with.
+
+    request, client, paused: what a scheduler must know to go on with it, the scheduler that has it, and whether it is
+    held back. place: how it counts at its rank, None while no scheduler has it. moves: how often its scheduler ended
+    under it. tokens: of each answer, all that have come. tried: ranks that had no room for it. first: for each answer
+    that has begun, when its first token came and how many prompt tokens were in the cache then. shown: tokens that the
+    client had before, of an answer that was begun earlier.
+    """
+
+    def __init__(self, request: Request, client: SchedulerClient, place: Assignment | None = None) -> None:
+        self.request = request
+        self.client = client
+        self.place = place
+        self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        self.tried: set[int] = set()
+        self.first: dict[int, tuple[int, int]] = {}
+        self.paused = False
+        begun = len(request.output_ids)
+        self.shown = begun if request.text.shown < 0 else min(request.text.shown, begun)
+        self.resubmits = 0
+        self.number = request.number
+        self.rid = request.rid
+        self.answers = request.sampling.n
+        self.prompt_tokens = len(request.prompt_ids)
+        self.open_answers = set(range(self.answers))
+        """Indices of the answers that have not ended."""
+        self.error: TokenyardError | None = None
+        self._unread_ends: list[OutputDelta] = []
+        self._pending: dict[int, OutputDelta] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._reader: Reader | None = None
+        self._rest: Awaitable[None] | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all answers."""
+        return list(range(self.number, self.number + self.answers))
+
+    @property
+    def open_numbers(self) -> list[int]:
+        """The numbers of the answers that have not ended."""
+        return [self.number + index for index in sorted(self.open_answers)]
+
+    @property
+    def delivered_tokens(self) -> dict[int, list[int]]:
+        """The tokens that the client has of each answer of which some have come, by its number."""
+        before = self.request.output_ids[: self.shown].tolist()
+        return {self.number + index: before + tokens for index, tokens in enumerate(self.tokens) if tokens}
+
+    def put(self, delta: OutputDelta) -> bool:
+        """Add a delta; return whether it is the first one that waits, so that the reader should be woken.
+
+        A reader that is too far behind loses its stream (`error`).
+        """
+        first = not self._pending
+        if delta.token_ids:
+            if delta.index not in self.first:
+                self._begin(delta)
+            self.tokens[delta.index] += delta.token_ids
+        if delta.finish is not None:
+            self.open_answers.discard(delta.index)
+        waiting = self._pending.get(delta.index)
+        if waiting is None:
+            self._pending[delta.index] = delta
+        elif len(waiting.token_ids) < MAX_PENDING_TOKENS:
+            waiting.extend(delta)
+        else:
+            self.fail(OverloadedError(f"the client reads too slowly: {MAX_PENDING_TOKENS} tokens are waiting for it"))
+            return False
+        return first
+
+    def _begin(self, delta: OutputDelta) -> None:
+        """The first tokens of an answer are here."""
+        now = time.monotonic_ns()
+        if not self.first and self.place is not None:
+            self.place.first_token(now / NS_PER_S if delta.finish is None else None)
+            self.place.hit(delta.cached_tokens)
+        self.first[delta.index] = now, delta.cached_tokens
+
+    def as_continued(self, delta: OutputDelta) -> OutputDelta:
+        """News of an answer that has changed its scheduler, with the first token's time and the cache hits of the one
+        that began it: those of the later one are of a prompt that it computed again.
+        """
+        if delta.index in self.first:
+            first_ns, delta.cached_tokens = self.first[delta.index]
+            if (finish := delta.finish) is not None:
+                delta.finish = replace(
+                    finish,
+                    first_token_ns=first_ns,
+                    admitted_ns=min(finish.admitted_ns, first_ns),
+                    cached_tokens=delta.cached_tokens,
+                )
+        return delta
+
+    def detach(self) -> None:
+        """The request is at its rank no longer."""
+        if self.place is not None:
+            self.place.end()
+            self.place = None
+
+    def fail(self, error: TokenyardError) -> None:
+        """End the stream with an error, at once."""
+        self.error = self.error or error
+        self._unread_ends += self._ends_pending()
+        self._pending.clear()
+        self.wake()
+
+    def unread_ends(self) -> list[OutputDelta]:
+        """The last deltas of answers that have ended, but that no reader has taken and none will."""
+        return self._unread_ends + self._ends_pending()
+
+    def _ends_pending(self) -> list[OutputDelta]:
+        return [delta for delta in self._pending.values() if delta.finish is not None]
+
+    def take(self) -> OutputDelta | None:
+        """Return the next delta, None if there is none now. Raises the error of a failed stream."""
+        if self._pending:
+            return self._pending.pop(next(iter(self._pending)))
+        if self.error is not None:
+            raise self.error
+        return None
+
+    async def arrival(self) -> None:
+        """Wait until `take` should be tried again."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    async def feed(self, reader: Reader) -> None:
+        """Give each delta to `reader` until the last answer ends. Raises the error of a failed stream, or the reader's.
+
+        As long as the reader need not wait, it runs right where the news arrive, which spares waking a task for each.
+        """
+        try:
+            while True:
+                if (delta := self.take()) is not None:
+                    await reader(delta)
+                elif not self.open_answers:
+                    return
+                else:
+                    self._reader = reader
+                    await self.arrival()
+                    if self._rest is not None:
+                        rest, self._rest = self._rest, None
+                        await rest
+        finally:
+            self._reader = None
+
+    def wake(self) -> None:
+        """Let the reader take what there is."""
+        if self._reader is not None:
+            self._read(self._reader)
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _read(self, reader: Reader) -> None:
+        """Run the reader on what there is; hand over to its task where it has to wait, fails or is done."""
+        try:
+            while self._rest is None and (delta := self.take()) is not None:
+                self._rest = begin(reader(delta))
+        except Exception as error:
+            self._hand_over(error)
+        if self._rest is not None or not self.open_answers:
+            self._hand_over(None)
+
+    def _hand_over(self, error: Exception | None) -> None:
+        self._reader = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if error is None:
+            self._waiter.set_result(None)
+        else:
+            self._waiter.set_exception(error)
+
+
+def begin(work: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
+    """Run a coroutine up to where it first waits; return what is left of it, None if it came to its end."""
+    try:
+        awaited = work.send(None)
+    except StopIteration:
+        return None
+    return _remaining(work, awaited)
+
+
+@coroutine
+def _remaining(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """Go on with a coroutine that waits for `awaited`."""
+    try:
+        yield awaited
+    except BaseException:
+        work.close()
+        raise
+    yield from work.__await__()
+
+
+class StreamTable:
+    """All open streams by the numbers of their answers. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Stream] = {}
+        self._left: dict[int, tuple[Stream, Ended]] = {}
+        self._to_wake: deque[Stream] = deque()
+
+    def __len__(self) -> int:
+        return len({id(stream) for stream in self._by_number.values()})
+
+    def add(self, stream: Stream) -> None:
+        """Open a stream."""
+        for number in stream.numbers:
+            self._by_number[number] = stream
+
+    def remove(self, stream: Stream) -> None:
+        """Forget a stream; news about it are dropped from now on."""
+        for number in stream.numbers:
+            self._by_number.pop(number, None)
+
+    def detach(self, stream: Stream, ended: Ended) -> None:
+        """Forget a stream but for the ends of its answers: `ended` is told of those that no reader took, and of those
+        still to come.
+        """
+        self.remove(stream)
+        for delta in stream.unread_ends():
+            ended(delta)
+        for index in stream.open_answers:
+            self._left[stream.number + index] = stream, ended
+
+    def end_detached(self, client: SchedulerClient, finish: Finish) -> None:
+        """End the answers of a scheduler that is gone whose readers have gone as well, as `finish` says."""
+        for number, (stream, ended) in list(self._left.items()):
+            if stream.client is client:
+                del self._left[number]
+                ended(_end(stream, replace(finish, number=number, prompt_tokens=stream.prompt_tokens)))
+
+    def of_number(self, number: int) -> Stream | None:
+        """The open stream that an answer belongs to; None if it is not known."""
+        return self._by_number.get(number)
+
+    def of(self, client: SchedulerClient) -> list[Stream]:
+        """The open streams of a scheduler, in order of arrival."""
+        return [
+            stream for number, stream in self._by_number.items() if number == stream.number and stream.client is client
+        ]
+
+    def with_rid(self, rid: str | None) -> list[Stream]:
+        """Return the streams with this request id, or all for None."""
+        return [
+            stream
+            for number, stream in self._by_number.items()
+            if number == stream.number and rid in (None, stream.rid)
+        ]
+
+    def fail_all(self, error: TokenyardError) -> None:
+        """End every stream with an error."""
+        for stream in list(self._by_number.values()):
+            stream.fail(error)
+
+    async def deliver(self, batches: Sequence[TextBatch]) -> list[Stream]:
+        """Hand the news of messages to their streams; return the streams that failed over them.
+
+        Readers, and whatever else waits for the event loop, have their turn in between, a few at a time: writing out a
+        step of a thousand streams in one go would hold up a probe for tens of milliseconds. Where several messages
+        have come, readers get the news of all of them as one.
+        """
+        failed: list[Stream] = []
+        for behind, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
+            for place, (stream, delta) in enumerate(self._news(batch), 1):
+                if stream.error is not None:
+                    continue
+                if stream.put(delta):
+                    self._to_wake.append(stream)
+                elif stream.error is not None:
+                    failed.append(stream)
+                if not behind and not place % STREAMS_AT_ONCE:
+                    await self._wake_some()
+        while self._to_wake:
+            await self._wake_some()
+        return failed
+
+    def _news(self, batch: TextBatch) -> Iterator[tuple[Stream, OutputDelta]]:
+        """Each piece of news with its stream."""
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for entry in batch.logprobs:
+            logprobs.setdefault(entry.number, []).append(entry)
+        ends = {finish.number: finish for finish in batch.finished}
+        numbers, tokens = batch.numbers.tolist(), batch.tokens.tolist()
+        last_place = {number: place for place, number in enumerate(numbers)} if ends else {}
+        columns = zip(
+            numbers,
+            batch.texts,
+            batch.token_counts.tolist(),
+            batch.completion_tokens.tolist(),
+            batch.cached_tokens.tolist(),
+            strict=True,
+        )
+        start = 0
+        for place, (number, text, count, completion, cached) in enumerate(columns):
+            begin, start = start, start + count
+            stream = self._by_number.get(number)
+            if stream is None:
+                continue
+            finish = ends.pop(number, None) if last_place.get(number) == place else None
+            index, prompt = number - stream.number, stream.prompt_tokens
+            delta = OutputDelta(index, text, tokens[begin:start], prompt, completion, cached, finish)
+            if logprobs:
+                delta.logprobs = logprobs.pop(number, [])
+            yield stream, stream.as_continued(delta) if stream.resubmits else delta
+        for number, finish in ends.items():
+            stream = self._by_number.get(number)
+            if stream is not None:
+                end = _end(stream, finish)
+                yield stream, stream.as_continued(end) if stream.resubmits else end
+            elif number in self._left:
+                stream, ended = self._left.pop(number)
+                ended(_end(stream, finish))
+
+    async def _wake_some(self) -> None:
+        """Give a few readers their turn."""
+        for _ in range(min(STREAMS_AT_ONCE, len(self._to_wake))):
+            self._to_wake.popleft().wake()
+        await asyncio.sleep(0)
+
+
+def _end(stream: Stream, finish: Finish) -> OutputDelta:
+    """The end of an answer that has no other news."""
+    index = finish.number - stream.number
+    return OutputDelta(index, "", [], stream.prompt_tokens, finish.completion_tokens, finish.cached_tokens, finish)

@@ -1,0 +1,236 @@
+"""What the engine's processes must know, as plain data that travels to them as JSON."""
+
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from tokenyard.base import ConfigError, ExecutorInfo, SchedulerSettings
+from tokenyard.policy.tenant_limits import rank_share
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+@dataclass(slots=True)
+class DisaggConfig:
+    """KV between engines.
+
+    role: "prefill" computes prompts for others, "decode" has prompts computed by the engines at `prefill_engines` (HTTP
+    addresses), "both" does either, as the cost model says; "null": neither. backend: how KV moves: "tcp", "process_vm"
+    (within a machine), or "auto" for the faster one that works. host, port: where others are listened to; rank r has
+    the port + r, and 0 is any free one. secret: only engines with the same one talk to each other.
+    """
+
+    role: str = "null"
+    prefill_engines: list[str] = field(default_factory=list)
+    backend: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 0
+    secret: str = ""
+    lease_s: float = 30.0
+    beat_s: float = 1.0
+
+
+@dataclass(slots=True)
+class KvStoreConfig:
+    """KV below the device.
+
+    enabled: whether there is any. backend: the lowest tier: "disk", "valkey" (at `url`), or "none" below host memory.
+    host_ratio, host_gb: the tier in host memory for a device, as a multiple of its pool (None: 2), or in 10^9 bytes (0:
+    by ratio). folder: where slabs are; rank r > 0 has a folder `rank-r` in it. max_gb: most bytes of them,
+    min_free_gb: what the disk is left, in 10^9 bytes each. write_mb_s: 10^6 bytes per second that are written at most,
+    0 for any. prefetch_policy: how long a request waits for KV from there ("best_effort": not at all, "wait_complete",
+    "timeout": timeout_s and timeout_per_1k_tokens_s).
+    """
+
+    enabled: bool = False
+    backend: str = "none"
+    url: str = ""
+    host_ratio: float | None = None
+    host_gb: float = 0.0
+    folder: str = ""
+    max_gb: float = 10.0
+    min_free_gb: float = 1.0
+    write_mb_s: float = 0.0
+    prefetch_policy: str = "timeout"
+    timeout_s: float = 1.0
+    timeout_per_1k_tokens_s: float = 0.25
+
+    def disk_tokens(self, kv_bytes_per_token: int) -> int:
+        """How many tokens a rank's own disk holds; 0 for none, and where the bytes of a token are not known."""
+        on_disk = self.enabled and self.backend == "disk" and kv_bytes_per_token > 0
+        return int(self.max_gb * 1e9) // kv_bytes_per_token if on_disk else 0
+
+
+@dataclass(slots=True)
+class NodesConfig:
+    """A model over several machines.
+
+    count: how many, this one is number `number`. host, port: where node 0 waits for the others. secret: they must share
+    it. timeout_s: how long they wait for each other.
+    """
+
+    count: int = 1
+    number: int = 0
+    host: str = ""
+    port: int = 0
+    secret: str = ""
+    timeout_s: float = 300.0
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    ranks: schedulers with a model of their own side by side, among which requests are shared out; load_balance_method:
+    how (`routing.balance`). Limits are those of all ranks together, see `for_rank`.
+    tp_size, pp_size: processes among which the model of each rank is divided, each layer or in stages of layers;
+    pp_async_batch_depth: plans in flight beyond one for each stage.
+    nodes: the machines that the processes of a divided model are on.
+    enable_dp_attention: whether the ranks share one model's MLPs and compute every step together.
+    executor: a name in `EXECUTORS`; executor_options: keyword arguments of its `load_executor`, JSON values only.
+    scheduler: page size, context length and steps in flight are taken from the loaded model and from `overlap`.
+    tokenizer_path: a folder with tokenizer.json, or that file; "" for the model's own.
+    chat_template: a template file used instead of the model's own, "" for that.
+    cost_profile: what policies believe of step times at first, as "device/model" or a file; "" leaves it to the device.
+    kv_events_endpoint: where events of the prefix cache are published, if `scheduler.enable_kv_events`, with
+    kv_events_topic in front; kv_events_replay_endpoint: where they can be asked for again, "" for nowhere.
+    record: file for a tape (tape/codec.py), "" for none; record_plain: with ids and names as they are.
+    priority_function: "module:name" of a function that adds levels of urgency, "" for none.
+    transfer: KV between engines, for prefill and decode apart. tiers: KV below the device.
+    adapters: folders of LoRA adapters that are loaded at the start, by name; max_loaded_loras: most that may be loaded.
+    watchdog_timeout_s: longest time that a step, or the loop's own work between two, may take; 0 for any.
+    """
+
+    model_path: str
+    ranks: int = 1
+    load_balance_method: str = "predicted_ttft"
+    tp_size: int = 1
+    pp_size: int = 1
+    pp_async_batch_depth: int = 0
+    nodes: NodesConfig = field(default_factory=NodesConfig)
+    enable_dp_attention: bool = False
+    executor: str = "torch"
+    executor_options: dict[str, Any] = field(default_factory=dict)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    overlap: bool = True
+    tokenizer_path: str = ""
+    skip_tokenizer_init: bool = False
+    chat_template: str = ""
+    cost_profile: str = ""
+    kv_events_endpoint: str = ""
+    kv_events_topic: str = ""
+    kv_events_replay_endpoint: str = ""
+    record: str = ""
+    record_plain: bool = False
+    priority_function: str = ""
+    transfer: DisaggConfig = field(default_factory=DisaggConfig)
+    tiers: KvStoreConfig = field(default_factory=KvStoreConfig)
+    adapters: dict[str, str] = field(default_factory=dict)
+    max_loaded_loras: int | None = None
+    watchdog_timeout_s: float = 300.0
+    decode_log_interval: int = 40
+    log_level: str = "info"
+    log_format: str = "text"
+
+    def for_rank(self, rank: int) -> "EngineConfig":
+        """The settings of one rank: its part of the requests, of the KV tokens and of the CPU's threads.
+
+        Every rank has its own tape and its own port for KV events, which follow from its number where they are opened.
+        """
+        if self.ranks == 1:
+            return self
+        scheduler = self.scheduler
+        running, queued = (
+            rank_share(limit, rank, self.ranks)
+            for limit in (scheduler.max_running_requests, scheduler.max_queued_requests)
+        )
+        scheduler = replace(
+            scheduler,
+            max_running_requests=running,
+            max_queued_requests=queued,
+            dp_size=self.ranks,
+        )
+        options = dict(self.executor_options)
+        if options.get("max_pool_rows") is not None:
+            options["max_pool_rows"] = rank_share(options["max_pool_rows"], rank, self.ranks)
+        if options.get("max_total_tokens") is not None:
+            options["max_total_tokens"] //= self.ranks
+        if self.executor == "torch":
+            cores = options.get("threads") or usable_cores()
+            options |= {"threads": max(1, cores // self.ranks), "rank": rank, "ranks": self.ranks}
+        return replace(self, scheduler=scheduler, executor_options=options)
+
+    def plans_in_flight(self, info: ExecutorInfo) -> int:
+        """How many plans may be made before the first is done: with stages one for each, and some more if asked for.
+
+        Else a step is planned while the one before runs, but on a CPU a launch returns when its step is done.
+        """
+        if not self.overlap:
+            return 1
+        if self.pp_size > 1:
+            return self.pp_size + self.pp_async_batch_depth
+        return 1 if info.device == "cpu" else 2
+
+    def scheduler_settings(self, info: ExecutorInfo) -> SchedulerSettings:
+        """Return the scheduler's settings for a loaded model."""
+        return replace(
+            self.scheduler,
+            page_size=info.page_size,
+            context_length=info.context_length,
+            max_in_flight=self.plans_in_flight(info),
+        )
+
+
+class ChildTask(msgspec.Struct):
+    """What a child process reads from its standard input as one line of JSON.
+
+    rank, source: of a scheduler: which of the engine's ranks it is, and a number that no other process of this engine
+    has had. policy_note: what people should know about its policy.
+    """
+
+    config: EngineConfig
+    parent_pid: int
+    socket_directory: str
+    rank: int = 0
+    source: int = 0
+    policy_note: str = ""
+
+
+class ChildReport(msgspec.Struct):
+    """What a child process answers, as lines of JSON: that it is ready, or why it cannot be or go on.
+
+    wrong_settings: whether the failure is one of settings or files, which its text names. culprit: what code of the
+    user's own it is that does not come back, "" for none.
+    """
+
+    failure: str = ""
+    wrong_settings: bool = False
+    culprit: str = ""
+    info: ExecutorInfo | None = None
+
+
+def encode_line(message: ChildTask | ChildReport) -> bytes:
+    """Return a message as one line of JSON."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_task(line: bytes) -> ChildTask:
+    """Return the task in a line. Raises ConfigError for anything else."""
+    try:
+        return msgspec.json.decode(line, type=ChildTask)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"the engine's settings do not decode: {error}") from error
+
+
+def decode_report(line: bytes) -> ChildReport:
+    """Return the report in a line; an empty line means that the child ended without one."""
+    try:
+        return msgspec.json.decode(line, type=ChildReport)
+    except msgspec.MsgspecError:
+        return ChildReport(failure="it ended without saying why; its log may tell")

@@ -1,0 +1,1 @@
+"""The scheduler process: the event loop, its driver, and what is attached to it."""

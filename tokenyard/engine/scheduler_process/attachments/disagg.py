@@ -1,0 +1,350 @@
+"""Prefill and decode apart, as a scheduler process does it: which prompts are computed elsewhere, and for whom else.
+
+It stands between the event loop and the thread of `disagg.transfer_manager`. The loop tells it of requests, output and
+what the scheduler wants moved; what comes of that enters the scheduler as events.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import (
+    NS_PER_S,
+    Cancel,
+    Event,
+    Executor,
+    ExecutorInfo,
+    Handover,
+    InvalidRequestError,
+    KvLoaded,
+    KvMove,
+    Load,
+    Request,
+    SamplingParams,
+    StepWork,
+    Submit,
+    TextOptions,
+    TokenBatch,
+)
+from tokenyard.base.blocks import BLOCK_TOKENS
+from tokenyard.base.request import BootstrapInfo
+from tokenyard.disagg.handshake import EngineIdentity, Hello
+from tokenyard.disagg.peer_discovery import Dialer
+from tokenyard.disagg.process_vm import Probe, machine_id
+from tokenyard.disagg.protocol import VERSION, Peer, Prefill, Timeouts, Want
+from tokenyard.disagg.protocol.decisions import MAX_OFFER_TIMEOUT_S, offer_timeout_s, should_prefill_remotely
+from tokenyard.disagg.protocol.messages import pack_ids, unpack_ids
+from tokenyard.disagg.transfer_manager import KvTransferManager
+from tokenyard.engine.processes.engine_config import DisaggConfig, EngineConfig
+from tokenyard.kv_layout.layout import map_pages
+from tokenyard.kv_layout.model_digest import model_digest
+from tokenyard.scheduler.scheduler_state import prior_cost_model
+from tokenyard.tape.recorder import Core
+
+MODEL_OPTIONS = ("load_format", "seed", "quantization")
+"""Settings of an executor that decide, beside the checkpoint, what KV its model computes."""
+
+FIRST_NUMBER = 1 << 40
+"""Requests for other engines have numbers from here on; those of clients are counted up from 1."""
+
+LOAD_INTERVAL_NS = NS_PER_S // 10
+
+
+class DisaggConnector:
+    """The transfers of one scheduler. `deliver` takes events to it, from any thread."""
+
+    def __init__(
+        self,
+        config: DisaggConfig,
+        identity: EngineIdentity,
+        core: Core,
+        info: ExecutorInfo,
+        deliver: Callable[[Event], None],
+        rank: int = 0,
+    ) -> None:
+        """Raises ConfigError if it cannot listen where it should."""
+        self._config = config
+        self._core = core
+        self._deliver = deliver
+        self._info = info
+        self._cost = core.cost or prior_cost_model(info)
+        self._asked: set[int] = set()
+        self._rooms: set[int] = set()
+        self._load_at_ns = 0
+        beat_ns = round(config.beat_s * NS_PER_S)
+        terms = Timeouts(lease_ns=round(config.lease_s * NS_PER_S), beat_ns=beat_ns, silence_ns=3 * beat_ns)
+        self._node = KvTransferManager(
+            identity,
+            terms,
+            deliver,
+            self._request_for,
+            first_number=FIRST_NUMBER,
+            host=config.host if config.role in ("prefill", "both") else None,
+            port=config.port + rank if config.port else 0,
+            backend=config.backend,
+        )
+        self._dialer = Dialer(config.prefill_engines, self._node.dialled)
+        self._node.on_lost = self._dialer.lost
+        self._dialer.on_unreachable = lambda name: self._node.call(partial(self._node.decode_peer.unreachable, name))
+        self._node.start()
+        self._dialer.start()
+
+    def close(self) -> None:
+        """End all transfers and wait for their ends."""
+        self._dialer.close()
+        self._node.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait for other engines."""
+        return self._node.decode_peer.open_keys > 0
+
+    def describe(self) -> dict[str, Any]:
+        """What people and other engines should know."""
+        node = self._node
+        return {
+            "role": self._config.role,
+            "address": node.address,
+            "boot_id": node.identity.hello.boot_id,
+            "open": node.decode_peer.open_keys,
+            "computing_for_others": node.prefill_peer.open_keys,
+            "held_for_others": node.prefill_peer.held_keys,
+            "moved_bytes": node.moved_bytes,
+            "connected": [peer.name for peer in node.healthy_peers],
+            **{name: count for name, count in node.prefill_peer.counters.items() if count},
+            **dict(node.decode_peer.counters),
+        }
+
+    # ---- what the event loop says ----------------------------------------------------------------------------------
+
+    def submitted(self, request: Request) -> Request:
+        """Decide where the prompt of a request is computed; returns the request as the scheduler shall see it."""
+        if request.number >= FIRST_NUMBER:
+            return request
+        if request.kv is not None and request.sampling.n == 1:
+            return self._meet(request, request.kv)
+        if self._config.role == "prefill" or not self._config.prefill_engines:
+            return request
+        options = request.logprobs
+        if options is not None and options.prompt_from >= 0:
+            return request
+        tokens = len(request.prompt_ids) + len(request.output_ids)
+        cached = self._core.cached_tokens(request)
+        own_s = self._prefill_s(tokens, cached)
+        peer = self._peer_for(tokens - cached, own_s)
+        if peer is None:
+            return request
+        self._ask(request, peer, own_s * peer.slowdown + peer.load_s)
+        return replace(request, awaits_kv=True)
+
+    def move(self, wanted: list[KvMove]) -> None:
+        """Take on what the scheduler wants loaded or handed over."""
+        for one in wanted:
+            if isinstance(one, Load):
+                self._load(one)
+            elif isinstance(one, Handover):
+                self._hand_over(one)
+
+    def on_output(self, batch: TokenBatch) -> None:
+        """Look at the output of a step, and take out what is not for clients of this engine."""
+        now = time.monotonic_ns()
+        if now - self._load_at_ns > LOAD_INTERVAL_NS:
+            self._load_at_ns = now
+            prefill_peer = self._node.prefill_peer
+            prefill_peer.load_s, prefill_peer.slowdown = self._core.prefill_load(self._cost, now)
+        if self._asked:
+            self._note_ends(batch)
+        if self._rooms:
+            self._note_halves(batch)
+        foreign = batch.numbers >= FIRST_NUMBER
+        if foreign.any() or any(finish.number >= FIRST_NUMBER for finish in batch.finished):
+            self._remove_foreign_rows(batch, foreign)
+
+    # ---- asking ----------------------------------------------------------------------------------------------------
+
+    def _peer_for(self, uncached: int, own_s: float) -> Peer | None:
+        """The engine that should compute a prompt of `uncached` tokens, which takes `own_s` on an idle device; None for
+        this one.
+        """
+        healthy_peers = self._node.healthy_peers
+        if not healthy_peers:
+            return None
+        peer = healthy_peers[0]
+        waits_s, slowdown = self._core.prefill_load(self._cost, time.monotonic_ns())
+        copy_s = self._cost.copy(uncached * self._info.kv_bytes_per_token, "network")
+        here_s, there_s = waits_s + own_s * slowdown, peer.load_s + own_s * peer.slowdown + copy_s
+        least = max(BLOCK_TOKENS, self._info.page_size)
+        return peer if should_prefill_remotely(self._config.role, uncached, least, here_s, there_s) else None
+
+    def _prefill_s(self, tokens: int, cached: int) -> float:
+        """How long prompts of `tokens`, of which `cached` are there, are believed to take."""
+        if tokens <= cached:
+            return 0.0
+        work = StepWork()
+        work.add_chunk(cached, tokens - cached)
+        return self._cost.step(work)
+
+    def _ask(self, request: Request, peer: Peer, predicted_s: float) -> None:
+        want = Want(
+            key=f"{self._node.identity.hello.boot_id}-{request.number}",
+            prompt=pack_ids(request.known_ids),
+            sampling=replace(request.sampling, n=1, stop=[]),
+            cache_salt=request.cache_salt,
+            lora=request.lora,
+            priority=request.priority,
+            service_class=request.service_class,
+            tenant=request.tenant,
+        )
+        self._want(want, request, peer.name, offer_timeout_s(predicted_s))
+
+    def _want(self, want: Want, request: Request, peer: str, max_s: float) -> None:
+        numbers = range(request.number, request.number + request.sampling.n)
+        plain = request.sampling.n == 1 and not request.grammar and request.logprobs is None
+        takes_token = plain and not len(request.output_ids)
+        timeout_ns, decode_peer = round(max_s * NS_PER_S), self._node.decode_peer
+        self._asked.add(request.number)
+        self._node.call(lambda now: decode_peer.want(want, numbers, peer, now, timeout_ns, takes_token=takes_token))
+
+    def _meet(self, request: Request, route: BootstrapInfo) -> Request:
+        """One half of a request that comes in two: hand its KV over under the room, or fetch it from there."""
+        prefill_peer, deliver, number = self._node.prefill_peer, self._deliver, request.number
+        if not route.peer:
+            self._rooms.add(number)
+
+            def expect(now: int) -> None:
+                if not prefill_peer.expect(route.room, number, now):
+                    deliver(Cancel([number], f"{route.room} is in use", "invalid"))
+
+            self._node.call(expect)
+            return replace(request, handover=True)
+        options = request.logprobs
+        if options is not None and options.prompt_from >= 0:
+            return request
+        want = Want(route.room, b"", SamplingParams(), boot_id=route.boot_id, attach=True)
+        self._want(want, request, route.peer, MAX_OFFER_TIMEOUT_S)
+        self._dialer.want(route.peer)
+        return replace(request, awaits_kv=True)
+
+    def _load(self, load: Load) -> None:
+        decode_peer, deliver = self._node.decode_peer, self._deliver
+
+        def command(now: int) -> None:
+            if not decode_peer.loads(load, now):
+                # The offer has gone meanwhile.
+                deliver(KvLoaded(load.number, load.start))
+
+        self._node.call(command)
+
+    def _note_ends(self, batch: TokenBatch) -> None:
+        """Tell of requests that have ended, or go on without the KV that was offered for them."""
+        decode_peer = self._node.decode_peer
+        over = [finish.number for finish in batch.finished if finish.number in self._asked]
+        over += [number for number in self._node.offered if not self._core.awaits_admission(number)]
+        for number in over:
+            self._asked.discard(number)
+            self._node.call(partial(decode_peer.ended, number))
+
+    # ---- serving ---------------------------------------------------------------------------------------------------
+
+    def _request_for(self, prefill: Prefill) -> Event:
+        """The event that submits what another engine wants. Raises InvalidRequestError for what makes no sense."""
+        want, vocabulary = prefill.want, self._info.vocab_size
+        if len(want.prompt) % 4:
+            raise InvalidRequestError("a prompt that is cut off")
+        ids = unpack_ids(want.prompt).astype(np.int32, copy=False)
+        want.sampling.validate()
+        named = [*want.sampling.logit_bias, *want.sampling.stop_token_ids]
+        known = not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocabulary)
+        if not known or any(not 0 <= token < vocabulary for token in named) or want.sampling.n != 1:
+            raise InvalidRequestError("tokens that this model does not have")
+        request = Request(
+            number=prefill.number,
+            rid=f"for {want.key}",
+            prompt_ids=ids,
+            sampling=want.sampling,
+            text=TextOptions(),
+            arrival_ns=time.monotonic_ns(),
+            priority=want.priority,
+            service_class=want.service_class,
+            tenant=want.tenant,
+            cache_salt=want.cache_salt,
+            lora=want.lora,
+            handover=True,
+        )
+        return Submit(request)
+
+    def _note_halves(self, batch: TokenBatch) -> None:
+        """Note how the halves ended that clients sent for prefill; to a client, a handover is the end of a token."""
+        for finish in batch.finished:
+            if finish.number not in self._rooms:
+                continue
+            self._rooms.discard(finish.number)
+            if finish.reason == "handover":
+                finish.reason = "length"
+                continue
+            why = (finish.cause or "aborted") if finish.reason == "abort" else ""
+            found = batch.tokens[batch.numbers == finish.number]
+            token = int(found[-1]) if len(found) else -1
+            self._node.call(partial(self._node.prefill_peer.finished, finish.number, why, token))
+
+    def _hand_over(self, handover: Handover) -> None:
+        prefill_peer = self._node.prefill_peer
+        self._node.call(lambda now: prefill_peer.handed_over(handover, now))
+
+    def _remove_foreign_rows(self, batch: TokenBatch, foreign: np.ndarray) -> None:
+        """Take the rows of other engines' requests out of a batch, and note how these requests ended."""
+        prefill_peer = self._node.prefill_peer
+        tokens = dict(zip(batch.numbers[foreign].tolist(), batch.tokens[foreign].tolist(), strict=True))
+        for finish in batch.finished:
+            if finish.number < FIRST_NUMBER or finish.reason == "handover":
+                continue
+            why = (finish.cause or "aborted") if finish.reason == "abort" else ""
+            token = tokens.get(finish.number, -1)
+            self._node.call(partial(prefill_peer.finished, finish.number, why, token))
+        keep = ~foreign
+        batch.numbers, batch.tokens, batch.hits = batch.numbers[keep], batch.tokens[keep], batch.hits[keep]
+        batch.started = [started for started in batch.started if started.number < FIRST_NUMBER]
+        batch.finished = [finish for finish in batch.finished if finish.number < FIRST_NUMBER]
+
+
+def open_disagg_connector(
+    config: EngineConfig, core: Core, executor: Executor, deliver: Callable[[Event], None], rank: int = 0
+) -> DisaggConnector | None:
+    """The transfers that the settings ask for, if they do. Raises ConfigError for an executor whose KV cannot be moved
+    or an address that cannot be had.
+    """
+    transfer = config.transfer
+    if transfer.role == "null":
+        return None
+    return DisaggConnector(transfer, identify(config, executor), core, executor.info, deliver, rank)
+
+
+def weights_digest(config: EngineConfig, info: ExecutorInfo) -> str:
+    """A digest of what computes the KV of this engine."""
+    options = config.executor_options
+    facts = (config.executor, str(info.vocab_size), *(str(options.get(name, "")) for name in MODEL_OPTIONS))
+    return model_digest(config.model_path, *facts)
+
+
+def identify(config: EngineConfig, executor: Executor) -> EngineIdentity:
+    """This engine as the others see it. Raises ConfigError for an executor whose KV cannot be moved."""
+    pages, info = map_pages(executor.pieces), executor.info
+    hello = Hello(
+        version=VERSION,
+        boot_id=secrets.token_hex(8),
+        nonce=b"",
+        model=weights_digest(config, info),
+        dtype=info.dtype,
+        page_size=info.page_size,
+        pieces=len(pages.origins),
+        piece_bytes=pages.nbytes,
+        machine=machine_id(),
+        pid=os.getpid(),
+    )
+    return EngineIdentity(hello, pages, config.transfer.secret.encode(), Probe())

@@ -1,0 +1,188 @@
+"""Publishes what enters and leaves the prefix cache, for routers that keep an index of it.
+
+The wire format is the one that vLLM and SGLang use: ZeroMQ PUB frames [topic, sequence number (8 bytes, big-endian),
+msgpack of [unix seconds, events, rank]], where events are maps. A gap in the numbers means that a subscriber was too
+slow and lost events. It asks a ROUTER socket for them again, with the first number that it lacks; what is too old to be
+there is told anew as a whole, as a batch like any other: every block is gone, and then all that there are.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from tokenyard.base import ConfigError
+from tokenyard.engine.processes.engine_config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+NUMBER_BYTES = 8
+HIGH_WATER = 100_000
+KEPT_BATCHES = 10_000
+MAX_SNAPSHOT_S = 5.0
+"""How long a subscriber waits at most for the whole cache, which the scheduler tells between two steps."""
+
+STOP_LOOK_MS = 200
+END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+OWN_HOSTS = ("*", "0.0.0.0", "[::]", "::", "127.0.0.1", "localhost", "[::1]", "::1")
+"""Hosts at which one binds; to any other one connects, as to an indexer that hears all engines."""
+
+Batch = tuple[int, bytes]
+
+
+def is_own(endpoint: str) -> bool:
+    """Whether an endpoint is one to bind to."""
+    scheme, _, rest = endpoint.partition("://")
+    return scheme != "tcp" or rest.rpartition(":")[0] in OWN_HOSTS
+
+
+class KvEventPublisher:
+    """A PUB socket. Publishing never waits: a subscriber that is too slow loses messages."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        rank: int = 0,
+        topic: str = "",
+        replay_endpoint: str = "",
+        request_snapshot: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`request_snapshot`, called in another thread, asks for `publish_snapshot`. Raises ConfigError if an endpoint
+        cannot be had.
+        """
+        self._rank, self._topic = rank, topic.encode()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._number = 0
+        self._kept: deque[Batch] = deque(maxlen=KEPT_BATCHES)
+        self._whole = -1
+        self._lock = threading.Lock()
+        self._told = threading.Condition(self._lock)
+        self._replay: _Replay | None = None
+        try:
+            self._socket = self._open(zmq.PUB, endpoint, "--kv-events-endpoint")
+            if replay_endpoint:
+                socket = self._open(zmq.ROUTER, replay_endpoint, "--kv-events-replay-endpoint")
+                self._replay = _Replay(socket, self._topic, lambda number: self._since(number, request_snapshot))
+        except ConfigError:
+            self.close()
+            raise
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def replay_endpoint(self) -> str:
+        """Where events can be asked for again, "" for nowhere."""
+        return "" if self._replay is None else self._replay.endpoint
+
+    def publish(self, events: list[Any]) -> None:
+        """Send the events of a step as one message; nothing for none."""
+        if events:
+            self._send(events, whole=False)
+
+    def publish_snapshot(self, events: list[Any]) -> None:
+        """Send `events` that tell of the whole cache: the first one empties it."""
+        self._send(events, whole=True)
+
+    def close(self) -> None:
+        """Close the sockets; what was not sent yet is dropped."""
+        if self._replay is not None:
+            self._replay.close()
+        self._context.destroy(linger=0)
+
+    def _open(self, kind: int, endpoint: str, flag: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+        try:
+            if is_own(endpoint):
+                socket.setsockopt(zmq.IPV6, "[" in endpoint)
+                socket.bind(endpoint)
+            else:
+                socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"{flag} {endpoint}: {error}; choose another one") from error
+        return socket
+
+    def _send(self, events: list[Any], *, whole: bool) -> None:
+        payload = self._encoder.encode([time.time(), events, self._rank])
+        with self._lock:
+            number, self._number = self._number, self._number + 1
+            self._kept.append((number, payload))
+            if whole:
+                self._whole = number
+                self._told.notify_all()
+        self._socket.send_multipart([self._topic, number.to_bytes(NUMBER_BYTES, "big"), payload])
+
+    def _since(self, number: int, request_snapshot: Callable[[], None]) -> list[Batch]:
+        """All batches from `number` on, or from a newer one that tells of the whole cache."""
+        with self._lock:
+            if number < (self._kept[0][0] if self._kept else self._number) or number > self._number:
+                before = self._whole
+                request_snapshot()
+                self._told.wait_for(lambda: self._whole > before, MAX_SNAPSHOT_S)
+                number = self._whole
+            return [batch for batch in self._kept if batch[0] >= number >= 0]
+
+
+class _Replay:
+    """Answers subscribers that ask for events again, in a thread of its own. A request is [identity, "", number], an
+    answer [identity, "", topic, number, payload] for each batch, and the number -1 at the end.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", topic: bytes, since: Callable[[int], list[Batch]]) -> None:
+        self._socket, self._topic, self._since = socket, topic, since
+        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-events-replay", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                if self._socket.poll(STOP_LOOK_MS):
+                    self._answer(self._socket.recv_multipart())
+            except zmq.ZMQError as error:
+                logger.warning("a request for KV events failed: %s", error)
+
+    def _answer(self, frames: list[bytes]) -> None:
+        """What is no request is ignored."""
+        if len(frames) != 3 or frames[1] or len(frames[2]) != NUMBER_BYTES:
+            return
+        identity = frames[0]
+        for number, payload in self._since(int.from_bytes(frames[2], "big")):
+            answer = [identity, b"", self._topic, number.to_bytes(NUMBER_BYTES, "big"), payload]
+            self._socket.send_multipart(answer)
+        self._socket.send_multipart([identity, b"", b"", END, b""])
+
+
+def open_kv_events(config: EngineConfig, rank: int, request_snapshot: Callable[[], None]) -> KvEventPublisher | None:
+    """The publisher that the settings ask for, if they do; rank r listens r ports above the endpoint's.
+
+    Raises ConfigError if its endpoint cannot be had.
+    """
+    if not config.scheduler.enable_kv_events:
+        return None
+    return KvEventPublisher(
+        _of_rank(config.kv_events_endpoint, rank),
+        rank,
+        config.kv_events_topic,
+        _of_rank(config.kv_events_replay_endpoint, rank),
+        request_snapshot,
+    )
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """The endpoint of a rank: its port, or its path, is `rank` further."""
+    host, colon, port = endpoint.rpartition(":")
+    if rank and port.isdecimal() and int(port):
+        return f"{host}{colon}{int(port) + rank}"
+    return f"{endpoint}{rank}" if rank and endpoint.startswith("ipc://") else endpoint

@@ -1,0 +1,449 @@
+"""KV below the device, as a scheduler process does it: what is stored, what is loaded, and for whom.
+
+It stands between the event loop and a `BlockStore`. One thread writes what the scheduler offers (`Store`), others read
+what it wants back (`Load`). The loop never waits for them: a store holds pages until the thread has copied them, a
+request whose KV is below waits at its gate and then as LOADING, both for a limited time. What does not arrive is
+computed.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tokenyard.base import (
+    NS_PER_S,
+    BlockPool,
+    Event,
+    Executor,
+    ExecutorInfo,
+    Int32Array,
+    KvAvailable,
+    KvLoaded,
+    KvMove,
+    Load,
+    OpenGate,
+    PagesReleased,
+    Request,
+    Store,
+    TokenBatch,
+    TokenyardError,
+)
+from tokenyard.base.blocks import block_digests, root_digest, stored_prefix, tokens_per_block
+from tokenyard.disagg.protocol.decisions import prefetch_timeout_s, should_load_kv
+from tokenyard.engine.processes.engine_config import EngineConfig, KvStoreConfig
+from tokenyard.engine.scheduler_process.attachments.kv_store_backends import LINKS, open_pool, open_store
+from tokenyard.engine.scheduler_process.attachments.kv_store_operations import (
+    NEVER_NS,
+    BackupOperation,
+    KvStoreCounters,
+    PrefetchOperation,
+    WriteThrottle,
+)
+from tokenyard.kv_store.store import Block, BlockStore, block_buffer
+from tokenyard.scheduler.row_state import Gate
+from tokenyard.scheduler.scheduler_state import prior_cost_model
+from tokenyard.tape.recorder import Core
+
+logger = logging.getLogger(__name__)
+
+READERS = 2
+STUCK_NS = 5 * NS_PER_S
+"""A block whose writing takes longer makes the pages of all stores free again."""
+FLUSH_S = 3.5
+"""Less than a scheduler process is given to end."""
+SPEED_WEIGHT = 0.2
+RECHECK_INTERVAL_NS, MAX_RECHECKS = NS_PER_S // 10, 8
+
+
+class KvStoreConnector:
+    """The store below one scheduler. `deliver` takes events to it, from any thread."""
+
+    def __init__(
+        self,
+        config: KvStoreConfig,
+        store: BlockStore,
+        pool: BlockPool,
+        core: Core,
+        info: ExecutorInfo,
+        deliver: Callable[[Event], None],
+    ) -> None:
+        self.counters = KvStoreCounters()
+        self._config = config
+        self._store = store
+        self._pool = pool
+        self._core = core
+        self._info = info
+        self._deliver = deliver
+        self._cost = core.cost or prior_cost_model(info)
+        self._block = tokens_per_block(info.page_size)
+        self._per_block = self._block // info.page_size
+        self._block_bytes = self._per_block * pool.page_bytes
+        self._read_s_per_block = self._cost.copy(self._block_bytes, LINKS[config.backend])
+        self._pace = WriteThrottle(config.write_mb_s * 1e6)
+        self._lock = threading.Lock()
+        """Of all that follows, and of the pages: who holds it and sees `alive` may touch them."""
+        self._storing: dict[int, BackupOperation] = {}
+        self._wanted: dict[int, PrefetchOperation] = {}
+        self._flushing = threading.Event()
+        self._to_store: queue.SimpleQueue[BackupOperation | None] = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[Callable[[Block], None] | None] = queue.SimpleQueue()
+        self._recheck_at_ns = 0
+        self._writing_since_ns = 0
+        self._threads = [threading.Thread(target=self._write_all, name="kv-store", daemon=True)]
+        self._threads += [threading.Thread(target=self._read_all, name="kv-load", daemon=True) for _ in range(READERS)]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- what the event loop says ----------------------------------------------------------------------------------
+
+    def submitted(self, request: Request) -> Request:
+        """Look whether KV of a request is below; returns the request as the scheduler shall see it."""
+        options = request.logprobs
+        if options is not None and options.prompt_from >= 0:
+            return request
+        cached = self._core.cached_tokens(request)
+        wanted = self._find(
+            request.number, request.namespace, request.known_ids, cached, self._store.count_maybe_stored
+        )
+        if wanted is None:
+            return request
+        if not self._should_load_kv(cached, wanted.tokens):
+            self.counters.recomputed_requests += 1
+            return request
+        wanted.answers = request.sampling.n
+        wanted.until_ns = time.monotonic_ns() + self._prefetch_timeout_ns(wanted.tokens - cached)
+        self._take_on(wanted)
+        self._to_read.put(lambda block: self._prefetch(wanted))
+        return replace(request, awaits_kv=self._config.prefetch_policy != "best_effort")
+
+    def take(self, wanted: list[KvMove]) -> list[KvMove]:
+        """Take on what concerns the store; returns the rest."""
+        rest: list[KvMove] = []
+        for one in wanted:
+            if isinstance(one, Store):
+                self._store_later(one)
+            elif isinstance(one, Load) and (job := self._wanted.get(one.number)) is not None:
+                self._load(job, one)
+            else:
+                rest.append(one)
+        return rest
+
+    def poll(self, now: int) -> list[Event]:
+        """What has taken too long by `now` (ns): such requests go on without, and such pages are free again."""
+        events: list[Event] = []
+        if now >= self._recheck_at_ns and self._store.blocks:
+            self._recheck_at_ns = now + RECHECK_INTERVAL_NS
+            events += self._recheck()
+        if not (self._wanted or self._storing):
+            return events
+        with self._lock:
+            for job in list(self._wanted.values()):
+                if now < job.until_ns:
+                    continue
+                if job.load is not None:
+                    self.counters.late_loads += 1
+                    events += self._arrive(job)
+                else:
+                    events += self._tell(job)
+            if self._writing_since_ns and now - self._writing_since_ns > STUCK_NS:
+                events += self._release_all()
+        return events
+
+    def on_output(self, batch: TokenBatch) -> None:
+        """Forget requests that have ended."""
+        if not self._wanted:
+            return
+        for finish in batch.finished:
+            job = self._wanted.get(finish.number)
+            if job is None:
+                continue
+            with self._lock:
+                for event in self._arrive(job) if job.load is not None else ():
+                    self._deliver(event)
+                self._wanted.pop(finish.number, None)
+
+    def release_all(self) -> list[Event]:
+        """Give up all that is being stored, so that its pages are free."""
+        with self._lock:
+            return self._release_all()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait for KV from below."""
+        return bool(self._wanted)
+
+    def clear(self) -> int:
+        """Forget all that is stored; returns how many blocks that was."""
+        blocks = self._store.blocks
+        self._store.clear()
+        return blocks
+
+    def describe(self) -> dict[str, Any]:
+        """What people should know."""
+        speed = self._block_bytes / self._read_s_per_block if self._read_s_per_block else 0.0
+        counters = {name: getattr(self.counters, name) for name in KvStoreCounters.__slots__}
+        return {
+            "backend": self._config.backend if self._config.backend != "none" else "host",
+            "block_tokens": self._block,
+            "blocks": self._store.blocks,
+            "stored_bytes": self._store.stored_bytes,
+            "storing": len(self._storing),
+            "loading": len(self._wanted),
+            "read_bytes_per_s": round(speed),
+            **counters,
+            **self._store.counters.public(),
+        }
+
+    def close(self) -> None:
+        """Store what waits for it, for a limited time, and end the threads."""
+        try:
+            self._flush()
+        except Exception:
+            logger.exception("KV could not be stored at the end")
+        self._flushing.set()
+        with self._lock:
+            self._release_all()
+            for job in self._wanted.values():
+                job.alive = False
+        self._to_store.put(None)
+        for _ in range(READERS):
+            self._to_read.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._store.close()
+
+    def _flush(self) -> None:
+        """Store what the prefix cache holds and the store lacks, without regard to the pace."""
+        ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        with self._lock:
+            self._deliver = ended.put
+            self._pace.bytes_per_s = 0.0
+            self._flushing.set()
+        until = time.monotonic() + FLUSH_S
+        while True:
+            self._core.store_whole_cache(time.monotonic_ns())
+            self.take(self._core.drain_moves())
+            left_s = until - time.monotonic()
+            if not self._storing or left_s <= 0:
+                return
+            try:
+                self._core.apply(ended.get(timeout=left_s), time.monotonic_ns())
+            except queue.Empty:
+                logger.warning("not all KV could be stored in %g s", FLUSH_S)
+
+    # ---- storing ---------------------------------------------------------------------------------------------------
+
+    def _store_later(self, offer: Store) -> None:
+        storing = BackupOperation(offer)
+        with self._lock:
+            self._storing[offer.number] = storing
+        self._to_store.put(storing)
+
+    def _release_all(self) -> list[Event]:
+        gone = [storing.offer.number for storing in self._storing.values()]
+        for storing in self._storing.values():
+            storing.alive = False
+        self._storing.clear()
+        return [PagesReleased(number) for number in gone]
+
+    def _write_all(self) -> None:
+        block = block_buffer(self._block_bytes)
+        while (storing := self._to_store.get()) is not None:
+            try:
+                self._write(storing, block)
+            except Exception:
+                logger.exception("KV could not be stored")
+            with self._lock:
+                if storing.alive:
+                    storing.alive = False
+                    del self._storing[storing.offer.number]
+                    self._deliver(PagesReleased(storing.offer.number))
+
+    def _write(self, storing: BackupOperation, block: Block) -> None:
+        """Store those blocks of an offer that the store lacks, first ones first."""
+        offer, size = storing.offer, self._per_block
+        digests = block_digests(offer.tokens, root_digest(offer.namespace), self._block)
+        for place, digest in enumerate(digests):
+            if self._store.count_stored([digest]):
+                continue
+            if time.monotonic_ns() < self._pace.paused_until_ns or not self._write_block(
+                storing, digest, place * size, block
+            ):
+                self.counters.dropped_blocks += len(digests) - place
+                break
+        self._store.touch(digests)
+
+    def _write_block(self, storing: BackupOperation, digest: bytes, first: int, block: Block) -> bool:
+        """Store one block; False if that cannot be now."""
+        self._throttle()
+        with self._lock:
+            if not storing.alive:
+                return False
+            self._pool.gather(storing.offer.pages[first : first + self._per_block], block)
+            self._writing_since_ns = time.monotonic_ns()
+        try:
+            self._store.put(digest, block)
+        except (OSError, TokenyardError) as error:
+            self.counters.failed_writes += 1
+            if not self._pace.pause_ns:
+                logger.warning("KV is not stored for now: %s", error)
+            self._pace.failed(time.monotonic_ns())
+            return False
+        finally:
+            self._writing_since_ns = 0
+        self._pace.pause_ns = 0
+        self.counters.written_bytes += self._block_bytes
+        return True
+
+    def _throttle(self) -> None:
+        """Wait until the next block may be written."""
+        pace = self._pace
+        if not pace.bytes_per_s:
+            return
+        now = time.monotonic_ns()
+        if (wait_ns := pace.next_ns - now) > 0:
+            self._flushing.wait(wait_ns / NS_PER_S)
+        pace.next_ns = max(now, pace.next_ns) + round(self._block_bytes / pace.bytes_per_s * NS_PER_S)
+
+    # ---- loading ---------------------------------------------------------------------------------------------------
+
+    def _find(
+        self, number: int, namespace: str, known: Int32Array, cached: int, count_stored: Callable[[list[bytes]], int]
+    ) -> PrefetchOperation | None:
+        """What is below, as `count_stored` says, of a request's `known` tokens beyond the first `cached`, None for less
+        than a block.
+        """
+        below = stored_prefix(known, namespace, cached, self._block, count_stored)
+        return (
+            None
+            if below is None
+            else PrefetchOperation(number, 1, below.digests, below.first, below.found, below.tokens)
+        )
+
+    def _take_on(self, wanted: PrefetchOperation) -> None:
+        self._store.touch(wanted.digests[: wanted.first + wanted.found])
+        with self._lock:
+            self._wanted[wanted.number] = wanted
+
+    def _recheck(self) -> list[Event]:
+        """Requests that lost their place, and whose KV has left the prefix cache since, come back with what is below.
+
+        They wait in the queue anyway, so that no gate is closed for them.
+        """
+        events: list[Event] = []
+        for one in self._core.requeued(MAX_RECHECKS):
+            if one.number in self._wanted:
+                continue
+            wanted = self._find(one.number, one.namespace, one.known_ids, one.cached, self._store.count_stored)
+            if wanted is not None and self._should_load_kv(one.cached, wanted.tokens):
+                wanted.told = True
+                self._take_on(wanted)
+                self.counters.hit_requests += 1
+                self.counters.swapped_in_requests += 1
+                events.append(KvAvailable(one.number, wanted.tokens))
+        return events
+
+    def _should_load_kv(self, cached: int, tokens: int) -> bool:
+        """Whether reading the KV of tokens `cached` .. `tokens` is believed to be faster than computing it."""
+        blocks = -(-(tokens - cached) // self._block)
+        return should_load_kv(self._cost, cached, tokens, blocks * self._read_s_per_block)
+
+    def _prefetch_timeout_ns(self, tokens: int) -> int:
+        """How long KV of so many tokens is waited for: once until it is ready, and once until it is in its pages."""
+        config = self._config
+        per_1k_s = config.timeout_per_1k_tokens_s
+        return round(prefetch_timeout_s(config.prefetch_policy, config.timeout_s, per_1k_s, tokens) * NS_PER_S)
+
+    def _read_all(self) -> None:
+        block = block_buffer(self._block_bytes)
+        while (work := self._to_read.get()) is not None:
+            try:
+                work(block)
+            except Exception:
+                logger.exception("KV could not be read")
+
+    def _prefetch(self, job: PrefetchOperation) -> None:
+        """Have the blocks of a request ready, then say how far its KV reaches."""
+        try:
+            for digest in job.digests[job.first : job.first + job.found]:
+                if job.told or not self._store.prefetch(digest):
+                    break
+                job.ready += 1
+        except OSError as error:
+            logger.warning("stored KV could not be read: %s", error)
+        with self._lock:
+            for event in self._tell(job):
+                self._deliver(event)
+
+    def _tell(self, job: PrefetchOperation) -> list[Event]:
+        """Open the gate of a request, once, for as many blocks as are ready."""
+        if job.told or self._wanted.get(job.number) is not job:
+            return []
+        job.told, job.until_ns = True, NEVER_NS
+        tokens = min((job.first + job.ready) * self._block, job.tokens) if job.ready else 0
+        if tokens:
+            self.counters.hit_requests += 1
+        else:
+            del self._wanted[job.number]
+        others = range(job.number + 1, job.number + job.answers)
+        return [KvAvailable(job.number, tokens), *(OpenGate(number, Gate.KV) for number in others)]
+
+    def _load(self, job: PrefetchOperation, load: Load) -> None:
+        now = time.monotonic_ns()
+        with self._lock:
+            job.load, job.alive, job.arrived = load, True, load.start
+            job.until_ns = now + self._prefetch_timeout_ns(len(load.pages) * self._info.page_size)
+        self._to_read.put(lambda block: self._read(job, load, block))
+
+    def _read(self, job: PrefetchOperation, load: Load, block: Block) -> None:
+        """Fill the pages of a load, block by block."""
+        size, page = self._block, self._info.page_size
+        start, end = load.start, load.start + len(load.pages) * page
+        try:
+            for place in range(start // size, -(-end // size)):
+                began = time.monotonic()
+                if not self._store.get(job.digests[place], block):
+                    self.counters.failed_loads += 1
+                    break
+                begin, stop = max(start, place * size), min(end, (place + 1) * size)
+                pages = load.pages[(begin - start) // page : -(-(stop - start) // page)]
+                with self._lock:
+                    if not job.alive:
+                        return
+                    self._pool.scatter(block, self._per_block, (begin - place * size) // page, pages)
+                    job.arrived = begin + len(pages) * page
+                    self.counters.loaded_bytes += len(pages) * self._pool.page_bytes
+                    self.counters.loaded_tokens += len(pages) * page
+                    self._read_s_per_block += SPEED_WEIGHT * (time.monotonic() - began - self._read_s_per_block)
+        except OSError as error:
+            self.counters.failed_loads += 1
+            logger.warning("stored KV could not be read: %s", error)
+        with self._lock:
+            for event in self._arrive(job):
+                self._deliver(event)
+
+    def _arrive(self, job: PrefetchOperation) -> list[Event]:
+        """End a load, once."""
+        if not job.alive:
+            return []
+        job.alive = False
+        self._wanted.pop(job.number, None)
+        return [KvLoaded(job.number, job.arrived)]
+
+
+def open_kv_store_connector(
+    config: EngineConfig, core: Core, executor: Executor, deliver: Callable[[Event], None], rank: int = 0
+) -> KvStoreConnector | None:
+    """The store below that the settings ask for, if they do. Raises ConfigError for a folder or an address that cannot
+    be used, and for an executor whose KV cannot be moved.
+    """
+    if not config.tiers.enabled:
+        return None
+    pool = open_pool(executor)
+    store = open_store(config, executor, pool, rank)
+    return KvStoreConnector(config.tiers, store, pool, core, executor.info, deliver)

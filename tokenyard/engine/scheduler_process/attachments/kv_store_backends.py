@@ -1,0 +1,79 @@
+"""Which stores lie below a device, as the settings say, and how its KV gets there."""
+
+import logging
+
+import numpy as np
+
+from tokenyard.base import BlockPool, ConfigError, DeviceExecutor, Executor
+from tokenyard.base.blocks import tokens_per_block
+from tokenyard.engine.processes.engine_config import EngineConfig, KvStoreConfig
+from tokenyard.engine.scheduler_process.attachments.disagg import weights_digest
+from tokenyard.kv_layout.layout import PoolView, map_pages
+from tokenyard.kv_store.layered import LayeredStore
+from tokenyard.kv_store.remote import RemoteStore
+from tokenyard.kv_store.slab import SlabStore
+from tokenyard.kv_store.store import BlockFormat, BlockStore, MemoryStore
+
+logger = logging.getLogger(__name__)
+
+GB = 10**9
+STAGING_BYTES = 1 << 28
+"""Host memory in front of a shared store, where what it sends waits for its pages."""
+LINKS = {"disk": "disk", "valkey": "network", "none": "host"}
+"""How KV comes from the lowest store (`CostModel.copy`)."""
+
+
+def open_pool(executor: Executor) -> BlockPool:
+    """The KV pool of an executor, to copy from and to. Raises ConfigError where that cannot be."""
+    if executor.pieces(np.arange(3, dtype=np.int32)).device == "cpu":
+        return PoolView(map_pages(executor.pieces), executor.info.num_pages)
+    if isinstance(executor, DeviceExecutor):
+        return executor.device_blocks()
+    raise ConfigError("--enable-hierarchical-cache: the KV of this executor cannot be copied to host memory")
+
+
+def open_store(config: EngineConfig, executor: Executor, pool: BlockPool, rank: int) -> BlockStore:
+    """The stores that the settings ask for, the lowest one behind the one in host memory.
+
+    Raises ConfigError for a folder or an address that cannot be used, and where no tier is left.
+    """
+    tiers, info = config.tiers, executor.info
+    tokens, found = tokens_per_block(info.page_size), executor.pieces(np.arange(1, dtype=np.int32))
+    form = BlockFormat(
+        model=weights_digest(config, info),
+        dtype=info.dtype,
+        block_tokens=tokens,
+        pieces=found.addresses.shape[1],
+        block_bytes=tokens // info.page_size * pool.page_bytes,
+    )
+    host = _host_blocks(tiers, form, info.num_pages * pool.page_bytes, on_device=found.device != "cpu")
+    if tiers.backend == "disk":
+        folder = tiers.folder if not rank else f"{tiers.folder}/rank-{rank}"
+        lower: BlockStore = SlabStore(folder, form, round(tiers.max_gb * GB), round(tiers.min_free_gb * GB))
+        logger.info("KV store %s: %d blocks of %d tokens found", folder, lower.blocks, tokens)
+    elif tiers.backend == "valkey":
+        lower = RemoteStore(tiers.url, form)
+        host = max(host, STAGING_BYTES // max(form.block_bytes, 1))
+    elif host:
+        return MemoryStore(host)
+    else:
+        raise ConfigError(
+            "--enable-hierarchical-cache: on a CPU the KV pool is in host memory already; give"
+            " --hicache-storage-backend disk, or raise --max-total-tokens"
+        )
+    return LayeredStore(MemoryStore(host), lower, form.block_bytes) if host else lower
+
+
+def _host_blocks(tiers: KvStoreConfig, form: BlockFormat, pool_bytes: int, *, on_device: bool) -> int:
+    """How many blocks the tier in host memory holds. Raises ConfigError for a size of less than one."""
+    if not on_device:
+        if tiers.host_gb or tiers.host_ratio is not None:
+            logger.warning(
+                "--hicache-ratio and --hicache-size have no effect on a CPU: its KV pool is in host memory already"
+            )
+        return 0
+    ratio = 2.0 if tiers.host_ratio is None else tiers.host_ratio
+    blocks = int((tiers.host_gb * GB or ratio * pool_bytes) // max(form.block_bytes, 1))
+    if blocks < 1:
+        raise ConfigError(f"--hicache-size is less than one block of KV, {form.block_bytes} bytes")
+    return blocks

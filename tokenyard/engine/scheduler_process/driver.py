@@ -1,0 +1,525 @@
+"""The steps of the event loop: between the scheduler, which only thinks, and the executor and sockets, which do."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from tokenyard.base import (
+    NS_PER_S,
+    AbortCause,
+    Cancel,
+    ConfigError,
+    DeviceLostError,
+    DistributedExecutor,
+    Event,
+    Executor,
+    Finish,
+    InvalidRequestError,
+    Pause,
+    Request,
+    Resume,
+    SetPolicy,
+    StepPlan,
+    StepResult,
+    Submit,
+    TokenyardError,
+)
+from tokenyard.engine.processes.messages import FromScheduler, RpcReply, RpcRequest, ToScheduler, Verb
+from tokenyard.engine.scheduler_process.attachments.grammar import GrammarCompiler
+from tokenyard.engine.scheduler_process.attachments.kv_connectors import KvMultiConnector
+from tokenyard.engine.scheduler_process.attachments.kv_events import KvEventPublisher
+from tokenyard.engine.scheduler_process.attachments.lookahead import LookaheadClient
+from tokenyard.engine.scheduler_process.attachments.lora import VERBS as ADAPTER_VERBS
+from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader
+from tokenyard.engine.scheduler_process.attachments.priority import PriorityUpdates
+from tokenyard.engine.scheduler_process.health.guards import STALL_NS, StallGuard
+from tokenyard.engine.scheduler_process.health.incidents import Incidents
+from tokenyard.engine.scheduler_process.health.liveness import PRIORITY_FUNCTION, LoopState
+from tokenyard.engine.scheduler_process.health.profiler import StepProfile
+from tokenyard.engine.scheduler_process.health.step_history import StepHistory
+from tokenyard.engine.scheduler_process.health.step_log import StepLog
+from tokenyard.scheduler.snapshot import Snapshot
+from tokenyard.tape.recorder import Core
+
+logger = logging.getLogger(__name__)
+
+COUNTERS_INTERVAL_NS = NS_PER_S // 4
+TENANT_USE_INTERVAL_NS = NS_PER_S // 10
+MAX_WAIT_NS = 60 * NS_PER_S
+MAX_STEP_FAILURES = 2
+NAN_MESSAGE = "the model's logits are NaN; its weights may be damaged, or its numbers too large for --dtype"
+FIRST_RETRY_NS, MAX_RETRY_NS = NS_PER_S // 10, NS_PER_S
+"""Where there is work and nothing can be planned, it is tried again after the first time, then after twice as long."""
+
+HELD_TEXTS = {
+    "paused": "paused",
+    "adapter": "until an adapter has been read",
+    "grammar": "until a grammar is compiled",
+    "kv": "until it is known whether KV can be loaded",
+    "load": "until a load of KV that they gave up has ended",
+    "group": "until another answer to the same prompt has begun",
+}
+"""What requests wait for, by the cause that `Scheduler.held_back` names."""
+
+
+class Port(Protocol):
+    """Where messages come from and go to."""
+
+    def receive(self, timeout_ns: int) -> list[ToScheduler] | None:
+        """Return what has come, waiting up to `timeout_ns` for a first message; None means stop."""
+
+    def send(self, message: FromScheduler) -> None:
+        """Send one message on, without waiting."""
+
+
+class DeviceBrokenError(TokenyardError):
+    """The executor fails again and again; the process should end and say why."""
+
+    code = "device_broken"
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A plan that was launched; `lost` once its result is of no use any more."""
+
+    plan: StepPlan
+    ticket: Any = None
+    lost: bool = False
+
+
+class Driver:
+    """One scheduler, one executor and a port, with the verbs that an event loop is made of.
+
+    After a step that fails all requests return to the queue and are computed again. If a step fails again right away,
+    the requests in it end with an error. Three failures in a row, or one that the device cannot recover from, raise
+    DeviceBrokenError, and leave the requests to whatever comes in place of this process. A policy
+    of the user's own that stalls is replaced by fcfs.
+    """
+
+    def __init__(
+        self,
+        scheduler: Core,
+        executor: Executor,
+        port: Port,
+        *,
+        log: StepLog,
+        state: LoopState,
+        hook: PriorityUpdates | None = None,
+        lookahead: LookaheadClient | None = None,
+        kv_events: KvEventPublisher | None = None,
+        policy_note: str = "",
+        rank: int = 0,
+        shares_tenants: bool = False,
+        grammars: GrammarCompiler | None = None,
+        kv: KvMultiConnector | None = None,
+        adapters: LoraLoader | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._port = port
+        self._log = log
+        self._state = state
+        self._launched: deque[LaunchedStep] = deque()
+        self._refused: list[Finish] = []
+        self._failures = 0
+        self._counters_at_ns = 0
+        self._counters_stale = False
+        self._priority_updates = hook
+        self._lookahead = lookahead
+        self._kv_events = kv_events
+        self._grammars = grammars
+        self._kv = kv if kv is not None else KvMultiConnector(scheduler, None, None)
+        self._adapters = adapters
+        self._guard = StallGuard(state.enter)
+        self._incidents = Incidents()
+        self._policy_failure = ""
+        self._retry_ns = FIRST_RETRY_NS
+        self._policy_note = policy_note
+        self._rank = rank
+        self._shares_tenants = shares_tenants
+        self._use_told_ns = 0
+        self._profile: StepProfile | None = None
+        self._steps: StepHistory | None = None
+        self._verbs: dict[Verb, Callable[..., Any]] = {
+            "snapshot": self._counters,
+            "explain": self._explain,
+            "set_policy": self._choose_policy,
+            "flush": self._kv.flush,
+            "clear_store": self._kv.clear_store,
+            "start_profile": self._start_profile,
+            "stop_profile": self._stop_profile,
+            "watch": self._watch,
+            "tell_kv": self._tell_kv,
+            "outputs": lambda now, numbers: self._scheduler.outputs(numbers),
+        }
+        self._check_policy()
+
+    def receive(self, *, wait: bool) -> bool:
+        """Take in all messages; with `wait`, block until one comes or the scheduler has a timeout. False: stop."""
+        timeout_ns = 0
+        if wait:
+            timeout_ns = self._wait_ns()
+            self._check_idle()
+        self._refresh_counters()
+        if self._counters_stale and not self._scheduler.has_work:
+            # Else those who look at an idle engine would see it at work for as long as nothing comes.
+            timeout_ns = min(timeout_ns, COUNTERS_INTERVAL_NS)
+        self._state.enter("idle" if timeout_ns else "host")
+        messages = self._port.receive(timeout_ns)
+        self._state.enter("host")
+        for message in messages or ():
+            self._handle(message)
+        self._counters_stale = self._counters_stale or bool(messages)
+        if wait:
+            # Nothing ran, so what came first is judged before it is lined up.
+            self.while_device_runs()
+        return messages is not None
+
+    def plan(self) -> StepPlan | None:
+        """Return the next step, if there is anything to do."""
+        self._kv.poll(time.monotonic_ns())
+        with self._guard.watch():
+            plan = self._scheduler.plan(time.monotonic_ns())
+        if self._guard.stalled:
+            self._replace_policy()
+        # Loads begin while the step runs.
+        self._kv.move()
+        if plan is not None:
+            self._retry_ns = FIRST_RETRY_NS
+        return plan
+
+    def while_device_runs(self) -> None:
+        """While the device works: let the priority function, if there is one, look at a few waiting requests, and take
+        in what looking ahead has found.
+        """
+        now = time.monotonic_ns()
+        if self._priority_updates is not None:
+            self._state.enter(PRIORITY_FUNCTION)
+            updates = self._priority_updates.poll(now)
+            self._state.enter("host")
+            for update in updates:
+                self._scheduler.apply(update, now)
+        if self._lookahead is not None and (event := self._lookahead.poll(now)) is not None:
+            self._change_policy(event, now)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step on the device."""
+        step = LaunchedStep(plan)
+        self._launched.append(step)
+        self._state.enter("step")
+        try:
+            step.ticket = self._executor.launch(plan)
+        except Exception as error:
+            self._fail(error, plan)
+        self._state.enter("host")
+        self._state.steps += 1
+        self._log.launched(plan, self._snapshot)
+        self._refresh_counters()
+        return step
+
+    def sample(self, step: LaunchedStep) -> None:
+        """Choose the tokens of a step whose sampling was delayed; nothing to do for others."""
+        if not step.plan.delay_sampling or step.lost:
+            return
+        self._state.enter("step")
+        try:
+            self._executor.sample(step.ticket)
+        except Exception as error:
+            self._fail(error, step.plan)
+        self._state.enter("host")
+
+    def process(self, step: LaunchedStep) -> None:
+        """Wait for a launched step and let the scheduler take in its result."""
+        self._counters_stale = True
+        result = None if step.lost else self.collect(step)
+        if result is not None:
+            self.commit(result)
+
+    def collect(self, step: LaunchedStep) -> StepResult | None:
+        """Wait for a launched step; None if it failed."""
+        self._state.enter("step")
+        try:
+            result = self._executor.collect(step.ticket)
+        except Exception as error:
+            self._fail(error, step.plan)
+            return None
+        finally:
+            self._state.enter("host")
+        self._failures = 0
+        self._launched.popleft()
+        if self._steps is not None:
+            self._steps.add(step.plan, result.seconds, self._scheduler.cost, time.monotonic_ns())
+        for place, message in result.failures.items():
+            self._end_row(step.plan, place, message, "invalid")
+        if result.nan_rows:
+            logger.error("step %d: the model's logits are NaN for %d requests", step.plan.step, len(result.nan_rows))
+        for place in result.nan_rows:
+            self._end_row(step.plan, place, NAN_MESSAGE, "failed")
+        return result
+
+    def _end_row(self, plan: StepPlan, place: int, message: str, cause: AbortCause) -> None:
+        number = self._scheduler.request_number(plan, place)
+        if number is not None:
+            self._scheduler.apply(Cancel([number], message, cause), time.monotonic_ns())
+
+    def commit(self, result: StepResult) -> None:
+        """Let the scheduler take in the result of a step."""
+        with self._guard.watch():
+            self._scheduler.commit(result, time.monotonic_ns())
+        self._log.committed(result)
+
+    def send(self) -> None:
+        """Tell everything that happened since the last time."""
+        if self._adapters is not None:
+            self._adapters.poll()
+        batch = self._scheduler.drain()
+        if self._refused:
+            batch.finished += self._refused
+            self._refused = []
+        self._kv.on_output(batch)
+        self._kv.move()
+        if self._priority_updates is not None:
+            self._priority_updates.on_output(batch)
+        if self._lookahead is not None:
+            self._lookahead.on_output(batch)
+        if batch.finished:
+            self._incidents.on_finished(batch.finished)
+        if not batch.empty:
+            self._port.send(batch)
+        if self._shares_tenants:
+            self._exchange_tenant_usage()
+        if self._kv_events is not None:
+            self._kv_events.publish(self._scheduler.kv_records())
+
+    def _exchange_tenant_usage(self) -> None:
+        """Tell the other ranks what tenants have used here: ten times a second, and before this one falls idle."""
+        now = time.monotonic_ns()
+        if now - self._use_told_ns >= TENANT_USE_INTERVAL_NS or not self._scheduler.has_work:
+            self._use_told_ns = now
+            if (use := self._scheduler.drain_tenant_usage()) is not None:
+                self._port.send(use)
+
+    def _wait_ns(self) -> int:
+        """How long to wait for messages when nothing can be planned and nothing is in flight."""
+        wakeup = self._scheduler.wakeup_ns()
+        wait_ns = MAX_WAIT_NS if wakeup is None else min(max(0, wakeup - time.monotonic_ns()), MAX_WAIT_NS)
+        if not self._scheduler.has_work:
+            return wait_ns
+        retry_ns = self._retry_ns
+        self._retry_ns = min(2 * retry_ns, MAX_RETRY_NS)
+        if retry_ns < MAX_RETRY_NS <= self._retry_ns:
+            self._log_stall()
+        return min(wait_ns, retry_ns)
+
+    def _log_stall(self) -> None:
+        """Log that there is work and none of it can be done, and why, unless that is what was asked for."""
+        state = self._snapshot()
+        if state.paused or state.loading or self._kv.busy:
+            return
+        held = self._scheduler.held_back()
+        ready = state.waiting - sum(held.values())
+        if ready or not held:
+            reason = f"{ready} of them may start, so this is a defect of the policy {state.policy}"
+        else:
+            reason = "; ".join(f"{count} {HELD_TEXTS[cause]}" for cause, count in held.items())
+        if "adapter" in held and self._adapters is not None:
+            reason += f" (reading {', '.join(self._adapters.reading)})"
+        logger.warning(
+            "no step can be planned although %d requests wait: %s; trying again every %g s",
+            *(state.waiting, reason, MAX_RETRY_NS / NS_PER_S),
+        )
+
+    def _check_idle(self) -> None:
+        """Let the scheduler check its books when nothing is left to do."""
+        if not self._scheduler.has_work and (mismatch := self._scheduler.idle()) is not None:
+            logger.error("the KV pool was set right: %s", mismatch)
+
+    def _handle(self, message: ToScheduler) -> None:
+        now = time.monotonic_ns()
+        if isinstance(message, RpcRequest) and message.verb in ADAPTER_VERBS and self._adapters is not None:
+            self._adapters.call(message)
+        elif isinstance(message, RpcRequest):
+            self._port.send(self._answer(message, now))
+        elif isinstance(message, SetPolicy):
+            self._set_policy(message, now)
+        else:
+            self._apply(message, now)
+
+    def _answer(self, call: RpcRequest, now: int) -> RpcReply:
+        """Do what a call asks for. One that fails costs its caller an answer, and nothing else."""
+        try:
+            return RpcReply(call.call_id, self._verbs[call.verb](now, **call.arguments))
+        except ConfigError as error:
+            return RpcReply(call.call_id, refusal=error.message)
+        except Exception as error:
+            logger.exception("the call %s failed", call.verb)
+            return RpcReply(call.call_id, refusal=f"{call.verb} failed: {error}")
+
+    def _explain(self, now: int, number: int) -> Any:
+        """Where the time of a request went, as plain data; None for one that is not known any more."""
+        return msgspec.to_builtins(self._scheduler.explain(number, now))
+
+    def _choose_policy(self, now: int, name: str, options: dict[str, float | int | str | bool]) -> None:
+        """Order the queue by another policy. Raises ConfigError if that cannot be."""
+        refusal = self._set_policy(SetPolicy(name, options), now)
+        if refusal:
+            raise ConfigError(refusal)
+
+    def _tell_kv(self, now: int) -> None:
+        """Publish the whole prefix cache."""
+        if self._kv_events is not None:
+            self._kv_events.publish_snapshot(self._scheduler.kv_snapshot())
+
+    def _start_profile(self, now: int) -> bool:
+        """Begin a timeline; False if one runs already."""
+        if self._profile is not None:
+            return False
+        self._profile = StepProfile(self, self._rank)
+        return True
+
+    def _stop_profile(self, now: int) -> bytes | None:
+        """End the timeline and return its events as a JSON list; None if none runs."""
+        profile, self._profile = self._profile, None
+        return None if profile is None else profile.stop()
+
+    def _watch(self, now: int, prefixes: bool, bins: int) -> dict[str, Any]:
+        """What a live page shows of this moment. The first call begins to note steps, which ends when none follows."""
+        if self._steps is None:
+            self._steps = StepHistory()
+        view = self._scheduler.live_view(now, prefixes=prefixes)
+        return asdict(view) | {"bins": self._steps.latest(bins, now), "counters": self._state.counters}
+
+    def _snapshot(self) -> Snapshot:
+        """The state of the scheduler; its policy is asked for what it measures."""
+        with self._guard.watch():
+            return self._scheduler.snapshot(time.monotonic_ns())
+
+    def _counters(self, now: int) -> dict[str, Any]:
+        """The scheduler's snapshot, and what the guards out here have to say."""
+        counters = asdict(self._snapshot())
+        given_up = counters["policy_failure"] and f"using fcfs: {counters['policy_failure']}"
+        counters["policy_note"] = self._policy_note or counters["policy_note"] or given_up
+        counters["priority_function"] = self._priority_updates.describe() if self._priority_updates is not None else ""
+        counters |= self._kv.describe()
+        if isinstance(self._executor, DistributedExecutor):
+            counters["tp_ranks"] = {f"rank {self._rank}": self._executor.describe_ranks()}
+        counters["adaptive"] = self._lookahead.describe(now) if self._lookahead is not None else {}
+        return counters
+
+    def _set_policy(self, event: SetPolicy, now: int) -> str:
+        """Change the policy as an operator asks; return why not, "" if it was done."""
+        refusal = self._change_policy(event, now)
+        if not refusal and self._lookahead is not None:
+            self._lookahead.chosen(event, now)
+        return refusal
+
+    def _change_policy(self, event: SetPolicy, now: int) -> str:
+        """Change the policy; return why not, "" if it was done."""
+        try:
+            self._scheduler.apply(event, now)
+        except Exception as error:
+            logger.warning("the policy stays as it is: %s", error, exc_info=not isinstance(error, ConfigError))
+            return str(error)
+        self._policy_note = self._policy_failure = ""
+        self._check_policy()
+        logger.info("the policy is now %s", self._snapshot().policy)
+        return ""
+
+    def _check_policy(self) -> None:
+        """Watch over the policy if it is the user's own, and log a note on it."""
+        state = self._snapshot()
+        self._guard.begin(state.policy)
+        self._scheduler.time_policy(self._guard.asked, self._guard.answered)
+        if note := self._policy_note or state.policy_note:
+            logger.warning("%s", note)
+
+    def _replace_policy(self) -> None:
+        stalled = self._snapshot().policy
+        self._set_policy(SetPolicy("fcfs"), time.monotonic_ns())
+        limit_ms = STALL_NS * 1000 // NS_PER_S
+        self._policy_note = f"{stalled} took longer than {limit_ms} ms for a step again and again: using fcfs"
+        logger.error("%s", self._policy_note)
+
+    def _apply(self, event: Event, now: int) -> None:
+        """Hand an event on; one that the scheduler refuses costs its own request only."""
+        if isinstance(event, Submit):
+            event.request = self._kv.submitted(event.request)
+        if self._priority_updates is not None and isinstance(event, Submit):
+            self._priority_updates.submitted(event.request)
+        if self._lookahead is not None and isinstance(event, Submit):
+            self._lookahead.submitted(event.request, now)
+        try:
+            if isinstance(event, Submit) and event.request.lora:
+                event.request = self._with_adapter(event.request)
+            with self._guard.watch():
+                self._scheduler.apply(event, now)
+            if isinstance(event, Submit) and event.request.grammar and self._grammars is not None:
+                self._grammars.submit(event.request)
+        except Exception as error:
+            refused = isinstance(error, TokenyardError)
+            logger.warning("%s was not taken: %s", type(event).__name__, error, exc_info=not refused)
+            if isinstance(event, Submit):
+                request, cause = event.request, _cause_of(error)
+                numbers = range(request.number, request.number + request.sampling.n)
+                self._refused += [Finish(number, "abort", message=str(error), cause=cause) for number in numbers]
+
+    def _with_adapter(self, request: Request) -> Request:
+        """A request as the scheduler shall see it. Raises InvalidRequestError if its adapter is not loaded here, as
+        where another engine wants a prompt computed.
+        """
+        if self._adapters is None:
+            raise InvalidRequestError("adapters are off here (see --enable-lora)", param="lora_path")
+        return self._adapters.submitted(request)
+
+    def _fail(self, error: Exception, plan: StepPlan) -> None:
+        """Send all requests back to the queue because a step failed. The second time in a row end those in the step, as
+        one of them may be the reason. Plans in flight commit empty, so that their pages come back.
+
+        Raises DeviceBrokenError, and ends none, if the device is of no use any more.
+        """
+        logger.error("step %d failed: %s: %s", plan.step, type(error).__name__, error, exc_info=error)
+        self._failures += 1
+        message = f"the model step failed: {error}"
+        if self._failures > MAX_STEP_FAILURES or "CUDA error" in str(error) or isinstance(error, DeviceLostError):
+            raise DeviceBrokenError(message) from error
+        now, paused = time.monotonic_ns(), self._snapshot().paused
+        numbers = [self._scheduler.request_number(plan, place) for place in range(len(plan.pool_rows))]
+        if self._failures == MAX_STEP_FAILURES and (suspects := [number for number in numbers if number is not None]):
+            self._scheduler.apply(Cancel(suspects, message, "failed"), now)
+        self._scheduler.apply(Pause("retract"), now)
+        while self._launched:
+            step = self._launched.popleft()
+            step.lost = True
+            self._scheduler.commit(empty_result(step.plan), now)
+        if not paused:
+            self._scheduler.apply(Resume(), now)
+
+    def _refresh_counters(self) -> None:
+        now = time.monotonic_ns()
+        if now - self._counters_at_ns >= COUNTERS_INTERVAL_NS:
+            self._counters_at_ns, self._counters_stale = now, False
+            self._state.counters = counters = self._counters(now)
+            self._incidents.on_counters(counters["counters"])
+            self._incidents.tell(now)
+            if counters["policy_failure"] != self._policy_failure:
+                self._policy_failure = counters["policy_failure"]
+                logger.error("fcfs decides from now on: %s", self._policy_failure)
+            if self._steps is not None and self._steps.expired(now):
+                self._steps = None
+
+
+def _cause_of(error: Exception) -> AbortCause:
+    """Why a request was not taken: whether it was wrong itself."""
+    return "invalid" if isinstance(error, InvalidRequestError | ConfigError) else "failed"
+
+
+def empty_result(plan: StepPlan) -> StepResult:
+    """Return the result of a step that was lost: no token for any row."""
+    tokens = plan.pool_rows.copy()
+    tokens[:] = -1
+    return StepResult(plan.step, tokens, 0.0)

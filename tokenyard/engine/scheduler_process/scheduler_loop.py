@@ -1,0 +1,162 @@
+"""A scheduler with its executor and all that stands around it: what a scheduler process runs, or an LLM in a thread."""
+
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Protocol, TypeVar, cast
+
+from tokenyard.base import ConfigError, DistributedExecutor, Executor, InvalidRequestError
+from tokenyard.engine.processes.engine_config import EngineConfig
+from tokenyard.engine.processes.messages import UNASKED, RpcRequest, ToScheduler
+from tokenyard.engine.scheduler_process.attachments.disagg import open_disagg_connector
+from tokenyard.engine.scheduler_process.attachments.grammar import GrammarCompiler
+from tokenyard.engine.scheduler_process.attachments.kv_connectors import KvMultiConnector
+from tokenyard.engine.scheduler_process.attachments.kv_events import open_kv_events
+from tokenyard.engine.scheduler_process.attachments.kv_store import open_kv_store_connector
+from tokenyard.engine.scheduler_process.attachments.lookahead import LookaheadClient
+from tokenyard.engine.scheduler_process.attachments.lora import LoraLoader
+from tokenyard.engine.scheduler_process.attachments.priority import create_priority_updates
+from tokenyard.engine.scheduler_process.build_scheduler import build_scheduler, load_prior, measure_prior, open_tape
+from tokenyard.engine.scheduler_process.driver import Driver, Port
+from tokenyard.engine.scheduler_process.event_loop import event_loop_normal, event_loop_overlap
+from tokenyard.engine.scheduler_process.health.liveness import LoopState
+from tokenyard.engine.scheduler_process.health.step_log import StepLog
+from tokenyard.engine.text.tokenizer_files import load_tokenizer
+from tokenyard.kv_layout.model_digest import model_digest
+
+logger = logging.getLogger(__name__)
+
+EXECUTORS = {"torch": "tokenyard.executor.model_loader", "mock": "tokenyard.executor.mock"}
+"""Module of each executor; it has a function `load_executor(model_path, **options)`."""
+
+DP_ATTENTION = "tokenyard.executor.distributed.dp_attention"
+"""The same for data-parallel ranks that share MLPs; the function takes `meeting`, where they meet."""
+
+DISTRIBUTED = "tokenyard.executor.distributed.load"
+"""The same for a model over several ranks; the function takes `tp_size` and `pp_size` as well."""
+
+
+def load_executor(config: EngineConfig) -> Executor:
+    """Load the model. Raises ConfigError for an unknown executor or option, and what its loader raises."""
+    module = EXECUTORS.get(config.executor)
+    if module is None:
+        raise ConfigError(f"no executor {config.executor!r}; there are: {', '.join(EXECUTORS)}")
+    options = config.executor_options
+    if config.enable_dp_attention:
+        module = DP_ATTENTION
+    elif max(config.tp_size, config.pp_size) > 1:
+        module, options = DISTRIBUTED, options | {"tp_size": config.tp_size, "pp_size": config.pp_size}
+        options["share_kv"] = config.tiers.enabled or config.transfer.role != "null"
+        if config.nodes.count > 1:
+            options["nodes"] = asdict(config.nodes) | {"weights": model_digest(config.model_path)}
+    try:
+        loader = importlib.import_module(module).load_executor
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the executor {config.executor!r} needs the package {error.name}; install it") from error
+    logger.info("loading %s", config.model_path)
+    begin_s = time.monotonic()
+    executor = cast(Executor, loader(config.model_path, **options))
+    info = executor.info
+    logger.info(
+        "loaded in %.1f s: %s, %s, room for %d KV tokens",
+        *(time.monotonic() - begin_s, info.device, info.dtype, info.num_pages * info.page_size),
+    )
+    return executor
+
+
+def tokenizer_text(config: EngineConfig) -> str:
+    """The model's tokenizer.json as it is used here. Raises InvalidRequestError where there is none."""
+    if config.skip_tokenizer_init:
+        raise InvalidRequestError("this server has no tokenizer, which grammars need", code="unsupported")
+    return str(load_tokenizer(config.tokenizer_path or config.model_path).to_str())
+
+
+class Closable(Protocol):
+    """Is closed at the end."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+Opened = TypeVar("Opened", bound=Closable | None)
+
+
+def _closing(resources: ExitStack, opened: Opened) -> Opened:
+    """What was opened, if anything; it is closed with the other resources, the last one first."""
+    if opened is not None:
+        resources.callback(opened.close)
+    return opened
+
+
+class SchedulerLoop:
+    """Everything between a port and a device, loaded and ready to run.
+
+    It is to be made where it runs: OpenMP keeps a number of threads for each thread that calls it, and with a second
+    pool of them, made while loading, more threads than cores wait for work and wake up slowly.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        port: Port,
+        deliver: Callable[[ToScheduler], None],
+        *,
+        rank: int = 0,
+        policy_note: str = "",
+    ) -> None:
+        """Load the model. `deliver` brings messages to the port's inbox from any thread.
+
+        Raises ConfigError for settings and files that cannot work, and what loading the model raises.
+        """
+        self.state = LoopState()
+        with ExitStack() as resources:
+            tape = _closing(resources, open_tape(config, rank))
+            told = open_kv_events(config, rank, lambda: deliver(RpcRequest(UNASKED, "tell_kv")))
+            kv_events = _closing(resources, told)
+            self.flush_tape: Callable[[], None] = tape.flush if tape is not None else lambda: None
+            executor = _closing(resources, load_executor(config))
+            self.info = executor.info
+            self.divided = executor if isinstance(executor, DistributedExecutor) else None
+            prior = load_prior(config.cost_profile) or measure_prior(config, executor)
+            self.core = core = build_scheduler(config, executor.info, tape, prior)
+            lookahead = _closing(resources, LookaheadClient(core, config.scheduler_settings(executor.info)))
+            grammars = _closing(resources, GrammarCompiler(executor, deliver, lambda: tokenizer_text(config)))
+            # Closed before the executor, whose pages they read and write.
+            transfers = _closing(resources, open_disagg_connector(config, core, executor, deliver, rank))
+            tiers = _closing(resources, open_kv_store_connector(config, core, executor, deliver, rank))
+            adapters = None
+            if config.scheduler.enable_lora:
+                loader = LoraLoader(executor, core, deliver, port.send, config.max_loaded_loras)
+                adapters = _closing(resources, loader)
+            self._driver = Driver(
+                self.core,
+                executor,
+                port,
+                log=StepLog(config.decode_log_interval),
+                state=self.state,
+                hook=create_priority_updates(config.priority_function, self.core),
+                lookahead=lookahead,
+                kv_events=kv_events,
+                policy_note=policy_note,
+                rank=rank,
+                shares_tenants=config.ranks > 1,
+                grammars=grammars,
+                kv=KvMultiConnector(self.core, transfers, tiers, rank),
+                adapters=adapters,
+            )
+            self._max_in_flight = config.plans_in_flight(executor.info)
+            self._resources = resources.pop_all()
+
+    def run(self) -> None:
+        """Run the event loop until told to stop. Raises DeviceBrokenError, and whatever goes wrong in the scheduler."""
+        if self._max_in_flight == 1:
+            event_loop_normal(self._driver)
+        else:
+            event_loop_overlap(self._driver, self._max_in_flight)
+
+    def close(self) -> None:
+        """Give back the device, and close what was opened."""
+        self._resources.close()

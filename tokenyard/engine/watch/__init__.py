@@ -1,1 +1,0 @@
-"""What watches a running engine: liveness, guards over user code, recording, logs and profiles."""

@@ -1,0 +1,82 @@
+"""Attention of a model whose layers with a window have a KV pool of their own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+import torch
+
+from tokenyard.executor.attention.backend import AttentionBackend, AttentionSpec, FusedKvWriteAttention, KvSlots
+from tokenyard.executor.forward_batch import ForwardBatch, PageTable
+from tokenyard.executor.kv_pool import KvPool
+
+Backend = TypeVar("Backend", bound=AttentionBackend)
+
+
+class HybridAttention(Generic[Backend]):
+    """An AttentionBackend over two others: one for the layers that see all tokens, one for those with a window.
+
+    Each has the pool and the page table of its layers, which it numbers from 0 on, and knows nothing of the other. For
+    the layers with a window a batch has other slots, and is the same else.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[KvPool, PageTable, AttentionSpec], Backend],
+        pool: KvPool,
+        pages: PageTable,
+        spec: AttentionSpec,
+    ) -> None:
+        """`pool` and `pages` are those of the layers that see all tokens, with those of the others behind them."""
+        assert pool.windows is not None
+        assert pages.windows is not None
+        full = [layer for layer, window in enumerate(spec.windows) if not window]
+        local = [layer for layer, window in enumerate(spec.windows) if window]
+        self._window_pages = pages.windows
+        self._backends = [make(pool.windows, pages.windows, _part(spec, local))]
+        if full:
+            self._backends.append(make(pool, pages, _part(spec, full)))
+        self._places = {layer: (0, own) for own, layer in enumerate(local)}
+        self._places |= {layer: (1, own) for own, layer in enumerate(full)}
+        self._batches: list[ForwardBatch] = []
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Work out what the step needs in each group; see AttentionBackend."""
+        slots = self._window_pages.slots(batch.pool_rows, batch.positions).to(torch.int64)
+        # Rows that fill up a recorded batch write to page 0 in either pool; they only look like pool row 0.
+        slots.masked_fill_(batch.slots < self._window_pages.page_size, 0)
+        self._batches = [replace(batch, slots=slots, attention={}), batch]
+        for backend, own in zip(self._backends, self._batches, strict=False):
+            backend.prepare(own)
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Store keys and values in the layer's group and attend; see AttentionBackend."""
+        backend, own, own_batch = self._own(layer)
+        return backend.forward(own, q, k, v, own_batch)
+
+    def _own(self, layer: int) -> tuple[Backend, int, ForwardBatch]:
+        """The backend of a layer's group, the layer's number there and the prepared batch."""
+        group, own = self._places[layer]
+        return self._backends[group], own, self._batches[group]
+
+
+class HybridFusedKvWriteAttention(HybridAttention[FusedKvWriteAttention]):
+    """A FusedKvWriteAttention over two others."""
+
+    def place(self, layer: int, batch: ForwardBatch) -> KvSlots:
+        """Where a layer's keys and values belong in its group; see FusedKvWriteAttention."""
+        backend, own, own_batch = self._own(layer)
+        return backend.place(own, own_batch)
+
+    def attend(self, layer: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attend in the layer's group; see FusedKvWriteAttention."""
+        backend, own, own_batch = self._own(layer)
+        return backend.attend(own, q, own_batch)
+
+
+def _part(spec: AttentionSpec, layers: Sequence[int]) -> AttentionSpec:
+    """How some layers attend."""
+    sinks = tuple(spec.sinks[layer] for layer in layers) if spec.sinks else ()
+    return replace(spec, windows=tuple(spec.windows[layer] for layer in layers), sinks=sinks)

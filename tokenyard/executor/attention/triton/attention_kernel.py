@@ -1,0 +1,266 @@
+"""The attention kernel: blocks of queries of one row attend over the row's slots, read through the page table.
+
+Keys are walked in tiles with a running softmax (Dao et al. 2022, arXiv 2205.14135). Where a block has few queries its
+keys are cut into splits that are worked on at once and joined afterwards (Flash-Decoding, Dao et al. 2023). How keys
+are cut depends on the row's length alone, so that an answer does not depend on what else is in the batch, and nothing
+about a launch depends on lengths, so that it can be captured in a CUDA graph.
+"""
+
+# Triton reads the annotations of kernels itself; only compile-time constants have one.
+# ruff: noqa: ANN001, ANN202
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+SPLITS = 16
+"""Most splits of the keys of a row that decodes."""
+SPLIT_KEYS = 256
+"""Fewest keys of a split; more where the row is longer than its splits times that."""
+MAX_TILE_ROWS = 64
+"""Queries times heads that a program works on, in a launch of long blocks."""
+
+
+COLUMNS = ("positions", "pool_rows", "tokens", "counts")
+"""Arguments that may begin at any number of an upload. A kernel must not be compiled anew where one is not aligned."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryBlocks:
+    """Queries that attend in one launch. tokens: int64[blocks], the first token of each block in the batch. counts:
+    int64[blocks], how many of the row's queries from there on are in it, at most `size`. splits: into how many parts
+    keys are cut, a power of two. partial, sums: scratch for the splits (float32), None without.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    size: int
+    splits: int
+    partial: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+
+
+@triton.jit
+def _split_size(keys, SPLITS: tl.constexpr, SPLIT_KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys of a split of a row that has so many: the same for every batch that the row is in."""
+    share = tl.cdiv(tl.cdiv(keys, SPLITS), BLOCK_N) * BLOCK_N
+    return tl.maximum(share, SPLIT_KEYS)
+
+
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
+def _attend_kernel(
+    out,
+    partial,
+    sums,
+    q,
+    keys,
+    values,
+    sinks,
+    table,
+    positions,
+    pool_rows,
+    tokens,
+    counts,
+    q_stride,
+    slot_stride,
+    table_stride,
+    scale,
+    softcap,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(tokens + block)
+    count = tl.load(counts + block)
+    begin = tl.load(positions + first).to(tl.int32)
+    row = tl.load(pool_rows + first)
+    # The end of the keys of the block's last query, and where the first query's window begins.
+    last = begin + count.to(tl.int32)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(begin - (WINDOW - 1), 0)
+    high = last
+    if SPLITS > 1:
+        size = _split_size(last - low, SPLITS, SPLIT_KEYS, BLOCK_N)
+        low = low + split * size
+        high = tl.minimum(low + size, last)
+    if low < high:
+        m = tl.arange(0, BLOCK_M)
+        query, head = m // GROUP, kv_head * GROUP + m % GROUP
+        d = tl.arange(0, BLOCK_D)
+        real = (query < count)[:, None] & (d < HEAD_DIM)[None, :]
+        own = tl.load(q + (first + query)[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :], real, other=0.0)
+        # Scores are kept in base 2, because exp2 is what the hardware has.
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS and SPLITS == 1:
+            best = tl.load(sinks + head, query < count, other=0.0) * 1.4426950408889634
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+        found = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for begin_n in range(low, high, BLOCK_N):
+            n = begin_n + tl.arange(0, BLOCK_N)
+            page = tl.load(table + row * table_stride + n // PAGE, n < high, other=0).to(tl.int64)
+            place = (page * PAGE + n % PAGE) * slot_stride + kv_head * HEAD_DIM
+            there = (n < high)[:, None] & (d < HEAD_DIM)[None, :]
+            k = tl.load(keys + place[:, None] + d[None, :], there, other=0.0)
+            scores = tl.dot(own, tl.trans(k), input_precision="ieee") * scale
+            if SOFTCAP:
+                # tanh(x) is 2 * sigmoid(2 x) - 1.
+                scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+            seen = (n[None, :] <= (begin + query)[:, None]) & (n < high)[None, :]
+            if WINDOW > 0:
+                seen = seen & (n[None, :] > (begin + query - WINDOW)[:, None])
+            scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
+            now = tl.maximum(best, tl.max(scores, 1))
+            # A query may see nothing of a tile; -inf less -inf would be no number.
+            base = tl.where(now == float("-inf"), 0.0, now)
+            weights = tl.exp2(scores - base[:, None])
+            kept = tl.exp2(best - base)
+            total = total * kept + tl.sum(weights, 1)
+            v = tl.load(values + place[:, None] + d[None, :], there, other=0.0)
+            found = found * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            best = now
+        found = found / tl.where(total > 0.0, total, 1.0)[:, None]
+        if SPLITS > 1:
+            line = ((block * SIZE + query) * heads + head) * SPLITS + split
+            tl.store(partial + line[:, None] * HEAD_DIM + d[None, :], found, real)
+            tl.store(sums + line, best + tl.log2(total), query < count)
+        else:
+            line = (first + query) * heads + head
+            tl.store(out + line[:, None] * HEAD_DIM + d[None, :], found.to(out.dtype.element_ty), real)
+
+
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
+def _join_kernel(
+    out,
+    partial,
+    sums,
+    sinks,
+    positions,
+    tokens,
+    counts,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Join the splits of one query and head."""
+    block, query, head = tl.program_id(0) // SIZE, tl.program_id(0) % SIZE, tl.program_id(1)
+    count = tl.load(counts + block)
+    if query < count:
+        first = tl.load(tokens + block)
+        begin = tl.load(positions + first).to(tl.int32)
+        last = begin + count.to(tl.int32)
+        low = 0
+        if WINDOW > 0:
+            low = tl.maximum(begin - (WINDOW - 1), 0)
+        keys = last - low
+        used = tl.cdiv(keys, _split_size(keys, SPLITS, SPLIT_KEYS, BLOCK_N))
+        split, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+        line = ((block * SIZE + query) * heads + head) * SPLITS + split
+        mass = tl.load(sums + line, split < used, other=float("-inf"))
+        best = tl.max(mass, 0)
+        if SINKS:
+            sink = tl.load(sinks + head) * 1.4426950408889634
+            best = tl.maximum(best, sink)
+        weights = tl.exp2(mass - best)
+        total = tl.sum(weights, 0)
+        if SINKS:
+            total += tl.exp2(sink - best)
+        # A split that a query sees nothing of (before its window) has found zeros and weighs nothing.
+        there = (split < used)[:, None] & (d < HEAD_DIM)[None, :]
+        parts = tl.load(partial + line[:, None] * HEAD_DIM + d[None, :], there, other=0.0)
+        found = tl.sum(parts * weights[:, None], 0) / total
+        place = out + ((first + query) * heads + head) * HEAD_DIM + d
+        tl.store(place, found.to(out.dtype.element_ty), d < HEAD_DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What attends in one launch: q [T, heads, head_dim] with heads in a row of memory, keys and values of a layer's
+    slots [slot, kv heads, head_dim], and how (see AttentionSpec). sinks: float32[heads] or None.
+    """
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    window: int
+    scale: float
+    softcap: float
+    sinks: torch.Tensor | None
+
+
+def attend(
+    blocks: QueryBlocks,
+    layer: AttentionInputs,
+    table: torch.Tensor,
+    page_size: int,
+    positions: torch.Tensor,
+    pool_rows: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write into out [T, heads, head_dim] what the queries of `blocks` find. table: int32[pool row, column]; positions,
+    pool_rows: int64[T]. The keys of the queries' own tokens must be in the pool.
+    """
+    heads, head_dim = layer.q.shape[1:]
+    kv_heads = layer.keys.shape[1]
+    group, block_d = heads // kv_heads, max(16, triton.next_power_of_2(head_dim))
+    block_n = key_tile(head_dim, layer.q.dtype)
+    none = out  # a pointer that no kernel follows
+    constants = {
+        "HEAD_DIM": head_dim,
+        "WINDOW": layer.window,
+        "SINKS": layer.sinks is not None,
+        "SPLITS": blocks.splits,
+        "SPLIT_KEYS": SPLIT_KEYS,
+        "SIZE": blocks.size,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+    }
+    sinks = none if layer.sinks is None else layer.sinks
+    partial = none if blocks.partial is None else blocks.partial
+    sums = none if blocks.sums is None else blocks.sums
+    count = len(blocks.tokens)
+    _attend_kernel[count, kv_heads, blocks.splits](
+        *(out, partial, sums, layer.q, layer.keys, layer.values, sinks),
+        *(table, positions, pool_rows, blocks.tokens, blocks.counts),
+        *(layer.q.stride(0), layer.keys.stride(0), table.stride(0), layer.scale, layer.softcap or 1.0, heads),
+        **constants,
+        GROUP=group,
+        PAGE=page_size,
+        SOFTCAP=bool(layer.softcap),
+        BLOCK_M=max(16, triton.next_power_of_2(blocks.size * group)),
+        num_warps=4 if head_dim <= 128 else 8,
+    )
+    if blocks.splits > 1:
+        _join_kernel[count * blocks.size, heads](
+            *(out, partial, sums, sinks, positions, blocks.tokens, blocks.counts, heads), **constants
+        )
+
+
+def key_tile(head_dim: int, dtype: torch.dtype) -> int:
+    """Return how many keys a program looks at at once, so that keys and values fit shared memory twice."""
+    return 64 if head_dim * dtype.itemsize <= 256 else 32
+
+
+def block_size(group: int) -> int:
+    """Return how many queries of a long run a block takes, for so many query heads per key-value head."""
+    return max(1, MAX_TILE_ROWS // group)

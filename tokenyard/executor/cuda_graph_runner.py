@@ -1,0 +1,160 @@
+"""Decode steps that are recorded at the start, one for each batch size, and played back: CUDA graphs.
+
+A step of a small model is hundreds of short kernels, and the host takes longer to launch them than the device to run
+them. A recorded step is one launch. It reads and writes the memory that it was recorded with: inputs are copied there,
+and a batch between two recorded sizes is filled up with rows that write to page 0, which is nobody's.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokenyard.base import ConfigError
+from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.models.model_backend import TorchModel
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_CAPTURE_BS = 256
+"""The largest batch that is recorded if nothing else is said."""
+
+GraphCapturer = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes work on tensors that stay where they are, and returns what does the same work again."""
+
+
+def capture_batch_sizes(largest: int) -> list[int]:
+    """Return the batch sizes that are recorded, rising: 1, 2, 4, then steps of 8, 16 and 32, and `largest` itself.
+
+    So less than half of a batch is rows that fill it up, and less than a fifth from 40 rows on.
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest, 32)]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+class CudaGraphRunner:
+    """A ModelBackend that plays recorded steps back for decodes, and has all other steps computed as ever.
+
+    Attention must do nothing on the host that depends on lengths when all rows decode (TritonAttention does not).
+    """
+
+    def __init__(
+        self, model: TorchModel, config: ModelConfig, largest: int, device: torch.device, record: GraphCapturer
+    ) -> None:
+        """Record steps of up to `largest` rows. Raises ConfigError where there is no memory for them."""
+        self._model = model
+        self._sizes = capture_batch_sizes(largest)
+        self._columns = torch.zeros(4, largest, dtype=torch.int64, device=device)
+        self._numbers = torch.arange(largest, device=device)
+        self._logits = torch.zeros(largest, config.vocab_size, device=device)
+        self._hidden = torch.empty(0)
+        self._plays: dict[int, Callable[[], None]] = {}
+        begin_s = time.perf_counter()
+        # From large to small: what the largest needs serves all others.
+        for done, size in enumerate(reversed(self._sizes)):
+            logger.info("recording decode steps: batch size %d, %d of %d", size, done + 1, len(self._sizes))
+            try:
+                self._plays[size] = record(self._work(size))
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"there is no memory to record decode steps of {size} rows; lower --cuda-graph-max-bs or"
+                    " --mem-fraction-static, or take --disable-cuda-graph"
+                ) from error
+        logger.info("recorded %d decode steps in %.1f s", len(self._sizes), time.perf_counter() - begin_s)
+
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        """Compute a batch; see ModelBackend."""
+        size = self.size_for(batch)
+        if not size:
+            return self._model.step(batch)
+        rows = len(batch.counts)
+        inputs = [batch.token_ids, batch.positions, batch.slots, batch.pool_rows]
+        torch._foreach_copy_(list(self._columns[:, :rows].unbind()), inputs)
+        # What is left there of a larger batch would be written to slots that others own by now.
+        self._columns[:, rows:size].zero_()
+        self._plays[size]()
+        self._model.states = self._hidden[:rows]
+        return self._logits[:rows]
+
+    def logits(self, first: int, last: int) -> torch.Tensor:
+        """Return logits of tokens of the last step; see ModelBackend."""
+        return self._model.logits(first, last)
+
+    def hidden(self, first: int, last: int) -> torch.Tensor:
+        """Return hidden states of tokens of the last step; see ModelBackend."""
+        return self._model.hidden(first, last)
+
+    def size_for(self, batch: ForwardBatch) -> int:
+        """Return the recorded size that a batch is filled up to; 0 if it must be computed as ever."""
+        rows = len(batch.counts)
+        if batch.decode_rows != rows or len(batch.logit_tokens) != rows or not 0 < rows <= self._sizes[-1]:
+            return 0
+        return next(size for size in self._sizes if size >= rows)
+
+    def _work(self, size: int) -> Callable[[], None]:
+        columns = self._columns[:, :size]
+        batch = ForwardBatch(
+            *(columns[0], columns[1], columns[2], columns[3], self._numbers[:size]),
+            starts=np.zeros(size, dtype=np.int64),
+            counts=np.ones(size, dtype=np.int64),
+            decode_rows=size,
+        )
+
+        def work() -> None:
+            logits = self._model.step(batch)
+            if not len(self._hidden):
+                rows = len(self._numbers)
+                self._hidden = logits.new_zeros(rows, self._model.states.shape[1], dtype=self._model.states.dtype)
+            # Every size leaves its results in one place, so that none needs such memory of its own.
+            self._logits[:size].copy_(logits)
+            self._hidden[:size].copy_(self._model.states)
+
+        return work
+
+
+class CudaGraphCapturer:
+    """A Recorder by CUDA graphs, which share their memory: only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory: Any = None
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record work; see Recorder."""
+        # First as ever: kernels are compiled and libraries take their memory at the first call, and not in a graph.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                work()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+            work()
+        self._memory = graph.pool()
+        return graph.replay
+
+
+def why_not(config: ModelConfig, device: torch.device, *, triton: bool, divided: bool, adapters: bool) -> str:
+    """Return why steps of a model cannot be recorded, "" if they can. triton: whether Triton's kernels attend. divided:
+    whether there are other ranks to keep up with.
+    """
+    reasons = {
+        "the device is no CUDA device": device.type != "cuda",
+        "attention works on the host for every step (only --attention-backend triton does not)": not triton,
+        "experts are chosen on the host": config.experts is not None,
+        "ranks of a divided model record no steps yet": divided,
+        "adapters change the products of a step": adapters,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+@torch.inference_mode()
+def capture_graphs(
+    model: TorchModel, config: ModelConfig, sizes: Sequence[int], device: torch.device
+) -> CudaGraphRunner:
+    """Record a model's decode steps as CUDA graphs, for batches up to the smallest of `sizes`. Raises ConfigError."""
+    return CudaGraphRunner(model, config, min(sizes), device, CudaGraphCapturer(device))

@@ -1,0 +1,151 @@
+"""The ranks that one process starts on its own machine: rank 0 the others beside it, another node's command all there.
+
+What they are to compute goes to them through a ring in shared memory, and they give heartbeats there.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tokenyard.base import NS_PER_S, ConfigError, EngineDeadError
+from tokenyard.executor.distributed.process_watch import ProcessWatch
+from tokenyard.executor.distributed.rank_messages import RankReport, RankSetup, RankSocket
+from tokenyard.executor.distributed.shared_kv import create_memory
+from tokenyard.executor.distributed.shm_broadcast import RingWriter, SharedMemory
+
+RANK_PROCESS_MODULE = "tokenyard.executor.distributed.rank_process"
+START_TIMEOUT_S = 1800.0
+"""How long a rank may take to load its part of the model after rank 0 has loaded its own."""
+
+END_TIMEOUT_S = 2.0
+ROOT_CAUSE_WAIT_NS = NS_PER_S // 2
+"""How long a rank that has lost another one is not told of: the other's end is the reason, wherever it is found."""
+
+
+@dataclass(slots=True)
+class ChildRank:
+    """One rank: its number, its place in the table, what people call it, its process and the socket to it. kv: the
+    descriptor of the memory of its KV, -1 where it keeps that to itself.
+
+    end, ended_ns: how and when it was found to have ended. lost_peers: because it could not reach another rank.
+    """
+
+    rank: int
+    place: int
+    name: str
+    process: subprocess.Popen[bytes]
+    wire: RankSocket
+    kv: int = -1
+    end: str = ""
+    ended_ns: int = 0
+    lost_peers: bool = False
+
+    def wait_report(self) -> RankReport:
+        """Wait for what it says while it starts. Raises EngineDeadError if it ends or is late, ConfigError."""
+        try:
+            return self.wire.receive(RankReport, START_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineDeadError(f"{self.name} has not started within {START_TIMEOUT_S:g} s") from None
+        except (EOFError, OSError):
+            raise EngineDeadError(f"{self.name} {self.how_it_ended()} while it started") from None
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self.name} speaks another version of Tokenyard: {error}") from None
+
+    def how_it_ended(self) -> str:
+        """Why a process that has ended did so."""
+        with suppress(EOFError, TimeoutError, OSError, msgspec.MsgspecError):
+            report = self.wire.receive(RankReport, 0.1)
+            self.lost_peers = report.lost_peers
+            if report.failure:
+                return f"failed: {report.failure}"
+        self.process.kill()
+        code = self.process.wait()
+        return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+
+
+class ChildRanks:
+    """The processes of some ranks. `check` is called while they have no room for more, and raises to give up."""
+
+    def __init__(self, setups: list[RankSetup], check: Callable[[], None]) -> None:
+        """Start them. setups: with the places 1, 2, ..."""
+        self._memory, memory = SharedMemory.create(len(setups) + 1)
+        self._members: list[ChildRank] = []
+        bells = []
+        for setup in setups:
+            member, bell = _start(setup, memory)
+            self._members.append(member)
+            bells.append(bell)
+        os.close(memory)
+        self._ring = RingWriter(self._memory, bells, check)
+
+    def __iter__(self) -> Iterator[ChildRank]:
+        return iter(self._members)
+
+    def send(self, frame: bytes) -> None:
+        """Have all compute a plan. Raises OSError if one has gone, and what `check` raises."""
+        self._ring.send(frame)
+
+    def look(self, watch: ProcessWatch) -> str:
+        """Give a heartbeat; returns why they cannot go on, "" if all are well."""
+        now = self._memory.alive_ns[0] = watch.look()
+        for member in self._members:
+            if member.process.poll() is not None:
+                if not member.end:
+                    member.end, member.ended_ns = member.how_it_ended(), now
+                if not member.lost_peers or now - member.ended_ns > ROOT_CAUSE_WAIT_NS:
+                    return f"{member.name} {member.end}"
+            elif watch.is_stalled(member.process.pid, int(self._memory.alive_ns[member.place])):
+                return f"{member.name} is stalled"
+        return ""
+
+    def begin_step(self, step: int) -> None:
+        """Note which step the process that starts them has begun."""
+        self._memory.steps[0] = step
+
+    def describe(self) -> list[dict[str, Any]]:
+        """pid, step and silence of the process that starts them, then of each of them."""
+        now = time.monotonic_ns()
+        pids = [os.getpid(), *(member.process.pid for member in self._members)]
+        table = zip(pids, self._memory.steps, self._memory.alive_ns, strict=True)
+        return [
+            {"pid": pid, "step": int(step), "silent_s": round((now - int(alive)) / 1e9, 1)}
+            for pid, step, alive in table
+        ]
+
+    def kill(self) -> None:
+        """End them at once."""
+        for member in self._members:
+            member.process.kill()
+
+    def close(self, patience_s: float) -> None:
+        """Tell them to end, and end those that have not after so long."""
+        self._ring.close()
+        for member in self._members:
+            with suppress(subprocess.TimeoutExpired):
+                member.process.wait(patience_s)
+            member.process.kill()
+            member.process.wait()
+            member.wire.close()
+
+
+def _start(setup: RankSetup, memory: int) -> tuple[ChildRank, int]:
+    """Start a rank; returns it and the end of its bell to write to."""
+    ours, theirs = socket.socketpair()
+    hears, bell = os.pipe()
+    kv = create_memory() if setup.share_kv else -1
+    with theirs:
+        fds = (theirs.fileno(), hears, memory, *([kv] if setup.share_kv else []))
+        command = [sys.executable, "-m", RANK_PROCESS_MODULE, *map(str, fds)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+    os.close(hears)
+    wire = RankSocket(ours)
+    wire.send(setup)
+    return ChildRank(setup.rank, setup.place, setup.name, process, wire, kv), bell

@@ -1,0 +1,77 @@
+"""What a rank has of a model that is divided, and the ways of dividing one."""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal, Protocol
+
+from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.executor.distributed.step_message import Range
+from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.layers.parallel import TensorParallelComm
+from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.models.model_backend import TorchModel
+from tokenyard.executor.weights import Weights
+
+ParallelKind = Literal["tensor", "pipeline"]
+"""How a model is divided: every layer among all ranks, or whole layers in stages."""
+
+AgreePages = Callable[[ExecutorInfo], ExecutorInfo]
+"""Compares what a rank has loaded with the others; returns it with the number of pages that all have."""
+
+
+class ModelPartition(Protocol):
+    """Rank `rank` of the `size` ranks of a model. Rank 0 is the one that schedules and samples.
+
+    flag: what asks for this way of dividing. takes_all: whether there is a tensor of each name at every rank.
+    within_rank: whether all ranks are one data-parallel rank. joint: how ranks make whole what each computes of a
+    layer, None where layers are whole.
+    """
+
+    flag: ClassVar[str]
+    takes_all: ClassVar[bool]
+    within_rank: ClassVar[bool]
+
+    @property
+    def rank(self) -> int:
+        """Its number, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def agree(self) -> AgreePages:
+        """See Agree."""
+
+    @property
+    def tp_comm(self) -> TensorParallelComm | None:
+        """See Joint."""
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """The part of a model that this rank computes, as a model. Raises ConfigError where it cannot be divided."""
+
+    def weights(self, source: Weights, whole: ModelConfig) -> Weights:
+        """This rank's part of the tensors of `source`, which are those of the whole model."""
+
+    def compute(self, model: TorchModel, batch: ForwardBatch, ranges: Sequence[Range], *, open_tokens: bool) -> None:
+        """Compute a step at a rank other than 0. ranges: see `steps`. open_tokens: whether only rank 0 knows all tokens
+        of the batch.
+        """
+
+
+def stage_of(rank: int, size: int) -> int:
+    """The stage of a pipeline that a rank computes: rank 0, which samples, has the last one."""
+    return rank - 1 if rank else size - 1
+
+
+def name_of(form: ParallelKind, rank: int, size: int) -> str:
+    """What people call a rank of a model."""
+    return f"tensor-parallel rank {rank}" if form == "tensor" else f"pipeline stage {stage_of(rank, size)}"
+
+
+def layers_only(part: ModelPartition, model_impl: str) -> str:
+    """What computes a part of a model: torch's layers, as ranks meet within a step. Raises ConfigError where whole
+    steps by native kernels are asked for by name.
+    """
+    if model_impl == "native":
+        raise ConfigError(f"--model-impl native computes whole steps and cannot be used with {part.flag}; leave it out")
+    return "torch"

@@ -1,0 +1,142 @@
+"""How the ranks of a model exchange tensors."""
+
+import socket
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+MAX_PENDING_SENDS = 8
+"""Tensors that a rank has sent and that nobody has received yet; more than there are plans in flight."""
+
+RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
+"""For ranks that have all loaded: one that does not come now has ended."""
+
+
+class Rendezvous(msgspec.Struct):
+    """By what the ranks connect: a file, in a folder that only this user may enter, or where they are on several
+    machines a store that rank 0 keeps at `host` and `port`. address: where the others reach this machine.
+    """
+
+    file: str = ""
+    host: str = ""
+    port: int = 0
+    address: str = LOOPBACK
+
+
+class ProcessGroup(Protocol):
+    """The ranks of a model, as one of them sees the others."""
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' tensors of this shape, the same bits at every rank; `part` may be changed."""
+
+    def broadcast_from_rank0(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's tensor; the others give one of the same shape and dtype, which may be changed."""
+
+    def gather_to_rank0(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return all ranks' tensors of this shape, by rank, at rank 0, and none elsewhere."""
+
+
+class TorchProcessGroup:
+    """Ranks that are processes, by torch.distributed: gloo between CPUs, NCCL between CUDA devices.
+
+    `failed` turns an error of the connection into the one that is raised.
+    """
+
+    def __init__(self, failed: Callable[[Exception], Exception]) -> None:
+        self._failed = failed
+        self._group: Any = None
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def connect(
+        self, meeting: Rendezvous, rank: int, size: int, device: torch.device, listener: socket.socket | None = None
+    ) -> None:
+        """Meet the other ranks and wait for all of them. listener: what rank 0 keeps a store at, if it does."""
+        try:
+            store = _store(meeting, size, listener)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        if device.type == "cuda":
+            nccl = dist.ProcessGroupNCCL.Options()
+            self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)
+        else:
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=meeting.address)]
+            try:
+                self._group = gloo(store, rank, size, options)
+            except RuntimeError as error:
+                raise self._failed(error) from error
+        # The connections are made by the first exchange.
+        self.sum(torch.zeros(1, device=device))
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks; see Group."""
+        try:
+            self._group.allreduce([part]).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return part
+
+    def broadcast_from_rank0(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's tensor; see Group."""
+        try:
+            self._group.broadcast(tensor, 0).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return tensor
+
+    def gather_to_rank0(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return all tensors at rank 0; see Group."""
+        parts = [torch.empty_like(part) for _ in range(self._group.size())] if not self._group.rank() else []
+        try:
+            self._group.gather(parts, part.contiguous(), 0).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return parts
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor to a rank, which receives those of this rank in the same order. Returns while it may still be
+        on its way, so it must not be changed; waits while more than MAX_PENDING_SENDS are.
+        """
+        try:
+            self._sent.append((self._group.send([tensor], to, 0), tensor))
+            while len(self._sent) > MAX_PENDING_SENDS:
+                self._sent[0][0].wait()
+                self._sent.popleft()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def receive(self, memory: torch.Tensor, sender: int) -> torch.Tensor:
+        """Receive a tensor of the shape and dtype of `memory`, which holds it afterwards and is returned."""
+        try:
+            self._group.recv([memory], sender, 0).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return memory
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._group = None
+
+
+def _store(meeting: Rendezvous, size: int, listener: socket.socket | None) -> Any:
+    """Where each rank leaves its address for the others. torch would listen for all of a store's clients at every
+    address of the machine, but takes a socket that listens at one.
+    """
+    store: Any
+    module: Any = dist
+    if meeting.file:
+        store = module.FileStore(meeting.file, size)
+        store.set_timeout(RENDEZVOUS_TIMEOUT)
+        return store
+    place: dict[str, Any] = {"is_master": False}
+    if listener is not None:
+        place = {"is_master": True, "master_listen_fd": listener.detach()}
+    port = meeting.port
+    return module.TCPStore(meeting.host, port, size, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False, **place)

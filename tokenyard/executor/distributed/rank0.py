@@ -1,0 +1,282 @@
+"""Rank 0 of a model over several ranks: it starts the others, sends them each plan, and samples.
+
+A plan goes to the other ranks as bytes (`base.plan_bytes`) through a ring in shared memory, and all compute along. What
+a token was sampled from never leaves rank 0: tokens that only its device knows reach the others as the inputs of the
+next step, so that ranks cannot disagree about them.
+"""
+
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenyard.base import ConfigError, DeviceLostError, EngineDeadError, ExecutorInfo, Int32Array, KvPieces, StepPlan
+from tokenyard.executor.distributed.child_ranks import END_TIMEOUT_S, ChildRanks
+from tokenyard.executor.distributed.node_connection import Message, NodeEnded, NodeHeartbeat, NodePlan, NodeWelcome
+from tokenyard.executor.distributed.partition import ParallelKind, name_of, stage_of
+from tokenyard.executor.distributed.process_group import Rendezvous, TorchProcessGroup
+from tokenyard.executor.distributed.process_watch import HEARTBEAT_INTERVAL_S, ProcessWatch
+from tokenyard.executor.distributed.rank_messages import OWN_FIELDS, AgreedNumPages, RankReport, RankSetup, check_report
+from tokenyard.executor.distributed.remote_nodes import MultiNodeConfig, RemoteNode, meet_nodes
+from tokenyard.executor.distributed.shared_kv import MappedKv, pieces_of_all_ranks
+from tokenyard.executor.distributed.step_message import Range, encode_step
+from tokenyard.executor.forward_batch import ForwardBatch
+from tokenyard.executor.runner import ModelExecutor, Ticket
+from tokenyard.executor.sampling.logprobs import prompt_ranges
+
+logger = logging.getLogger(__name__)
+
+REASON_TIMEOUT_S = 2.0
+
+
+class ModelRanks:
+    """The other ranks of a model, as rank 0 sees them: beside it, and on other nodes.
+
+    When one of them ends or is stalled, all are ended, and `on_lost` is told why; what is computed then raises
+    DeviceLostError.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        size: int,
+        options: dict[str, Any],
+        form: ParallelKind = "tensor",
+        terms: MultiNodeConfig | None = None,
+        *,
+        share_kv: bool = False,
+    ) -> None:
+        """Start the processes beside this one, and wait for the other nodes. options: those of `load_executor`, JSON
+        values only. form: how the model is divided. terms: how nodes find each other, None for this machine alone.
+        share_kv: whether this process maps the KV of all.
+        """
+        self.size, self.form = size, form
+        self.own_name = name_of(form, 0, size)
+        self.kv: list[MappedKv] | None = [] if share_kv else None
+        self.on_lost: Callable[[str], None] = lambda reason: None
+        self.group = TorchProcessGroup(self._connection_failed)
+        self._folder = tempfile.TemporaryDirectory(prefix="tokenyard-tp-")
+        self._reason = ""
+        self._lost = threading.Event()
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="ranks of the model", daemon=True)
+        self._meeting = Rendezvous(file=str(Path(self._folder.name) / "meeting"))
+        self._store: socket.socket | None = None
+        self._nodes: list[RemoteNode] = []
+        self._terms = terms
+        if terms is not None:
+            self._meet(terms, options)
+            options = options | {"nodes": terms.count}
+        here = size if terms is None else len(terms.ranks_of(0, size))
+        setups = [
+            RankSetup(model_path, options, rank, size, os.getpid(), self._meeting, rank, here, form, share_kv)
+            for rank in range(1, here)
+        ]
+        self._members = ChildRanks(setups, self._check)
+        for node in self._nodes:
+            node.on_ended = self._node_ended
+            if node.reason:
+                self._node_ended(node.reason)
+
+    def agree(self, info: ExecutorInfo) -> ExecutorInfo:
+        """Wait until all have loaded; returns `info` with the number of pages that every rank has room for.
+
+        Raises ConfigError or EngineDeadError for a rank that failed, is late, or has other settings.
+        """
+        pages = [check_report(member.name, member.wait_report(), info) for member in self._members]
+        for node, name in self._remote():
+            pages.append(check_report(name, node.wait_report(name), info, (*OWN_FIELDS, "model")))
+        agreed = AgreedNumPages(min(info.num_pages, *pages))
+        for member in self._members:
+            member.wire.send(agreed)
+        for node in self._nodes:
+            self._say(node, agreed)
+        return replace(info, num_pages=agreed.num_pages)
+
+    def connect(self, device: torch.device) -> None:
+        """Connect all ranks once they have memory for KV, and watch over them. Raises as `agree`."""
+        for member in self._members:
+            report = self._ready(member.name, member.wait_report())
+            if self.kv is not None and report.kv is not None:
+                self.kv.append(MappedKv(member.kv, report.kv))
+                os.close(member.kv)
+        for node, name in self._remote():
+            self._ready(name, node.wait_report(name))
+        self._watcher.start()
+        self.group.connect(self._meeting, 0, self.size, device, self._store)
+        # Nobody needs the meeting place any more, and this process may be killed.
+        self._folder.cleanup()
+
+    def send(self, plan: StepPlan, ranges: Sequence[Range] = ()) -> None:
+        """Have the other ranks compute a plan. ranges: see `steps`. Raises DeviceLostError."""
+        self._check()
+        self._members.begin_step(plan.step)
+        data = encode_step(plan, ranges)
+        for node in self._nodes:
+            self._say(node, NodePlan(data))
+        try:
+            self._members.send(data)
+        except OSError as error:
+            raise self._connection_failed(error) from error
+
+    def give_up(self, reason: str) -> DeviceLostError:
+        """End all ranks; returns the error to raise. The first reason counts."""
+        if not self._reason:
+            self._reason = reason
+            self._members.kill()
+            for node in self._nodes:
+                node.link.leave(NodeEnded(reason))
+            # Before anybody who waits for the reason can end this process.
+            logger.critical("%s, so all %d ranks of the model end", reason, self.size)
+            self._lost.set()
+        return DeviceLostError(self._reason)
+
+    def notify_loss(self, tell: Callable[[str], None]) -> None:
+        """Call `tell`, from another thread, with the reason when a rank is lost; at once if one is already."""
+        self.on_lost = tell
+        if self._lost.is_set():
+            tell(self._reason)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What people should know of each rank, rank 0 first."""
+        found = self._members.describe()
+        for node in self._nodes:
+            found += [sign | {"node": node.number} for sign in node.signs]
+        places = [
+            {"tp_rank": rank} if self.form == "tensor" else {"pp_rank": stage_of(rank, self.size)}
+            for rank in range(self.size)
+        ]
+        return [place | sign for place, sign in zip(places, found, strict=False)]
+
+    def close(self) -> None:
+        """End all ranks; closing again does nothing."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._watcher.is_alive() and self._watcher is not threading.current_thread():
+            self._watcher.join()
+        error = sys.exception()
+        why = self._reason or ("" if error is None else str(error) or type(error).__name__)
+        for node in self._nodes:
+            node.close(NodeEnded(why, isinstance(error, ConfigError)))
+        self.group.close()
+        self._members.close(END_TIMEOUT_S if self._watcher.ident and not self._reason else 0.0)
+        if self._store is not None:
+            self._store.close()
+        self._folder.cleanup()
+
+    def _meet(self, terms: MultiNodeConfig, options: dict[str, Any]) -> None:
+        """Wait for the other nodes, and have them load."""
+        self._nodes = meet_nodes(terms, terms.facts(options, self.form, self.size))
+        address = self._nodes[0].link.own_address
+        self._store = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        port = self._store.getsockname()[1]
+        self._meeting = Rendezvous(host=address, port=port, address=address)
+        for node in self._nodes:
+            with suppress(OSError):
+                node.link.send(NodeWelcome(port))
+        logger.info("all %d nodes are there", terms.count)
+
+    def _remote(self) -> Iterator[tuple[RemoteNode, str]]:
+        """For each rank of the other nodes its node, and what people call it."""
+        for node in self._nodes:
+            assert self._terms is not None
+            for rank in self._terms.ranks_of(node.number, self.size):
+                yield node, f"{name_of(self.form, rank, self.size)} on node {node.number}"
+
+    def _ready(self, name: str, report: RankReport) -> RankReport:
+        if report.failure:
+            raise (ConfigError if report.wrong_settings else EngineDeadError)(f"{name}: {report.failure}")
+        return report
+
+    def _say(self, node: RemoteNode, message: Message) -> None:
+        try:
+            node.link.send(message)
+        except OSError as error:
+            raise self._connection_failed(error) from error
+
+    def _node_ended(self, reason: str) -> None:
+        if not self._closing.is_set():
+            self.give_up(reason)
+
+    def _check(self) -> None:
+        if self._reason:
+            raise DeviceLostError(self._reason)
+
+    def _connection_failed(self, error: Exception) -> DeviceLostError:
+        """The reason why the others cannot be reached, which the watcher finds soon."""
+        self._lost.wait(REASON_TIMEOUT_S)
+        return self.give_up(f"the ranks of the model lost each other: {error}")
+
+    def _watch(self) -> None:
+        """Look after the others, and give heartbeats to them."""
+        watch = ProcessWatch()
+        while not self._closing.wait(HEARTBEAT_INTERVAL_S):
+            if reason := self._members.look(watch):
+                self.give_up(reason)
+            for node in self._nodes:
+                if watch.is_silent(node.heard_ns):
+                    self.give_up(f"nothing is heard of node {node.number}")
+                with suppress(OSError):
+                    node.link.send(NodeHeartbeat())
+            if self._reason:
+                self.on_lost(self._reason)
+                return
+
+
+class Rank0Executor(ModelExecutor):
+    """Executor over rank 0's part of a model, with the other ranks."""
+
+    def __init__(self, ranks: ModelRanks, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.ranks = ranks
+
+    def pieces(self, pages: Int32Array) -> KvPieces:
+        """Say where the KV of pages lies, at all ranks; see Executor. Raises ConfigError where some of it is out of
+        reach.
+        """
+        own, others = super().pieces(pages), self.ranks.kv
+        if others is None or len(others) != self.ranks.size - 1 or own.device != "cpu":
+            raise ConfigError("KV that is divided among devices or machines cannot be moved or stored yet")
+        return pieces_of_all_ranks(own, others, pages, own_last=self.ranks.form == "pipeline")
+
+    def on_lost(self, tell: Callable[[str], None]) -> None:
+        """Call `tell`, from another thread, when a rank is lost; see ParallelExecutor."""
+        self.ranks.notify_loss(tell)
+
+    def describe_ranks(self) -> list[dict[str, Any]]:
+        """What people should know of each rank; see ParallelExecutor."""
+        return self.ranks.describe()
+
+    def close(self) -> None:
+        """End the other ranks and give back the device's memory."""
+        self.ranks.close()
+        super().close()
+
+
+class TensorParallelExecutor(Rank0Executor):
+    """Executor over rank 0's share of each layer; the other ranks compute along."""
+
+    def _run(self, ticket: Ticket) -> None:
+        """Compute a step together. A rank that fails within it is at another place than the others: all end."""
+        plan = ticket.plan
+        self.ranks.send(plan, [(first, end) for first, end, _ in prompt_ranges(plan, self._sampler.rows)])
+        try:
+            super()._run(ticket)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            raise self.ranks.give_up(f"{self.ranks.own_name} failed: {type(error).__name__}: {error}") from error
+
+    def _inputs(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
+        tokens = super()._inputs(plan, batch)
+        return self.ranks.group.broadcast_from_rank0(tokens) if plan.tokens.min() < 0 else tokens

@@ -1,0 +1,130 @@
+"""A rank of a model other than rank 0: it computes the plans that rank 0 sends, and nothing else.
+
+It is started by rank 0, or by the command of another node (`parallel.node`), which passes on what rank 0 says. It runs
+as `python -m tokenyard.executor.distributed.rank_process CONTROL BELL MEMORY [KV]`, descriptors all. It has no
+scheduler, no sampler of its own and no clock but for its heartbeat.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import NoReturn
+
+import setproctitle
+import torch
+
+from tokenyard.base import ConfigError, DeviceLostError, ExecutorInfo, TokenyardError
+from tokenyard.executor.distributed.partition import ModelPartition
+from tokenyard.executor.distributed.pipeline_stages import PipelineStage
+from tokenyard.executor.distributed.process_group import TorchProcessGroup
+from tokenyard.executor.distributed.process_watch import HEARTBEAT_INTERVAL_S, ProcessWatch
+from tokenyard.executor.distributed.rank_messages import AgreedNumPages, RankReport, RankSetup, RankSocket
+from tokenyard.executor.distributed.shared_kv import layout_of, pool_memory
+from tokenyard.executor.distributed.shm_broadcast import RingReader, SharedMemory
+from tokenyard.executor.distributed.step_message import decode_step
+from tokenyard.executor.distributed.tensor import TensorParallelShard
+from tokenyard.executor.forward_batch import build_batch
+from tokenyard.executor.model_loader import load_executor
+from tokenyard.executor.models.model_backend import TorchModel
+from tokenyard.executor.runner import ModelExecutor
+
+PR_SET_PDEATHSIG = 1
+CPU_NICE = 5
+"""As much as rank 0 gives way to the rest of a server whose model runs on the CPU."""
+
+
+class RankProcess:
+    """One rank, from its start to its end."""
+
+    def __init__(self, wire: RankSocket, bell: int, memory: int, kv: int | None = None) -> None:
+        self._wire = wire
+        self._pool_memory = None if kv is None else pool_memory(kv)
+        self._setup = setup = wire.receive(RankSetup)
+        self._memory = SharedMemory(memory, setup.places)
+        self._ring = RingReader(self._memory, setup.place, bell)
+        self._group = TorchProcessGroup(lambda error: DeviceLostError(f"it lost the other ranks: {error}"))
+        part = TensorParallelShard if setup.form == "tensor" else PipelineStage
+        self._part: ModelPartition = part(setup.rank, setup.size, self._group, self._agree)
+        setproctitle.setproctitle(f"tokenyard: {setup.name} of rank {setup.options.get('rank', 0)}")
+
+    def run(self) -> None:
+        """Load this rank's part of the model and compute what comes, until rank 0 closes the ring."""
+        die_with_parent(self._setup.parent_pid)
+        executor = self._load()
+        kv = None if self._pool_memory is None else layout_of(executor.kv_pool)
+        self._wire.send(RankReport(info=executor.info, kv=kv))
+        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
+        setup = self._setup
+        self._group.connect(setup.meeting, setup.rank, setup.size, torch.device(executor.info.device))
+        model = executor.model
+        assert isinstance(model, TorchModel)
+        with torch.inference_mode():
+            while (frame := self._ring.receive()) is not None:
+                self._compute(executor, model, frame)
+
+    def _load(self) -> ModelExecutor:
+        setup = self._setup
+        if setup.options.get("device") in ("cpu", "auto") and not torch.cuda.is_available():
+            os.nice(CPU_NICE)
+        return load_executor(setup.model_path, **setup.options, part=self._part, pool_memory=self._pool_memory)
+
+    def _agree(self, info: ExecutorInfo) -> ExecutorInfo:
+        """Tell rank 0 what was loaded and take the number of pages from it."""
+        self._wire.send(RankReport(info=info))
+        return replace(info, num_pages=self._wire.receive(AgreedNumPages).num_pages)
+
+    def _compute(self, executor: ModelExecutor, model: TorchModel, frame: bytes) -> None:
+        plan, ranges = decode_step(frame)
+        self._memory.steps[self._setup.place] = plan.step
+        executor.pages.write(plan)
+        if not len(plan.pool_rows):
+            return
+        batch = build_batch(plan, executor.pages)
+        self._part.compute(model, batch, ranges, open_tokens=bool(plan.tokens.min() < 0))
+
+    def _send_heartbeats(self) -> None:
+        """Give heartbeats, and end the process that started this one if it is stalled: all ranks end together."""
+        parent, watch = self._setup.parent_pid, ProcessWatch()
+        while True:
+            self._memory.alive_ns[self._setup.place] = watch.look()
+            if watch.is_stalled(parent, int(self._memory.alive_ns[0])):
+                os.kill(parent, signal.SIGKILL)
+                os._exit(1)
+            time.sleep(HEARTBEAT_INTERVAL_S)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel end this process when its parent ends; does nothing but on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def main() -> NoReturn:
+    """Run one rank; exits with 1, and the reason on the socket, when it fails."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Ending is rank 0's business.
+        signal.signal(number, signal.SIG_IGN)
+    # Rank 0 says what there is to say, in the format that is asked for.
+    logging.disable(logging.CRITICAL)
+    control, *others = map(int, sys.argv[1:])
+    wire = RankSocket(socket.socket(fileno=control))
+    try:
+        RankProcess(wire, *others).run()
+    except Exception as error:
+        wrong = isinstance(error, ConfigError)
+        text = str(error) if isinstance(error, TokenyardError) else f"{type(error).__name__}: {error}"
+        wire.send(RankReport(failure=text, wrong_settings=wrong, lost_peers=isinstance(error, DeviceLostError)))
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

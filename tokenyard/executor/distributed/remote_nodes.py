@@ -1,0 +1,216 @@
+"""The other nodes of a model over several machines, as rank 0 on node 0 sees them.
+
+Node 0 listens while it waits for the others. Each of them (`parallel.node`) proves that it knows the secret, says what
+it would compute, and starts its ranks when all are there. Their ranks load and report as those beside rank 0 do.
+"""
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tokenyard.base import ConfigError, EngineDeadError
+from tokenyard.base.frames import HandshakeError
+from tokenyard.executor.distributed.child_ranks import END_TIMEOUT_S, START_TIMEOUT_S
+from tokenyard.executor.distributed.node_connection import (
+    Message,
+    NodeConnection,
+    NodeEnded,
+    NodeHello,
+    NodeRankReport,
+    NodeSettings,
+    NodeStatus,
+    Refused,
+    open_node_connection,
+    own_hello,
+)
+from tokenyard.executor.distributed.partition import ParallelKind
+from tokenyard.executor.distributed.rank_messages import RankReport
+
+logger = logging.getLogger(__name__)
+
+OF_EACH_NODE = ("threads", "mem_fraction_static", "rank", "ranks", "nodes")
+"""Options of `load_executor` that are a node's own affair."""
+
+FLAG_OF_OPTION = {
+    "max_pool_rows": "--max-running-requests",
+    "seed": "--random-seed",
+    "deterministic": "--enable-deterministic-inference",
+    "draft_tokens": "--speculative-num-draft-tokens",
+    "draft_model": "--speculative-draft-model-path",
+    "lora_slots": "--max-loras-per-batch",
+    "lora_rank": "--max-lora-rank",
+}
+WEIGHTS = "--model-path"
+
+
+@dataclass(frozen=True, slots=True)
+class MultiNodeConfig:
+    """How the nodes of a model find each other.
+
+    count: how many there are, and this is number `number`. host, port: where node 0 listens. secret: they share it.
+    timeout_s: how long they wait for each other. weights: a digest of the model's, as its folder may be elsewhere.
+    """
+
+    count: int
+    number: int
+    host: str
+    port: int
+    secret: str
+    timeout_s: float
+    weights: str
+
+    @property
+    def place(self) -> str:
+        """The address of node 0, as people write it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def facts(self, options: dict[str, Any], form: ParallelKind, size: int) -> dict[str, Any]:
+        """What all nodes must have the same, by flags."""
+        flags = {FLAG_OF_OPTION.get(name, f"--{name.replace('_', '-')}"): value for name, value in options.items()}
+        own = {f"--{name.replace('_', '-')}" for name in OF_EACH_NODE}
+        shared = {flag: value for flag, value in flags.items() if flag not in own}
+        division = {"--tp-size" if form == "tensor" else "--pp-size": size, "--nnodes": self.count}
+        return division | shared | {WEIGHTS: self.weights}
+
+    def ranks_of(self, node: int, size: int) -> range:
+        """The ranks of a model of `size` ranks that a node has."""
+        each = size // self.count
+        return range(node * each, (node + 1) * each)
+
+
+class RemoteNode:
+    """Another node, once it is there. A thread listens to it. on_ended: is told when it has gone."""
+
+    def __init__(self, number: int, link: NodeConnection) -> None:
+        self.number, self.link = number, link
+        self.reason = ""
+        self.heard_ns = 0
+        self.signs: list[dict[str, Any]] = []
+        self.on_ended: Callable[[str], None] = lambda reason: None
+        self._reports: queue.SimpleQueue[RankReport | None] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._listen, name=f"node {number}", daemon=True)
+        self._listener.start()
+
+    def wait_report(self, name: str) -> RankReport:
+        """Wait for what the next of its ranks says while it starts. Raises EngineDeadError."""
+        try:
+            report = self._reports.get(timeout=START_TIMEOUT_S)
+        except queue.Empty:
+            raise EngineDeadError(f"{name} has not started within {START_TIMEOUT_S:g} s") from None
+        if report is None:
+            raise EngineDeadError(self.reason)
+        return report
+
+    def close(self, last: NodeEnded) -> None:
+        """Tell it to end, and let go of it."""
+        self.link.leave(last)
+        self._listener.join(END_TIMEOUT_S)
+        self.link.close()
+
+    def _listen(self) -> None:
+        try:
+            while not self.reason:
+                self._take(self.link.receive())
+        except HandshakeError as error:
+            self.reason = f"node {self.number} makes no sense: {error.message}"
+        except (EOFError, OSError):
+            self.reason = f"node {self.number} has gone"
+        self._reports.put(None)
+        self.on_ended(self.reason)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, NodeRankReport):
+            self._reports.put(message.report)
+        elif isinstance(message, NodeStatus):
+            self.signs = message.ranks
+        elif isinstance(message, NodeEnded):
+            self.reason = f"node {self.number}: {message.reason}"
+        else:
+            raise HandshakeError(f"a {type(message).__name__} does not belong there")
+        self.heard_ns = time.monotonic_ns()
+
+
+def meet_nodes(terms: MultiNodeConfig, facts: dict[str, Any]) -> list[RemoteNode]:
+    """Wait at node 0 for all other nodes; returns them by number.
+
+    One with another secret or other settings is told so, and waited for further. Raises ConfigError if node 0 cannot
+    listen at the address, EngineDeadError if a node is late.
+    """
+    try:
+        door = socket.create_server(
+            (terms.host, terms.port), family=socket.AF_INET6 if ":" in terms.host else socket.AF_INET
+        )
+    except OSError as error:
+        raise ConfigError(f"--dist-init-addr: node 0 cannot listen at {terms.place}: {error.strerror}") from error
+    present: dict[int, RemoteNode] = {}
+    end_s = time.monotonic() + terms.timeout_s
+    try:
+        with door:
+            while missing := _missing(terms, present):
+                logger.info("waiting for node %s at %s", ", ".join(map(str, missing)), terms.place)
+                left_s = end_s - time.monotonic()
+                if left_s <= 0 or not _accept_node(door, left_s, terms, facts, present):
+                    names = ", ".join(f"node {number}" for number in missing)
+                    raise EngineDeadError(f"{names} did not come to {terms.place} within {terms.timeout_s:g} s")
+    except BaseException:
+        for node in present.values():
+            node.close(NodeEnded("node 0 waits no longer for the other nodes"))
+        raise
+    return [present[number] for number in sorted(present)]
+
+
+def _missing(terms: MultiNodeConfig, present: dict[int, RemoteNode]) -> list[int]:
+    for number in [number for number, node in present.items() if node.reason]:
+        del present[number]
+    return [number for number in range(1, terms.count) if number not in present]
+
+
+def _accept_node(
+    door: socket.socket, left_s: float, terms: MultiNodeConfig, facts: dict[str, Any], present: dict[int, RemoteNode]
+) -> bool:
+    """Take the next connection; returns whether there was one in time."""
+    door.settimeout(left_s)
+    try:
+        sock, address = door.accept()
+    except TimeoutError:
+        return False
+    link = None
+    try:
+        link, hello = open_node_connection(sock, own_hello(0), terms.secret.encode(), dialled=False)
+        said = link.receive()
+        if not isinstance(said, NodeSettings):
+            raise HandshakeError("it does not say what it would compute")
+        if why := _why_not(hello, said, terms, facts, present):
+            link.leave(Refused(why))
+            raise HandshakeError(why)
+        present[hello.node] = RemoteNode(hello.node, link)
+    except HandshakeError as error:
+        logger.warning("refused a node at %s: %s", address[0], error.message)
+        sock.close()
+    except (EOFError, OSError):
+        sock.close()
+    return True
+
+
+def _why_not(
+    hello: NodeHello, said: NodeSettings, terms: MultiNodeConfig, facts: dict[str, Any], present: dict[int, RemoteNode]
+) -> str:
+    """Why a node is not taken, "" if it is."""
+    name = f"node {hello.node}"
+    for flag in [*facts, *(flag for flag in said.values if flag not in facts)]:
+        here, there = facts.get(flag), said.values.get(flag)
+        if here == there:
+            continue
+        if flag == WEIGHTS:
+            return f"{name} has another model than node 0 ({WEIGHTS}): config or weights differ"
+        return f"{name} has {flag} {there!r}, but node 0 has {here!r}"
+    if not 0 < hello.node < terms.count:
+        return f"{name} is not one of the nodes 1 to {terms.count - 1} (--node-rank)"
+    if hello.node in present and not present[hello.node].reason:
+        return f"{name} is there already (--node-rank)"
+    return ""

@@ -1,0 +1,177 @@
+"""Data-parallel ranks that compute every step together: who has tokens says so, and the others compute along.
+
+A *round* is one step of all ranks. A rank that has a step asks for a round; the hub, a thread of rank 0, then calls all
+others, and each answers with the tokens of its own step, or none. When all have answered, all are told all counts and
+compute. A rank that has nothing to do does so in the thread that listens to the hub: an idle batch. Nobody waits for a
+clock, and ranks that all have nothing to do sleep.
+"""
+
+import logging
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from tokenyard.base import DeviceLostError
+
+logger = logging.getLogger(__name__)
+
+CALL, GO, LOST = b"c", b"g", b"l"
+LEAVES = -1
+"""What a rank says in place of its tokens when it ends as it was told to."""
+
+MAX_STEP_MESSAGE_BYTES = 1 << 16
+_COUNT = struct.Struct("=q")
+FREE, ASKED, OWN = "free", "asked", "own"
+"""What a rank does: nothing, it has asked for a round and waits, it computes a step of its own."""
+
+
+class StepBarrier:
+    """Opens rounds. ends: a packet socket to each rank, by rank; names: what people call the ranks."""
+
+    def __init__(self, ends: list[socket.socket], names: list[str]) -> None:
+        self._ends, self._names = ends, names
+        self.reason = ""
+        threading.Thread(target=self._run, name="rounds of ranks", daemon=True).start()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as ready:
+            for rank, end in enumerate(self._ends):
+                ready.register(end, selectors.EVENT_READ, rank)
+            counts: dict[int, int] = {}
+            while True:
+                for key, _ in ready.select():
+                    data = _receive(self._ends[key.data])
+                    tokens = _COUNT.unpack(data)[0] if data else LEAVES
+                    if tokens == LEAVES:
+                        self._end(key.data, asked=bool(data))
+                        return
+                    first = not counts
+                    counts[key.data] = tokens
+                    if first:
+                        self._tell(CALL, but=key.data)
+                    if len(counts) == len(self._ends):
+                        self._tell(GO + struct.pack(f"={len(counts)}q", *(counts[rank] for rank in sorted(counts))))
+                        counts = {}
+
+    def _tell(self, data: bytes, but: int = -1) -> None:
+        for rank, end in enumerate(self._ends):
+            if rank != but:
+                # One that has gone is found by its silence.
+                with suppress(OSError):
+                    end.send(data)
+
+    def _end(self, rank: int, *, asked: bool) -> None:
+        reason = self.reason or f"{self._names[rank]} has {'left' if asked else 'gone'}"
+        level = logging.INFO if asked else logging.CRITICAL
+        logger.log(level, "%s, so all %d ranks of the model end", reason, len(self._ends))
+        self._tell(LOST + reason.encode())
+        for end in self._ends:
+            end.close()
+
+
+class Participant:
+    """One rank. idle: computes an idle batch; begin_step: is told the tokens of each rank before a step."""
+
+    def __init__(
+        self, end: socket.socket, idle: Callable[[], None], begin_step: Callable[[list[int]], None], hub_name: str
+    ) -> None:
+        self._end, self._idle, self._begin_step = end, idle, begin_step
+        self._hub_name = hub_name
+        self._state = FREE
+        self._changed = threading.Condition()
+        self._reason = ""
+        self._tell_loss: Callable[[str], None] = lambda reason: None
+        self.rounds = self.idle_steps = 0
+        self._closing = False
+        threading.Thread(target=self._listen, name="rounds of this rank", daemon=True).start()
+
+    def on_lost(self, tell: Callable[[str], None]) -> None:
+        """Call `tell`, from another thread, with the reason when a rank is lost; at once if one is already."""
+        with self._changed:
+            self._tell_loss = tell
+            lost = bool(self._reason)
+        if lost:
+            tell(self._reason)
+
+    def begin(self, tokens: int) -> None:
+        """Wait for a round for a step of this rank's own, of `tokens`. Raises DeviceLostError, else `end` follows."""
+        with self._changed:
+            self._wait_for(FREE)
+            self._state = ASKED
+            self._say(tokens)
+            self._wait_for(OWN)
+
+    def end(self) -> None:
+        """The step was computed, or failed."""
+        with self._changed:
+            self._state = FREE
+            self._changed.notify_all()
+
+    def lost(self, error: Exception) -> DeviceLostError:
+        """The error to raise where a rank cannot be reached."""
+        with self._changed:
+            return DeviceLostError(self._reason or f"the ranks of the model lost each other: {error}")
+
+    def close(self) -> None:
+        """Leave the others, who end."""
+        self._closing = True
+        self._say(LEAVES)
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+
+    def _wait_for(self, state: str) -> None:
+        self._changed.wait_for(lambda: self._state == state or bool(self._reason))
+        if self._reason:
+            raise DeviceLostError(self._reason)
+
+    def _say(self, tokens: int) -> None:
+        with suppress(OSError):
+            self._end.send(_COUNT.pack(tokens))
+
+    def _listen(self) -> None:
+        while (data := _receive(self._end)) and data[:1] != LOST:
+            if data[:1] == CALL:
+                self._join()
+            else:
+                self._go([count for (count,) in _COUNT.iter_unpack(data[1:])])
+        if self._closing:
+            return
+        with self._changed:
+            self._reason = data[1:].decode() or f"{self._hub_name} has gone"
+            self._changed.notify_all()
+        self._tell_loss(self._reason)
+
+    def _join(self) -> None:
+        """Answer a call: with no tokens, unless this rank has asked itself meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state != OWN)
+            if self._state == FREE:
+                # No step of our own may begin before this round is over.
+                self._state = "idle"
+                self._say(0)
+
+    def _go(self, counts: list[int]) -> None:
+        self._begin_step(counts)
+        self.rounds += 1
+        with self._changed:
+            if self._state == ASKED:
+                self._state = OWN
+                self._changed.notify_all()
+                return
+        self.idle_steps += 1
+        try:
+            self._idle()
+        except DeviceLostError:
+            logger.debug("a round was cut off")
+        self.end()
+
+
+def _receive(end: socket.socket) -> bytes:
+    try:
+        return end.recv(MAX_STEP_MESSAGE_BYTES)
+    except OSError:
+        return b""

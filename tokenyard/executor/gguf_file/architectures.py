@@ -1,0 +1,66 @@
+"""What a GGUF file says, or leaves to its reader, of the families with parts of their own. Needs no torch."""
+
+from typing import Any
+
+from tokenyard.executor.gguf_file.gguf_reader import GgufFile
+
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""The one size of Gemma whose scores are scaled by something else than the size of a head; no file says so."""
+
+
+def own_facts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that a family has beyond those of all; `config` are the others."""
+    facts = {"gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "gpt-oss": _gpt_oss}.get(file.architecture)
+    return facts(file, config) if facts else {}
+
+
+def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    scalar = config["head_dim"]
+    if config["num_hidden_layers"] == LAYERS_OF_27B[file.architecture]:
+        scalar = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": file.own("attention.sliding_window"),
+        "attn_logit_softcapping": file.own("attn_logit_softcapping"),
+        "final_logit_softcapping": file.own("final_logit_softcapping"),
+    }
+
+
+def _gemma2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    found = _gemma(file, config)
+    return found | {key: cap for key, cap in caps.items() if found[key] is None}
+
+
+def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    bases = {
+        "rope_theta": file.own("rope.freq_base", 1e6),
+        "rope_local_base_freq": file.own("rope.freq_base_swa", 1e4),
+    }
+    return _gemma(file, config) | bases
+
+
+def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"sliding_window": file.own("attention.sliding_window") or None}
+    lists = {key: file.tensors.get(f"rope_factors_{key}.weight") for key in ("short", "long")}
+    if all(found is not None for found in lists.values()):
+        facts["original_max_position_embeddings"] = file.own("rope.scaling.original_context_length")
+        facts["rope_scaling"] = {
+            "rope_type": "longrope",
+            "attention_factor": file.own("rope.scaling.attn_factor"),
+            **{f"{key}_factor": found.data.tolist() for key, found in lists.items() if found is not None},
+        }
+    return facts
+
+
+def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"sliding_window": file.own("attention.sliding_window"), "attention_bias": True}
+    original = file.own("rope.scaling.original_context_length")
+    if file.own("rope.scaling.type") == "yarn" and original:
+        facts["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": file.own("rope.scaling.factor", 1.0),
+            "original_max_position_embeddings": original,
+            "truncate": False,
+        }
+    return facts

@@ -1,0 +1,63 @@
+"""Says which schema of a grammar is at fault, and where in it: a client may have sent dozens of tools.
+
+The server writes behind each `%json` rule, as a comment, what it was made of.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+RULE = re.compile(r"[^\n:]*: %json (\{.*\}) // ([^\n]*)")
+MAX_TRIES = 200
+"""Parts that are compiled on their own to find the one at fault."""
+
+ErrorOf = Callable[[str], str]
+"""What is wrong with a grammar, "" for nothing."""
+
+
+def explain_refusal(text: str, reason: str, error_of: ErrorOf) -> str:
+    """`reason`, behind the place of the first schema in `text` that is refused on its own, if there is one."""
+    for found in RULE.finditer(text):
+        schema = json.loads(found[1])
+        own = error_of(_grammar(schema))
+        if own:
+            pointer = _pointer(schema, own, error_of)
+            return f"{found[2]}{f' at {pointer}' if pointer else ''}: {own}"
+    return reason
+
+
+def _grammar(schema: Any) -> str:
+    return "start: %json " + json.dumps(schema, ensure_ascii=False)
+
+
+def _pointer(root: dict[str, Any], reason: str, error_of: ErrorOf) -> str:
+    """The JSON pointer of the deepest part of a schema that is refused for the same reason, "" for all of it."""
+    shared = {name: root[name] for name in ("$defs", "definitions", "x-guidance") if name in root}
+    tries = iter(range(MAX_TRIES))
+
+    def fails(part: dict[str, Any]) -> bool:
+        return next(tries, None) is not None and error_of(_grammar({**shared, **part})) == reason
+
+    schema, pointer = root, ""
+    while found := next(((step, part) for step, part in _parts(schema) if fails(part)), None):
+        pointer, schema = pointer + found[0], found[1]
+    return pointer
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(step of the pointer, schema) of the schemas that stand directly in one."""
+    for name in ("$defs", "definitions", "properties", "patternProperties"):
+        inner = schema.get(name)
+        for key, part in inner.items() if isinstance(inner, dict) else ():
+            if isinstance(part, dict):
+                yield f"/{name}/{key.replace('~', '~0').replace('/', '~1')}", part
+    for name in ("items", "additionalProperties", "not"):
+        part = schema.get(name)
+        if isinstance(part, dict):
+            yield f"/{name}", part
+    for name in ("prefixItems", "anyOf", "oneOf", "allOf"):
+        inner = schema.get(name)
+        for place, part in enumerate(inner if isinstance(inner, list) else ()):
+            if isinstance(part, dict):
+                yield f"/{name}/{place}", part

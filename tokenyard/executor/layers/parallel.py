@@ -1,0 +1,153 @@
+"""What the ranks of a model compute of a layer together."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tokenyard.executor.distributed.process_group import ProcessGroup
+
+EmbeddingLookup = Callable[[torch.Tensor], torch.Tensor]
+"""int64[tokens] -> [tokens, hidden]: an embedding."""
+
+Part = Callable[[torch.Tensor], torch.Tensor]
+"""[rows, n] -> [rows, outputs] in the dtype of its input."""
+
+
+class TensorParallelComm(Protocol):
+    """How the ranks of a model make whole what each computes of a layer."""
+
+    def output(self, part: Part) -> Part:
+        """Put around this rank's product behind the attention."""
+
+    def mlp(self, part: Part) -> Part:
+        """Put around this rank's share of what follows the attention."""
+
+    def embedding(self, rows: torch.Tensor) -> EmbeddingLookup:
+        """The embedding, of which this rank has these rows: [tokens of the vocabulary, hidden]."""
+
+    def head(self, part: Part, vocabulary: int) -> Part:
+        """Put around this rank's product that makes logits, of so many in all."""
+
+
+class AllReducedLinear:
+    """`part(x)` summed over the ranks of a group, of which each has the same x."""
+
+    def __init__(self, part: Part, group: ProcessGroup) -> None:
+        self._part, self._group = part, group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's share and take the sum: the same bits at every rank."""
+        return self._group.sum(self._part(x))
+
+
+class VocabParallelEmbedding:
+    """An embedding of which each rank has some rows, the same number: rank 0 the first ones, and so on.
+
+    A token is looked up by the rank that has it, the others have zeros, and the sum is exact.
+    """
+
+    def __init__(self, rows: torch.Tensor, group: ProcessGroup, rank: int) -> None:
+        self._rows, self._group = rows, group
+        self._first = rank * len(rows)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Look up int64[tokens]: [tokens, hidden]."""
+        places = token_ids - self._first
+        elsewhere = (places < 0) | (places >= len(self._rows))
+        found = self._rows[places.masked_fill_(elsewhere, 0)]
+        return self._group.sum(found.masked_fill_(elsewhere[:, None], 0.0))
+
+
+class ParallelLMHead:
+    """A product that makes logits, of which each rank makes some; rank 0 gets them all."""
+
+    def __init__(self, part: Part, group: ProcessGroup, vocabulary: int) -> None:
+        self._part, self._group, self._vocabulary = part, group, vocabulary
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's part of [rows, vocabulary]; returns all at rank 0, and only the part elsewhere.
+
+        Nothing is exchanged for no rows.
+        """
+        part = self._part(x)
+        if not len(x):
+            return part.new_empty(0, self._vocabulary)
+        parts = self._group.gather_to_rank0(part)
+        # The last part may have been filled up.
+        return torch.cat(parts, dim=-1)[:, : self._vocabulary] if parts else part
+
+
+class AllReduceComm:
+    """A Joint of ranks that share every product of a layer, and the vocabulary (tensor parallelism)."""
+
+    def __init__(self, group: ProcessGroup, rank: int) -> None:
+        self._group, self._rank = group, rank
+
+    def embedding(self, rows: torch.Tensor) -> EmbeddingLookup:
+        """See Joint."""
+        return VocabParallelEmbedding(rows, self._group, self._rank)
+
+    def head(self, part: Part, vocabulary: int) -> Part:
+        """See Joint."""
+        return ParallelLMHead(part, self._group, vocabulary)
+
+    def output(self, part: Part) -> Part:
+        """See Joint."""
+        return AllReducedLinear(part, self._group)
+
+    def mlp(self, part: Part) -> Part:
+        """See Joint."""
+        return AllReducedLinear(part, self._group)
+
+
+class DpTokenRange:
+    """Where the tokens of this rank stand among those of all ranks in a step: `first` to `first + own` of `total`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.first = self.total = 0
+
+    def set(self, counts: list[int]) -> None:
+        """Begin a step; counts: tokens of each rank."""
+        self.first, self.total = sum(counts[: self._rank]), sum(counts)
+
+
+class DpAttentionMlp:
+    """`part(x)` of the tokens of all ranks, summed over the ranks; each gets that of its own tokens.
+
+    The tokens are gathered by a sum too, with zeros in the places of other ranks (as SGLang does).
+    """
+
+    def __init__(self, part: Part, group: ProcessGroup, places: DpTokenRange) -> None:
+        self._part, self._group, self._places = part, group, places
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's share for all tokens; x: [own tokens, n], none for a rank that has nothing to do."""
+        own = slice(self._places.first, self._places.first + len(x))
+        everyone = x.new_zeros(self._places.total, x.shape[1])
+        everyone[own] = x
+        return self._group.sum(self._part(self._group.sum(everyone)))[own]
+
+
+class DpAttentionComm:
+    """A Joint of ranks that attend to tokens of their own and share what follows (attention by data-parallel rank)."""
+
+    def __init__(self, group: ProcessGroup, places: DpTokenRange) -> None:
+        self._group, self._places = group, places
+
+    def embedding(self, rows: torch.Tensor) -> EmbeddingLookup:
+        """See Joint; all of it is here."""
+        return rows.__getitem__
+
+    def head(self, part: Part, vocabulary: int) -> Part:
+        """See Joint; all of it is here."""
+        return part
+
+    def output(self, part: Part) -> Part:
+        """See Joint."""
+        return part
+
+    def mlp(self, part: Part) -> Part:
+        """See Joint."""
+        return DpAttentionMlp(part, self._group, self._places)

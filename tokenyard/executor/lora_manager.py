@@ -1,0 +1,234 @@
+"""LoRA adapters of the rows of a step: slots on the device, and their part in each product of torch's layers.
+
+Native steps have slots of their own (`native/lora.py`). Between torch's layers, a step with rows of several adapters
+computes `x @ A^T` for all slots up to the last one in use as one product, sets what belongs to other rows' adapters to
+zero, and multiplies by all B as one product. On a CPU that is faster than a loop over adapters or a gather of matrices
+by row, unless an adapter has many tokens in the step: then each adapter's tokens are a product of their own. It is
+exact: a row's zeros add nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from tokenyard.base import ConfigError, RowStart, StepPlan, TokenyardError
+from tokenyard.executor.forward_batch import to_device
+from tokenyard.executor.layers.linear import Product
+from tokenyard.executor.lora_weights import LoraWeights, projection_shapes, read_adapter
+from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.models.decoder import Decoder
+
+FUSED = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "output": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+"""The products of a layer, each over one input, and the projections that it is made of."""
+
+SPLIT_MIN_TOKENS = 64
+"""From so many tokens of an adapter on average, a product for each adapter is faster than one for all."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Tokens that get the change of slots `first .. last - 1` in one product.
+
+    tokens: int64[m], None for all of the step. others: bool[m, slots, 1, 1], True where a token is not of that slot;
+    None where all tokens are of the one slot.
+    """
+
+    first: int
+    last: int
+    tokens: torch.Tensor | None
+    others: torch.Tensor | None
+
+
+class LoraBatchInfo:
+    """Which tokens of the step have which adapter; every adapted product of a model looks here."""
+
+    def __init__(self) -> None:
+        self.runs: list[_Run] = []
+
+    def set(self, slots: npt.NDArray[np.int64], device: torch.device) -> None:
+        """Take in the slot of each token (int64[T], 0 for none) of the step that follows."""
+        used = np.unique(slots[slots > 0])
+        count = int(np.count_nonzero(slots))
+        if not len(used):
+            self.runs = []
+        elif len(used) == 1 or count >= SPLIT_MIN_TOKENS * len(used):
+            self.runs = [self._one(slots, int(slot), device) for slot in used]
+        else:
+            places = np.flatnonzero(slots)
+            last = int(used[-1])
+            others = slots[places, None] != np.arange(1, last + 1)
+            tokens = None if count == len(slots) else to_device(places, device)
+            self.runs = [_Run(0, last, tokens, to_device(others[:, :, None, None], device))]
+
+    def _one(self, slots: npt.NDArray[np.int64], slot: int, device: torch.device) -> _Run:
+        places = np.flatnonzero(slots == slot)
+        tokens = None if len(places) == len(slots) else to_device(places, device)
+        return _Run(slot - 1, slot, tokens, None)
+
+
+class LoraLinear:
+    """A product of the layers with the changes of the adapters in each slot.
+
+    a: [slots, projections, rank, inputs]; b: one [slots, rank, outputs] for each projection, scaled. Rows of a smaller
+    rank are zero.
+    """
+
+    def __init__(self, base: Product, batch: LoraBatchInfo, a: torch.Tensor, b: Sequence[torch.Tensor]) -> None:
+        self._base, self._batch = base, batch
+        self.a, self.b = a, list(b)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply: [rows, inputs] -> [rows, outputs], in the dtype of `x`."""
+        found = self._base(x)
+        for run in self._batch.runs:
+            if run.tokens is None:
+                self._add(x, run, found)
+            else:
+                part = found[run.tokens]
+                self._add(x[run.tokens], run, part)
+                found[run.tokens] = part
+        return found
+
+    def _add(self, x: torch.Tensor, run: _Run, found: torch.Tensor) -> None:
+        """Add to `found` [m, outputs] the change of `x` [m, inputs]."""
+        a = self.a[run.first : run.last]
+        slots, parts, rank, inputs = a.shape
+        inner = F.linear(x, a.reshape(-1, inputs)).view(len(x), slots, parts, rank)
+        if run.others is not None:
+            # Not a product with zeros, which an overflow in another row's adapter would survive as NaN.
+            inner.masked_fill_(run.others, 0.0)
+        begin = 0
+        for part, b in enumerate(self.b):
+            outputs = b.shape[-1]
+            mine = inner[:, :, part].reshape(len(x), slots * rank)
+            found[:, begin : begin + outputs].addmm_(mine, b[run.first : run.last].reshape(slots * rank, outputs))
+            begin += outputs
+
+    def put(self, slot: int, names: Sequence[str], layer: int, weights: LoraWeights) -> None:
+        """Copy one adapter's matrices into a slot (from 0 on) in place of what was there."""
+        self.a[slot].zero_()
+        for part, name in enumerate(names):
+            b = self.b[part][slot]
+            b.zero_()
+            pair = weights.pairs.get((layer, name))
+            if pair is not None:
+                rank = len(pair.a)
+                self.a[slot, part, :rank].copy_(pair.a)
+                b[:rank].copy_(pair.b.T)
+                b[:rank].mul_(pair.scale)
+
+
+class LoraMemoryPool(Protocol):
+    """Where adapters lie while steps use them. slot_bytes: what one takes there. Slots count from 0 here."""
+
+    slot_bytes: int
+
+    def put(self, slot: int, weights: LoraWeights) -> None:
+        """Copy an adapter into a slot in place of what was there."""
+
+    def begin(self, slot_of_token: npt.NDArray[np.int64] | None) -> None:
+        """Take in the slot of each token (from 1, or 0 for none) of the step that follows; None if all have none."""
+
+
+class TorchLoraPool:
+    """LoraMemoryPool between the products of torch's layers."""
+
+    def __init__(
+        self, decoder: Decoder, config: ModelConfig, slots: int, rank: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Change the decoder's products. Raises ConfigError without memory."""
+        self._batch = LoraBatchInfo()
+        self._config, self._slots, self._rank = config, slots, rank
+        self._device, self._dtype = device, dtype
+        self._linears: list[tuple[int, tuple[str, ...], LoraLinear]] = []
+        decoder.adapt(self._adapt)
+        self.slot_bytes = sum(
+            matrix[0].numel() * matrix.itemsize for _, _, linear in self._linears for matrix in (linear.a, *linear.b)
+        )
+
+    def put(self, slot: int, weights: LoraWeights) -> None:
+        """Copy an adapter into a slot; see LoraMemoryPool."""
+        for layer, names, linear in self._linears:
+            linear.put(slot, names, layer, weights)
+
+    def begin(self, slot_of_token: npt.NDArray[np.int64] | None) -> None:
+        """Take in the slots of a step's tokens; see LoraMemoryPool."""
+        if slot_of_token is None:
+            self._batch.runs = []
+        else:
+            self._batch.set(slot_of_token, self._device)
+
+    def _adapt(self, layer: int, name: str, product: Product) -> Product:
+        """A product of a layer (a name in FUSED) with slots for adapters. Raises ConfigError without memory."""
+        shapes, names = projection_shapes(self._config, layer), FUSED[name]
+        try:
+            options = {"device": self._device, "dtype": self._dtype}
+            a = torch.zeros(self._slots, len(names), self._rank, shapes[names[0]][0], **options)  # type: ignore[call-overload]
+            b = [torch.zeros(self._slots, self._rank, shapes[each][1], **options) for each in names]  # type: ignore[call-overload]
+        except RuntimeError as error:
+            raise no_memory(self._slots, self._rank) from error
+        adapted = LoraLinear(product, self._batch, a, b)
+        self._linears.append((layer, names, adapted))
+        return adapted
+
+
+def no_memory(slots: int, rank: int) -> ConfigError:
+    """The error of a device without room for the slots."""
+    return ConfigError(
+        f"there is no memory for {slots} adapters of rank {rank}; lower --max-loras-per-batch or --max-lora-rank"
+    )
+
+
+class LoraManager:
+    """The adapters of one model: those read into memory, and those that are in slots.
+
+    `load` and `drop` may be called from other threads than steps are.
+    """
+
+    def __init__(self, config: ModelConfig, slots: LoraMemoryPool, count: int, rank: int, max_pool_rows: int) -> None:
+        """count: how many slots there are; rank: the largest of an adapter."""
+        self.slots = slots
+        self._config, self._rank = config, rank
+        self._host: dict[str, LoraWeights] = {}
+        self._holders = [""] * count
+        self._slot_of_row = np.zeros(max_pool_rows, dtype=np.int64)
+
+    def load(self, adapter: str, folder: Path) -> None:
+        """Read an adapter into memory. Raises ConfigError for one that cannot be served."""
+        self._host[adapter] = read_adapter(folder, self._config, self._rank)
+
+    def drop(self, adapter: str) -> None:
+        """Free the memory of an adapter that no row has any more; unknown ones are ignored."""
+        self._host.pop(adapter, None)
+
+    def take(self, starts: Sequence[RowStart]) -> None:
+        """Take in the rows that start, and bring their adapters to the slots that the plan says."""
+        for start in starts:
+            self._slot_of_row[start.pool_row] = start.slot
+            if start.slot and self._holders[start.slot - 1] != start.lora:
+                self._fill(start.slot - 1, start.lora)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Make ready for the rows of a step."""
+        slots = self._slot_of_row[plan.pool_rows]
+        self.slots.begin(np.repeat(slots, plan.counts) if slots.any() else None)
+
+    def _fill(self, slot: int, adapter: str) -> None:
+        weights = self._host.get(adapter)
+        if weights is None:
+            raise TokenyardError(f"a plan has rows of the adapter {adapter!r}, which was not loaded")
+        # Until the copy is whole, the slot is nobody's.
+        self._holders[slot] = ""
+        self.slots.put(slot, weights)
+        self._holders[slot] = adapter

@@ -1,0 +1,419 @@
+"""From the name of a model to an executor that runs it."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenyard.base import ConfigError, ExecutorInfo
+from tokenyard.executor.backends import (
+    BackendChoice,
+    choose_backends,
+    load_layers,
+    make_model,
+    make_sampling_backend,
+)
+from tokenyard.executor.cuda_graph_runner import DEFAULT_MAX_CAPTURE_BS, capture_graphs
+from tokenyard.executor.cuda_graph_runner import why_not as why_not_record
+from tokenyard.executor.distributed.partition import ModelPartition, layers_only
+from tokenyard.executor.draft_model import ModelDrafter
+from tokenyard.executor.drafter import Choose, Drafter, NgramDrafter
+from tokenyard.executor.forward_batch import PageTable
+from tokenyard.executor.gguf_file.folder import LINK
+from tokenyard.executor.gguf_file.weights import GgufWeights
+from tokenyard.executor.hf_hub import resolve_model_path
+from tokenyard.executor.kv_pool import KvPool, choose_num_pages, choose_swa_pool, kv_bytes_per_token
+from tokenyard.executor.lora_manager import LoraManager, LoraMemoryPool, TorchLoraPool
+from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.models.decoder import Decoder
+from tokenyard.executor.models.hf_config import read_model_config
+from tokenyard.executor.models.model_backend import ModelBackend, TorchModel
+from tokenyard.executor.models.stacked_params import checkpoint_weights, cut_out
+from tokenyard.executor.native.lora import NativeLoraPool
+from tokenyard.executor.native.model import NativeDecoder
+from tokenyard.executor.runner import ModelExecutor
+from tokenyard.executor.weights import DummyWeights, SafetensorsWeights, Weights, read_json
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    device: auto (CUDA where there is one), cpu, cuda or cuda:N. dtype: auto, bfloat16, float16 or float32.
+    max_total_tokens, mem_fraction_static: size of the KV pool, see choose_num_pages. context_length: shorter than the
+    model's, None for the model's. load_format: safetensors (auto is the same), or dummy for random weights from `seed`
+    and a config alone. threads: on a CPU, 0 lets torch and the native kernels choose. model_impl, attention_backend,
+    quantization, deterministic: see choose_backends. disable_cuda_graph, cuda_graph_max_bs: whether decode steps are
+    recorded, and of how many rows at most, None for the executor's choice (see graphs). swa_full_tokens_ratio: see
+    choose_swa_pool; models that are divided keep all tokens in all
+    layers. draft_tokens: most drafts of a row for one step, 0 for none; draft_model: what drafts them, "" for prompt
+    lookup. lora_slots, lora_rank: most LoRA adapters in a step, 0 for none, and their largest rank. rank, ranks: data-
+    parallel rank, of how many on this machine: CUDA devices are taken in turn where `device` names none, and memory is
+    shared by the ranks on one device. nodes: machines among which the ranks of a part's model are shared out.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    page_size: int = 1
+    max_pool_rows: int = 256
+    max_total_tokens: int | None = None
+    mem_fraction_static: float = 0.88
+    context_length: int | None = None
+    load_format: str = "auto"
+    threads: int = 0
+    seed: int = 0
+    model_impl: str = "auto"
+    attention_backend: str = "auto"
+    quantization: str = "none"
+    deterministic: bool = False
+    disable_cuda_graph: bool = False
+    cuda_graph_max_bs: int | None = None
+    swa_full_tokens_ratio: float = 0.0
+    draft_tokens: int = 0
+    draft_model: str = ""
+    lora_slots: int = 0
+    lora_rank: int = 16
+    rank: int = 0
+    ranks: int = 1
+    nodes: int = 1
+
+
+def load_executor(
+    model_path: str,
+    *,
+    part: ModelPartition | None = None,
+    pool_memory: Callable[[int], torch.Tensor] | None = None,
+    make: Callable[..., ModelExecutor] = ModelExecutor,
+    **options: Any,
+) -> ModelExecutor:
+    """Load a Hugging Face model folder (or repository, by name) and get its KV pool ready.
+
+    part: what of the model is loaded, None for all; pool_memory: see KvPool; `make` puts the executor together (see
+    `parallel.leader`); options: see LoadOptions. Raises ConfigError, in one line, for whatever does not fit.
+    """
+    given = LoadOptions(**options)
+    target, sharing = _prepare_device(given, part)
+    folder = resolve_model_path(model_path)
+    config = whole = read_folder_config(folder)
+    if part is not None:
+        config, given = part.config(whole), replace(given, model_impl=layers_only(part, given.model_impl))
+    kind = choose_dtype(given.dtype, target, config)
+    length = _context_length(given.context_length, config)
+    choice = _choose_backends(given, config, kind, target)
+
+    layers = _load_layers(choice, whole, folder, given, target, kind, length, part)
+    adapters = _make_adapters(layers, config, given, target, kind)
+    drafts_from = _draft_config(given.draft_model, folder, config, length) if given.draft_tokens else None
+    parted = part is None and drafts_from is None and 0 < max(config.windows) < length
+    ratio = given.swa_full_tokens_ratio if parted else 0.0
+    num_pages = choose_num_pages(
+        config,
+        beside=0 if drafts_from is None else kv_bytes_per_token(drafts_from, kind),
+        page_size=given.page_size,
+        dtype=kind,
+        device=target,
+        max_total_tokens=given.max_total_tokens,
+        mem_fraction_static=given.mem_fraction_static,
+        sharing=sharing,
+        window_ratio=ratio,
+    )
+    info = ExecutorInfo(
+        model=model_path,
+        device=str(target),
+        dtype=str(kind).removeprefix("torch."),
+        vocab_size=config.vocab_size,
+        context_length=length,
+        eos_token_ids=config.eos_token_ids,
+        page_size=given.page_size,
+        num_pages=num_pages,
+        max_pool_rows=given.max_pool_rows,
+        kv_bytes_per_token=kv_bytes_per_token(whole, kind),
+        kernels=choice.kernels,
+        adapter_bytes=adapters.slots.slot_bytes if adapters is not None else 0,
+        windows=choose_swa_pool(config, num_pages, given.page_size, ratio),
+    )
+    if part is not None:
+        info = part.agree(info)
+    pool = _make_pool(config, info, target, kind, pool_memory)
+    pages = PageTable(given.max_pool_rows, length, given.page_size, target, windows=info.windows is not None)
+    model = make_model(choice, layers, pool, pages)
+    if isinstance(model, TorchModel) and target.type == "cuda" and not given.disable_cuda_graph:
+        divided, adapted = part is not None, adapters is not None
+        model = _recorded(model, config, choice, given, target, divided=divided, adapters=adapted)
+
+    def drafter(choose: Choose) -> Drafter:
+        if drafts_from is None:
+            return NgramDrafter(given.draft_tokens)
+        return _model_drafter(drafts_from, given, info, pages, target, kind, choose)
+
+    sampling_backend = make_sampling_backend(choice, config)
+    return make(model, pool, pages, info, target, drafter if given.draft_tokens else None, sampling_backend, adapters)
+
+
+def _prepare_device(given: LoadOptions, part: ModelPartition | None) -> tuple[torch.device, int]:
+    """The device, ready for use, and how many ranks share its memory."""
+    target, sharing = _device_of_rank(given.device, given.rank, given.ranks, part, given.nodes)
+    if target.type == "cuda":
+        _prepare_cuda(target)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    if min(given.page_size, given.max_pool_rows) < 1:
+        raise ConfigError(f"page_size {given.page_size} and max_pool_rows {given.max_pool_rows} must be at least 1")
+    return target, sharing
+
+
+def _choose_backends(
+    given: LoadOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> BackendChoice:
+    return choose_backends(
+        *(given.model_impl, given.attention_backend, given.quantization, config, dtype, device, given.threads),
+        deterministic=given.deterministic,
+    )
+
+
+def _recorded(
+    model: TorchModel,
+    config: ModelConfig,
+    choice: BackendChoice,
+    given: LoadOptions,
+    device: torch.device,
+    *,
+    divided: bool,
+    adapters: bool,
+) -> ModelBackend:
+    """A model with its decode steps recorded, where that can be."""
+    triton = choice.triton and not choice.flashinfer
+    reason = why_not_record(config, device, triton=triton, divided=divided, adapters=adapters)
+    if reason:
+        logger.info("no CUDA graphs: %s", reason)
+        return model
+    return capture_graphs(
+        model, config, (given.max_pool_rows, given.cuda_graph_max_bs or DEFAULT_MAX_CAPTURE_BS), device
+    )
+
+
+def _model_drafter(
+    config: ModelConfig,
+    given: LoadOptions,
+    info: ExecutorInfo,
+    pages: PageTable,
+    device: torch.device,
+    dtype: torch.dtype,
+    choose: Choose,
+) -> Drafter:
+    """Load the draft model, which has this config and shares the large one's pages."""
+    choice = _choose_backends(replace(given, quantization="none", deterministic=False), config, dtype, device)
+    folder = resolve_model_path(given.draft_model)
+    layers = _load_layers(choice, config, folder, given, device, dtype, info.context_length, None)
+    pool = _make_pool(config, info, device, dtype)
+    return ModelDrafter(given.draft_tokens, make_model(choice, layers, pool, pages), pool, pages, choose)
+
+
+def _draft_config(draft_model: str, folder: Path, config: ModelConfig, context_length: int) -> ModelConfig | None:
+    """The config of a draft model, None for "". Raises ConfigError if it does not fit the model in `folder`, or has
+    other tokens.
+    """
+    if not draft_model:
+        return None
+    draft_folder = resolve_model_path(draft_model)
+    found = read_folder_config(draft_folder)
+    if found.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"the draft model {draft_model} has {found.vocab_size} tokens, and the model {config.vocab_size}; a draft "
+            "model needs the same vocabulary"
+        )
+    if _vocabulary(draft_folder) != _vocabulary(folder):
+        raise ConfigError(
+            f"the draft model {draft_model} has another tokenizer than the model; a draft model needs the same one"
+        )
+    if found.context_length < context_length:
+        raise ConfigError(
+            f"the draft model {draft_model} has a context of {found.context_length} tokens, below the {context_length} "
+            "served; set --context-length to at most that"
+        )
+    return found
+
+
+def _vocabulary(folder: Path) -> Any:
+    """What a folder's tokenizer.json says of tokens and their numbers; None without one."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    said = read_json(file)
+    model = said.get("model")
+    added = [(one.get("id"), one.get("content")) for one in said.get("added_tokens") or () if isinstance(one, dict)]
+    return (model.get("vocab") if isinstance(model, dict) else None), added
+
+
+def read_folder_config(folder: Path) -> ModelConfig:
+    """Read config.json and, where there is one, generation_config.json. Raises ConfigError."""
+    generation = folder / "generation_config.json"
+    return read_model_config(read_json(folder / "config.json"), read_json(generation) if generation.exists() else None)
+
+
+def choose_device(name: str) -> torch.device:
+    """Turn "auto", "cpu", "cuda" (the same as cuda:0) or "cuda:N" into a device that is there. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cpu":
+        return device
+    device = torch.device("cuda", device.index or 0)
+    if not torch.cuda.is_available() or device.index >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _device_of_rank(
+    name: str, rank: int, ranks: int, part: ModelPartition | None, nodes: int = 1
+) -> tuple[torch.device, int]:
+    """The device of a rank, and how many ranks share its memory. Ranks take CUDA devices in turn if none is named, and
+    so do the ranks of one model on one of its nodes.
+    """
+    target = choose_device(name)
+    if part is not None and target.type == "cuda":
+        if part.within_rank:
+            here = part.size // nodes
+            rank, ranks = rank * here + part.rank % here, ranks * here
+        if ranks > torch.cuda.device_count():
+            raise ConfigError(
+                f"{part.flag} and --dp-size ask for {ranks} CUDA devices, but torch sees {torch.cuda.device_count()}"
+            )
+    if target.type != "cuda" or name not in ("auto", "cuda"):
+        return target, ranks
+    devices = torch.cuda.device_count()
+    return torch.device("cuda", rank % devices), len(range(rank % devices, ranks, devices))
+
+
+def _prepare_cuda(device: torch.device) -> None:
+    """Set what torch keeps per process: the current device, and how products and attention are computed."""
+    # Events and pinned memory belong to the current device, whatever device the tensors are on.
+    torch.cuda.set_device(device)
+    # Images of some vendors turn TF32 on, which keeps 10 of the 23 bits of a float32.
+    torch.set_float32_matmul_precision("highest")
+    # cuDNN builds a new graph for every number of keys, and a decode has one more key at every step.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:
+    """Turn a dtype's name into a dtype; "auto" is the fastest one that serves the device.
+
+    On CUDA that is the checkpoint's if it is a half one, else bfloat16; on a CPU bfloat16 if it has instructions for
+    it, else float32. Raises ConfigError for an unknown name.
+    """
+    if name == "auto" and device.type == "cuda":
+        name = config.dtype if config.dtype == "float16" else "bfloat16"
+    elif name == "auto":
+        name = "bfloat16" if cpu_has_bfloat16() else "float32"
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown; use auto, bfloat16, float16 or float32")
+    return DTYPES[name]
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512_BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _context_length(wanted: int | None, config: ModelConfig) -> int:
+    if wanted is None:
+        return config.context_length
+    if not 1 <= wanted <= config.context_length:
+        raise ConfigError(f"context_length is {wanted}; this model's is {config.context_length}, choose at most that")
+    return wanted
+
+
+@torch.inference_mode()
+def _load_layers(
+    choice: BackendChoice,
+    config: ModelConfig,
+    folder: Path,
+    given: LoadOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    context_length: int,
+    part: ModelPartition | None,
+) -> Decoder | NativeDecoder:
+    if given.load_format not in ("auto", "safetensors", "dummy"):
+        raise ConfigError(f"load_format {given.load_format!r} is unknown; use auto, safetensors or dummy")
+    try:
+        weights, files = _open_weights(config, folder, given.load_format, device, dtype, given.seed)
+        if part is not None:
+            weights = part.weights(weights, config)
+            config = part.config(config)
+        tp_comm = part.tp_comm if part is not None else None
+        layers = load_layers(choice, config, weights, device, dtype, context_length, tp_comm)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the weights in {folder} do not fit the free memory of {device}") from error
+    if files is not None and (part is None or part.takes_all):
+        files.warn_unused()
+    return layers
+
+
+def _make_adapters(
+    layers: Decoder | NativeDecoder,
+    config: ModelConfig,
+    given: LoadOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LoraManager | None:
+    """Room for LoRA adapters; None if none are wanted."""
+    if not given.lora_slots:
+        return None
+    slots: LoraMemoryPool
+    if isinstance(layers, NativeDecoder):
+        slots = NativeLoraPool(layers, given.lora_slots, given.lora_rank)
+    else:
+        slots = TorchLoraPool(layers, config, given.lora_slots, given.lora_rank, device, dtype)
+    return LoraManager(config, slots, given.lora_slots, given.lora_rank, given.max_pool_rows)
+
+
+def _open_weights(
+    config: ModelConfig, folder: Path, load_format: str, device: torch.device, dtype: torch.dtype, seed: int
+) -> tuple[Weights, SafetensorsWeights | None]:
+    """The tensors of a model, and the files that they come from if those are safetensors."""
+    if load_format == "dummy":
+        return DummyWeights(device, dtype, seed), None
+    if (folder / LINK).exists():
+        gguf = GgufWeights(folder / LINK, device, dtype, config.num_heads, config.num_kv_heads)
+        return cut_out(config, gguf), None
+    files = SafetensorsWeights(folder, device, dtype)
+    return checkpoint_weights(config, files), files
+
+
+def _make_pool(
+    config: ModelConfig,
+    info: ExecutorInfo,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory: Callable[[int], torch.Tensor] | None = None,
+) -> KvPool:
+    try:
+        return KvPool(config, info.num_pages, info.page_size, device, dtype, info.windows, memory=memory)
+    except RuntimeError as error:  # on a GPU an OutOfMemoryError; CPUs have no error of their own for it
+        tokens = info.num_pages * info.page_size
+        raise ConfigError(
+            f"a KV pool of {tokens} tokens takes {tokens * info.kv_bytes_per_token / 2**30:.1f} GiB, more than {device}"
+            " has free; lower max_total_tokens or mem_fraction_static"
+        ) from error

@@ -1,0 +1,236 @@
+"""How each architecture differs from the config of fields that all share, a function a family; what is refused, why."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tokenyard.base import ConfigError
+from tokenyard.executor.models.config import ModelConfig, MoeConfig
+
+RawConfig = Mapping[str, Any]
+
+ALPHA = 1.702
+"""Of the sigmoid in gpt-oss's gate, the only one there is."""
+
+
+def positive(raw: RawConfig, key: str) -> int:
+    """Return a field that must be a positive whole number. Raises ConfigError."""
+    value = raw.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {key} is {value!r}; it must be a positive whole number")
+    return value
+
+
+def _llama(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    attention_bias = bool(raw.get("attention_bias", False))
+    return replace(
+        config, qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=bool(raw.get("mlp_bias", False))
+    )
+
+
+def _mistral(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    # null is how a checkpoint says "no window".
+    return replace(config, windows=_layer_windows(raw, int(raw["sliding_window"] or 0), full_layers=0))
+
+
+def _qwen2(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    return replace(config, qkv_bias=True, windows=_qwen_windows(raw))
+
+
+def _qwen3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    attention_bias = bool(raw.get("attention_bias", False))
+    return replace(
+        config, qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=True, windows=_qwen_windows(raw)
+    )
+
+
+def _qwen3_moe(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    count = raw.get("num_experts") or positive(raw, "num_local_experts")
+    step = int(raw.get("decoder_sparse_step", 1))
+    dense = set(raw.get("mlp_only_layers") or [])
+    layers = (layer for layer in range(positive(raw, "num_hidden_layers")) if layer not in dense)
+    active = positive(raw, "num_experts_per_tok")
+    if not isinstance(count, int) or not 1 <= active <= count or step < 1:
+        raise ConfigError(f"config.json: {active} of {count} experts every {step} layers make no sense")
+    experts = MoeConfig(
+        count=count,
+        active=active,
+        intermediate_size=positive(raw, "moe_intermediate_size"),
+        normed=bool(raw.get("norm_topk_prob", False)),
+        layers=frozenset(layer for layer in layers if (layer + 1) % step == 0),
+    )
+    # Unlike Qwen3, every layer has the window, if any.
+    windows = _layer_windows({**raw, "layer_types": None}, _qwen_window(raw), full_layers=0)
+    return replace(_qwen3(config, raw), experts=experts, windows=windows)
+
+
+def _phi3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    window = raw.get("sliding_window") or 0
+    return replace(config, windows=_layer_windows({**raw, "layer_types": None}, int(window), full_layers=0))
+
+
+def _gemma(config: ModelConfig, raw: RawConfig, every: int) -> ModelConfig:
+    """What Gemma 2 and 3 share; each `every`th layer sees everything, the others have the window."""
+    if raw.get("use_bidirectional_attention"):
+        raise ConfigError("config.json: use_bidirectional_attention is not supported; this is a model for embeddings")
+    bias = bool(raw.get("attention_bias", False))
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        windows=_alternate_windows(raw, int(raw["sliding_window"] or 0), every),
+        attention_scale=float(raw["query_pre_attn_scalar"]) ** -0.5,
+        logit_softcap=float(raw.get("final_logit_softcapping") or 0.0),
+        activation="gelu_tanh",
+        norm_offset=1.0,
+        post_norms=True,
+        embedding_scale=positive(raw, "hidden_size") ** 0.5,
+    )
+
+
+def _gemma2(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    return replace(_gemma(config, raw, every=2), attention_softcap=float(raw.get("attn_logit_softcapping") or 0.0))
+
+
+def _gemma3(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    return replace(_gemma(config, raw, every=int(raw.get("sliding_window_pattern") or 6)), qk_norm=True)
+
+
+def _gpt_oss(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    bias = bool(raw.get("attention_bias", True))
+    count, active = positive(raw, "num_local_experts"), positive(raw, "num_experts_per_tok")
+    if active > count:
+        raise ConfigError(f"config.json: {active} of {count} experts make no sense")
+    if float(raw.get("swiglu_alpha", ALPHA)) != ALPHA:
+        raise ConfigError(f"config.json: swiglu_alpha {raw['swiglu_alpha']} is not supported, only {ALPHA}")
+    experts = MoeConfig(
+        count=count,
+        active=active,
+        intermediate_size=positive(raw, "intermediate_size"),
+        normed=True,
+        layers=frozenset(range(positive(raw, "num_hidden_layers"))),
+        bias=True,
+    )
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        windows=_alternate_windows(raw, int(raw["sliding_window"] or 0), 2),
+        experts=experts,
+        sinks=True,
+        activation="clamped_swiglu",
+        gate_limit=float(raw.get("swiglu_limit", 7.0)),
+    )
+
+
+def _qwen_window(raw: RawConfig) -> int:
+    return int(raw["sliding_window"] or 0) if raw.get("use_sliding_window", False) else 0
+
+
+def _qwen_windows(raw: RawConfig) -> tuple[int, ...]:
+    return _layer_windows(raw, _qwen_window(raw), full_layers=int(raw.get("max_window_layers", 28)))
+
+
+def _alternate_windows(raw: RawConfig, window: int, every: int) -> tuple[int, ...]:
+    """Window of each layer: by `layer_types` where given, else each `every`th layer sees everything."""
+    kinds = ("full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in _layers(raw))
+    return _layer_windows({**raw, "layer_types": raw.get("layer_types") or list(kinds)}, window, full_layers=0)
+
+
+def _layers(raw: RawConfig) -> range:
+    return range(positive(raw, "num_hidden_layers"))
+
+
+def _layer_windows(raw: RawConfig, window: int, full_layers: int) -> tuple[int, ...]:
+    """Window of each layer: by `layer_types` where given, else the first `full_layers` layers see everything."""
+    layers, types = _layers(raw), raw.get("layer_types")
+    if types is None:
+        return tuple(window if layer >= full_layers else 0 for layer in layers)
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown or len(types) != len(layers):
+        raise ConfigError(
+            f"config.json: layer_types must name full_attention or sliding_attention for {len(layers)} layers"
+        )
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+ARCHITECTURES: dict[str, Callable[[ModelConfig, RawConfig], ModelConfig]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Phi3ForCausalLM": _phi3,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "GptOssForCausalLM": _gpt_oss,
+}
+
+_GEMMA: RawConfig = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "eos_token_id": 1,
+}
+DEFAULTS: dict[str, RawConfig] = {
+    "LlamaForCausalLM": {"eos_token_id": 2},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
+    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "eos_token_id": 32_000},
+    "Gemma2ForCausalLM": {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    # The files of the larger models leave out whatever they have in common.
+    "Gemma3ForCausalLM": {
+        **_GEMMA,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    "GptOssForCausalLM": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    },
+}
+"""What transformers takes where a config.json has no such key; a null is a value, except of rope_parameters.
+
+The sizes that make up a model have no defaults here: a file without them is refused.
+"""
+
+STATES_SCALED_CONTEXT = frozenset({"Gemma3ForCausalLM"})
+"""Families whose max_position_embeddings holds the context after scaling, whatever the kind of rope."""
+
+_NO_POOL = "in the place of keys and values, which the KV pool cannot hold"
+_DELTA_NET = f"most of its layers keep a state (gated delta net) {_NO_POOL}"
+_LATENT = f"its attention keeps one latent vector a token (MLA) {_NO_POOL}"
+_STATES = f"its layers keep states {_NO_POOL}"
+_UNEQUAL = "its layers have keys and values of unequal shapes or share them, and the KV pool has one shape"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen3_6", "Qwen3_6Moe"), _DELTA_NET),
+    **dict.fromkeys(("DeepseekV2", "DeepseekV3", "DeepseekV32", "KimiK25", "Glm4MoeLite", "MiniCPM3"), _LATENT),
+    **dict.fromkeys(("Mamba", "Mamba2", "FalconH1", "Jamba", "Bamba", "GraniteMoeHybrid", "NemotronH"), _STATES),
+    **dict.fromkeys(("Gemma4", "Gemma3n"), _UNEQUAL),
+    "Gemma": "Gemma 1 is not built; Gemma 2 and 3 are",
+}
+"""Why a family is not supported, by the beginning of its architectures' names."""
+
+
+def refusal(name: str) -> str:
+    """Return why an architecture is not supported, "" where nothing is known about it."""
+    for ending in ("ForCausalLM", "ForConditionalGeneration"):
+        if name.removesuffix(ending) in REFUSED:
+            return REFUSED[name.removesuffix(ending)]
+    return ""

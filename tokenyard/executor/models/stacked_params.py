@@ -1,0 +1,118 @@
+"""Checkpoints that hold several of the decoder's matrices in one tensor: each is cut out under its own name."""
+
+import re
+
+import torch
+
+from tokenyard.base import ConfigError
+from tokenyard.executor.models.config import ModelConfig
+from tokenyard.executor.quantized import QuantizedWeights, mxfp4
+from tokenyard.executor.weights import SafetensorsWeights, Weights
+
+_LAYER_PART = re.compile(r"(model\.layers\.\d+\.)(self_attn\.[qkv]_proj|mlp\.(?:gate|up)_proj)(\.weight|\.bias)")
+_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+
+
+def checkpoint_weights(config: ModelConfig, files: SafetensorsWeights) -> Weights:
+    """Return the tensors of a checkpoint by the names that the decoder has for them.
+
+    Raises ConfigError for a quantization that is not supported.
+    """
+    quantization = config.quantization
+    if config.architecture == "GptOssForCausalLM":
+        if quantization and quantization.get("quant_method") != "mxfp4":
+            method = quantization.get("quant_method")
+            raise ConfigError(f"config.json: quantization {method!r} of gpt-oss is not supported, only mxfp4 or none")
+        return StackedExperts(config, files, packed=bool(quantization))
+    whole = QuantizedWeights(files, quantization) if quantization else files
+    return cut_out(config, whole)
+
+
+def cut_out(config: ModelConfig, whole: Weights) -> Weights:
+    """Return the decoder's products of what a family stores as one (Phi-3)."""
+    return StackedProjections(config, whole) if config.architecture == "Phi3ForCausalLM" else whole
+
+
+class StackedProjections:
+    """See Weights. q, k and v are rows of `qkv_proj`, gate and up of `gate_up_proj`, one after the other (Phi-3)."""
+
+    def __init__(self, config: ModelConfig, source: Weights) -> None:
+        self._source = source
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        inter = config.intermediate_size
+        attention, mlp = ("self_attn.qkv_proj", q_size + 2 * kv_size), ("mlp.gate_up_proj", 2 * inter)
+        self._rows = {
+            "self_attn.q_proj": (*attention, 0),
+            "self_attn.k_proj": (*attention, q_size),
+            "self_attn.v_proj": (*attention, q_size + kv_size),
+            "mlp.gate_proj": (*mlp, 0),
+            "mlp.up_proj": (*mlp, inter),
+        }
+        # The parts of a tensor are asked for one after the other.
+        self._last: tuple[str, torch.Tensor] = ("", torch.empty(0))
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor `name`; see Weights."""
+        match = _LAYER_PART.fullmatch(name)
+        if match is None:
+            return self._source.get(name, shape)
+        layer, part, kind = match.groups()
+        stored, rows, first = self._rows[part]
+        if self._last[0] != f"{layer}{stored}{kind}":
+            self._last = f"{layer}{stored}{kind}", self._source.get(f"{layer}{stored}{kind}", (rows, *shape[1:]))
+        return self._last[1][first : first + shape[0]]
+
+
+class StackedExperts:
+    """See Weights. The experts of a layer lie in one tensor, gate and up of each by turns (gpt-oss).
+
+    packed: whether they are mxfp4, four bits a number and a scale for 32 of them.
+    """
+
+    def __init__(self, config: ModelConfig, source: SafetensorsWeights, packed: bool) -> None:
+        self._source, self._packed = source, packed
+        experts = config.experts
+        self._count, self._inter = (experts.count, experts.intermediate_size) if experts else (0, 0)
+        # The parts of a layer are asked for expert by expert.
+        self._layer, self._stacks = "", dict[str, tuple[torch.Tensor, ...]]()
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor `name`; see Weights. Raises ConfigError, naming it, for parts that do not fit together."""
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            return self._source.get(name.replace(".mlp.gate.", ".mlp.router."), shape)
+        layer, expert, part, kind = match.groups()
+        if layer != self._layer:
+            self._layer, self._stacks = layer, {}
+        gated = part != "down"
+        stored = f"{layer}{'gate_up' if gated else 'down'}_proj"
+        rows = 2 * self._inter if gated else shape[0]
+        if kind == "bias":
+            found = self._whole(f"{stored}_bias", rows)[int(expert)]
+        elif self._packed:
+            found = self._unpacked(stored, int(expert), rows, shape[1])
+        else:
+            found = self._whole(stored, shape[1], rows)[int(expert)].T
+        return self._source.convert(found[part == "up" :: 2] if gated else found)
+
+    def _whole(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor [experts, *shape], read once."""
+        if name not in self._stacks:
+            self._stacks[name] = (self._source.get(name, (self._count, *shape)),)
+        return self._stacks[name][0]
+
+    def _unpacked(self, stored: str, expert: int, rows: int, inputs: int) -> torch.Tensor:
+        """One expert's float32[rows, inputs]."""
+        if stored not in self._stacks:
+            parts = self._source.parts(stored, ("_blocks", "_scales"))
+            if len(parts) != 2:
+                raise ConfigError(f"the checkpoint lacks {stored}_blocks or {stored}_scales, which mxfp4 needs")
+            self._stacks[stored] = parts["_blocks"], parts["_scales"]
+        blocks, scales = self._stacks[stored]
+        wanted = (self._count, rows, inputs // 32)
+        if inputs % 32 or tuple(blocks.shape) != (*wanted, 16) or tuple(scales.shape) != wanted:
+            raise ConfigError(
+                f"{stored}: mxfp4 blocks {tuple(blocks.shape)} and scales {tuple(scales.shape)} do not make"
+                f" {self._count} experts of {rows} x {inputs}"
+            )
+        return mxfp4(blocks[expert], scales[expert])

@@ -1,0 +1,89 @@
+"""A mixture of experts by the native kernels: a layer is one call, and only experts that a token chose are read."""
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tokenyard.base import ConfigError
+from tokenyard.executor.models.config import ACTIVATIONS, ModelConfig
+from tokenyard.executor.models.decoder import fused_parts
+from tokenyard.executor.native.library import DOWN, GATE_UP, ROUTER, NativeMoeLayers
+from tokenyard.executor.native.runtime import DTYPES, NativeRuntime, address, check
+from tokenyard.executor.weights import Weights
+
+Put = Callable[[int, int, torch.Tensor, torch.Tensor | None], None]
+"""Takes in a product of a layer: which it is (ROUTER, GATE_UP or DOWN), of which expert, its weight and its bias."""
+
+NO_MEMORY = "there is no memory for the packed weights; try a smaller model or --model-impl torch"
+
+
+class NativeMoe:
+    """A mixture of experts as `layers.mlp.Experts` is one, laid out once for the library's products.
+
+    Weights are taken one after another, so that a second copy of the layer never lies in memory. Raises ConfigError if
+    one is missing or misshapen or memory runs out.
+    """
+
+    def __init__(
+        self, engine: NativeRuntime, dtype: torch.dtype, config: ModelConfig, weights: Weights, layer: int
+    ) -> None:
+        self._engine, self._functions = engine, engine.functions
+        self._active = engine.active_dtype(dtype)
+        wanted = describe_moe(config, dtype)
+        self._layer = self._functions.ty_experts_new(engine.pool, engine.level, ctypes.byref(wanted))
+        if not self._layer:
+            raise ConfigError(NO_MEMORY)
+        load_experts(self._put, config, weights, layer)
+
+    def __del__(self) -> None:
+        if getattr(self, "_layer", None):
+            self._functions.ty_experts_free(self._layer)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, hidden], in the dtype of `x`."""
+        given = x.to(self._active).contiguous()
+        found = torch.empty(x.shape, dtype=torch.float32)
+        check(self._functions.ty_experts_run(self._layer, address(given), len(x), address(found)))
+        return found.to(x.dtype)
+
+    def _put(self, which: int, expert: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        with_addresses(partial(self._functions.ty_experts_linear, self._layer, which, expert), weight, bias)
+
+
+def with_addresses(call: Callable[[int, int | None], None], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Call a function of the library that copies a weight and a bias, with where they lie."""
+    weight = weight.contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    call(address(weight), None if bias is None else address(bias))
+
+
+def describe_moe(config: ModelConfig, dtype: torch.dtype, *, int8: bool = False) -> NativeMoeLayers:
+    """Return what the library has to know of a model's layers of experts."""
+    experts = config.experts
+    assert experts is not None
+    return NativeMoeLayers(
+        dtype=DTYPES[dtype],
+        int8=int8,
+        hidden=config.hidden_size,
+        inter=experts.intermediate_size,
+        count=experts.count,
+        active=experts.active,
+        normed=experts.normed,
+        gate=ACTIVATIONS.index(config.activation),
+        gate_limit=config.gate_limit,
+    )
+
+
+def load_experts(put: Put, config: ModelConfig, weights: Weights, layer: int) -> None:
+    """Hand over a layer's router and experts, one product after another. Raises ConfigError; see Weights."""
+    experts, prefix = config.experts, f"model.layers.{layer}.mlp"
+    assert experts is not None
+    hidden, inter, bias = config.hidden_size, experts.intermediate_size, experts.bias
+    put(ROUTER, 0, *fused_parts(weights, {f"{prefix}.gate": experts.count}, hidden, bias))
+    for expert in range(experts.count):
+        own = f"{prefix}.experts.{expert}"
+        gate_up = {f"{own}.gate_proj": inter, f"{own}.up_proj": inter}
+        put(GATE_UP, expert, *fused_parts(weights, gate_up, hidden, bias))
+        put(DOWN, expert, *fused_parts(weights, {f"{own}.down_proj": hidden}, inter, bias))

@@ -1,0 +1,42 @@
+"""Draws of tokens by the native kernels: a row's weights are looked at once, by one thread, and copied nowhere."""
+
+import torch
+
+from tokenyard.executor.native.runtime import NativeRuntime, address, check
+from tokenyard.executor.sampling.top_k_top_p import SamplingInputs, likeliest
+
+
+class NativeSamplingBackend:
+    """A Drawer for float32 logits on a CPU; which tokens stay in and how one is drawn is as in sampling/draw.py."""
+
+    def __init__(self, engine: NativeRuntime, vocab_size: int) -> None:
+        self._engine, self._vocab_size = engine, vocab_size
+        self._sampling_backend = engine.functions.ty_drawer_new(engine.pool, engine.level, vocab_size)
+        if not self._sampling_backend:
+            raise MemoryError("the native kernels found no memory to draw tokens in")
+
+    def __del__(self) -> None:
+        if getattr(self, "_sampling_backend", None):
+            self._engine.functions.ty_drawer_free(self._sampling_backend)
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the first of the largest logits of each row; see Drawer."""
+        return likeliest(logits)
+
+    def draw(self, logits: torch.Tensor, draws: SamplingInputs) -> torch.Tensor:
+        """Draw a token for each of `draws`; see Drawer."""
+        tokens, own, logits = torch.empty_like(draws.rows), draws.pool_rows, logits.contiguous()
+        kept = draws.parameters
+        # Named, so that they outlast the call.
+        top_k, uniforms = kept.device_top_k(own), draws.uniforms()
+        columns = (draws.rows, top_k, uniforms, kept.temperature(own), kept.top_p(own), kept.min_p(own), tokens)
+        check(
+            self._engine.functions.ty_drawer_run(
+                self._sampling_backend,
+                address(logits),
+                self._vocab_size,
+                len(tokens),
+                *map(address, columns),
+            )
+        )
+        return tokens

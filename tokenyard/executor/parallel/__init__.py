@@ -1,1 +1,0 @@
-"""One model over several ranks, each a process: tensor parallelism."""

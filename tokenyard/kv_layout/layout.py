@@ -1,0 +1,166 @@
+"""Where the KV of pages lies in memory, and how the pages of two engines are lined up for a copy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.base import ConfigError, Int32Array, Int64Array, KvPieces
+
+IOV_MAX = 1024
+"""Most pieces in one call of Linux's vectored reads and writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageMap:
+    """The addresses of all pages: piece k of page p lies at `origins[k] + p * strides[k]` and has `nbytes` bytes.
+
+    origins, strides: int64[pieces of a page].
+    """
+
+    origins: Int64Array
+    strides: Int64Array
+    nbytes: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the KV of one page."""
+        return len(self.origins) * self.nbytes
+
+
+def map_pages(pieces: Callable[[Int32Array], KvPieces]) -> PageMap:
+    """The addresses of an executor's pages. Raises ConfigError where they are not in this process's memory or not
+    evenly spaced.
+    """
+    found = pieces(np.arange(3, dtype=np.int32))
+    if found.device != "cpu":
+        raise ConfigError(f"KV transfer needs the KV pool in host memory; this one is on {found.device}")
+    origins, strides = found.addresses[0].copy(), found.addresses[1] - found.addresses[0]
+    if not np.array_equal(found.addresses[2], origins + 2 * strides):
+        raise ConfigError("KV transfer needs pages that are evenly spaced in memory")
+    return PageMap(origins, strides, found.nbytes)
+
+
+def spans(pages_of: PageMap, pages: Int32Array, starts: Int32Array | None = None) -> Int64Array:
+    """int64[n, 2], the address and the length of each stretch of memory that `pages` (int32[m]) lie in: all pages of
+    the first piece in order, then those of the second, and so on.
+
+    Neighbouring pages are one stretch where their memory is; `starts` (see `runs`) bounds the stretches, for two sides
+    that must have the same ones.
+    """
+    if not len(pages) or not len(pages_of.origins):
+        return np.empty((0, 2), np.int64)
+    first = runs(pages) if starts is None else starts
+    dense = bool((pages_of.strides == pages_of.nbytes).all())
+    if not dense:
+        first = np.arange(len(pages), dtype=np.int32)
+    counts = np.diff(np.append(first, len(pages))).astype(np.int64)
+    begins = pages[first].astype(np.int64)
+    addresses = pages_of.origins[:, None] + begins * pages_of.strides[:, None]
+    lengths = np.broadcast_to(counts * pages_of.nbytes, addresses.shape)
+    return np.stack((addresses.ravel(), lengths.ravel()), axis=1)
+
+
+def runs(*pages: Int32Array) -> Int32Array:
+    """int32[n], where runs begin in which every one of `pages` (int32[m] each) counts up by one."""
+    breaks = np.zeros(len(pages[0]), bool)
+    breaks[0] = True
+    for column in pages:
+        breaks[1:] |= np.diff(column) != 1
+    return np.flatnonzero(breaks).astype(np.int32)
+
+
+def total_bytes(stretches: Int64Array) -> int:
+    """Bytes in all stretches together."""
+    return int(stretches[:, 1].sum())
+
+
+def skip_bytes(stretches: Int64Array, done: int) -> Int64Array:
+    """What is left of stretches (int64[n, 2]) after their first `done` bytes."""
+    ends = np.cumsum(stretches[:, 1])
+    first = int(np.searchsorted(ends, done, side="right"))
+    left = stretches[first:].copy()
+    if len(left):
+        inside = done - int(ends[first] - stretches[first, 1])
+        left[0] += (inside, -inside)
+    return left
+
+
+class _MemoryView:
+    """A place in memory, as numpy takes it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], kind: str, strides: tuple[int, ...] | None) -> None:
+        writable = strides is not None
+        self.__array_interface__ = {
+            "data": (address, not writable),
+            "shape": shape,
+            "typestr": kind,
+            "strides": strides,
+            "version": 3,
+        }
+
+
+def memory(address: int, length: int, kind: str) -> npt.NDArray[Any]:
+    """This process's memory as an array of `length` numbers of a kind, to read."""
+    return np.asarray(_MemoryView(address, (length,), kind, None))
+
+
+class PoolView:
+    """All pages of a KV pool in this process's memory, to gather blocks from and to scatter them into.
+
+    A block is the KV of consecutive tokens, piece after piece (layer and keys or values), each with all its tokens in
+    order; so its bytes do not depend on the page size. A pool may lie in several places, as those of ranks do. Raises
+    ConfigError where pages do not follow each other.
+    """
+
+    def __init__(self, pages: PageMap, num_pages: int) -> None:
+        if (pages.strides != pages.nbytes).any():
+            raise ConfigError("a hierarchical cache needs a KV pool whose pages follow each other in memory")
+        self.page_bytes = pages.page_bytes
+        self._pieces = len(pages.origins)
+        self._kind = f"|V{pages.nbytes}"
+        self._pools: list[tuple[slice, npt.NDArray[Any]]] = []
+        """Stretches of evenly spaced pieces: which they are, and [pieces, pages]."""
+        for some in _evenly_spaced(pages.origins):
+            origins = pages.origins[some]
+            step = int(origins[1] - origins[0]) if len(origins) > 1 else pages.nbytes
+            shape, strides = (len(origins), num_pages + 1), (step, pages.nbytes)
+            self._pools.append((some, np.asarray(_MemoryView(int(origins[0]), shape, self._kind, strides))))
+
+    def gather(self, pages: Int32Array, block: npt.NDArray[np.uint8]) -> None:
+        """Copy `pages` (int32[n]) into `block` (uint8[n * page_bytes])."""
+        if not self._pieces:
+            return
+        target = self._shaped(block, len(pages))
+        for some, pool in self._pools:
+            # Mode clip writes straight to `out`; no page is out of bounds.
+            np.take(pool, pages, axis=1, out=target[some], mode="clip")
+
+    def scatter(self, block: npt.NDArray[np.uint8], pages_in_block: int, first: int, pages: Int32Array) -> None:
+        """Copy pages `first`, `first + 1`, ... of a block of `pages_in_block` into `pages` (int32[n])."""
+        if not self._pieces or not len(pages):
+            return
+        source = self._shaped(block, pages_in_block)[:, first : first + len(pages)]
+        starts = runs(pages)
+        for some, pool in self._pools:
+            if 4 * len(starts) > len(pages):
+                pool[:, pages] = source[some]
+                continue
+            for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(pages)], strict=True):
+                page = int(pages[start])
+                pool[:, page : page + end - start] = source[some, start:end]
+
+    def _shaped(self, block: npt.NDArray[np.uint8], pages: int) -> npt.NDArray[Any]:
+        size = self.page_bytes * pages
+        return block[:size].view(self._kind).reshape(self._pieces, pages)
+
+
+def _evenly_spaced(origins: Int64Array) -> list[slice]:
+    """Cut int64[pieces] into stretches within which each is as far from the one before."""
+    steps, cuts = np.diff(origins), [0]
+    for place in range(2, len(origins)):
+        if steps[place - 1] != steps[place - 2] and cuts[-1] < place - 1:
+            cuts.append(place)
+    return [slice(first, end) for first, end in zip(cuts, [*cuts[1:], len(origins)], strict=True) if first < end]

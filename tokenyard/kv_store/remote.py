@@ -1,0 +1,205 @@
+"""A store of KV blocks that several engines share: Valkey or Redis, behind a breaker.
+
+A value is the checksum of a block and its bytes, under a key of what made the KV (`BlockFormat`) and the block's
+digest. The server decides what makes way (`maxmemory-policy allkeys-lru`). Nothing waits for a store that is away:
+after a few failures it is left alone for a while, and what it has is computed.
+"""
+
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from hashlib import blake2b
+
+import msgspec
+
+from tokenyard.base.blocks import touch_all
+from tokenyard.kv_store.resp import Answer, RespConnection, RespError, StoreAddress
+from tokenyard.kv_store.store import (
+    Block,
+    BlockFormat,
+    StoreCounters,
+    StoreFullError,
+    block_checksum,
+    padded,
+)
+
+VERSION = 1
+CHECK = struct.Struct("<Q")
+TIMEOUT_S = 1.0
+MAX_FAILURES = 3
+PAUSE_S = 30.0
+MAX_KNOWN = 1 << 20
+"""Blocks that are remembered to be there."""
+PIPELINE_BLOCKS = 256
+"""Keys in one command."""
+
+
+class StoreCircuitBreaker:
+    """Opens after a few failures in a row, and lets one try through when the pause is over."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._until = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Whether the other side is asked."""
+        return self._clock() >= self._until
+
+    def succeeded(self) -> None:
+        """It has answered."""
+        self._failures = 0
+
+    def failed(self) -> None:
+        """It has not. The pause begins after the third time in a row, and again at every failure after that."""
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            self._until = self._clock() + PAUSE_S
+
+
+class RemoteStore:
+    """Blocks in Valkey or Redis. See `store.BlockStore`.
+
+    `count_stored`, `blocks` and `touch` go by what this process knows to be there, and ask nobody. `clear` deletes
+    those.
+    """
+
+    def __init__(self, url: str, form: BlockFormat, breaker: StoreCircuitBreaker | None = None) -> None:
+        """Connects when it is first used. Raises ConfigError for what is no address."""
+        self.counters = StoreCounters()
+        self._address = StoreAddress(url, "--hicache-storage-url")
+        self._prefix = f"tokenyard:kv{VERSION}:".encode() + blake2b(msgspec.json.encode(form), digest_size=8).digest()
+        self._bytes = padded(form.block_bytes)
+        self._breaker = breaker or StoreCircuitBreaker()
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._idle: list[RespConnection] = []
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are known to be there."""
+        return len(self._known)
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes they take."""
+        return len(self._known) * (self._bytes + CHECK.size)
+
+    @property
+    def unavailable(self) -> bool:
+        """Whether the store is left alone for now."""
+        return not self._breaker.closed
+
+    def count_stored(self, digests: list[bytes]) -> int:
+        """How many of `digests`, from the first on, are known to be there without a gap."""
+        if self.unavailable:
+            return 0
+        with self._lock:
+            return next((i for i, digest in enumerate(digests) if digest not in self._known), len(digests))
+
+    def count_maybe_stored(self, digests: list[bytes]) -> int:
+        """All of them, as other engines may have put them there; none while it is away."""
+        return 0 if self.unavailable else len(digests)
+
+    def touch(self, digests: list[bytes]) -> None:
+        """The blocks were used. The server goes by its own reads."""
+        with self._lock:
+            touch_all(self._known, digests)
+
+    def put(self, digest: bytes, block: Block) -> bool:
+        """Write a block (`padded` bytes); False if it was known to be there. Raises RespError, or StoreFullError if
+        the server is full.
+        """
+        with self._lock:
+            if digest in self._known:
+                return False
+        try:
+            self._ask(b"SET", self._prefix + digest, CHECK.pack(block_checksum(block)) + block.tobytes())
+        except RespError as error:
+            if "OOM" in str(error):
+                raise StoreFullError("the shared store is full (see maxmemory-policy of its settings)") from error
+            raise
+        self._know(digest)
+        return True
+
+    def get(self, digest: bytes, block: Block) -> bool:
+        """Read a block into `block` (`padded` bytes); False, and `block` undefined, if it is not there, damaged, or the
+        store is away. Raises RespError if it goes away meanwhile.
+        """
+        if self.unavailable:
+            return False
+        value = self._ask(b"GET", self._prefix + digest)
+        if not isinstance(value, bytes):
+            self._forget(digest)
+            return False
+        if len(value) == CHECK.size + self._bytes:
+            block.data[:] = memoryview(value)[CHECK.size :]
+            if block_checksum(block) == CHECK.unpack_from(value)[0]:
+                self._know(digest)
+                return True
+        self.counters.damaged += 1
+        self._ask(b"DEL", self._prefix + digest)
+        self._forget(digest)
+        return False
+
+    def prefetch(self, digest: bytes) -> bool:
+        """Whether a block is there. Raises RespError."""
+        if self.unavailable:
+            return False
+        found = self._ask(b"EXISTS", self._prefix + digest) == 1
+        if not found:
+            # It has made way, and is stored again when it is offered the next time.
+            self._forget(digest)
+        return found
+
+    def clear(self) -> None:
+        """Delete the blocks that are known to be there; those of other engines stay. Raises RespError."""
+        with self._lock:
+            known = list(self._known)
+            self._known.clear()
+        for start in range(0, len(known), PIPELINE_BLOCKS):
+            self._ask(b"DEL", *(self._prefix + digest for digest in known[start : start + PIPELINE_BLOCKS]))
+
+    def close(self) -> None:
+        """Hang up. The blocks stay."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _ask(self, *words: bytes) -> Answer:
+        """Ask over a connection that is free, or a new one. Raises RespError, at once while the store is away."""
+        if self.unavailable:
+            raise RespError(f"the store at {self._address.shown} is away")
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        try:
+            if connection is None:
+                connection = RespConnection(self._address, TIMEOUT_S)
+            answer = connection.ask(*words)
+        except RespError:
+            if connection is not None:
+                connection.close()
+            self._breaker.failed()
+            if self.unavailable:
+                # Nobody knows what it has when it comes back.
+                with self._lock:
+                    self._known.clear()
+            raise
+        self._breaker.succeeded()
+        with self._lock:
+            self._idle.append(connection)
+        return answer
+
+    def _know(self, digest: bytes) -> None:
+        with self._lock:
+            self._known[digest] = None
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    def _forget(self, digest: bytes) -> None:
+        with self._lock:
+            self._known.pop(digest, None)

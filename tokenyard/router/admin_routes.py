@@ -1,0 +1,239 @@
+"""The paths that the router answers itself: probes, models, workers, metrics, and levers that go to all workers."""
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+from typing_extensions import override
+
+from tokenyard.base import ConfigError, InvalidRequestError, TokenyardError
+from tokenyard.base.version import __version__
+from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientHandler, ClientRequest
+from tokenyard.router.dispatch import Dispatcher
+from tokenyard.router.errors import RouterError
+from tokenyard.router.health import ask
+from tokenyard.router.router_page import answer_page, is_page
+from tokenyard.router.workers import Worker
+
+PROMETHEUS = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/readiness", "/liveness", "/ping", "/metrics"})
+FAN_OUT = frozenset({"/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"})
+FAN_OUT_TIMEOUT_S = 10.0
+PLAIN = frozenset({"/v1/models", "/models", "/version", "/get_loads", "/v1/loads"})
+OWN_PATHS = OPEN_PATHS | FAN_OUT | PLAIN | {"/workers", "/server_info", "/get_server_info"}
+
+Answer = tuple[int, Any]
+
+
+def check_key(request: ClientRequest, key: str) -> None:
+    """Raise RouterError (401) unless the request brings `key`; with none wanted, any will do."""
+    scheme, _, given = request.get(b"authorization").partition(b" ")
+    if key and not (scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())):
+        raise RouterError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+class Control:
+    """Finds and answers what is not for a worker. See docs/router.md for the paths."""
+
+    def __init__(self, router: Dispatcher) -> None:
+        self._router = router
+        self._created_s = int(time.time())
+
+    def takes(self, request: ClientRequest) -> bool:
+        """Whether a request is for the router itself."""
+        path = request.path
+        return path in OWN_PATHS or path.startswith(("/workers/", "/v1/models/")) or is_page(request)
+
+    def answer(self, front: ClientConnection, request: ClientRequest) -> ClientHandler | None:
+        """Answer it. Raises TokenyardError for what is wrong with it."""
+        router, path = self._router, request.path
+        if path == "/metrics":
+            text = router.metrics.exposition(
+                router.workers, router.index, waiting=len(router.queue), open_requests=len(router.exchanges)
+            )
+            front.answer(200, text, [PROMETHEUS])
+            return None
+        if is_page(request):
+            answer_page(front, request)
+            return None
+        if path in OPEN_PATHS:
+            self._probe(front, path)
+            return None
+        settings = router.settings
+        free = path in PLAIN or path.startswith("/v1/models/")
+        check_key(request, settings.api_key if free else settings.admin_api_key or settings.api_key)
+        status, content = self._plain(request) if free else self._admin(request)
+        if isinstance(content, Awaitable):
+            return _Task(front, content)
+        front.answer(status, orjson.dumps(content), [JSON_TYPE])
+        return None
+
+    def _probe(self, front: ClientConnection, path: str) -> None:
+        """/health is alive; /ready says whether requests are welcome."""
+        if path in ("/ready", "/readiness"):
+            router = self._router
+            why = "draining" if router.draining else "" if any(w.healthy for w in router.workers) else "no worker"
+            front.answer(503 if why else 200, why.encode(), [(b"retry-after", b"1")] if why else [])
+        else:
+            front.answer(200, b"")
+
+    def _plain(self, request: ClientRequest) -> Answer:
+        path = request.path
+        if path == "/version":
+            return 200, {"version": __version__}
+        if path in ("/get_loads", "/v1/loads"):
+            return 200, {"object": "list", "data": [row for worker in self._router.workers for row in _loads(worker)]}
+        if request.method not in (b"GET", b"HEAD"):
+            raise _wrong_method(request)
+        cards = self._models()
+        if path in ("/v1/models", "/models"):
+            return 200, {"object": "list", "data": list(cards.values())}
+        name = path.removeprefix("/v1/models/")
+        if name not in cards:
+            raise RouterError(404, f"the model {name!r} is not served", code="model_not_found", param="model")
+        return 200, cards[name]
+
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """The cards of all models that healthy workers serve, by name."""
+        cards: dict[str, dict[str, Any]] = {}
+        for worker in self._router.workers:
+            for card in worker.cards if worker.healthy else ():
+                cards.setdefault(card["id"], {"object": "model", "created": self._created_s, **card})
+        return cards
+
+    def _admin(self, request: ClientRequest) -> Answer:
+        path, router = request.path, self._router
+        if path in FAN_OUT:
+            return 200, self._fan_out(request)
+        if path in ("/server_info", "/get_server_info"):
+            return 200, {"version": __version__, "policy": router.policy.name, "workers": len(router.workers)}
+        if request.method != b"GET" and router.settings.processes > 1:
+            what = "this router has several processes, of which only one would hear; use --worker-file"
+            raise RouterError(409, what, code="several_processes")
+        if path == "/workers":
+            return self._workers(request)
+        name, _, verb = unquote(path.removeprefix("/workers/")).rpartition("/")
+        if verb not in ("drain", "resume") or not name:
+            name, verb = unquote(path.removeprefix("/workers/")), ""
+        worker = router.workers.find(name)
+        if worker is None:
+            raise RouterError(404, "there is no such worker; GET /workers lists them", code="no_such_worker")
+        return self._worker(request, worker, verb)
+
+    def _workers(self, request: ClientRequest) -> Answer:
+        router = self._router
+        if request.method == b"GET":
+            return 200, {"workers": [_describe(worker) for worker in router.workers]}
+        if request.method != b"POST":
+            raise _wrong_method(request)
+        try:
+            fields = orjson.loads(request.body)
+        except orjson.JSONDecodeError:
+            fields = None
+        url = fields.get("url") if isinstance(fields, dict) else None
+        role = fields.get("role") or "" if isinstance(fields, dict) else ""
+        if not isinstance(url, str) or not isinstance(role, str):
+            raise InvalidRequestError('the body must be {"url": "http://host:port"}', param="url")
+        try:
+            worker = router.add_worker(url, "api", role)
+        except ConfigError as error:
+            there = "is there already" in error.message
+            raise RouterError(409 if there else 400, error.message, code="worker_refused", param="url") from None
+        return 202, _describe(worker)
+
+    def _worker(self, request: ClientRequest, worker: Worker, verb: str) -> Answer:
+        """One worker: GET tells of it, DELETE takes it out, POST drain and resume stop and start its new requests."""
+        router, method = self._router, request.method
+        if verb and method == b"POST":
+            worker.draining = verb == "drain"
+            router.workers.changed()
+        elif not verb and method == b"DELETE":
+            router.remove_worker(worker)
+        elif verb or method != b"GET":
+            raise _wrong_method(request)
+        return 200, _describe(worker)
+
+    async def _fan_out(self, request: ClientRequest) -> Answer:
+        """Ask all workers the same; 200 if all of them did it."""
+        router = self._router
+
+        async def one(worker: Worker) -> dict[str, Any]:
+            path, method = request.target.decode("latin-1"), request.method.decode()
+            try:
+                status, _ = await ask(
+                    worker, path, FAN_OUT_TIMEOUT_S, method=method, body=request.body, headers=router.worker_headers
+                )
+            except OSError:
+                return {"worker": worker.name, "status": None}
+            if request.path == "/flush_cache" and status < 300:
+                router.workers.flushed(worker)
+            return {"worker": worker.name, "status": status}
+
+        told = await asyncio.gather(*(one(worker) for worker in router.workers if worker.healthy))
+        good = all(row["status"] is not None and row["status"] < 300 for row in told)
+        return 200 if good else 502, {"success": good, "workers": told}
+
+
+class _Task(ClientHandler):
+    """An answer that takes time."""
+
+    def __init__(self, front: ClientConnection, making: Awaitable[Answer]) -> None:
+        self._task = asyncio.ensure_future(self._run(front, making))
+
+    async def _run(self, front: ClientConnection, making: Awaitable[Answer]) -> None:
+        try:
+            status, content = await making
+        except TokenyardError as error:
+            front.fail(error)
+            return
+        front.answer(status, orjson.dumps(content), [JSON_TYPE])
+
+    @override
+    def client_gone(self) -> None:
+        self._task.cancel()
+
+    @override
+    def pause(self) -> None:
+        return
+
+    @override
+    def resume(self) -> None:
+        return
+
+
+def _wrong_method(request: ClientRequest) -> RouterError:
+    return RouterError(405, f"this path does not take {request.method.decode()}", code="method_not_allowed")
+
+
+def _describe(worker: Worker) -> dict[str, Any]:
+    return {
+        "id": worker.name,
+        "url": str(worker.url),
+        "state": worker.state,
+        "source": worker.source,
+        "role": worker.role or "both",
+        "models": sorted(worker.models),
+        "restarts": worker.restarts,
+        "open_requests": worker.open_requests,
+        "targets": _loads(worker),
+    }
+
+
+def _loads(worker: Worker) -> list[dict[str, Any]]:
+    return [
+        {
+            "target": target.name,
+            "dp_rank": target.rank,
+            "requests": target.state.requests,
+            "prefill_tokens": round(target.state.prefill_tokens),
+            "context_tokens": round(target.state.context_tokens),
+            "cache_credit": round(target.state.credit, 3),
+            "slowness": round(target.state.slowness, 3),
+            "breaker": target.breaker.state,
+        }
+        for target in worker.targets
+    ]

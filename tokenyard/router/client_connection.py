@@ -1,0 +1,333 @@
+"""Connections from clients: a raw protocol that reads whole requests and writes answers as they come."""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+from urllib.parse import unquote
+
+import httptools
+
+from tokenyard.base import TokenyardError
+from tokenyard.router.errors import RouterError, error_body, error_headers, status_line, status_of
+
+MAX_HEAD_BYTES = 65536
+MAX_HEADERS = 200
+MAX_WAITING = 8
+LINGER_S = 2.0
+"""How long a client that was refused may go on sending: most read an answer only once they have sent everything."""
+
+WRITE_HIGH_WATER = 1 << 18
+JSON_TYPE = (b"content-type", b"application/json")
+
+_ABOUT_BODY = frozenset((b"content-length", b"content-encoding", b"expect"))
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(slots=True)
+class ClientRequest:
+    """A request as it came, body and all. target: path and query, raw. headers: lower-case names."""
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    keep_alive: bool
+    http10: bool
+    body: bytes = b""
+    path: str = ""
+    request_id: bytes = b""
+
+    named: dict[bytes, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.named = dict(reversed(self.headers))
+
+    def get(self, name: bytes) -> bytes:
+        """The value of a header, the first one if there are several; b"" if there is none."""
+        return self.named.get(name, b"")
+
+
+class ClientHandler(Protocol):
+    """Whatever answers a request."""
+
+    def client_gone(self) -> None:
+        """The client has disconnected."""
+
+    def pause(self) -> None:
+        """The client reads slower than it is written to."""
+
+    def resume(self) -> None:
+        """It has caught up."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A request of which not all has come."""
+
+    url: bytes = b""
+    headers: Headers = field(default_factory=list)
+    head_bytes: int = 0
+    header_bytes: int = 0
+    parts: list[bytes] = field(default_factory=list)
+    body_bytes: int = 0
+    in_body: bool = False
+
+
+Handler = Callable[["ClientConnection", ClientRequest], ClientHandler | None]
+
+
+class ClientConnection(asyncio.Protocol):
+    """A client's connection. `handler` is called with each whole request, one after the other, and answers with
+    `begin`, `write` and `end`, or with `answer` all at once.
+
+    `progress` counts what came in, so that a sweep over connections can see which are stalled.
+    """
+
+    def __init__(self, handler: Handler, connections: "set[ClientConnection]", max_body_bytes: int) -> None:
+        self._handler, self._connections, self._max_body = handler, connections, max_body_bytes
+        self._parser = httptools.HttpRequestParser(self)
+        self._reading: _Reading | None = None
+        self._waiting: deque[ClientRequest] = deque()
+        self._closing = False
+        self.current: ClientRequest | None = None
+        self.job: ClientHandler | None = None
+        self.progress = 0
+        self._seen, self._still_since_s = -1, 0.0
+        self.paused = False
+        self.transport = cast(asyncio.Transport, None)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Write small pieces at once: a stream's first token must not wait for an acknowledgement."""
+        self.transport = cast(asyncio.Transport, transport)
+        self._connections.add(self)
+        raw = transport.get_extra_info("socket")
+        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.transport.set_write_buffer_limits(WRITE_HIGH_WATER)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone."""
+        self._connections.discard(self)
+        self._waiting.clear()
+        job, self.job, self._closing = self.job, None, True
+        if job is not None:
+            job.client_gone()
+
+    def eof_received(self) -> bool:
+        """A client that sends nothing more counts as gone: most that hang up show only so, and answers cost much."""
+        return False
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is written to."""
+        self.paused = True
+        if self.job is not None:
+            self.job.pause()
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self.paused = False
+        self.progress += 1
+        if self.job is not None:
+            self.job.resume()
+
+    def check_time(self, now_s: float, most_s: float) -> None:
+        """Hang up on a client that neither sends the rest of its request nor reads its answer, and on one that asks
+        nothing more.
+        """
+        if self.progress != self._seen or (self.current is not None and not self.paused):
+            self._seen, self._still_since_s = self.progress, now_s
+        elif now_s - self._still_since_s > most_s:
+            if self._reading is not None and self.current is None:
+                self.refuse(RouterError(408, "the request did not come to an end in time", code="request_timeout"))
+            else:
+                self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Take in what has come."""
+        if self._closing:
+            return
+        self.progress += 1
+        reading = self._reading
+        if reading is not None and not reading.in_body:
+            reading.head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+            reading = self._reading
+            if reading is not None and not reading.in_body and reading.head_bytes > MAX_HEAD_BYTES:
+                raise self._long_head()
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if not isinstance(cause, TokenyardError):
+                cause = RouterError(400, "this is no HTTP request", code="bad_http")
+            self.refuse(cause)
+        except TokenyardError as error:
+            self.refuse(error)
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._reading = _Reading()
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the address."""
+        assert self._reading is not None
+        self._reading.url += url
+        if len(self._reading.url) > MAX_HEAD_BYTES:
+            raise RouterError(414, "the address is too long", code="uri_too_long")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header."""
+        reading = self._reading
+        assert reading is not None
+        reading.headers.append((name.lower(), value))
+        reading.header_bytes += len(name) + len(value)
+        if reading.header_bytes > MAX_HEAD_BYTES:
+            raise self._long_head()
+
+    def on_headers_complete(self) -> None:
+        """All headers are there: see what is coming."""
+        reading = self._reading
+        assert reading is not None
+        reading.in_body = True
+        if len(reading.headers) > MAX_HEADERS:
+            raise RouterError(431, f"there are more than {MAX_HEADERS} headers", code="headers_too_large")
+        for name, value in reading.headers:
+            if name in _ABOUT_BODY:
+                self._about_body(name, value)
+
+    def _about_body(self, name: bytes, value: bytes) -> None:
+        """A header that says what body is coming."""
+        if name == b"content-length" and int(value) > self._max_body:
+            raise self._too_large()
+        if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
+            raise RouterError(415, "the body is compressed; send it as it is", code="unsupported_encoding")
+        if name == b"expect" and value.lower() == b"100-continue" and self.current is None:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        reading = self._reading
+        assert reading is not None
+        reading.body_bytes += len(body)
+        if reading.body_bytes > self._max_body:
+            raise self._too_large()
+        reading.parts.append(body)
+
+    def on_message_complete(self) -> None:
+        """A request is all here."""
+        reading, version = self._reading, self._parser.get_http_version()
+        assert reading is not None
+        if self._parser.should_upgrade():
+            return
+        if version not in ("1.0", "1.1"):
+            raise RouterError(505, "this server speaks HTTP/1.1", code="bad_http")
+        self._reading = None
+        method, http10 = self._parser.get_method(), version == "1.0"
+        parts = reading.parts
+        request = ClientRequest(
+            method,
+            reading.url,
+            reading.headers,
+            self._parser.should_keep_alive(),
+            http10,
+            parts[0] if len(parts) == 1 else b"".join(parts),
+        )
+        if self.current is not None:
+            self._waiting.append(request)
+            if len(self._waiting) >= MAX_WAITING:
+                self.transport.pause_reading()
+            return
+        self._start(request)
+
+    def _stay(self, rest: bytes) -> None:
+        """The client offers another protocol, and the parser takes what follows for that. Read it as HTTP/1.1 again, as
+        if nothing had been offered (RFC 9110, 7.8); Java's client offers HTTP/2 with every first request.
+        """
+        reading, method = self._reading, self._parser.get_method()
+        assert reading is not None
+        if method == b"CONNECT":
+            self.refuse(RouterError(405, "this server is no tunnel", code="method_not_allowed"))
+            return
+        self._parser = httptools.HttpRequestParser(self)
+        kept = [header for header in reading.headers if header[0] not in (b"upgrade", b"connection", b"http2-settings")]
+        head = [b"%b %b HTTP/1.1" % (method, reading.url), *[b"%b: %b" % header for header in kept]]
+        self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
+
+    def _long_head(self) -> RouterError:
+        return RouterError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes", code="headers_too_large")
+
+    def _too_large(self) -> RouterError:
+        return RouterError(413, f"the body is larger than {self._max_body} bytes", code="body_too_large")
+
+    def _start(self, request: ClientRequest) -> None:
+        self.current = request
+        path = request.target.partition(b"?")[0].decode("latin-1")
+        request.path = unquote(path) if "%" in path else path
+        job = self._handler(self, request)
+        if self.current is request:
+            self.job = job
+
+    def begin(self, first_line: bytes, headers: Headers, more: bytes = b"") -> None:
+        """Send the head of an answer, and `more` behind it."""
+        request = self.current
+        if request is None:
+            return
+        lines = [first_line, *[b"%b: %b" % header for header in headers]]
+        lines.append(b"x-request-id: " + request.request_id)
+        if not request.keep_alive or self._closing:
+            lines.append(b"connection: close")
+        elif request.http10:
+            lines.append(b"connection: keep-alive")
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + more)
+
+    def write(self, data: bytes) -> None:
+        """Send a part of the body."""
+        self.transport.write(data)
+
+    def end(self, *, keep: bool = True) -> None:
+        """The answer is complete; without `keep` the connection ends with it."""
+        request, self.current, self.job = self.current, None, None
+        if request is None:
+            return
+        if not keep or not request.keep_alive or self._closing:
+            self._closing = True
+            self._waiting.clear()
+            self.transport.close()
+        elif self._waiting:
+            following = self._waiting.popleft()
+            self.transport.resume_reading()
+            asyncio.get_running_loop().call_soon(self._go_on, following)
+
+    def _go_on(self, request: ClientRequest) -> None:
+        if not self.transport.is_closing():
+            self._start(request)
+
+    def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        """Send a whole answer of ours."""
+        if self.current is None:
+            return
+        empty = self.current.method == b"HEAD"
+        fields = [*(headers or []), (b"content-length", b"%d" % len(body))]
+        self.begin(status_line(status), fields, b"" if empty else body)
+        self.end()
+
+    def fail(self, error: TokenyardError) -> None:
+        """Answer with an error."""
+        status = status_of(error)
+        self.answer(status, error_body(error), [JSON_TYPE, *error_headers(status)])
+
+    def refuse(self, error: TokenyardError) -> None:
+        """Answer what is no request, or too much of one, and hang up, after the answer that is under way if one is."""
+        self._closing, self._reading = True, None
+        self._waiting.clear()
+        if self.current is not None:
+            return
+        body, status = error_body(error), status_of(error)
+        fields = [JSON_TYPE, *error_headers(status), (b"content-length", b"%d" % len(body))]
+        lines = [status_line(status), *[b"%b: %b" % header for header in fields], b"connection: close"]
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        asyncio.get_running_loop().call_later(LINGER_S, self.transport.close)

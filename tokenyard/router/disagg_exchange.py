@@ -1,0 +1,338 @@
+"""Requests whose prompt one worker computes and whose answer another one writes (prefill and decode apart).
+
+Engines of SGLang get both halves at once and meet by themselves: `bootstrap_host`, `bootstrap_port` and
+`bootstrap_room` tell the decode engine where. Engines of vLLM get them one after the other: the answer of the prefill
+engine, cut at one token, holds the `kv_transfer_params` with which the decode engine fetches the KV. A vLLM engine can
+also compute the prompt itself, and does where prefill fails; one of SGLang cannot, so another pair is tried.
+
+Prefill targets are chosen by uncached tokens and queued work, decode targets by room for KV. Both are counted before
+anything is sent.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import orjson
+from typing_extensions import override
+
+from tokenyard.router.client_connection import JSON_TYPE, ClientConnection, ClientRequest, Headers
+from tokenyard.router.dispatch import Dispatcher
+from tokenyard.router.header_forwarding import RANK_HEADER, HeaderForwarding, with_fields
+from tokenyard.router.http1 import ResponseHead, request_head
+from tokenyard.router.proxy_exchange import RETRYABLE, Exchange
+from tokenyard.router.request_features import ParsedRequest
+from tokenyard.router.worker_connection import Body, ResponseReader, UpstreamConnection, body_of
+from tokenyard.router.workers import DECODE, Target
+from tokenyard.routing.load import DispatchedRequest
+
+log = logging.getLogger(__name__)
+
+DISAGG_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
+MAX_RESPONSE_BYTES = 8 << 20
+BOOTSTRAP_ROOM_BITS = 62
+WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
+"""What a prefill engine of vLLM is asked to do."""
+
+_ONE_TOKEN = {"stream": False, "max_tokens": 1, "kv_transfer_params": WANTED}
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "return_token_ids")
+
+
+def make_bootstrap_room(prefill: Target, decode: Target) -> int:
+    """A room by which both engines find the ranks that were chosen: its remainder by an engine's number of ranks is the
+    rank, at the decode engine as far as both can hold.
+    """
+    ranks, others = len(prefill.worker.targets), len(decode.worker.targets)
+    room = secrets.randbits(BOOTSTRAP_ROOM_BITS)
+    room += (prefill.rank or 0) - room % ranks
+    for turn in range(others):
+        if (room + turn * ranks) % others == (decode.rank or 0):
+            return room + turn * ranks
+    return room
+
+
+def bootstrap_fields(prefill: Target, decode: Target, prompts: int | None) -> dict[str, Any]:
+    """Where the two halves of a request meet; lists with an entry for each of `prompts`, plain values for None."""
+    worker, rank = prefill.worker, prefill.rank or 0
+    host, port = worker.url.host, next(iter(worker.bootstrap_ports[rank : rank + 1]), 0) or worker.bootstrap_port
+    if prompts is None:
+        return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": make_bootstrap_room(prefill, decode)}
+    rooms = [make_bootstrap_room(prefill, decode) for _ in range(prompts)]
+    return {"bootstrap_host": [host] * prompts, "bootstrap_port": [port] * prompts, "bootstrap_room": rooms}
+
+
+def rank_fields(prefill: Target, decode: Target) -> tuple[dict[str, int], dict[str, int]]:
+    """The ranks that the prefill engine and the decode engine are told, under all names that SGLang has had for them.
+
+    Its older releases and the patch that introduced `data_parallel_rank_decode` read the prefill rank from
+    `data_parallel_rank` on both sides; later ones read `routed_dp_rank` (one's own) and `disagg_prefill_dp_rank`.
+    """
+    first, second = prefill.rank, decode.rank
+    told: dict[str, int] = {}
+    asked = {} if first is None else {"data_parallel_rank": first, "routed_dp_rank": first}
+    if second is not None:
+        told = {"data_parallel_rank": second, "routed_dp_rank": second, "data_parallel_rank_decode": second}
+    if first is not None:
+        told |= {"data_parallel_rank": first, "disagg_prefill_dp_rank": first}
+    return asked, told
+
+
+def batch_size(fields: Mapping[str, Any]) -> int | None:
+    """How many prompts a body has; None for one that stands alone."""
+    prompt = next((fields[name] for name in ("prompt", "text", "input_ids") if fields.get(name) is not None), None)
+    return len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else None
+
+
+class PrefillListener(Protocol):
+    """Whatever waits for a prefill."""
+
+    def prefilled(self, status: int, body: bytes) -> None:
+        """The prefill engine has answered."""
+
+    def prefill_failed(self, why: str) -> None:
+        """It has not, and will not."""
+
+
+class PrefillRequest(ResponseReader):
+    """The prefill half of a request, from its dispatch on."""
+
+    def __init__(self, router: Dispatcher, target: Target, sent: DispatchedRequest, owner: PrefillListener) -> None:
+        self.target, self.sent = target, sent
+        self._router, self._owner = router, owner
+        self._request = b""
+        self._connection: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._status = 0
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def begin(self, method: bytes, path: bytes, headers: Headers, body: bytes) -> None:
+        """Send it, on an old connection if there is one."""
+        url = self.target.worker.url
+        head = request_head(method, url.path.encode() + path, url.authority.encode(), headers, len(body))
+        self._request = head + body
+        self._connection = self.target.worker.pool.take()
+        if self._connection is None:
+            self._connect()
+        else:
+            self._connection.send(self, self._request)
+
+    def drop(self) -> None:
+        """Its result is not needed any more."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._connection is not None:
+            self._connection.drop(self)
+            self._connection = None
+        self.sent.end()
+
+    def _connect(self) -> None:
+        self._connecting = asyncio.get_running_loop().create_task(self._connected())
+
+    async def _connected(self) -> None:
+        try:
+            self._connection = await self.target.worker.pool.connect()
+        except OSError as error:
+            self._router.unreachable(self.target, refused=isinstance(error, ConnectionRefusedError))
+            self._fail("the prefill worker cannot be reached")
+            return
+        finally:
+            self._connecting = None
+        self._connection.send(self, self._request)
+
+    def _fail(self, why: str) -> None:
+        self.sent.end()
+        self._owner.prefill_failed(why)
+
+    @override
+    def on_head(self, head: ResponseHead) -> Body | None:
+        self._status = head.status
+        if head.status in RETRYABLE:
+            self._router.refused(self.target, head.status)
+        else:
+            self._router.answered(self.target, head.status)
+        return body_of(head, unpack=True)
+
+    @override
+    def on_body(self, data: bytes, done: bool) -> None:
+        self._size += len(data)
+        if self._size <= MAX_RESPONSE_BYTES:
+            self._parts.append(data)
+        if done:
+            self._connection = None
+            self.sent.first_token(self._router.now())
+            self.sent.end()
+            self._router.capacity_freed()
+            self._owner.prefilled(self._status, b"".join(self._parts))
+
+    @override
+    def on_broken(self, why: str, *, stale: bool) -> None:
+        self._connection = None
+        if stale:
+            self._connect()
+            return
+        self._router.connection_failed(self.target)
+        self._fail(why)
+
+
+class DisaggExchange(Exchange):
+    """An exchange with a decode worker, and before or beside it a leg at a prefill worker."""
+
+    def __init__(
+        self,
+        router: Dispatcher,
+        passing: HeaderForwarding,
+        front: ClientConnection,
+        request: ClientRequest,
+        parsed: ParsedRequest,
+    ) -> None:
+        super().__init__(router, passing, front, request, parsed)
+        self._policy, self._rank = router.decode_policy, parsed.decode_rank
+        self._leg: PrefillRequest | None = None
+        self._partner: Target | None = None
+        self._tried_partners: set[Target] = set()
+        self._handed: dict[str, Any] = {}
+        self._alone = False
+
+    def _partners(self) -> list[Target]:
+        """Prefill targets that have room."""
+        parsed, router = self.parsed, self._router
+        found = router.workers.prefilling(parsed.model, parsed.prefill_rank, router.now())
+        return [target for target in found if not target.state.full]
+
+    @override
+    def _eligible(self) -> list[Target]:
+        found = super()._eligible()
+        if self._started or self._partners():
+            return found
+        return [target for target in found if target.worker.role != DECODE or target.worker.computes_alone]
+
+    @override
+    def _count(self, target: Target) -> DispatchedRequest:
+        """Count the request at `target`, and at the prefill target that shall compute its prompt."""
+        assert self._ranking is not None
+        router, reason = self._router, self._ranking.reason
+        self._partner, self._leg, self._handed = None, None, {}
+        partners = [] if self._started or self._alone or target.worker.role != DECODE else self._partners()
+        if not partners:
+            return super()._count(target)
+        fresh = [one for one in partners if one not in self._tried_partners]
+        if not fresh:
+            fresh, self._tried_partners = partners, set()
+        ranking = router.rank(self, fresh, router.prefill_policy)
+        partner = self._partner = fresh[ranking.order[0]]
+        self._tried_partners.add(partner)
+        sent = router.sent(self, partner, ranking.reason, router.prefill_policy)
+        self._leg = PrefillRequest(router, partner, sent, self)
+        return router.sent(self, target, reason, self._policy, prefills=False)
+
+    @override
+    def _go(self, target: Target) -> None:
+        """Send both halves at once, or the first one alone where the second needs its answer."""
+        partner, leg, request, fields = self._partner, self._leg, self._request, self.parsed.fields
+        if partner is None or leg is None:
+            super()._go(target)
+            return
+        asked, self._handed = rank_fields(partner, target)
+        headers = self._passing.headers(request)
+        if partner.rank is not None:
+            headers.append((RANK_HEADER, b"%d" % partner.rank))
+        if partner.worker.by_params:
+            cut = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
+            if "max_completion_tokens" in fields:
+                cut["max_completion_tokens"] = 1
+            leg.begin(request.method, request.target, headers, orjson.dumps(cut | _ONE_TOKEN | asked))
+            return
+        met = bootstrap_fields(partner, target, batch_size(fields))
+        self._handed |= met
+        leg.begin(request.method, request.target, headers, with_fields(request.body, met | asked, fields))
+        super()._go(target)
+
+    @override
+    def _extra_fields(self, target: Target) -> dict[str, Any]:
+        return super()._extra_fields(target) | ({} if self._started else self._handed)
+
+    def prefilled(self, status: int, body: bytes) -> None:
+        """The prompt is computed, or refused."""
+        leg, self._leg = self._leg, None
+        target, partner = self.target, self._partner
+        if self._over or leg is None or target is None or partner is None:
+            return
+        if status != 200:
+            self._refused(status, body)
+            return
+        if partner.worker.by_params:
+            self._learn(body, leg.sent)
+            try:
+                params = orjson.loads(body).get("kv_transfer_params")
+            except (orjson.JSONDecodeError, AttributeError):
+                params = None
+            if isinstance(params, dict):
+                self._handed["kv_transfer_params"] = params
+            super()._go(target)
+
+    def prefill_failed(self, why: str) -> None:
+        """The prefill worker is gone: let the decode worker compute the prompt if it can, or try another pair."""
+        self._leg = None
+        target, partner = self.target, self._partner
+        if self._over or self._started or target is None or partner is None:
+            return
+        if partner.worker.by_params:
+            log.warning("a prompt is computed where it is answered: %s", why)
+            self._handed = {}
+            super()._go(target)
+        elif not target.worker.computes_alone:
+            self._restart_prefill(why)
+        # An engine of ours has the request already, finds out by itself, and computes the prompt.
+
+    def _restart_prefill(self, why: str) -> None:
+        self._drop_upstream()
+        self._head = None
+        self._retry_elsewhere(why)
+
+    def _refused(self, status: int, body: bytes) -> None:
+        """The prefill worker does not want the request: neither would another one, unless it was only too busy. An
+        engine of ours would wait for it, so it is told to compute the prompt itself.
+        """
+        assert self._partner is not None
+        assert self.target is not None
+        if status in RETRYABLE and self.target.worker.computes_alone and not self._partner.worker.by_params:
+            self._alone = True
+            self._restart_prefill("the prefill worker is too busy")
+        elif status in RETRYABLE:
+            self.prefill_failed(f"the prefill worker answered {status}")
+        elif not self._started:
+            self._drop_upstream()
+            self._close()
+            self._front.answer(status, body, [JSON_TYPE])
+
+    @override
+    def _learn(self, tail: bytes, sent: DispatchedRequest) -> None:
+        """Hits are those of the prefill worker; vLLM's decode engines count what they fetched as well."""
+        partner = self._partner
+        if partner is None or not partner.worker.by_params or sent is not self._sent:
+            super()._learn(tail, sent)
+
+    @override
+    def _explain(self) -> dict[str, Any]:
+        return super()._explain() | ({} if self._partner is None else {"prefill": self._partner.name})
+
+    @override
+    def _drop_upstream(self) -> None:
+        super()._drop_upstream()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        self._drop_leg()
+
+    @override
+    def _give_back(self) -> None:
+        self._drop_leg()
+        super()._give_back()
+
+    def _drop_leg(self) -> None:
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            leg.drop()

@@ -1,0 +1,57 @@
+"""What workers are sent of a client's request: its headers but for the connection's own, and its body with more fields.
+
+Bodies are spliced, not written anew, wherever that says the same.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from tokenyard.base import InvalidRequestError
+from tokenyard.router.client_connection import ClientRequest, Headers
+from tokenyard.router.http1 import HOP_BY_HOP
+
+ROUTE_HEADER = b"x-tokenyard-route"
+DEBUG_HEADER = b"x-route-debug"
+RANK_HEADER = b"x-data-parallel-rank"
+
+
+class HeaderForwarding:
+    """Which of a client's headers go to workers, and what is added to them."""
+
+    def __init__(self, router_id: bytes, added: Headers, *, own_key: bool) -> None:
+        """`added` go with every request. With `own_key` the client's key is the router's business."""
+        self._id, self._added = router_id, added
+        own = {ROUTE_HEADER, b"x-request-id", RANK_HEADER, DEBUG_HEADER}
+        self._skip = own | HOP_BY_HOP | ({b"authorization"} if own_key else set())
+
+    def headers(self, request: ClientRequest) -> Headers:
+        """What a worker is sent, with the name of every router on the request's way."""
+        skip, connection = self._skip, request.get(b"connection")
+        if connection and connection.lower() not in (b"keep-alive", b"close"):
+            skip = skip.union(connection.lower().replace(b" ", b"").split(b","))
+        headers = [header for header in request.headers if header[0] not in skip]
+        before = request.get(ROUTE_HEADER)
+        headers.append((b"x-request-id", request.request_id))
+        headers.append((ROUTE_HEADER, before + b"," + self._id if before else self._id))
+        return headers + self._added
+
+
+def with_fields(body: bytes, extra: dict[str, Any], fields: Mapping[str, Any]) -> bytes:
+    """`body`, which holds `fields`, with `extra` in place of fields of the same names. Raises InvalidRequestError for
+    what is no JSON object.
+    """
+    if fields.keys().isdisjoint(extra):
+        return splice(body, extra)
+    return orjson.dumps({**fields, **extra})
+
+
+def splice(body: bytes, fields: dict[str, Any]) -> bytes:
+    """A JSON object with `fields` in front. Raises InvalidRequestError for what is none."""
+    begin = body.find(b"{")
+    if begin < 0:
+        raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
+    rest = body[begin + 1 :]
+    comma = b"" if rest.lstrip(b" \t\r\n").startswith(b"}") else b","
+    return body[: begin + 1] + orjson.dumps(fields)[1:-1] + comma + rest

@@ -1,0 +1,172 @@
+"""The life of a router: listen, find workers, sweep, and drain on the first signal."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tokenyard.base import ConfigError
+from tokenyard.router.discovery import Discovery, sources
+from tokenyard.router.kv_event_subscriber import KvEventSubscriptions
+from tokenyard.router.proxy import Router
+from tokenyard.router.request_features import Tokenize
+from tokenyard.router.router_settings import RouterSettings
+from tokenyard.router.worker_connection import WorkerUrl
+from tokenyard.router.workers import DECODE, PREFILL
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+SWEEP_S = 0.25
+FINAL_FLUSH_S = 0.2
+GC_THRESHOLDS = 20_000, 20, 50
+"""Requests leave little behind that only the collector can find, so it may come seldom."""
+
+
+def listen(settings: RouterSettings) -> socket.socket:
+    """A listening socket, one that several processes can share if there are several. Raises ConfigError if the address
+    cannot be had.
+    """
+    host, port = settings.host, settings.port
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        shared = settings.processes > 1
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
+
+
+def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
+    """What to listen with, None for plain HTTP. Raises ConfigError for files that are no certificate and key."""
+    if not settings.tls_cert_path:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(settings.tls_cert_path, settings.tls_key_path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-cert-path and --tls-key-path cannot be used: {error}") from None
+    return context
+
+
+def check_urls(urls: Sequence[str]) -> None:
+    """Raise ConfigError for a URL that is none, or is given twice."""
+    seen: set[str] = set()
+    for url in urls:
+        parsed = str(WorkerUrl.parse(url))
+        if parsed in seen:
+            raise ConfigError(f"the worker {parsed} is named twice; every worker is named once")
+        seen.add(parsed)
+
+
+async def run(
+    settings: RouterSettings, listener: socket.socket, tokenize: Tokenize | None = None, *, announce: bool = True
+) -> None:
+    """Route until a signal, then let open requests end; with `announce` says on standard error where it listens.
+
+    Raises ConfigError for wrong workers or certificates.
+    """
+    router, context, found = Router(settings, tokenize), tls_context(settings), sources(settings)
+    events = KvEventSubscriptions(router, settings.kv_events, settings.kv_events_replay) if settings.kv_events else None
+    check_urls([*settings.worker_urls, *settings.prefill_urls, *settings.decode_urls])
+    for urls, role in ((settings.worker_urls, ""), (settings.prefill_urls, PREFILL), (settings.decode_urls, DECODE)):
+        for url in urls:
+            router.add_worker(url, "static", role)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    server = await loop.create_server(router.new_connection, sock=listener, ssl=context)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    tasks = [loop.create_task(_sweep(router))]
+    tasks += [loop.create_task(Discovery(router, source).run()) for source in found]
+    if events is not None:
+        tasks.append(loop.create_task(events.run()))
+    if router.shared is not None:
+        tasks.append(loop.create_task(router.shared.run()))
+    if announce:
+        _say_ready(settings, listener)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        await stop.wait()
+        await _drain(router, stop)
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await router.health.close()
+        for connection in list(router.connections):
+            connection.transport.abort()
+        router.workers.close()
+
+
+async def _sweep(router: Router) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        try:
+            router.sweep()
+        except Exception:
+            log.exception("a sweep failed")
+
+
+async def _drain(router: Router, stop: asyncio.Event) -> None:
+    """New requests get 503, open ones go on until the grace period or another signal ends."""
+    router.draining = True
+    stop.clear()
+    log.info("draining %d open requests", len(router.exchanges))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(router.settings.shutdown_grace_period_secs):
+            while router.exchanges and not stop.is_set():
+                await asyncio.sleep(SWEEP_S / 5)
+    router.abort_all()
+    await asyncio.sleep(FINAL_FLUSH_S)
+
+
+def run_all(settings: RouterSettings, run_one: Callable[[RouterSettings, socket.socket, bool], None]) -> None:
+    """Listen and run `run_one` in as many processes as the settings say, this one among them, which alone announces
+    itself; the others end with it.
+
+    Raises ConfigError if the address cannot be had.
+    """
+    listener = listen(settings)
+    settings = replace(settings, port=listener.getsockname()[1])
+    children = []
+    for _ in range(settings.processes - 1):
+        # A socket of its own for each, so that the system shares connections out among them.
+        shared = listen(settings)
+        pid = os.fork()
+        if pid == 0:
+            listener.close()
+            status = 1
+            try:
+                run_one(settings, shared, False)
+                status = 0
+            finally:
+                os._exit(status)
+        shared.close()
+        children.append(pid)
+    try:
+        run_one(settings, listener, True)
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGTERM)
+        for pid in children:
+            os.waitpid(pid, 0)
+
+
+def _say_ready(settings: RouterSettings, listener: socket.socket) -> None:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    scheme = "https" if settings.tls_cert_path else "http"
+    line = f"Tokenyard routes at {scheme}://{host}:{listener.getsockname()[1]}"
+    if settings.log_format == "json":
+        log.info("%s", line)
+        return
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

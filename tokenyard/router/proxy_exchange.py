@@ -1,0 +1,497 @@
+"""One request's way through the router: choose, send, try elsewhere, pass on the answer.
+
+Nothing here awaits on the hot path: callbacks of the two connections drive it. Until a byte has gone to the client any
+failure leads to another target; after that an answer that breaks off is continued where it can be, and else ends with
+an error that says so.
+"""
+
+import asyncio
+import logging
+import math
+import re
+from typing import Any
+
+import orjson
+from typing_extensions import override
+
+from tokenyard.base import TokenyardError
+from tokenyard.router.client_connection import ClientConnection, ClientHandler, ClientRequest, Headers
+from tokenyard.router.dispatch import Dispatcher, PendingRequest
+from tokenyard.router.errors import RouterError, error_body
+from tokenyard.router.header_forwarding import DEBUG_HEADER, RANK_HEADER, HeaderForwarding, with_fields
+from tokenyard.router.http1 import LAST_CHUNK, ResponseHead, WireError, as_chunk, request_head
+from tokenyard.router.request_features import ParsedRequest
+from tokenyard.router.stream_continuation import (
+    BY_OUTPUT_IDS,
+    BY_PROMPT_IDS,
+    COMPLETIONS,
+    Continuation,
+    continuation_mode,
+)
+from tokenyard.router.worker_connection import Body, ResponseReader, UpstreamConnection, body_of
+from tokenyard.router.workers import Target
+from tokenyard.routing.choice import Ranking, RequestFeatures
+from tokenyard.routing.load import DispatchedRequest
+from tokenyard.routing.queue import QueueEntry
+
+log = logging.getLogger(__name__)
+
+RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
+EVENT_STREAM = b"text/event-stream"
+TAIL_BYTES = 4096
+
+_CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
+_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
+
+
+class Exchange(ClientHandler, ResponseReader, PendingRequest):
+    """A request and its answer: the `ClientHandler` of its client and the `ResponseReader` of its worker."""
+
+    def __init__(
+        self,
+        router: Dispatcher,
+        passing: HeaderForwarding,
+        front: ClientConnection,
+        request: ClientRequest,
+        parsed: ParsedRequest,
+    ) -> None:
+        self._router, self._front, self._request, self.parsed = router, front, request, parsed
+        self._passing = passing
+        self._policy, self._rank = router.policy, parsed.rank
+        self.began_s = router.now()
+        self.matched: dict[Target, int] = {}
+        self.features: RequestFeatures | None = None
+        self._pieces, self._seen_pieces, self._quiet_since_s = 0, 0, self.began_s
+        self.waiting: QueueEntry[PendingRequest] | None = None
+        self.target: Target | None = None
+        self._sent: DispatchedRequest | None = None
+        self._upstream: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._tried: set[Target] = set()
+        self._tries = 0
+        self._ranking: Ranking | None = None
+        self._ranked: list[Target] = []
+        self._head: ResponseHead | None = None
+        self._started = self._over = False
+        self._resumed: Continuation | None = None
+        self._follows = False
+        self._before = self._last = b""
+
+    # The way in.
+
+    def start(self) -> None:
+        """Send the request to a target, or let it wait for one."""
+        router, fresh = self._router, self._targets_with_capacity()
+        if fresh and not router.queue:
+            self._dispatch(fresh)
+            return
+        if not len(router.workers):
+            self.abort(RouterError(503, "there is no worker; try again later", code="no_worker"))
+            return
+        router.enqueue(self)
+        if fresh:
+            router.capacity_freed()
+
+    def fits(self) -> bool:
+        """Whether a target would have room for it now."""
+        return bool(self._targets_with_capacity())
+
+    def dequeued(self) -> None:
+        """Room has appeared."""
+        self.waiting = None
+        fresh = self._targets_with_capacity() or self._eligible()
+        if fresh:
+            self._dispatch(fresh)
+        else:
+            self.abort(RouterError(503, "no worker can take this request; try again later", code="no_worker"))
+
+    def abort(self, error: TokenyardError) -> None:
+        """Answer with `error`, or break off the stream with it, whatever is under way."""
+        self._drop_upstream()
+        if self._started:
+            self._abort_stream(error)
+        else:
+            self._fail(error)
+
+    def _eligible(self) -> list[Target]:
+        found = self._router.workers.eligible(self.parsed.model, self._rank, self._router.now())
+        if self._started and self._resumed is not None:
+            found = [target for target in found if target.worker.continues == self._resumed.way]
+        return found
+
+    def _targets_with_capacity(self) -> list[Target]:
+        """Targets that have room for it now."""
+        priority = self.parsed.priority
+        return [t for t in self._eligible() if not 0 < t.state.room <= t.state.requests or t.has_capacity(priority)]
+
+    def _dispatch(self, fresh: list[Target]) -> None:
+        """Send it to the best of the targets `fresh`; to one that failed only if all have."""
+        if self._tried:
+            untried = [target for target in fresh if target not in self._tried]
+            if not untried:
+                self._tried.clear()
+            fresh = untried or fresh
+        self._ranking, self._ranked = self._router.rank(self, fresh, self._policy), fresh
+        self._send(fresh[self._ranking.order[0]])
+
+    def _send(self, target: Target) -> None:
+        """Count the request and send it to `target`."""
+        self.target = target
+        self._tried.add(target)
+        self._tries += 1
+        target.levels[self.parsed.priority] += 1
+        self._sent = self._count(target)
+        self._go(target)
+
+    def _count(self, target: Target) -> DispatchedRequest:
+        """Count the request at `target`."""
+        assert self._ranking is not None
+        sent = self._router.sent(self, target, self._ranking.reason, self._policy)
+        if not self.parsed.stream:
+            self._router.prefills(sent)
+        return sent
+
+    def _go(self, target: Target) -> None:
+        """Send it, on an old connection if there is one."""
+        connection = target.worker.pool.take()
+        if connection is None:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(target))
+        else:
+            self._write(connection, target)
+
+    async def _connect(self, target: Target) -> None:
+        try:
+            connection = await target.worker.pool.connect()
+        except OSError as error:
+            self._connecting = None
+            self._router.unreachable(target, refused=isinstance(error, ConnectionRefusedError))
+            self._retry_elsewhere("the worker cannot be reached")
+            return
+        self._connecting = None
+        if self._over:
+            target.worker.pool.put(connection)
+        else:
+            self._write(connection, target)
+
+    def _write(self, connection: UpstreamConnection, target: Target) -> None:
+        self._upstream = connection
+        body, headers, path = self._request.body, self._passing.headers(self._request), self._request.target
+        extra = self._extra_fields(target)
+        if self._started and self._resumed is not None and self._resumed.way == BY_PROMPT_IDS:
+            body, path = self._resumed.prompt_body(target.worker.context_length), COMPLETIONS.encode()
+            extra.pop("return_token_ids", None)
+            extra.pop("output_ids", None)
+        if target.rank is not None:
+            headers.append((RANK_HEADER, b"%d" % target.rank))
+        body = with_fields(body, extra, self.parsed.fields) if extra else body
+        path_prefix, authority = target.worker.address
+        connection.send(
+            self, request_head(self._request.method, path_prefix + path, authority, headers, len(body)) + body
+        )
+
+    def _extra_fields(self, target: Target) -> dict[str, Any]:
+        """What the worker is told beside the client's words: the rank, and to tell token ids."""
+        extra: dict[str, Any] = {} if target.rank is None else {"data_parallel_rank": target.rank}
+        if not self._started:
+            way = target.worker.continues
+            self._resumed = self._continuation(way) if way and self.parsed.stream else None
+        return extra | self._resumed.extra if self._resumed is not None else extra
+
+    def _continuation(self, way: str) -> Continuation | None:
+        """What follows the stream of a worker that could go on with it in this `way`, None if this one cannot."""
+        if not self._router.settings.continuation:
+            return None
+        ours, foreign = way == BY_OUTPUT_IDS, way == BY_PROMPT_IDS
+        way = continuation_mode(self._request.path, self.parsed.fields, ours=ours, foreign=foreign)
+        return Continuation(self._request.path, self.parsed.fields, way) if way else None
+
+    # The way back: what the worker's connection tells.
+
+    @override
+    def on_head(self, head: ResponseHead) -> Body | None:
+        target, router = self.target, self._router
+        assert target is not None
+        follows = head.length is None and head.status == 200 and EVENT_STREAM in head.get(b"content-type")
+        if self._started and not follows:
+            router.refused(target, head.status)
+            self._drop_upstream()
+            self._lost("the worker does not go on with an answer")
+            return None
+        if head.status in RETRYABLE and self._may_retry():
+            router.refused(target, head.status)
+            self._drop_upstream()
+            self._retry()
+            return None
+        router.answered(target, head.status)
+        self._follows = follows and self._resumed is not None
+        if not self._started:
+            self._head = head
+        elif self._sent is not None:
+            self._sent.first_token(router.now())
+        unpack = self._request.http10 or self._follows
+        return body_of(head, unpack=unpack, empty=self._request.method == b"HEAD")
+
+    @override
+    def on_body(self, data: bytes, done: bool) -> None:
+        self._pieces += 1
+        if self._follows:
+            data, done = self._followed(data, done)
+        if self._started:
+            if data:
+                self._before, self._last = self._last, data
+                self._front.write(data)
+        else:
+            self._begin(data, done)
+        if done:
+            self._finish()
+
+    def _followed(self, data: bytes, done: bool) -> tuple[bytes, bool]:
+        """A piece of a stream that could go on elsewhere, as it goes to the client. A stream that ends without its end
+        goes on elsewhere.
+        """
+        continuation = self._resumed
+        assert continuation is not None
+        try:
+            data = continuation.feed(data)
+        except WireError as error:
+            self._drop_upstream()
+            self._lost(str(error))
+            return b"", False
+        if done and not continuation.done:
+            self._upstream = None
+            if data and self._started:
+                self._front.write(data if self._request.http10 else as_chunk(data))
+            self._lost("the worker ended its stream without an end")
+            return b"", False
+        if self._request.http10:
+            return data, done
+        return as_chunk(data) + (LAST_CHUNK if done else b""), done
+
+    @override
+    def on_broken(self, why: str, *, stale: bool) -> None:
+        self._upstream = None
+        assert self.target is not None
+        if stale:
+            # The worker closed an idle connection just then; this says nothing about the worker.
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(self.target))
+            return
+        self._router.connection_failed(self.target)
+        self._lost(why)
+
+    def _lost(self, why: str) -> None:
+        """The worker will not finish its answer: go on elsewhere where that can be, or begin anew, or say so."""
+        if self._over:
+            return
+        if not self._started:
+            self._head = None
+            self._retry_elsewhere(why)
+            return
+        continuation, context = self._resumed, None if self.target is None else self.target.worker.context_length
+        if continuation is not None and continuation.can_resume(context) and self._may_retry():
+            log.warning("an answer goes on at another worker after %d tokens: %s", len(continuation.tokens), why)
+            continuation.resume_stream()
+            self._router.metrics.continued += 1
+            self._give_back()
+            self.start()
+            return
+        log.warning("an answer broke off: %s", why)
+        self.abort(RouterError(502, "the worker failed in the middle of the answer", code="worker_failed"))
+
+    def _begin(self, data: bytes, done: bool) -> None:
+        """The first bytes of the body are there: the answer can begin."""
+        if not data and not done:
+            return
+        head, sent = self._head, self._sent
+        assert head is not None
+        assert sent is not None
+        if self.parsed.stream and head.status == 200:
+            now = self._router.now()
+            sent.first_token(now)
+            self._router.metrics.first_byte(now - self.began_s)
+        self._started = True
+        self._last = data
+        self._front.begin(b"HTTP/1.1 %d %b" % (head.status, head.reason), self._answer_headers(head), data)
+
+    def _answer_headers(self, head: ResponseHead) -> Headers:
+        headers = [header for header in head.headers if header[0] != b"x-request-id"]
+        if self._request.http10:
+            self._request.keep_alive = self._request.keep_alive and head.length is not None
+            headers = [header for header in headers if header[0] != b"transfer-encoding"]
+        elif head.length is None and not head.chunked and head.status not in (204, 304):
+            headers.append((b"transfer-encoding", b"chunked"))
+        if self._request.get(DEBUG_HEADER):
+            headers.append((DEBUG_HEADER, orjson.dumps(self._explain())))
+        return headers
+
+    def _finish(self) -> None:
+        """The answer is complete and went well."""
+        tail = (self._before + self._last)[-TAIL_BYTES:]
+        sent, self._upstream = self._sent, None
+        assert sent is not None
+        self._learn(tail, sent)
+        self._close()
+        self._front.end()
+
+    def _learn(self, tail: bytes, sent: DispatchedRequest) -> None:
+        """What the end of an answer says of the prompt that was `sent`."""
+        cached, prompt = _last_number(_CACHED, tail), _last_number(_PROMPT, tail)
+        self._router.finished(self, sent, prompt, cached)
+
+    # When something goes wrong.
+
+    def _may_retry(self) -> bool:
+        return self._tries <= self._router.settings.max_retries and self._router.may_retry()
+
+    def _retry_elsewhere(self, why: str) -> None:
+        """The target failed before its answer began."""
+        if self._over:
+            return
+        if self._may_retry():
+            self._retry()
+            return
+        log.warning("a request failed after %d tries: %s", self._tries, why)
+        self.abort(RouterError(502, "no worker could answer this request; try again later", code="worker_failed"))
+
+    def _retry(self) -> None:
+        """Go to another target at once; to one that was tried already, after a while."""
+        self._give_back()
+        self._router.metrics.retries += 1
+        if any(target not in self._tried and not target.state.full for target in self._eligible()):
+            self.restart()
+            return
+        settings = self._router.settings
+        doublings = min(self._tries, 16)
+        wait_ms = min(settings.initial_backoff_ms * 1.5**doublings, settings.max_backoff_ms)
+        self._timer = asyncio.get_running_loop().call_later(wait_ms / 1e3, self.restart)
+
+    def restart(self) -> None:
+        """Another try."""
+        self._timer = None
+        if not self._over:
+            self.start()
+
+    def _fail(self, error: TokenyardError) -> None:
+        """Answer with an error of ours; nothing has gone out yet."""
+        self._router.metrics.failed(error.code)
+        self._close()
+        self._front.fail(error)
+
+    def _abort_stream(self, error: TokenyardError) -> None:
+        """End an answer that cannot go on: a stream of events by one more event, anything else by the connection."""
+        self._router.metrics.failed(error.code)
+        head = self._head
+        self._close()
+        if head is not None and EVENT_STREAM in head.get(b"content-type") and head.length is None:
+            event = b"data: " + error_body(error) + b"\n\n"
+            if not self._last.endswith((b"\n\n", b"\n\n\r\n")):
+                event = b"\n\n" + event
+            self._front.write(event if self._request.http10 else as_chunk(event) + LAST_CHUNK)
+            self._front.end(keep=False)
+        else:
+            self._front.transport.abort()
+
+    @override
+    def client_gone(self) -> None:
+        if not self._over:
+            self._router.metrics.gone += 1
+            self._drop_upstream()
+            self._close()
+
+    @override
+    def pause(self) -> None:
+        if self._upstream is not None:
+            self._upstream.transport.pause_reading()
+
+    @override
+    def resume(self) -> None:
+        if self._upstream is not None:
+            self._upstream.transport.resume_reading()
+
+    def _drop_upstream(self) -> None:
+        connection, self._upstream = self._upstream, None
+        if connection is not None:
+            connection.drop(self)
+
+    def _give_back(self) -> None:
+        """The target's load is counted no longer."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            assert self.target is not None
+            levels, priority = self.target.levels, self.parsed.priority
+            levels[priority] -= 1
+            if not levels[priority]:
+                del levels[priority]
+            sent.end()
+            self._router.capacity_freed()
+
+    def _close(self) -> None:
+        """Whatever the end was: give everything back."""
+        if self._over:
+            return
+        self._over = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.waiting is not None:
+            self._router.queue.remove(self.waiting)
+            self.waiting = None
+        self._router.exchanges.discard(self)
+        self._give_back()
+
+    def _explain(self) -> dict[str, Any]:
+        """Why this target was chosen, with all scores, in names that clients may see."""
+        ranking, target = self._ranking, self.target
+        assert ranking is not None
+        assert target is not None
+        return {
+            "target": target.name,
+            "policy": self._policy.name,
+            "reason": ranking.reason,
+            "tries": self._tries,
+            "tokens": self.parsed.tokens,
+            "scores": {t.name: round(s, 6) for t, s in zip(self._ranked, ranking.scores, strict=True)},
+            "in_flight": {t.name: t.state.requests for t in self._ranked},
+        }
+
+    def check_time(self, now_s: float) -> None:
+        """Give up an answer that takes too long, or in which the worker has fallen silent."""
+        settings = self._router.settings
+        if now_s - self.began_s > settings.request_timeout_secs:
+            self.abort(RouterError(504, "the answer took too long", code="timeout"))
+            return
+        if self._pieces != self._seen_pieces or self._front.paused or self._sent is None:
+            self._seen_pieces, self._quiet_since_s = self._pieces, now_s
+        elif now_s - self._quiet_since_s > self._silence_timeout_s():
+            assert self.target is not None
+            self._router.connection_failed(self.target)
+            self._quiet_since_s = now_s
+            self._drop_upstream()
+            self._lost("the worker fell silent")
+
+    def _silence_timeout_s(self) -> float:
+        """How long the worker may be silent: not much longer than a look at it takes once it is found unhealthy, if the
+        request can go on elsewhere.
+        """
+        settings = self._router.settings
+        most_s = settings.stall_timeout_secs
+        if not self._started:
+            most_s = settings.first_byte_timeout_secs if self.parsed.stream else math.inf
+        worker = None if self.target is None else self.target.worker
+        if worker is not None and worker.healthy is False:
+            continuation = self._resumed
+            if not self._started or (continuation is not None and continuation.can_resume(worker.context_length)):
+                return settings.health_check_timeout_secs
+        return most_s or math.inf
+
+    @property
+    def expires_s(self) -> float:
+        """Until when it may wait."""
+        deadline = math.inf if self.parsed.deadline_ms is None else self.began_s + self.parsed.deadline_ms / 1e3
+        return min(deadline, self.began_s + self._router.settings.queue_timeout_secs)
+
+
+def _last_number(pattern: re.Pattern[bytes], data: bytes) -> int | None:
+    found = pattern.findall(data)
+    return int(found[-1]) if found else None

@@ -1,0 +1,188 @@
+"""What a router reads out of a request's body: the prompt as blocks, whose it is and how urgent. Pure.
+
+Nothing is checked here that the worker checks: a field of the wrong type counts as absent.
+"""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tokenyard.base import Int32Array, InvalidRequestError
+from tokenyard.base.blocks import root_digest
+from tokenyard.routing.choice import KEY_BYTES, prefix_key
+from tokenyard.routing.index import Prompt, text_prompt, token_prompt
+
+BYTES_PER_TOKEN = 4.0
+RANK_FIELDS = ("data_parallel_rank", "routed_dp_rank")
+PREFILL_RANK_FIELDS = ("disagg_prefill_dp_rank", "data_parallel_rank")
+DECODE_RANK_FIELDS = ("data_parallel_rank_decode", "routed_dp_rank")
+PRIORITY_FIELDS = ("priority", "service_tier", "deadline_ms")
+TENANT_FIELDS = ("tenant", "user")
+SALTS = ("cache_salt", "extra_key")
+BEFORE = ("tools", "system", "instructions")
+"""What templates put in front of the messages."""
+
+_RARE = frozenset(
+    name
+    for names in (RANK_FIELDS, PREFILL_RANK_FIELDS, DECODE_RANK_FIELDS, PRIORITY_FIELDS, TENANT_FIELDS)
+    for name in names
+)
+_ODD = frozenset((*BEFORE, "messages"))
+PRIORITY_WORDS = {"low": -1, "flex": -1, "normal": 0, "default": 0, "auto": 0, "high": 1, "priority": 1}
+MAX_PRIORITY = 1 << 31
+
+Tokenize = Callable[[Mapping[str, Any]], Int32Array | None]
+"""The token ids of a request's prompt, None where it has none that can be told."""
+
+
+@dataclass(slots=True)
+class ParsedRequest:
+    """A request as the router sees it. tokens: of its prompt, estimated from its text where `counted` is False.
+
+    rank: the data-parallel rank that the client asks for, None for any; prefill_rank and decode_rank are those where
+    prefill and decode are apart. key: of the prompt's beginning, the same in
+    every process (see `choice.RequestFeatures`).
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    prompt: Prompt = field(default_factory=Prompt)
+    tokens: int = 1
+    counted: bool = False
+    model: str = ""
+    stream: bool = False
+    priority: int = 0
+    tenant: str = ""
+    session: str = ""
+    deadline_ms: float | None = None
+    rank: int | None = None
+    prefill_rank: int | None = None
+    decode_rank: int | None = None
+    key: int = 0
+
+
+def parse_body(
+    body: bytes,
+    *,
+    bytes_per_token: float = BYTES_PER_TOKEN,
+    tokenize: Tokenize | None = None,
+    needs_prefix: bool = True,
+    stable: bool = False,
+    adapters: Container[str] = (),
+) -> ParsedRequest:
+    """Read a request's body. adapters: names of models that are adapters, whose prefixes are apart from their base's.
+
+    Raises InvalidRequestError unless it is a JSON object.
+    """
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is no JSON: {error.msg}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
+    model = fields.get("model")
+    parsed = ParsedRequest(fields, model=model if isinstance(model, str) else "", stream=fields.get("stream") is True)
+    if not fields.keys().isdisjoint(_RARE):
+        _read_rare(parsed, fields)
+    salts = _salts(fields, adapters)
+    ids = _given_ids(fields)
+    if ids is None and tokenize is not None:
+        ids = tokenize(fields)
+    if ids is not None:
+        parsed.prompt = token_prompt(ids, root_digest(salts)) if needs_prefix else Prompt(size=len(ids))
+        parsed.tokens, parsed.counted = max(len(ids), 1), True
+        parsed.key = prefix_key(ids[: KEY_BYTES // 4].tobytes())
+    else:
+        text = _prompt_text(fields, salts)
+        parsed.prompt = text_prompt(text, stable=stable) if needs_prefix else Prompt(size=len(text))
+        parsed.tokens = max(int(len(text) / bytes_per_token), 1)
+        parsed.key = prefix_key(text)
+    return parsed
+
+
+def _read_rare(parsed: ParsedRequest, fields: Mapping[str, Any]) -> None:
+    """Take in what few requests say."""
+    get = fields.get
+    tenant = get("tenant") or get("user")
+    parsed.priority = _priority(get("priority", get("service_tier")))
+    parsed.tenant = tenant if isinstance(tenant, str) else ""
+    parsed.deadline_ms = _positive(get("deadline_ms"))
+    parsed.rank = _rank(fields, RANK_FIELDS)
+    parsed.prefill_rank = _rank(fields, PREFILL_RANK_FIELDS)
+    parsed.decode_rank = _rank(fields, DECODE_RANK_FIELDS)
+
+
+def _prompt_text(fields: Mapping[str, Any], salts: str = "") -> bytes:
+    """Everything of a body that becomes prompt, in the order in which chat templates put it, so that a conversation's
+    next turn begins with its last one. It begins with `salts`, which part what engines keep apart.
+    """
+    plain = fields.get("prompt")
+    if isinstance(plain, str) and not salts and fields.keys().isdisjoint(_ODD):
+        return plain.encode("utf-8", "replace")
+    parts = [salts] if salts else []
+    messages = fields.get("messages")
+    if messages is None:
+        messages = fields.get("prompt", fields.get("text", fields.get("input")))
+    for name in BEFORE:
+        if fields.get(name):
+            _collect(fields[name], parts)
+    _collect(messages, parts)
+    return "\x00".join(parts).encode("utf-8", "replace")
+
+
+def _collect(value: Any, parts: list[str]) -> None:
+    """The texts within a JSON value, in order."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            parts.append(item)
+        elif isinstance(item, dict):
+            stack.extend(reversed(item.values()))
+        elif isinstance(item, list):
+            stack.extend(reversed(item))
+
+
+def _given_ids(fields: Mapping[str, Any]) -> Int32Array | None:
+    """The prompt where it is one list of token ids; None for text, several prompts and anything else."""
+    ids = fields.get("input_ids", fields.get("prompt"))
+    if not isinstance(ids, list) or not ids or not isinstance(ids[0], int):
+        return None
+    try:
+        return np.array(ids, np.int32)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _salts(fields: Mapping[str, Any], adapters: Container[str]) -> str:
+    """The namespace of the prompt, "" for the common one: salts, then the adapter, however the request names it."""
+    salts = [salt for name in SALTS if isinstance(salt := fields.get(name), str) and salt]
+    adapter, model = fields.get("lora_path"), fields.get("model")
+    if not adapter and isinstance(model, str) and model in adapters:
+        adapter = model.rpartition(":")[2]
+    if isinstance(adapter, str) and adapter:
+        salts.append(adapter)
+    return "\x00".join(salts)
+
+
+def _positive(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, str):
+        return PRIORITY_WORDS.get(value, 0)
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < MAX_PRIORITY else 0
+
+
+def _rank(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """The rank that the client asks for by one of `names`. Raises InvalidRequestError for one that is no number."""
+    for name in names:
+        rank = fields.get(name)
+        if rank is not None:
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+                raise InvalidRequestError(f"{name} is no rank; give a number from 0 on", param=name)
+            return rank
+    return None

@@ -1,0 +1,155 @@
+"""What several routers tell each other through Valkey or Redis: which prefix and which session went where.
+
+It is soft state, published and forgotten: a router that joins late or hears nothing routes by what it sends itself, and
+where the store is away nothing waits for it. The protocol is RESP 2, of which three commands are needed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from tokenyard.base import ConfigError
+from tokenyard.router.workers import Workers
+from tokenyard.routing.choice import RequestFeatures, RoutePolicy
+from tokenyard.routing.index import Digest, PrefixIndex
+
+log = logging.getLogger(__name__)
+
+CHANNEL = b"tokenyard-router-1"
+BATCH_S = 0.05
+RETRY_S = 1.0
+MAX_PENDING = 2000
+REPLY_S = 5.0
+MAX_REPLY_BYTES, MAX_REPLY_DEPTH = 64 << 20, 3
+
+
+class SharedUpdate(msgspec.Struct, array_like=True):
+    """What a router has sent where: (target, digests) and (session, target)."""
+
+    router: str
+    prefixes: list[tuple[str, list[bytes]]]
+    sessions: list[tuple[str, str]]
+
+
+def command(*words: bytes) -> bytes:
+    """A command as an array of bulk strings."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+async def read_reply(reader: asyncio.StreamReader, depth: int = 0) -> bytes | list[object] | None:
+    """One reply: a line, a string or an array of these. Raises ConnectionError at the end and for what is no reply."""
+    line = await reader.readline()
+    if not line.endswith(b"\r\n"):
+        raise ConnectionError("the store has disconnected")
+    kind, rest = line[:1], line[1:-2]
+    if kind in (b"+", b":"):
+        return rest
+    if kind == b"-":
+        raise ConnectionError(f"the store says {rest.decode('utf-8', 'replace')}")
+    wrong = kind not in (b"$", b"*") or not rest.removeprefix(b"-").isdigit() or depth > MAX_REPLY_DEPTH
+    if wrong or int(rest) > MAX_REPLY_BYTES:
+        raise ConnectionError("the store does not speak RESP")
+    count = int(rest)
+    if count < 0:
+        return None
+    if kind == b"$":
+        return (await reader.readexactly(count + 2))[:-2]
+    return [await read_reply(reader, depth + 1) for _ in range(count)]
+
+
+class RouterSync:
+    """One router's part: collects what it has to tell, and takes in what others say."""
+
+    def __init__(self, url: str, router_id: str, workers: Workers, index: PrefixIndex, policy: RoutePolicy) -> None:
+        """`url`: redis://[[user]:password@]host[:port]. Raises ConfigError for another one."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("redis", "valkey") or not parts.hostname:
+            raise ConfigError(f"--shared-url is {url!r}; give redis://host:port")
+        self._host, self._port = parts.hostname, parts.port or 6379
+        words = [unquote(word).encode() for word in (parts.username, parts.password) if word]
+        self._auth = command(b"AUTH", *words) if words else b""
+        self._id, self._workers, self._index, self._policy = router_id, workers, index, policy
+        self._prefixes: list[tuple[str, list[bytes]]] = []
+        self._sessions: list[tuple[str, str]] = []
+        self.connected = False
+
+    def sent(self, target: str, digests: Sequence[Digest], session: str) -> None:
+        """A request went to `target`."""
+        if len(self._prefixes) + len(self._sessions) >= MAX_PENDING:
+            return
+        names = [digest for digest in digests if isinstance(digest, bytes)]
+        if names:
+            self._prefixes.append((target, names))
+        if session:
+            self._sessions.append((session, target))
+
+    async def run(self) -> None:
+        """Talk to the store for as long as the router lives; without it, try again now and then."""
+        while True:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._receive())
+                    group.create_task(self._publish())
+            except* (OSError, asyncio.IncompleteReadError, ValueError) as errors:
+                if self.connected:
+                    log.warning("the store of several routers is away: %s", errors.exceptions[0])
+                self.connected = False
+            await asyncio.sleep(RETRY_S)
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        opening = asyncio.open_connection(self._host, self._port, limit=MAX_REPLY_BYTES)
+        reader, writer = await asyncio.wait_for(opening, RETRY_S)
+        if self._auth:
+            writer.write(self._auth)
+            await asyncio.wait_for(read_reply(reader), REPLY_S)
+        return reader, writer
+
+    async def _receive(self) -> None:
+        reader, writer = await self._open()
+        try:
+            writer.write(command(b"SUBSCRIBE", CHANNEL))
+            while True:
+                reply = await read_reply(reader)
+                self.connected = True
+                if (
+                    isinstance(reply, list)
+                    and len(reply) == 3
+                    and reply[0] == b"message"
+                    and isinstance(reply[2], bytes)
+                ):
+                    self.take(reply[2])
+        finally:
+            writer.close()
+
+    async def _publish(self) -> None:
+        reader, writer = await self._open()
+        try:
+            while True:
+                await asyncio.sleep(BATCH_S)
+                if not (self._prefixes or self._sessions):
+                    continue
+                news = SharedUpdate(self._id, self._prefixes, self._sessions)
+                self._prefixes, self._sessions = [], []
+                writer.write(command(b"PUBLISH", CHANNEL, msgspec.msgpack.encode(news)))
+                await asyncio.wait_for(read_reply(reader), REPLY_S)
+        finally:
+            writer.close()
+
+    def take(self, message: bytes) -> None:
+        """What another router says; what is no news of a router is ignored."""
+        try:
+            news = msgspec.msgpack.decode(message, type=SharedUpdate)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        if news.router == self._id:
+            return
+        states = {target.state.name: target.state for worker in self._workers for target in worker.targets}
+        for name, digests in news.prefixes:
+            if name in states:
+                self._index.insert(name, digests)
+        for session, name in news.sessions:
+            if name in states:
+                self._policy.sent(RequestFeatures(1, session=session), states[name])

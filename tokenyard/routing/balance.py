@@ -1,0 +1,162 @@
+"""Which rank of an engine gets a request: the router's policies and index, for the engine and the simulator. Pure."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from tokenyard.base import Request, SchedulerSettings
+from tokenyard.base.blocks import BLOCK_TOKENS, root_digest
+from tokenyard.policy.tenant_limits import ranks_of_tenant
+from tokenyard.routing.choice import RequestFeatures, make_policy, prompt_key
+from tokenyard.routing.index import PrefixIndex, Prompt, token_prompt
+from tokenyard.routing.load import DispatchedRequest, TargetLoad, TtftModel
+
+LOAD_BALANCE_METHODS = ("predicted_ttft", "cache_aware", "shortest_queue", "total_tokens", "round_robin")
+INDEX_BYTES = 1 << 28
+MIN_LEVEL = -(2**31)
+
+
+@dataclass(slots=True)
+class LevelLoad:
+    """Open requests of one level of urgency at one rank: how many, their uncached and all their prompt tokens."""
+
+    requests: int = 0
+    prefill_tokens: float = 0.0
+    context_tokens: int = 0
+
+
+class Assignment:
+    """One request at one rank, counted there from its dispatch until `end`."""
+
+    __slots__ = ("_level", "_prefilling", "_sent", "rank")
+
+    def __init__(self, rank: int, sent: DispatchedRequest, level: LevelLoad | None) -> None:
+        self.rank = rank
+        self._sent, self._level, self._prefilling = sent, level, True
+        if level is not None:
+            level.requests += 1
+            level.prefill_tokens += sent.uncached
+            level.context_tokens += sent.tokens
+
+    def expected_s(self) -> float:
+        """Seconds until the first token should be there."""
+        return self._sent.expected_s()
+
+    def first_token(self, now_s: float | None = None) -> None:
+        """The prompt is computed: its first token was seen at `now_s`, or is only supposed to be there (None)."""
+        if now_s is None:
+            self._sent.prefilled()
+        else:
+            self._sent.first_token(now_s)
+        if self._level is not None and self._prefilling:
+            self._level.prefill_tokens -= self._sent.uncached
+        self._prefilling = False
+
+    def hit(self, cached_tokens: int) -> None:
+        """The answer says how many tokens of its prompt were in the cache."""
+        self._sent.hit(cached_tokens)
+
+    def end(self) -> None:
+        """The request has ended, or goes to another rank. May be called twice."""
+        self._sent.end()
+        if self._level is not None:
+            self.first_token()
+            self._level.requests -= 1
+            self._level.context_tokens -= self._sent.tokens
+            self._level = None
+
+
+class RankBalancer:
+    """Knows what each of `ranks` ranks has, as `routing.load` counts it, and what its cache should hold.
+
+    Loads and what was learnt of a rank outlive its process; its cache does not (`lost`). `pool_tokens` bound what a
+    rank can hold in memory, and `disk_tokens` what its own disk below holds, which outlives the process as well. left:
+    the ranks that are not out for good. Where priorities count, a request sees only the load of
+    requests that it does not overtake: those of its own level and above. Between ranks where these are equal, the
+    fewest requests of any level decide.
+    """
+
+    def __init__(
+        self,
+        method: str = LOAD_BALANCE_METHODS[0],
+        ranks: int = 1,
+        pool_tokens: int = 0,
+        settings: SchedulerSettings | None = None,
+        disk_tokens: int = 0,
+    ) -> None:
+        """Raises ConfigError for an unknown method."""
+        self.ranks = ranks
+        self.left = list(range(ranks))
+        self.settings = settings or SchedulerSettings()
+        self.policy = make_policy(method)
+        self.index = PrefixIndex(INDEX_BYTES)
+        speed = TtftModel()
+        self.loads = [TargetLoad(f"rank {rank}", speed) for rank in range(ranks)]
+        self._levels: list[dict[int, LevelLoad]] = [{} for _ in range(ranks)]
+        self._on_disk = disk_tokens > 0
+        for load in self.loads:
+            self.index.limit(load.name, max(pool_tokens, disk_tokens) // BLOCK_TOKENS)
+
+    def choose(self, request: Request, candidates: Sequence[int], now_s: float) -> Assignment:
+        """The place of a request that goes now to one of the ranks `candidates`, of which there is at least one."""
+        loads, tokens = [self.loads[rank] for rank in candidates], len(request.prompt_ids)
+        if self.ranks == 1:
+            return Assignment(0, DispatchedRequest(loads[0], tokens, 0, now_s), None)
+        prompt = Prompt()
+        if self.policy.needs_prefix:
+            prompt = token_prompt(request.prompt_ids, root_digest(request.namespace))
+        matched = [BLOCK_TOKENS * self.index.match(load.name, prompt.digests) for load in loads]
+        features = RequestFeatures(tokens, matched, prompt_key(prompt.digests), request.routing_key or "")
+        level = self._level(request)
+        seen = loads if level is None else [self._as_seen(rank, level) for rank in candidates]
+        first = self.policy.rank(features, seen).order[0]
+        rank, load = candidates[first], loads[first]
+        self.policy.sent(features, load)
+        self.index.insert(load.name, prompt.digests)
+        sent = DispatchedRequest(load, tokens, matched[first], now_s)
+        return Assignment(rank, sent, None if level is None else self._levels[rank].setdefault(level, LevelLoad()))
+
+    def may_serve(self, request: Request) -> Collection[int]:
+        """The ranks that have a part in the limits of the request's tenant."""
+        return ranks_of_tenant(self.settings.tenants, request.tenant, self.ranks, self.left)
+
+    def remove_rank(self, rank: int) -> None:
+        """The rank is out for good; the others take over its part in the limits of tenants."""
+        self.left = [other for other in self.left if other != rank]
+
+    def lost(self, rank: int) -> None:
+        """The rank's process has ended, and its cache with it, but not what is on its disk."""
+        if not self._on_disk:
+            self.index.clear_target(self.loads[rank].name)
+        self.loads[rank].forget()
+
+    def flushed(self) -> None:
+        """All caches are empty. What is on disk stays."""
+        for load in self.loads if not self._on_disk else ():
+            self.index.clear_target(load.name)
+
+    def _level(self, request: Request) -> int | None:
+        """How urgent a request is, larger is more; None where priorities do not count."""
+        if not self.settings.uses_priorities:
+            return None
+        priority = request.priority if request.priority is not None else self.settings.default_priority_value
+        if priority is None:
+            return MIN_LEVEL
+        return -priority if self.settings.schedule_low_priority_values_first else priority
+
+    def _as_seen(self, rank: int, level: int) -> TargetLoad:
+        """The load of a rank without the requests that one of `level` overtakes."""
+        load, rivals = self.loads[rank], LevelLoad()
+        for other, one in list(self._levels[rank].items()):
+            if not one.requests:
+                del self._levels[rank][other]
+            elif other >= level:
+                rivals.requests += one.requests
+                rivals.prefill_tokens += one.prefill_tokens
+                rivals.context_tokens += one.context_tokens
+        return replace(
+            load,
+            requests=rivals.requests,
+            prefill_tokens=rivals.prefill_tokens,
+            context_tokens=float(rivals.context_tokens),
+            served=load.requests,
+        )

@@ -1,0 +1,482 @@
+"""Which target serves a request: pure functions of what the router knows, shared by the proxy and the simulator.
+
+A policy ranks targets. It sees the request's features and the targets' states (`routing.load`), and never what the
+index holds: how much of the prompt each target is believed to hold is one of the features.
+"""
+
+import difflib
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+from typing_extensions import override
+
+from tokenyard.base import ConfigError
+from tokenyard.routing.load import TargetLoad
+
+CACHE_THRESHOLD = 0.3
+BALANCE_ABS_THRESHOLD = 64
+BALANCE_REL_THRESHOLD = 1.5
+BOUNDED_LOAD = 1.25
+MAX_SESSIONS = 1 << 17
+KEY_BLOCKS = 4
+KEY_BYTES = 1024
+
+COLD, CACHED, SPILLED_FOR_LOAD, SPILLED_BY_BOUND, BALANCED, STICKY = (
+    "cold",
+    "cached",
+    "spilled_for_load",
+    "spilled_by_bound",
+    "balanced",
+    "sticky",
+)
+REASONS = (COLD, CACHED, SPILLED_FOR_LOAD, SPILLED_BY_BOUND, BALANCED, STICKY)
+"""Why a target was chosen: nothing of the prompt was known; it holds most of it; another holds more but is busier, or
+is beyond the bound on its share of the load; the policy looks at load alone; the session's target."""
+
+_MASK = (1 << 64) - 1
+SMALL_FLEET = 16
+"""Up to so many numbers are mixed one by one; arrays pay for more."""
+
+
+@dataclass(slots=True)
+class RequestFeatures:
+    """What a policy may know of a request.
+
+    tokens: of the prompt, estimated where only its text is known. matched: per target, in their order, prompt tokens
+    that its cache should hold; empty if no index was asked. key: 64 bits that requests with the same beginning share.
+    session: what must come back to the same target, "" for nothing.
+    """
+
+    tokens: int
+    matched: Sequence[int] = ()
+    key: int = 0
+    session: str = ""
+
+
+@dataclass(slots=True)
+class Ranking:
+    """Targets by number, the best first, with the reason for the first. scores: per target in their own order, in the
+    policy's unit, less is better.
+    """
+
+    order: list[int]
+    scores: list[float]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What policies can be tuned by; the thresholds are those of `cache_aware`."""
+
+    seed: int = 0
+    cache_threshold: float = CACHE_THRESHOLD
+    balance_abs_threshold: int = BALANCE_ABS_THRESHOLD
+    balance_rel_threshold: float = BALANCE_REL_THRESHOLD
+
+
+class RoutePolicy(ABC):
+    """Base of all policies. `needs_prefix` says whether `rank` reads `RequestFeatures.matched`."""
+
+    name = ""
+    needs_prefix = False
+
+    def __init__(self, options: PolicyOptions) -> None:
+        self.options = options
+
+    @abstractmethod
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        """The order in which to try `targets`, of which there is at least one."""
+
+    def sent(self, request: RequestFeatures, target: TargetLoad) -> None:  # noqa: B027 - most policies learn nothing from it
+        """The request went to this target, which need not be the first of its ranking."""
+
+
+def splitmix64(x: int) -> int:
+    """64 bits well mixed: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _mixed(key: int, salts: list[int]) -> list[int]:
+    """`mix(key ^ salt)` for each of 64-bit salts."""
+    if len(salts) < SMALL_FLEET:
+        return [splitmix64(key ^ salt) for salt in salts]
+    x = np.array(salts, np.uint64) ^ np.uint64(key)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: list[int] = (x ^ (x >> np.uint64(31))).tolist()
+    return mixed
+
+
+class _SplitMix64:
+    """A seeded stream of 64-bit numbers (SplitMix64): cheap, and the same everywhere."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = splitmix64(seed & _MASK)
+
+    def below(self, count: int) -> int:
+        """A number from 0 to `count` - 1."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        return splitmix64(self._state) % count
+
+
+def _by(scores: list[float]) -> list[int]:
+    return sorted(range(len(scores)), key=scores.__getitem__)
+
+
+def _requests(targets: Sequence[TargetLoad]) -> list[float]:
+    return [float(target.requests) for target in targets]
+
+
+class Random(RoutePolicy):
+    """Any target, with equal chances."""
+
+    name = "random"
+
+    def __init__(self, options: PolicyOptions) -> None:
+        super().__init__(options)
+        self._draws = _SplitMix64(options.seed)
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        """The others follow in their order."""
+        first, count = self._draws.below(len(targets)), len(targets)
+        return Ranking([(first + i) % count for i in range(count)], [0.0] * count, BALANCED)
+
+
+class RoundRobin(RoutePolicy):
+    """One after the other."""
+
+    name = "round_robin"
+
+    def __init__(self, options: PolicyOptions) -> None:
+        super().__init__(options)
+        self._next = 0
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        count = len(targets)
+        first = self._next % count
+        self._next = first + 1
+        return Ranking([(first + i) % count for i in range(count)], [0.0] * count, BALANCED)
+
+
+class PowerOfTwo(RoutePolicy):
+    """The one with fewer requests of two drawn at random (Mitzenmacher 2001)."""
+
+    name = "power_of_two"
+
+    def __init__(self, options: PolicyOptions) -> None:
+        super().__init__(options)
+        self._draws = _SplitMix64(options.seed)
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        count, loads = len(targets), _requests(targets)
+        order = _by(loads)
+        if count > 1:
+            one, other = self._draws.below(count), self._draws.below(count - 1)
+            other += other >= one
+            first = one if loads[one] <= loads[other] else other
+            order.remove(first)
+            order.insert(0, first)
+        return Ranking(order, loads, BALANCED)
+
+
+class LeastLoad(RoutePolicy):
+    """The target that is expected to begin an answer first, whatever its cache holds."""
+
+    name = "least_load"
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        """Seconds of prefill work that was sent; among equals, the fewest requests."""
+        scores = [t.prefill_tokens * t.speed.token_s * t.slowness for t in targets]
+        order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].requests, targets[i].served))
+        return Ranking(order, scores, BALANCED)
+
+
+class ShortestQueue(RoutePolicy):
+    """The target with the fewest open requests."""
+
+    name = "shortest_queue"
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        """Among equals, the one that has served the fewest."""
+        order = sorted(range(len(targets)), key=lambda i: (targets[i].requests, targets[i].served))
+        return Ranking(order, _requests(targets), BALANCED)
+
+
+class TotalTokens(RoutePolicy):
+    """The target whose open requests have the fewest prompt tokens."""
+
+    name = "total_tokens"
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        """Among equals, the fewest requests."""
+        scores = [target.context_tokens for target in targets]
+        order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].requests, targets[i].served))
+        return Ranking(order, scores, BALANCED)
+
+
+class KvUsage(RoutePolicy):
+    """The target whose KV pool would be filled least by prompts in flight: what decode wants where prefill is done
+    elsewhere.
+    """
+
+    name = "kv_room"
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        """Scores are shares of the pools, or tokens where the size of one is unknown."""
+        known = all(t.kv_tokens for t in targets)
+        scores = [(t.context_tokens + request.tokens) / (t.kv_tokens if known else 1) for t in targets]
+        order = sorted(range(len(scores)), key=lambda i: (scores[i], targets[i].requests, targets[i].served))
+        return Ranking(order, scores, BALANCED)
+
+
+class CacheAware(RoutePolicy):
+    """The rule of sgl-router, with its thresholds.
+
+    If the most loaded target has more than `balance_abs_threshold` requests more, and more than `balance_rel_threshold`
+    times as many, as the least loaded one, the least loaded one is taken. Otherwise the best match is, if it covers
+    more than `cache_threshold` of the prompt, else the least loaded one (as upstream since its pull request 14650;
+    before, the one with the smallest tree).
+    """
+
+    name = "cache_aware"
+    needs_prefix = True
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        loads = _requests(targets)
+        order = sorted(range(len(loads)), key=lambda i: (loads[i], targets[i].served))
+        least, most = min(loads), max(loads)
+        options = self.options
+        if most - least > options.balance_abs_threshold and most > options.balance_rel_threshold * least:
+            return Ranking(order, loads, SPILLED_BY_BOUND)
+        matched = request.matched
+        best = max(order, key=lambda i: matched[i], default=0) if matched else order[0]
+        if not matched or matched[best] <= options.cache_threshold * request.tokens:
+            return Ranking(order, loads, COLD)
+        order.remove(best)
+        return Ranking([best, *order], loads, CACHED)
+
+
+def prefix_key(prompt: bytes) -> int:
+    """`RequestFeatures.key` of a prompt by its text or its token ids (int32), the same in every process: by 1024 bytes
+    of it, which are 256 tokens.
+    """
+    return splitmix64(crc32(prompt[:KEY_BYTES]))
+
+
+def prompt_key(digests: Sequence[bytes | int]) -> int:
+    """`RequestFeatures.key` of a prompt by the digests of its blocks of tokens: that of its first 256 tokens."""
+    first = digests[min(KEY_BLOCKS, len(digests)) - 1] if digests else b""
+    return splitmix64(int.from_bytes(first[:8], "little")) if isinstance(first, bytes) else 0
+
+
+def rendezvous(key: int, targets: Sequence[TargetLoad]) -> list[int]:
+    """Targets in the order in which `key` prefers them (highest random weight, Thaler and Ravishankar 1998).
+
+    When a target comes or goes, only the keys that prefer it move.
+    """
+    weights = [splitmix64(key ^ target.salt) for target in targets]
+    return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
+
+
+def _within_bound(preferred: list[int], targets: Sequence[TargetLoad]) -> Ranking:
+    """`preferred`, but targets with more than 1.25 times the mean load come last (Mirrokni et al. 2018)."""
+    loads = _requests(targets)
+    bound = -(-BOUNDED_LOAD * (sum(loads) + 1.0) // len(loads))
+    within = [i for i in preferred if loads[i] < bound]
+    beyond = sorted((i for i in preferred if loads[i] >= bound), key=lambda i: loads[i])
+    reason = CACHED if within and within[0] == preferred[0] else SPILLED_BY_BOUND
+    return Ranking(within + beyond, loads, reason)
+
+
+class PrefixHash(RoutePolicy):
+    """The target that the beginning of the prompt hashes to, with bounded load."""
+
+    name = "prefix_hash"
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        return _within_bound(rendezvous(request.key, targets), targets)
+
+
+class ConsistentHash(RoutePolicy):
+    """The target that the session hashes to, or without one the beginning of the prompt, with bounded load."""
+
+    name = "consistent_hash"
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        key = text_key(request.session) if request.session else request.key
+        return _within_bound(rendezvous(key, targets), targets)
+
+
+def text_key(text: str) -> int:
+    """64 bits that stand for a text, the same in every process (FNV-1a over its UTF-8, then mixed)."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode("utf-8", "surrogatepass"):
+        value = ((value ^ byte) * 0x100000001B3) & _MASK
+    return splitmix64(value)
+
+
+class PredictedTtft(RoutePolicy):
+    """The target that should give the first token first, and no target far more than its share of the load.
+
+    Predicted is the time for the prompt tokens that the target has not cached, after those of requests that still wait
+    for their first token, plus what requests that decode there cost a newcomer. Targets that are all but equally good
+    are told apart by their number of requests. A target that would have more than its share of the requests in flight,
+    and some more, comes after all others; where one has not a quarter of its share, no more is allowed. So however
+    good a prefix matches, it moves on to further targets once some are busy, and from then on those hold it too. A
+    slower target's share is smaller.
+    """
+
+    name = "predicted_ttft"
+    needs_prefix = True
+    decode_tokens = 48.0
+    """What a request that decodes costs a newcomer, in prompt tokens."""
+
+    near, near_s = 0.02, 0.001
+    noticeably_slow, errors_apart = 1.2, 3.0
+    over, over_requests = 2.0, 4.0
+    starving, starving_requests = 0.25, 1.0
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        """Scores are seconds."""
+        matched = request.matched or [0] * len(targets)
+        slowness = self._slowness(targets)
+        scores = self._scores(request.tokens, matched, targets, slowness)
+        order, beyond = _by(scores), self._beyond(targets, slowness)
+        if beyond:
+            order.sort(key=beyond.__contains__)
+        near, window = 0, scores[order[0]] * (1.0 + self.near) + self.near_s
+        while near < len(order) and scores[order[near]] <= window and order[near] not in beyond:
+            near += 1
+        if near > 1:
+            first = order[:near]
+            mixed = _mixed(request.key, [targets[i].salt for i in first])
+            loads = [(targets[i].requests * slowness[i], -m, i) for i, m in zip(first, mixed, strict=True)]
+            order[:near] = [i for _, _, i in sorted(loads)]
+        return Ranking(order, scores, self._reason(order[0], matched, beyond))
+
+    def _scores(
+        self, tokens: int, matched: Sequence[int], targets: Sequence[TargetLoad], slowness: list[float]
+    ) -> list[float]:
+        """Predicted seconds to the first token at each target."""
+        decode, scores = self.decode_tokens, []
+        for target, hit, slow in zip(targets, matched, slowness, strict=True):
+            speed, uncached = target.speed, tokens - hit * target.credit
+            work = target.prefill_tokens + (uncached if uncached > 1.0 else 1.0) + decode * target.requests
+            scores.append(slow * (speed.base_s + speed.token_s * work))
+        return scores
+
+    def _slowness(self, targets: Sequence[TargetLoad]) -> list[float]:
+        """How many times slower each target is than the usual one; 1 for all that differ by little, or by no more than
+        chance.
+        """
+        times = [target.slowness for target in targets]
+        if max(times) <= self.noticeably_slow * min(times):
+            return [1.0] * len(times)
+        usual = sorted(times)[(len(times) - 1) // 2]
+        least = math.log(self.noticeably_slow)
+        return [
+            time / usual if math.log(time / usual) > max(least, self.errors_apart * target.slowness_error) else 1.0
+            for time, target in zip(times, targets, strict=True)
+        ]
+
+    def _beyond(self, targets: Sequence[TargetLoad], slowness: list[float]) -> set[int]:
+        """Which targets would have more than their share of the requests in flight with this one."""
+        requests, even = [target.requests for target in targets], max(slowness) == 1.0
+        least, most, over, more = self.starving, self.starving_requests, self.over, self.over_requests
+        fair = (sum(requests) + 1) / (len(requests) if even else sum([1.0 / slow for slow in slowness]))
+        if even and max(requests) + 1 <= over * fair + more and min(requests) >= least * fair - most:
+            return set()
+        shares = [fair / slow for slow in slowness]
+        if any(count < least * share - most for count, share in zip(requests, shares, strict=True)):
+            over, more = 1.0, 0.0
+        pairs = enumerate(zip(requests, shares, strict=True))
+        return {i for i, (count, share) in pairs if count + 1 > over * share + more}
+
+    def _reason(self, first: int, matched: Sequence[int], beyond: set[int]) -> str:
+        most = max(matched)
+        if not most:
+            return COLD
+        if matched[first] == most:
+            return CACHED
+        return SPILLED_BY_BOUND if matched.index(most) in beyond else SPILLED_FOR_LOAD
+
+
+class SessionAffinity(RoutePolicy):
+    """Puts a session's target first, whatever the policy behind says; requests without a session go by that one.
+
+    Sessions beyond `MAX_SESSIONS` are forgotten, the longest unused first.
+    """
+
+    def __init__(self, options: PolicyOptions, inner: RoutePolicy) -> None:
+        super().__init__(options)
+        self.name, self.needs_prefix = inner.name, inner.needs_prefix
+        self._inner = inner
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+
+    @override
+    def rank(self, request: RequestFeatures, targets: Sequence[TargetLoad]) -> Ranking:
+        ranking = self._inner.rank(request, targets)
+        home = self._sessions.get(request.session) if request.session else None
+        if home is None:
+            return ranking
+        here = next((i for i, target in enumerate(targets) if target.name == home), None)
+        if here is None:
+            return ranking
+        return Ranking([here, *(i for i in ranking.order if i != here)], ranking.scores, STICKY)
+
+    @override
+    def sent(self, request: RequestFeatures, target: TargetLoad) -> None:
+        self._inner.sent(request, target)
+        if request.session:
+            self._sessions[request.session] = target.name
+            self._sessions.move_to_end(request.session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+
+
+POLICIES: dict[str, Callable[[PolicyOptions], RoutePolicy]] = {
+    kind.name: kind
+    for kind in (
+        PredictedTtft,
+        CacheAware,
+        RoundRobin,
+        Random,
+        PowerOfTwo,
+        LeastLoad,
+        ShortestQueue,
+        TotalTokens,
+        KvUsage,
+        PrefixHash,
+        ConsistentHash,
+    )
+}
+DEFAULT_POLICY = PredictedTtft.name
+
+
+def make_policy(name: str, options: PolicyOptions | None = None, *, sticky: bool = False) -> RoutePolicy:
+    """The policy called `name`, with sessions kept in front of it if `sticky`. Raises ConfigError with near names."""
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, n=2)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(POLICIES))}"
+        raise ConfigError(f"there is no router policy {name!r}; {hint}")
+    options = options or PolicyOptions()
+    policy = POLICIES[name](options)
+    return SessionAffinity(options, policy) if sticky else policy

@@ -1,0 +1,308 @@
+"""All requests that wait or run, as numpy columns, one row each.
+
+Fields of the hot path are columns, so a decode step over any number of rows is a handful of numpy calls. Fields that
+are used only when a row starts, stops or moves are in a `RequestState` object. Rows are reused; a row's epoch only
+grows, so the result of a plan for an earlier owner is recognised.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import Int32Array, Request, Slo
+from tokenyard.policy import NO_DEADLINE, NO_PRIORITY
+from tokenyard.policy.service_levels import service_level_of
+from tokenyard.scheduler.interner import Interner
+from tokenyard.scheduler.row_state import RowState
+from tokenyard.scheduler.stage_clock import StageClock
+
+NO_GROUP = -1
+MAX_TENANTS = 4096
+"""Later tenants count as one, because clients can invent names and policies keep an account for each."""
+
+INT32_COLUMNS = (
+    "prompt_tokens",
+    "limit",
+    "target",
+    "hit",
+    "in_tree",
+    "matchable",
+    "cached",
+    "computed",
+    "planned",
+    "held",
+    "verifying",
+    "drafts",
+    "acceptance_rate",
+    "loadable_tokens",
+    "known",
+    "tenant",
+    "epoch",
+    "gates",
+    "state",
+    "pool_row",
+    "retractions",
+    "service_level",
+    "routing",
+    "prefix_group",
+    "branch",
+    "constrained",
+    "verified_drafts",
+    "accepted_drafts",
+    "adapter",
+    "slot",
+)
+INT64_COLUMNS = (
+    "seq",
+    "number",
+    "arrival_ns",
+    "admitted_ns",
+    "first_token_ns",
+    "priority",
+    "boost",
+    "deadline_ns",
+    "ttft_ns",
+    "tpot_ns",
+    "last_step",
+    "skipped_since_ns",
+)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """The fields of one request outside the hot path.
+
+    known_ids: int32[known], valid while the row has no pool row (afterwards the pool holds the tokens). node: the
+    deepest tree node the row has locked. followers: numbers of the group's other answers, which wait for this one.
+    clock: how long the request spends in each stage. retracted_at_release: of a row retracted for lack of pages, how
+    often pages had been returned by then (`SchedulerState.pages_returned_since`). run: of a LOADING row, the name of
+    the first block that it loads. fresh: its pool row and pages are not in any plan yet. vector: that of its prompt
+    (raw float32), once it is computed.
+    """
+
+    request: Request
+    known_ids: Int32Array
+    clock: StageClock
+    node: Any = None
+    sibling_rows: list[int] = field(default_factory=list)
+    retracted_at_release: int | None = None
+    run: bytes = b""
+    fresh: bool = False
+    vector: bytes = b""
+
+
+class RequestTable:
+    """Columns by row. See `policy.Columns` for the meaning of those that policies read; the others are:
+
+    number: the request's number. in_tree: leading tokens of a waiting row whose KV the tree has, of which `matchable`
+    are usable; kept like that. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row of
+    ReqToTokenPool, -1 while waiting. held: leading tokens that have pages, beyond `planned` while KV is loaded.
+    verifying: drafts that a plan in flight verifies, the last ones of `planned`. drafts: drafts that the executor has
+    ready for the row's next step. acceptance_rate: in thousandths, of its next draft if those before it are right.
+    last_step: the latest plan that contains the row. gates, state: lifecycle. reach: leading tokens whose KV can be
+    loaded from elsewhere. constrained: 1 for rows whose answer must keep to a grammar; `grammars` counts them.
+    verified_drafts, accepted_drafts: of the answer so far. adapter: small integer per LoRA adapter, 0 for none. slot:
+    where that is on the device while the row has its place, 0 for nowhere. skipped_since_ns: when it was first passed
+    over for lack of a slot, 0 before.
+    """
+
+    def __init__(self, capacity: int = 256, tenants: Iterable[str] = ()) -> None:
+        """`tenants` always have numbers of their own, however many others come."""
+        self._capacity = 0
+        self._free: list[int] = []
+        self._request_states: list[RequestState | None] = []
+        self._row_of_number: dict[int, int] = {}
+        self._tenants = {name: number for number, name in enumerate(tenants)}
+        self._routing_keys = Interner(first=1)
+        self._adapters = Interner(first=1)
+        self._next_seq = 0
+        self.grammars = 0
+        for name in INT32_COLUMNS:
+            setattr(self, name, np.zeros(0, np.int32))
+        for name in INT64_COLUMNS:
+            setattr(self, name, np.zeros(0, np.int64))
+        self._grow(capacity)
+
+    # The columns, declared for type checkers; `__init__` makes them.
+    prompt_tokens: Int32Array
+    limit: Int32Array
+    target: Int32Array
+    hit: Int32Array
+    in_tree: Int32Array
+    matchable: Int32Array
+    cached: Int32Array
+    computed: Int32Array
+    planned: Int32Array
+    held: Int32Array
+    verifying: Int32Array
+    drafts: Int32Array
+    acceptance_rate: Int32Array
+    loadable_tokens: Int32Array
+    known: Int32Array
+    tenant: Int32Array
+    epoch: Int32Array
+    gates: Int32Array
+    state: Int32Array
+    pool_row: Int32Array
+    retractions: Int32Array
+    service_level: Int32Array
+    routing: Int32Array
+    prefix_group: Int32Array
+    branch: Int32Array
+    constrained: Int32Array
+    verified_drafts: Int32Array
+    accepted_drafts: Int32Array
+    adapter: Int32Array
+    slot: Int32Array
+    seq: np.ndarray[Any, np.dtype[np.int64]]
+    number: np.ndarray[Any, np.dtype[np.int64]]
+    arrival_ns: np.ndarray[Any, np.dtype[np.int64]]
+    admitted_ns: np.ndarray[Any, np.dtype[np.int64]]
+    first_token_ns: np.ndarray[Any, np.dtype[np.int64]]
+    priority: np.ndarray[Any, np.dtype[np.int64]]
+    boost: np.ndarray[Any, np.dtype[np.int64]]
+    deadline_ns: np.ndarray[Any, np.dtype[np.int64]]
+    ttft_ns: np.ndarray[Any, np.dtype[np.int64]]
+    tpot_ns: np.ndarray[Any, np.dtype[np.int64]]
+    last_step: np.ndarray[Any, np.dtype[np.int64]]
+    skipped_since_ns: np.ndarray[Any, np.dtype[np.int64]]
+
+    def __len__(self) -> int:
+        return len(self._row_of_number)
+
+    def add(self, request: Request, number: int, now: int) -> int:
+        """Take a row for one answer of `request`, in state WAITING, and return it."""
+        if not self._free:
+            self._grow(2 * self._capacity)
+        row = self._free.pop()
+        prompt, known_ids = len(request.prompt_ids), request.known_ids
+        self._row_of_number[number] = row
+        self.number[row] = number
+        self.seq[row] = self._next_seq
+        self._next_seq += 1
+        self.arrival_ns[row] = request.arrival_ns or now
+        self._request_states[row] = RequestState(request, known_ids, StageClock(request.arrival_ns or now))
+        self.prompt_tokens[row] = prompt
+        self.constrained[row] = bool(request.grammar)
+        self.grammars += bool(request.grammar)
+        self.known[row] = self.target[row] = len(known_ids)
+        self.limit[row] = prompt + max(request.sampling.max_new_tokens, 1) - 1
+        self.priority[row] = NO_PRIORITY if request.priority is None else request.priority
+        has_deadline = request.deadline_ns is not None
+        self.deadline_ns[row] = int(self.arrival_ns[row]) + (request.deadline_ns or 0) if has_deadline else NO_DEADLINE
+        slo = request.slo or Slo()
+        self.ttft_ns[row], self.tpot_ns[row] = slo.ttft_ns or 0, slo.tpot_ns or 0
+        self.tenant[row] = self.tenant_number(request.tenant)
+        self.service_level[row] = service_level_of(request.service_class)
+        self.routing[row] = self._routing_keys.take(request.routing_key) if request.routing_key else 0
+        self.adapter[row] = self._adapters.take(request.lora) if request.lora else 0
+        self.prefix_group[row] = NO_GROUP
+        self.state[row] = RowState.WAITING
+        self.pool_row[row] = self.last_step[row] = -1
+        for column in (
+            self.hit,
+            self.in_tree,
+            self.matchable,
+            self.cached,
+            self.computed,
+            self.planned,
+            self.held,
+            self.verifying,
+            self.drafts,
+            self.acceptance_rate,
+            self.loadable_tokens,
+            self.gates,
+            self.retractions,
+            self.boost,
+            self.verified_drafts,
+            self.accepted_drafts,
+            self.slot,
+            self.skipped_since_ns,
+        ):
+            column[row] = 0
+        self.admitted_ns[row] = self.first_token_ns[row] = 0
+        return row
+
+    def remove(self, row: int) -> None:
+        """Free the row of a request that has ended."""
+        del self._row_of_number[int(self.number[row])]
+        self.grammars -= int(self.constrained[row])
+        self._request_states[row] = None
+        if self.routing[row]:
+            self._routing_keys.release(int(self.routing[row]))
+        if self.adapter[row]:
+            self._adapters.release(int(self.adapter[row]))
+        self.epoch[row] += 1
+        self.state[row] = RowState.FREE
+        self._free.append(row)
+
+    def row_of(self, number: int) -> int | None:
+        """The row of a request, None if it is unknown or has ended."""
+        return self._row_of_number.get(number)
+
+    def request_state(self, row: int) -> RequestState:
+        """The `RequestState` of a row that is in use."""
+        request_state = self._request_states[row]
+        assert request_state is not None, f"row {row} is free"
+        return request_state
+
+    def request(self, row: int) -> Request:
+        """The request in a row that is in use."""
+        return self.request_state(row).request
+
+    def usable_tokens(self, row: int) -> int:
+        """Leading tokens of a waiting row that may come from the tree. At least the last known token is computed, and
+        so is every prompt token with requested log-probabilities or that a vector is the mean of.
+        """
+        request = self.request(row)
+        usable, options = int(self.known[row]) - 1, request.logprobs
+        if request.pooling == "mean":
+            return 0
+        if options is None or options.prompt_from < 0:
+            return usable
+        return min(usable, max(options.prompt_from - 1, 0))
+
+    def tenant_number(self, name: str) -> int:
+        """The permanent number of a tenant; with too many tenants, that of the tenant without a name."""
+        if name not in self._tenants and len(self._tenants) >= MAX_TENANTS:
+            name = ""
+        return self._tenants.setdefault(name, len(self._tenants))
+
+    def tenant_names(self) -> list[str]:
+        """The names of all tenants so far, by their numbers."""
+        return list(self._tenants)
+
+    def adapter_number(self, adapter: str) -> int:
+        """The number of an adapter that a row or a slot has; 0 if none has it."""
+        return self._adapters.number_of(adapter)
+
+    def retain_adapter(self, number: int) -> None:
+        """One more user of an adapter's number, until `release_adapter`."""
+        self._adapters.keep(number)
+
+    def release_adapter(self, number: int) -> None:
+        """One user of an adapter's number less."""
+        self._adapters.release(number)
+
+    def numbers(self) -> list[int]:
+        """The numbers of all requests, in order of arrival."""
+        return sorted(self._row_of_number, key=lambda number: int(self.seq[self._row_of_number[number]]))
+
+    def check(self, rows: Int32Array) -> None:
+        """Assert `cached <= computed <= planned <= limit` and `computed <= known` for rows in use."""
+        assert (self.cached[rows] <= self.computed[rows]).all()
+        assert (self.computed[rows] <= self.planned[rows]).all()
+        assert (self.planned[rows] <= self.held[rows]).all()
+        assert (self.held[rows] <= self.limit[rows]).all()
+        assert (self.computed[rows] <= self.known[rows]).all()
+
+    def _grow(self, capacity: int) -> None:
+        extra = capacity - self._capacity
+        for name in INT32_COLUMNS + INT64_COLUMNS:
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros(extra, column.dtype))))
+        self._free.extend(range(capacity - 1, self._capacity - 1, -1))
+        self._request_states.extend([None] * extra)
+        self._capacity = capacity

@@ -1,0 +1,332 @@
+"""Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from tokenyard.base import InvalidRequestError
+from tokenyard.server.http.dialects import named_event
+from tokenyard.server.http.generate import CompletionOutput, RequestContext
+from tokenyard.server.openai.chat_events import has_tool_calls, run_events
+from tokenyard.server.openai.completions import prepare_chat
+from tokenyard.server.parse.events import (
+    ContentText,
+    Event,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from tokenyard.server.parse.readable import readable
+from tokenyard.server.prompts import chat_prompt, check_chat_body
+from tokenyard.server.protocol import ChatRequest, parse_body
+
+BILLING_LINE = "x-anthropic-billing-header"
+"""Claude Code writes a line with a number of the request at the very front, which no two prompts would share."""
+
+Block = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class CountRequest:
+    """`POST /v1/messages/count_tokens`, and what it shares with messages."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class MessagesRequest(CountRequest):
+    """`POST /v1/messages`."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+async def messages(call: RequestContext) -> None:
+    """Answer a request of Anthropic's Messages API."""
+    check_chat_body(call)
+    body = await parse_body(call.body, MessagesRequest)
+    chat = _chat(body)
+    chat.max_tokens, chat.stream = body.max_tokens, bool(body.stream)
+    chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+    chat.stop = body.stop_sequences
+    user = (body.metadata or {}).get("user_id")
+    chat.user = user[:256] if isinstance(user, str) else None
+    job = await prepare_chat(call, chat)
+    writer = MessageWriter(job.head["model"])
+    if not body.stream:
+        blocks: list[bytes] = []
+
+        async def keep(answer: CompletionOutput, events: Sequence[Event]) -> None:
+            blocks.append(writer.pieces(answer, events))
+
+        answer = await run_events(call, job, keep)
+        await call.reply.whole(orjson.dumps(writer.whole(answer)))
+        return
+
+    async def send(answer: CompletionOutput, events: Sequence[Event]) -> None:
+        data = writer.pieces(answer, events)
+        if data:
+            await call.reply.event(data)
+
+    await run_events(call, job, send)
+    await call.reply.end()
+
+
+async def count_tokens(call: RequestContext) -> None:
+    """Count the tokens of a prompt with system text and tools, as `/v1/messages` would see it."""
+    check_chat_body(call)
+    body = await parse_body(call.body, CountRequest)
+    call.state.check_model(body.model)
+    text = await chat_prompt(call.manager, _chat(body), call.state.style)
+    ids = await call.manager.tokenize(text, False, allow_too_long=True)
+    await call.reply.whole(orjson.dumps({"input_tokens": len(ids)}))
+
+
+def _chat(body: CountRequest) -> ChatRequest:
+    """The conversation as a chat body."""
+    conversation = _system(body.system)
+    for place, message in enumerate(body.messages):
+        conversation += _converted(message, f"messages[{place}]")
+    chat = ChatRequest(messages=conversation, model=body.model)
+    continues = bool(conversation) and conversation[-1]["role"] == "assistant"
+    if continues and not conversation[-1].get("tool_calls"):
+        chat.continue_final_message = True
+    chat.tools = [_tool(tool, place) for place, tool in enumerate(body.tools or ())] or None
+    chat.tool_choice = _choice(body.tool_choice)
+    if (body.tool_choice or {}).get("disable_parallel_tool_use"):
+        chat.parallel_tool_calls = False
+    kind = (body.thinking or {}).get("type")
+    if kind is not None:
+        chat.chat_template_kwargs = {"enable_thinking": kind != "disabled"}
+    return chat
+
+
+def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
+    """The system message, without the line that would part the prefix cache by request."""
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or []
+    texts = [_text(block, "system") for block in blocks]
+    lines = [line for text in texts for line in text.split("\n") if not line.startswith(BILLING_LINE)]
+    joined = "\n".join(lines).strip("\n")
+    return [{"role": "system", "content": joined}] if joined else []
+
+
+def _converted(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """One message as one or several of a chat: results of tools are messages of their own there."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise InvalidRequestError(f"{where}.role must be user or assistant", param="messages")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise InvalidRequestError(f"{where}.content must be a string or a list of blocks", param="messages")
+    if role == "assistant":
+        return [_assistant(content, where)]
+    results = [_result(block, where) for block in content if block.get("type") == "tool_result"]
+    texts = [_text(block, where) for block in content if block.get("type") != "tool_result"]
+    return results + ([{"role": role, "content": "\n".join(texts)}] if texts else [])
+
+
+def _assistant(content: list[Block], where: str) -> dict[str, Any]:
+    """An assistant's message: text, reasoning and calls."""
+    message: dict[str, Any] = {"role": "assistant"}
+    texts, thoughts, calls = [], [], []
+    for block in content:
+        match block.get("type"):
+            case "thinking":
+                thoughts.append(str(block.get("thinking", "")))
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case _:
+                texts.append(_text(block, where))
+    message["content"] = "".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+        message["content"] = message["content"] or None
+    return message
+
+
+def _result(block: Block, where: str) -> dict[str, Any]:
+    """The result of a tool, as a message."""
+    content = block.get("content", "")
+    text = "\n".join(_text(part, where) for part in content) if isinstance(content, list) else str(content or "")
+    if block.get("is_error"):
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id", ""), "content": text}
+
+
+def _text(block: Any, where: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+    if kind != "text" or not isinstance(block.get("text"), str):
+        raise InvalidRequestError(f"{where}: only text is supported here, not {kind!r}", param="messages")
+    return str(block["text"])
+
+
+def _tool(tool: dict[str, Any], place: int) -> dict[str, Any]:
+    """A tool in OpenAI's shape. Those that Anthropic's own servers run cannot be had here."""
+    if tool.get("type", "custom") not in ("custom", "function"):
+        raise InvalidRequestError(f"tools[{place}]: {tool['type']!r} is run by no one here", param="tools")
+    function = {"name": tool.get("name"), "description": tool.get("description", "")}
+    function["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
+    if tool.get("strict") is True:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """tool_choice in OpenAI's words."""
+    match choice:
+        case None:
+            return None
+        case {"type": "auto" | "none" as kind}:
+            return str(kind)
+        case {"type": "any"}:
+            return "required"
+        case {"type": "tool", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+    raise InvalidRequestError("tool_choice.type must be auto, any, none, or tool with a name", param="tool_choice")
+
+
+class MessageWriter:
+    """Writes one answer: as events of a stream, and as the message that these events add up to."""
+
+    def __init__(self, model: str) -> None:
+        self.message: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        self._started = False
+        self._arguments = ""
+
+    def pieces(self, answer: CompletionOutput, events: Sequence[Event]) -> bytes:
+        """The events of a stream for what has come."""
+        out = []
+        if not self._started:
+            self._started = True
+            start = {**self.message, "usage": {**_usage(answer), "output_tokens": 0}}
+            out.append(named_event("message_start", {"type": "message_start", "message": start}))
+        for event in events:
+            match event:
+                case ContentText(text):
+                    out += self._add("text", "text", "text_delta", text)
+                case ReasoningText(text):
+                    out += self._add("thinking", "thinking", "thinking_delta", text)
+                case ToolCallStart(_, name, call_id):
+                    out += [*self._close(), self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})]
+                case ToolCallArguments(_, text):
+                    self._arguments += text
+                    out.append(self._delta({"type": "input_json_delta", "partial_json": text}))
+                case ToolCallEnd():
+                    out += self._close()
+        if answer.finish is not None:
+            out += self._end(answer)
+        return b"".join(out)
+
+    def whole(self, answer: CompletionOutput) -> dict[str, Any]:
+        """The message, once its answer has ended."""
+        return {**self.message, "usage": _usage(answer)}
+
+    @property
+    def _block(self) -> Block | None:
+        content = self.message["content"]
+        return content[-1] if content and not content[-1].get("_closed") else None
+
+    def _add(self, kind: str, name: str, delta: str, text: str) -> list[bytes]:
+        out = []
+        if self._block is None or self._block["type"] != kind:
+            block = {"type": kind, name: ""} | ({"signature": ""} if kind == "thinking" else {})
+            out = [*self._close(), self._open(block)]
+        block = self.message["content"][-1]
+        block[name] += text
+        return [*out, self._delta({"type": delta, name: text})]
+
+    def _open(self, block: Block) -> bytes:
+        content = self.message["content"]
+        content.append(block)
+        self._arguments = ""
+        event = {"type": "content_block_start", "index": len(content) - 1, "content_block": block}
+        return named_event("content_block_start", event)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        event = {"type": "content_block_delta", "index": len(self.message["content"]) - 1, "delta": delta}
+        return named_event("content_block_delta", event)
+
+    def _close(self) -> list[bytes]:
+        """End the block that is open, if one is."""
+        block = self._block
+        if block is None:
+            return []
+        out = []
+        if block["type"] == "thinking":
+            out.append(self._delta({"type": "signature_delta", "signature": ""}))
+        elif block["type"] == "tool_use":
+            block["input"] = _object(self._arguments)
+        block["_closed"] = True
+        index = len(self.message["content"]) - 1
+        return [*out, named_event("content_block_stop", {"type": "content_block_stop", "index": index})]
+
+    def _end(self, answer: CompletionOutput) -> list[bytes]:
+        out = self._close()
+        for block in self.message["content"]:
+            block.pop("_closed", None)
+        reason, sequence = _stop_reason(answer)
+        self.message["stop_reason"], self.message["stop_sequence"] = reason, sequence
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        usage = _usage(answer)
+        out.append(named_event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage}))
+        out.append(named_event("message_stop", {"type": "message_stop"}))
+        return out
+
+
+def _object(text: str) -> Any:
+    """Arguments as an object; what a cut-off answer left of them is none."""
+    try:
+        value = readable(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _stop_reason(answer: CompletionOutput) -> tuple[str, str | None]:
+    finish = answer.finish
+    assert finish is not None
+    if finish.reason == "length":
+        return "max_tokens", None
+    if isinstance(finish.matched, str):
+        return "stop_sequence", finish.matched
+    return ("tool_use" if has_tool_calls(answer) else "end_turn"), None
+
+
+def _usage(answer: CompletionOutput) -> dict[str, Any]:
+    """Tokens; those found in the prefix cache are counted apart."""
+    return {
+        "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": answer.cached_tokens,
+        "output_tokens": answer.completion_tokens,
+    }

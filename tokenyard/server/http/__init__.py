@@ -1,0 +1,1 @@
+"""HTTP below the APIs: the application, connections, errors, keys and streams."""

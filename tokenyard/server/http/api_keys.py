@@ -1,0 +1,91 @@
+"""Which key opens which path. Plain ASGI, so that streams pass through without a copy."""
+
+import hmac
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp
+
+from tokenyard.server.http.dialects import dialect_of
+from tokenyard.server.http.errors import HttpError
+from tokenyard.server.http.streaming import HttpResponse, Receive, Scope, Send
+from tokenyard.ui.files import SERVER_PAGE
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/metrics/load", "/v1/transfer"})
+ADMIN_PATHS = frozenset(
+    {
+        "/flush_cache",
+        "/clear_hicache_storage_backend",
+        "/reset_prefix_cache",
+        "/start_profile",
+        "/stop_profile",
+        "/abort_request",
+        "/pause_generation",
+        "/continue_generation",
+        "/get_server_info",
+        "/server_info",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/v1/scheduler",
+        "/v1/live",
+    }
+)
+TENANT = "tokenyard.tenant"
+"""In the scope of a request: the tenant whose key it came with."""
+
+ADMIN_PREFIX = "/v1/requests/"
+"""Paths that change a request by its id, or tell of it: they reach the requests of all clients."""
+
+
+class Authentication:
+    """Asks for the API key on every path but probes, metrics and the page's files; on admin paths for the admin key.
+
+    With only an API key, that one opens admin paths as well; with only an admin key, the other paths are open. A key of
+    `tenant_keys` (by tenant) opens what the API key does but for admin paths, and says whose request it is.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str, admin_api_key: str, tenant_keys: Mapping[str, str]) -> None:
+        self.app = app
+        self._api_key = api_key.encode()
+        self._admin_api_key = (admin_api_key or api_key).encode()
+        self._tenant_keys = [(tenant, key.encode()) for tenant, key in tenant_keys.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through or answer 401."""
+        if scope["type"] == "http" and scope["method"] != "OPTIONS" and not self._allowed(scope):
+            error = HttpError("invalid_api_key", "a valid API key is needed: Authorization: Bearer KEY")
+            await HttpResponse(send, dialect=dialect_of(scope["path"])).fail(error)
+            return
+        await self.app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        """Whether the key in the request, compared in constant time, opens its path."""
+        path = scope["path"]
+        if path in OPEN_PATHS or path in SERVER_PAGE:
+            return True
+        given = _bearer_key(scope)
+        if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX):
+            return _same(given, self._admin_api_key)
+        for tenant, key in self._tenant_keys:
+            if _same(given, key):
+                scope[TENANT] = tenant
+                return True
+        if self._tenant_keys and not self._api_key:
+            return False
+        return _same(given, self._api_key)
+
+
+def _bearer_key(scope: Scope) -> bytes:
+    """The key that a request came with, b"" for none."""
+    headers = dict(scope["headers"])
+    if b"authorization" not in headers:
+        # Clients of Anthropic's API send theirs so.
+        return bytes(headers.get(b"x-api-key", b"").strip())
+    scheme, _, given = headers[b"authorization"].partition(b" ")
+    return bytes(given.strip()) if scheme.lower() == b"bearer" else b""
+
+
+def _same(given: bytes, wanted: bytes) -> bool:
+    """Whether a key is the wanted one, compared in constant time; where none is wanted, any is."""
+    return not wanted or hmac.compare_digest(given, wanted)

@@ -1,0 +1,184 @@
+"""The ASGI application: routes, error handlers and the OpenAPI page."""
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from tokenyard.base import InvalidRequestError, TokenyardError
+from tokenyard.base.version import __version__
+from tokenyard.server.anthropic import messages
+from tokenyard.server.http import live_page
+from tokenyard.server.http.api_keys import Authentication
+from tokenyard.server.http.api_reference import reference_page
+from tokenyard.server.http.dialects import dialect_of
+from tokenyard.server.http.errors import (
+    CLIENT_GONE_STATUS,
+    HttpError,
+    error_headers,
+    internal_error,
+    outcome_of,
+)
+from tokenyard.server.http.generation_route import GenerationRoute, Handler
+from tokenyard.server.http.streaming import ClientGoneError, Receive, Scope, Send
+from tokenyard.server.http.unknown_routes import nothing_at
+from tokenyard.server.metrics.endpoint_picker import LOAD_PATH, EndpointPickerMetrics
+from tokenyard.server.native import control_routes, lora_routes, policy_routes, profile_routes, request_routes, score
+from tokenyard.server.native import generate as native
+from tokenyard.server.native.live_feed import LiveFeed
+from tokenyard.server.ollama import api as ollama
+from tokenyard.server.openai import completions as openai
+from tokenyard.server.openai import embeddings, response_store, responses
+from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
+from tokenyard.server.state import ServerState
+
+HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
+    "/v1/chat/completions": (openai.chat_completions, ChatRequest),
+    "/v1/completions": (openai.completions, CompletionRequest),
+    "/generate": (native.generate, NativeRequest),
+    "/v1/score": (score.score, score.ScoreRequest),
+    "/v1/embeddings": (embeddings.embeddings, embeddings.EmbeddingsRequest),
+    "/v1/rerank": (embeddings.rerank, embeddings.RerankRequest),
+    "/rerank": (embeddings.rerank, embeddings.RerankRequest),
+    "/api/embed": (embeddings.ollama_embed, embeddings.OllamaEmbed),
+    "/v1/messages": (messages.messages, messages.MessagesRequest),
+    "/v1/messages/count_tokens": (messages.count_tokens, messages.CountRequest),
+    "/v1/responses": (responses.responses, responses.ResponsesRequest),
+    "/api/chat": (ollama.chat, ollama.OllamaChat),
+    "/api/generate": (ollama.generate, ollama.OllamaGenerate),
+}
+
+
+class HotRouteApp:
+    """Calls generating routes, and the gauges for gateways, directly, without the framework's layers; it
+    has all other routes.
+    """
+
+    def __init__(self, app: FastAPI, routes: dict[str, GenerationRoute], picker: EndpointPickerMetrics) -> None:
+        self._app = app
+        self._routes = routes
+        self._picker = picker
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        route: ASGIApp | None = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            route = self._routes.get(scope["path"])
+        elif scope["type"] == "http" and scope["path"] == LOAD_PATH and scope["method"] == "GET":
+            route = self._picker
+        await (route or self._app)(scope, receive, send)
+
+
+def create_app(state: ServerState) -> ASGIApp:
+    """The application over `state`."""
+    # The framework's own pages load scripts from another server, which not every machine may reach.
+    api = FastAPI(title="Tokenyard", version=__version__, docs_url=None, redoc_url=None)
+    api.add_api_route("/docs", _docs, include_in_schema=False)
+    api.state.server = state
+    api.include_router(control_routes.router)
+    api.include_router(request_routes.router)
+    api.include_router(profile_routes.router)
+    api.include_router(policy_routes.router)
+    api.include_router(lora_routes.router)
+    api.include_router(ollama.router)
+    api.include_router(live_page.router)
+    api.router.routes.append(Route("/v1/live", LiveFeed(state), methods=["GET"]))
+    api.include_router(response_store.router)
+    api.add_exception_handler(TokenyardError, _on_error)
+    api.add_exception_handler(ClientGoneError, _on_client_gone)
+    api.add_exception_handler(HTTPException, _on_http_exception)
+    api.add_exception_handler(RequestValidationError, _on_validation_error)
+    api.add_exception_handler(Exception, _on_fault)
+    routes = {path: GenerationRoute(state, handler) for path, (handler, _) in HOT_ROUTES.items()}
+    for path, route in routes.items():
+        # The framework knows the path too, so that it answers other methods with 405.
+        api.router.routes.append(Route(path, route, methods=["POST"]))
+    api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
+    app: ASGIApp = HotRouteApp(api, routes, EndpointPickerMetrics(state))
+    options = state.options
+    if options.api_key or options.admin_api_key or options.tenant_keys:
+        app = Authentication(
+            app,
+            api_key=options.api_key,
+            admin_api_key=options.admin_api_key,
+            tenant_keys=options.tenant_keys,
+        )
+    if options.cors_allow_origins:
+        app = CORSMiddleware(app, options.cors_allow_origins, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+async def _docs(request: Request) -> HTMLResponse:
+    """What can be asked of this server, as a page."""
+    return HTMLResponse(reference_page(request.app.openapi()))
+
+
+def _error_response(error: TokenyardError, path: str = "") -> Response:
+    """An error as a whole response, as the API at `path` writes it."""
+    status = outcome_of(error).status
+    return Response(dialect_of(path).error(error), status, error_headers(status), "application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Our own errors."""
+    assert isinstance(error, TokenyardError)
+    return _error_response(error, request.url.path)
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """The client has disconnected: the answer is not read."""
+    return Response(status_code=CLIENT_GONE_STATUS)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    if error.status_code == 405:
+        told = HttpError("method_not_allowed", f"this path does not take that method: {method} {path}")
+    else:
+        told = HttpError("not_found", nothing_at(method, path))
+    response = _error_response(told, path)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    """Arguments that FastAPI refused; always 400, never 422."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return _error_response(InvalidRequestError(f"{name}: {first['msg']}", param=name))
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    """A fault of the server; uvicorn logs its trace."""
+    return _error_response(internal_error())
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The schema, with the hot routes added from the classes that parse them."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    kinds = [kind for _, kind in HOT_ROUTES.values()]
+    refs, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
+    for (path, (handler, _)), ref in zip(HOT_ROUTES.items(), refs, strict=True):
+        content = {"application/json": {"schema": ref}}
+        schema["paths"][path] = {
+            "post": {
+                "summary": (handler.__doc__ or "").strip(),
+                "requestBody": {"required": True, "content": content},
+                "responses": {"200": {"description": "The answer, or a stream of events"}},
+            }
+        }
+    app.openapi_schema = schema
+    return schema

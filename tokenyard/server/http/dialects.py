@@ -1,0 +1,56 @@
+"""How the families of APIs write errors and streams; what lies between is the same for all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import orjson
+
+from tokenyard.base import TokenyardError
+from tokenyard.server.http.errors import error_body, outcome_of
+
+SERVER_SENT = b"text/event-stream; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """content_type: of streams. error: an error as a whole body. last: that body as the last piece of a stream."""
+
+    content_type: bytes
+    error: Callable[[TokenyardError], bytes]
+    last: Callable[[bytes], bytes]
+
+
+_ANTHROPIC_TYPES = {503: "overloaded_error", 429: "rate_limit_error", 500: "api_error", 504: "api_error"}
+
+
+def _anthropic_error(error: TokenyardError) -> bytes:
+    outcome = outcome_of(error)
+    kind = _ANTHROPIC_TYPES.get(outcome.status, outcome.type)
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": error.message}})
+
+
+def _ollama_error(error: TokenyardError) -> bytes:
+    return orjson.dumps({"error": error.message})
+
+
+OPENAI = Dialect(SERVER_SENT, error_body, lambda body: b"data: " + body + b"\n\n")
+ANTHROPIC = Dialect(SERVER_SENT, _anthropic_error, lambda body: b"event: error\ndata: " + body + b"\n\n")
+RESPONSES = Dialect(
+    SERVER_SENT,
+    error_body,
+    lambda body: b'event: error\ndata: {"type":"error",' + orjson.dumps(orjson.loads(body)["error"])[1:] + b"\n\n",
+)
+OLLAMA = Dialect(b"application/x-ndjson", _ollama_error, lambda body: body + b"\n")
+
+
+def dialect_of(path: str) -> Dialect:
+    """How answers at a path are written."""
+    for prefix, dialect in (("/v1/messages", ANTHROPIC), ("/v1/responses", RESPONSES), ("/api/", OLLAMA)):
+        if path.startswith(prefix):
+            return dialect
+    return OPENAI
+
+
+def named_event(name: str, payload: object) -> bytes:
+    """A server-sent event with a name."""
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"

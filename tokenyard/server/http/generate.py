@@ -1,0 +1,151 @@
+"""Runs the generations of one HTTP request and collects their results."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenyard.base import Finish, TokenLogprobs
+from tokenyard.engine.frontend.input_processor import level_name
+from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.server.engine_client import GenerateClient
+from tokenyard.server.http.errors import failure
+from tokenyard.server.http.streaming import HttpResponse
+from tokenyard.server.native.explain import stages_ms, wall_s
+from tokenyard.server.parse.output_style import OutputReader
+from tokenyard.server.state import ServerState
+
+_USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
+
+OnDelta = Callable[[int, OutputDelta], Coroutine[Any, Any, None]]
+"""Takes in news of the spec with this place."""
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One HTTP request on its way: body, headers, engine, the reply to write and the tenant whose key it came with."""
+
+    state: ServerState
+    manager: GenerateClient
+    body: bytes
+    headers: Mapping[str, str]
+    reply: HttpResponse
+    tenant: str = ""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer, as far as it has come. `reader` takes its text apart, if it may hold more than text."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish: Finish | None = None
+    reader: OutputReader | None = None
+
+    def add(self, delta: OutputDelta, *, keep: bool) -> None:
+        """Take in a delta; `keep` says whether text and tokens are collected or only counted."""
+        self.prompt_tokens = delta.prompt_tokens
+        self.completion_tokens = delta.completion_tokens
+        self.cached_tokens = delta.cached_tokens
+        self.finish = delta.finish
+        if keep:
+            self.text += delta.text
+            self.token_ids += delta.token_ids
+            self.logprobs += delta.logprobs
+
+
+def usage_of(answers: Sequence[CompletionOutput], n: int) -> dict[str, Any]:
+    """The usage object; the n answers to one prompt share its tokens."""
+    prompts = answers[::n]
+    prompt_tokens = sum(answer.prompt_tokens for answer in prompts)
+    completion_tokens = sum(answer.completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in prompts)},
+    }
+
+
+def usage_so_far(delta: OutputDelta) -> bytes:
+    """`usage_of` one answer as it stands with this delta, as JSON; made for every chunk, so without a dict."""
+    prompt, completion = delta.prompt_tokens, delta.completion_tokens
+    return _USAGE % (prompt, completion, prompt + completion, delta.cached_tokens)
+
+
+def stage_times(finish: Finish, spec: GenerateReqInput) -> dict[str, Any]:
+    """The `x_sched` block: how long each stage took, what got in the way, and when (Unix time) it ended."""
+    return {
+        "class": level_name(spec.service_class),
+        **{f"{stage}_ms": time_ms for stage, time_ms in stages_ms(finish.timings).items()},
+        "cached_tokens": finish.cached_tokens,
+        "preemptions": finish.retractions,
+        "finished_at": wall_s(finish.finished_ns),
+    }
+
+
+def run(call: RequestContext, specs: Sequence[GenerateReqInput], take: OnDelta) -> Coroutine[Any, Any, None]:
+    """Run all `specs` at once; `take` gets (place of the spec, delta) as news comes.
+
+    Raises what the engine and `take` raise, and the error of a request that was refused or failed on the way.
+    """
+    return _one(call, specs[0], 0, take) if len(specs) == 1 else _many(call, specs, take)
+
+
+async def _one(call: RequestContext, spec: GenerateReqInput, place: int, take: OnDelta) -> None:
+    """Run one spec; metrics, log and traces follow it."""
+    state = call.state
+    spec.rid = spec.rid or uuid.uuid4().hex
+    with state.open_request(spec.rid):
+        watchers = state.watchers(spec, call.headers)
+
+        def see(delta: OutputDelta) -> None:
+            for watcher in watchers:
+                watcher.delta(delta)
+
+        def watch(delta: OutputDelta) -> Coroutine[Any, Any, None]:
+            see(delta)
+            if delta.finish is not None:
+                error = failure(delta.finish)
+                if error is not None:
+                    raise error
+            return take(place, delta)
+
+        await call.manager.feed(spec, watch, see)
+
+
+async def _many(call: RequestContext, specs: Sequence[GenerateReqInput], take: OnDelta) -> None:
+    """Run several specs concurrently and call `take` for one at a time; the first error ends them all."""
+    turn = asyncio.Lock()
+
+    async def take_in_turn(place: int, delta: OutputDelta) -> None:
+        async with turn:
+            await take(place, delta)
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for place, spec in enumerate(specs):
+            tasks.append(asyncio.ensure_future(_one(call, spec, place, take_in_turn)))
+            # Starting a request may tokenize a short text; the event loop serves others in between.
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def collect(call: RequestContext, specs: Sequence[GenerateReqInput], n: int) -> list[CompletionOutput]:
+    """All answers in full: the n of the first spec, then the n of the second, and so on."""
+    answers = [CompletionOutput() for _ in range(len(specs) * n)]
+
+    async def take(place: int, delta: OutputDelta) -> None:
+        answers[place * n + delta.index].add(delta, keep=True)
+
+    await run(call, specs, take)
+    return answers

@@ -1,0 +1,181 @@
+"""HTTP as uvicorn speaks it, with bounds on what a connection may send and on how long it may take."""
+
+import time
+from http import HTTPStatus
+from typing import Any, Literal
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tokenyard.server.http.api_keys import OPEN_PATHS
+from tokenyard.server.http.connections import MIN_BODY_BYTES_PER_S, ConnectionLimits
+from tokenyard.server.http.errors import HttpError, error_body, error_headers, outcome_of
+from tokenyard.server.http.streaming import HttpResponse, Receive, Scope, Send
+
+MAX_HEADER_BYTES = 65536
+LINGER_S = 2.0
+"""How long a refused connection stays open and drops what still comes. The kernel resets a connection that is closed
+with bytes unread, and a client that is still sending then loses the answer.
+"""
+
+ConnectionStage = Literal["idle", "head", "body", "answer"]
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """Refuses a request whose headers, chunk lines or trailers do not come to an end, or come too slowly; uvicorn would
+    keep them all in memory, for ever. See `ConnectionLimits` for the rest.
+    """
+
+    def __init__(self, *arguments: Any, limits: ConnectionLimits, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._limits = limits
+        self._handler = self.app
+        self._stage: ConnectionStage = "idle"
+        self._since = time.monotonic()
+        self._body_bytes = 0
+        self._bytes_without_progress = 0
+        self._head_bytes = 0
+        self._refused = False
+        self._for_probes = False
+
+    def connection_made(self, transport: Any) -> None:
+        """A client has connected; beyond the limit only probes are answered, the latest ones."""
+        super().connection_made(transport)
+        max_connections = self._limits.max_connections
+        if not max_connections or len(self.connections) <= max_connections:
+            return
+        self._for_probes = True
+        reserve = [other for other in self.connections if isinstance(other, HttpProtocol) and other._for_probes]
+        if len(reserve) > self._limits.probes:
+            waiting = [other for other in reserve if other._stage != "answer"]
+            oldest = min(waiting or reserve, key=lambda other: other._since)
+            # Its end comes only with the loop's next turn; until then it counts no more.
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Take in what has come on the connection."""
+        if self._refused:
+            return
+        self._bytes_without_progress += len(data)
+        super().data_received(data)
+        if self._bytes_without_progress > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, in the form that all errors have."""
+        self._refuse(HttpError("invalid_request", "this is no valid HTTP/1.1 request"), LINGER_S)
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._enter("head")
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the address has come."""
+        self._head_bytes += len(url)
+        super().on_url(url)
+
+    def on_headers_complete(self) -> None:
+        """All headers of a request are there: it can be answered, or refused for want of connections."""
+        if self._head_bytes > MAX_HEADER_BYTES:
+            self._refuse_head()
+            return
+        self._progress()
+        self._enter("body")
+        self._body_bytes = 0
+        crowded = self._for_probes and len(self.connections) > self._limits.max_connections
+        path = self.url.split(b"?", 1)[0].decode("latin-1")
+        self.app = _refuse_overload if crowded and path not in OPEN_PATHS else self._handler
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body has come."""
+        if self._refused:
+            return
+        self._progress()
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header has come. Those behind a body mean nothing here, and are not kept."""
+        if self._stage == "head":
+            self._head_bytes += len(name) + len(value)
+            super().on_header(name, value)
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        if self._refused:
+            return
+        self._progress()
+        answered = self.cycle is None or self.cycle.response_complete
+        self._enter("idle" if answered else "answer")
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """An answer is out; the next request may have come already."""
+        if self._stage == "answer" and not self.pipeline:
+            self._enter("idle")
+        super().on_response_complete()
+
+    def overdue(self, now: float, factor: float) -> str:
+        """What the server has waited for too long; see `Connection.overdue`."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self._refused or self.pipeline or (answering and self._stage == "head"):
+            # The connection ends anyway, or the answer to the request before comes first.
+            return ""
+        limits, waited_s = self._limits, now - self._since
+        if self._stage == "idle" and waited_s > factor * limits.idle_timeout_s:
+            return "a request"
+        if self._stage == "head" and waited_s > factor * limits.head_timeout_s:
+            return "the headers"
+        allowed_s = factor * limits.body_timeout_s + self._body_bytes / MIN_BODY_BYTES_PER_S
+        return "the body" if self._stage == "body" and waited_s > allowed_s else ""
+
+    def end(self, waited_for: str) -> None:
+        """Close the connection, with an answer to a request that has begun."""
+        if self._stage == "idle":
+            self.transport.close()
+        else:
+            self._refuse(HttpError("request_timeout", f"{waited_for} did not come in time"))
+
+    def _enter(self, stage: ConnectionStage) -> None:
+        self._stage, self._since = stage, time.monotonic()
+
+    def _progress(self) -> None:
+        self._bytes_without_progress = 0
+
+    def _refuse_head(self) -> None:
+        message = f"the headers are longer than {MAX_HEADER_BYTES} bytes"
+        self._refuse(HttpError("headers_too_large", message), LINGER_S)
+
+    def _refuse(self, error: HttpError, linger_s: float = 0.0) -> None:
+        """Answer what is no whole request, unless another answer is on its way, and hang up `linger_s` later."""
+        if self._refused:
+            return
+        self._refused = True
+        cycle = self.cycle
+        unanswered = cycle is None or cycle.response_complete or (self._stage == "body" and not cycle.response_started)
+        if not unanswered or self.pipeline:
+            self.transport.close()
+            return
+        body, status = error_body(error), outcome_of(error).status
+        fields = {
+            "content-type": "application/json",
+            "connection": "close",
+            "content-length": len(body),
+            **error_headers(status),
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{lines}\r\n"
+        self.transport.write(head.encode() + body)
+        if linger_s:
+            self.loop.call_later(linger_s, self.transport.close)
+        else:
+            self.transport.close()
+
+
+async def _refuse_overload(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer anything but a probe when there are too many connections."""
+    error = HttpError("too_many_connections", "the server has too many connections; try again later")
+    await HttpResponse(send, {"connection": "close"}).fail(error)

@@ -1,0 +1,439 @@
+"""Prometheus metrics of the API process.
+
+Fed from the deltas of answers as they pass, and from the scheduler's snapshot at each scrape. Nothing is done
+per waiting request or per step. Labels are bounded: no request ids, no tenant names, and classes by their level.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tokenyard.base import NS_PER_S, Finish, FinishReason
+from tokenyard.engine.frontend.input_processor import LEVEL_NAMES, level_name
+from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.engine.scheduler_process.health.slo_attainment import ON_PURPOSE, met_slo, stage_at_deadline, targets_met
+from tokenyard.server.metrics.kv import kv_families
+from tokenyard.server.metrics.lookahead import lookahead_families
+from tokenyard.server.metrics.processes import ProcessUsage
+
+THROUGHPUT = "generation_throughput"
+GENERATION_TOKENS = ("generation_tokens", ())
+THROUGHPUT_OVER_S = 5.0
+STARVED_AFTER_NS = 30 * NS_PER_S
+REFUSED_AT_ONCE = ("invalid", "too_long", "queue_full", "tenant_limit")
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+_GAUGES = {
+    "running_requests": "requests that hold KV pages",
+    "queued_requests": "requests that wait",
+    "queued_tokens": "prompt tokens that are still to be computed, as if nothing of what waits were cached",
+    "queued_seconds": "seconds of prefill that wait, by the cost model",
+    "used_tokens": "KV tokens of running requests",
+    "total_tokens": "KV tokens that the pool holds",
+    "token_usage": "share of the pool in use by running requests",
+    "new_token_ratio": "share of max_new_tokens that admission sets aside for an answer",
+    "cache_hit_rate": "share of all prompt tokens so far that were found in the prefix cache",
+    "generation_throughput": "output tokens a second, over the last seconds",
+    "relegated_requests": "requests that policy slo has put last and that have no first token yet",
+    "service_gap_tokens": "most service, by weight, that two waiting tenants are apart, under vtc and dlpm",
+    "borrowed_tokens": "KV tokens that tenants hold beyond their own shares",
+    "lora_adapters": "LoRA adapters that are loaded",
+    "lora_slots": "LoRA adapters that may be in one step",
+    "lora_slots_used": "slots whose adapter running requests have",
+    "lora_slots_claimed": "slots that are emptied for an adapter that waits",
+    "window_kv_tokens": "KV tokens that the pool of layers with a window holds",
+    "window_kv_used_tokens": "KV tokens there that running requests need",
+    "step_time_error_ratio": "mean relative error of the cost model that learns step times, judged before it learns",
+}
+_RANK_GAUGES = {
+    "up": "1 while the rank is well, 0 while it is stuck or does not run",
+    **{
+        name: _GAUGES[name]
+        for name in ("running_requests", "queued_requests", "used_tokens", "total_tokens", "cache_hit_rate")
+    },
+}
+_TP_RANK_GAUGES = {
+    "step": ("step", "the latest step that a process of a divided model has begun"),
+    "silent_s": ("silent_seconds", "time since such a process gave a heartbeat"),
+}
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "requests": ("finished requests", ("finished_reason",)),
+    "prompt_tokens": ("prompt tokens of finished requests", ()),
+    "generation_tokens": ("output tokens", ()),
+    "cached_tokens": ("prompt tokens found in the prefix cache", ()),
+    "queried_tokens": ("prompt tokens looked up in the prefix cache", ()),
+    "targets": ("finished requests by target (ttft, tpot, deadline), own or class's", ("class", "target", "met")),
+    "slo_requests": ("requests that ended, by whether all their targets, own or class's, were met", ("class", "met")),
+    "goodput_tokens": ("output tokens of requests that met all their targets", ("class",)),
+    "deadline_misses": ("requests that were not done by their deadline, by where they were then", ("class", "stage")),
+    "priority_inversion_seconds": ("time that requests waited while a less urgent one had a place", ("class",)),
+    "relegated": ("requests that policy slo has put last", ()),
+    "starvation": ("requests that waited for their first place for more than 30 s", ("class",)),
+    "lost_places": ("times that requests lost their place (preempted, out_of_pages, paused)", ("class", "reason")),
+    "rejected_requests": ("requests that were refused or ended by the server", ("reason",)),
+    "retractions": ("times a running request gave up its KV because pages ran out", ()),
+    "preemptions": ("times a running request gave way to a more urgent one", ()),
+    "recomputed_tokens": ("tokens computed again after a retraction", ()),
+    "spec_verify_rows": ("rows that verified drafts, counted in each step", ()),
+    "spec_draft_tokens": ("drafts verified", ()),
+    "spec_accepted_tokens": ("drafts accepted", ()),
+    "evicted_tokens": ("tokens that left the prefix cache", ()),
+    "lora_loads": ("LoRA adapters brought to a slot of the device", ()),
+    "scheduler_steps": ("steps planned", ()),
+    "aborted_requests": ("requests that ended before their answer was complete", ()),
+}
+"""Help text and labels of each counter."""
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": (SECONDS, "seconds from arrival to the first token"),
+    "inter_token_latency_seconds": (SECONDS, "seconds between output tokens"),
+    "e2e_request_latency_seconds": (SECONDS, "seconds from arrival to the end"),
+    "queue_time_seconds": (SECONDS, "seconds from arrival to admission"),
+    "prefill_time_seconds": (SECONDS, "seconds in place before the first token"),
+    "decode_time_seconds": (SECONDS, "seconds in place after the first token"),
+    "request_prompt_tokens": (TOKENS, "prompt length"),
+    "request_generation_tokens": (TOKENS, "output length"),
+}
+
+_CLASS_HISTOGRAMS = {
+    "queue_wait_seconds": (SECONDS, "seconds that requests waited for their first place, pauses not counted"),
+}
+"""One histogram for each class of service."""
+
+COMPAT: dict[str, dict[str, str]] = {
+    "sglang": {
+        "running_requests": "sglang:num_running_reqs",
+        "queued_requests": "sglang:num_queue_reqs",
+        "used_tokens": "sglang:num_used_tokens",
+        "total_tokens": "sglang:max_total_num_tokens",
+        "token_usage": "sglang:token_usage",
+        "new_token_ratio": "sglang:new_token_ratio",
+        "cache_hit_rate": "sglang:cache_hit_rate",
+        "generation_throughput": "sglang:gen_throughput",
+        "aborted_requests": "sglang:num_aborted_requests",
+        "requests": "sglang:num_requests",
+        "prompt_tokens": "sglang:prompt_tokens",
+        "generation_tokens": "sglang:generation_tokens",
+        "cached_tokens": "sglang:cached_tokens",
+        "time_to_first_token_seconds": "sglang:time_to_first_token_seconds",
+        "inter_token_latency_seconds": "sglang:inter_token_latency_seconds",
+        "e2e_request_latency_seconds": "sglang:e2e_request_latency_seconds",
+        "queue_time_seconds": "sglang:queue_time_seconds",
+    },
+    "vllm": {
+        "running_requests": "vllm:num_requests_running",
+        "queued_requests": "vllm:num_requests_waiting",
+        "token_usage": "vllm:kv_cache_usage_perc",
+        "requests": "vllm:request_success",
+        "prompt_tokens": "vllm:prompt_tokens",
+        "generation_tokens": "vllm:generation_tokens",
+        "cached_tokens": "vllm:prefix_cache_hits",
+        "queried_tokens": "vllm:prefix_cache_queries",
+        "retractions": "vllm:num_preemptions",
+        "time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+        "inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+        "e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+        "queue_time_seconds": "vllm:request_queue_time_seconds",
+        "prefill_time_seconds": "vllm:request_prefill_time_seconds",
+        "decode_time_seconds": "vllm:request_decode_time_seconds",
+        "request_prompt_tokens": "vllm:request_prompt_tokens",
+        "request_generation_tokens": "vllm:request_generation_tokens",
+    },
+}
+
+SGLANG_STAGES = {
+    "queue": "queue_time_seconds",
+    "prefill": "prefill_time_seconds",
+    "decode": "decode_time_seconds",
+}
+"""The histogram of ours for each stage of SGLang's one histogram."""
+
+
+class Histogram:
+    """Counts per bucket, cheap enough to be fed with every token."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        """Count `value` `weight` times."""
+        self.counts[bisect_left(self.bounds, value)] += weight
+        self.total += value * weight
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts as Prometheus wants them."""
+        running, pairs = 0, []
+        for bound, count in zip([*map(float, self.bounds), float("inf")], self.counts, strict=True):
+            running += count
+            pairs.append(("+Inf" if bound == float("inf") else str(bound), float(running)))
+        return pairs
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Everything that is counted, and how it is written out."""
+
+    model: str
+    compat: Sequence[str] = ()
+    page_size: int = 1
+    counters: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+    adaptive: Mapping[str, Any] = field(default_factory=dict)
+    tp_ranks: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    kv: Mapping[str, Any] = field(default_factory=dict)
+    processes: ProcessUsage = field(default_factory=ProcessUsage)
+    ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """The gauges of each data-parallel rank, where there are several; `gauges` are those of all together."""
+
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
+    )
+    class_histograms: dict[tuple[str, str], Histogram] = field(
+        default_factory=lambda: {
+            (name, level): Histogram(bounds) for name, (bounds, _) in _CLASS_HISTOGRAMS.items() for level in LEVEL_NAMES
+        }
+    )
+
+    _rated: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), 0.0))
+    """When the throughput was last looked at, and the tokens generated until then."""
+
+    def __post_init__(self) -> None:
+        for name, (_, labels) in _COUNTERS.items():
+            if not labels:
+                self.counters[name, ()] = 0.0
+        for reason in get_args(FinishReason):
+            self.counters["requests", (reason,)] = 0.0
+
+    def count(self, name: str, amount: float, *labels: str) -> None:
+        """Add to a counter."""
+        self.counters[name, labels] = self.counters.get((name, labels), 0.0) + amount
+
+    def set_load(self, gauges: Mapping[str, float], totals: Mapping[str, float]) -> None:
+        """Take over what the scheduler's snapshot says, under our own names."""
+        # What another policy told is over.
+        kept = self.gauges.get(THROUGHPUT)
+        self.gauges = dict(gauges) if kept is None else {**gauges, THROUGHPUT: kept}
+        self.counters.update({(name, ()): total for name, total in totals.items()})
+        since, tokens_then = self._rated
+        now, tokens = time.monotonic(), self.counters[GENERATION_TOKENS]
+        if now - since >= THROUGHPUT_OVER_S or kept is None:
+            self.gauges[THROUGHPUT] = (tokens - tokens_then) / max(now - since, 1e-3)
+            self._rated = (now, tokens)
+
+    def tracker(self, spec: GenerateReqInput) -> "LatencyTracker":
+        """What follows one request from its arrival."""
+        return LatencyTracker(self, spec)
+
+    def finished(self, finish: Finish, spec: GenerateReqInput) -> None:
+        """Take in the end of an answer."""
+        self.count("requests", 1, finish.reason)
+        self.count("prompt_tokens", finish.prompt_tokens)
+        self.count("cached_tokens", finish.cached_tokens)
+        level = level_name(spec.service_class)
+        self._count_incidents(finish, level)
+        self._count_slo(finish, level)
+        if finish.reason == "abort":
+            return
+        if finish.admitted_ns:
+            self.histograms["queue_time_seconds"].observe((finish.admitted_ns - finish.arrival_ns) / NS_PER_S)
+        if finish.first_token_ns:
+            self.histograms["prefill_time_seconds"].observe(finish.timings.prefill_ns / NS_PER_S)
+            self.histograms["decode_time_seconds"].observe(finish.timings.decode_ns / NS_PER_S)
+        self.histograms["request_prompt_tokens"].observe(finish.prompt_tokens)
+        self.histograms["request_generation_tokens"].observe(finish.completion_tokens)
+
+    def _count_incidents(self, finish: Finish, level: str) -> None:
+        """Waiting, lost places and refusals."""
+        timings = finish.timings
+        if finish.cause and finish.cause not in ON_PURPOSE:
+            self.count("rejected_requests", 1, finish.cause)
+        if finish.cause not in REFUSED_AT_ONCE:
+            self.class_histograms["queue_wait_seconds", level].observe(timings.queue_ns / NS_PER_S)
+            if timings.queue_ns > STARVED_AFTER_NS:
+                self.count("starvation", 1, level)
+        if timings.inverted_ns:
+            self.count("priority_inversion_seconds", timings.inverted_ns / NS_PER_S, level)
+        lost_schedulers = (
+            ("preempted", timings.preemptions),
+            ("out_of_pages", timings.page_shortages),
+            ("paused", timings.pauses),
+        )
+        for reason, times in lost_schedulers:
+            if times:
+                self.count("lost_places", times, level, reason)
+
+    def _count_slo(self, finish: Finish, level: str) -> None:
+        """Attainment and goodput, by the requests' own targets or their class's."""
+        kept = met_slo(finish)
+        if kept is None:
+            return
+        self.count("slo_requests", 1, level, _word(kept))
+        if kept:
+            self.count("goodput_tokens", finish.completion_tokens, level)
+        for target, met in targets_met(finish):
+            if finish.reason != "abort":
+                self.count("targets", 1, level, target, _word(met))
+            if target == "deadline" and not met:
+                self.count("deadline_misses", 1, level, stage_at_deadline(finish))
+
+    def exposition(self) -> bytes:
+        """The Prometheus text."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(self))
+        return generate_latest(registry)
+
+
+def _word(met: bool) -> str:
+    return "yes" if met else "no"
+
+
+class LatencyTracker:
+    """Follows one request, for the latency histograms. One call a delta."""
+
+    __slots__ = ("_arrival", "_between_tokens", "_last", "_metrics", "_spec")
+
+    def __init__(self, metrics: Metrics, spec: GenerateReqInput) -> None:
+        self._metrics = metrics
+        self._between_tokens = metrics.histograms["inter_token_latency_seconds"]
+        self._spec = spec
+        self._arrival = time.monotonic()
+        self._last: dict[int, float] = {}
+
+    def delta(self, delta: OutputDelta) -> None:
+        """Take in what came for one answer."""
+        count, now = len(delta.token_ids), time.monotonic()
+        if count:
+            last = self._last.get(delta.index)
+            if last is not None:
+                self._between_tokens.observe((now - last) / count, count)
+            elif delta.finish is None:
+                self._metrics.histograms["time_to_first_token_seconds"].observe(now - self._arrival)
+            self._last[delta.index] = now
+            self._metrics.counters[GENERATION_TOKENS] += count
+        if delta.finish is not None:
+            self._end(delta, delta.finish, now)
+
+    def _end(self, delta: OutputDelta, finish: Finish, now: float) -> None:
+        """Take in the last delta of an answer."""
+        histograms = self._metrics.histograms
+        whole = delta.completion_tokens == len(delta.token_ids) > 0
+        if whole and finish.first_token_ns:
+            first = (finish.first_token_ns - finish.arrival_ns) / NS_PER_S
+            histograms["time_to_first_token_seconds"].observe(first)
+        if finish.reason != "abort":
+            histograms["e2e_request_latency_seconds"].observe(now - self._arrival)
+        self._metrics.finished(finish, self._spec)
+
+
+class _Families(Collector):
+    """Turns `Metrics` into Prometheus families when scraped."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Our own names first, then the ones asked for by `--metrics-compat`."""
+        own = {name: f"tokenyard_{name}" for name in (*_GAUGES, *_COUNTERS, *_HISTOGRAMS)}
+        yield from self._named(own, "model")
+        yield from self._by_class()
+        yield from self._by_rank()
+        yield from self._by_tp_rank()
+        yield from lookahead_families(self._metrics.model, self._metrics.adaptive)
+        yield from kv_families(self._metrics.model, self._metrics.kv)
+        yield from self._metrics.processes.families()
+        for engine in self._metrics.compat:
+            yield from self._named(COMPAT[engine], "model_name")
+        if "sglang" in self._metrics.compat:
+            yield self._stages()
+        if "vllm" in self._metrics.compat:
+            yield self._cache_config()
+
+    def _named(self, names: Mapping[str, str], model_label: str) -> Iterable[Metric]:
+        """All families that `names` has a name for."""
+        metrics, model = self._metrics, self._metrics.model
+        for key, text in _GAUGES.items():
+            if key in names and key in metrics.gauges:
+                gauge = GaugeMetricFamily(names[key], text, labels=[model_label])
+                gauge.add_metric([model], metrics.gauges[key])
+                yield gauge
+        for key in (key for key in _COUNTERS if key in names):
+            yield self._counter(key, names[key], model_label)
+        for key, (_, text) in _HISTOGRAMS.items():
+            if key in names:
+                histogram = metrics.histograms[key]
+                family = HistogramMetricFamily(names[key], text, labels=[model_label])
+                family.add_metric([model], histogram.buckets(), histogram.total)
+                yield family
+
+    def _stages(self) -> Metric:
+        """Where the time of requests went, as SGLang names it."""
+        name, text = "sglang:per_stage_req_latency_seconds", "seconds that requests spent in each stage"
+        family = HistogramMetricFamily(name, text, labels=["model_name", "stage"])
+        for stage, key in SGLANG_STAGES.items():
+            histogram = self._metrics.histograms[key]
+            family.add_metric([self._metrics.model, stage], histogram.buckets(), histogram.total)
+        return family
+
+    def _cache_config(self) -> Metric:
+        """What gateways read to know how large the KV pool is."""
+        pages = int(self._metrics.gauges.get("total_tokens", 0)) // self._metrics.page_size
+        labels = {
+            "model_name": self._metrics.model,
+            "block_size": str(self._metrics.page_size),
+            "num_gpu_blocks": str(pages),
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "size of the KV pool", labels=list(labels))
+        family.add_metric(list(labels.values()), 1.0)
+        return family
+
+    def _by_class(self) -> Iterable[Metric]:
+        """Histograms with a class of service."""
+        for key, (_, text) in _CLASS_HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"tokenyard_{key}", text, labels=["model", "class"])
+            for (name, level), histogram in self._metrics.class_histograms.items():
+                if name == key:
+                    family.add_metric([self._metrics.model, level], histogram.buckets(), histogram.total)
+            yield family
+
+    def _by_rank(self) -> Iterable[Metric]:
+        """Gauges of the data-parallel ranks; a rank that does not run has only `up`, which is 0."""
+        for key, text in _RANK_GAUGES.items():
+            family = GaugeMetricFamily(f"tokenyard_rank_{key}", text, labels=["model", "dp_rank"])
+            for rank, gauges in self._metrics.ranks.items():
+                if key in gauges:
+                    family.add_metric([self._metrics.model, str(rank)], gauges[key])
+            if family.samples:
+                yield family
+
+    def _by_tp_rank(self) -> Iterable[Metric]:
+        """Gauges of the processes among which each rank's model is divided; none where it is not."""
+        for key, (name, text) in _TP_RANK_GAUGES.items():
+            for place in ("tp_rank", "pp_rank"):
+                family = GaugeMetricFamily(f"tokenyard_{place}_{name}", text, labels=["model", "dp_rank", place])
+                for group, ranks in self._metrics.tp_ranks.items():
+                    for rank in ranks:
+                        if place in rank:
+                            labels = [self._metrics.model, group.removeprefix("rank "), str(rank[place])]
+                            family.add_metric(labels, rank[key])
+                if family.samples:
+                    yield family
+
+    def _counter(self, key: str, name: str, model_label: str) -> Metric:
+        """One counter with a sample for each combination of labels seen."""
+        text, labels = _COUNTERS[key]
+        family = CounterMetricFamily(name, text, labels=[model_label, *labels])
+        for (counter, values), amount in self._metrics.counters.items():
+            if counter == key:
+                family.add_metric([self._metrics.model, *values], amount)
+        return family

@@ -1,0 +1,67 @@
+"""One log line for every finished answer: ids and lengths, and the text itself only if that is asked for.
+
+As JSON these lines are a trace for the simulator (`--trace-format tokenyard-log`). `complete` is false where the answer
+was refused or broken off, so that its `output_tokens` is not its length; `max_new_tokens` is null if the client left it
+open.
+"""
+
+import logging
+from typing import Any
+
+from tokenyard.base import NS_PER_MS, Finish
+from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.server.native.explain import wall_s
+
+log = logging.getLogger("tokenyard.requests")
+
+MS_PER_S = 1000
+MAX_LOGGED_CHARS = 2000
+"""More of a prompt or answer is cut off."""
+
+
+class RequestLog:
+    """Follows one request. With `content`, the lines hold the beginning of prompt and answer."""
+
+    def __init__(self, spec: GenerateReqInput, *, content: bool) -> None:
+        self._spec = spec
+        self._content = content
+        self._texts: dict[int, str] = {}
+
+    def delta(self, delta: OutputDelta) -> None:
+        """Take in news of one answer; its last one writes the line."""
+        if self._content:
+            text = self._texts.get(delta.index, "")
+            if len(text) < MAX_LOGGED_CHARS:
+                self._texts[delta.index] = text + delta.text
+        if delta.finish is not None:
+            self._write(delta.index, delta.finish)
+
+    def _write(self, index: int, finish: Finish) -> None:
+        fields: dict[str, Any] = {
+            "rid": self._spec.rid,
+            "index": index,
+            "reason": finish.reason,
+            "cause": finish.cause,
+            "complete": finish.complete,
+            "prompt_tokens": finish.prompt_tokens,
+            "output_tokens": finish.completion_tokens,
+            "cached_tokens": finish.cached_tokens,
+            "max_new_tokens": None if self._spec.clamp_max_new_tokens else self._spec.sampling.max_new_tokens,
+            "queue_ms": round(finish.timings.queue_ns / NS_PER_MS, 1),
+            "e2e_ms": round((finish.finished_ns - finish.arrival_ns) / NS_PER_MS, 1),
+            "arrival_s": wall_s(finish.arrival_ns),
+            "class": self._spec.service_class,
+            "priority": self._spec.priority,
+            "deadline_s": None if self._spec.deadline_ms is None else self._spec.deadline_ms / MS_PER_S,
+        }
+        if self._content:
+            prompt = self._spec.text if self._spec.text is not None else f"{finish.prompt_tokens} token ids"
+            fields |= {"prompt": prompt[:MAX_LOGGED_CHARS], "output": self._texts.get(index, "")[:MAX_LOGGED_CHARS]}
+        words = " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value not in ("", None))
+        log.info("Finish: %s", words, extra={"fields": fields})
+
+
+def _word(value: Any) -> str:
+    """A value in a line; text from outside is quoted, so that it cannot make up lines of its own."""
+    plain = not isinstance(value, str) or (value.isascii() and value.isprintable() and " " not in value)
+    return str(value) if plain else repr(value)

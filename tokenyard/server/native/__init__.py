@@ -1,0 +1,1 @@
+"""SGLang's `/generate`, and the routes for operators: control, requests, adapters, policy."""

@@ -1,0 +1,397 @@
+"""The routes that do not generate: probes, models, tokenizing, metrics, server state and control."""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from tokenizers import Tokenizer
+
+from tokenyard.base import InvalidRequestError, PauseMode, SamplingParams
+from tokenyard.base.version import __version__
+from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
+from tokenyard.server.engine_client import LoraAdapterView
+from tokenyard.server.http.errors import check_encoding
+from tokenyard.server.http.streaming import read_body
+from tokenyard.server.metrics.loads import (
+    DEFAULT_SECTIONS,
+    DEFERRED,
+    FORMATS,
+    as_prometheus,
+    load_of,
+    sections_of,
+    wanted_sections,
+)
+from tokenyard.server.prompts import check_messages, decode, token_ids
+from tokenyard.server.protocol import AbortRequest, DetokenizeRequest, PauseRequest, TokenizeRequest, parse, parse_body
+from tokenyard.server.state import ServerState, matching
+
+router = APIRouter()
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+MIN_DETOKENIZED = 100_000
+"""`/detokenize` takes so many tokens, whatever the model's context is."""
+
+SCRAPE_TIMEOUT_S = 0.002
+"""A scrape does not wait for a long step to end: it gets the counters of the last heartbeat."""
+
+
+TRANSFER_TIMEOUT_S = 1.0
+"""Within what an engine that looks for ranks waits."""
+
+
+async def _state(request: Request) -> ServerState:
+    """The shared state. A coroutine, because the framework runs a plain function in a thread."""
+    return request.app.state.server  # type: ignore[no-any-return]
+
+
+async def _body(request: Request) -> bytes:
+    """The request's body, within the limit. Raises HttpError: 413 beyond it, 415 for one that is compressed."""
+    check_encoding(request.headers.get("content-encoding", ""))
+    return await read_body(request.receive, (await _state(request)).options.max_body_bytes)
+
+
+State = Annotated[ServerState, Depends(_state)]
+Body = Annotated[bytes, Depends(_body)]
+
+
+@router.get("/health")
+@router.head("/health", include_in_schema=False)
+@router.get("/ping", include_in_schema=False)
+async def health(state: State) -> Response:
+    """200 while the engine's heartbeat is young, and while it still loads; 503 and why if it is stuck or dead.
+
+    With several ranks it is 200 as long as one of them is well, and the body says of each whether it is.
+    """
+    if state.phase == "loading":
+        return Response(status_code=200)
+    why = _unhealthy_reason(state)
+    ages = state.control.rank_ages_s()
+    if len(ages) == 1:
+        return Response(why, 503, media_type="text/plain") if why else Response(status_code=200)
+    ranks = [_rank_health(state, rank, age_s) for rank, age_s in ages.items()]
+    down = [rank["dp_rank"] for rank in ranks if rank["status"] != "up"]
+    word = "down" if why else "degraded" if down else "up"
+    return JSONResponse({"status": word, "reason": why, "down": down, "ranks": ranks}, 503 if why else 200)
+
+
+def _unhealthy_reason(state: ServerState) -> str:
+    """Why the engine is not well; "" if it is."""
+    age_s = state.control.health()
+    if age_s <= state.options.health_timeout_s:
+        return ""
+    if math.isinf(age_s):
+        return "the engine has ended"
+    return f"the scheduler has not been well for {age_s:.0f} s; its log says what it was doing"
+
+
+def _rank_health(state: ServerState, rank: int, age_s: float) -> dict[str, Any]:
+    """How a rank is: up, stuck, or down (it does not run, and may be starting again)."""
+    known = math.isfinite(age_s)
+    word = "down" if not known else "up" if age_s <= state.options.health_timeout_s else "stuck"
+    return {"dp_rank": rank, "status": word, "heartbeat_age_s": round(age_s, 3) if known else None}
+
+
+@router.get("/ready")
+@router.head("/ready", include_in_schema=False)
+async def ready(state: State) -> Response:
+    """200 when requests are welcome; 503 while loading, draining or stuck."""
+    why = state.phase if state.phase != "ready" else _unhealthy_reason(state) and f"stuck: {_unhealthy_reason(state)}"
+    return Response(why, 503, {"retry-after": "1"}, "text/plain") if why else Response(status_code=200)
+
+
+@router.get("/v1/transfer")
+async def transfer(state: State) -> dict[str, Any]:
+    """Where and how other engines exchange KV with each rank; empty where they do not."""
+    return {"ranks": (await state.control.snapshot(TRANSFER_TIMEOUT_S)).get("transfer", {})}
+
+
+@router.get("/v1/cache")
+async def cache(state: State) -> dict[str, Any]:
+    """What each rank has stored and loaded below the device, and the records of paused requests there.
+
+    Empty where there is no such store.
+    """
+    counters = await state.control.snapshot(TRANSFER_TIMEOUT_S)
+    paused = {name: counters[name] for name in ("paused_requests",) if name in counters}
+    return {"ranks": counters.get("tiers", {}), **paused}
+
+
+@router.get("/health_generate")
+async def health_generate(state: State) -> Response:
+    """200 once a token was generated through the whole engine."""
+    spec = GenerateReqInput(input_ids=[0], sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
+    await state.admit().feed(spec, _ignore, lambda delta: None)
+    return Response(status_code=200)
+
+
+async def _ignore(delta: OutputDelta) -> None:
+    """Take in an answer that only has to come."""
+
+
+@router.get("/v1/models")
+async def models(state: State) -> dict[str, Any]:
+    """The model that is served, and its adapters."""
+    adapters = [_adapter(state, each) for each in _adapters(state)]
+    return {"object": "list", "data": [_model(state), *adapters]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(state: State, name: str) -> dict[str, Any]:
+    """What is known of a model; 404 for another one."""
+    adapter = state.check_model(name)
+    return _adapter(state, state.generator.adapters.loaded[adapter]) if adapter else _model(state)
+
+
+def _adapters(state: ServerState) -> list[LoraAdapterView]:
+    """The adapters that are loaded."""
+    return [*state.generator.adapters.loaded.values()] if state.phase != "loading" else []
+
+
+def _adapter(state: ServerState, adapter: LoraAdapterView) -> dict[str, Any]:
+    """The card of an adapter."""
+    return {**_model(state), "id": adapter.name, "root": adapter.folder, "parent": state.options.model_name}
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    """The model card."""
+    name = state.options.model_name
+    length = state.generator.context_length if state.phase != "loading" else None
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created_s,
+        "owned_by": "tokenyard",
+        "root": name,
+        "max_model_len": length,
+    }
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize", include_in_schema=False)
+async def tokenize(state: State, body: Body) -> dict[str, Any]:
+    """Token ids of a prompt, or of messages through the chat template."""
+    fields = await parse_body(body, TokenizeRequest, strict=state.options.strict_api)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise InvalidRequestError("give exactly one of prompt and messages", param="prompt")
+    special = fields.add_special_tokens is not False and fields.messages is None
+    text = fields.prompt
+    if text is None:
+        text = await state.generator.render_chat(
+            check_messages(fields.messages or [], state.generator.context_length),
+            add_generation_prompt=fields.add_generation_prompt is not False and not fields.continue_final_message,
+            continue_final_message=bool(fields.continue_final_message),
+            tools=fields.tools,
+            chat_template_kwargs=fields.chat_template_kwargs or {},
+        )
+    tokenizer = state.generator.tokenizer
+    ids = (await state.generator.tokenize(text, special, allow_too_long=True)).tolist()
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": state.generator.context_length}
+    if fields.return_token_strs and tokenizer is not None:
+        answer["token_strs"] = await asyncio.to_thread(_token_strings, tokenizer, ids)
+    return answer
+
+
+def _token_strings(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
+    """The tokens of the vocabulary with these ids, None for ids that it does not have."""
+    return [tokenizer.id_to_token(token) for token in ids]
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize", include_in_schema=False)
+async def detokenize(state: State, body: Body) -> dict[str, Any]:
+    """The text of token ids."""
+    fields = await parse_body(body, DetokenizeRequest, strict=state.options.strict_api)
+    tokenizer = state.generator.tokenizer
+    if tokenizer is None:
+        raise InvalidRequestError("this server has no tokenizer", param="tokens")
+    ids = token_ids(fields.tokens, "tokens", max(state.generator.context_length, MIN_DETOKENIZED)).tolist()
+    known = await asyncio.to_thread(_token_strings, tokenizer, ids)
+    if None in known:
+        raise InvalidRequestError(f"the tokenizer has no token {ids[known.index(None)]}", param="tokens")
+    skip = bool(fields.skip_special_tokens)
+    return {"prompt": await decode(tokenizer, ids, skip_special_tokens=skip)}
+
+
+@router.get("/metrics")
+async def metrics(state: State) -> Response:
+    """Prometheus text; within a long step its gauges are those of up to a second ago."""
+    if state.phase != "loading":
+        snapshot = await state.control.snapshot(SCRAPE_TIMEOUT_S)
+        adapters = {"lora_adapters": float(len(found))} if (found := _adapters(state)) else {}
+        state.metrics.set_load(load_of(snapshot) | rates_of(snapshot) | adapters, totals_of(snapshot))
+        state.metrics.adaptive = snapshot.get("adaptive", {})
+        state.metrics.tp_ranks = snapshot.get("tp_ranks", {})
+        state.metrics.kv = snapshot
+        ages = state.control.rank_ages_s()
+        if len(ages) > 1:
+            ranks = await state.control.rank_snapshots(SCRAPE_TIMEOUT_S)
+            up = {rank: {"up": float(age <= state.options.health_timeout_s)} for rank, age in ages.items()}
+            loads = {rank: load_of(counters) | rates_of(counters) for rank, counters in ranks.items()}
+            state.metrics.ranks = {rank: up[rank] | loads.get(rank, {}) for rank in up}
+    return Response(state.metrics.exposition(), media_type=PROMETHEUS)
+
+
+def rates_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
+    """Gauges that are ratios of the scheduler's counters, by our names."""
+    counters = snapshot.get("counters", {})
+    return {
+        "new_token_ratio": snapshot.get("new_token_ratio", 0.0),
+        "cache_hit_rate": counters.get("hit_tokens", 0) / max(counters.get("prompt_tokens", 0), 1),
+    }
+
+
+def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
+    """Our counter names from the scheduler's totals."""
+    counters = snapshot.get("counters", {})
+    return {
+        "retractions": counters.get("retracted", 0),
+        "preemptions": counters.get("preempted", 0),
+        "recomputed_tokens": counters.get("recomputed_tokens", 0),
+        "spec_verify_rows": counters.get("verify_rows", 0),
+        "spec_draft_tokens": counters.get("draft_tokens", 0),
+        "spec_accepted_tokens": counters.get("accepted_draft_tokens", 0),
+        "lora_loads": counters.get("adapter_loads", 0),
+        "evicted_tokens": snapshot.get("evicted_tokens", 0),
+        "scheduler_steps": counters.get("steps", 0),
+        "aborted_requests": counters.get("aborted", 0),
+        "queried_tokens": counters.get("prompt_tokens", 0),
+        DEFERRED: snapshot.get("measures", {}).get(DEFERRED, 0),
+    }
+
+
+@router.get("/v1/loads", response_model=None)
+async def loads(
+    state: State, include: str = DEFAULT_SECTIONS, format: str = "json", dp_rank: int | None = None
+) -> dict[str, Any] | Response:
+    """How loaded each rank is, or one of them, for routers and planners: the sections that `include` names, as JSON or
+    Prometheus.
+    """
+    if format not in FORMATS:
+        raise InvalidRequestError(f"format must be one of {', '.join(FORMATS)}", param="format")
+    known = state.control.rank_ages_s()
+    if dp_rank is not None and dp_rank not in known:
+        message = f"there is no rank {dp_rank}; this server has {len(known)}, counted from 0"
+        raise InvalidRequestError(message, param="dp_rank", code="unknown_rank")
+    wanted, found = wanted_sections(include), await state.control.rank_snapshots()
+    sections = [
+        sections_of(counters, wanted, rank) for rank, counters in found.items() if dp_rank is None or rank == dp_rank
+    ]
+    if format == "prometheus":
+        return Response(as_prometheus(sections), media_type=PROMETHEUS)
+    return {"object": "list", "data": sections}
+
+
+@router.get("/get_load")
+async def get_load(state: State) -> list[dict[str, Any]]:
+    """The older form of /v1/loads."""
+    return [
+        {
+            "dp_rank": rank,
+            "num_reqs": load["running_requests"] + load["queued_requests"],
+            "num_waiting_reqs": load["queued_requests"],
+            "num_tokens": load["used_tokens"],
+        }
+        for rank, counters in (await state.control.rank_snapshots()).items()
+        for load in [load_of(counters)]
+    ]
+
+
+@router.get("/server_info")
+@router.get("/get_server_info", include_in_schema=False)
+async def server_info(state: State) -> dict[str, Any]:
+    """Settings (no keys) and state."""
+    age_s = state.control.health() if state.phase != "loading" else math.inf
+    ranks = await state.control.rank_snapshots() if state.phase != "loading" else {}
+    ports = {rank: _bootstrap_port(counters) for rank, counters in ranks.items()}
+    size = state.options.info.get("dp_size", 1)
+    return {
+        **state.options.info,
+        "default_sampling_params": state.options.default_sampling,
+        "version": __version__,
+        "boot_id": state.boot_id,
+        "continues_output_ids": True,
+        "status": state.phase,
+        "dp_size": size,
+        "disaggregation_bootstrap_ports": [ports.get(rank, 0) for rank in range(size)] if any(ports.values()) else [],
+        "heartbeat_age_s": age_s if math.isfinite(age_s) else None,
+        "internal_states": [*ranks.values()],
+    }
+
+
+def _bootstrap_port(counters: Mapping[str, Any]) -> int:
+    """Where other engines ask a rank for KV; 0 if it has none to give."""
+    told: Mapping[str, Any] = next(iter(counters.get("transfer", {}).values()), {})
+    port = str(told.get("address", "")).rpartition(":")[2]
+    return int(port) if port else 0
+
+
+@router.get("/model_info")
+@router.get("/get_model_info", include_in_schema=False)
+async def model_info(state: State) -> dict[str, Any]:
+    """What is served."""
+    return {
+        "model_path": state.options.info.get("model_path"),
+        "tokenizer_path": state.options.info.get("tokenizer_path"),
+        "served_model_name": state.options.model_name,
+        "is_generation": True,
+        "max_model_len": state.generator.context_length,
+    }
+
+
+@router.get("/version")
+async def version() -> dict[str, Any]:
+    """Which version of the package answers."""
+    return {"version": __version__}
+
+
+@router.post("/flush_cache")
+@router.post("/reset_prefix_cache", include_in_schema=False)
+@router.get("/flush_cache", include_in_schema=False)
+async def flush_cache(state: State) -> dict[str, Any]:
+    """Empty the prefix cache; 400 while requests are there."""
+    if not await state.control.flush_cache():
+        raise InvalidRequestError("the cache is not flushed: requests are waiting or running", code="busy")
+    return {"success": True}
+
+
+@router.post("/clear_hicache_storage_backend")
+async def clear_store(state: State) -> dict[str, Any]:
+    """Forget all KV below the device (--enable-hierarchical-cache)."""
+    return {"success": True, "blocks": await state.control.clear_store()}
+
+
+@router.post("/abort_request")
+async def abort_request(state: State, body: Body) -> dict[str, Any]:
+    """End one request by its id, or all."""
+    fields = parse(body or b"{}", AbortRequest, strict=state.options.strict_api)
+    if not fields.abort_all and not fields.rid:
+        raise InvalidRequestError("give rid, or abort_all: true", param="rid")
+    meant = fields.rid or ""
+    records = state.generator.records
+    named = dict.fromkeys((*state.ids_of(meant), *matching(meant, records.rids if records is not None else ())))
+    rids: list[str | None] = [None] if fields.abort_all else [*named]
+    for rid in rids:
+        await state.control.abort(rid)
+    return {"success": True}
+
+
+@router.post("/pause_generation")
+async def pause_generation(state: State, body: Body) -> dict[str, Any]:
+    """Stop working until /continue_generation; the mode says what happens to running requests."""
+    fields = parse(body or b"{}", PauseRequest, strict=state.options.strict_api)
+    modes: tuple[PauseMode, ...] = get_args(PauseMode)
+    mode = next((mode for mode in modes if mode == (fields.mode or "in_place")), None)
+    if mode is None:
+        raise InvalidRequestError(f"mode must be one of {', '.join(modes)}", param="mode")
+    await state.control.pause(mode)
+    return {"success": True, "mode": mode}
+
+
+@router.post("/continue_generation")
+async def continue_generation(state: State) -> dict[str, Any]:
+    """Undo /pause_generation."""
+    await state.control.continue_()
+    return {"success": True}

@@ -1,0 +1,76 @@
+"""`GET /v1/requests/{id}/explain`: where a request's time went, behind which requests it waited, and by which rule."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tokenyard.base import NS_PER_MS, NS_PER_S, AdmittedRequests, Explanation, RequestTimings
+
+STAGES = ("queue", "prefill", "decode", "requeued", "recompute", "paused")
+
+RidOf = Callable[[int], str | None]
+
+
+def explained(explanation: Explanation, rid_of: RidOf) -> dict[str, Any]:
+    """One answer's explanation as JSON; times in milliseconds, requests by their ids (or #number if unknown)."""
+    timings = explanation.timings
+    return {
+        "state": explanation.stage,
+        "finish_reason": explanation.reason or None,
+        "message": explanation.message,
+        "total_ms": timings.total_ns / NS_PER_MS,
+        "stages_ms": stages_ms(timings),
+        "prompt_tokens": explanation.prompt_tokens,
+        "cached_tokens": explanation.cached_tokens,
+        "completion_tokens": explanation.completion_tokens,
+        "prefill_chunks": timings.prefill_chunks,
+        "lost_its_place": {
+            "preempted": timings.preemptions,
+            "out_of_pages": timings.page_shortages,
+            "paused": timings.pauses,
+            "recomputed_tokens": timings.recomputed_tokens,
+        },
+        "waited_behind": {
+            "policy": timings.policy,
+            "overtaking": timings.overtaking,
+            "admitted_at_arrival": timings.admitted_ahead,
+            "waiting_at_arrival": timings.waiting_ahead,
+            "earlier": _starts(explanation.earlier, rid_of),
+            "later": _starts(explanation.later, rid_of),
+            "complete": explanation.complete,
+            "less_urgent_in_place_ms": timings.inverted_ns / NS_PER_MS,
+        },
+        "summary": summary(explanation),
+    }
+
+
+def stages_ms(timings: RequestTimings) -> dict[str, float]:
+    """Milliseconds of each stage; they add up to the request's age."""
+    return {stage: getattr(timings, f"{stage}_ns") / NS_PER_MS for stage in STAGES}
+
+
+def wall_s(stamp_ns: int) -> float:
+    """A stamp of the monotonic clock, on which the engine's processes agree, as seconds of Unix time."""
+    return round(time.time() - (time.monotonic_ns() - stamp_ns) / NS_PER_S, 6)
+
+
+def summary(explanation: Explanation) -> str:
+    """The same in a few words."""
+    timings, stages = explanation.timings, stages_ms(explanation.timings)
+    longest = max(STAGES, key=lambda stage: stages[stage])
+    text = f"{timings.total_ns / NS_PER_MS:.1f} ms, most of it {longest} ({stages[longest]:.1f} ms)"
+    if explanation.earlier.requests or explanation.later.requests:
+        earlier, later = explanation.earlier.requests, explanation.later.requests
+        text += f"; {earlier} earlier and {later} later requests started before it"
+    lost = timings.preemptions + timings.page_shortages + timings.pauses
+    if lost:
+        text += f"; it lost its place {lost} times"
+    if explanation.cached_tokens:
+        text += f"; {explanation.cached_tokens} of {explanation.prompt_tokens} prompt tokens came from the cache"
+    return text
+
+
+def _starts(starts: AdmittedRequests, rid_of: RidOf) -> dict[str, Any]:
+    """Requests that started before another one, the latest of them by id."""
+    ids = [rid_of(number) or f"#{number}" for number in starts.numbers]
+    return {"requests": starts.requests, "tokens": starts.tokens, "latest_ids": list(dict.fromkeys(ids))}

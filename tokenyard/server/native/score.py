@@ -1,0 +1,95 @@
+"""`POST /v1/score`: how likely certain tokens come next behind each of several texts (SGLang's scoring API)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tokenyard.base import Int32Array, InvalidRequestError, LogprobOptions, SamplingParams
+from tokenyard.engine.frontend.io_struct import GenerateReqInput
+from tokenyard.server.http.generate import CompletionOutput, RequestContext, collect, usage_of
+from tokenyard.server.openai.sampling_fields import new_generate_input
+from tokenyard.server.prompts import token_ids
+from tokenyard.server.protocol import SchedulingFields, parse_body
+
+MAX_SCORES = 200_000
+"""More would hold up other requests while they are sent and written."""
+
+
+@dataclass(kw_only=True)
+class ScoreRequest(SchedulingFields):
+    """`POST /v1/score`. Query and items are texts, or token ids."""
+
+    query: str | list[int]
+    items: str | list[Any]
+    label_token_ids: list[int]
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    model: str | None = None
+
+
+async def score(call: RequestContext) -> None:
+    """Score each item: the probability of each label token behind query and item."""
+    body = await parse_body(call.body, ScoreRequest, strict=call.state.options.strict_api)
+    adapter = call.state.check_model(body.model, body.lora_path)
+    if not body.label_token_ids:
+        raise InvalidRequestError("label_token_ids must not be empty", param="label_token_ids")
+    items = [body.items] if isinstance(body.items, str) else body.items
+    most = call.state.options.max_prompts
+    if not 1 <= len(items) <= most:
+        raise InvalidRequestError(f"items must be a list of 1 to {most} texts", param="items")
+    if len(items) * len(body.label_token_ids) > MAX_SCORES:
+        message = (
+            f"{len(items)} items with {len(body.label_token_ids)} labels each; at most {MAX_SCORES} scores are given"
+        )
+        raise InvalidRequestError(message, param="label_token_ids")
+    specs = [await _spec(call, body, item, place) for place, item in enumerate(items)]
+    for spec in specs:
+        spec.lora = adapter
+    answers = await collect(call, specs, 1)
+    scores = [_scores(answer, len(body.label_token_ids), softmax=bool(body.apply_softmax)) for answer in answers]
+    for answer in answers:
+        answer.completion_tokens = 0
+    content = {
+        "object": "scoring",
+        "model": body.model if adapter and body.model else call.state.options.model_name,
+        "scores": scores,
+        "usage": usage_of(answers, 1),
+    }
+    await call.reply.whole(orjson.dumps(content))
+
+
+async def _spec(call: RequestContext, body: ScoreRequest, item: Any, place: int) -> GenerateReqInput:
+    """One prompt, of which only what comes next is looked at."""
+    if isinstance(item, str) != isinstance(body.query, str):
+        raise InvalidRequestError("query and items must both be texts or both be token ids", param="items")
+    rid = f"{body.rid}-{place}" if isinstance(body.rid, str) else ""
+    spec = new_generate_input(body, call.headers, call.state.options.class_targets, tenant=call.tenant, rid=rid)
+    spec.input_ids = await _prompt(call, body, item)
+    spec.sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
+    spec.logprobs = LogprobOptions(output=True, token_ids=body.label_token_ids)
+    return spec
+
+
+async def _prompt(call: RequestContext, body: ScoreRequest, item: Any) -> Int32Array:
+    """Token ids of query and item, int32[n]."""
+    if isinstance(body.query, str):
+        text = item + body.query if body.item_first else body.query + item
+        return await call.manager.tokenize(text, True)
+    most = call.manager.context_length
+    if not isinstance(item, list):
+        raise InvalidRequestError("items must hold lists of token ids", param="items")
+    parts = [token_ids(body.query, "query", most), token_ids(item, "items", most)]
+    return np.concatenate(parts[::-1] if body.item_first else parts)
+
+
+def _scores(answer: CompletionOutput, count: int, *, softmax: bool) -> list[float]:
+    """Probabilities of the label tokens; with `softmax` they add up to 1."""
+    if not answer.logprobs:
+        return [0.0] * count
+    logprobs = answer.logprobs[-1].top_logprobs[-count:]
+    values = [math.exp(logprob) for logprob in logprobs]
+    total = sum(values)
+    return [value / total for value in values] if softmax and total > 0 else values

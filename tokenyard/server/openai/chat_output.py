@@ -1,0 +1,78 @@
+"""Chat answers whose text is taken apart: messages with tool calls and reasoning, and their deltas."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenyard.server.http.generate import CompletionOutput
+from tokenyard.server.parse.events import (
+    ContentText,
+    Event,
+    ParsedMessage,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
+)
+
+
+def chat_message(message: ParsedMessage) -> dict[str, Any]:
+    """The message of a whole answer."""
+    fields: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning:
+        fields["reasoning_content"] = message.reasoning
+    if message.calls:
+        fields["content"] = message.content or None
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
+        ]
+    return fields
+
+
+def chat_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """The deltas of a stream that pass events on; neighbours of one kind are one delta."""
+    deltas: list[dict[str, Any]] = []
+    for event in events:
+        match event:
+            case ContentText(text):
+                _join(deltas, "content", text)
+            case ReasoningText(text):
+                _join(deltas, "reasoning_content", text)
+            case ToolCallStart(index, name, call_id):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                deltas.append({"tool_calls": [call]})
+            case ToolCallArguments(index, text):
+                last = deltas[-1].get("tool_calls", []) if deltas else []
+                if last and last[0]["index"] == index:
+                    last[0]["function"]["arguments"] += text
+                else:
+                    deltas.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+    return deltas
+
+
+def _join(deltas: list[dict[str, Any]], name: str, text: str) -> None:
+    if deltas and name in deltas[-1]:
+        deltas[-1][name] += text
+    else:
+        deltas.append({name: text})
+
+
+def chat_reason(reason: str, message: ParsedMessage, *, named: bool) -> str:
+    """The finish_reason of an answer: one that was cut off keeps its reason even if it called a tool, and one that
+    calls the tool that the client named ends with stop, as OpenAI's API says.
+    """
+    return "tool_calls" if reason == "stop" and message.calls and not named else reason
+
+
+def reasoning_usage(answers: Sequence[CompletionOutput]) -> dict[str, Any]:
+    """What usage says of reasoning, among the details of completion tokens."""
+    return {"reasoning_tokens": sum(answer.reader.reasoning_tokens for answer in answers if answer.reader is not None)}
+
+
+def prediction_usage(answers: Sequence[CompletionOutput]) -> dict[str, Any]:
+    """What usage says of drafts where the client sent a prediction: how many were right, and how many were computed
+    for nothing.
+    """
+    ends = [answer.finish for answer in answers if answer.finish is not None]
+    verified, accepted = sum(end.draft_tokens for end in ends), sum(end.accepted_draft_tokens for end in ends)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": verified - accepted}

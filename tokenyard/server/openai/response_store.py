@@ -1,0 +1,119 @@
+"""Responses that are kept for a while: `previous_response_id`, and getting and deleting them by their id.
+
+The store is bounded in number, in bytes and in time, and it is in memory: what it drops is not found any more, and a
+client that must not depend on that sends its whole input each time.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+
+from tokenyard.server.http.api_keys import TENANT
+from tokenyard.server.http.errors import HttpError
+
+MAX_RESPONSES = 10_000
+MAX_STORE_BYTES = 256_000_000
+MAX_AGE_S = 3600.0
+
+router = APIRouter(prefix="/v1/responses")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One response and the input that it answers, as JSON."""
+
+    tenant: str
+    until_s: float
+    response: bytes
+    items: bytes
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self.response) + len(self.items)
+
+
+class ResponseStore:
+    """The latest responses by id. Each belongs to its tenant; others do not find it."""
+
+    def __init__(
+        self,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_STORE_BYTES,
+        max_age_s: float = MAX_AGE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most, self._max_bytes, self._max_age_s, self._clock = max_responses, max_bytes, max_age_s, clock
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, response: dict[str, Any], items: list[dict[str, Any]], tenant: str) -> None:
+        """Keep a response and all input items that it answers; the oldest make room."""
+        kept = StoredResponse(tenant, self._clock() + self._max_age_s, orjson.dumps(response), orjson.dumps(items))
+        self._kept[response["id"]] = kept
+        self._bytes += kept.size
+        while self._kept and (
+            len(self._kept) > self._most
+            or self._bytes > self._max_bytes
+            or next(iter(self._kept.values())).until_s < self._clock()
+        ):
+            self._drop(next(iter(self._kept)))
+
+    def get(self, response_id: str, tenant: str) -> StoredResponse:
+        """A response. Raises HttpError (404) for one that is not kept (any more), or is another tenant's."""
+        kept = self._kept.get(response_id)
+        if kept is not None and kept.until_s < self._clock():
+            self._drop(response_id)
+            kept = None
+        if kept is None or kept.tenant != tenant:
+            message = (
+                f"there is no response {response_id[:80]!r}; they are kept for {self._max_age_s / 60:g} minutes, and"
+                " dropped sooner where there are many: send the whole input"
+            )
+            raise HttpError("response_not_found", message, param="previous_response_id")
+        return kept
+
+    def delete(self, response_id: str, tenant: str) -> None:
+        """Forget a response. Raises HttpError (404) if there is none."""
+        self.get(response_id, tenant)
+        self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        self._bytes -= self._kept.pop(response_id).size
+
+
+def _store(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.server.responses
+    return store
+
+
+def _tenant(request: Request) -> str:
+    return str(request.scope.get(TENANT, ""))
+
+
+@router.get("/{response_id}")
+async def get_response(request: Request, response_id: str) -> dict[str, Any]:
+    """A response that is kept."""
+    found: dict[str, Any] = orjson.loads(_store(request).get(response_id, _tenant(request)).response)
+    return found
+
+
+@router.get("/{response_id}/input_items")
+async def get_input_items(request: Request, response_id: str) -> dict[str, Any]:
+    """What a response that is kept answers, the latest first."""
+    items = orjson.loads(_store(request).get(response_id, _tenant(request)).items)[::-1]
+    named = [{"id": f"{response_id}-{len(items) - place}", **item} for place, item in enumerate(items)]
+    ends = {"first_id": named[0]["id"], "last_id": named[-1]["id"]} if named else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": named, "has_more": False, **ends}
+
+
+@router.delete("/{response_id}")
+async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
+    """Forget a response."""
+    _store(request).delete(response_id, _tenant(request))
+    return {"id": response_id, "object": "response", "deleted": True}

@@ -1,0 +1,348 @@
+"""OpenAI's Responses API: `/v1/responses`."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from tokenyard.base import InvalidRequestError
+from tokenyard.server.http.dialects import named_event
+from tokenyard.server.http.generate import CompletionOutput, RequestContext
+from tokenyard.server.openai.chat_events import reasoning_tokens, run_events
+from tokenyard.server.openai.completions import prepare_chat
+from tokenyard.server.parse.events import (
+    ContentText,
+    Event,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from tokenyard.server.prompts import check_chat_body, check_length
+from tokenyard.server.protocol import ChatRequest, parse_body
+
+Item = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class ResponsesRequest:
+    """`POST /v1/responses`."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    truncation: str | None = None
+    include: list[str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+async def responses(call: RequestContext) -> None:
+    """Answer a request of OpenAI's Responses API."""
+    check_chat_body(call)
+    body = await parse_body(call.body, ResponsesRequest)
+    for name in ("conversation", "background"):
+        if getattr(body, name):
+            message = f"{name} is not offered here: send the input, or previous_response_id, and read the answer"
+            raise InvalidRequestError(message, param=name, code="unsupported")
+    items = _items(call, body)
+    job = await prepare_chat(call, _chat(body, items))
+    writer = ResponseWriter(body, job.head["model"])
+    if not body.stream:
+
+        async def keep(answer: CompletionOutput, events: Sequence[Event]) -> None:
+            writer.pieces(answer, events)
+
+        await run_events(call, job, keep)
+        _keep(call, body, items, writer)
+        await call.reply.whole(orjson.dumps(writer.response))
+        return
+
+    async def send(answer: CompletionOutput, events: Sequence[Event]) -> None:
+        data = writer.pieces(answer, events)
+        if answer.finish is not None:
+            _keep(call, body, items, writer)
+        if data:
+            await call.reply.event(data)
+
+    await run_events(call, job, send)
+    await call.reply.end()
+
+
+def _items(call: RequestContext, body: ResponsesRequest) -> list[Item]:
+    """All that the response answers: what the one before answered and said, and the input.
+
+    Raises HttpError for a response that is not there, and ContextLengthError for more than any prompt holds.
+    """
+    own = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not body.previous_response_id:
+        return own
+    before = call.state.responses.get(body.previous_response_id, call.tenant)
+    check_length(call, before.size + len(call.body), "previous_response_id")
+    items: list[Item] = orjson.loads(before.items) + orjson.loads(before.response)["output"] + own
+    return items
+
+
+def _keep(call: RequestContext, body: ResponsesRequest, items: list[Item], writer: "ResponseWriter") -> None:
+    """Keep a response that has ended, unless its client does not want that."""
+    if body.store is not False:
+        call.state.responses.put(writer.response, items, call.tenant)
+
+
+def _chat(body: ResponsesRequest, items: list[Item]) -> ChatRequest:
+    """The conversation and the wishes as a chat body."""
+    conversation: list[dict[str, Any]] = []
+    if body.instructions:
+        conversation.append({"role": "system", "content": body.instructions})
+    for place, item in enumerate(items):
+        _add_item(conversation, item, f"input[{place}]")
+    chat = ChatRequest(messages=conversation, model=body.model, stream=bool(body.stream))
+    chat.max_completion_tokens = body.max_output_tokens
+    chat.temperature, chat.top_p, chat.user = body.temperature, body.top_p, body.user
+    chat.service_tier = body.service_tier
+    chat.parallel_tool_calls = body.parallel_tool_calls
+    chat.tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"] or None
+    chat.tool_choice = _choice(body.tool_choice) if chat.tools else None
+    chat.reasoning_effort = (body.reasoning or {}).get("effort")
+    chat.response_format = _format((body.text or {}).get("format"))
+    return chat
+
+
+def _add_item(conversation: list[dict[str, Any]], item: Item, where: str) -> None:
+    """Add an input item; reasoning, text and calls of one turn of the assistant are one message."""
+    match item.get("type", "message"):
+        case "message":
+            role = item.get("role")
+            text = _content(item.get("content"), where)
+            if role != "assistant":
+                conversation.append({"role": role, "content": text})
+                return
+            turn = _turn(conversation)
+            turn["content"] = (turn["content"] or "") + text
+        case "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            if not isinstance(parts, list):
+                raise InvalidRequestError(f"{where}: reasoning must be a list of parts", param="input")
+            text = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+            if text:
+                _turn(conversation)["reasoning_content"] = text
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            _turn(conversation).setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            text = _content(item.get("output"), where)
+            conversation.append({"role": "tool", "tool_call_id": item.get("call_id", ""), "content": text})
+        case kind:
+            raise InvalidRequestError(f"{where}: items of type {kind!r} are not supported here", param="input")
+
+
+def _turn(conversation: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message that is being put together."""
+    if not conversation or conversation[-1]["role"] != "assistant":
+        conversation.append({"role": "assistant", "content": None})
+    return conversation[-1]
+
+
+def _content(content: Any, where: str) -> str:
+    """The text of an item's content. Raises InvalidRequestError for other kinds."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [None]:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(text, str):
+            raise InvalidRequestError(f"{where}: only text is supported, not {kind!r}", param="input")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function in the shape of chat completions."""
+    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name)}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """tool_choice in the shape of chat completions."""
+    if not isinstance(choice, dict):
+        return choice
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "tools": list(tools)}:
+            allowed = {"mode": choice.get("mode", "auto"), "tools": [_tool(tool) for tool in tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
+
+
+def _format(form: Any) -> dict[str, Any] | None:
+    """text.format in the shape of response_format. Raises InvalidRequestError for one that is no object."""
+    if not isinstance(form, dict | None):
+        raise InvalidRequestError("text.format must be an object", param="text")
+    if not form or form.get("type") != "json_schema":
+        return form
+    inner = {name: form[name] for name in ("name", "schema", "strict") if name in form}
+    return {"type": "json_schema", "json_schema": inner}
+
+
+class ResponseWriter:
+    """Writes one answer: as events of a stream, and as the response that these events add up to.
+
+    There is one list of items; what a stream tells of them is read off it, so that ids never differ.
+    """
+
+    def __init__(self, body: ResponsesRequest, model: str) -> None:
+        self.response: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": body.reasoning or {"effort": None, "summary": None},
+            "service_tier": body.service_tier or "default",
+            "store": body.store is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+        self._number = 0
+        self._open: Item | None = None
+
+    def pieces(self, answer: CompletionOutput, events: Sequence[Event]) -> bytes:
+        """The events of a stream for what has come."""
+        out = []
+        if not self._number:
+            out.append(self._event("response.created", response=self.response))
+            out.append(self._event("response.in_progress", response=self.response))
+        for event in events:
+            match event:
+                case ContentText(text):
+                    out += self._add_text("message", text)
+                case ReasoningText(text):
+                    out += self._add_text("reasoning", text)
+                case ToolCallStart(_, name, call_id):
+                    item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id}
+                    out += self._begin({**item, "name": name, "arguments": "", "status": "in_progress"})
+                case ToolCallArguments(_, text):
+                    assert self._open is not None
+                    self._open["arguments"] += text
+                    out.append(self._item_event("response.function_call_arguments.delta", delta=text))
+                case ToolCallEnd():
+                    out += self._end_item("completed")
+        if answer.finish is not None:
+            out += self._end(answer)
+        return b"".join(out)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        payload = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return named_event(kind, payload)
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        """An event about the item that is open."""
+        assert self._open is not None
+        place = len(self.response["output"]) - 1
+        return self._event(kind, item_id=self._open["id"], output_index=place, **fields)
+
+    def _begin(self, item: Item) -> list[bytes]:
+        out = self._end_item("completed")
+        self.response["output"].append(item)
+        self._open = item
+        place = len(self.response["output"]) - 1
+        return [*out, self._event("response.output_item.added", output_index=place, item=item)]
+
+    def _add_text(self, kind: str, text: str) -> list[bytes]:
+        out: list[bytes] = []
+        if self._open is None or self._open["type"] != kind:
+            if kind == "message":
+                part: Item = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                item = {"type": kind, "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
+            else:
+                part = {"type": "reasoning_text", "text": ""}
+                item = {"type": kind, "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": []}
+            out = self._begin({**item, "status": "in_progress"})
+            assert self._open is not None
+            self._open["content"].append(part)
+            out.append(self._item_event("response.content_part.added", content_index=0, part=part))
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        fields: Item = {"content_index": 0, "delta": text}
+        if kind == "message":
+            return [*out, self._item_event("response.output_text.delta", **fields, logprobs=[])]
+        return [*out, self._item_event("response.reasoning_text.delta", **fields)]
+
+    def _end_item(self, status: str) -> list[bytes]:
+        """End the item that is open, if one is."""
+        item, out = self._open, []
+        if item is None:
+            return []
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            out.append(self._item_event("response.function_call_arguments.done", **done))
+        else:
+            part = item["content"][0]
+            fields: Item = {"content_index": 0, "text": part["text"]}
+            if item["type"] == "message":
+                out.append(self._item_event("response.output_text.done", **fields, logprobs=[]))
+            else:
+                out.append(self._item_event("response.reasoning_text.done", **fields))
+            out.append(self._item_event("response.content_part.done", content_index=0, part=part))
+        item["status"] = status
+        place = len(self.response["output"]) - 1
+        out.append(self._event("response.output_item.done", output_index=place, item=item))
+        self._open = None
+        return out
+
+    def _end(self, answer: CompletionOutput) -> list[bytes]:
+        assert answer.finish is not None
+        whole = answer.finish.reason == "stop"
+        status = "completed" if whole else "incomplete"
+        out = self._end_item(status)
+        self.response["status"] = status
+        if not whole:
+            reason = "max_output_tokens" if answer.finish.reason == "length" else "content_filter"
+            self.response["incomplete_details"] = {"reason": reason}
+        self.response["usage"] = {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "output_tokens": answer.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(answer)},
+            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        }
+        out.append(self._event(f"response.{status}", response=self.response))
+        return out

@@ -1,0 +1,378 @@
+"""From what clients want of an answer's form to the text of a grammar (Lark, as llguidance reads it).
+
+`response_format`, SGLang's json_schema, regex, ebnf and structural_tag, vLLM's structured_outputs and guided_*, and
+forced tool calls in the model's own format all end here. What a schema may hold is found out when it is compiled.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from tokenyard.base import InvalidRequestError
+from tokenyard.server.openai.schema_size import check_size
+from tokenyard.server.parse.format import OutputFormat, ToolCallShape
+from tokenyard.server.parse.output_style import OutputStyle
+from tokenyard.server.parse.typed import is_text
+from tokenyard.server.protocol import OpenAIFields, SamplingFields
+
+MAX_GRAMMAR_CHARS = 2_000_000
+MAX_EBNF_CHARS = 100_000
+MAX_STRUCTURES, MAX_TRIGGERS = 1024, 64
+"""Each structure is compared with each trigger."""
+
+SPACE_IN_JSON = r"[ \n]{0,8}"
+"""White space between the parts of JSON is bounded: models may otherwise write nothing else up to their limit."""
+
+SPACE_IN_CALLS = "[ ]?"
+"""Chat templates write calls on one line, with a space behind commas and colons or without."""
+
+SPACE_BEFORE = r"/[ \n]{0,4}/"
+REASONING_RULE = r"/(?s:.*)/"
+
+
+@dataclass(slots=True)
+class Grammar:
+    """Rules by name; `start` is what the answer consists of."""
+
+    start: str
+    rules: dict[str, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The whole grammar. Raises InvalidRequestError for one that is too large."""
+        lines = [f"start: {self.start}", *(f"{name}: {rule}" for name, rule in self.rules.items())]
+        text = "\n".join(lines)
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequestError(f"the grammar has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
+        return text
+
+
+def literal(text: str, special: Mapping[str, int]) -> str:
+    """Text as part of a rule; special tokens within it stand for themselves."""
+    if not text:
+        return ""
+    if not special:
+        return json.dumps(text, ensure_ascii=False)
+    pattern = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
+    parts = re.split(f"({pattern})", text)
+    pieces = (
+        f"<[{special[part]}]>" if part in special else json.dumps(part, ensure_ascii=False) for part in parts if part
+    )
+    return " ".join(pieces)
+
+
+def schema_rule(schema: Any, *, lenient: bool, param: str, space: str = SPACE_IN_JSON) -> str:
+    """JSON that keeps to a schema. `lenient` ignores keywords that cannot be enforced, else they are refused."""
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except ValueError as error:
+            raise InvalidRequestError(f"{param} is not valid JSON: {error}", param=param) from error
+    if isinstance(schema, bool):
+        schema = {} if schema else {"type": []}
+    if not isinstance(schema, Mapping):
+        raise InvalidRequestError(f"{param} must be a JSON schema, which is an object", param=param)
+    check_size(schema, param)
+    options: dict[str, Any] = {"whitespace_pattern": space}
+    if lenient:
+        options["lenient"] = True
+    given = schema.get("x-guidance")
+    merged = {**schema, "x-guidance": options | (dict(given) if isinstance(given, Mapping) else {})}
+    # By this comment the compiler names the schema that it refuses.
+    return f"%json {_json(merged)} // {' '.join(param.split())}"
+
+
+def _json(value: Any) -> str:
+    """A value as JSON. What orjson refuses (half characters, numbers beyond 64 bits), Python's own writes, in ten times
+    the time.
+    """
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:
+        return json.dumps(value, ensure_ascii=False)
+
+
+def grammar_text(body: SamplingFields, style: OutputStyle, prompt: str = "") -> str:
+    """The text of the grammar that a body asks for, "" for none. Raises InvalidRequestError for a wrong one."""
+    grammar = grammar_of(body)
+    if grammar is None:
+        return ""
+    check_free_end(body)
+    return after_reasoning(grammar, style.form if prompt else None, prompt, style.special).text()
+
+
+def check_free_end(body: SamplingFields) -> None:
+    """Raise InvalidRequestError where an answer could not end as its grammar says."""
+    if body.ignore_eos:
+        raise InvalidRequestError(
+            "ignore_eos cannot go with a grammar, which says where the end is", param="ignore_eos"
+        )
+
+
+def grammar_of(body: SamplingFields) -> Grammar | None:
+    """The grammar that a body asks for, None for none. Raises InvalidRequestError for two, or for a wrong one."""
+    found: list[tuple[str, Grammar]] = []
+    for name, value in _constraints(body):
+        if value is not None:
+            found.append((name, _grammar(name, value)))
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise InvalidRequestError(f"{names} exclude each other", param=found[1][0])
+    return found[0][1] if found else None
+
+
+def _constraints(body: SamplingFields) -> list[tuple[str, Any]]:
+    """(name of the field, value) of everything in a body that asks for a form."""
+    wishes: list[tuple[str, Any]] = [
+        ("regex", body.regex or None),
+        ("ebnf", body.ebnf or None),
+        ("json_schema", body.json_schema or None),
+        ("structural_tag", body.structural_tag or None),
+    ]
+    if not isinstance(body, OpenAIFields):
+        return wishes
+    form = body.response_format or {}
+    if form.get("type", "text") != "text":
+        wishes.append(("response_format", form))
+    names = {"json": "json_schema", "grammar": "ebnf", "regex": "regex", "choice": "choice"}
+    outputs = body.structured_outputs or {}
+    for name, kind in names.items():
+        for value in (outputs.get(name), getattr(body, f"guided_{name}")):
+            wishes.append((kind, value))
+    if outputs.get("json_object"):
+        wishes.append(("json_schema", {"type": "object"}))
+    if outputs.get("structural_tag"):
+        wishes.append(("structural_tag", outputs["structural_tag"]))
+    return wishes
+
+
+def _grammar(name: str, value: Any) -> Grammar:
+    """One wish as a grammar. Raises InvalidRequestError where its value is of a wrong kind."""
+    match name:
+        case "json_schema":
+            return Grammar("answer", {"answer": schema_rule(value, lenient=False, param=name)})
+        case "regex":
+            return Grammar("ANSWER", {"ANSWER": f"/{_escaped(value, name)}/"})
+        case "choice":
+            return Grammar("answer", {"answer": _choice(value)})
+        case "ebnf":
+            return _ebnf(value)
+        case "structural_tag":
+            return _tagged(value)
+    return _response_format(value)
+
+
+def _response_format(form: Mapping[str, Any]) -> Grammar:
+    """OpenAI's response_format, and vLLM's and SGLang's kinds of it."""
+    match form.get("type"):
+        case "json_object":
+            return Grammar(
+                "answer", {"answer": schema_rule({"type": "object"}, lenient=False, param="response_format")}
+            )
+        case "json_schema":
+            inner = form.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, Mapping) else None
+            if schema is None:
+                message = "response_format.json_schema.schema is required"
+                raise InvalidRequestError(message, param="response_format")
+            lenient = isinstance(inner, Mapping) and inner.get("strict") is False
+            where = "response_format.json_schema.schema"
+            return Grammar("answer", {"answer": schema_rule(schema, lenient=lenient, param=where)})
+        case "structural_tag":
+            return _tagged(form)
+        case "regex" if isinstance(form.get("pattern"), str):
+            return _grammar("regex", form["pattern"])
+        case "grammar" if isinstance(form.get("grammar"), str):
+            return _ebnf(form["grammar"])
+    kinds = "text, json_object, json_schema, structural_tag, regex or grammar"
+    raise InvalidRequestError(f"response_format.type must be {kinds}, with what belongs to it", param="response_format")
+
+
+def _escaped(value: Any, param: str) -> str:
+    """A regular expression as it stands between slashes in Lark."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{param} must be a string", param=param)
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", value, flags=re.DOTALL).replace("\n", r"\n")
+
+
+def _choice(value: Any) -> str:
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
+        raise InvalidRequestError("choice must be a list of strings that are not empty", param="choice")
+    return " | ".join(json.dumps(item, ensure_ascii=False) for item in value)
+
+
+def _ebnf(value: Any) -> Grammar:
+    """A grammar in GBNF (`root ::= ...`) or in Lark (`start: ...`)."""
+    if not isinstance(value, str) or len(value) > MAX_EBNF_CHARS:
+        message = f"ebnf must be a string of at most {MAX_EBNF_CHARS} characters"
+        raise InvalidRequestError(message, param="ebnf")
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        lark = any_to_lark(value)
+    except Exception as error:  # the converter raises whatever a wrong grammar makes of it
+        raise InvalidRequestError(f"ebnf: {str(error)[:300] or type(error).__name__}", param="ebnf") from error
+    found = re.search(r"^start\s*:", lark, re.MULTILINE)
+    if found is None:
+        raise InvalidRequestError("ebnf has neither a rule root ::= nor a rule start:", param="ebnf")
+    renamed = lark[: found.start()] + "answer:" + lark[found.end() :]
+    return _Raw("answer", {}, renamed)
+
+
+@dataclass(slots=True)
+class _Raw(Grammar):
+    """A grammar of the client's own, whose rules are text."""
+
+    lark: str = ""
+
+    def text(self) -> str:
+        """The whole grammar."""
+        return f"{self.lark}\n{Grammar.text(self)}"
+
+
+def _tagged(value: Any) -> Grammar:
+    """Free text in which a trigger begins a tag that must go on as one of the structures says."""
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except ValueError as error:
+            raise InvalidRequestError(f"structural_tag is not valid JSON: {error}", param="structural_tag") from error
+    structures = value.get("structures") if isinstance(value, Mapping) else None
+    triggers = value.get("triggers") if isinstance(value, Mapping) else None
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
+        message = "structural_tag needs structures (begin, schema, end) and triggers"
+        raise InvalidRequestError(message, param="structural_tag")
+    tags = []
+    for name, entries, most in (("structures", structures, MAX_STRUCTURES), ("triggers", triggers, MAX_TRIGGERS)):
+        if len(entries) > most:
+            message = f"structural_tag has {len(entries)} {name}; at most {most} are taken"
+            raise InvalidRequestError(message, param="structural_tag")
+    for place, item in enumerate(structures):
+        where = f"structural_tag.structures[{place}]"
+        if not isinstance(item, Mapping) or not all(isinstance(item.get(name), str) for name in ("begin", "end")):
+            raise InvalidRequestError(f"{where} needs begin and end", param="structural_tag")
+        trigger = next((word for word in triggers if isinstance(word, str) and item["begin"].startswith(word)), "")
+        if not trigger:
+            raise InvalidRequestError(f"{where}.begin starts with none of the triggers", param="structural_tag")
+        rule = schema_rule(item.get("schema", {}), lenient=False, param=where)
+        tags.append((trigger, item["begin"].removeprefix(trigger), rule, item["end"]))
+    return tagged_text([(trigger, [json.dumps(rest)] if rest else [], rule, end) for trigger, rest, rule, end in tags])
+
+
+def tagged_text(tags: Sequence[tuple[str, list[str], str, str]]) -> Grammar:
+    """Free text with tags: (trigger, parts between it and the content, rule of the content, end) each."""
+    rules = {"TEXT": r"/(.|\n)*/"}
+    for place, (trigger, parts, content, end) in enumerate(tags):
+        rules[f"trigger_{place}[lazy]"] = f"TEXT {json.dumps(trigger, ensure_ascii=False)}"
+        closing = [json.dumps(end, ensure_ascii=False)] if end else []
+        rules[f"content_{place}"] = content
+        rules[f"tag_{place}"] = " ".join([f"trigger_{place}", *parts, f"content_{place}", *closing])
+    rules["tail"] = "TEXT"
+    options = " | ".join(f"tag_{place}" for place in range(len(tags)))
+    return Grammar(f"({options})* tail", rules)
+
+
+def after_reasoning(grammar: Grammar, form: OutputFormat | None, prompt: str, special: Mapping[str, int]) -> Grammar:
+    """The same grammar behind reasoning, where the prompt has begun some or the model may."""
+    if form is None or form.thinks is None or form.name == "harmony":
+        return grammar
+    begin, end = form.thinks
+    opened = form.begins_in(prompt) == "reasoning"
+    if end in special:
+        grammar.rules["thought"] = f"{REASONING_RULE} <[{special[end]}]>"
+    else:
+        grammar.rules[f"thought[suffix={json.dumps(end)}]"] = REASONING_RULE
+    if opened:
+        start = f"thought {SPACE_BEFORE}"
+    elif re.search(re.escape(end) + r"\s*$", prompt[-400:]):
+        # The prompt has ended the reasoning already.
+        grammar.rules = {name: rule for name, rule in grammar.rules.items() if not name.startswith("thought")}
+        return grammar
+    else:
+        start = f"({literal(begin, special)} thought {SPACE_BEFORE})?"
+    grammar.start = f"{start} {grammar.start}" if "|" not in grammar.start else f"{start} ({grammar.start})"
+    return grammar
+
+
+def forced_calls(
+    form: OutputFormat, functions: Sequence[Mapping[str, Any]], special: Mapping[str, int], *, parallel: bool
+) -> Grammar:
+    """One or more calls of `functions`, as the model's family writes them. Without `parallel` exactly one."""
+    shape = form.shape
+    if shape is None:
+        raise InvalidRequestError(f"tool calls in the format {form.name} cannot be forced", param="tool_choice")
+    rules: dict[str, str] = {}
+    for place, function in enumerate(functions):
+        opening = literal(shape.before + str(function["name"]) + shape.middle, special)
+        after = literal(shape.after, special)
+        rules[f"call_{place}"] = " ".join(part for part in (opening, f"arguments_{place}", after) if part)
+        _add_arguments(rules, place, shape, function, special)
+    rules["call"] = " | ".join(f"call_{place}" for place in range(len(functions)))
+    more = f"({literal(shape.between, special)} call)*" if shape.between else "call*"
+    parts = [literal(shape.begin, special), "call", more if parallel else "", literal(shape.end, special)]
+    return Grammar(" ".join(part for part in parts if part), rules)
+
+
+def strict_calls(
+    form: OutputFormat, functions: Sequence[Mapping[str, Any]], special: Mapping[str, int]
+) -> Grammar | None:
+    """Free text in which calls must keep to their schemas; None without a strict function or a marker of calls."""
+    shape = form.shape
+    if shape is None or not any(function.get("strict") is True for function in functions):
+        return None
+    opening = shape.begin + shape.before
+    trigger = next((marker for marker in form.regions["start"].edges if opening.startswith(marker)), "")
+    if not trigger:
+        return None
+    calls = forced_calls(form, functions, special, parallel=False)
+    head = shape.begin.removeprefix(trigger) if shape.begin else ""
+    rules = dict(calls.rules)
+    for place, function in enumerate(functions):
+        before = shape.before if shape.begin else shape.before.removeprefix(trigger)
+        opening = literal(before + str(function["name"]) + shape.middle, special)
+        after = literal(shape.after, special)
+        rules[f"call_{place}"] = " ".join(part for part in (opening, f"arguments_{place}", after) if part)
+    rules["TEXT"] = r"/(.|\n)*/"
+    if trigger in special:
+        rules["trigger"] = f"TEXT <[{special[trigger]}]>"
+    else:
+        rules["trigger[lazy]"] = f"TEXT {json.dumps(trigger, ensure_ascii=False)}"
+    more = f"({literal(shape.between, special)} call)*" if shape.begin and shape.between else ""
+    more = "call*" if shape.begin and not shape.between else more
+    parts = ["trigger", literal(head, special), "call", more, literal(shape.end, special)]
+    rules["tag"] = " ".join(part for part in parts if part)
+    rules["tail"] = "TEXT"
+    return Grammar("tag* tail", rules)
+
+
+def _add_arguments(
+    rules: dict[str, str], place: int, shape: ToolCallShape, function: Mapping[str, Any], special: Mapping[str, int]
+) -> None:
+    """The rules of one function's arguments: JSON, or one piece for each parameter."""
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    param = f"tools: {function['name']}.parameters"
+    lenient = function.get("strict") is not True
+    if shape.parameter is None:
+        # Models should not make up arguments that a tool does not have, unless it says that it takes any.
+        closed = {"additionalProperties": False} if parameters.get("properties") else {}
+        schema = {"type": "object", **closed, **parameters}
+        rules[f"arguments_{place}"] = schema_rule(schema, lenient=lenient, param=param, space=SPACE_IN_CALLS)
+        return
+    before, middle, after = shape.parameter
+    required = parameters.get("required") or []
+    pieces = []
+    for number, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
+        name = f"value_{place}_{number}"
+        if is_text(schema):
+            end = json.dumps(after, ensure_ascii=False)
+            rules[f"{name}[suffix={end}]"] = r"/(?s:.*)/"
+            closing = ""
+        else:
+            rules[name] = schema_rule(schema, lenient=lenient, param=f"{param} at /properties/{key}")
+            closing = literal(after, special)
+        piece = " ".join(part for part in (literal(before + key + middle, special), name, closing) if part)
+        pieces.append(piece if key in required else f"({piece})?")
+    rules[f"arguments_{place}"] = " ".join(pieces) or '""'

@@ -1,0 +1,93 @@
+"""Which tools an answer may call, and whether it must: `tools`, `tool_choice` and `parallel_tool_calls`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tokenyard.base import InvalidRequestError
+from tokenyard.server.openai.structured_outputs import (
+    Grammar,
+    after_reasoning,
+    check_free_end,
+    forced_calls,
+    grammar_of,
+    strict_calls,
+)
+from tokenyard.server.parse.output_style import OutputStyle, functions_of
+from tokenyard.server.protocol import ChatRequest
+
+Function = dict[str, Any]
+
+
+@dataclass(slots=True)
+class ToolUse:
+    """The functions that an answer may call. forced: it calls one at least. named: the client named which."""
+
+    functions: list[Function]
+    forced: bool = False
+    named: bool = False
+    parallel: bool = True
+
+
+def tool_use(body: ChatRequest) -> ToolUse:
+    """What a chat body says of tools. Raises InvalidRequestError for a choice that is wrong or of no tool there."""
+    functions, choice = functions_of(body.tools or ()), body.tool_choice
+    parallel = body.parallel_tool_calls is not False
+    match choice:
+        case None | "auto":
+            return ToolUse(functions, parallel=parallel)
+        case "none":
+            return ToolUse([])
+        case "required":
+            return _forced(functions, [], parallel)
+        case {"type": "function", "function": {"name": str(name)}}:
+            return _forced(functions, [name], False, named=True)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            allowed = [function["name"] for function in functions_of(tools, "tool_choice")]
+            use = _forced(functions, allowed, parallel)
+            use.forced = mode == "required"
+            return use
+    raise InvalidRequestError(
+        "tool_choice must be none, auto, required, a function by name or allowed_tools", param="tool_choice"
+    )
+
+
+def _forced(functions: list[Function], names: list[str], parallel: bool, *, named: bool = False) -> ToolUse:
+    """A call of one of the functions, with `names` of one of these."""
+    if not functions:
+        raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
+    known = {function["name"]: function for function in functions}
+    for name in names:
+        if name not in known:
+            raise InvalidRequestError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+    return ToolUse([known[name] for name in names] if names else functions, True, named, parallel)
+
+
+def chat_grammar(body: ChatRequest, use: ToolUse, style: OutputStyle, prompt: str) -> str:
+    """The text of the grammar for a chat answer, "" for none. Raises InvalidRequestError where two are asked for."""
+    grammar = grammar_of(body)
+    if use.forced:
+        if grammar is not None:
+            raise InvalidRequestError("a forced tool call leaves no place for another form", param="response_format")
+        grammar = forced_calls(style.tool_call_format, use.functions, style.special, parallel=use.parallel)
+    elif use.functions:
+        grammar = _or_tool_calls(grammar, use, style)
+        if grammar is None:
+            grammar = strict_calls(style.tool_call_format, use.functions, style.special)
+            if grammar is None:
+                return ""
+            check_free_end(body)
+            return grammar.text()
+    if grammar is None:
+        return ""
+    check_free_end(body)
+    return after_reasoning(grammar, style.form, prompt, style.special).text()
+
+
+def _or_tool_calls(grammar: Grammar | None, use: ToolUse, style: OutputStyle) -> Grammar | None:
+    """An answer of a certain form, or calls in its place."""
+    if grammar is None:
+        return None
+    calls = forced_calls(style.tool_call_format, use.functions, style.special, parallel=use.parallel)
+    grammar.rules |= {name: rule for name, rule in calls.rules.items() if name not in grammar.rules}
+    grammar.start = f"(({grammar.start}) | ({calls.start}))"
+    return grammar

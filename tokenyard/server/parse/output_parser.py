@@ -1,0 +1,470 @@
+"""The machine that takes a model's text apart as it comes. What it looks for stands in a `OutputFormat`.
+
+Any split of a text into pieces gives the same message: a decision depends on the text up to a point alone, never on
+where a piece ends. What may still become a marker, and white space that a call may follow, is held back.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from tokenyard.server.parse.events import (
+    ContentText,
+    Event,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from tokenyard.server.parse.format import OutputFormat, Region
+from tokenyard.server.parse.json_scan import SPACE, ObjectScan, ToolCallPiece, ValueScan, plain_arguments
+from tokenyard.server.parse.pythonic import ListScan, read_calls
+from tokenyard.server.parse.typed import as_json, is_text, parameter_schema
+
+SEPARATORS = SPACE + ",;[]"
+PLAIN: dict[str, type[ContentText] | type[ReasoningText]] = {"content": ContentText, "reasoning": ReasoningText}
+CALL_KINDS = frozenset({"name", "id", "arguments", "objects", "pythonic", "key", "value"})
+
+
+class Searcher:
+    """Looks for the markers of a region. `first` finds characters that any of them begins with."""
+
+    def __init__(self, markers: tuple[str, ...]) -> None:
+        firsts = "".join(sorted({re.escape(marker[0]) for marker in markers}))
+        self.first = re.compile(f"[{firsts}]" if firsts else r"(?!)")
+        self.pattern = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
+        self.beginnings = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
+        self._longest = max(map(len, self.beginnings), default=0)
+
+    def held_back(self, text: str) -> int:
+        """How many characters at the end of `text` may be the beginning of a marker."""
+        for size in range(min(self._longest, len(text)), 0, -1):
+            if text[-size:] in self.beginnings:
+                return size
+        return 0
+
+
+@lru_cache(maxsize=512)
+def _searcher(markers: tuple[str, ...]) -> Searcher:
+    return Searcher(markers)
+
+
+class OutputParser:
+    """Takes apart one answer. `tools` maps the name of each tool of the request to the schema of its parameters.
+
+    Without `calls` tool calls stay text; without `reasoning` what the model thinks stays text, with its markers.
+    """
+
+    def __init__(
+        self,
+        form: OutputFormat,
+        prompt: str = "",
+        *,
+        tools: Mapping[str, Any] | None = None,
+        calls: bool = True,
+        reasoning: bool = True,
+    ) -> None:
+        self._tools = tools or {}
+        self._regions = _cut(form, calls, reasoning)
+        self._events: list[Event] = []
+        self._text = ""
+        self._raw = ""
+        self._space = ""
+        self._dropped = ""
+        self._after_region = False
+        self._calls = 0
+        self._open_call = ""
+        self._name = ""
+        self._sent = ""
+        self._argument_count = 0
+        begin = form.begins_in(prompt)
+        self._enter(begin if begin in self._regions else "start")
+
+    def feed(self, text: str) -> list[Event]:
+        """Take in more text; returns what it completes."""
+        # Most pieces are plain text behind plain text, where nothing is held back and nothing begins.
+        kind = self._plain
+        held = self._text or self._space or self._after_region
+        if kind is not None and text and not held and text[-1] not in SPACE and not self._search.first.search(text):
+            return [kind(text)]
+        self._text += text
+        self._work(final=False)
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> list[Event]:
+        """End the text; returns what was held back."""
+        self._work(final=True)
+        if self._open_call:
+            self._cut_call()
+        elif self._raw and self._region.kind in CALL_KINDS:
+            # A call without a name is no call: its text is not lost.
+            self._treat_as_content()
+        if self._space and not self._after_region and self._region.kind != "reasoning":
+            self._events.append(ContentText(self._space))
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """Whether the answer has called a tool so far."""
+        return self._calls > 0
+
+    # ---- regions -----------------------------------------------------------------------------------------------
+
+    def _work(self, *, final: bool) -> None:
+        """Read on until nothing changes any more."""
+        moved = True
+        while moved:
+            match self._region.kind:
+                case "start":
+                    moved = self._read_start(final)
+                case "arguments":
+                    moved = self._read_arguments(final)
+                case "objects":
+                    moved = self._read_objects(final)
+                case "pythonic":
+                    moved = self._read_pythonic(final)
+                case _:
+                    moved = self._read_marked(final)
+
+    def _enter(self, name: str, marker: str = "") -> None:
+        """Begin a region; calls that do not go on in it end."""
+        region = self._regions[name]
+        inside = region.kind in ("arguments", "key", "value") or region.in_call
+        if not inside:
+            self._end_call()
+        if region.kind in ("reasoning", "skip", "header") or region.kind in CALL_KINDS:
+            self._dropped = "" if self._after_region else self._space
+            self._space, self._after_region = "", True
+        if region.kind == "id":
+            self._raw += marker
+        else:
+            self._raw = marker if not self._open_call and region.kind in CALL_KINDS else ""
+        self._region = region
+        self._capture = ""
+        self._scan: Any = None
+        self._count_in_region = 0
+        self._search = _searcher(tuple(region.edges))
+        self._plain = PLAIN.get(region.kind)
+        if region.kind == "arguments":
+            self._scan = ValueScan()
+        elif region.kind == "pythonic":
+            self._scan = ListScan()
+
+    def _read_start(self, final: bool) -> bool:
+        """Only white space has come: what comes next decides."""
+        text = self._text.lstrip(SPACE)
+        if not text:
+            if final:
+                self._space, self._text = self._space + self._text, ""
+            return False
+        for marker, target in self._region.edges.items():
+            if text.startswith(marker):
+                self._text = text[len(marker) :]
+                self._enter(target, marker)
+                return True
+            if marker.startswith(text) and not final:
+                return False
+        target = self._region.bare.get(text[0], "")
+        if target:
+            self._space, self._text = self._space + self._text[: len(self._text) - len(text)], text
+        self._enter(target or self._region.then)
+        return True
+
+    def _read_marked(self, final: bool) -> bool:
+        """Text up to the next marker, of whatever kind the region is."""
+        text, self._text = self._text, ""
+        if self._search.first.search(text) is None:
+            self._take(text)
+            return False
+        match = self._search.pattern.search(text)
+        if match is not None:
+            self._take(text[: match.start()])
+            self._text = text[match.end() :]
+            self._leave(match[0])
+            return True
+        shown = len(text) - (0 if final else self._search.held_back(text))
+        self._text = text[shown:]
+        self._take(text[:shown])
+        return False
+
+    def _take(self, text: str) -> None:
+        """Text of the region, which no marker is part of."""
+        if not text:
+            return
+        match self._region.kind:
+            case "content":
+                self._content(text)
+            case "reasoning":
+                self._trimmed(text, ReasoningText)
+            case "value":
+                self._raw_value(text)
+            case "name" | "id" | "key" | "header":
+                self._capture += text
+                self._raw += text
+
+    def _leave(self, marker: str) -> None:
+        """A marker ends the region."""
+        target, captured = self._region.edges[marker], self._capture.strip()
+        match self._region.kind:
+            case "name":
+                name, call_id = _named(captured, self._region.pattern)
+                if name:
+                    self._name = name
+                    if self._regions[target].kind != "id":
+                        self._start_call(name, call_id)
+                        self._in_json = self._regions[target].kind == "arguments"
+                else:
+                    self._raw += marker
+                    self._treat_as_content()
+                    return
+            case "id":
+                self._start_call(self._name, captured)
+            case "key":
+                self._begin_value(captured)
+            case "value":
+                self._end_value()
+            case "header":
+                self._route(captured, marker)
+                return
+            case "reasoning":
+                self._space, self._after_region = "", True
+        self._enter(target, marker)
+
+    def _route(self, header: str, marker: str) -> None:
+        """Go where a header says; one that names a tool begins a call."""
+        for pattern, target in self._region.routes:
+            match = re.search(pattern, header)
+            if match is not None:
+                if match.groups() and self._regions[target].kind == "arguments":
+                    self._end_call()
+                    self._start_call(match[1], "")
+                self._enter(target, marker)
+                return
+        self._enter(self._region.edges[marker], marker)
+
+    # ---- text --------------------------------------------------------------------------------------------------
+
+    def _content(self, text: str) -> None:
+        """Pass on content; white space next to other regions is not part of it."""
+        self._trimmed(text, ContentText)
+
+    def _trimmed(self, text: str, kind: type[ContentText] | type[ReasoningText]) -> None:
+        text = self._space + text
+        if self._after_region:
+            text = text.lstrip(SPACE)
+        shown = text.rstrip(SPACE)
+        self._space = text[len(shown) :]
+        if shown:
+            self._after_region = False
+            self._events.append(kind(shown))
+
+    # ---- calls -------------------------------------------------------------------------------------------------
+
+    def _start_call(self, name: str, call_id: str) -> None:
+        self._events.append(ToolCallStart(self._calls, name, call_id))
+        self._calls += 1
+        self._count_in_region += 1
+        self._open_call, self._sent, self._argument_count = name, "", 0
+        self._in_json = True
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._sent = self._sent or text
+            self._events.append(ToolCallArguments(self._calls - 1, text))
+
+    def _end_call(self) -> None:
+        """Close the call that is open; one without arguments has none, which is `{}`."""
+        if not self._open_call:
+            return
+        if not self._in_json and self._argument_count:
+            self._arguments("}")
+        elif not self._sent:
+            self._arguments("{}")
+        self._events.append(ToolCallEnd(self._calls - 1))
+        self._open_call = ""
+
+    def _cut_call(self) -> None:
+        """The text ends within a call: a value that is not whole stays so."""
+        if self._region.kind in ("key", "value"):
+            self._events.append(ToolCallEnd(self._calls - 1))
+            self._open_call = ""
+        else:
+            self._end_call()
+
+    def _begin_value(self, key: str) -> None:
+        self._arguments(("{" if not self._argument_count else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        self._argument_count += 1
+        self._schema = parameter_schema(self._tools.get(self._open_call), key)
+        self._streams = is_text(self._schema)
+        self._value_begun = False
+        self._value = ""
+
+    def _raw_value(self, text: str) -> None:
+        """More of a value; a line break at either end is not part of it."""
+        self._value += text
+        if not self._streams:
+            return
+        if not self._value_begun:
+            self._value_begun = True
+            self._value = self._value.removeprefix("\n")
+            self._arguments('"')
+        shown = self._value.removesuffix("\n")
+        self._value = self._value[len(shown) :]
+        self._arguments(json.dumps(shown, ensure_ascii=False)[1:-1])
+
+    def _end_value(self) -> None:
+        if self._streams:
+            self._arguments('"' if self._value_begun else '""')
+        else:
+            self._arguments(as_json(self._value.removeprefix("\n").removesuffix("\n"), self._schema))
+
+    # ---- JSON --------------------------------------------------------------------------------------------------
+
+    def _read_arguments(self, final: bool) -> bool:
+        """JSON that goes on as it stands. Once it is whole only the next marker counts."""
+        scan: ValueScan = self._scan
+        if scan.done:
+            return self._read_marked(final)
+        if not scan.begun:
+            self._text = self._text.lstrip(SPACE)
+            if self._text and self._text[0] != "{":
+                return self._read_other_arguments(final)
+        end = scan.scan(self._text, 0)
+        self._arguments(self._text[:end])
+        self._text = self._text[end:]
+        return scan.done
+
+    def _read_other_arguments(self, final: bool) -> bool:
+        """Arguments that are no object: all up to the next marker, and `{}` for null."""
+        match = self._search.pattern.search(self._text)
+        if match is None and not final:
+            return False
+        self._arguments(plain_arguments(self._text[: match.start()] if match else self._text))
+        self._text = self._text[match.end() :] if match else ""
+        if match:
+            self._leave(match[0])
+        return match is not None
+
+    def _read_objects(self, final: bool) -> bool:
+        """Calls as JSON objects, with whatever separates them."""
+        if self._scan is None:
+            return self._read_between(final)
+        scan: ObjectScan = self._scan
+        pieces: list[ToolCallPiece] = []
+        end = scan.scan(self._text, 0, pieces)
+        if not self._open_call:
+            self._raw += self._text[:end]
+        self._text = self._text[end:]
+        for piece in pieces:
+            if piece.name is not None:
+                if self._region.known and piece.name not in self._tools:
+                    return self._treat_as_content()
+                self._start_call(piece.name, scan.call_id)
+                self._raw = ""
+            self._arguments(piece.arguments)
+        if scan.broken:
+            return self._skip_rest() if self._open_call or self._count_in_region else self._treat_as_content()
+        if scan.done:
+            self._end_call()
+            self._scan = None
+        return scan.done
+
+    def _read_between(self, final: bool) -> bool:
+        """Between two objects: separators, the next object, a marker, or the end of all calls."""
+        text = self._text.lstrip(SEPARATORS)
+        match = self._search.pattern.match(text)
+        if not self._count_in_region:
+            self._raw += self._text[: len(self._text) - len(text)]
+        self._text = text
+        if match is not None:
+            self._text = text[match.end() :]
+            if not self._count_in_region:
+                self._content(self._raw + match[0])
+            self._enter(self._region.edges[match[0]], match[0])
+            return True
+        if not text or (text in self._search.beginnings and not final):
+            return False
+        if text[0] == "{":
+            self._scan = ObjectScan()
+            return True
+        return self._skip_rest() if self._count_in_region else self._treat_as_content()
+
+    def _read_pythonic(self, final: bool) -> bool:
+        """A list of calls, read once it is whole."""
+        scan: ListScan = self._scan
+        if scan.done:
+            return self._read_marked(final)
+        if not self._capture:
+            space = len(self._text) - len(self._text.lstrip(SPACE))
+            self._raw, self._text = self._raw + self._text[:space], self._text[space:]
+            if self._text and self._text[0] != "[":
+                return self._treat_as_content()
+        end = scan.scan(self._text, 0)
+        self._capture += self._text[:end]
+        self._raw += self._text[:end]
+        self._text = self._text[end:]
+        if not scan.done:
+            return False
+        calls = read_calls(self._capture)
+        if calls is None or (self._region.known and any(name not in self._tools for name, _ in calls)):
+            return self._treat_as_content()
+        self._raw = ""
+        for name, arguments in calls:
+            self._start_call(name, "")
+            self._arguments(arguments)
+            self._end_call()
+        if not self._region.edges:
+            self._enter("content")
+        return True
+
+    def _treat_as_content(self) -> bool:
+        """What looked like a call is none: all of its text is content."""
+        raw = self._dropped + self._raw
+        self._after_region = False
+        self._enter("content")
+        self._content(raw)
+        return True
+
+    def _skip_rest(self) -> bool:
+        """Text behind calls that belongs to none: dropped up to the region's end, or content where it has no end."""
+        self._end_call()
+        if not self._region.edges:
+            self._enter("content")
+            return True
+        self._region = Region("skip", self._region.edges)
+        return True
+
+
+def _named(captured: str, pattern: str) -> tuple[str, str]:
+    """(name, id) in the text where a name stands."""
+    if not pattern:
+        return captured, ""
+    match = re.search(pattern, captured)
+    return (match["name"], match["id"]) if match is not None else ("", "")
+
+
+def _cut(form: OutputFormat, calls: bool, reasoning: bool) -> Mapping[str, Region]:
+    """The regions of a format without those that are not wanted."""
+    if calls and reasoning:
+        return form.regions
+    unwanted = {
+        title
+        for title, region in form.regions.items()
+        if (not calls and region.kind in CALL_KINDS | {"skip"}) or (not reasoning and region.kind == "reasoning")
+    }
+    return {title: _without(region, unwanted) for title, region in form.regions.items() if title not in unwanted}
+
+
+def _without(region: Region, unwanted: set[str]) -> Region:
+    """A region that does not lead to unwanted ones."""
+    return replace(
+        region,
+        edges={marker: target for marker, target in region.edges.items() if target not in unwanted},
+        bare={char: target for char, target in region.bare.items() if target not in unwanted},
+        routes=tuple((pattern, "content" if target in unwanted else target) for pattern, target in region.routes),
+    )

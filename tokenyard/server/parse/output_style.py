@@ -1,0 +1,175 @@
+"""How the answers of a model are read: its format, and the reading of one request's answers."""
+
+import logging
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenyard.base import InvalidRequestError
+from tokenyard.server.parse.detect import detect, knows_tools, named
+from tokenyard.server.parse.events import ContentText, Event, ParsedMessage, ToolCallStart
+from tokenyard.server.parse.events import ReasoningText as Thought
+from tokenyard.server.parse.format import OutputFormat
+from tokenyard.server.parse.model_formats import FALLBACK
+from tokenyard.server.parse.output_parser import OutputParser
+from tokenyard.server.parse.response_template import format_of
+
+log = logging.getLogger(__name__)
+
+MISTRAL_ID_CHARS = 9
+DROPS_TOOLS = "the chat template of this model shows no tools to it: it answers without knowing them"
+
+
+class OutputStyle:
+    """What is known of how a model writes: from `name`, else the checkpoint's response_template, else the sources of
+    its chat templates.
+
+    Raises ConfigError for an unknown name.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, str], tokenizer: Any = None, name: str = "", response_template: Any = None
+    ) -> None:
+        own = format_of(response_template) if response_template is not None else None
+        if response_template is not None and own is None:
+            log.warning("the response_template of the model cannot be followed; its chat template tells how it writes")
+        self.form: OutputFormat | None = named(name) if name else own or detect(sources.values())
+        self.has_template = bool(sources)
+        self.template = sources.get("default", "")
+        self.knows_tools = knows_tools(sources.values())
+        self.supports_developer_role = any("developer" in source for source in sources.values())
+        self.special = _special_tokens(tokenizer)
+        self.keep_ids = _markers_among(self.special, self.form)
+        self._tokenizer = tokenizer
+
+    @property
+    def tool_call_format(self) -> OutputFormat:
+        """The format of tool calls, for models that know none the most common one."""
+        return self.form if self.form is not None and self.form.shape is not None else FALLBACK
+
+    def roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages with `system` in place of `developer` where the template does not know the latter."""
+        if self.supports_developer_role or not any(message.get("role") == "developer" for message in messages):
+            return messages
+        return [
+            {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
+        ]
+
+    def reading(
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        reasoning: bool = True,
+        forced: bool = False,
+        parallel: bool = True,
+    ) -> "ParserOptions | None":
+        """How answers to `prompt` are read; None where they are nothing but text.
+
+        tools: the functions that may be called (name, parameters). forced: a grammar sees to it that one is called.
+        parallel: whether calls behind the first one count.
+        """
+        form = self.form if self.form is not None or not tools else FALLBACK
+        if forced:
+            form = self.tool_call_format
+        if form is None or not (tools or (reasoning and form.thinks is not None)):
+            return None
+        if tools and not self.knows_tools:
+            log.warning("%s", DROPS_TOOLS)
+        schemas = {str(tool["name"]): tool.get("parameters") for tool in tools}
+        notes = [DROPS_TOOLS] if tools and not self.knows_tools else []
+        return ParserOptions(form, prompt, schemas, reasoning, self.count_tokens, notes, parallel)
+
+    def count_tokens(self, text: str) -> int:
+        """How many tokens a piece of text has; 0 without a tokenizer."""
+        if not text or self._tokenizer is None:
+            return 0
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@dataclass(slots=True)
+class ParserOptions:
+    """How the answers of one request are read. `notes` are for the client."""
+
+    form: OutputFormat
+    prompt: str
+    tools: Mapping[str, Any]
+    reasoning: bool
+    count_tokens: Callable[[str], int]
+    notes: list[str] = field(default_factory=list)
+    parallel: bool = True
+
+    def reader(self) -> "OutputReader":
+        """A reader for one answer."""
+        parser = OutputParser(
+            self.form, self.prompt, tools=self.tools, calls=bool(self.tools), reasoning=self.reasoning
+        )
+        return OutputReader(parser, self)
+
+    def call_id(self) -> str:
+        """An id for a call, in the style of the model."""
+        if self.form.id_style == "mistral":
+            alphabet = string.ascii_letters + string.digits
+            return "".join(secrets.choice(alphabet) for _ in range(MISTRAL_ID_CHARS))
+        return f"call_{secrets.token_hex(12)}"
+
+
+class OutputReader:
+    """Takes one answer apart as its text comes, and keeps the message so far."""
+
+    def __init__(self, parser: OutputParser, reading: ParserOptions) -> None:
+        self.message = ParsedMessage()
+        self._parser = parser
+        self._reading = reading
+
+    def feed(self, text: str, *, last: bool = False) -> list[Event]:
+        """Take in more text, with `last` the end of the answer; returns what it completes. Each call has an id."""
+        events = self._parser.feed(text) if text else []
+        if last:
+            events += self._parser.finish()
+        if not self._reading.parallel:
+            events = [event for event in events if isinstance(event, ContentText | Thought) or event.index == 0]
+        for event in events:
+            if isinstance(event, ToolCallStart) and not event.id:
+                event.id = self._reading.call_id()
+        self.message.add(events)
+        return events
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens the reasoning has."""
+        return self._reading.count_tokens(self.message.reasoning)
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The special tokens of a tokenizer by their text."""
+    if tokenizer is None:
+        return {}
+    added = tokenizer.get_added_tokens_decoder()
+    return {entry.content: token for token, entry in added.items() if entry.special}
+
+
+def _markers_among(special: Mapping[str, int], form: OutputFormat | None) -> list[int]:
+    """Ids of special tokens that markers of a format consist of, which must stay in the text."""
+    markers = form.markers if form is not None else set()
+    return sorted(token for text, token in special.items() if any(text in marker for marker in markers))
+
+
+def functions_of(tools: Sequence[Any], param: str = "tools") -> list[dict[str, Any]]:
+    """The functions in tools of OpenAI's shape. Raises InvalidRequestError, with its place, for one that is wrong."""
+    functions = []
+    for place, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
+            raise InvalidRequestError(f"{param}[{place}]: only tools of type function are supported", param=param)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise InvalidRequestError(f"{param}[{place}].function.name must be a string", param=param)
+        if not isinstance(function.get("parameters"), Mapping | None):
+            raise InvalidRequestError(f"{param}[{place}].function.parameters must be a JSON schema", param=param)
+        functions.append(dict(function))
+    names = [function["name"] for function in functions]
+    if len(set(names)) < len(names):
+        raise InvalidRequestError(f"{param} holds a function twice", param=param)
+    return functions

@@ -1,0 +1,1 @@
+"""One simulated engine: the real scheduler, and an executor that computes how long steps take."""

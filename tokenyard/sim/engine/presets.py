@@ -1,0 +1,69 @@
+"""Settings of other engines, as baselines in the same simulator.
+
+They are the columns of the project's reference simulation: headroom by past outputs for SGLang where the engine itself
+holds back a share of max_new_tokens (`headroom="ratio"` is that rule), no prefix cache except for lpm.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tokenyard.base import ConfigError, SchedulerSettings
+
+UNLIMITED_TOKENS = 1 << 30
+PAGE_SIZE = 16
+MAX_RUNNING = 1024
+"""High enough that memory, not the number of rows, limits the batch."""
+
+
+def _sglang(base: SchedulerSettings) -> SchedulerSettings:
+    """Prefill strictly before decode, first come first served, chunks of 8192, headroom by past outputs."""
+    return replace(base, chunked_prefill_size=8192, prefill_decode_interval=0, headroom="history")
+
+
+def _vllm(base: SchedulerSettings) -> SchedulerSettings:
+    """Decode in every step, prefill fills it up to 8192 tokens; nothing held back, the newest is retracted."""
+    return replace(
+        base, chunked_prefill_size=8192, enable_mixed_chunk=True, headroom="none", retraction_policy="newest"
+    )
+
+
+def _by_priority(base: SchedulerSettings) -> SchedulerSettings:
+    """Order by the priorities that requests bring, without aging."""
+    return replace(base, schedule_policy="priority", enable_priority_scheduling=True, priority_aging_s=0.0)
+
+
+_PRESETS: dict[str, Callable[[SchedulerSettings], SchedulerSettings]] = {
+    "sglang-default": _sglang,
+    "sglang-lpm": lambda base: replace(
+        _sglang(base), schedule_policy="lpm", lpm_degrade_threshold=128, disable_radix_cache=False
+    ),
+    "sglang-priority": lambda base: _by_priority(_sglang(base)),
+    "vllm-default": _vllm,
+    "vllm-priority": lambda base: replace(
+        _by_priority(_vllm(base)), retraction_policy="priority", disable_priority_preemption=True
+    ),
+    "sarathi": lambda base: replace(_vllm(base), chunked_prefill_size=512),
+}
+
+
+def preset_names() -> list[str]:
+    """The presets, as `--preset` takes them."""
+    return list(_PRESETS)
+
+
+def preset(name: str, context_length: int) -> SchedulerSettings:
+    """The settings of preset `name`. Raises ConfigError that lists the presets if there is none."""
+    if name not in _PRESETS:
+        raise ConfigError(f"there is no preset {name!r}; choose one of {', '.join(_PRESETS)}")
+    return _PRESETS[name](common_settings(context_length))
+
+
+def common_settings(context_length: int) -> SchedulerSettings:
+    """What all presets share: pages of 16, no limit on rows or on prompt tokens a step, no prefix cache."""
+    return SchedulerSettings(
+        page_size=PAGE_SIZE,
+        max_running_requests=MAX_RUNNING,
+        context_length=context_length,
+        max_prefill_tokens=UNLIMITED_TOKENS,
+        disable_radix_cache=True,
+    )

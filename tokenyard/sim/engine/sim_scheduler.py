@@ -1,0 +1,376 @@
+"""One engine in virtual time: the real scheduler, and an executor that only computes how long steps take."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import (
+    NS_PER_S,
+    Event,
+    ExecutorInfo,
+    Finish,
+    Int32Array,
+    Int64Array,
+    Request,
+    StepPlan,
+    StepResult,
+    StepWork,
+    Submit,
+    step_work,
+)
+from tokenyard.cost import LinearCost
+from tokenyard.sim.engine.speculation import SimDrafter
+from tokenyard.sim.traces.prompt_ids import ANSWER_STREAM, EOS_TOKEN, stream_tokens
+from tokenyard.sim.traces.workload import to_ns
+from tokenyard.tape.recorder import Core
+
+NEVER_NS = 2**63 - 1
+FILLER_TOKEN = 1
+COMMITS_PER_DRAIN = 8
+MAX_STEPS = 1 << 20
+RETRY_NS = NS_PER_S
+MAX_RETRIES = 60
+"""If there is work but no plan and no timeout, planning is retried this many times, as in a server; after that it can
+never succeed.
+"""
+
+StepObserver = Callable[[int, int, StepPlan, StepWork, Core], None]
+"""Called with each step when it is committed: (launch ns, end ns, plan, work, scheduler)."""
+
+
+class SimExecutor:
+    """Runs plans: a row that reaches its true output length samples end-of-sequence, any other row continues.
+
+    It identifies a request by its sampling seed, which the workload sets to the request's number. With
+    `distinct_tokens` answers hold the ids of their own stream, so that a later turn can hit them in the prefix cache.
+    drafter: for speculative decoding, None for none.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        truth: LinearCost,
+        output_tokens: Int32Array,
+        distinct_tokens: bool,
+        drafter: SimDrafter | None = None,
+    ) -> None:
+        self._usual = self._truth = truth
+        self._output_tokens = output_tokens
+        self._distinct = distinct_tokens
+        self._drafter = drafter
+        self._last_position = np.full(info.max_pool_rows, -1, np.int64)
+        self._prompt_tokens = np.zeros(info.max_pool_rows, np.int64)
+        self._number = np.zeros(info.max_pool_rows, np.int64)
+
+    def slow_down(self, factor: float) -> None:
+        """From now on everything takes `factor` times as long as usual."""
+        self._truth = LinearCost(self._usual.terms.scaled(factor), self._usual.links) if factor != 1.0 else self._usual
+
+    def run(self, plan: StepPlan) -> tuple[StepWork, StepResult]:
+        """The work of a plan and its result."""
+        for start in plan.row_starts:
+            number = start.sampling.seed
+            self._number[start.pool_row] = number
+            self._prompt_tokens[start.pool_row] = start.prompt_tokens
+            self._last_position[start.pool_row] = start.prompt_tokens + int(self._output_tokens[number]) - 2
+            if self._drafter is not None:
+                self._drafter.start(start.pool_row)
+        work = step_work(plan)
+        if self._drafter is not None:
+            return work, self._run_with_drafts(plan, work, self._drafter)
+        tokens = self._tokens(plan.pool_rows, plan.starts + plan.counts - 1)
+        if plan.decode_rows < len(tokens):
+            tokens[~plan.sampled] = -1
+        return work, StepResult(plan.step, tokens, self._truth.step(work))
+
+    def _run_with_drafts(self, plan: StepPlan, work: StepWork, drafter: SimDrafter) -> StepResult:
+        """The result of a plan where rows draft: each yields the drafts that are right and the sample after them."""
+        accepted, rows = drafter.accepted(plan), plan.pool_rows
+        # Token number j of a row is sampled after the position of its first sample, plus j.
+        firsts = plan.starts + plan.counts - plan.samples - (np.cumsum(accepted) - accepted)
+        places = np.repeat(np.arange(len(rows)), accepted)
+        tokens = self._tokens(rows[places], (firsts[places] + np.arange(len(places))).astype(np.int32))
+        drafted, chances, draft_s = drafter.draft(plan, accepted, self._number[rows], self._prompt_tokens[rows])
+        seconds = self._truth.step(work) + draft_s
+        return StepResult(plan.step, tokens, seconds, accepted=accepted, drafted=drafted, chances=chances)
+
+    def decode_ns(self, plan: StepPlan, work: StepWork) -> Int64Array:
+        """How long each step takes if `plan`, which only decodes, is repeated until a row ends: int64[steps]. `work` is
+        that of its first step.
+        """
+        rows = work.rows
+        steps = int((self._last_position[plan.pool_rows] - plan.starts).min()) + 1
+        contexts = work.decode_context + rows * np.arange(steps, dtype=np.int64)
+        durations: Int64Array = np.rint(self._truth.decodes(rows, contexts) * NS_PER_S).astype(np.int64)
+        return durations
+
+    def run_multi_step(self, plan: StepPlan, duration_ns: int) -> StepResult:
+        """The result of a multi-step plan that takes `duration_ns` in all."""
+        positions = plan.starts + np.arange(plan.num_steps, dtype=np.int32)[:, None]
+        return StepResult(plan.step, self._tokens(plan.pool_rows, positions).ravel(), duration_ns / NS_PER_S)
+
+    def _tokens(self, rows: Int32Array, positions: Int32Array) -> Int32Array:
+        """The tokens that pool `rows` (int32[n]) sample after `positions` (int32[..., n])."""
+        tokens = self._going_on(rows, positions)
+        tokens[positions == self._last_position[rows]] = EOS_TOKEN
+        return tokens
+
+    def _going_on(self, rows: Int32Array, positions: Int32Array) -> Int32Array:
+        if not self._distinct:
+            return np.full(positions.shape, FILLER_TOKEN, np.int32)
+        # A chunk in the middle of a prompt samples nothing; its negative output index is masked by the caller.
+        index = np.maximum(positions + 1 - self._prompt_tokens[rows], 0)
+        return stream_tokens(ANSWER_STREAM + self._number[rows], index)
+
+
+@dataclass(slots=True)
+class _Repeatable:
+    """A plan that only decodes and was not launched yet, so that it may stand for as many steps as nothing comes
+    between. work: of its first step. ends: int64[n], the ends of up to n steps. due: the number of steps after which
+    something happens.
+    """
+
+    plan: StepPlan
+    work: StepWork
+    durations: Int64Array
+    ends: Int64Array
+    due: int
+
+
+@dataclass(slots=True)
+class _SimulatedStep:
+    plan: StepPlan
+    work: StepWork
+    result: StepResult
+    begin_ns: int
+    end_ns: int
+
+
+class SimScheduler:
+    """A scheduler with its simulated device.
+
+    Its loop is that of the engine: plan, launch, then commit the oldest step once `depth` steps are in flight (2 is
+    overlap: a plan is made before the result of the last one is known). `depth` is the scheduler's `max_in_flight`,
+    `host_s` is the CPU time of a turn: with overlap it runs during the device's work, without it adds to it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Core,
+        executor: SimExecutor,
+        finished: Callable[[Finish], None],
+        depth: int = 1,
+        host_s: float = 0.0,
+        observer: StepObserver | None = None,
+        started: Callable[[int, int, int], None] | None = None,
+        kv_events_sent: Callable[[list[Any], int], None] | None = None,
+    ) -> None:
+        """`started` is called at each first token: (number of the request, cached prompt tokens, ns); `kv_events_sent`
+        with KV events, if the settings enable them: (wire forms of events, ns).
+        """
+        self.scheduler = scheduler
+        self.now = 0
+        self.busy_ns = 0
+        self.steps = 0
+        self._executor = executor
+        self._finished = finished
+        self._started = started
+        self._awaited: set[int] = set()
+        self._kv_events_sent = kv_events_sent
+        self._host_ns = to_ns(host_s)
+        self._observer = observer
+        self._depth = depth
+        self._in_flight: deque[_SimulatedStep] = deque()
+        self._repeatable: _Repeatable | None = None
+        self._must_commit = False
+        self._wakeup_ns = NEVER_NS
+        self._undrained = self._retries = 0
+        self._device_free_ns = 0
+        self._hash = blake2b(digest_size=16)
+
+    @property
+    def due_ns(self) -> int:
+        """When something happens here next without a request from outside: a step is over, or it is time to plan.
+        Steps that only decode go on until a row ends before this is one. NEVER_NS for nothing.
+        """
+        if self._repeatable is not None:
+            return int(self._repeatable.ends[self._repeatable.due - 1])
+        return self._in_flight[0].end_ns if self._in_flight else self._wakeup_ns
+
+    def submit(self, request: Request, now: int) -> None:
+        """A request arrives at `now`, the time that `advance_to`, or `advance` with `to_arrival`, has reached."""
+        if not self._in_flight:
+            self.now = max(self.now, now)
+            self._wakeup_ns = self.now
+        if self._started is not None:
+            self._awaited.add(request.number)
+        self.scheduler.apply(Submit(request), now)
+
+    def apply_event(self, event: Event, now: int) -> None:
+        """An event comes from outside at `now`, to which `advance_to` has brought the replica."""
+        if not self._in_flight:
+            self.now = max(self.now, now)
+            self._wakeup_ns = self.now
+        self.scheduler.apply(event, now)
+        self.drain(now)
+
+    def pause_until(self, until: int) -> None:
+        """The process is stopped, at the time to which `advance_to` has brought it. The device finishes what it has,
+        and the process takes that in at `until` (ns), when it goes on.
+        """
+        for step in self._in_flight:
+            step.end_ns = max(step.end_ns, until)
+        if self._wakeup_ns < NEVER_NS:
+            self._wakeup_ns = max(self._wakeup_ns, until)
+
+    def advance(self, until: int, *, to_arrival: bool = False, defer: bool = False) -> None:
+        """Do everything that is due before `until` (ns).
+
+        With `to_arrival` the next event is a submit, so multi-step plans may overrun it. With `defer` a plan that can
+        be repeated is not launched before `until` unless it ends before, as nobody knows yet what comes.
+        """
+        while self.now < until:
+            if self._repeatable is not None:
+                if defer and self.due_ns >= until:
+                    break
+                self._launch_repeatable(until, to_arrival)
+            elif self._must_commit:
+                if self._in_flight[0].end_ns >= until:
+                    break
+                self._commit()
+            elif not self._plan() and not self._sleep(until):
+                break
+        self.drain(self.now)
+
+    def turn(self) -> None:
+        """Do what is due at `due_ns`, and plan what follows."""
+        self.advance(self.due_ns + 1, defer=True)
+
+    def advance_to(self, now: int) -> None:
+        """Bring it to `now`, at which something from outside happens to it. `now` must not be after `due_ns`."""
+        self.advance(now, to_arrival=True)
+        if self._repeatable is not None:
+            self._launch_repeatable(now, to_arrival=True)
+
+    def decision_hash(self) -> bytes:
+        """Digest of all plans so far with their times: equal runs have equal hashes."""
+        return self._hash.digest()
+
+    def _plan(self) -> bool:
+        """One turn of planning; False if there is nothing to do before the next event."""
+        plan = self.scheduler.plan(self.now)
+        if plan is not None:
+            self._retries = 0
+            self._repeatable = self._as_repeatable(plan)
+            if self._repeatable is not None:
+                return True
+            self._launch(plan)
+        self._must_commit = bool(self._in_flight) and (plan is None or len(self._in_flight) == self._depth)
+        return bool(self._in_flight)
+
+    def _sleep(self, until: int) -> bool:
+        """With nothing to plan, advance to the next try before `until`; False if there is none."""
+        if not self.scheduler.has_work:
+            mismatch = self.scheduler.idle()
+            if mismatch is not None:
+                raise RuntimeError(f"the scheduler leaks memory: {mismatch}")
+        wakeup = self.scheduler.wakeup_ns()
+        if wakeup is None and self.scheduler.has_work and self._retries < MAX_RETRIES:
+            self._retries += 1
+            wakeup = self.now + RETRY_NS
+        self._wakeup_ns = NEVER_NS if wakeup is None or wakeup <= self.now else wakeup
+        if self._wakeup_ns >= until:
+            return False
+        self.now = self._wakeup_ns
+        return True
+
+    def _launch(self, plan: StepPlan) -> None:
+        work, result = self._executor.run(plan)
+        begin = max(self.now + self._host_ns, self._device_free_ns)
+        duration = round(result.seconds * NS_PER_S)
+        self._device_free_ns = begin + duration
+        self.busy_ns += duration
+        self.steps += 1
+        self._in_flight.append(_SimulatedStep(plan, work, result, begin, begin + duration))
+        for part in (np.int64(self.now), plan.pool_rows, plan.starts, plan.counts):
+            self._hash.update(part.data)
+
+    def _as_repeatable(self, plan: StepPlan) -> _Repeatable | None:
+        """A plan that can stand for several steps, up to the one in which a row ends or the last before a timeout;
+        None if that leaves one step. With an observer every step is a plan of its own.
+        """
+        if plan.decode_rows < len(plan.pool_rows) or self._observer is not None:
+            return None
+        possible = self.scheduler.possible_steps(MAX_STEPS)
+        if possible == 1:
+            return None
+        work = step_work(plan)
+        durations = self._executor.decode_ns(plan, work)
+        due = min(possible, len(durations))
+        ends = self.now + np.cumsum(self._host_ns + durations)
+        wakeup = self.scheduler.wakeup_ns()
+        if wakeup is not None:
+            due = min(due, int(np.searchsorted(ends, wakeup)))
+        return _Repeatable(plan, work, durations, ends, due) if due > 1 else None
+
+    def _launch_repeatable(self, until: int, to_arrival: bool) -> None:
+        """Launch the repeatable plan for all steps that end before `until`, and one more with `to_arrival`; for one
+        step at least.
+        """
+        assert self._repeatable is not None
+        again, self._repeatable = self._repeatable, None
+        plan, durations, ends = again.plan, again.durations, again.ends
+        self._must_commit = True
+        steps = min(int(np.searchsorted(ends, until)) + to_arrival, again.due)
+        if steps <= 1 or self.scheduler.multi_step(steps) == 1:
+            self._launch(plan)
+            return
+        duration, end = int(durations[: plan.num_steps].sum()), int(ends[plan.num_steps - 1])
+        result = self._executor.run_multi_step(plan, duration)
+        self._in_flight.append(_SimulatedStep(plan, again.work, result, self.now + self._host_ns, end))
+        self._hash_multi_step(plan, np.concatenate(([self.now], ends[: plan.num_steps - 1])))
+        self._device_free_ns = end
+        self.busy_ns += duration
+        self.steps += plan.num_steps
+
+    def _hash_multi_step(self, plan: StepPlan, launches: Int64Array) -> None:
+        """Add the steps of a multi-step plan to the hash one by one, as `_launch` does."""
+        rows = len(plan.pool_rows)
+        steps = np.empty((len(launches), 2 + 3 * rows), np.int32)
+        steps[:, :2] = launches.view(np.int32).reshape(-1, 2)
+        steps[:, 2 : 2 + rows] = plan.pool_rows
+        steps[:, 2 + rows : 2 + 2 * rows] = plan.starts + np.arange(len(launches), dtype=np.int32)[:, None]
+        steps[:, 2 + 2 * rows :] = plan.counts
+        self._hash.update(steps.data)
+
+    def _commit(self) -> None:
+        step = self._in_flight.popleft()
+        self.now = max(self.now, step.end_ns)
+        self.scheduler.commit(step.result, self.now)
+        self._must_commit = False
+        self._undrained += 1
+        if self._undrained == COMMITS_PER_DRAIN or self._started is not None:
+            self.drain(self.now)
+        if self._observer is not None:
+            self._observer(step.begin_ns, step.end_ns, step.plan, step.work, self.scheduler)
+
+    def drain(self, now: int) -> None:
+        """Pass on what the scheduler has said by `now` (ns)."""
+        self._undrained = 0
+        if not self.scheduler.has_output:
+            return
+        batch = self.scheduler.drain()
+        if self._started is not None and self._awaited:
+            numbers = batch.numbers.tolist()
+            for number in sorted(self._awaited.intersection(numbers)):
+                self._awaited.discard(number)
+                self._started(number, int(batch.hits[numbers.index(number)]), now)
+        if self._kv_events_sent is not None:
+            self._kv_events_sent(self.scheduler.kv_records(), now)
+        for finish in batch.finished:
+            self._awaited.discard(finish.number)
+            self._finished(finish)

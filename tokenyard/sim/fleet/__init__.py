@@ -1,0 +1,1 @@
+"""A simulated fleet: engines, routers, and what happens to them, in virtual time."""

@@ -1,0 +1,232 @@
+"""What a simulated fleet is made of beside its engines: routers, their queue, what goes wrong, and what is planned.
+
+`read_fleet` reads it from a small YAML or JSON file.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tokenyard.base import ConfigError
+from tokenyard.cost import Profile, get_profile, load_profile
+
+QUEUE_SIZE, QUEUE_TIMEOUT_S, QUEUE_AGING_S = 1000, 60.0, 10.0
+"""The defaults of `tokenyard route`."""
+
+ROUTER_KEYS = ("routers", "dp_aware", "load_balance_method", "believed_pool_tokens")
+QUEUE_KEYS = ("max_worker_requests", "queue_size", "queue_timeout_s", "queue_aging_s", "tenant_weights")
+LOAD_BALANCE_METHODS = ("predicted_ttft", "cache_aware", "shortest_queue", "total_tokens", "round_robin")
+"""How an engine with several ranks can choose one: policies of the router."""
+
+EVENT_KINDS = ("kill", "slow", "drain", "join", "stop")
+MAX_SECONDS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """From `at_s` on, `replica` takes `factor` times as long for everything; infinity means that it is dead. It
+    recovers after `for_s`, with an empty cache if it was dead. A replica that is dead from 0 on is one that joins
+    later.
+    """
+
+    at_s: float
+    replica: int
+    for_s: float
+    factor: float = math.inf
+
+    @property
+    def deadly(self) -> bool:
+        """Whether the replica loses its requests and its cache."""
+        return self.factor == math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """From `at_s` on `replica` gets no new request and finishes those it has; after `for_s` it gets some again."""
+
+    at_s: float
+    replica: int
+    for_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStop:
+    """From `at_s` on the process of `replica` is stalled for `for_s`, as after SIGSTOP: it neither plans nor hears,
+    and loses nothing.
+    """
+
+    at_s: float
+    replica: int
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The routers in front of the replicas, and what happens to both.
+
+    kv_event_lag_s: delay of KV events; None if routers use only their own routing decisions. kv_event_loss: share of
+    the batches of events that get lost. believed_pool_tokens: the KV pool that routers believe a replica to have, 0 for
+    the true one. dp_aware: routers choose the rank of a replica with several; otherwise the replica does, by
+    `load_balance_method`. max_worker_requests and the queue are those of `tokenyard route`; 0 is as many as the replica
+    runs at a time. profiles: devices of replicas that have another one than the setup's.
+    """
+
+    routers: int = 1
+    kv_event_lag_s: float | None = None
+    kv_event_loss: float = 0.0
+    believed_pool_tokens: int = 0
+    faults: tuple[Fault, ...] = ()
+    drains: tuple[Drain, ...] = ()
+    stops: tuple[ProcessStop, ...] = ()
+    dp_aware: bool = True
+    load_balance_method: str = LOAD_BALANCE_METHODS[0]
+    max_worker_requests: int = 0
+    queue_size: int = QUEUE_SIZE
+    queue_timeout_s: float = QUEUE_TIMEOUT_S
+    queue_aging_s: float = QUEUE_AGING_S
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    profiles: Mapping[int, Profile] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for numbers out of range."""
+        if self.routers < 1 or not 0.0 <= self.kv_event_loss <= 1.0 or (self.kv_event_lag_s or 0.0) < 0.0:
+            raise ConfigError("a fleet needs at least 1 router, a loss from 0 to 1 and a lag that is not negative")
+        if min(self.max_worker_requests, self.queue_size, self.queue_aging_s, self.believed_pool_tokens) < 0:
+            raise ConfigError("the queue of a fleet's router takes no negative numbers")
+        if not self.queue_timeout_s > 0.0 or not all(weight > 0.0 for weight in self.tenant_weights.values()):
+            raise ConfigError("queue_timeout_s and the tenant_weights of a fleet must be above 0")
+        if self.load_balance_method not in LOAD_BALANCE_METHODS:
+            raise ConfigError(
+                f"load_balance_method is {self.load_balance_method!r}; choose one of {', '.join(LOAD_BALANCE_METHODS)}"
+            )
+        for event in self.events:
+            if not (event.at_s >= 0.0 and event.for_s > 0.0):
+                raise ConfigError("an event of a fleet needs a time that is not negative and a length above 0")
+        if not all(fault.factor > 0.0 for fault in self.faults):
+            raise ConfigError("the factor of an event is how many times as long everything takes; it must be above 0")
+
+    @property
+    def events(self) -> tuple[Fault | Drain | ProcessStop, ...]:
+        """Everything that happens to replicas."""
+        return self.faults + self.drains + self.stops
+
+    def check(self, replicas: int) -> None:
+        """Raise ConfigError for an event or a device of a replica that is not there."""
+        named = [*(event.replica for event in self.events), *self.profiles]
+        if any(not 0 <= replica < replicas for replica in named):
+            raise ConfigError(
+                f"an event or a device names a replica that is not there; there are {replicas}, numbered from 0"
+            )
+
+
+def read_fleet(path: Path, model: str) -> Fleet:
+    """The fleet in a YAML or JSON file (docs/simulator.md). `model` is that of devices given by name.
+
+    Raises ConfigError, in one line, for a file that cannot be read or has another form.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--fleet {path}: {error.strerror}; name a YAML or JSON file") from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        raise ConfigError(f"--fleet {path} is neither YAML nor JSON") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"--fleet {path} holds no mapping; give keys such as routers and events")
+    return _Reader(path, model).fleet(document)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads one file, and names it where something is wrong."""
+
+    path: Path
+    model: str
+
+    def fleet(self, document: Mapping[str, Any]) -> Fleet:
+        """Everything in it."""
+        known = (*ROUTER_KEYS, "queue", "kv_events", "workers", "events")
+        self._known("a fleet", document, known)
+        changes = {key: document[key] for key in ROUTER_KEYS if key in document}
+        queue, kv_events = self._mapping(document, "queue"), self._mapping(document, "kv_events")
+        self._known("queue", queue, QUEUE_KEYS)
+        self._known("kv_events", kv_events, ("lag_s", "loss"))
+        changes |= queue
+        if "kv_events" in document:
+            changes |= {"kv_event_lag_s": kv_events.get("lag_s", 0.0), "kv_event_loss": kv_events.get("loss", 0.0)}
+        self._check_kinds(changes)
+        faults, drains, stops = self._events(document.get("events", []))
+        profiles = {
+            self._whole(worker): self._profile(what) for worker, what in self._mapping(document, "workers").items()
+        }
+        try:
+            return replace(Fleet(**changes), faults=faults, drains=drains, stops=stops, profiles=profiles)
+        except ConfigError as error:
+            raise self._wrong(error.message) from None
+
+    def _check_kinds(self, changes: Mapping[str, Any]) -> None:
+        """Values have the type of the default that they replace."""
+        for key, value in changes.items():
+            usual = getattr(Fleet(), key)
+            kinds = (dict,) if key == "tenant_weights" else (int, float) if usual is None else (type(usual),)
+            kinds = (int, float) if float in kinds else kinds
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise self._wrong(f"{key} is {value!r}; it must be {' or '.join(kind.__name__ for kind in kinds)}")
+        for tenant, weight in changes.get("tenant_weights", {}).items():
+            self._number(weight, f"the weight of {tenant}")
+
+    def _events(self, rows: Any) -> tuple[tuple[Fault, ...], tuple[Drain, ...], tuple[ProcessStop, ...]]:
+        faults, drains, stops = [], [], []
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise self._wrong("events must be a list of mappings such as {at_s: 8, kill: 1, for_s: 5}")
+        for row in rows:
+            self._known("an event", row, ("at_s", "for_s", "factor", *EVENT_KINDS))
+            kinds = [kind for kind in EVENT_KINDS if kind in row]
+            if len(kinds) != 1:
+                raise self._wrong(f"an event is one of {', '.join(EVENT_KINDS)}, not {kinds or 'none'}")
+            kind, at_s = kinds[0], self._number(row.get("at_s"), "at_s")
+            worker, for_s = self._whole(row[kind]), self._number(row.get("for_s", MAX_SECONDS), "for_s")
+            if kind == "drain":
+                drains.append(Drain(at_s, worker, for_s))
+            elif kind == "stop":
+                stops.append(ProcessStop(at_s, worker, for_s))
+            elif kind == "join":
+                faults.append(Fault(0.0, worker, at_s))
+            else:
+                factor = self._number(row.get("factor", 2.0), "factor") if kind == "slow" else math.inf
+                faults.append(Fault(at_s, worker, for_s, factor))
+        return tuple(faults), tuple(drains), tuple(stops)
+
+    def _profile(self, what: Any) -> Profile:
+        if isinstance(what, dict) and what.keys() == {"device"}:
+            return get_profile(str(what["device"]), self.model)
+        if isinstance(what, dict) and what.keys() == {"profile"}:
+            return load_profile(Path(str(what["profile"])))
+        raise self._wrong("a worker is {device: NAME} or {profile: FILE}")
+
+    def _mapping(self, document: Mapping[str, Any], key: str) -> dict[Any, Any]:
+        found = document.get(key, {})
+        if not isinstance(found, dict):
+            raise self._wrong(f"{key} must be a mapping")
+        return found
+
+    def _known(self, what: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> None:
+        unknown = [str(key) for key in given if key not in known]
+        if unknown:
+            raise self._wrong(f"{what} has no {unknown[0]!r}; it has {', '.join(known)}")
+
+    def _whole(self, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(f"a worker is a number from 0 on, not {value!r}")
+        return value
+
+    def _number(self, value: Any, what: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_SECONDS:
+            raise self._wrong(f"{what} is {value!r}; it must be a number")
+        return float(value)
+
+    def _wrong(self, what: str) -> ConfigError:
+        return ConfigError(f"--fleet {self.path}: {what}")

@@ -1,0 +1,482 @@
+"""One simulation: schedulers, their routers, and everything that happens to them, in the order of virtual time."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from heapq import heappop, heappush
+from itertools import count
+
+from tokenyard.base import NS_PER_S, ConfigError, Event, ExecutorInfo, Finish, Request, Submit
+from tokenyard.base.version import __version__
+from tokenyard.cost import unloaded_prefill_s
+from tokenyard.policy.adaptive import AdaptivePolicy
+from tokenyard.routing.choice import make_policy
+from tokenyard.sim.engine.adaptive_driver import AdaptiveDriver
+from tokenyard.sim.engine.sim_scheduler import NEVER_NS, SimExecutor, SimScheduler, StepObserver
+from tokenyard.sim.engine.speculation import SimDrafter
+from tokenyard.sim.fleet.dp_ranks import TENANT_USE_EVERY_NS, exchange_tenant_usage, shares_tenants
+from tokenyard.sim.fleet.fleet_events import FleetEvent, fleet_events
+from tokenyard.sim.fleet.fleet_settings import Fleet
+from tokenyard.sim.fleet.totals import run_of, sum_of
+from tokenyard.sim.kv.disagg_routing import DisaggRouting, make_routing
+from tokenyard.sim.kv.kv_store import KvStoreCounters, SimKvStore
+from tokenyard.sim.kv.pd_network import Network, NetworkSizes
+from tokenyard.sim.outcome import (
+    FINISHED,
+    REJECTED,
+    Outcome,
+    Setup,
+    blank_outcome,
+    executor_info,
+)
+from tokenyard.sim.traces.arrival_queue import ALL, Arrivals
+from tokenyard.sim.traces.prompt_ids import BlankContent, Content, UniqueContent
+from tokenyard.sim.traces.workload import Workload, to_ns
+from tokenyard.tape.codec import Origin
+from tokenyard.tape.recorder import RecordingScheduler, Sink
+
+HASH_BYTES = 16
+
+
+@dataclass(slots=True, eq=False)
+class SimInstance:
+    """A scheduler with its device and, under policy `adaptive`, what looks ahead for it."""
+
+    replica: SimScheduler
+    executor: SimExecutor
+    adapter: AdaptiveDriver | None
+
+    @property
+    def driver(self) -> SimScheduler | AdaptiveDriver:
+        """What moves it through time."""
+        return self.adapter or self.replica
+
+
+class Simulation:
+    """The state of one simulation.
+
+    The next thing to happen is either due in a scheduler (a step is over), or comes from outside: an arrival, an entry
+    of the fleet's schedule, a look of the routers at what waits. At equal times what comes from outside is first.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        setup: Setup,
+        observer: StepObserver | None = None,
+        tape: Sink | None = None,
+        window: slice = ALL,
+    ) -> None:
+        """Only the requests of `window` come. Raises ConfigError for settings that cannot work."""
+        if setup.replicas < 1 or setup.dp_size < 1:
+            what = ("--replicas", setup.replicas) if setup.replicas < 1 else ("--dp-size", setup.dp_size)
+            raise ConfigError(f"{what[0]} is {what[1]}; it must be at least 1")
+        if setup.settings.max_running_requests < setup.dp_size:
+            raise ConfigError("--max-running-requests is for all ranks together; each rank (--dp-size) needs one")
+        if setup.disagg is not None and setup.dp_size > 1:
+            raise ConfigError("--dp-size with --prefill-replicas is not simulated; leave one of them out")
+        make_policy(setup.router)
+        setup.fleet.check(setup.engines)
+        self._workload, self._setup = workload, setup
+        self._truth = setup.profile.cost()
+        self._unloaded_s: dict[int, float] = {}
+        self._outcome = blank_outcome(workload, setup)
+        # Where no two prompts begin alike, nobody can find an answer in the cache but the request itself.
+        self._alike = not isinstance(workload.content, UniqueContent)
+        routed = setup.schedulers > 1 or setup.fleet != Fleet()
+        self._routing = make_routing(setup, self._alike, self._send, self._refuse) if routed else None
+        self._engines_choose = self._routing is not None and self._routing.engines_choose
+        blank = setup.settings.disable_radix_cache and self._routing is None
+        self._kv = self._make_network()
+        self._content: Content = BlankContent() if blank else workload.content
+        self._units = [self._unit(0, observer, tape)] + [self._unit(k, None, None) for k in range(1, setup.schedulers)]
+        self._stopped: dict[int, int] = {}
+        self._ended: list[list[SimScheduler]] = [[] for _ in self._units]
+        self._described = self._units[0].replica.scheduler.snapshot(0).policy
+        self._due: list[tuple[int, int]] = []
+        self._order = count()
+        self._schedule: list[tuple[int, int, Callable[[int], None]]] = []
+        for at_ns, happening in fleet_events(setup.fleet):
+            self.at(at_ns, partial(self._apply_fleet_event, happening))
+        if self._kv is not None:
+            self._connect(self._kv)
+        below = range(setup.schedulers if setup.kv_store is not None and not setup.settings.disable_radix_cache else 0)
+        self._kv_stores = [self._make_kv_store(number) for number in below]
+        self._arrivals = Arrivals(workload, window)
+        self._sweep_ns = NEVER_NS
+        self._exchanges_usage = setup.dp_size > 1 and shares_tenants(setup.settings)
+        self._exchanging_usage = False
+        self._moves: deque[tuple[int, int]] = deque()
+
+    def _make_kv_store(self, number: int, before: SimKvStore | None = None) -> SimKvStore:
+        """The tiers below a scheduler. What an earlier life of it left on disk is there."""
+        setup, engine = self._setup, number // self._setup.dp_size
+        assert setup.kv_store is not None
+        core, info = self._units[number].replica.scheduler, executor_info(setup, engine)
+        disk = None if before is None else before.disk
+        return SimKvStore(setup.kv_store, core, info, setup.prior(engine), partial(self.apply, number), self.at, disk)
+
+    def _move_kv(self, number: int, now: int) -> None:
+        """Have moved what a scheduler wants loaded, stored or handed over."""
+        moves = self._units[number].replica.scheduler.drain_moves()
+        if self._kv_stores:
+            moves = self._kv_stores[number].take(moves, now)
+        if self._kv is not None:
+            self._kv.turned(number, moves, now)
+        self._note_due(number)
+
+    def _make_network(self) -> Network | None:
+        setup = self._setup
+        if setup.disagg is None:
+            return None
+        info = executor_info(setup)
+        sizes = NetworkSizes(len(self._workload), setup.replicas, info.page_size, info.kv_bytes_per_token)
+        return Network(setup.disagg, self, sizes, setup.seed)
+
+    def _connect(self, network: Network) -> None:
+        """Put all engines on the network."""
+        later = {fault.replica for fault in self._setup.fleet.faults if fault.deadly and not fault.at_s}
+        for number, unit in enumerate(self._units):
+            network.add(unit.replica.scheduler, self._setup.prior(number), alive=number not in later)
+        network.start()
+        if isinstance(self._routing, DisaggRouting):
+            network.leg_ended, self._routing.drop = self._routing.leg_ended, network.dropped
+
+    def at(self, when_ns: int, call: Callable[[int], None]) -> None:
+        """Have `call(now)` run at `when_ns`."""
+        heappush(self._schedule, (when_ns, next(self._order), call))
+
+    def apply(self, number: int, event: Event, now: int) -> None:
+        """An event enters scheduler `number`, or waits at its door while that is stalled."""
+        unit, until = self._units[number], self._stopped.get(number, 0)
+        if now < until:
+            self.at(until, lambda at: self.apply(number, event, at) if self._units[number] is unit else None)
+            return
+        unit.driver.advance_to(now)
+        if self._kv_stores and isinstance(event, Submit):
+            event = Submit(self._kv_stores[number].submitted(event.request, now))
+        unit.replica.apply_event(event, now)
+        self._note_due(number)
+
+    def _unit(self, number: int, observer: StepObserver | None, tape: Sink | None) -> SimInstance:
+        setup, (engine, rank) = self._setup, divmod(number, self._setup.dp_size)
+        info = executor_info(setup, engine)
+        cached = not setup.settings.disable_radix_cache
+        truth = setup.profile_of(engine).cost()
+        told_apart = cached and (self._alike or tape is not None)
+        executor = SimExecutor(info, truth, self._workload.output_tokens, told_apart, self._drafter(info))
+        answers = engine < setup.replicas
+        routing, by_events = self._routing, setup.fleet.kv_event_lag_s is not None and cached
+        settings = setup.settings_of(rank)
+        settings = replace(
+            settings,
+            enable_kv_events=by_events or settings.enable_kv_events,
+            enable_hierarchical_cache=setup.kv_store is not None and cached,
+        )
+        origin = Origin(settings, info, setup.prior(engine), setup.learn)
+        replica = SimScheduler(
+            origin.scheduler() if tape is None else RecordingScheduler(origin, tape, None, __version__),
+            executor,
+            partial(self._note_finish, number),
+            setup.settings.max_in_flight,
+            setup.host_s,
+            observer,
+            routing.first_token if routing is not None and answers else None,
+            partial(routing.kv_events_sent, number) if routing is not None and by_events and answers else None,
+        )
+        adaptive = setup.settings.schedule_policy == AdaptivePolicy.name
+        return SimInstance(replica, executor, AdaptiveDriver(settings, replica) if adaptive else None)
+
+    def _drafter(self, info: ExecutorInfo) -> SimDrafter | None:
+        speculation = self._setup.speculation
+        if speculation is None:
+            return None
+        return SimDrafter(speculation, speculation.marks(len(self._workload), self._setup.seed), info.max_pool_rows)
+
+    @property
+    def _by_turns(self) -> bool:
+        """Whether schedulers have to have their turns in the order of time, as they meet; one alone need not."""
+        return self._routing is not None or self._workload.follows is not None or bool(self._kv_stores)
+
+    def until_end(self) -> Iterator[int]:
+        """Let everything happen. Yields the number of requests that came before each."""
+        alone = None if self._by_turns else self._units[0]
+        while True:
+            at_ns = min(self._arrivals.next_ns, self._schedule[0][0] if self._schedule else NEVER_NS, self._sweep_ns)
+            if alone is not None:
+                alone.driver.advance(at_ns, to_arrival=at_ns < NEVER_NS)
+            elif self._turn_before(at_ns):
+                continue
+            if at_ns == NEVER_NS:
+                return
+            yield from self._from_outside(at_ns)
+
+    def _turn_before(self, until: int) -> bool:
+        """Let the scheduler whose turn is next have it, if that is before `until`."""
+        while self._due and self._due[0][0] < until:
+            due_ns, number = heappop(self._due)
+            driver = self._units[number].driver
+            if driver.due_ns != due_ns:
+                continue
+            driver.turn()
+            self._note_due(number)
+            self._move(due_ns)
+            if self._kv is not None or self._kv_stores:
+                self._move_kv(number, due_ns)
+            if self._routing is not None and self._routing.room:
+                self._serve(due_ns)
+            return True
+        return False
+
+    def _note_due(self, number: int) -> None:
+        due_ns = self._units[number].driver.due_ns
+        if due_ns < NEVER_NS:
+            heappush(self._due, (due_ns, number))
+
+    def _from_outside(self, now: int) -> Iterator[int]:
+        """What comes at `now`: the schedule first, then arrivals, then a look at what waits."""
+        if self._schedule and self._schedule[0][0] == now:
+            heappop(self._schedule)[2](now)
+            if self._routing is not None and self._routing.room:
+                self._serve(now)
+        elif self._arrivals.next_ns == now:
+            self._arrive(self._arrivals.pop(), now)
+            yield self._arrivals.popped - 1
+        elif self._routing is not None:
+            self._routing.sweep(now)
+            self._serve(now)
+
+    def _arrive(self, index: int, now: int) -> None:
+        """Request `index` comes."""
+        self._outcome.unloaded_s[index] = self._unloaded(int(self._workload.prompt_tokens[index]))
+        request = self._request(index)
+        if self._routing is None:
+            self._send(request, 0, now)
+        else:
+            self._routing.arrive(request, now)
+            self._schedule_router_sweep(now)
+
+    def _request(self, index: int) -> Request:
+        return self._workload.request(index, self._content, true_length=self._setup.oracle)
+
+    def _send(self, request: Request, number: int, now: int) -> None:
+        """Give a request to a scheduler. To the engine it comes when the router sends it."""
+        self._outcome.sent_ns[request.number] = now
+        self._forward(request if request.arrival_ns == now else replace(request, arrival_ns=now), number, now)
+        self._move(now)
+        if self._exchanges_usage and not self._exchanging_usage:
+            self._exchanging_usage = True
+            self.at((now // TENANT_USE_EVERY_NS + 1) * TENANT_USE_EVERY_NS, self._exchange_tenant_usage)
+
+    def _forward(self, request: Request, number: int, now: int) -> None:
+        """A request is on its way to a scheduler."""
+        self._outcome.place[request.number] = number
+        if now < self._stopped.get(number, 0):
+            self.at(self._stopped[number], partial(self._deliver, request, number, self._units[number]))
+        else:
+            self._deliver(request, number, self._units[number], now)
+
+    def _deliver(self, request: Request, number: int, to: SimInstance, now: int) -> None:
+        """A request comes to a scheduler, unless that is dead by now."""
+        unit = self._units[number]
+        if unit is not to:
+            return
+        unit.driver.advance_to(now)
+        if self._kv is not None:
+            partner = self._routing.partner[request.number] if isinstance(self._routing, DisaggRouting) else -1
+            request = self._kv.submitted(number, request, partner, now)
+        if self._kv_stores:
+            request = self._kv_stores[number].submitted(request, now)
+        unit.replica.submit(request, now)
+        if unit.adapter is not None:
+            unit.adapter.submitted(request, now)
+        if self._engines_choose:
+            unit.replica.drain(now)
+        if self._by_turns:
+            self._note_due(number)
+
+    def _move(self, now: int) -> None:
+        """Give requests that a rank has refused to other ranks of its engine."""
+        while self._moves:
+            index, number = self._moves.popleft()
+            request = replace(self._request(index), arrival_ns=int(self._outcome.sent_ns[index]))
+            self._forward(request, number, now)
+
+    def _exchange_tenant_usage(self, now: int) -> None:
+        """The ranks of each engine tell each other what tenants have used, as long as they have work."""
+        size, self._exchanging_usage = self._setup.dp_size, False
+        for first in range(0, self._setup.schedulers, size):
+            ranks = self._units[first : first + size]
+            for unit in ranks:
+                unit.driver.advance_to(now)
+            cores = [unit.replica.scheduler for unit in ranks]
+            self._exchanging_usage |= exchange_tenant_usage(cores, now) or any(core.has_work for core in cores)
+            for number in range(first, first + size):
+                self._note_due(number)
+        self._move(now)
+        if self._exchanging_usage:
+            self.at(now + TENANT_USE_EVERY_NS, self._exchange_tenant_usage)
+
+    def _serve(self, now: int) -> None:
+        """Let requests that wait at the routers have the room that has appeared."""
+        assert self._routing is not None
+        self._routing.serve(now)
+        self._schedule_router_sweep(now)
+
+    def _schedule_router_sweep(self, now: int) -> None:
+        """When the routers look next at what waits."""
+        assert self._routing is not None
+        self._sweep_ns = self._routing.next_sweep_ns(now)
+
+    def _refuse(self, number: int, now: int) -> None:
+        """The router refuses a request."""
+        self._outcome.status[number] = REJECTED
+        self._outcome.finished_ns[number] = now
+        self._arrivals.ended(number, now)
+
+    def _apply_fleet_event(self, happening: FleetEvent, now: int) -> None:
+        """Carry out an entry of the fleet's schedule."""
+        routing, engine = self._routing, happening.replica
+        assert routing is not None
+        # Routers do not know the prefill engines that the others ask by themselves.
+        routed = engine < self._setup.replicas or isinstance(routing, DisaggRouting)
+        numbers = range(engine * self._setup.dp_size, (engine + 1) * self._setup.dp_size)
+        if happening.what == "slow":
+            for number in numbers:
+                self._units[number].driver.advance_to(now)
+                self._units[number].executor.slow_down(happening.factor)
+                self._note_due(number)
+        elif happening.what == "stop":
+            for number in numbers:
+                self._stop(number, now + to_ns(happening.factor), now)
+        elif happening.what == "kill":
+            for number in numbers:
+                self._units[number].driver.advance_to(now)
+                self._ended[number].append(self._units[number].replica)
+                self._stopped.pop(number, None)
+                self._units[number] = self._unit(number, None, None)
+                if self._kv_stores:
+                    self._kv_stores[number].alive = False
+                    self._kv_stores[number] = self._make_kv_store(number, self._kv_stores[number])
+                if self._kv is not None:
+                    self._kv.killed(number, self._units[number].replica.scheduler, now)
+            if routed:
+                routing.died(engine, now)
+        elif happening.what == "close":
+            if routed:
+                routing.close(engine)
+        else:
+            if routed:
+                routing.open(engine)
+            if self._kv is not None:
+                self._kv.opened(engine, now)
+        self._serve(now)
+
+    def _stop(self, number: int, until: int, now: int) -> None:
+        """A scheduler is stalled until `until`, and what comes meanwhile waits at its door."""
+        unit = self._units[number]
+        unit.driver.advance_to(now)
+        unit.replica.pause_until(until)
+        self._stopped[number] = until
+        if self._kv is not None:
+            self._kv.stopped(number, until)
+        self._note_due(number)
+
+    def _unloaded(self, prompt_tokens: int) -> float:
+        """Seconds of the whole prompt's prefill on the idle device."""
+        seconds = self._unloaded_s.get(prompt_tokens)
+        if seconds is None:
+            seconds = self._unloaded_s[prompt_tokens] = unloaded_prefill_s(self._truth, prompt_tokens)
+        return seconds
+
+    def _note_finish(self, number: int, finish: Finish) -> None:
+        """Request `finish.number` has ended at scheduler `number`."""
+        outcome, index = self._outcome, finish.number
+        if self._kv_stores:
+            self._kv_stores[number].ended(finish.number)
+        if self._kv is not None:
+            self._kv.finished(number, finish, self._units[number].replica.now)
+            if number >= self._setup.replicas:
+                return
+        adapter = self._units[number].adapter
+        if adapter is not None:
+            adapter.finished(finish)
+        if self._engines_choose and self._routing is not None:
+            other = self._routing.move_to_other_rank(finish, finish.finished_ns)
+            if other is not None:
+                self._moves.append((index, other))
+                return
+        outcome.status[index] = REJECTED if finish.reason == "abort" else FINISHED
+        outcome.admitted_ns[index] = finish.admitted_ns
+        outcome.first_token_ns[index] = finish.first_token_ns
+        outcome.finished_ns[index] = finish.finished_ns
+        outcome.completion_tokens[index] = finish.completion_tokens
+        outcome.cached_tokens[index] = finish.cached_tokens
+        outcome.retractions[index] = finish.retractions
+        if self._routing is not None:
+            self._routing.finished(finish)
+            seen_ns = self._routing.first_seen.pop(index, finish.first_token_ns)
+            outcome.first_token_ns[index] = min(seen_ns, finish.first_token_ns)
+        self._arrivals.ended(index, finish.finished_ns)
+
+    @property
+    def kv(self) -> Network | None:
+        """The network between prefill and decode engines, if there are any."""
+        return self._kv
+
+    @property
+    def so_far(self) -> Outcome:
+        """The outcome of the requests that have ended."""
+        return self._outcome
+
+    def misses(self, window: slice) -> int:
+        """How many requests of `window` cannot meet their targets any more: those that have ended so, and those whose
+        first token is overdue.
+        """
+        routing = self._routing
+        begun = None if routing is None or self._workload.follows is not None else list(routing.first_seen)
+        return self._outcome.certain_misses(window, self._arrivals.popped, begun)
+
+    def outcome(self) -> Outcome:
+        """The outcome, after everything has happened."""
+        outcome = self._outcome
+        outcome.workload = self._arrivals.with_actual_arrivals()
+        replicas = [unit.replica for unit in self._units]
+        lives = [[*ended, replica] for ended, replica in zip(self._ended, replicas, strict=True)]
+        outcome.schedulers = [run_of(one) for one in lives]
+        outcome.sim_seconds = max(replica.now for replica in replicas) / NS_PER_S
+        if self._kv_stores:
+            outcome.kv_store = KvStoreCounters()
+            for unit, kv_store in zip(self._units, self._kv_stores, strict=True):
+                outcome.kv_store.add(kv_store.close(unit.replica.scheduler.snapshot(unit.replica.now).unstored_tokens))
+        if self._kv is not None:
+            outcome.transfers = self._kv.close()
+        if self._routing is not None:
+            outcome.predicted_cached_tokens = self._routing.predicted_tokens
+        digests = [replica.decision_hash() for replica in replicas]
+        outcome.decision_hash = (
+            digests[0] if len(digests) == 1 else blake2b(b"".join(digests), digest_size=HASH_BYTES).digest()
+        ).hex()
+        outcome.counters = sum_of([run.counters for run in outcome.schedulers])
+        if self._routing is not None:
+            for name, times in self._routing.retried.items():
+                outcome.counters[name] -= times
+        outcome.switches = [one for unit in self._units if unit.adapter for one in unit.adapter.selector.latest]
+        outcome.policy_note = "; ".join(dict.fromkeys(filter(None, map(self._policy_note, self._units))))
+        return outcome
+
+    def check_policy(self) -> None:
+        """Raise ConfigError if a policy of the user's own has failed."""
+        if ":" in self._setup.settings.schedule_policy:
+            for unit in self._units:
+                if failure := unit.replica.scheduler.snapshot(unit.replica.now).policy_failure:
+                    raise ConfigError(f"the policy {failure}")
+
+    def _policy_note(self, unit: SimInstance) -> str:
+        """Why this scheduler did not use the configured policy; "" if it did."""
+        state = unit.replica.scheduler.snapshot(unit.replica.now)
+        if state.policy_note or unit.adapter is not None or state.policy == self._described:
+            return state.policy_note
+        return f"ended as {state.policy}"

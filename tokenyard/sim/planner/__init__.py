@@ -1,0 +1,1 @@
+"""The capacity planner: the smallest and cheapest fleet that meets the targets."""

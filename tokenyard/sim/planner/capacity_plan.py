@@ -1,0 +1,370 @@
+"""The planner's search: of many kinds of fleets the smallest and the cheapest that serve the traffic in time.
+
+Kinds are thinned out by successive halving (Jamieson and Talwalkar 2016): all are sized on a short, busy part of the
+trace, the better half on a longer one, the last ones on all of it, and these with arrivals drawn anew as well.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import ceil, sqrt
+from statistics import mean, stdev
+
+from tokenyard.sim.planner.trial import (
+    MIN_PART_REQUESTS,
+    FleetOption,
+    Sizing,
+    SizingResult,
+    Trial,
+    TrialTraffic,
+    busiest,
+)
+from tokenyard.sim.traces.workload import Workload
+
+FINALISTS = 3
+STEP = 4
+"""How much more of the trace each round of the halving sees than the one before."""
+MORE_TRAFFIC = 1.5
+ASSUMED_ERROR = 0.2
+"""What a cost model is taken to be off by where nobody has measured it."""
+MIN_SPEEDUP = 0.05
+MAX_CORRECTIONS = 4
+
+STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Quantiles of Student's t for a two-sided interval of 95 %, from one degree of freedom on."""
+
+NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True)
+class ConfidenceInterval:
+    """A mean of shares over seeds with its 95 % interval. values: one share for each seed, each of `requests` requests.
+
+    The interval is the wider one, to each side, of two: Student's t over the seeds, which is how the share changes with
+    the arrivals, and Wilson's score interval (Wilson 1927), which is how well so many requests tell a share at all. So
+    it is never empty: 1,000 requests that all meet their targets show that at least 99.6 % do.
+    """
+
+    values: tuple[float, ...]
+    requests: int
+
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return mean(self.values)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Its 95 % interval, within 0 and 1."""
+        low, high = wilson(self.mean, self.requests)
+        count = len(self.values)
+        if count > 1:
+            half = STUDENT_95[min(count - 2, len(STUDENT_95) - 1)] * stdev(self.values) / sqrt(count)
+            low, high = min(low, self.mean - half), max(high, self.mean + half)
+        return max(low, 0.0), min(high, 1.0)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's score interval of 95 % for a share that was seen among `count` requests."""
+    z2 = NORMAL_95 * NORMAL_95
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = NORMAL_95 * sqrt(share * (1 - share) / count + z2 / (4 * count * count)) / (1 + z2 / count)
+    return middle - half, middle + half
+
+
+@dataclass(frozen=True)
+class SizedFleet:
+    """A kind of fleet with the number of replicas that meets the target on average over the seeds. too_few: replicas
+    that do not meet it with the arrivals as they are.
+    """
+
+    option: FleetOption
+    replicas: int
+    attainment: ConfidenceInterval
+    too_few: int = 0
+
+    @property
+    def devices(self) -> int:
+        """Its devices."""
+        return self.option.devices(self.replicas)
+
+    @property
+    def cost(self) -> float:
+        """Its price for an hour, or its devices."""
+        return self.option.cost(self.replicas)
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What becomes of a fleet when things change. nine_more, at_more_traffic: replicas that are needed, None if there
+    are not as many. more_traffic, one_down: the share that meets its targets then, with the fleet as it is. All but
+    nine_more are seen on `requests` requests: of a long trace on its busiest quarter.
+    """
+
+    nine_more: int | None
+    more_traffic: float
+    at_more_traffic: int | None
+    one_down: float
+    requests: int
+
+
+@dataclass(frozen=True)
+class _PartSizing:
+    """What a fleet needs for the part on which questions are seen: `replicas` at a guess, or known to be `enough` where
+    `too_few` are not.
+    """
+
+    replicas: int
+    too_few: int
+    enough: int | None
+
+
+@dataclass(frozen=True)
+class CostErrorBounds:
+    """The decision again for a cost model that is off by `error`: replicas of each finalist, None for more than may be
+    had, on faster and on slower devices than the profiles say, and the finalist that is cheapest then. For a long trace
+    these are seen on its busiest quarter.
+    """
+
+    error: float
+    measured: bool
+    faster: tuple[int | None, ...]
+    slower: tuple[int | None, ...]
+    cheapest_if_faster: int | None
+    cheapest_if_slower: int | None
+
+
+@dataclass(frozen=True)
+class EliminatedOption:
+    """A kind of fleet that is no finalist. part: the part of the requests that it was sized on. replicas: how many it
+    needs for these, None for more than may be had; attainment: of these, or then at most with all that may be had.
+    """
+
+    option: FleetOption
+    part: float
+    replicas: int | None
+    attainment: float
+
+
+@dataclass(frozen=True)
+class CapacityPlan:
+    """finalists: the cheapest first. cheapest and smallest: their places there."""
+
+    finalists: tuple[SizedFleet, ...]
+    cheapest: int
+    smallest: int
+    eliminated: tuple[EliminatedOption, ...]
+    what_if: tuple[WhatIf, ...]
+    bounds: CostErrorBounds
+    trials: int
+
+
+Each = Callable[[str, Sequence[Sizing | Trial]], list[SizingResult | float]]
+"""Does several searches and trials, in parallel where it can; with a word for the progress bar. See `answered`."""
+
+
+class CapacityPlanner:
+    """One search."""
+
+    def __init__(self, workload: Workload, target: float, seeds: int, each: Each) -> None:
+        self._workload, self._target, self._seeds, self._each = workload, target, seeds, each
+        self._on_part: dict[str, int | None] = {}
+        self._whole = self._part = TrialTraffic(0, len(workload))
+        if len(workload) > STEP * MIN_PART_REQUESTS:
+            self._part = TrialTraffic(*busiest(workload, ceil(len(workload) / STEP)))
+        self._trials = 0
+        self.eliminated: list[EliminatedOption] = []
+
+    def plan(self, options: Sequence[FleetOption]) -> CapacityPlan | None:
+        """The plan; None if no allowed fleet meets the target. `eliminated` then has how near each came."""
+        sizes = self._halve(options)
+        found = self._found(sizes)
+        if not found:
+            return None
+        found.sort(key=lambda one: (one.cost, one.devices, -one.attainment.mean))
+        smallest = min(range(len(found)), key=lambda place: (found[place].devices, found[place].cost))
+        what_if, bounds = self._questions(found, [found[place] for place in dict.fromkeys((0, smallest))])
+        return CapacityPlan(tuple(found), 0, smallest, tuple(self.eliminated), what_if, bounds, self._trials)
+
+    def _found(self, sizes: Sequence[SizingResult]) -> list[SizedFleet]:
+        """Those that meet the target over all seeds. Seeds only add replicas, so that one that is dearer and larger
+        than another one which does can be neither the cheapest nor the smallest: it keeps the arrivals as they are.
+        """
+        found: list[SizedFleet] = []
+        for size in sorted(sizes, key=lambda one: (one.cost, one.devices, -one.attainment)):
+            if any(one.cost < size.cost and one.devices <= size.devices for one in found):
+                option, replicas = size.sizing.option, size.replicas
+                assert replicas is not None
+                share = ConfidenceInterval((size.attainment,), len(self._workload))
+                found.append(SizedFleet(option, replicas, share, replicas - 1))
+            elif (one := self._confirm(size)) is not None:
+                found.append(one)
+        return found
+
+    def _halve(self, options: Sequence[FleetOption]) -> list[SizingResult]:
+        """Those that are left, sized on the whole trace."""
+        parts = self._parts(len(options))
+        left = [Sizing(option, self._whole, self._target) for option in options]
+        for number, part in enumerate(parts, 1):
+            begin, end = busiest(self._workload, ceil(part * len(self._workload)))
+            sizings = [replace(one, traffic=TrialTraffic(begin, end)) for one in left]
+            sizes = self._do(f"round {number} of {len(parts)}: {len(sizings)} kinds", sizings)
+            keep = len(sizes) if part == 1.0 else max(ceil(len(sizes) / 2), FINALISTS)
+            best = self._best(sizes, keep)
+            self.eliminated += [
+                EliminatedOption(one.sizing.option, part, one.replicas, one.attainment)
+                for place, one in enumerate(sizes)
+                if place not in best
+            ]
+            left = [replace(sizes[place].sizing, start=sizes[place].replicas or 0) for place in best]
+        return [sizes[place] for place in best]
+
+    def _parts(self, count: int) -> list[float]:
+        """The parts of the trace that the rounds see."""
+        parts = [1.0]
+        while count > FINALISTS and parts[0] * len(self._workload) > 2 * MIN_PART_REQUESTS:
+            parts.insert(0, max(parts[0] / STEP, MIN_PART_REQUESTS / len(self._workload)))
+            count = ceil(count / 2)
+        return parts
+
+    def _best(self, sizes: Sequence[SizingResult], keep: int) -> list[int]:
+        """The places of the `keep` best by price, and as many by devices; those without an answer are left out."""
+        usable = [place for place, one in enumerate(sizes) if one.replicas is not None]
+        by_cost = sorted(usable, key=lambda place: (sizes[place].cost, -sizes[place].attainment))[:keep]
+        by_size = sorted(usable, key=lambda place: (sizes[place].devices, -sizes[place].attainment))[
+            : max(keep // 2, 1)
+        ]
+        return list(dict.fromkeys([*by_cost, *by_size[: max(keep // 2, 1)]]))
+
+    def _confirm(self, size: SizingResult) -> SizedFleet | None:
+        """The same over all seeds, with more replicas if the mean misses the target."""
+        option, replicas = size.sizing.option, size.replicas
+        assert replicas is not None
+        first: float | None = size.attainment
+        for more in range(MAX_CORRECTIONS):
+            if replicas + more > option.most:
+                break
+            seeds = range(0 if first is None else 1, self._seeds)
+            traffics = [replace(self._whole, seed=seed) for seed in seeds]
+            trials = [Trial(option, replicas + more, traffic) for traffic in traffics]
+            values = self._run(f"seeds: {option.name}", trials)
+            share = ConfidenceInterval((*([] if first is None else [first]), *values), len(self._workload))
+            if share.mean >= self._target:
+                return SizedFleet(option, replicas + more, share, replicas - 1)
+            first = None
+        self.eliminated.append(EliminatedOption(option, 1.0, None, share.mean))
+        return None
+
+    def _questions(
+        self, found: Sequence[SizedFleet], asked: Sequence[SizedFleet]
+    ) -> tuple[tuple[WhatIf, ...], CostErrorBounds]:
+        """What becomes of the fleets `asked` when things change, and of the decision if the cost model is off. All of
+        it is simulated in one go, so that no process waits for another one.
+        """
+        known = [one.option.setup.profile.error for one in found]
+        errors = [ASSUMED_ERROR if error is None else error for error in known]
+        usual = dict(zip(map(id, found), self._usual(found), strict=True))
+        sizings = [self._for_one_more_nine(one) for one in asked]
+        sizings += [self._for_more_traffic(one, usual[id(one)]) for one in asked]
+        sizings += [self._faster(one, usual[id(one)], error) for one, error in zip(found, errors, strict=True)]
+        sizings += [self._slower(one, usual[id(one)], error) for one, error in zip(found, errors, strict=True)]
+        busier, some = replace(self._part, rate=MORE_TRAFFIC), [one for one in asked if one.replicas > 1]
+        trials = [Trial(one.option, one.replicas, busier) for one in asked]
+        trials += [Trial(one.option, one.replicas - 1, self._part) for one in some]
+        answers, shares = self._ask("what if", sizings, trials)
+        sizes = iter(answers)
+        nine = [one.replicas for one in islice(sizes, len(asked))]
+        more, faster, slower = (
+            [_moved(one, usual[id(one)], size) for one, size in zip(those, islice(sizes, len(those)), strict=True)]
+            for those in (asked, found, found)
+        )
+        down = dict(zip(map(id, some), shares[len(asked) :], strict=True))
+        what_if = [
+            WhatIf(nine[place], shares[place], more[place].replicas, down.get(id(one), 0.0), self._part.requests)
+            for place, one in enumerate(asked)
+        ]
+        bounds = CostErrorBounds(
+            max(errors),
+            all(error is not None for error in known),
+            tuple(one.replicas for one in faster),
+            tuple(one.replicas for one in slower),
+            _cheapest(faster),
+            _cheapest(slower),
+        )
+        return tuple(what_if), bounds
+
+    def _usual(self, found: Sequence[SizedFleet]) -> list[_PartSizing]:
+        """What each needs for the part on which questions are seen."""
+        if self._part == self._whole:
+            return [_PartSizing(one.replicas, one.too_few, one.replicas) for one in found]
+        begin = [Sizing(one.option, self._part, self._target, one.replicas) for one in found]
+        missing = [sizing for sizing in begin if sizing.option.name not in self._on_part]
+        for size in self._do("the busiest part", missing):
+            self._on_part[size.sizing.option.name] = size.replicas
+        sizes = [self._on_part[one.option.name] for one in found]
+        return [
+            _PartSizing(one.replicas, 0, None) if size is None else _PartSizing(size, size - 1, size)
+            for one, size in zip(found, sizes, strict=True)
+        ]
+
+    def _for_one_more_nine(self, one: SizedFleet) -> Sizing:
+        """How many for one nine more, on the whole trace."""
+        target = 1.0 - (1.0 - self._target) / 10.0
+        sizing = Sizing(one.option, self._whole, target, one.replicas + 1, too_few=one.too_few)
+        return _knowing(sizing, one.replicas, one.attainment.values[0])
+
+    def _for_more_traffic(self, one: SizedFleet, usual: _PartSizing) -> Sizing:
+        traffic, start = replace(self._part, rate=MORE_TRAFFIC), ceil(MORE_TRAFFIC * usual.replicas)
+        return Sizing(one.option, traffic, self._target, start, too_few=usual.too_few)
+
+    def _faster(self, one: SizedFleet, usual: _PartSizing, error: float) -> Sizing:
+        times = off_by(error)[0]
+        start = max(round(usual.replicas * times), 1)
+        return Sizing(one.option, self._part, self._target, start, times, enough=usual.enough)
+
+    def _slower(self, one: SizedFleet, usual: _PartSizing, error: float) -> Sizing:
+        times = off_by(error)[1]
+        start = round(usual.replicas * times)
+        return Sizing(one.option, self._part, self._target, start, times, too_few=usual.too_few)
+
+    def _do(self, what: str, sizings: Sequence[Sizing]) -> list[SizingResult]:
+        return self._ask(what, sizings, ())[0]
+
+    def _run(self, what: str, trials: Sequence[Trial]) -> list[float]:
+        return self._ask(what, (), trials)[1]
+
+    def _ask(
+        self, what: str, sizings: Sequence[Sizing], trials: Sequence[Trial]
+    ) -> tuple[list[SizingResult], list[float]]:
+        answers = self._each(what, [*sizings, *trials])
+        sizes = [one for one in answers if isinstance(one, SizingResult)]
+        self._trials += sum(one.trials for one in sizes) + len(trials)
+        for one in sizes:
+            if replace(one.sizing, start=0) == Sizing(one.sizing.option, self._part, self._target):
+                self._on_part[one.sizing.option.name] = one.replicas
+        return sizes, [one for one in answers if not isinstance(one, SizingResult)]
+
+
+def off_by(error: float) -> tuple[float, float]:
+    """How many times as long steps take if a cost model is off by `error`, a share: on faster devices, on slower."""
+    return max(1.0 - error, MIN_SPEEDUP), 1.0 + error
+
+
+def _moved(found: SizedFleet, usual: _PartSizing, other: SizingResult) -> SizingResult:
+    """The size of `found` on the whole trace, if it grows or shrinks there as it does on a part of it."""
+    if other.replicas is None or usual.enough is None:
+        return other
+    replicas = max(found.replicas + other.replicas - usual.replicas, 1)
+    return replace(other, replicas=replicas if replicas <= found.option.most else None)
+
+
+def _knowing(sizing: Sizing, replicas: int, share: float) -> Sizing:
+    """The same search where `share` of the requests is known to be in time with `replicas`."""
+    if share >= sizing.target:
+        return replace(sizing, enough=replicas)
+    return replace(sizing, too_few=replicas)
+
+
+def _cheapest(sizes: Sequence[SizingResult]) -> int | None:
+    usable = [place for place, one in enumerate(sizes) if one.replicas is not None]
+    return min(usable, key=lambda place: (sizes[place].cost, sizes[place].devices, place), default=None)

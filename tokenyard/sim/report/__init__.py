@@ -1,0 +1,1 @@
+"""Results of simulations: figures, charts and pages."""

@@ -1,0 +1,204 @@
+"""Reports: one self-contained page of charts and tables, in the style of the live page.
+
+`write_page` is what every command calls. The page needs no file beside it and asks no host for anything; its own
+policy (by hashes) lets nothing run but its two scripts.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import Float64Array
+from tokenyard.base.version import __version__
+from tokenyard.sim.report.colours import PARTS, PLAIN, colours_of
+from tokenyard.sim.report.svg_charts import Chart
+from tokenyard.ui.files import read_file
+
+SETTING_MARK = ": "
+"""A series called `setting: part` has the setting's colour."""
+
+X_DIGITS, Y_DIGITS = 6, 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: a text for each column. values: what the texts stand for, None where nothing is known.
+    better: "more" or "less" marks the best one, "" none.
+    """
+
+    name: str
+    texts: Sequence[str]
+    values: Sequence[float | None] = ()
+    better: str = ""
+
+    def best(self) -> set[int]:
+        """The places of the best value; none where all read the same, or only one is known."""
+        known = {place: value for place, value in enumerate(self.values) if value is not None and np.isfinite(value)}
+        if not self.better or len(known) < 2 or len({self.texts[place] for place in known}) < 2:
+            return set()
+        most = max(known.values()) if self.better == "more" else min(known.values())
+        texts = {self.texts[place] for place, value in known.items() if value == most}
+        return {place for place in known if self.texts[place] in texts}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Settings (or whatever `columns` names) side by side. A column that is a setting has its colour beside it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    note: str = ""
+
+
+@dataclass
+class Section:
+    """A heading with notes, tables and charts below it. Charts with the same `Chart.group` share their axes."""
+
+    title: str
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass
+class Report:
+    """All of a page. facts: what was run, by name (command, trace, seed, rate, device, how far the cost model is off).
+    settings: the names that have a colour. warning: what a reader must know before the numbers, "" for nothing.
+    """
+
+    title: str
+    facts: Mapping[str, str]
+    sections: Sequence[Section]
+    settings: Sequence[str] = ()
+    warnings: Sequence[str] = field(default_factory=tuple)
+
+
+def write_page(path: Path, report: Report) -> None:
+    """Write the page as one file of HTML."""
+    path.write_text(page(report), encoding="utf-8")
+
+
+def page(report: Report) -> str:
+    """The page's HTML."""
+    colours = colours_of(report.settings)
+    data = json.dumps({"charts": _charts(report, colours)}, separators=(",", ":"), allow_nan=False)
+    library = read_file("vendor/uPlot.iife.min.js").decode()
+    script = read_file("charts.js").decode() + read_file("report.js").decode()
+    style = "".join(read_file(name).decode() for name in ("vendor/uPlot.min.css", "theme.css", "report.css"))
+    facts = {**report.facts, "version": f"Tokenyard {__version__}"}
+    numbers = iter(range(sum(len(section.charts) for section in report.sections)))
+    body = [
+        '<header class="head"><h1></h1><button id="theme" type="button">Theme</button></header>',
+        *(f'<p class="warning" role="alert">{escape(one)}</p>' for one in report.warnings),
+        f'<dl class="facts">{"".join(_fact(name, value) for name, value in facts.items() if value)}</dl>',
+        *(_section(section, numbers, colours) for section in report.sections),
+        '<p class="foot">Drag over a chart to zoom, click twice to see all of it, click a name to hide its curve. '
+        "Curves by uPlot (MIT licence, Leon Sorokin).</p>",
+    ]
+    body[0] = body[0].replace("<h1></h1>", f"<h1>{escape(report.title)}</h1>")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{_policy(library, script, data)}'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{escape(report.title)}</title><style>{style}</style></head><body>{''.join(body)}"
+        f'<noscript>The charts need JavaScript.</noscript><script type="application/json" id="data">{_inert(data)}'
+        f"</script><script>{library}</script><script>{script}</script></body></html>\n"
+    )
+
+
+def _policy(library: str, script: str, data: str) -> str:
+    """The page's own policy: these two scripts, by their hashes, and nothing from anywhere."""
+    hashes = " ".join(f"'sha256-{_hash(text)}'" for text in (library, script, _inert(data)))
+    content = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
+    return f'<meta http-equiv="content-security-policy" content="{content}">'
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _inert(data: str) -> str:
+    """JSON that cannot end the element that it stands in."""
+    return data.replace("<", "\\u003c")
+
+
+def _fact(name: str, value: str) -> str:
+    wide = ' class="wide"' if name == "command" else ""
+    shown = f"<code>{escape(value)}</code>" if name == "command" else escape(value)
+    return f"<div{wide}><dt>{escape(name)}</dt><dd>{shown}</dd></div>"
+
+
+def _section(section: Section, numbers: Any, colours: Mapping[str, str]) -> str:
+    parts = [f"<section><h2>{escape(section.title)}</h2>", *(f"<p>{escape(note)}</p>" for note in section.notes)]
+    parts += [_table(table, colours) for table in section.tables]
+    charts = [
+        f'<figure class="card"><figcaption>{escape(chart.title)}</figcaption><div data-chart="{next(numbers)}"></div>'
+        "</figure>"
+        for chart in section.charts
+    ]
+    return "".join([*parts, f'<div class="charts">{"".join(charts)}</div>' if charts else "", "</section>"])
+
+
+def _table(table: Table, colours: Mapping[str, str]) -> str:
+    head = "".join(f'<th scope="col">{_key(colours.get(name))}{escape(name)}</th>' for name in table.columns)
+    rows = []
+    for row in table.rows:
+        best = row.best()
+        cells = "".join(
+            f"<td{' class=best' if place in best else ''}>{escape(text)}</td>" for place, text in enumerate(row.texts)
+        )
+        rows.append(f'<tr><th scope="row">{escape(row.name)}</th>{cells}</tr>')
+    marked = any(row.best() for row in table.rows)
+    note = " ".join(part for part in (table.note, "The best of each row is marked." if marked else "") if part)
+    caption = f"<h3>{escape(table.title)}</h3>" if table.title else ""
+    return (
+        f'{caption}<div class="scroll card"><table><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(rows)}'
+        f"</tbody></table></div>{f'<p class=note>{escape(note)}</p>' if note else ''}"
+    )
+
+
+def _key(colour: str | None) -> str:
+    return "" if colour is None else f'<i class="key {colour}"></i> '
+
+
+def _charts(report: Report, colours: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [_chart(chart, colours) for section in report.sections for chart in section.charts]
+
+
+def _chart(chart: Chart, colours: Mapping[str, str]) -> dict[str, Any]:
+    """A chart as the page's script reads it."""
+    fallback = colours_of([one.label for one in chart.series if one.label not in PARTS])
+    return {
+        "x": {"label": chart.x_label, "log": chart.x_log},
+        "y": {"label": chart.y_label, "log": chart.y_log, "zero": chart.zero_based},
+        "group": chart.group,
+        "empty": chart.empty,
+        "names": list(chart.categories),
+        "series": [
+            {
+                "label": one.label,
+                "kind": one.kind,
+                "color": PLAIN if one.kind == "dashed" else _colour(one.label, colours, fallback),
+                "x": _rounded(one.x, X_DIGITS),
+                "y": _rounded(one.y, Y_DIGITS),
+            }
+            for one in chart.series
+        ],
+    }
+
+
+def _colour(label: str, colours: Mapping[str, str], fallback: Mapping[str, str]) -> str:
+    setting, _, part = label.partition(SETTING_MARK)
+    return PARTS.get(part) or colours.get(label) or colours.get(setting) or PARTS.get(label) or fallback[label]
+
+
+def _rounded(values: Float64Array, digits: int) -> list[float]:
+    """Values with so many digits, as short as JSON writes them."""
+    return [int(one) if one.is_integer() else one for one in (float(f"{value:.{digits}g}") for value in values)]

@@ -1,0 +1,167 @@
+"""The results of a run in numbers: the fields of `OUT.json`."""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from tokenyard.base import NS_PER_S, BoolArray, Float64Array, Int32Array
+from tokenyard.sim.kv.kv_store import KvStoreCounters
+from tokenyard.sim.kv.transfer_figures import transfer_figures
+from tokenyard.sim.outcome import REJECTED, UNFINISHED, Outcome
+from tokenyard.sim.report.scheduler_figures import router_queue, worker_figures
+
+QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999), ("max", 1.0))
+
+
+def quantiles(values: Float64Array) -> dict[str, float | None]:
+    """p50, p90, p99, p999 and max of the values that are numbers; None where there is none."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return {name: None for name, _ in QUANTILES}
+    found = np.quantile(known, [share for _, share in QUANTILES])
+    return {name: round(float(value), 6) for (name, _), value in zip(QUANTILES, found, strict=True)}
+
+
+def share(mask: BoolArray) -> float | None:
+    """The share of `mask` that is True; None if it is empty."""
+    return round(float(mask.mean()), 6) if len(mask) else None
+
+
+def wait_s(outcome: Outcome) -> Float64Array:
+    """float64[n], time to first token beyond the unloaded prefill; NaN for requests that did not finish."""
+    return outcome.ttft_s - outcome.unloaded_s
+
+
+def length_classes(outcome: Outcome) -> dict[str, BoolArray]:
+    """Masks over the requests by prompt length: the quartiles, shortest first, and the longest 5 %.
+
+    If more requests than that are as long as the longest, the class is all of them.
+    """
+    lengths = outcome.workload.prompt_tokens
+    low, middle, high, top = np.quantile(lengths, (0.25, 0.5, 0.75, 0.95))
+    return {
+        "shortest_quarter": lengths <= low,
+        "second_quarter": (lengths > low) & (lengths <= middle),
+        "third_quarter": (lengths > middle) & (lengths <= high),
+        "longest_quarter": _longer(lengths, high),
+        "longest_5_percent": _longer(lengths, top),
+    }
+
+
+def _longer(lengths: Int32Array, edge: float) -> BoolArray:
+    longer: BoolArray = lengths > edge
+    return longer if longer.any() else lengths >= edge
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """The run as one JSON object. Times are in seconds, shares from 0 to 1, lengths in tokens."""
+    workload, counters = outcome.workload, outcome.counters
+    seconds = max(outcome.sim_seconds, 1e-9)
+    transferred = {} if outcome.transfers is None else {"transfers": transfer_figures(outcome.transfers, seconds)}
+    computed = int(outcome.completion_tokens.sum()) + counters["prefill_tokens"]
+    return {
+        "trace": workload.name,
+        "rate_per_s": round(len(workload) / max(float(workload.arrival_s[-1]), 1e-9), 6),
+        "slo": asdict(outcome.setup.slo),
+        "profile": outcome.setup.profile.name,
+        "profile_error": outcome.setup.profile.error,
+        "warning": outcome.setup.profile.warning,
+        "policy": outcome.setup.settings.schedule_policy,
+        "policy_note": outcome.policy_note,
+        "replicas": outcome.setup.replicas,
+        **({} if outcome.setup.disagg is None else {"prefill_replicas": outcome.setup.disagg.prefill_replicas}),
+        "dp_size": outcome.setup.dp_size,
+        "requests": len(workload),
+        "unknown_lengths": workload.unknown_lengths,
+        "trace_notes": workload.notes,
+        "finished": int(outcome.served.sum()),
+        "rejected": int((outcome.status == REJECTED).sum()),
+        "unfinished": int((outcome.status == UNFINISHED).sum()),
+        "cut_short": int((outcome.served & (np.maximum(outcome.completion_tokens, 1) < workload.output_tokens)).sum()),
+        "slo_attainment": share(outcome.met),
+        "slo_attainment_by_length": {name: share(outcome.met[mask]) for name, mask in length_classes(outcome).items()},
+        "slo_attainment_by_class": _by_name(outcome, workload.classes, workload.service_class),
+        "slo_attainment_by_tenant": _by_name(outcome, workload.tenants, workload.tenant),
+        "ttft_s": quantiles(outcome.ttft_s),
+        "tpot_s": quantiles(outcome.tpot_s),
+        "e2e_s": quantiles(outcome.e2e_s),
+        "wait_s": quantiles(wait_s(outcome)),
+        "late_s": quantiles(outcome.late_s),
+        "throughput_tokens_per_s": round(float(outcome.completion_tokens.sum()) / seconds, 3),
+        "computed_tokens_per_s": round(computed / seconds, 3),
+        "prefix_hit_rate": round(hit_rate(outcome), 6),
+        "preemptions": counters["preempted"] + counters["retracted"],
+        "recomputed_tokens": counters["recomputed_tokens"],
+        **_drafts(outcome),
+        "utilisation": round(outcome.busy_seconds / seconds / outcome.setup.schedulers, 6),
+        "policy_changes": [
+            {"at_s": round(one.at_ns / NS_PER_S, 6), "candidate": one.candidate, "reason": one.reason}
+            for one in outcome.switches
+        ],
+        "steps": counters["steps"],
+        "sim_seconds": round(outcome.sim_seconds, 6),
+        "wall_seconds": round(outcome.wall_seconds, 3),
+        "decision_hash": outcome.decision_hash,
+        **transferred,
+        **(
+            {} if outcome.kv_store is None else {"tiers": kv_store_figures(outcome.kv_store, counters["prompt_tokens"])}
+        ),
+    }
+
+
+def kv_store_figures(kv_store: KvStoreCounters, prompt_tokens: int) -> dict[str, Any]:
+    """What tiers below the device did. hit_rate: the share of the prompts' tokens that was loaded from there."""
+    return {
+        "hit_rate": round(kv_store.loaded / max(prompt_tokens, 1), 6),
+        "loaded_tokens": kv_store.loaded,
+        "loaded_tokens_from_disk": kv_store.loaded_from_disk,
+        "stored_tokens": kv_store.stored,
+        "unstored_tokens": kv_store.unstored,
+        "hit_requests": kv_store.hit,
+        "recomputed_requests": kv_store.recomputed,
+        "late_loads": kv_store.late,
+        "blocks": kv_store.blocks,
+        "evicted_blocks": kv_store.evicted,
+    }
+
+
+def hit_rate(outcome: Outcome) -> float:
+    """The share of the prompts' tokens that a prefix cache held where they were to be computed. KV that came from a
+    prefill engine is no hit.
+    """
+    transfers, runs = outcome.transfers, outcome.schedulers
+    if transfers is None:
+        return outcome.counters["hit_tokens"] / max(outcome.counters["prompt_tokens"], 1)
+    here = outcome.served & (transfers.prefill < 0)
+    there = [run.counters for run in runs[outcome.setup.replicas :]]
+    hits = int(outcome.cached_tokens[here].sum()) + sum(one["hit_tokens"] for one in there)
+    tokens = int(outcome.workload.prompt_tokens[here].sum()) + sum(one["prompt_tokens"] for one in there)
+    return hits / max(tokens, 1)
+
+
+def _drafts(outcome: Outcome) -> dict[str, Any]:
+    """What speculative decoding did, where it is simulated: tokens verified and accepted, and the tokens that a row
+    yields in a step that verifies its drafts, None if there was no such step.
+    """
+    if outcome.setup.speculation is None:
+        return {}
+    rows, accepted = outcome.counters["verify_rows"], outcome.counters["accepted_draft_tokens"]
+    return {
+        "draft_tokens": outcome.counters["draft_tokens"],
+        "accepted_draft_tokens": accepted,
+        "tokens_per_verify": round(1.0 + accepted / rows, 6) if rows else None,
+    }
+
+
+def fleet_summary(outcome: Outcome) -> dict[str, Any]:
+    """`summary` and, for several schedulers, what each did."""
+    if outcome.setup.schedulers == 1:
+        return summary(outcome)
+    return summary(outcome) | {"router_queue": router_queue(outcome), "workers": worker_figures(outcome)}
+
+
+def _by_name(outcome: Outcome, names: tuple[str, ...], column: Any) -> dict[str, float | None]:
+    """Attainment by class or tenant, for those that have requests and a name; at most the 50 first."""
+    found = {name: column == index for index, name in enumerate(names[:51]) if name}
+    return {name: share(outcome.met[mask]) for name, mask in found.items() if mask.any()}

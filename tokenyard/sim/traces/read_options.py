@@ -1,0 +1,87 @@
+"""What the readers of traces share: their options, and lines that are left out."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from tokenyard.base import ConfigError, Int32Array
+from tokenyard.sim.traces.workload import Workload, WorkloadBuilder
+
+REJECTED_REASONS = ("invalid", "too_long")
+"""Causes of an end of requests that no server of this model could serve."""
+
+Tokenize = Callable[[str], Int32Array]
+Line = TypeVar("Line")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What a reader may need: `seed` for what is drawn, `tokenize` for traces of text, `limit` on how many requests are
+    read or drawn, `skip_bad` to leave out lines that cannot be read, and `skip_unknown` to leave out answers of unknown
+    length, which are drawn otherwise.
+    """
+
+    seed: int = 0
+    tokenize: Tokenize | None = None
+    limit: int | None = None
+    skip_bad: bool = False
+    skip_unknown: bool = False
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"--limit is {self.limit}; it must be at least 1")
+
+    def tokenizer(self, path: Path) -> Tokenize:
+        """The tokenizer. Raises ConfigError if none was given."""
+        if self.tokenize is None:
+            raise ConfigError(
+                f"{path} holds text; give --tokenizer with a folder or tokenizer.json to count its tokens"
+            )
+        return self.tokenize
+
+
+class BadLines:
+    """Counts the lines that a reader leaves out, with the first reason."""
+
+    def __init__(self, options: ReadOptions, what: str = "lines") -> None:
+        self._skip, self._what = options.skip_bad, what
+        self._count, self._first = 0, ""
+
+    def take(self, take: Callable[[], None]) -> None:
+        """Call `take`; the ConfigError that it raises is counted, or raised where bad lines are not left out."""
+        try:
+            take()
+        except ConfigError as error:
+            if not self._skip:
+                raise
+            self._count += 1
+            self._first = self._first or error.message
+
+    def remarks(self) -> list[str]:
+        """What was left out, in at most one sentence."""
+        return [f"{self._count} {self._what} are left out; the first: {self._first}"] if self._count else []
+
+
+def build_workload(
+    builder: WorkloadBuilder,
+    options: ReadOptions,
+    lines: Iterator[tuple[str, Line]],
+    take: Callable[[str, Line], None],
+    *,
+    whole_file: bool = False,
+) -> Workload:
+    """The workload that `take(where, line)` builds from all lines, or from as many as --limit asks for.
+
+    `whole_file` reads on beyond the limit, where the order of lines is not that of arrivals.
+    """
+    bad = BadLines(options)
+    for where, line in lines:
+        bad.take(partial(take, where, line))
+        if options.limit is not None and len(builder) >= options.limit and not whole_file:
+            break
+    builder.remarks += bad.remarks()
+    workload = builder.build()
+    workload.check_lengths()
+    return workload
