@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,53 +12,26 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tokenyard"
 
-MAY_IMPORT = {
-    "base": set(),
-    "cache": {"base"},
-    "cost": {"base"},
-    "transfer": {"base", "transfer.protocol"},
-    "policy": {"base", "cost"},
-    "scheduler": {"base", "cache", "cost", "policy"},
-    "tape": {"base", "cache", "cost", "policy", "scheduler"},
-    "executor": {"base"},
-    "executor.mock": {"base", "cost", "executor"},
-    "router.load": {"base"},
-    "router.choice": {"base", "router.load"},
-    "router.index": {"base", "cost"},
-    "router.queue": set(),
-    "router.balance": {"base", "policy", "router.load", "router.choice", "router.index"},
-    "router": {"base", "cost", "policy", "router.load", "router.choice", "router.index", "router.queue", "ui"},
-    "sim": {
-        *("base", "cache", "cost", "policy", "scheduler", "tape"),
-        *("transfer.protocol", "router.load", "router.choice", "router.index", "router.queue", "router.balance", "ui"),
-    },
-    "transfer.protocol": {"base"},
-    "engine": {
-        *("base", "cost", "policy", "scheduler", "tape", "transfer", "transfer.protocol"),
-        *("router.load", "router.choice", "router.index", "router.balance"),
-    },
-    "ui": set(),
-    "server": {"base", "engine", "ui"},
-    "lang": set(),
-    "on_ray": {"base", "engine", "router.load", "router.choice", "sim"},
-    "bench": {"base", "sim", "ui"},
-}
-PURE = (
-    *("base", "cache", "cost", "policy", "scheduler", "tape", "sim"),
-    *("router.load", "router.choice", "router.index", "router.queue", "router.balance", "transfer.protocol"),
-)
 BANNED = {"torch", "time", "asyncio", "socket", "threading", "multiprocessing", "zmq", "random"}
 SIM_MAY = {"time", "multiprocessing"}
-WIRING = {
-    "config": {*MAY_IMPORT},
-    "wiring": {*MAY_IMPORT, "config"},
-    "offline": {*MAY_IMPORT, "config", "wiring"},
-    "local": {*MAY_IMPORT, "config", "wiring", "offline"},
-    "cli": {*MAY_IMPORT, "config", "wiring", "offline", "local"},
-    "__main__": {"cli"},
-    "__init__": set(),
-}
-"""What wires the rooms together. Each imports only what stands above it here, and no room imports any of them."""
+EVERY_ROOM_ABOVE = "every room above"
+
+
+def read_table(page):
+    """The table of rooms in docs/architecture.md: what each may import, and which are pure."""
+    may_import, pure = {}, set()
+    for line in page.split("## What may import what")[1].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("| `"):
+            continue
+        name, allowed = cells[0].strip("`"), set(re.findall(r"`([\w.]+)`", cells[2]))
+        may_import[name] = set(may_import) if cells[2] == EVERY_ROOM_ABOVE else allowed
+        pure |= {name} if cells[3] == "yes" else set()
+    return may_import, pure
+
+
+MAY_IMPORT, PURE = read_table((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
+PACKAGE_ITSELF = {"__main__": {"cli"}, "__init__": set()}
 
 
 def modules():
@@ -108,8 +82,17 @@ def ours(name):
     return rest if rest and is_module else "__init__"
 
 
+def test_the_table_names_the_folders_of_the_package():
+    folders = {path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))}
+    assert folders <= set(MAY_IMPORT)
+    assert {name for name in MAY_IMPORT if not (PACKAGE / name.replace(".", "/")).is_dir()} == {
+        *("executor.mock", "wiring", "offline", "local")
+    }
+    assert {"base", "scheduler", "sim", "routing"} <= PURE
+
+
 def test_imports_stay_within_the_rooms():
-    table, wrong = MAY_IMPORT | WIRING, []
+    table, wrong = MAY_IMPORT | PACKAGE_ITSELF, []
     for module, tree in trees():
         home = room(module)
         assert home in table, f"{module} belongs to no room"
@@ -127,7 +110,7 @@ def test_the_package_itself_imports_no_room():
 
 
 def test_no_room_imports_another_in_a_circle():
-    left = {name: set(allowed) for name, allowed in (MAY_IMPORT | WIRING).items()}
+    left = {name: set(allowed) for name, allowed in (MAY_IMPORT | PACKAGE_ITSELF).items()}
     while free := {name for name, allowed in left.items() if not allowed & left.keys()}:
         left = {name: allowed for name, allowed in left.items() if name not in free}
     assert not left
