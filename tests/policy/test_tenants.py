@@ -3,7 +3,7 @@ import pytest
 
 from tests.policy.timed_scheduler import MS, S, make_clocked, prompt
 from tests.policy.waiting_order import admissions, row
-from tokenyard.base import ConfigError, SchedulerSettings, TenantSettings
+from tokenyard.base import ConfigError, KvAvailable, KvLoaded, SchedulerSettings, TenantSettings
 
 
 def limited(pages=10_000, rows=16, **tenants):
@@ -118,6 +118,70 @@ def test_borrowed_kv_is_given_back_to_its_owner(policy):
     assert borrowers[-1] in gave_way, "the newest first"
     assert sorted(yard.finished) == [*borrowers, owner]
     assert yard.scheduler.idle() is None
+
+
+def shared_prompt(common, own, seed):
+    """A prompt with `common` first tokens that all of them have, and `own` ones that depend on `seed`."""
+    return [5] * common + [10 + seed] * own
+
+
+def steps_until_started(yard, number, limit=40):
+    for step in range(limit):
+        if yard.scheduler.state.table.admitted_ns[row(yard, number)]:
+            return step
+        yard.turn()
+    return limit
+
+
+def test_kv_from_the_cache_counts_for_the_tenant_that_holds_it():
+    yard = limited(pages=400, owner=TenantSettings(kv_share=0.5), headroom="none", disable_radix_cache=False)
+    prompts = [shared_prompt(0, 120, seed) for seed in range(3)]
+    for tokens in prompts:
+        yard.submit(tokens, max_new=1, tenant="borrower")
+    yard.rest()
+    borrowers = [yard.submit(tokens, max_new=60, tenant="borrower") for tokens in prompts]
+    yard.turn()
+    assert all(yard.scheduler.state.table.hit[row(yard, number)] == 119 for number in borrowers)
+    assert yard.scheduler.snapshot(yard.now).measures["borrowed_tokens"] >= 3 * 119
+    owner = yard.submit(shared_prompt(0, 100, 9), max_new=5, tenant="owner")
+    assert steps_until_started(yard, owner) <= 3
+    yard.rest()
+    assert yard.finished[borrowers[-1]].retractions >= 1
+    assert yard.scheduler.snapshot(yard.now).counters.preempted == 1
+
+
+def test_loads_count_from_when_their_pages_are_taken():
+    yard = limited(pages=400, owner=TenantSettings(kv_share=0.5), headroom="none")
+    loading = yard.submit(shared_prompt(0, 120, 0), max_new=60, tenant="borrower", awaits_kv=True)
+    yard.apply(KvAvailable(loading, 119))
+    yard.turn()
+    assert row(yard, loading) in yard.scheduler.state.loading.rows
+    assert yard.scheduler.snapshot(yard.now).measures["borrowed_tokens"] == 119
+    (load,) = yard.scheduler.drain_moves()
+    yard.apply(KvLoaded(loading, load.start + len(load.pages)))
+    assert yard.scheduler.snapshot(yard.now).measures["borrowed_tokens"] == 119
+
+
+def test_a_prefix_counts_once_for_each_tenant_that_holds_it_while_one_of_its_requests_does():
+    shares = {"a": TenantSettings(kv_share=0.001), "b": TenantSettings(kv_share=0.001)}
+    yard = limited(pages=1000, disable_radix_cache=False, **shares)
+    held = yard.scheduler.state
+    yard.submit(shared_prompt(100, 1, 0), max_new=1, tenant="a")
+    yard.rest()
+    numbers = [yard.submit(shared_prompt(100, 10, seed), max_new=30 + 30 * seed, tenant="a") for seed in range(2)]
+    numbers.append(yard.submit(shared_prompt(100, 10, 2), max_new=90, tenant="b"))
+    yard.turn()
+    tenants = {name: place for place, name in enumerate(held.table.tenant_names())}
+    of_tree = lambda: [int(held.holders.held(2)[tenants[name]]) for name in "ab"]  # noqa: E731
+    assert of_tree() == [100 + 2 * 10, 110]
+    assert [int(held.table.shared[row(yard, number)]) for number in numbers] == [100, 100, 100]
+    while numbers[0] not in yard.finished:
+        yard.turn()
+    assert of_tree() == [110, 110]
+    while numbers[1] not in yard.finished:
+        yard.turn()
+    assert of_tree() == [0, 110]
+    assert held.table.shared[row(yard, numbers[2])] == 0
 
 
 def test_an_owner_beyond_its_share_takes_nothing_back():

@@ -4,7 +4,7 @@
 |---|---|
 | a more urgent request (priority, edf, slo) | the sum of the keys that hold a place, or have one reserved |
 | mlfq | the level of whoever holds the place; the level of a request itself only sinks |
-| a share of the pool | tokens that tenants hold beyond their shares |
+| a share of the pool | tokens that tenants hold beyond their shares, then rows of these tenants |
 | pages run out | tokens still to be computed: a row comes back after an end, or with a page for each running row |
 | prefills that hold all pages | prefills; the oldest keeps its pages |
 """
@@ -137,23 +137,44 @@ def test_mlfq_gives_the_place_to_a_higher_level_and_levels_only_sink(quantum):
 
 
 class ShareWatch(Watched):
-    """A claim brings down what is borrowed, by a request that borrows nothing itself."""
+    """A claim takes from a tenant beyond its share, for a request that borrows nothing, and brings down what is
+    borrowed by what only the victim held of what its tenant holds.
+    """
 
-    def borrowed(self, rows):
-        limits, size = self.state.limits, self.state.memory.page_size
-        return limits.measures(self.state.table, rows, self.state.memory.num_pages * size)["borrowed_tokens"]
+    def used(self, tenant, without=-1):
+        """Tokens that rows of a tenant hold, each page of the tree once, seen from their page tables."""
+        table, size, pages, private = self.state.table, self.state.memory.page_size, set(), 0
+        rows = self.holders()
+        for row in rows[(table.tenant[rows] == tenant) & (rows != without)].tolist():
+            pages |= set(self.state.memory.pool.page_table[table.pool_row[row], : table.cached[row] // size].tolist())
+            # Tokens of steps in flight do not count, as a row would lose them with its place.
+            private += int(min(table.held[row], table.known[row]) - table.cached[row])
+        return private + size * len(pages)
+
+    def share(self, row):
+        settings = SHARES["tenants"].get(self.state.table.request(row).tenant)
+        return settings.kv_share * self.state.memory.num_pages * self.state.memory.page_size if settings else 0.0
+
+    def borrowed(self):
+        total = self.state.memory.num_pages * self.state.memory.page_size
+        measures = self.state.limits.measures(self.state.table, self.holders(), total, self.state.holders)
+        return measures["borrowed_tokens"]
 
     def on_preempt(self, victim, preemptor):
         self.times += 1
-        holders = self.holders()
-        before, left = self.borrowed(holders), holders[holders != victim]
-        assert self.borrowed(left) < before
-        table, total = self.state.table, self.state.memory.num_pages * self.state.memory.page_size
-        tenant = table.request(preemptor).tenant
-        same = left[table.tenant[left] == table.tenant[preemptor]]
-        # Tokens of steps in flight do not count, as a row would lose them with its place.
-        used = int((np.minimum(table.planned[same], table.known[same]) - table.hit[same]).sum())
-        assert used + int(table.target[preemptor]) <= SHARES["tenants"][tenant].kv_share * total
+        tenant, share = self.state.table.tenant[victim], self.share(victim)
+        used, left = self.used(tenant), self.used(tenant, victim)
+        assert left <= used > share, "the victim's tenant is within its share"
+        self.expected = self.borrowed() - (used - max(left, share))
+        same = self.state.table.tenant[preemptor]
+        assert self.used(same) + int(self.state.table.target[preemptor]) <= self.share(preemptor)
+
+    def on_retracted(self, row):
+        if self.expected is not None:
+            assert self.borrowed() == pytest.approx(self.expected)
+        self.expected = None
+
+    expected = None
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "vtc", "short-first", "lpm"])

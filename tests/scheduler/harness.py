@@ -177,6 +177,25 @@ def check_books(scheduler: Scheduler) -> None:
     running = state.running.rows
     assert (table.held[running] == table.planned[running]).all()
     assert len(state.waiting) + len(seated) == len(table)
+    check_holders(scheduler)
+
+
+def check_holders(scheduler: Scheduler) -> None:
+    """What rows share, and what tenants hold of the tree, is what the pages in their page tables say."""
+    state = scheduler.state
+    if state.holders is None:
+        return
+    table, size = state.table, state.memory.page_size
+    held = {
+        row: set(state.memory.pool.page_table[table.pool_row[row], : table.cached[row] // size].tolist())
+        for row in state.admitted_rows().tolist()
+    }
+    for row, pages in held.items():
+        others = set().union(*(more for other, more in held.items() if other != row))
+        assert table.shared[row] == size * len(pages & others)
+    tenants = len(table.tenant_names())
+    wanted = [set().union(*(held[row] for row in held if table.tenant[row] == tenant)) for tenant in range(tenants)]
+    assert state.holders.held(tenants).tolist() == [size * len(pages) for pages in wanted]
 
 
 def check_hits(scheduler: Scheduler) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.scheduler.harness import check_books, check_hits
+from tests.scheduler.harness import check_books, check_hits, check_holders
 from tests.scheduler.random_programs import ANSWER, EOS, Job, Program
 from tokenyard.base import (
     ConfigError,
@@ -178,6 +178,9 @@ class ProgramRun:
         if why != "paused":
             self._progress.lost_place(int(self.scheduler.state.table.number[row]))
 
+    def on_retracted(self, row: int) -> None:
+        """The table row `row` has lost its place."""
+
     def on_admit(self, row: int) -> None:
         """The table row `row` is about to take a place, for the first time or again."""
         self._progress.advances += not self.scheduler.state.table.admitted_ns[row]
@@ -192,6 +195,7 @@ class ProgramRun:
         def watched_retract(row: int, why: str, now: int) -> None:
             self.on_retract(row, why)
             retract(row, why, now)
+            self.on_retracted(row)
 
         def watched_admit(row: int, hit: int, now: int) -> None:
             self.on_admit(row)
@@ -334,6 +338,7 @@ class ProgramRun:
             result.tokens[plan.samples == 0] = -1
         self.scheduler.commit(result, self.now)
         self._ends.take(self.scheduler)
+        check_holders(self.scheduler)
 
     def _taken(self, numbers: np.ndarray, plan: StepPlan) -> np.ndarray:
         """Rows of the plan that still have the place for which it was made, bool[n]."""

@@ -134,6 +134,7 @@ def make_program(seed: int) -> Program:
     _add_adapters(random.Random(f"adapters {seed}"), program)
     _add_transfers(random.Random(f"transfers {seed}"), program)
     _add_pauses_of_loads(random.Random(f"pauses {seed}"), program)
+    _add_shares(random.Random(f"shares {seed}"), program)
     return program
 
 
@@ -199,6 +200,19 @@ def _add_pauses_of_loads(draw: random.Random, program: Program) -> None:
             program.script += [(paused, Pause(numbers=[reach.number])), (resumed, Resume([reach.number]))]
             program.script.append((resumed + draw.choice((0, 0, 1)), again))
     program.script.sort(key=lambda entry: entry[0])
+
+
+def _add_shares(draw: random.Random, program: Program) -> None:
+    """In one program of five tenants have shares of the pool, and their prompts long prefixes in common, up to all of
+    a prompt.
+    """
+    if draw.random() < 0.8:
+        return
+    first = draw.choice((0.2, 0.4, 0.6))
+    program.settings["tenants"] = {"x": TenantSettings(kv_share=first), "y": TenantSettings(kv_share=0.9 - first)}
+    for job in program.jobs:
+        job.fields["tenant"] = draw.choice(("x", "x", "y", "z"))
+        job.family, job.shared = draw.randint(0, 1), draw.randint(0, job.prompt_tokens)
 
 
 def _reach(draw: random.Random, number: int, job: Job) -> KvAvailable:

@@ -22,9 +22,11 @@ class Headroom(Protocol):
     """Predicts the growth of requests. The scheduler reports what happens and asks at admission.
 
     ratio: the share of the output tokens still allowed that is held back; 0 for methods without such a share.
+    needs_shared: whether it reads the column `shared`.
     """
 
     ratio: float
+    needs_shared: bool
 
     def running_tokens(self, views: Views) -> int:
         """Tokens to hold back for the rows that run already. Asked at the start of a step's admission."""
@@ -52,6 +54,7 @@ class NoHeadroom(Headroom):
     """Hold nothing back, as vLLM does: a request that does not fit later is retracted and computed again."""
 
     ratio = 0.0
+    needs_shared = False
 
     @override
     def running_tokens(self, views: Views) -> int:
@@ -221,15 +224,69 @@ class PastFutureHeadroom(NoHeadroom):
         return rest
 
 
-class MaxTokensHeadroom(PastFutureHeadroom):
+class MaxTokensHeadroom(NoHeadroom):
     """Admit by the peak of the memory if every answer is as long as its max_new_tokens allows: no request is retracted.
 
-    It suits clients that ask for no more tokens than they need.
+    It suits clients that ask for no more tokens than they need. Decoding rows grow by one token in each step and end in
+    the order of what remains. Two things are not known, and both are taken at their worst:
+
+    - When the end of a row gives back what it shares with others: never, as those may last longer.
+    - When a prompt that is not computed yet begins to decode: its row may still be there when all others have ended,
+      and may have grown as much as the fastest of them.
     """
 
-    def _remaining(self, columns: Columns, rows: Int32Array) -> Int64Array:
-        rest: Int64Array = (columns.limit[rows] + 1 - columns.known[rows]).astype(np.int64)
-        return rest
+    needs_shared = True
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        # A row that has nothing left to plan keeps its pages until its last step has committed.
+        self._steps_to_end = settings.max_in_flight - 1
+        self._running = self._starting = np.empty(0, np.int32)
+        self._newcomers: list[int] = []
+        self._page_size = 1
+        self._growth = self._now = 0
+
+    @override
+    def running_tokens(self, views: Views) -> int:
+        if views.now != self._now:
+            self._now, self._newcomers = views.now, []
+        self._page_size, self._running = views.page_size, views.running
+        known = {*views.running.tolist(), *views.prefilling.tolist(), *views.loading.tolist()}
+        # Asked again in the same step, after a preemption, it counts the rows that this step has admitted.
+        self._newcomers = [row for row in self._newcomers if views.columns.held[row]]
+        admitted = [row for row in self._newcomers if row not in known]
+        self._starting = np.concatenate((views.prefilling, views.loading, np.array(admitted, np.int32)))
+        self._growth = self._growth_to_peak(views.columns, self._starting)
+        return self._growth
+
+    @override
+    def newcomer_tokens(self, columns: Columns, row: int) -> int:
+        starting = self._starting if row in self._newcomers else np.append(self._starting, np.int32(row))
+        return self._growth_to_peak(columns, starting) - self._growth
+
+    @override
+    def admitted(self, columns: Columns, row: int) -> None:
+        self._newcomers.append(row)
+        self._starting = np.append(self._starting, np.int32(row))
+        self._growth = self._growth_to_peak(columns, self._starting)
+
+    def _growth_to_peak(self, columns: Columns, starting: Int32Array) -> int:
+        """Tokens by which memory rises above what the running rows and the prompts of `starting` ones take."""
+        rows, size = np.concatenate((self._running, starting)), self._page_size
+        if not len(rows):
+            return 0
+        held, shared = columns.held[rows].astype(np.int64), columns.shared[rows]
+        start = np.maximum(held, columns.target[rows])
+        taken = -(-held // size) * size + start - held - shared
+        rest = columns.limit[rows] - start
+        lasts = np.arange(len(rows)) >= len(self._running)
+        order = np.argsort(-rest, kind="stable")
+        # Each row may have a page that is full but for one token.
+        own, rest, lasts = (start - shared + size - 1)[order], rest[order], lasts[order]
+        growing = np.cumsum(own) + (rest + self._steps_to_end) * np.arange(1, len(rows) + 1)
+        growing = np.minimum(growing, np.cumsum(own + rest))
+        grown = np.where(lasts, own + rest, 0)
+        peak = int((growing + grown.sum() - np.cumsum(grown)).max())
+        return max(peak - int(taken.sum()), 0)
 
 
 def _growth_to_peak(held: Int64Array, rest: Int64Array) -> int:
@@ -245,12 +302,13 @@ def create_headroom(settings: SchedulerSettings) -> Headroom:
     """The method that `settings.headroom` names. Raises ConfigError for an unknown name."""
     if settings.headroom == "ratio":
         return RatioHeadroom(settings)
+    if settings.headroom == "limit":
+        return MaxTokensHeadroom(settings)
     made: dict[str, type[NoHeadroom]] = {
         "history": HistoryHeadroom,
         "past-future": PastFutureHeadroom,
-        "limit": MaxTokensHeadroom,
         "none": NoHeadroom,
     }
     if settings.headroom not in made:
-        raise ConfigError(f"--headroom is {settings.headroom!r}; choose one of ratio, {', '.join(made)}")
+        raise ConfigError(f"--headroom is {settings.headroom!r}; choose one of ratio, limit, {', '.join(made)}")
     return made[settings.headroom]()

@@ -5,7 +5,7 @@ parts add up to no more than the limit; rates are kept by each rank for all of t
 (`base.TenantUsage`). docs/ranks.md states the bounds.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from zlib import crc32
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from tokenyard.base import NS_PER_S, BoolArray, Int32Array, Int64Array, SchedulerSettings, TenantSettings
 from tokenyard.base.settings import ANY_TENANT
-from tokenyard.policy.views import Columns, Views
+from tokenyard.policy.views import Columns, TenantPrefixes, Views
 
 NO_LIMIT = 2**31 - 1
 
@@ -128,11 +128,13 @@ class NoTenantLimits:
     """No limits: every request may start, and no tenant borrows. `TenantLimits` overrides all of it.
 
     next_ns: when the first request that a token rate holds back may start; None if there is none. counts: whether what
-    is computed must be charged.
+    is computed must be charged. shares: whether a tenant has a share of the pool, for which `Views.tenant_prefixes` is
+    needed.
     """
 
     next_ns: int | None = None
     counts = False
+    shares = False
 
     def set_remaining_ranks(self, left: int) -> None:
         """Only `left` data-parallel ranks keep the limits together from now on."""
@@ -178,8 +180,12 @@ class NoTenantLimits:
         """Those of `victims` that the waiting `row` may preempt because it is more urgent, in the same order."""
         return victims
 
-    def measures(self, columns: Columns, held: Int32Array, total_tokens: int) -> dict[str, float]:
-        """Figures to publish as metrics, by metric name; the rows `held` hold KV in a pool of `total_tokens`."""
+    def measures(
+        self, columns: Columns, held: Int32Array, total_tokens: int, prefixes: TenantPrefixes | None
+    ) -> dict[str, float]:
+        """Figures to publish as metrics, by metric name; the rows `held` hold KV in a pool of `total_tokens`, and of
+        the prefix tree what `prefixes` says.
+        """
         return {}
 
     def borrowers_first(self, views: Views, victims: list[int]) -> list[int]:
@@ -196,17 +202,23 @@ class TenantLimits(NoTenantLimits):
     has a claim on the room until it starts, and meanwhile only requests within their tenant's share start. The claim
     also ends when the request ends or is held back by a limit, and when the policy names all candidates of a step
     without it.
+
+    A tenant uses what its requests hold, computed, loaded or from the cache: tokens that several of them hold count
+    once, and tokens that requests of several tenants hold count for each of these. So no tenant's count depends on what
+    others do, and none can rise because another tenant's request was preempted.
     """
 
     counts = True
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._named = settings.tenants
+        self.shares = any(tenant.kv_share for tenant in settings.tenants.values())
         self._shared = settings.dp_size > 1
         self._registry = TenantRegistry(settings.tenants, settings.dp_size)
         self._rate = self._burst = self._bucket = self._share = self._spent = np.empty(0, np.float64)
         self._max_running = self._running = self._used = np.empty(0, np.int64)
         self._columns: Columns | None = None
+        self._prefixes: TenantPrefixes | None = None
         self._total_tokens = 0
         self._filled_ns = 0
         self._claim: tuple[int, int] | None = None
@@ -226,13 +238,13 @@ class TenantLimits(NoTenantLimits):
 
     @override
     def begin_step(self, views: Views) -> None:
-        self._columns, self._total_tokens = views.columns, views.total_tokens
+        self._columns, self._prefixes, self._total_tokens = views.columns, views.tenant_prefixes, views.total_tokens
         held = np.concatenate((views.running, views.prefilling, views.loading))
         self._learn(views.columns, np.concatenate((held, views.waiting)))
         self._fill_buckets(views.now)
         owners, tenants = views.columns.tenant[held], views.columns.tenant[views.waiting]
         self._running = np.bincount(owners, minlength=len(self._rate))
-        self._used = self._held_tokens(views.columns, held)
+        self._used = self._held_tokens(views.columns, held, views.tenant_prefixes)
         empty = (self._rate > 0.0) & (self._bucket <= 0.0)
         self._note_refill(empty, tenants, views.now)
         views.waiting = views.waiting[~(empty | (self._running >= self._max_running))[tenants]]
@@ -258,7 +270,7 @@ class TenantLimits(NoTenantLimits):
         assert self._columns is not None
         tenant = int(self._columns.tenant[row])
         self._running[tenant] += 1
-        self._used[tenant] += int(self._columns.target[row] - self._columns.hit[row])
+        self._used[tenant] += int(self._columns.target[row] - self._columns.cached[row]) + self._leaving()(row)
         if self._claim is not None and self._claim[0] == row:
             self._claim = None
 
@@ -267,7 +279,7 @@ class TenantLimits(NoTenantLimits):
         assert self._columns is not None
         tenant = int(self._columns.tenant[row])
         self._running[tenant] -= 1
-        self._used[tenant] -= _held_tokens(self._columns, row)
+        self._used[tenant] -= _own_tokens(self._columns, row) + self._leaving()(row)
         if self._within_share(preemptor):
             self._claim = preemptor, int(self._columns.seq[preemptor])
 
@@ -309,7 +321,7 @@ class TenantLimits(NoTenantLimits):
         """
         if not self._within_share(row):
             return
-        columns, used = views.columns, self._used.copy()
+        columns, used, leave = views.columns, self._used.copy(), self._leaving()
         share = self._share * self._total_tokens
         running = views.running[np.argsort(-columns.seq[views.running], kind="stable")]
         queues = {tenant: running[columns.tenant[running] == tenant].tolist() for tenant in range(len(used))}
@@ -317,7 +329,7 @@ class TenantLimits(NoTenantLimits):
         while over:
             tenant = max(over, key=lambda number: (used[number] - share[number], -number))
             victim = queues[tenant].pop(0)
-            used[tenant] -= _held_tokens(columns, victim)
+            used[tenant] -= _own_tokens(columns, victim) + leave(victim)
             over = [number for number in over if queues[number] and used[number] > share[number]]
             yield victim
 
@@ -330,45 +342,56 @@ class TenantLimits(NoTenantLimits):
         if self._within_share(row):
             return victims
         used, share, left = self._used.copy(), self._share * self._total_tokens, []
+        leave = self._leaving()
         for victim in victims:
             tenant = int(self._columns.tenant[victim])
             if not share[tenant] or used[tenant] > share[tenant]:
-                used[tenant] -= _held_tokens(self._columns, victim)
+                used[tenant] -= _own_tokens(self._columns, victim) + leave(victim)
                 left.append(victim)
         return left
 
     @override
-    def measures(self, columns: Columns, held: Int32Array, total_tokens: int) -> dict[str, float]:
+    def measures(
+        self, columns: Columns, held: Int32Array, total_tokens: int, prefixes: TenantPrefixes | None
+    ) -> dict[str, float]:
         """borrowed_tokens: KV tokens that tenants hold beyond their own shares, if any tenant has a share."""
-        if not any(tenant.kv_share for tenant in self._named.values()):
+        if not self.shares:
             return {}
-        beyond = self._held_tokens(columns, held) - self._share * total_tokens
+        beyond = self._held_tokens(columns, held, prefixes) - self._share * total_tokens
         return {"borrowed_tokens": float(np.maximum(beyond, 0.0).sum())}
 
     @override
     def borrowers_first(self, views: Views, victims: list[int]) -> list[int]:
-        self._columns, self._total_tokens = views.columns, views.total_tokens
-        rows = np.array(victims, np.int32)
-        used, share = self._held_tokens(views.columns, rows), self._share * views.total_tokens
+        if not self.shares:
+            return victims
+        self._columns, self._prefixes, self._total_tokens = views.columns, views.tenant_prefixes, views.total_tokens
+        rows = np.concatenate((views.running, views.prefilling, views.loading))
+        self._learn(views.columns, rows)
+        used, share = self._held_tokens(views.columns, rows, views.tenant_prefixes), self._share * views.total_tokens
+        leave = self._leaving()
         first, after = [], []
         for victim in victims:
             tenant = int(views.columns.tenant[victim])
             if used[tenant] > share[tenant]:
-                used[tenant] -= _held_tokens(views.columns, victim)
+                used[tenant] -= _own_tokens(views.columns, victim) + leave(victim)
                 first.append(victim)
             else:
                 after.append(victim)
         return first + after
 
-    def _held_tokens(self, columns: Columns, rows: Int32Array) -> Int64Array:
-        """KV tokens by tenant that `rows` hold beyond their cache hits.
+    def _held_tokens(self, columns: Columns, rows: Int32Array, prefixes: TenantPrefixes | None) -> Int64Array:
+        """KV tokens by tenant that `rows` hold, and of the tree what `prefixes` says: int64[tenants].
 
         Tokens of steps in flight do not count. A row preempted because of them would lose them, be within its share
         again, and preempt in turn, without a token gained.
         """
-        tokens = np.minimum(columns.planned[rows], columns.known[rows]) - columns.hit[rows]
+        tokens = np.minimum(columns.held[rows], columns.known[rows]) - columns.cached[rows]
         held: Int64Array = np.bincount(columns.tenant[rows], tokens, minlength=len(self._rate)).astype(np.int64)
-        return held
+        return held if prefixes is None else held + prefixes.held(len(held))
+
+    def _leaving(self) -> Callable[[int], int]:
+        """`TenantPrefixes.leaving`."""
+        return _nothing if self._prefixes is None else self._prefixes.leaving()
 
     def _within_share(self, row: int) -> bool:
         assert self._columns is not None
@@ -414,9 +437,14 @@ class TenantLimits(NoTenantLimits):
         self._max_running[number] = tenant.max_running if tenant.max_running >= 0 else NO_LIMIT
 
 
-def _held_tokens(columns: Columns, row: int) -> int:
-    """`TenantLimits._held_tokens` for one row."""
-    return int(min(columns.planned[row], columns.known[row]) - columns.hit[row])
+def _own_tokens(columns: Columns, row: int) -> int:
+    """KV tokens that a row holds and that are not in the tree."""
+    return int(min(columns.held[row], columns.known[row]) - columns.cached[row])
+
+
+def _nothing(row: int) -> int:
+    """What a row holds of a tree that is not there."""
+    return 0
 
 
 def create_tenant_limits(settings: SchedulerSettings) -> NoTenantLimits:

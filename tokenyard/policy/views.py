@@ -1,6 +1,6 @@
 """What a policy sees: read-only columns over requests, and the rows in each state at the start of a step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,13 +19,15 @@ class Columns(Protocol):
     seq: arrival order, kept for life. arrival_ns: when the API saw it. prompt_tokens. known: token ids on the host.
     target: tokens to compute before the next token can be sampled. hit: prompt tokens found in the tree at first
     admission. matchable: what a waiting row would hit now, kept only for policies that need the tree. computed: tokens
-    whose KV is known to be in the pool. planned: tokens whose KV is there once the plans in flight are done. limit:
-    prompt + max_new - 1. priority, deadline_ns (absolute): as given, or NO_PRIORITY, NO_DEADLINE. ttft_ns, tpot_ns: the
-    targets a request brought, 0 where it brought none. tenant: small integer per tenant name. admitted_ns: first
-    admission, 0 before. first_token_ns: when the prompt was computed, 0 before. retractions: how often it lost its
-    pages. boost: levels of urgency that a priority function adds. service_level: see levels.py. routing: small integer
-    per routing key, 0 for none. Kept only for policies that need the tree: prefix_group, equal for rows with the same
-    first tokens (-1 for none); branch, the `birth` of the PrefixBranch that a waiting row belongs to.
+    whose KV is known to be in the pool. cached: leading tokens whose KV the tree owns and the row has locked. held:
+    leading tokens that have pages, beyond `planned` while KV is loaded. shared: of the cached tokens those that other
+    rows hold too, 0 while nothing asks for it. planned: tokens whose KV is there once the plans in flight are done.
+    limit: prompt + max_new - 1. priority, deadline_ns (absolute): as given, or NO_PRIORITY, NO_DEADLINE. ttft_ns,
+    tpot_ns: the targets a request brought, 0 where it brought none. tenant: small integer per tenant name. admitted_ns:
+    first admission, 0 before. first_token_ns: when the prompt was computed, 0 before. retractions: how often it lost
+    its pages. boost: levels of urgency that a priority function adds. service_level: see levels.py. routing: small
+    integer per routing key, 0 for none. Kept only for policies that need the tree: prefix_group, equal for rows with
+    the same first tokens (-1 for none); branch, the `birth` of the PrefixBranch that a waiting row belongs to.
     """
 
     seq: Int64Array
@@ -38,6 +40,9 @@ class Columns(Protocol):
     hit: Int32Array
     matchable: Int32Array
     computed: Int32Array
+    cached: Int32Array
+    held: Int32Array
+    shared: Int32Array
     planned: Int32Array
     limit: Int32Array
     priority: Int64Array
@@ -72,6 +77,18 @@ class PrefixBranch(Protocol):
         """The `own` rows, in no particular order."""
 
 
+class TenantPrefixes(Protocol):
+    """What rows hold of the prefix tree, by tenant."""
+
+    def held(self, tenants: int) -> Int64Array:
+        """int64[tenants]: tokens of the tree that the rows of each tenant hold now, each token once."""
+
+    def leaving(self) -> Callable[[int], int]:
+        """A function to call with one row after another: by how many tokens `held` of its tenant falls if that row
+        leaves after those before it. Nothing is changed.
+        """
+
+
 @dataclass(slots=True)
 class Views:
     """The scheduler's state at the start of a step, for a policy to read.
@@ -82,7 +99,7 @@ class Views:
     released; total_tokens: the whole pool. free_rows: places for more running requests. prefill_steps_in_row:
     prefill-only steps since the last step that decoded. first_seq: `seq` of the row that has waited longest, rows held
     back by a gate or a limit included. prefixes: the root over the waiting rows of all namespaces in the tree,
-    kept only for policies that need the tree.
+    kept only for policies that need the tree. tenant_prefixes: kept only while a tenant has a share of the pool.
     """
 
     columns: Columns
@@ -98,6 +115,7 @@ class Views:
     first_seq: int = 0
     cost: CostModel | None = None
     prefixes: PrefixBranch | None = None
+    tenant_prefixes: TenantPrefixes | None = None
     loading: Int32Array = field(default_factory=lambda: NO_TOKENS)
 
 

@@ -105,16 +105,25 @@ class PrefillAdder:
         if self._free_rows <= 0 and not self._preemption_candidates(row):
             return False
         match = self._match(row)
+        if self._state.holders is not None:
+            # Already here, as headroom counts what the row would share.
+            self._state.holders.hold(row, match.node)
         take = self._load if self._table.loadable_tokens[row] > match.tokens else self._allocate_row
         if self._fits(row, match.tokens) and take(row, match.node, match.tokens):
             return True
-        self._memory.unlock(match)
+        self._unlock(row, match)
         return False
 
     def _match(self, row: int) -> MatchResult:
         """The longest usable prefix in the tree, locked."""
         request_state, usable = self._table.request_state(row), self._table.usable_tokens(row)
         return self._memory.match(request_state.known_ids.tobytes(), request_state.request.namespace, usable)
+
+    def _unlock(self, row: int, match: MatchResult) -> None:
+        """Undo `_match` and the hold on it: the row was not admitted."""
+        if self._state.holders is not None:
+            self._state.holders.release(row)
+        self._memory.unlock(match)
 
     def _fits(self, row: int, hit: int) -> bool:
         """Whether there is a free row, and prompt and predicted answer fit beside all reservations; if not, preempt.
@@ -124,7 +133,9 @@ class PrefillAdder:
         only if the budget allows a chunk of the newcomer, so that no preemption is in vain.
         """
         views = self._views
-        alone = self._builder.empty and not (len(views.running) or len(views.prefilling) or len(views.loading))
+        # Rows that began to load in this step are in no view and not in the builder.
+        started = len(views.running) or len(views.prefilling) or len(self._state.loading)
+        alone = self._builder.empty and not started
         if alone and (not self._memory.holds or self._state.pages_returned_since(row)):
             return True
         if alone:

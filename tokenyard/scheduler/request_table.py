@@ -34,6 +34,7 @@ INT32_COLUMNS = (
     "planned",
     "held",
     "verifying",
+    "shared",
     "drafts",
     "acceptance_rate",
     "loadable_tokens",
@@ -97,8 +98,7 @@ class RequestTable:
     """Columns by row. See `policy.Columns` for the meaning of those that policies read; the others are:
 
     number: the request's number. in_tree: leading tokens of a waiting row whose KV the tree has, of which `matchable`
-    are usable; kept like that. cached: leading tokens whose KV the tree owns and the row has locked. pool_row: row of
-    ReqToTokenPool, -1 while waiting. held: leading tokens that have pages, beyond `planned` while KV is loaded.
+    are usable; kept like that. pool_row: row of ReqToTokenPool, -1 while waiting.
     verifying: drafts that a plan in flight verifies, the last ones of `planned`. drafts: drafts that the executor has
     ready for the row's next step. acceptance_rate: in thousandths, of its next draft if those before it are right.
     last_step: the latest plan that contains the row. gates, state: lifecycle. reach: leading tokens whose KV can be
@@ -137,6 +137,7 @@ class RequestTable:
     planned: Int32Array
     held: Int32Array
     verifying: Int32Array
+    shared: Int32Array
     drafts: Int32Array
     acceptance_rate: Int32Array
     loadable_tokens: Int32Array
@@ -210,6 +211,7 @@ class RequestTable:
             self.planned,
             self.held,
             self.verifying,
+            self.shared,
             self.drafts,
             self.acceptance_rate,
             self.loadable_tokens,

@@ -31,6 +31,7 @@ from tokenyard.scheduler.kv_store_queue import KvStoreQueue
 from tokenyard.scheduler.lora_slots import AdapterSlots
 from tokenyard.scheduler.memory import KvMemory, Release
 from tokenyard.scheduler.outbox import Outbox
+from tokenyard.scheduler.prefix_holders import PrefixHolders
 from tokenyard.scheduler.request_observer import RequestObserver
 from tokenyard.scheduler.request_table import RequestTable
 from tokenyard.scheduler.row_list import RowList
@@ -78,6 +79,7 @@ class SchedulerState:
         self.retraction_count = 0
         self._pages_returned = 0
         self.drafting = False
+        self.holders: PrefixHolders | None = None
         self._loads: dict[bytes, list[int]] = {}
         self._index = WaitingIndex(self.table, settings.in_batch_prefix_caching_deprioritize_threshold)
         self._rows_limit = min(settings.max_running_requests, info.max_pool_rows)
@@ -171,6 +173,8 @@ class SchedulerState:
             request_state.request.priority or 0,
             int(table.last_step[row]),
         )
+        if self.holders is not None:
+            self.holders.hold(row, request_state.node)
         table.cached[row] = cached
         return deduplicated
 
@@ -388,6 +392,8 @@ class SchedulerState:
             priority=request_state.request.priority or 0,
         )
         request_state.node = None
+        if self.holders is not None:
+            self.holders.release(row)
         return release
 
     def open_group(self, row: int) -> None:
@@ -453,6 +459,7 @@ class SchedulerState:
             first_seq=first_seq,
             cost=self.cost,
             prefixes=self._index.forest if self._index.active else None,
+            tenant_prefixes=self.holders if self.limits.shares else None,
             loading=self.loading.rows.copy(),
         )
 
@@ -462,7 +469,7 @@ class SchedulerState:
         total = self.memory.num_pages * self.memory.page_size
         held = np.concatenate((running, prefilling, self.loading.rows))
         measures = self.policy.measures(np.concatenate((waiting, prefilling)))
-        measures |= self.limits.measures(self.table, held, total) | self.adapters.measures()
+        measures |= self.limits.measures(self.table, held, total, self.holders) | self.adapters.measures()
         return measures | self.memory.measures()
 
     def queued_work(self, cost: CostModel | None = None) -> tuple[int, float]:
@@ -491,6 +498,19 @@ class SchedulerState:
         self.policy: Policy = policy
         self.observer.policy_changed(policy, settings.uses_priorities, self.known_rows(self.table.numbers()), now)
         self._watch_tree()
+        self._watch_holders()
+
+    def _watch_holders(self) -> None:
+        """Count which rows hold which prefixes while the headroom or a tenant has a use for it and there is a tree."""
+        wanted = (self.policy.headroom.needs_shared or self.limits.shares) and self.memory.tree.enabled
+        if not wanted and self.holders is not None:
+            self.memory.tree.listeners.remove(self.holders)
+            self.table.shared[:] = 0
+            self.holders = None
+        if wanted and self.holders is None:
+            self.holders = PrefixHolders(self.table, self.memory.tree)
+            for row in self.admitted_rows().tolist():
+                self.holders.hold(row, self.table.request_state(row).node)
 
     def _watch_tree(self) -> None:
         """Keep the index of waiting rows while the policy reads it and there is a tree."""
@@ -510,6 +530,8 @@ class SchedulerState:
             self.memory.tree.clear()
         if self._index.active:
             self._index.activate(self.memory, self.waiting.rows.tolist())
+        if self.holders is not None:
+            self.holders = PrefixHolders(self.table, self.memory.tree)
 
     def known_rows(self, numbers: list[int]) -> list[int]:
         """Rows of those requests that have not ended."""
