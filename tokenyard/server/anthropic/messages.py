@@ -11,8 +11,8 @@ import orjson
 from tokenyard.base import InvalidRequestError
 from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
-from tokenyard.server.openai.chat_events import has_tool_calls, run_events
-from tokenyard.server.openai.completions import prepare_chat
+from tokenyard.server.openai.chat_output import has_tool_calls
+from tokenyard.server.openai.completions import prepare_chat, run_events
 from tokenyard.server.parse.events import (
     ContentText,
     Event,
@@ -21,7 +21,7 @@ from tokenyard.server.parse.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from tokenyard.server.parse.readable import readable
+from tokenyard.server.parse.typed import loads_lenient
 from tokenyard.server.prompts import chat_prompt, check_chat_body
 from tokenyard.server.protocol import ChatRequest, parse_body
 
@@ -306,7 +306,7 @@ class MessageWriter:
 def _object(text: str) -> Any:
     """Arguments as an object; what a cut-off answer left of them is none."""
     try:
-        value = readable(text)
+        value = loads_lenient(text)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -15,7 +15,6 @@ from starlette.types import ASGIApp
 from tokenyard.base import InvalidRequestError, TokenyardError
 from tokenyard.base.version import __version__
 from tokenyard.server.anthropic import messages
-from tokenyard.server.http import live_page
 from tokenyard.server.http.api_keys import Authentication
 from tokenyard.server.http.api_reference import reference_page
 from tokenyard.server.http.dialects import dialect_of
@@ -28,9 +27,8 @@ from tokenyard.server.http.errors import (
 )
 from tokenyard.server.http.generation_route import GenerationRoute, Handler
 from tokenyard.server.http.streaming import ClientGoneError, Receive, Scope, Send
-from tokenyard.server.http.unknown_routes import nothing_at
 from tokenyard.server.metrics.endpoint_picker import LOAD_PATH, EndpointPickerMetrics
-from tokenyard.server.native import control_routes, lora_routes, policy_routes, profile_routes, request_routes, score
+from tokenyard.server.native import control_routes, lora_routes, policy_routes, request_routes, score
 from tokenyard.server.native import generate as native
 from tokenyard.server.native.live_feed import LiveFeed
 from tokenyard.server.ollama import api as ollama
@@ -38,6 +36,7 @@ from tokenyard.server.openai import completions as openai
 from tokenyard.server.openai import embeddings, response_store, responses
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, NativeRequest
 from tokenyard.server.state import ServerState
+from tokenyard.ui.files import HEADERS, SERVER_PAGE, read_file
 
 HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/v1/chat/completions": (openai.chat_completions, ChatRequest),
@@ -54,6 +53,31 @@ HOT_ROUTES: dict[str, tuple[Handler, type[Any]]] = {
     "/api/chat": (ollama.chat, ollama.OllamaChat),
     "/api/generate": (ollama.generate, ollama.OllamaGenerate),
 }
+
+NOT_OFFERED: tuple[tuple[str, str], ...] = (
+    ("/v1/classify", "classification, as the model that is served generates text"),
+    ("/classify", "classification, as the model that is served generates text"),
+    ("/v1/audio", "audio"),
+    ("/v1/images", "images"),
+    ("/v1/moderations", "moderation"),
+    ("/v1/files", "files; `tokenyard generate --input` answers many requests at once"),
+    ("/v1/batches", "batches; `tokenyard generate --input` answers many requests at once"),
+    ("/v1/assistants", "assistants, as it keeps nothing between requests"),
+    ("/v1/threads", "threads, as it keeps nothing between requests"),
+    ("/v1/responses/", "anything else of responses than getting and deleting them: none runs in the background"),
+    ("/v1/conversations", "conversations; previous_response_id goes on from a response that is kept"),
+    ("/v1/fine_tuning", "training"),
+    ("/api/embeddings", "Ollama's old form of embeddings; /api/embed and /v1/embeddings give them"),
+    ("/api/pull", "fetching models: it serves the one that it was started with"),
+    ("/api/push", "sending models away: it serves the one that it was started with"),
+    ("/api/create", "making models: it serves the one that it was started with"),
+    ("/api/copy", "copying models: it serves the one that it was started with"),
+    ("/api/delete", "deleting models: it serves the one that it was started with"),
+    ("/api/blobs", "storing models: it serves the one that it was started with"),
+)
+GENERATING = (
+    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /generate, /api/chat and /api/generate"
+)
 
 
 class HotRouteApp:
@@ -84,11 +108,11 @@ def create_app(state: ServerState) -> ASGIApp:
     api.state.server = state
     api.include_router(control_routes.router)
     api.include_router(request_routes.router)
-    api.include_router(profile_routes.router)
     api.include_router(policy_routes.router)
     api.include_router(lora_routes.router)
     api.include_router(ollama.router)
-    api.include_router(live_page.router)
+    for path in SERVER_PAGE:
+        api.add_api_route(path, _page_file, methods=["GET", "HEAD"], include_in_schema=False)
     api.router.routes.append(Route("/v1/live", LiveFeed(state), methods=["GET"]))
     api.include_router(response_store.router)
     api.add_exception_handler(TokenyardError, _on_error)
@@ -113,6 +137,12 @@ def create_app(state: ServerState) -> ASGIApp:
     if options.cors_allow_origins:
         app = CORSMiddleware(app, options.cors_allow_origins, allow_methods=["*"], allow_headers=["*"])
     return app
+
+
+async def _page_file(request: Request) -> Response:
+    """A file of the live page. The files are open to all, as they hold no data; the data comes from `/v1/live`."""
+    name, content_type = SERVER_PAGE[request.url.path]
+    return Response(read_file(name), headers=HEADERS, media_type=content_type)
 
 
 async def _docs(request: Request) -> HTMLResponse:
@@ -148,6 +178,14 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     response = _error_response(told, path)
     response.headers.update(error.headers or {})
     return response
+
+
+def nothing_at(method: str, path: str) -> str:
+    """The message of a 404: whether the path belongs to a known API that is not offered, and what is offered."""
+    for prefix, what in NOT_OFFERED:
+        if path.startswith(prefix):
+            return f"{method} {path}: this server does not offer {what}. Text is generated at {GENERATING}"
+    return f"there is nothing at this path: {method} {path}. Text is generated at {GENERATING}; /docs lists all paths"
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:

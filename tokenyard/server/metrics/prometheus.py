@@ -19,7 +19,6 @@ from tokenyard.engine.frontend.input_processor import LEVEL_NAMES, level_name
 from tokenyard.engine.frontend.io_struct import GenerateReqInput, OutputDelta
 from tokenyard.engine.scheduler_process.health.slo_attainment import ON_PURPOSE, met_slo, stage_at_deadline, targets_met
 from tokenyard.server.metrics.kv import kv_families
-from tokenyard.server.metrics.lookahead import lookahead_families
 from tokenyard.server.metrics.processes import ProcessUsage
 
 THROUGHPUT = "generation_throughput"
@@ -106,6 +105,16 @@ _CLASS_HISTOGRAMS = {
     "queue_wait_seconds": (SECONDS, "seconds that requests waited for their first place, pauses not counted"),
 }
 """One histogram for each class of service."""
+
+_LOOKAHEAD_TOTALS = {
+    "looks": ("tokenyard_lookahead_looks", "times that policy adaptive has looked ahead since it was chosen"),
+    "cpu_s": ("tokenyard_lookahead_cpu_seconds", "CPU time of looking ahead"),
+    "failures": ("tokenyard_lookahead_failures", "times that the process that looks ahead was given up"),
+}
+_LOOKAHEAD_SCORES = {
+    "met": ("tokenyard_lookahead_met", "share of requests that would meet their targets, by the latest look"),
+    "ttft_s": ("tokenyard_lookahead_ttft_seconds", "mean time to first token, by the latest look"),
+}
 
 COMPAT: dict[str, dict[str, str]] = {
     "sglang": {
@@ -437,3 +446,24 @@ class _Families(Collector):
             if counter == key:
                 family.add_metric([self._metrics.model, *values], amount)
         return family
+
+
+def lookahead_families(model: str, adaptive: Mapping[str, Any]) -> Iterable[Metric]:
+    """The families for what the engine says of its looking ahead; none if it does not."""
+    if not adaptive:
+        return
+    for key, (name, text) in _LOOKAHEAD_TOTALS.items():
+        total = CounterMetricFamily(name, text, labels=["model"])
+        total.add_metric([model], adaptive[key])
+        yield total
+    for key, (name, text) in _LOOKAHEAD_SCORES.items():
+        gauge = GaugeMetricFamily(name, text, labels=["model", "candidate"])
+        for score in adaptive["scores"]:
+            gauge.add_metric([model, score["name"]], score[key])
+        yield gauge
+    switches = CounterMetricFamily(
+        "tokenyard_policy_switches", "changes of policy by looking ahead", labels=["model", "candidate"]
+    )
+    for switch in adaptive["switches"]:
+        switches.add_metric([model, switch["candidate"]], switch["times"])
+    yield switches

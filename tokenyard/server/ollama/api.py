@@ -14,11 +14,10 @@ from tokenyard.base import InvalidRequestError
 from tokenyard.base.version import __version__
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
 from tokenyard.server.native.control_routes import Body, State
-from tokenyard.server.openai.chat_events import run_events
-from tokenyard.server.openai.completions import PreparedRequest, prepare_chat, prepare_completion
+from tokenyard.server.openai.completions import PreparedRequest, prepare_chat, prepare_completion, run_events
 from tokenyard.server.parse.events import ContentText, Event, ReasoningText
 from tokenyard.server.parse.events import ParsedToolCall as ToolCall
-from tokenyard.server.parse.readable import readable
+from tokenyard.server.parse.typed import loads_lenient
 from tokenyard.server.prompts import check_chat_body
 from tokenyard.server.protocol import ChatRequest, CompletionRequest, parse_body
 from tokenyard.server.state import ServerState
@@ -213,7 +212,7 @@ class OllamaWriter:
 def _arguments(text: str) -> Any:
     """Arguments, which are objects in this API; those of a cut-off call are none."""
     try:
-        value = readable(text)
+        value = loads_lenient(text)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -76,3 +76,13 @@ def prediction_usage(answers: Sequence[CompletionOutput]) -> dict[str, Any]:
     ends = [answer.finish for answer in answers if answer.finish is not None]
     verified, accepted = sum(end.draft_tokens for end in ends), sum(end.accepted_draft_tokens for end in ends)
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": verified - accepted}
+
+
+def reasoning_tokens(answer: CompletionOutput) -> int:
+    """How many tokens of an answer are reasoning."""
+    return answer.reader.reasoning_tokens if answer.reader is not None else 0
+
+
+def has_tool_calls(answer: CompletionOutput) -> bool:
+    """Whether an answer calls a tool."""
+    return answer.reader is not None and bool(answer.reader.message.calls)

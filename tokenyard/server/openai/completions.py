@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,7 @@ from tokenyard.server.openai.sampling_fields import (
 )
 from tokenyard.server.openai.structured_outputs import grammar_text
 from tokenyard.server.openai.tool_choice import chat_grammar, tool_use
+from tokenyard.server.parse.events import ContentText, Event
 from tokenyard.server.parse.output_style import ParserOptions
 from tokenyard.server.prompts import (
     CompletionPrompt,
@@ -51,6 +53,8 @@ from tokenyard.server.state import answer_id
 
 COMPLETION_MAX_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
+
+TakeEvents = Callable[[CompletionOutput, Sequence[Event]], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -241,6 +245,24 @@ def _head(call: RequestContext, body: ChatRequest | CompletionRequest, specs: li
 def _answering(call: RequestContext, body: ChatRequest | CompletionRequest, adapter: str) -> str:
     """The name of the model that answers, as the client called it if it named an adapter."""
     return (body.model or "") if adapter and body.model not in (None, "", "default") else call.state.options.model_name
+
+
+async def run_events(call: RequestContext, job: PreparedRequest, take: TakeEvents) -> CompletionOutput:
+    """Run a job of one answer and give `take` what each piece of its text completes; `finish` is set at the last."""
+    answer = CompletionOutput()
+    if job.reading is not None:
+        answer.reader = job.reading.reader()
+
+    async def take_delta(_: int, delta: OutputDelta) -> None:
+        answer.add(delta, keep=False)
+        if answer.reader is not None:
+            events = answer.reader.feed(delta.text, last=delta.finish is not None)
+        else:
+            events = [ContentText(delta.text)] if delta.text else []
+        await take(answer, events)
+
+    await run(call, job.specs, take_delta)
+    return answer
 
 
 async def _answer(call: RequestContext, job: PreparedRequest) -> None:

@@ -11,8 +11,8 @@ import orjson
 from tokenyard.base import InvalidRequestError
 from tokenyard.server.http.dialects import named_event
 from tokenyard.server.http.generate import CompletionOutput, RequestContext
-from tokenyard.server.openai.chat_events import reasoning_tokens, run_events
-from tokenyard.server.openai.completions import prepare_chat
+from tokenyard.server.openai.chat_output import reasoning_tokens
+from tokenyard.server.openai.completions import prepare_chat, run_events
 from tokenyard.server.parse.events import (
     ContentText,
     Event,

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from tokenyard.server.parse.readable import readable
+from tokenyard.server.parse.typed import loads_lenient
 
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')
@@ -177,7 +177,7 @@ class ObjectScan:
 def plain_arguments(text: str) -> str:
     """The JSON text of arguments that are no object as they stand: one in a string is taken out, null is none."""
     try:
-        value = readable(text)
+        value = loads_lenient(text)
     except (ValueError, RecursionError):
         return text.strip()
     return "" if value is None else value.strip() if isinstance(value, str) else text.strip()
@@ -186,7 +186,7 @@ def plain_arguments(text: str) -> str:
 def _string(text: str) -> str | None:
     """A JSON string's content, None for anything else."""
     try:
-        value = readable(text)
+        value = loads_lenient(text)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 
 def types_of(schema: Any) -> set[str]:
     """The JSON types that a schema allows; empty where it does not say."""
@@ -69,3 +71,14 @@ def _types_of_value(value: Any) -> set[str]:
         case list():
             return {"array"}
     return {"object"}
+
+
+def loads_lenient(text: str) -> Any:
+    """The value of a JSON text: half characters (lone surrogates) become question marks, and numbers beyond 64 bits
+    floats, as neither can be written again. Raises ValueError or RecursionError for what is no JSON.
+    """
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        value = json.loads(text, strict=False)
+        return orjson.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
