@@ -152,10 +152,10 @@ def test_the_snapshot_counts_who_is_put_last_until_its_prompt_is_done():
     yard = make_clocked(schedule_policy="slo")
     hopeless = [yard.submit(prompt(3000), max_new=3, **due(10)) for _ in range(2)]
     yard.turn()
-    assert yard.scheduler.snapshot(yard.now).measures == {"relegated": 2, "relegated_requests": 2}
+    assert yard.scheduler.snapshot(yard.now).measures == {"deferred": 2, "deferred_requests": 2}
     while yard.scheduler.state.waiting or yard.scheduler.state.prefilling:
         yard.turn()
-    assert yard.scheduler.snapshot(yard.now).measures == {"relegated": 2, "relegated_requests": 0}
+    assert yard.scheduler.snapshot(yard.now).measures == {"deferred": 2, "deferred_requests": 0}
     yard.rest()
     assert sorted(yard.finished) == hopeless
 

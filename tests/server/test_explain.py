@@ -15,6 +15,7 @@ COURSE = RequestTimings(
     prefill_chunks=2,
     preemptions=1,
     recomputed_tokens=7,
+    inverted_ns=500_000,
     waiting_ahead=4,
     admitted_ahead=3,
     policy="lpm",
@@ -46,8 +47,10 @@ def test_an_explanation_says_where_the_time_went_and_who_went_before(told):
     assert answer["total_ms"] == 8.0
     assert answer["stages_ms"]["queue"] == 5.0
     assert sum(answer["stages_ms"].values()) == pytest.approx(answer["total_ms"])
-    assert answer["lost_its_place"]["preempted"] == 1
+    assert answer["retracted"]["preempted"] == 1
+    assert answer["lost_its_place"] == answer["retracted"], "the old name"
     behind = answer["waited_behind"]
+    assert behind["priority_inversion_ms"] == behind["less_urgent_in_place_ms"] == 0.5
     assert (behind["policy"], behind["overtaking"]) == ("lpm", "none: longer hits pass")
     assert behind["earlier"] == {"requests": 1, "tokens": 30, "latest_ids": ["first"]}
     assert behind["later"]["latest_ids"] == ["third", "#9"]

@@ -47,7 +47,7 @@ def test_made_up_classes_add_no_label():
     assert not [key for key in found if "somebodysname" in key]
 
 
-def test_lost_places_are_told_by_reason():
+def test_lost_places_are_counted_by_reason():
     end = finish("length")
     end.timings = RequestTimings(preemptions=2, page_shortages=1)
     found = counted((end, GenerateReqInput(service_class="high")))
@@ -131,12 +131,13 @@ def test_inversion_is_told_by_class():
 
 
 def test_what_policies_and_limits_tell_and_the_error_of_the_cost_model():
-    told = {"relegated": 8, "relegated_requests": 3, "service_gap_tokens": 5.0, "borrowed_tokens": 7.0}
+    told = {"deferred": 8, "deferred_requests": 3, "service_gap_tokens": 5.0, "borrowed_tokens": 7.0}
     state = {"measures": told, "step_time_error": 0.25}
     metrics = Metrics("m")
     metrics.set_load(load_of(state), totals_of(state))
     text = metrics.exposition().decode()
-    lines = {"relegated_requests": 3.0, "relegated_total": 8.0, "service_gap_tokens": 5.0, "borrowed_tokens": 7.0}
+    lines = {"deferred_requests": 3.0, "deferred_total": 8.0, "service_gap_tokens": 5.0, "borrowed_tokens": 7.0}
+    lines |= {"relegated_requests": 3.0, "relegated_total": 8.0}
     for line, value in (lines | {"step_time_error_ratio": 0.25}).items():
         assert f'tokenyard_{line}{{model="m"}} {value}\n' in text
     metrics.set_load(load_of({"step_time_error": None}), {})
@@ -155,7 +156,8 @@ def test_what_looking_ahead_found_is_told_by_candidate():
         "switches": [{"candidate": "slo", "times": 2}],
     }
     text = metrics.exposition().decode()
-    assert 'tokenyard_lookahead_looks_total{model="m"} 7.0' in text
+    assert 'tokenyard_lookahead_runs_total{model="m"} 7.0' in text
+    assert 'tokenyard_lookahead_looks_total{model="m"} 7.0' in text, "the old name"
     assert 'tokenyard_lookahead_cpu_seconds_total{model="m"} 1.5' in text
     assert 'tokenyard_lookahead_failures_total{model="m"} 1.0' in text
     assert 'tokenyard_lookahead_met{candidate="lpm",model="m"} 0.5' in text

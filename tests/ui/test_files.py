@@ -6,8 +6,10 @@ from importlib.resources import files
 
 import pytest
 
+from tokenyard.server.native.live_feed import BIN, ROW
 from tokenyard.ui.files import HEADERS, ROUTER_PAGE, SERVER_PAGE, read_file
 
+ROW_ALIASES = {"age": "age_ms"}
 OURS = sorted(one.name for one in files("tokenyard.ui").iterdir() if one.name.endswith((".html", ".css", ".js")))
 
 
@@ -67,6 +69,15 @@ def test_scripts_use_ids_that_their_page_has(paths, main):
     scripts = [name for name, kind in paths.values() if kind.startswith("text/javascript") and "vendor" not in name]
     used = {one for name in scripts for one in re.findall(r'\$\("([\w-]+)"\)', read_file(name).decode())}
     assert used <= set(parsed.ids)
+
+
+def test_the_page_reads_bins_and_rows_in_the_server_s_order():
+    script = read_file("server.js").decode()
+    bins = re.search(r"const BIN = \{(.*?)\}", script)[1]
+    assert [one.strip() for one in bins.split(",")] == [f"{name}: {at}" for at, name in enumerate(BIN) if at]
+    assert set(re.findall(r"\bBIN\.(\w+)", script)) <= set(BIN)
+    row = re.search(r"const \[id, (.*?)\] = row;", script)[1].split(", ")
+    assert [ROW_ALIASES.get(name, name) for name in row] == list(ROW)
 
 
 def test_the_policy_allows_own_scripts_only():

@@ -65,7 +65,7 @@ def answer_table(request_id: str, answer: dict[str, Any]) -> Table:
     table.add_column("value", justify="right")
     for stage, time_ms in answer["stages_ms"].items():
         table.add_row(stage, f"{time_ms:.1f} ms")
-    behind, lost = answer["waited_behind"], answer["lost_its_place"]
+    behind, lost = answer["waited_behind"], answer.get("retracted") or answer["lost_its_place"]
     rows = {
         "prompt tokens, of these from the cache": f"{answer['prompt_tokens']}, {answer['cached_tokens']}",
         "prefill chunks": answer["prefill_chunks"],

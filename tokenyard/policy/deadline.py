@@ -190,11 +190,9 @@ class SloPolicy(EarliestDeadlineFirst):
 
     @override
     def measures(self, rows: Int32Array) -> dict[str, float]:
-        """Relegated: how often requests were put last so far; relegated_requests: those among
-        `rows` that are.
-        """
+        """deferred: how often requests were deferred so far. deferred_requests: how many of `rows` are."""
         now = 0 if self.views is None else self.queue.count_deferred(self.views.columns, rows)
-        return {"relegated": self._deferred_count, "relegated_requests": now}
+        return {"deferred": self._deferred_count, "deferred_requests": now}
 
     def _update_deferred(self, views: Views) -> None:
         """Put last the rows that must be, most urgent lane first; the work of more urgent lanes comes first."""

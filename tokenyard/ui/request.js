@@ -1,4 +1,4 @@
-/* One request: where its time went, what it waited behind, and the levers that reach it. */
+/* One request: where its time went, what it waited behind, and the controls that change it. */
 "use strict";
 const YardRequest = (() => {
   const { el, key, number, duration, slot } = Yard;
@@ -27,17 +27,17 @@ const YardRequest = (() => {
   }
 
   function facts(answer) {
-    const lost = answer.lost_its_place;
+    const retracted = answer.retracted;
     const behind = answer.waited_behind;
     const list = el("dl", { class: "facts num" });
     const add = (name, value, wide) => list.append(el("div", { class: wide ? "wide" : undefined }, el("dt", { text: name }), el("dd", { text: value })));
     add("Prompt tokens, from the cache", `${number(answer.prompt_tokens)}, ${number(answer.cached_tokens)}`);
     add("Answer tokens", number(answer.completion_tokens));
     add("Prefill chunks", number(answer.prefill_chunks));
-    add("Lost its place", `${lost.preempted} preempted, ${lost.out_of_pages} out of pages, ${lost.paused} paused`);
-    add("Computed again", `${number(lost.recomputed_tokens)} tokens`);
-    add("On arrival", `${number(behind.admitted_at_arrival)} had a place, ${number(behind.waiting_at_arrival)} waited`);
-    add("Less urgent ones had a place", duration(behind.less_urgent_in_place_ms));
+    add("Retracted", `${retracted.preempted} preempted, ${retracted.out_of_pages} out of pages, ${retracted.paused} paused`);
+    add("Recomputed", `${number(retracted.recomputed_tokens)} tokens`);
+    add("On arrival", `${number(behind.admitted_at_arrival)} were running, ${number(behind.waiting_at_arrival)} waited`);
+    add("Less urgent ones were running", duration(behind.priority_inversion_ms));
     add("Policy", behind.policy || "not started yet");
     add("What may overtake it", behind.overtaking || "–", true);
     return list;

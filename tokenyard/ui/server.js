@@ -29,7 +29,7 @@
   /* ---- what has come ---- */
   const seen = { bins: new Map(), moments: new Map(), totals: [], server: null, tick: null, prefixes: null, texts: new Map() };
   const tenantSlots = new Map();
-  const BIN = { steps: 1, prefill: 2, decode: 3, busy: 4, longest: 5, foretold: 6 };
+  const BIN = { steps: 1, prefill: 2, decode: 3, busy_ms: 4, longest_ms: 5, predicted_ms: 6 };
 
   function take(tick) {
     seen.tick = tick;
@@ -181,7 +181,7 @@
     plots.tokens = chart($("chart-tokens"), live(168, [{ label: "decode", color: slot(1) }, { label: "prefill", color: slot(0) }], { format: rate }, { stacked: true }));
     plots.steps = chart($("chart-steps"), live(168, [
       { label: "longest", color: slot(0), width: 1.5 }, { label: "mean", color: slot(1) },
-      { label: "foretold", color: slot(4), kind: "dash" }, { label: "budget", color: slot(5), kind: "dash" }], { format: duration, range: stepRange }));
+      { label: "predicted", color: slot(4), kind: "dash" }, { label: "budget", color: slot(5), kind: "dash" }], { format: duration, range: stepRange }));
     plots.requests = chart($("chart-requests"), live(168, [{ label: "waiting", color: slot(2), kind: "area" }, { label: "running", color: slot(0) }], { format: rate }));
     plots.kv = chart($("chart-kv"), live(168, [
       { label: "requests", color: slot(0) }, { label: "shared", color: slot(4) }, { label: "cached", color: slot(1) }, { label: "held", color: slot(7) }], { format: rate, range: () => [0, kvTotal()] }, { stacked: true }));
@@ -203,9 +203,9 @@
       tokens[0].push(bin ? bin[BIN.decode] * PER_SECOND : known ? 0 : null);
       tokens[1].push(bin ? bin[BIN.prefill] * PER_SECOND : known ? 0 : null);
       const stepping = bin && bin[BIN.steps];
-      steps[0].push(stepping ? bin[BIN.longest] : null);
-      steps[1].push(stepping ? bin[BIN.busy] / bin[BIN.steps] : null);
-      steps[2].push(stepping && bin[BIN.foretold] ? bin[BIN.foretold] / bin[BIN.steps] : null);
+      steps[0].push(stepping ? bin[BIN.longest_ms] : null);
+      steps[1].push(stepping ? bin[BIN.busy_ms] / bin[BIN.steps] : null);
+      steps[2].push(stepping && bin[BIN.predicted_ms] ? bin[BIN.predicted_ms] / bin[BIN.steps] : null);
       steps[3].push(moment && moment.budget ? moment.budget : null);
       requests[0].push(moment ? moment.counts.waiting : null);
       requests[1].push(moment ? moment.counts.running + moment.counts.prefilling + moment.counts.loading : null);

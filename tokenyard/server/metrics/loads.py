@@ -10,8 +10,12 @@ from tokenyard.base import InvalidRequestError
 SECTIONS = ("core", "memory", "queues", "disagg", "spec")
 DEFAULT_SECTIONS = "core,queues"
 MEMORY = ("used_tokens", "cached_tokens", "total_tokens", "evicted_tokens", "new_token_ratio")
-DEFERRED = "relegated"
-"""The one of a policy's measures that only grows."""
+DEFERRED = "deferred"
+"""The only measure of a policy that is a counter; the others are gauges."""
+
+DEPRECATED_GAUGES = {"relegated_requests": "deferred_requests"}
+DEPRECATED_TOTALS = {"relegated": DEFERRED}
+"""Old name -> its new name. Reports carry both names until the next release."""
 
 FORMATS = ("json", "prometheus")
 
@@ -20,6 +24,7 @@ def load_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
     """Our gauge names from the scheduler's counters."""
     used, total = snapshot.get("used_tokens", 0), snapshot.get("total_tokens", 0)
     error = snapshot.get("step_time_error")
+    measures = snapshot.get("measures", {})
     return {
         "running_requests": snapshot.get("running", 0),
         "queued_requests": snapshot.get("waiting", 0),
@@ -28,7 +33,8 @@ def load_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
         "token_usage": used / total if total else 0.0,
         "queued_tokens": snapshot.get("queued_tokens", 0),
         "queued_seconds": snapshot.get("queued_s", 0.0),
-        **{name: value for name, value in snapshot.get("measures", {}).items() if name != DEFERRED},
+        **{name: value for name, value in measures.items() if name != DEFERRED},
+        **{old: measures[name] for old, name in DEPRECATED_GAUGES.items() if name in measures},
         **({} if error is None else {"step_time_error_ratio": error}),
     }
 

@@ -40,7 +40,8 @@ _GAUGES = {
     "new_token_ratio": "share of max_new_tokens that admission sets aside for an answer",
     "cache_hit_rate": "share of all prompt tokens so far that were found in the prefix cache",
     "generation_throughput": "output tokens a second, over the last seconds",
-    "relegated_requests": "requests that policy slo has put last and that have no first token yet",
+    "deferred_requests": "requests that policy slo has deferred and that have no first token yet",
+    "relegated_requests": "old name of deferred_requests, to be removed in the next release",
     "service_gap_tokens": "most service, by weight, that two waiting tenants are apart, under vtc and dlpm",
     "borrowed_tokens": "KV tokens that tenants hold beyond their own shares",
     "lora_adapters": "LoRA adapters that are loaded",
@@ -73,7 +74,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "goodput_tokens": ("output tokens of requests that met all their targets", ("class",)),
     "deadline_misses": ("requests that were not done by their deadline, by where they were then", ("class", "stage")),
     "priority_inversion_seconds": ("time that requests waited while a less urgent one had a place", ("class",)),
-    "relegated": ("requests that policy slo has put last", ()),
+    "deferred": ("times that policy slo has deferred a request", ()),
+    "relegated": ("old name of deferred_total, to be removed in the next release", ()),
     "starvation": ("requests that waited for their first place for more than 30 s", ("class",)),
     "lost_places": ("times that requests lost their place (preempted, out_of_pages, paused)", ("class", "reason")),
     "rejected_requests": ("requests that were refused or ended by the server", ("reason",)),
@@ -107,14 +109,16 @@ _CLASS_HISTOGRAMS = {
 """One histogram for each class of service."""
 
 _LOOKAHEAD_TOTALS = {
-    "looks": ("tokenyard_lookahead_looks", "times that policy adaptive has looked ahead since it was chosen"),
-    "cpu_s": ("tokenyard_lookahead_cpu_seconds", "CPU time of looking ahead"),
-    "failures": ("tokenyard_lookahead_failures", "times that the process that looks ahead was given up"),
+    "lookahead_runs": ("looks", "forecasts that policy adaptive has made since it was chosen"),
+    "lookahead_looks": ("looks", "old name of lookahead_runs_total, to be removed in the next release"),
+    "lookahead_cpu_seconds": ("cpu_s", "CPU time of forecasts"),
+    "lookahead_failures": ("failures", "times that the forecasting process was ended because it failed"),
 }
 _LOOKAHEAD_SCORES = {
-    "met": ("tokenyard_lookahead_met", "share of requests that would meet their targets, by the latest look"),
-    "ttft_s": ("tokenyard_lookahead_ttft_seconds", "mean time to first token, by the latest look"),
+    "lookahead_met": ("met", "share of requests that would meet their targets, by the latest forecast"),
+    "lookahead_ttft_seconds": ("ttft_s", "mean time to first token, by the latest forecast"),
 }
+"""Metric -> its key in the report of policy adaptive, and the help text."""
 
 COMPAT: dict[str, dict[str, str]] = {
     "sglang": {
@@ -449,20 +453,20 @@ class _Families(Collector):
 
 
 def lookahead_families(model: str, adaptive: Mapping[str, Any]) -> Iterable[Metric]:
-    """The families for what the engine says of its looking ahead; none if it does not."""
+    """Metrics from the report of policy adaptive, by candidate; none for an empty report."""
     if not adaptive:
         return
-    for key, (name, text) in _LOOKAHEAD_TOTALS.items():
-        total = CounterMetricFamily(name, text, labels=["model"])
+    for name, (key, text) in _LOOKAHEAD_TOTALS.items():
+        total = CounterMetricFamily(f"tokenyard_{name}", text, labels=["model"])
         total.add_metric([model], adaptive[key])
         yield total
-    for key, (name, text) in _LOOKAHEAD_SCORES.items():
-        gauge = GaugeMetricFamily(name, text, labels=["model", "candidate"])
+    for name, (key, text) in _LOOKAHEAD_SCORES.items():
+        gauge = GaugeMetricFamily(f"tokenyard_{name}", text, labels=["model", "candidate"])
         for score in adaptive["scores"]:
             gauge.add_metric([model, score["name"]], score[key])
         yield gauge
     switches = CounterMetricFamily(
-        "tokenyard_policy_switches", "changes of policy by looking ahead", labels=["model", "candidate"]
+        "tokenyard_policy_switches", "times that policy adaptive changed to a candidate", labels=["model", "candidate"]
     )
     for switch in adaptive["switches"]:
         switches.add_metric([model, switch["candidate"]], switch["times"])

@@ -19,6 +19,7 @@ from tokenyard.server.http.streaming import read_body
 from tokenyard.server.metrics.loads import (
     DEFAULT_SECTIONS,
     DEFERRED,
+    DEPRECATED_TOTALS,
     FORMATS,
     as_prometheus,
     load_of,
@@ -247,6 +248,7 @@ def rates_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
 def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
     """Our counter names from the scheduler's totals."""
     counters = snapshot.get("counters", {})
+    deferred = snapshot.get("measures", {}).get(DEFERRED, 0)
     return {
         "retractions": counters.get("retracted", 0),
         "preemptions": counters.get("preempted", 0),
@@ -259,7 +261,8 @@ def totals_of(snapshot: Mapping[str, Any]) -> dict[str, float]:
         "scheduler_steps": counters.get("steps", 0),
         "aborted_requests": counters.get("aborted", 0),
         "queried_tokens": counters.get("prompt_tokens", 0),
-        DEFERRED: snapshot.get("measures", {}).get(DEFERRED, 0),
+        DEFERRED: deferred,
+        **dict.fromkeys(DEPRECATED_TOTALS, deferred),
     }
 
 

@@ -14,6 +14,13 @@ RidOf = Callable[[int], str | None]
 def explained(explanation: Explanation, rid_of: RidOf) -> dict[str, Any]:
     """One answer's explanation as JSON; times in milliseconds, requests by their ids (or #number if unknown)."""
     timings = explanation.timings
+    retracted = {
+        "preempted": timings.preemptions,
+        "out_of_pages": timings.page_shortages,
+        "paused": timings.pauses,
+        "recomputed_tokens": timings.recomputed_tokens,
+    }
+    inversion_ms = timings.inverted_ns / NS_PER_MS
     return {
         "state": explanation.stage,
         "finish_reason": explanation.reason or None,
@@ -24,12 +31,9 @@ def explained(explanation: Explanation, rid_of: RidOf) -> dict[str, Any]:
         "cached_tokens": explanation.cached_tokens,
         "completion_tokens": explanation.completion_tokens,
         "prefill_chunks": timings.prefill_chunks,
-        "lost_its_place": {
-            "preempted": timings.preemptions,
-            "out_of_pages": timings.page_shortages,
-            "paused": timings.pauses,
-            "recomputed_tokens": timings.recomputed_tokens,
-        },
+        "retracted": retracted,
+        # The old name, to be removed in the next release.
+        "lost_its_place": retracted,
         "waited_behind": {
             "policy": timings.policy,
             "overtaking": timings.overtaking,
@@ -38,7 +42,9 @@ def explained(explanation: Explanation, rid_of: RidOf) -> dict[str, Any]:
             "earlier": _starts(explanation.earlier, rid_of),
             "later": _starts(explanation.later, rid_of),
             "complete": explanation.complete,
-            "less_urgent_in_place_ms": timings.inverted_ns / NS_PER_MS,
+            "priority_inversion_ms": inversion_ms,
+            # The old name, to be removed in the next release.
+            "less_urgent_in_place_ms": inversion_ms,
         },
         "summary": summary(explanation),
     }
@@ -62,9 +68,9 @@ def summary(explanation: Explanation) -> str:
     if explanation.earlier.requests or explanation.later.requests:
         earlier, later = explanation.earlier.requests, explanation.later.requests
         text += f"; {earlier} earlier and {later} later requests started before it"
-    lost = timings.preemptions + timings.page_shortages + timings.pauses
-    if lost:
-        text += f"; it lost its place {lost} times"
+    retractions = timings.preemptions + timings.page_shortages + timings.pauses
+    if retractions:
+        text += f"; it was retracted {retractions} times"
     if explanation.cached_tokens:
         text += f"; {explanation.cached_tokens} of {explanation.prompt_tokens} prompt tokens came from the cache"
     return text
