@@ -35,3 +35,11 @@ def test_the_glossary_names_what_is_there():
         texts = [(PACKAGE / name).read_text(encoding="utf-8") for name in re.findall(r"`([^`]+)`", files)]
         for name in re.findall(r"`([\w.]+)`", ours):
             assert any(name.split(".")[-1] in text for text in texts), f"{name} is not in {files}"
+
+
+def test_the_path_through_the_core_can_be_read_in_an_afternoon():
+    section = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## A path through the core")[1]
+    files = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", section.split("\n## ")[0])
+    lines = [len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in files]
+    assert len(files) == 12
+    assert sum(lines) < 4500, "say in README.md and architecture.md what is true"
