@@ -20,7 +20,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from tokenyard.on_ray.engine import build
+from tokenyard.on_ray.deployment import build
 
 FLAGS = "--executor mock --mock-step-ms 20 --max-running-requests 8 --log-level warning"
 SCALING = {"min_engines": 1, "max_engines": 3, "num_cpus": 1, "upscale_delay_s": 1, "downscale_delay_s": 4}

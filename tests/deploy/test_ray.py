@@ -13,7 +13,7 @@ import yaml
 from tests.deploy.test_manifests import DEPLOY, documents
 from tests.e2e.servers import ROOT
 from tokenyard.cli.main import build_parser
-from tokenyard.on_ray.addresses_file import write_addresses
+from tokenyard.on_ray.addresses import write_addresses
 from tokenyard.on_ray.autoscaling import engines_wanted
 
 ENVIRONMENT = ROOT / ".venv-clients" / "ray"
@@ -29,7 +29,7 @@ def serve_configs():
 @pytest.mark.parametrize("config", list(serve_configs()), ids=["serve", "rayservice"])
 def test_the_engines_of_serves_files_have_flags_that_exist(config):
     (application,) = config["applications"]
-    assert application["import_path"] == "tokenyard.on_ray.engine:build"
+    assert application["import_path"] == "tokenyard.on_ray.deployment:build"
     build_parser("serve").parse_strictly(["serve", *application["args"]["flags"].split()])
 
 
